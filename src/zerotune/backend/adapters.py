@@ -682,7 +682,7 @@ def _joined_factors(
 
 @attrs.frozen(kw_only=True)
 class Read:
-    """A LoRA file of a different trainer, converted to diffusers' names."""
+    """A LoRA file of another trainer, converted to diffusers' names."""
 
     tensors: dict[str, torch.Tensor]
     """Tensors by diffusers' names, such as ``<component>.<layer>.lora_A.weight``."""
@@ -838,7 +838,7 @@ def compare(
             raise _differs(name, f"{read.reader} does not find this layer in the written file")
         same = found._dense(dtype)._same_product(factors._dense(dtype), dtype)
         if same is None:
-            raise _differs(name, f"{read.reader} reads different values than were written")
+            raise _differs(name, f"{read.reader} reads values that differ from the written ones")
         exact = exact and same
     for name, extra in there.items():
         if bool(extra.up.any()) and bool(extra.down.any()):

@@ -160,11 +160,7 @@ class Compiled:
         """Which modules are compiled, and why."""
 
     def apply(self, engine: Engine) -> None:
-        """Compile the model of a started engine, until the engine closes.
-
-        Args:
-            engine: The engine.
-        """
+        """Compile the model of a started ``engine``, until the engine closes."""
         config: Any = torch._dynamo.config
         # Blocks of one class share their code. Beyond this limit of variants, torch continues
         # without compiling and only logs a message.

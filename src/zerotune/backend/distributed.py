@@ -554,7 +554,7 @@ class _Arrivals:
         absent = dict.fromkeys(self._missing, "never arrived")
         if error is not None and (not absent or waited < 0.8 * timeout):
             if self._agent and self._holders:
-                absent = dict.fromkeys(self._holders, "has ended, and so has the store there")
+                absent = dict.fromkeys(self._holders, "has ended, and so has its store")
             elif not self._agent and self._launch.rank:
                 absent = {0: f"cannot be reached at {self._place}, where all ranks must connect"}
         what = f"not every rank reached the start within {timeout:g} s"
@@ -773,7 +773,7 @@ class _RollCall:
             what = f"has sent no heartbeat for {_SILENCE_S:g} s"
         else:
             silent = [rank for rank in afar if rank in self.holders]
-            what = "cannot be reached, and neither can the store there"
+            what = "cannot be reached, and neither can its store"
         return self._reported() or {
             rank: f"{what} (process {self.members[rank].pid} on {self.members[rank].host})"
             for rank in silent

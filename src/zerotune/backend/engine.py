@@ -202,12 +202,9 @@ class Engine(Closing):
 
     @abstractmethod
     def load_state(self, state: EngineState) -> None:
-        """Restore counters, scheduler (including the learning rate) and loss scale.
+        """Restore counters, scheduler (including the learning rate) and loss scale from ``state``.
 
         Gradients of an unfinished accumulation window are dropped.
-
-        Args:
-            state: The saved state.
         """
 
     @contextmanager

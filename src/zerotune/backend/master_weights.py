@@ -36,7 +36,7 @@ class OptimizerStates:
     Args:
         optimizer: A ``torch.optim.Optimizer``, DeepSpeed's included; ``None`` for weights
             without an optimizer.
-        key: The tensor itself, as in the optimizer's parameter groups.
+        key: The tensor object that is in the optimizer's parameter groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, key: torch.Tensor) -> None:
@@ -506,7 +506,7 @@ class MasterWeights:
 
     @property
     def device(self) -> torch.device:
-        """The device the engine trains on; the master weights may be on a different one."""
+        """The device the engine trains on; the master weights may be on a different device."""
         return self._device
 
     @property

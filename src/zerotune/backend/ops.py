@@ -139,7 +139,7 @@ _CAUSES: Final[tuple[tuple[str, str, str | Mapping[str, str] | None], ...]] = (
     (
         r"unrecognized command[- ]line option .?(-std=[\w+]+)",
         "the compiler is too old for {}",
-        "install a newer g++, or set CXX to the path of a newer one",
+        "install a newer g++, or set CXX to the path of a newer compiler",
     ),
     (
         r"version [`'](GLIBCXX_[\d.]+|CXXABI_[\d.]+)' not found",

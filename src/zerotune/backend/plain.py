@@ -529,7 +529,7 @@ def _strided(parameters: Iterable[torch.Tensor]) -> str | None:
     """Why the fused step does not support these weights; ``None`` if it does."""
     if all(parameter.is_contiguous() for parameter in parameters):
         return None
-    return "some weights are not contiguous (channels_last), but the fused step needs flat ones"
+    return "the fused step needs contiguous weights, but some are not (channels_last)"
 
 
 def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer, *_: Any) -> None:

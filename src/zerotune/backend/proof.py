@@ -486,7 +486,7 @@ def _run_command(accelerator: Accelerator, patience_s: float = _PATIENCE_S) -> s
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
     except subprocess.TimeoutExpired:
-        return f"no end within {patience_s:g} s"
+        return f"did not finish within {patience_s:g} s"
     except OSError as error:
         return f"no process could be started: {error}"
     if not process.returncode:

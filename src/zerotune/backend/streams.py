@@ -102,21 +102,13 @@ class RecordedStream:
         self._recorder, self.name, self.real = recorder, name, real
 
     def wait_event(self, event: RecordedEvent) -> None:
-        """Make later work on this stream wait for an event.
-
-        Args:
-            event: The event.
-        """
+        """Make later work on this stream wait for ``event``."""
         learn(self._recorder.clock(self.name), event.clock)
         if self.real is not None:
             self.real.wait_event(event._real)
 
     def wait_stream(self, other: RecordedStream) -> None:
-        """Make later work on this stream wait for all work queued on a different stream.
-
-        Args:
-            other: The other stream.
-        """
+        """Make later work on this stream wait for all work queued on ``other``."""
         learn(self._recorder.clock(self.name), self._recorder.clock(other.name))
         if self.real is not None:
             self.real.wait_stream(other.real)
@@ -186,11 +178,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def stream(self, stream: RecordedStream) -> Iterator[None]:
-        """Inside the block, queue work on a stream.
-
-        Args:
-            stream: The stream.
-        """
+        """Inside the block, queue work on ``stream``."""
         self._current.append(stream)
         try:
             if self.real is None:
@@ -306,7 +294,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if crossing and kwargs.get("non_blocking", len(args) > 2 and args[2]):
             self.copies += 1
             if "pageable" in places:
-                self.faults.append(f"{name} of pageable memory is declared not to wait")
+                self.faults.append(f"{name} of pageable memory is declared as non-blocking")
         elif crossing or (on_device and name == _READ_NUMBER):
             self.host_waits(name, self.clock(timeline))
 

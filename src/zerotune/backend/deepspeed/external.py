@@ -366,7 +366,7 @@ def check_accelerate(world_size: int) -> None:
 
 
 class AttachedEngine(ZeROEngine):
-    """An ``Engine`` around a ``deepspeed.DeepSpeedEngine`` that a different trainer initialized.
+    """An ``Engine`` around a ``deepspeed.DeepSpeedEngine`` that another trainer initialized.
 
     The engine is compared with the plan, so a replaced optimizer is found before the first step.
     EMA and checkpoints work as with every engine. ``close`` does not destroy DeepSpeed's engine.
@@ -482,7 +482,8 @@ class AttachedEngine(ZeROEngine):
         """
         if self._trainers_boundary is not None:
             raise EngineError(
-                "accelerator.backward has already taken this step; this call would take a second one",
+                "accelerator.backward has already taken this step; this call would take a second "
+                "step",
                 key="engine.step",
                 fix="remove this call, or call engine.backward instead of accelerator.backward",
             )

@@ -274,9 +274,9 @@ def read_weights(
     count = len(waiting(model))
     if not count:
         return ()
-    how = "by each rank only its part of each"
+    how = "each rank reads only its part of every tensor"
     if plan.stage != 3:
-        how = "one at a time, to the device"
+        how = "one at a time, and moved to the device"
         device = deepspeed.accelerator.get_accelerator().current_device_name()
         bring_weights(model, dtype=DTYPES[plan.precision], device=device)
     return (
@@ -429,7 +429,7 @@ def _set_and_verify() -> str | None:
     read = getattr(private, "_accelerator_getAllocatorSettings", None)
     write = getattr(private, "_accelerator_setAllocatorSettings", None)
     if read is None or write is None:
-        return "this torch has no such setting"
+        return "this torch has no setting for the sizes of page-locked blocks"
     with _lock:
         current = read() or ""
         if _setting_in(current) is None:
@@ -437,10 +437,10 @@ def _set_and_verify() -> str | None:
                 # Setting one key alone would put the others back to their defaults.
                 write(",".join(filter(None, (current, f"{SETTING}:{THRESHOLD}"))))
             except (RuntimeError, ValueError) as error:
-                return f"torch refused the setting: {str(error).splitlines()[0]}"
+                return f"torch refused the setting for exact sizes: {str(error).splitlines()[0]}"
     taken = _pinned_bytes_of(_PROBE)
     if taken is not None and taken >= 4 * 1024**2:
-        return "torch accepted the setting, but still rounds"
+        return "torch accepted the setting for exact sizes, but still rounds"
     return None
 
 

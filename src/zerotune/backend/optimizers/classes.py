@@ -32,7 +32,7 @@ class Piece:
     start: int
     """First element of this part in the flattened parameter."""
     numel: int
-    """Number of elements of this part; 0 if a different rank has the whole parameter."""
+    """Number of elements of this part; 0 if another rank has the whole parameter."""
     offset: int
     """First element of this part in the optimizer's tensor."""
     split: bool
@@ -349,8 +349,8 @@ class Muon(ShardAware):
 def orthogonalise(matrix: torch.Tensor, *, steps: int = 5) -> torch.Tensor:
     """Approximate the nearest orthogonal matrix, with singular values between 0.7 and 1.2.
 
-    The method is a quintic Newton-Schulz iteration with the coefficients of Jordan et al. As in the
-    authors' code, the result is scaled by ``sqrt(max(1, rows / columns))``.
+    The function runs a quintic Newton-Schulz iteration with the coefficients of Jordan et al. As in
+    the authors' code, the result is scaled by ``sqrt(max(1, rows / columns))``.
 
     Args:
         matrix: Matrix of shape (rows, columns).

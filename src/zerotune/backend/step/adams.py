@@ -191,7 +191,7 @@ class SlabStep:
         Args:
             start: First element.
             stop: Index one past the last element.
-            averages: Averages of exactly these elements, updated as well.
+            averages: Averages of exactly these elements, which are updated too.
         """
         whole = self.masters.numel // VECTOR * VECTOR if self.whole is None else self.whole
         middle = max(start, min(stop, whole))
@@ -440,11 +440,7 @@ class HostTorchAdam(Stepper):
 
     @staticmethod
     def obstacle(adam: torch.optim.Optimizer) -> str | None:
-        """Return why this stepper does not support an optimizer; ``None`` if it does.
-
-        Args:
-            adam: The optimizer.
-        """
+        """Return why this stepper does not support ``adam``; ``None`` if it does."""
         if type(adam) not in TORCH_ADAMS:
             return f"{type(adam).__name__} is neither Adam nor AdamW"
         names = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")

@@ -186,17 +186,13 @@ class HostStepOp:
     def spare_a_core(self) -> None:
         """Make later calls from this thread leave one core free for concurrent work.
 
-        With two cores none is left free, because a call on one core takes longer than a call that
-        shares both.
+        With two cores none is left free, because a call on one core takes longer than a call on two
+        shared cores.
         """
         self._spared.core = True
 
     def knows(self, dtype: torch.dtype) -> bool:
-        """Return whether the kernels support a dtype of gradients and weights.
-
-        Args:
-            dtype: The dtype.
-        """
+        """Return whether the kernels support ``dtype`` for gradients and weights."""
         kind = _DTYPE_CODES.get(dtype, 0)
         return bool(kind and self._library.zerotune_knows(ctypes.c_int32(kind)))
 
@@ -222,8 +218,8 @@ class HostStepOp:
             weight: Weights, fp32; ``None`` if split into ``high`` and ``low``.
             high: Weights rounded to nearest, bf16.
             low: Low 16 bits of the weights (``SplitMasters``), int16.
-            exp_avg: First moment, fp32. With ``TorchAdamNumbers``, it may also be bf16 (rounded
-                stochastically) or coded (only with ``l2`` = 0).
+            exp_avg: First moment, fp32. With ``TorchAdamNumbers``, ``exp_avg`` may also be bf16
+                (rounded stochastically) or coded (only with ``l2`` = 0).
             exp_avg_sq: Second moment, like ``exp_avg``.
             gradient: Gradient, fp32, bf16 or fp16.
             noise: 32-bit seed for stochastic rounding (``noise_key``).

@@ -434,7 +434,8 @@ class StreamEngine(CountingEngine):
             before="fp32",
             after="bf16 weights and the low 16 bits of each master weight",
             reason="saves 2 bytes of host memory per trained weight; in each step, one master "
-            "weight in 131,072 (a tie that is rounded up to bf16) grows by one unit in the last place",
+            "weight in 131,072 (a tie that is rounded up to bf16) grows by one unit in the last "
+            "place",
         )
         return where, self._kept_gradients, kept
 
@@ -540,8 +541,8 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     kept = {p.storage for p in ModelFacts.from_module(model).parameters if p.storage}
     if other := sorted(kept - _STREAMED_STORAGES):
         return (
-            f"a base in {', '.join(other)} stays on the device; bitsandbytes' 4-bit weights (nf4, "
-            "fp4) are streamed"
+            f"a base model in {', '.join(other)} stays on the device; bitsandbytes' 4-bit weights "
+            "(nf4, fp4) are streamed"
         )
     streaming = plan.streamed if isinstance(plan.streamed, Streaming) else Streaming()
     if not find_units(model, streaming.units):

@@ -28,11 +28,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def take(self, unit: Unit) -> Place:
-        """Return host memory for a unit's gradients; wait until some is free.
-
-        Args:
-            unit: The unit.
-        """
+        """Return host memory for ``unit``'s gradients; wait until some is free."""
 
     @abstractmethod
     def give_back(self, place: Place) -> None:

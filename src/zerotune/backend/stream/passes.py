@@ -74,11 +74,7 @@ class UnitPass:
         return self.written.done() and self._followed == len(self.averages)
 
     def when_ready(self, call: Callable[[], None]) -> None:
-        """Call a function whenever one of the awaited copies completes.
-
-        Args:
-            call: The function.
-        """
+        """Run ``call`` whenever one of the awaited copies completes."""
         for copy in (self._landed, self._reading):
             if copy is not None:
                 copy.when_done(call)
@@ -176,11 +172,7 @@ class Passes:
         self._signal()
 
     def hurry(self, unit: Unit) -> None:
-        """Run the update of a unit before all others.
-
-        Args:
-            unit: The unit.
-        """
+        """Run the update of ``unit`` before all others."""
         with self._lock:
             for unit_pass in self._waiting:
                 if unit_pass.unit is unit:
@@ -281,11 +273,7 @@ class Passes:
                 self._waiting.remove(unit_pass)
 
     def fail(self, error: BaseException) -> None:
-        """Make all current and later waits raise an error.
-
-        Args:
-            error: The error.
-        """
+        """Make all current and later waits raise ``error``."""
         with self._lock:
             self._error = self._error or error
             for unit_pass in self._waiting:

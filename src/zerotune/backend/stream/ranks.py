@@ -210,9 +210,9 @@ class SharedStreamEngine(StreamEngine):
                 before=None,
                 after=f"{self._group.world_size} ranks share one copy of the weights, "
                 f"{format_size(nbytes)}{locked}",
-                reason="each rank sums the gradients of its share of every unit, and updates its "
-                "weights and averages; gradients are summed in rank order, which does not affect "
-                "results with two ranks",
+                reason="each rank sums the gradients of its share of every unit, and updates the "
+                "share's weights and averages; gradients are summed in rank order, which does not "
+                "affect results with two ranks",
             ),
         )
 

@@ -111,11 +111,7 @@ class Residency:
     # -- Units on the device.
 
     def ensure(self, unit: Unit) -> None:
-        """Make a unit's newest weights available on the device to later computation.
-
-        Args:
-            unit: The unit.
-        """
+        """Make ``unit``'s newest weights available on the device to later computation."""
         with self._lock:
             if not unit.is_current:
                 self.counts.late += bool(self._order) and not unit.resident
@@ -129,11 +125,7 @@ class Residency:
                     unit.loading = None
 
     def close_calls(self, unit: Unit) -> None:
-        """Record that all calls of a unit have finished.
-
-        Args:
-            unit: The unit.
-        """
+        """Record that all calls of ``unit`` have finished."""
         unit.calls = 0
 
     def _fetch(self, unit: Unit) -> None:

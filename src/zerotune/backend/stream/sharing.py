@@ -134,8 +134,8 @@ class SharedMemory(Closable):
 class SharedHostMemory(HostMemory, Closable):
     """One shared copy of the weights for all ranks; each rank updates its share of every unit.
 
-    The weights are initialised with rank 0's. Collective: all ranks must create and fill the memory
-    together.
+    Rank 0's weights are copied into the memory. Collective: all ranks must create and fill the
+    memory together.
 
     Args:
         group: The ranks.
@@ -279,19 +279,11 @@ class Meeting(Closable):
         self._error: EngineError | None = None
 
     def stage(self, unit: Unit) -> torch.Tensor:
-        """Return this rank's staging buffer for a unit's gradients, in the unit's layout.
-
-        Args:
-            unit: The unit.
-        """
+        """Return this rank's staging buffer for ``unit``'s gradients, in the unit's layout."""
         return self._tables.stages[self._rank, : unit.nbytes].view(unit.host.dtype)
 
     def stages(self, unit: Unit) -> Sequence[torch.Tensor]:
-        """Return all ranks' staging buffers for a unit's gradients, by rank.
-
-        Args:
-            unit: The unit.
-        """
+        """Return all ranks' staging buffers for ``unit``'s gradients, by rank."""
         return self._tables.stages[:, : unit.nbytes].view(unit.host.dtype).unbind()
 
     def land(self, index: int, came: Collection[int] = ()) -> None:

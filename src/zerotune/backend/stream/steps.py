@@ -412,11 +412,7 @@ class StreamedSteps:
         return float(torch.ones(1).mul_(1.0 / torch.clamp(clip, min=1.0)))
 
     def replay(self, steps: int) -> None:
-        """Continue as if ``steps`` optimizer steps had been taken.
-
-        Args:
-            steps: Number of optimizer steps.
-        """
+        """Continue as if ``steps`` optimizer steps had been taken."""
         self._stepper.replay(steps)
 
     def settle(self) -> None:

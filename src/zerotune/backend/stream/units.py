@@ -257,11 +257,7 @@ class Unit:
         return self.is_here and self.loaded == self.current
 
     def of_member(self, member: Member) -> torch.Tensor:
-        """Return a parameter's weights in host memory, without waiting for a pending update.
-
-        Args:
-            member: The parameter.
-        """
+        """Return ``member``'s weights in host memory, without waiting for a pending update."""
         return self.host[member.span].view(member.parameter.shape)
 
     def allocate(self) -> None:

@@ -247,11 +247,7 @@ class Inside(threading.local):
         self._entered: list[tuple[torch.nn.Module, Sequence[Unit], ExitStack]] = []
 
     def has(self, unit: Unit) -> bool:
-        """Return whether the current thread is in a call of a unit.
-
-        Args:
-            unit: The unit.
-        """
+        """Return whether the current thread is in a call of ``unit``."""
         for _, units, _ in self._entered:  # noqa: SIM110 - a generator takes twice as long
             if unit in units:
                 return True
