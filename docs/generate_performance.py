@@ -384,7 +384,7 @@ def _memory(result: Mapping[str, Any]) -> Iterator[str]:
     yield "\n".join(rows)
     yield (
         "On a CPU, the C library keeps freed blocks of up to 32 MiB for later. The peak of the "
-        "process contains freed blocks, so leave memory free for them."
+        "process contains freed blocks, so leave additional memory free for freed blocks."
     )
 
 

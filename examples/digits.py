@@ -74,16 +74,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--precision",
         choices=("fp32", "bf16", "fp16"),
         default="bf16" if torch.cuda.is_available() else "fp32",
-        help="default: bf16 on a GPU, and fp32 on a CPU, where bf16 is several times slower",
+        help="default: bf16 on a GPU, fp32 on a CPU (where bf16 is several times slower)",
     )
     add("--steps", type=int, default=400, help="number of optimizer steps")
-    add("--batch-size", type=int, default=64, help="samples per step in all processes together")
+    add("--batch-size", type=int, default=64, help="samples per optimizer step in all processes")
     add("--accumulation", type=int, default=1, help="micro batches per optimizer step")
     add("--output", type=Path, default=Path("outputs/digits"), help="folder for results")
     add("--seed", type=int, default=0, help="seed of weights, training and sampling")
     add("--verbose", action="store_true", help="print every decision, not only the settings")
     add("--per-class", type=int, default=20, help="digits to sample per class")
-    add("--require", type=float, default=80.0, help="percentage of digits to be recognised")
+    add("--require", type=float, default=80.0, help="minimum percentage of recognised digits")
     # The deepspeed launcher passes this option; the environment has the same value.
     add("--local_rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -157,7 +157,7 @@ def make(folder: Path) -> Path:
 
 
 def milestones(options: argparse.Namespace) -> list[int]:
-    """Steps at which a digit of each class is sampled; each is twice the step before."""
+    """Steps at which a digit of each class is sampled; each step is twice the previous step."""
     return sorted({max(1, options.steps // 2**power) for power in range(5)})
 
 

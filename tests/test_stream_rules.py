@@ -145,7 +145,7 @@ def test_pageable_memory_may_not_be_copied_as_if_it_were_not() -> None:
         here, there = torch.zeros(8), torch.ones(8, device=DEVICE)
         recorder.lie("pageable", here) if DEVICE == "cpu" else None
         there.copy_(here, non_blocking=True)
-    assert recorder.faults == ["aten::copy_ of pageable memory is declared not to wait"]
+    assert recorder.faults == ["aten::copy_ of pageable memory is declared as non-blocking"]
 
 
 def test_every_wait_of_the_host_is_counted() -> None:

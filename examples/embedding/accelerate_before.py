@@ -1,4 +1,4 @@
-"""accelerate with its DeepSpeed plugin: a U-Net learns real digits.
+"""Train a U-Net on real digits with accelerate and its DeepSpeed plugin.
 
 ``accelerate_before.py`` is the script without zerotune, ``accelerate_after.py`` the same script
 with zerotune. docs/embedding.md shows the difference.

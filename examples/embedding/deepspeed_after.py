@@ -1,4 +1,4 @@
-"""A loop around raw DeepSpeed: a U-Net learns real digits.
+"""Train a U-Net on real digits with a loop around raw DeepSpeed.
 
 ``deepspeed_before.py`` is the script without zerotune, ``deepspeed_after.py`` the same script
 with zerotune. docs/embedding.md shows the difference.

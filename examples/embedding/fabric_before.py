@@ -1,4 +1,4 @@
-"""Lightning Fabric with its DeepSpeed strategy: a U-Net learns real digits.
+"""Train a U-Net on real digits with Lightning Fabric and its DeepSpeed strategy.
 
 ``fabric_before.py`` is the script without zerotune, ``fabric_after.py`` the same script
 with zerotune. docs/embedding.md shows the difference.

@@ -224,7 +224,7 @@ def test_ranks_do_the_same_where_one_has_no_proof() -> None:
     store_proof(passed())
     decision, done = hides(elsewhere=True)
     assert done == ["at once"]
-    assert "a different rank" in decision.reason
+    assert "another rank" in decision.reason
 
 
 def test_who_asks_gets_it_unproven_and_is_told_so() -> None:
@@ -483,7 +483,7 @@ def test_a_process_that_does_not_end_is_ended_with_its_children(
     script.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {mark}\nwait\n")
     script.chmod(0o755)
     monkeypatch.setattr(proofs.sys, "executable", str(script))
-    assert proofs._run_command("cuda", 8.0) == "no end within 8 s"
+    assert proofs._run_command("cuda", 8.0) == "did not finish within 8 s"
     child = int(mark.read_text())
     deadline = time.monotonic() + 60
     while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie":

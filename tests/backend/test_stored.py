@@ -87,7 +87,7 @@ def test_what_stands_in_takes_no_memory():
 
 def test_a_model_without_values_or_file_is_refused():
     model = torch.nn.Linear(2, 2, device="meta")
-    with pytest.raises(EngineError, match=r"model\.weight = 'meta': the parameter has no values"):
+    with pytest.raises(EngineError, match=r"model\.weight = 'meta': the parameter has neither"):
         stored.check_has_weights(model)
     stored.check_has_weights(torch.nn.Linear(2, 2))
 

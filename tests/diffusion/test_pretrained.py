@@ -170,7 +170,7 @@ def test_a_copy_of_a_waiting_model_is_refused_by_engines(single):
     import copy
 
     model = copy.deepcopy(load_pretrained(single, plan=PLAN).model)
-    with pytest.raises(EngineError, match="has no values, nor a file"):
+    with pytest.raises(EngineError, match="has neither values nor a file"):
         start(PLAIN, model)
 
 

@@ -53,8 +53,8 @@ def test_nothing_is_read_when_no_shadow_is_due(monkeypatch):
 
 
 def test_no_shadow_or_one_under_two_names_is_refused():
-    with pytest.raises(InvalidValueError, match="each with one name"):
+    with pytest.raises(InvalidValueError, match="exactly one name"):
         EMAShadows(shadows={})
     one = EMAShadow(decay=0.9)
-    with pytest.raises(InvalidValueError, match="each with one name"):
+    with pytest.raises(InvalidValueError, match="exactly one name"):
         EMAShadows(shadows={"a": one, "b": one})

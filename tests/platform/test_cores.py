@@ -53,8 +53,8 @@ def test_data_workers_get_at_most_half():
     few = share_cores(cpus, affinities=everyone(cpus, 1), rank=0, workers=2)
     many = share_cores(cpus, affinities=everyone(cpus, 1), rank=0, workers=32)
     assert (few.threads, many.threads) == (6, 4)
-    assert "2 left to 2 data worker(s)" in few.reason
-    assert "4 left to 32 data worker(s)" in many.reason
+    assert "2 reserved for 2 data worker(s)" in few.reason
+    assert "4 reserved for 32 data worker(s)" in many.reason
 
 
 def test_a_containers_quota_is_shared_by_its_ranks_and_rounded_down():

@@ -431,7 +431,7 @@ def test_what_is_not_finite_is_neither_saved_nor_gone_back_to(tmp_path):
     policy = RollBackNonFinite(root=tmp_path / "x", after=1)
     with trainer(False, objective=poisoned({1, 2}), non_finite=policy) as running:
         message = error_of(lambda: running.fit(steps=3))
-        assert "holds no finite checkpoint" in message
+        assert "contains no finite checkpoint" in message
 
 
 @ranks(2)

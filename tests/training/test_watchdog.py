@@ -43,7 +43,7 @@ def test_a_store_that_went_with_rank_0_is_not_asked_again_before_its_loss_is_tol
     with pytest.raises(RanksFailed, match="rank 0: died with exit code -9"):
         run_ranks(diagnosed.left_behind, str(tmp_path), world_size=2)
     said, asked = json.loads((tmp_path / "told").read_text())
-    assert "(Rank 0 is missing: rank 0 cannot be reached, and neither can the store there" in said
+    assert "(Rank 0 is missing: rank 0 cannot be reached, and neither can its store" in said
     assert [name for name, waits in asked if waits or ".tell." in name] == [], "takes seconds each"
 
 

@@ -231,9 +231,9 @@ class OwnerRecord:
         if not self.owner.visible():
             seen = f" (which its owner saw as {self.filesystem})" if self.filesystem else ""
             return (
-                f"it was taken on host {self.owner.host}, in another container or before a "
-                f"restart, and locks on {kind or 'this file system'}{seen} do not prove that its "
-                "owner ended"
+                f"the lock was taken on host {self.owner.host}, in a different container or before "
+                f"a restart, and locks on {kind or 'this file system'}{seen} do not prove that the "
+                "owner has ended"
             )
         return None
 

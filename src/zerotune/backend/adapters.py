@@ -140,7 +140,7 @@ def trained_adapter(names: Iterable[str], *, prefix: str = "") -> str | None:
 
     Args:
         names: Names of all parameters of the engine's optimizer, including ones frozen later.
-        prefix: Prefix of the model's parameters among these names.
+        prefix: Prefix of the model's parameters in ``names``.
     """
     found = {
         parsed.adapter
@@ -197,7 +197,7 @@ _CLOSE_STEPS: Final = 4
 
 
 def find_adapters(path: str | os.PathLike[str]) -> Path:
-    """Return the LoRA file of a path.
+    """Return the path of a LoRA file; raise an error if the file does not exist.
 
     Args:
         path: A LoRA file, or a folder with a file ``pytorch_lora_weights.safetensors``.
@@ -313,7 +313,7 @@ class Published:
         )
 
     def respelled(self, state: Mapping[str, torch.Tensor], to: Layout) -> dict[str, torch.Tensor]:
-        """Convert a file between the names of ComfyUI and kohya; empty if any name is unknown.
+        """Convert a file between ComfyUI's and kohya's names; return ``{}`` if any name is unknown.
 
         Args:
             state: The file's tensors, by name.
@@ -682,7 +682,7 @@ def _joined_factors(
 
 @attrs.frozen(kw_only=True)
 class Read:
-    """A LoRA file of a different trainer, converted to diffusers' names."""
+    """A LoRA file of another trainer, converted to diffusers' names."""
 
     tensors: dict[str, torch.Tensor]
     """Tensors by diffusers' names, such as ``<component>.<layer>.lora_A.weight``."""
@@ -838,7 +838,7 @@ def compare(
             raise _differs(name, f"{read.reader} does not find this layer in the written file")
         same = found._dense(dtype)._same_product(factors._dense(dtype), dtype)
         if same is None:
-            raise _differs(name, f"{read.reader} reads different values than were written")
+            raise _differs(name, f"{read.reader} reads values that differ from the written ones")
         exact = exact and same
     for name, extra in there.items():
         if bool(extra.up.any()) and bool(extra.down.any()):

@@ -37,7 +37,7 @@ _compiled_for: weakref.WeakKeyDictionary[Any, Compiled] = weakref.WeakKeyDiction
 
 @attrs.frozen(kw_only=True)
 class Compilation:
-    """Options of compiling; all fields except ``blocks`` are ``torch.compile``'s."""
+    """Options of compiling; all fields except ``blocks`` are arguments of ``torch.compile``."""
 
     blocks: tuple[str, ...] | None = attrs.field(
         default=None, converter=attrs.converters.optional(tuple)
@@ -160,11 +160,7 @@ class Compiled:
         """Which modules are compiled, and why."""
 
     def apply(self, engine: Engine) -> None:
-        """Compile the model of a started engine, until the engine closes.
-
-        Args:
-            engine: The engine.
-        """
+        """Compile the model of a started ``engine``, until the engine closes."""
         config: Any = torch._dynamo.config
         # Blocks of one class share their code. Beyond this limit of variants, torch continues
         # without compiling and only logs a message.

@@ -140,9 +140,9 @@ class ProcessGroup:
         timeout_s: Seconds after which a collective raises an error.
 
     An existing group (the user's, or accelerate's) is used and never destroyed. All
-    ``ProcessGroup`` objects share a group that zerotune creates; closing the last one destroys the
-    group. Under a launcher the group lasts until the process exits, because ranks cannot reliably
-    meet a second time in the launcher's store.
+    ``ProcessGroup`` objects share a group that zerotune creates; closing the last object destroys
+    the group. Under a launcher the group lasts until the process exits, because a second rendezvous
+    in the launcher's store is unreliable.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class ProcessGroup:
         return group
 
     def another(self) -> ProcessGroup:
-        """Return a group of the same processes with separate connections, for a different thread.
+        """Return a group of the same processes with separate connections, for another thread.
 
         Collective: every rank must call it.
         """
@@ -310,7 +310,7 @@ class ProcessGroup:
         return bool(largest)
 
     def ended(self) -> dict[int, str]:
-        """Return ranks on this machine with an ended or stopped process, and its state."""
+        """Return the state of each rank on this machine whose process has ended or is stopped."""
         return {} if self.world_size == 1 else self._roll.ended()
 
     @contextlib.contextmanager
@@ -419,7 +419,7 @@ class ProcessGroup:
             looking.join()
 
     def close(self) -> None:
-        """Leave the group; the last user destroys it if zerotune created it. Repeatable.
+        """Leave the group; the last user destroys a group that zerotune created. Repeatable.
 
         Separate connections are closed at once, so a rank that waits on them notices.
         """
@@ -491,7 +491,7 @@ class _Arrivals:
         self._holders: list[int] = []
 
     def wait(self) -> _RollCall:
-        """Register this rank, wait for all ranks, and return a roll call of the ranks."""
+        """Register this rank, wait for all ranks, and return the registry of the ranks."""
         try:
             host, _, port = self._place.rpartition(":")
             self._store = torch._C._distributed_c10d.TCPStore(
@@ -554,7 +554,7 @@ class _Arrivals:
         absent = dict.fromkeys(self._missing, "never arrived")
         if error is not None and (not absent or waited < 0.8 * timeout):
             if self._agent and self._holders:
-                absent = dict.fromkeys(self._holders, "has ended, and so has the store there")
+                absent = dict.fromkeys(self._holders, "has ended, and so has its store")
             elif not self._agent and self._launch.rank:
                 absent = {0: f"cannot be reached at {self._place}, where all ranks must connect"}
         what = f"not every rank reached the start within {timeout:g} s"
@@ -588,7 +588,7 @@ class _Started:
         return True
 
     def leave(self) -> None:
-        """Remove a user; the last one destroys the group, unless a launcher started the process."""
+        """Remove a user; removing the last user destroys the group, except under a launcher."""
         self._users -= 1
         if self._users == 0 and not self._launched:
             self._end()
@@ -635,7 +635,7 @@ class DeepSpeedGroups:
         self._users += 1
 
     def leave(self) -> None:
-        """Remove an engine; after the last one the groups are destroyed."""
+        """Remove an engine; removing the last engine destroys the groups."""
         self._users -= 1
         if self._users == 0:
             _forget_in_deepspeed(self._groups)
@@ -750,7 +750,7 @@ class _RollCall:
         return any(state.startswith(ENDED) for state in self.ended().values())
 
     def ended(self) -> dict[int, str]:
-        """Return ranks on this machine with an ended or stopped process, and its state."""
+        """Return the state of each rank on this machine whose process has ended or is stopped."""
         conditions = {rank: process.condition() for rank, process in enumerate(self.members)}
         return {
             rank: f"{condition} (process {self.members[rank].pid})"
@@ -773,7 +773,7 @@ class _RollCall:
             what = f"has sent no heartbeat for {_SILENCE_S:g} s"
         else:
             silent = [rank for rank in afar if rank in self.holders]
-            what = "cannot be reached, and neither can the store there"
+            what = "cannot be reached, and neither can its store"
         return self._reported() or {
             rank: f"{what} (process {self.members[rank].pid} on {self.members[rank].host})"
             for rank in silent
@@ -844,7 +844,7 @@ class _Pulse:
     def report(self, lost: Mapping[int, str], *, holds: bool) -> None:
         """Report lost ranks in the store, also for ranks that notice the failure later.
 
-        ``holds``: whether the store may end with this rank.
+        ``holds``: whether this rank's end may end the store.
         """
         if not self.lost:
             text = json.dumps(dict(lost))

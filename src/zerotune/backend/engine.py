@@ -183,7 +183,7 @@ class Engine(Closing):
     def step(self) -> StepOutcome:
         """Finish a micro batch; update the weights if it is the last of its accumulation window.
 
-        If a gradient is not finite, the step is skipped, even where DeepSpeed would apply it.
+        If a gradient is not finite, the step is skipped, even where DeepSpeed would not skip it.
 
         Raises:
             EngineError: ``backward`` was not called before.
@@ -191,7 +191,7 @@ class Engine(Closing):
 
     @abstractmethod
     def discard(self) -> None:
-        """Drop the current accumulation window's gradients, instead of its last ``step``.
+        """Instead of the last ``step`` of an accumulation window, drop the window's gradients.
 
         Weights, optimizer, schedule and loss scale do not change. The window counts as a skipped
         step. Collective: every rank must drop the same window.
@@ -202,12 +202,9 @@ class Engine(Closing):
 
     @abstractmethod
     def load_state(self, state: EngineState) -> None:
-        """Restore counters, scheduler (including the learning rate) and loss scale.
+        """Restore counters, scheduler (including the learning rate) and loss scale from ``state``.
 
         Gradients of an unfinished accumulation window are dropped.
-
-        Args:
-            state: The saved state.
         """
 
     @contextmanager
@@ -353,7 +350,7 @@ def gone(module: torch.nn.Module, reason: str) -> EngineError:
 
     Args:
         module: The module.
-        reason: Why its engine could not restore the weights.
+        reason: Why the module's engine could not restore the weights.
     """
     return EngineError(
         f"the stage-3 engine that trained this model is closed, and {reason}",

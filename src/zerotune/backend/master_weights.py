@@ -31,12 +31,12 @@ _BEGIN_AT: Final[Mapping[str, float]] = {"mu_product": 1.0}
 class OptimizerStates:
     """The optimizer's states and step counter of one tensor.
 
-    A property reads the optimizer's state only when it is accessed.
+    Each property reads the optimizer's state only when the property is accessed.
 
     Args:
         optimizer: A ``torch.optim.Optimizer``, DeepSpeed's included; ``None`` for weights
             without an optimizer.
-        key: The tensor itself, as it stands in the optimizer's parameter groups.
+        key: The tensor object that is in the optimizer's parameter groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, key: torch.Tensor) -> None:
@@ -68,7 +68,7 @@ class OptimizerStates:
         }
 
     def write_back(self) -> None:
-        """Write the copies that ``tensors`` returned back to the optimizer's states."""
+        """Write the copies from ``tensors`` to the optimizer's states."""
         if self._coder is not None:
             self._coder.encode_states(self._writable, self._copies)
             return
@@ -103,7 +103,7 @@ class OptimizerStates:
     def described_on_nvme(self) -> bool:
         """Whether the other properties are correct while the tensors are on NVMe.
 
-        DeepSpeed empties all swapped tensors. An empty step counter cannot be told from a state.
+        DeepSpeed empties all swapped tensors, so a step counter in a tensor looks like a state.
         """
         counted = not isinstance(self._state.get("step"), torch.Tensor)
         return counted and self._state.keys() <= _OF_ADAM and len(self.tensors) in (0, 2)
@@ -162,7 +162,7 @@ class OptimizerStates:
                 state[name] = _scalar(value)
 
     def begin_scalars_anew(self) -> None:
-        """Reset one-element states whose initial value is not zero to that value."""
+        """Reset every one-element state whose initial value is not zero to its initial value."""
         for name in _BEGIN_AT.keys() & self._state.keys():
             self._state[name].fill_(_BEGIN_AT[name])
 
@@ -287,7 +287,7 @@ class EditableFragment(Fragment):
     """A fragment whose weights and states may be written in place or created."""
 
     def ensure_states(self, names: tuple[str, ...]) -> Mapping[str, torch.Tensor]:
-        """Return the states, first creating zeros for the whole flat tensor if any is missing.
+        """Return the states; if any state is missing, first create zeros for the whole flat tensor.
 
         Args:
             names: States that must exist.
@@ -506,7 +506,7 @@ class MasterWeights:
 
     @property
     def device(self) -> torch.device:
-        """The device the engine trains on; the master weights may be on a different one."""
+        """The device the engine trains on; the master weights may be on a different device."""
         return self._device
 
     @property
@@ -601,7 +601,7 @@ class MasterWeights:
                     yield Fragment(address=address, value=_narrow(slab.value, address), slab=slab)
 
     def describe(self) -> Iterator[tuple[FragmentAddress, OptimizerStates]]:
-        """Yield the address of each of this rank's fragments, and its optimizer states.
+        """For each of this rank's fragments, yield the address and the optimizer states.
 
         Use only names, dtypes and counters of the states: their values may still be on NVMe.
         """
@@ -618,7 +618,7 @@ class MasterWeights:
         """Write fragments in place; on exit, update the model's low-precision weights.
 
         Collective: every rank must enter and leave, because at stages 1-3 the ranks exchange the
-        updated weights. The model's weights are also updated if the block raises::
+        updated weights. The model's weights are also updated if the block raises an error::
 
             with master.editing() as fragments:
                 for fragment in fragments:
@@ -648,7 +648,8 @@ class MasterWeights:
     ) -> Callable[[], None]:
         """Register a callback that runs before every optimizer step and every ``editing`` block.
 
-        At stage 3 the optimizer steps once per sub-group, and the callback runs before each.
+        At stage 3 the optimizer steps once per sub-group, and the callback runs before each
+        sub-group's step.
 
         Args:
             call: Callback without arguments; an exception that it raises stops the step.
@@ -745,7 +746,7 @@ Named = list[tuple[str, torch.nn.Parameter]]
 
 
 def trainable_parameters(module: torch.nn.Module) -> Named:
-    """Return names and parameters with ``requires_grad`` and elements; tied parameters once."""
+    """Return names and non-empty parameters that require gradients; a tied parameter only once."""
     return [
         (name, p)
         for name, p in module.named_parameters()
@@ -767,7 +768,7 @@ def require_trainable(module: torch.nn.Module) -> Named:
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-    """Return the L2 norm of all gradients, computed as gradient clipping does, without clipping."""
+    """Return the L2 norm of all gradients, computed as in gradient clipping, but clip nothing."""
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
@@ -777,7 +778,7 @@ def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
 
 
 class ResidentLayout(MasterLayout):
-    """Layout with all flat tensors in memory: every engine except ZeRO-3 with NVMe offload.
+    """Layout with all flat tensors in memory, for all engines except ZeRO-3 with NVMe offload.
 
     Args:
         optimizer: Optimizer of the flat tensors.
@@ -924,5 +925,5 @@ def check_master(tensor: torch.Tensor, name: str) -> None:
             "master weights must be fp32",
             key=name,
             value=str(tensor.dtype),
-            fix="load the model in float32; the plan's precision sets the dtype of the forward",
+            fix="load the model in float32; the plan's precision sets the forward pass's dtype",
         )

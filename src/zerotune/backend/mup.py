@@ -107,7 +107,8 @@ def _check_same(model: torch.nn.Module, narrow: torch.nn.Module, wider: torch.nn
     odd = (names[0] ^ names[1]) | (names[1] ^ names[2])
     if odd:
         raise EngineError(
-            "model, base and delta must have the same parameters, but one of them lacks this one",
+            "model, base and delta must have the same parameters, but one of the models lacks "
+            "this parameter",
             key=sorted(odd)[0],
             fix="use the same number of blocks and layers in all three models",
         )

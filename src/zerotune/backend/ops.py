@@ -139,7 +139,7 @@ _CAUSES: Final[tuple[tuple[str, str, str | Mapping[str, str] | None], ...]] = (
     (
         r"unrecognized command[- ]line option .?(-std=[\w+]+)",
         "the compiler is too old for {}",
-        "install a newer g++, or set CXX to the path of a newer one",
+        "install a newer g++, or set CXX to the path of a newer compiler",
     ),
     (
         r"version [`'](GLIBCXX_[\d.]+|CXXABI_[\d.]+)' not found",
@@ -303,7 +303,7 @@ def missing_for_loading(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
 
 
 def missing_ninja(toolchain: Toolchain) -> Diagnosis | None:
-    """Return why torch finds no ninja, which loading an op always needs; ``None`` if found.
+    """Return why torch cannot find ninja, without which no op can be loaded; ``None`` if it can.
 
     Args:
         toolchain: Compilers and libraries of the machine.
@@ -445,14 +445,14 @@ class LivingLock:
                 announced = time.monotonic() + _AGAIN_AFTER
                 found = lock.diagnose()
                 logger.warning(
-                    "op %s: waiting for its lock for %.0f s: %s (%s). Fix: %s.",
+                    "op %s: still waiting for its lock after %.0f s: %s (%s). Fix: %s.",
                     folder.name, time.monotonic() - began, found.cause, lock.path, found.fix,
                 )  # fmt: skip
             time.sleep(self._wait_seconds)
         if built_library(folder) is None or why_stale(folder) is not None:
             # Ninja then takes minutes without a word.
             logger.warning(
-                "op %s: compiling it into %s, once; this takes one to three minutes on few cores",
+                "op %s: compiling it once, into %s; this takes one to three minutes on a few cores",
                 folder.name, folder,
             )  # fmt: skip
         return True

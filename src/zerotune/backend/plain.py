@@ -79,7 +79,7 @@ _ALIGNED: Final = 16
 class PlainEngine(CountingEngine):
     """An ``Engine`` without ZeRO: the parameters are the fp32 master weights.
 
-    bf16 and fp16 use autocast over fp32 weights. Several processes use
+    bf16 and fp16 use autocast over fp32 weights. With several processes, the engine uses
     ``DistributedDataParallel``. With optimizer offload, the device has the model's fp32 weights,
     and host memory has a second fp32 copy and the moments; Adam and AdamW use a fused step.
 
@@ -416,7 +416,7 @@ class HostWeights:
         return norm
 
     def forget(self) -> None:
-        """Drop all gradients, also those still on the device."""
+        """Drop all gradients, including those still on the device."""
         self._norms.clear()
         for parameter in self._parameters:
             parameter.grad = None
@@ -529,7 +529,7 @@ def _strided(parameters: Iterable[torch.Tensor]) -> str | None:
     """Why the fused step does not support these weights; ``None`` if it does."""
     if all(parameter.is_contiguous() for parameter in parameters):
         return None
-    return "some weights are not contiguous (channels_last), but the fused step needs flat ones"
+    return "the fused step needs contiguous weights, but some are not (channels_last)"
 
 
 def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -362,7 +362,7 @@ def _what_to_do(proof: Proof) -> tuple[str, ...]:
 
 
 def proof_decisions(accelerator: Accelerator) -> tuple[Decision, ...]:
-    """Return the decision about proven fast paths; none on a CPU without a proof.
+    """Return the decision about proven fast paths; an empty tuple on a CPU without a proof.
 
     Args:
         accelerator: Kind of accelerator.
@@ -486,7 +486,7 @@ def _run_command(accelerator: Accelerator, patience_s: float = _PATIENCE_S) -> s
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
     except subprocess.TimeoutExpired:
-        return f"no end within {patience_s:g} s"
+        return f"did not finish within {patience_s:g} s"
     except OSError as error:
         return f"no process could be started: {error}"
     if not process.returncode:

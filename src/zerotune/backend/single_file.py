@@ -62,7 +62,7 @@ Places = Mapping[str, tuple[Run, ...]]
 def place_rows(
     kind: type[Any], config: Mapping[str, Any], *, model: Shapes, file: Shapes
 ) -> Places:
-    """Find the positions in a file of a model's tensors with diffusers' converter.
+    """With diffusers' converter, find where a file contains a model's tensors.
 
     Args:
         kind: The model's class.
@@ -227,7 +227,7 @@ class SingleFile:
         return key.startswith(_STALE)
 
     def unused(self, places: Places) -> list[str]:
-        """Return names of the model's tensors in the file that the converter does not use.
+        """Return the names of the file's model tensors that the converter does not use.
 
         Args:
             places: Result of ``place_rows``.
@@ -355,7 +355,7 @@ _ORIGINAL_TENSOR: Final = re.compile(r"(.+)(\.(?:weight|bias))")
 
 @attrs.frozen
 class Original:
-    """Names of a pipeline's component in a single file."""
+    """Names that a single file uses for a pipeline's component."""
 
     prefix: str
     """Prefix of the file's names."""

@@ -58,7 +58,7 @@ def read_at(descriptor: int, into: memoryview, offset: int) -> int:
     Args:
         descriptor: File descriptor.
         into: The buffer.
-        offset: Offset in the file of the first byte.
+        offset: Offset of the first byte in the file.
 
     Returns:
         Number of bytes read; fewer than the buffer's size only at the end of the file.
@@ -295,17 +295,17 @@ def without_weights() -> Iterator[None]:
 
 
 def leave_in_file(parameter: torch.nn.Parameter, weight: StoredWeight) -> None:
-    """Record the position in a file of a parameter on the ``meta`` device.
+    """Record where a file contains the values of a parameter on the ``meta`` device.
 
     Args:
         parameter: The parameter.
-        weight: Position of its values.
+        weight: Position of the parameter's values.
     """
     setattr(parameter, _WAITING, weight)
 
 
 def stored_weight(parameter: torch.Tensor) -> StoredWeight | None:
-    """Return the position in a file of a parameter's values; ``None`` if they are loaded."""
+    """Return where a file contains a parameter's values; ``None`` if the values are loaded."""
     weight: StoredWeight | None = getattr(parameter, _WAITING, None)
     return weight
 
@@ -316,7 +316,7 @@ def waiting(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def dtype_at_rest(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's values; the file's dtype if they are not loaded."""
+    """Return the dtype of a parameter's values; if the values are not loaded, the file's dtype."""
     weight = stored_weight(parameter)
     return parameter.dtype if weight is None else weight.tensor.dtype
 
@@ -398,7 +398,7 @@ def check_has_weights(module: torch.nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.is_meta and stored_weight(parameter) is None:
             raise EngineError(
-                "the parameter has no values, nor a file to read them from",
+                "the parameter has neither values nor a file to read them from",
                 key=f"model.{name}",
                 value="meta",
                 fix="train the model that load_pretrained returned instead of a copy, or build the "

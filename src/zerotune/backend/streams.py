@@ -41,7 +41,7 @@ class _Access:
     when: int
 
     def covers(self, other: _Access) -> bool:
-        """Whether this access makes an earlier one irrelevant."""
+        """Whether this access makes an earlier access irrelevant."""
         inside = self.low <= other.low and other.high <= self.high
         return inside and (
             self.what == "written" or (self.what, self.who) == (other.what, other.who)
@@ -62,7 +62,7 @@ class _Memory:
 
 
 class RecordedEvent:
-    """A recorded replacement of a device event."""
+    """Replacement of a device event that records its own uses."""
 
     def __init__(self, recorder: Recorder, **options: Any) -> None:
         self._recorder = recorder
@@ -96,27 +96,19 @@ class RecordedEvent:
 
 
 class RecordedStream:
-    """A recorded replacement of a device stream."""
+    """Replacement of a device stream that records its own uses."""
 
     def __init__(self, recorder: Recorder, name: str, real: Any = None) -> None:
         self._recorder, self.name, self.real = recorder, name, real
 
     def wait_event(self, event: RecordedEvent) -> None:
-        """Make later work on this stream wait for an event.
-
-        Args:
-            event: The event.
-        """
+        """Make later work on this stream wait for ``event``."""
         learn(self._recorder.clock(self.name), event.clock)
         if self.real is not None:
             self.real.wait_event(event._real)
 
     def wait_stream(self, other: RecordedStream) -> None:
-        """Make later work on this stream wait for all work queued on a different stream.
-
-        Args:
-            other: The other stream.
-        """
+        """Make later work on this stream wait for all work queued on ``other``."""
         learn(self._recorder.clock(self.name), self._recorder.clock(other.name))
         if self.real is not None:
             self.real.wait_stream(other.real)
@@ -186,11 +178,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def stream(self, stream: RecordedStream) -> Iterator[None]:
-        """Inside the block, queue work on a stream.
-
-        Args:
-            stream: The stream.
-        """
+        """Inside the block, queue work on ``stream``."""
         self._current.append(stream)
         try:
             if self.real is None:
@@ -204,7 +192,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- Declarations of tests.
 
     def lie(self, place: Place, *tensors: torch.Tensor) -> None:
-        """Declare the place of tensors; not needed on a GPU.
+        """Declare which kind of memory tensors are in; not needed on a GPU.
 
         Args:
             place: Device, page-locked or pageable memory.
@@ -215,7 +203,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def page_locking(self) -> Iterator[None]:
-        """Make ``is_pinned`` return the declared place inside the block; not needed on a GPU."""
+        """Inside the block, let ``is_pinned`` follow the declared memory; not needed on a GPU."""
 
         def is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
             return self._of(tensor).place == "locked"
@@ -306,7 +294,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if crossing and kwargs.get("non_blocking", len(args) > 2 and args[2]):
             self.copies += 1
             if "pageable" in places:
-                self.faults.append(f"{name} of pageable memory is declared not to wait")
+                self.faults.append(f"{name} of pageable memory is declared as non-blocking")
         elif crossing or (on_device and name == _READ_NUMBER):
             self.host_waits(name, self.clock(timeline))
 
@@ -365,7 +353,7 @@ def host_name() -> str:
 
 
 def learn(clock: Clock, other: Clock) -> None:
-    """Merge a vector clock into a different one.
+    """Merge one vector clock into another.
 
     Args:
         clock: The clock to update.

@@ -23,7 +23,7 @@ _TRACKER_PACKAGES: Final = {"comet_ml": "comet-ml"}
 
 
 class Tracker:
-    """Wrapper of an accelerate tracker; an error disables the tracker but not the training.
+    """Wrapper of an accelerate tracker; an error disables the tracker, and training continues.
 
     Args:
         inner: accelerate's tracker.

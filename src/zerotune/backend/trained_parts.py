@@ -191,7 +191,7 @@ def frozen(engine: Engine) -> Iterator[torch.nn.Module]:
     """Inside the block, gradients flow through an engine's model, but its weights get none.
 
     Use ``frozen`` for a loss of one engine that depends on a second engine's model, such as a
-    generator's loss through a critic. Run both forward and backward inside the block::
+    generator's loss through a critic. Run both the forward and the backward pass inside the block::
 
         with frozen(critic) as judge:
             loss = -judge(made).mean()

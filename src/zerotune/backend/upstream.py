@@ -108,7 +108,7 @@ def unpartitioned() -> Iterator[None]:
     """Inside the block, models are created unpartitioned on every rank.
 
     The block disables an active ``deepspeed.zero.Init`` and a DeepSpeed configuration registered
-    with transformers, which both partition new models, and restores them afterwards.
+    with transformers, because both partition new models, and restores both at the end.
     """
     with ExitStack() as stack:
         partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")

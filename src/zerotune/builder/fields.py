@@ -282,7 +282,7 @@ def _card_field() -> Field:
         path="card",
         label="Card",
         kind="select",
-        hint="Sets VRAM; predicted times use the rates of this card.",
+        hint="Sets VRAM. Predicted times use the rates of the chosen card.",
         options=tuple(options),
         store="setup",
     )

@@ -40,7 +40,7 @@ MODEL_NAMES: Final[Mapping[str, tuple[str, str]]] = {
     "flux-controlnet": ("ControlNet of FLUX.1", "ControlNets"),
     "qwen-image-controlnet": ("ControlNet of Qwen-Image", "ControlNets"),
 }
-"""Family to what people call it, and what it is listed under; in the order of the list."""
+"""Usual name and group of each family, in the order of the page's list."""
 
 
 def model_name(family: str) -> str:

@@ -103,26 +103,25 @@ class Setup:
     """The model, the workload of one step, and the machine."""
 
     family: str = "sdxl"
-    """A model family; ``""``: another model, whose memory is not estimated."""
+    """Model family; ``""`` for any other model, whose memory is not estimated."""
     resolution: int | None = None
-    """Pixels of a side; the family's own when not given."""
+    """Side of the image in pixels; default the family's native size."""
     frames: int | None = None
-    """Of a clip; the family's own when not given."""
+    """Number of frames per clip; default the family's number."""
     world_size: int = 1
     total_steps: int = 10_000
-    """Optimizer steps of the run, for what a schedule leaves to it."""
+    """Number of optimizer steps, for schedules that do not set a length."""
     lora: int | None = None
-    """Rank of adapters that are trained in place of the model; all of it when not given."""
+    """Rank of LoRA adapters; ``None`` trains the whole model."""
     base_dtype: str | None = None
-    """What the model beside the adapters is quantized to; the plan's precision when not given."""
+    """Quantization of the base model under adapters; default the plan's precision."""
     ema: EMAPlace = "none"
     gradient_checkpointing: bool = True
     activation_offload: bool = False
     this_machine: bool = False
-    """Whether the machine is this one, and not the one described below."""
+    """Whether to plan for this machine instead of the machine described below."""
     card: str | None = None
-    """A card whose rates are known, as "RTX 4090, 24 GiB"; the listed one nearest in memory when
-    not given."""
+    """Card with known rates, such as "RTX 4090, 24 GiB"; default the card nearest in memory."""
     vram: int = 24 * 2**30
     """Bytes of each GPU."""
     ram: int = 64 * 2**30
@@ -257,7 +256,7 @@ _SETUP_READERS: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 ASSUMED_LR: Final = 1e-4
-"""Stands in for a learning rate that the training script gives."""
+"""Assumed learning rate if the training script sets it."""
 
 LEASED: Final = "(leased for each run)"
 """Placeholder for a swap folder that is not set."""
@@ -278,9 +277,9 @@ class Verdict:
 
     kind: Literal["fits", "unknown", "short", "stopped"]
     brief: str
-    """For a chip."""
+    """Short text for a label."""
     text: str
-    """The same in full."""
+    """The verdict in full."""
 
     @property
     def runs(self) -> bool:
@@ -318,20 +317,20 @@ class Preview:
 
     plan: DeepSpeedPlan | None
     resolved: ResolvedPlan | None
-    """With its optimizer settled; ``None`` when it cannot run."""
+    """The resolved plan with its optimizer; ``None`` if the plan cannot run."""
     messages: tuple[Decision, ...]
     setup: Setup
     platform: Platform
     estimate: MemoryEstimate | None = None
-    """What it needs, where that is known."""
+    """Memory that the plan needs, if known."""
     fit: tuple[Fit, ...] = ()
-    """Each place of ``estimate`` against what there is."""
+    """Required and available bytes of each kind of memory."""
     running: dict[str, Any] = attrs.field(factory=dict)
-    """What DeepSpeed receives; empty when it cannot run."""
+    """Configuration that DeepSpeed receives; empty if the plan cannot run."""
     written: Mapping[str, Any] = attrs.field(factory=dict)
-    """The configuration as the form holds it, whatever is wrong with it."""
+    """The configuration in the form, including invalid settings."""
     readable: DeepSpeedPlan | None = None
-    """What is left of it without the settings that are wrong."""
+    """The plan without the invalid settings."""
 
     @property
     def verdict(self) -> Verdict:
@@ -698,7 +697,7 @@ _FROM_ADVICE: Final = ("zero_optimization", "aio")
 
 
 def advise(state: FormState, machines: Machines) -> dict[str, Any]:
-    """List the plans that fit a setup, best first, each with its resulting form."""
+    """List the plans that fit a setup, best first, each with the form that it produces."""
     setup, wrong = read_setup(state.setup)
     if wrong:
         raise wrong[0]

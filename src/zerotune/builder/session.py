@@ -52,11 +52,11 @@ class PathFacts:
     """Absolute, symbolic links resolved."""
     exists: bool
     folder: bool
-    """Whether it is a folder."""
+    """Whether the path is a folder."""
     writable: bool
     """Whether the user may create files in the folder, or create the missing folder."""
     free: int
-    """Free bytes on its file system for an unprivileged user."""
+    """Free bytes on the path's file system for an unprivileged user."""
     total: int
     sentence: str
     """The facts as one sentence."""

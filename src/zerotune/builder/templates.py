@@ -39,10 +39,10 @@ class Template:
     state: FormState
     description: str = ""
     version: str = ""
-    """Changes with the content; a page gives it back to show what it has seen."""
+    """Version of the content; a page sends the version back that it has loaded."""
 
     def data(self) -> dict[str, Any]:
-        """Return the data that is sent, stored and exported."""
+        """Return the template as data to send, store and export."""
         return {
             "zerotune_template": FORMAT,
             "name": self.name,
@@ -242,9 +242,9 @@ class BuiltinTemplate:
     name: str
     description: str
     group: str
-    """What it is listed under: the model."""
+    """Group in the list: the model."""
     setup: Mapping[str, Any]
-    """What it sets of the setup; empty: the page's own."""
+    """Settings of the setup; empty for the page's setup."""
 
 
 _ON_ONE_CARD: Final = {
@@ -290,7 +290,7 @@ BUILTIN: Final = (
         id="lowest",
         name="The fastest plan that fits",
         description="For the model and machine chosen on this page.",
-        group="What is chosen here",
+        group="Chosen on this page",
         setup={},
     ),
     _for_card("sdxl-24", "sdxl", 24, 64),

@@ -54,7 +54,7 @@ class ShadowLike(Protocol):
 
 
 def shadow_key(shadow: str, key: str) -> str:
-    """Return the name of a shadow's tensor in a rank's file, for a tensor without a fragment."""
+    """Return the name, in a rank's file, of a shadow's tensor that belongs to no fragment."""
     return f"{SHADOW}{shadow}/{key}"
 
 

@@ -61,7 +61,7 @@ def convert(
     ``source``                        ``target``
     ================================  ==============================================
     a zerotune checkpoint             a diffusers model folder, or one ``.safetensors``;
-                                      with a whole ``base``, in ComfyUI's layout
+                                      in ComfyUI's layout if ``base`` is a pipeline
     DeepSpeed's ``save_checkpoint``   a checkpoint, with the optimizer's states
     accelerate's ``save_state``       a checkpoint, with Adam's states
     a diffusers model folder          a checkpoint of the weights alone
@@ -322,9 +322,6 @@ class _Averages:
 
 class StateFolder:
     """A folder of accelerate's ``save_state``, including the model folders of diffusers' hooks.
-
-    Args:
-        folder: The folder.
 
     Attributes:
         left_out: Maps the name of each file that is not converted to the reason.

@@ -55,12 +55,7 @@ _FREE_MARGIN: Final = 2**24
 
 
 def step_folder(root: str | os.PathLike[str], step: int) -> Path:
-    """Return the folder for the checkpoint of an optimizer step: ``<root>/step-00001234``.
-
-    Args:
-        root: The folder of all checkpoints.
-        step: Number of the optimizer step.
-    """
+    """Return the folder for the checkpoint of optimizer step ``step``: ``<root>/step-00001234``."""
     return Path(root) / f"step-{step:08d}"
 
 
@@ -140,8 +135,8 @@ class Staging:
 class ExportStaging(Staging):
     """A folder with a temporary name that will become the export ``final``.
 
-    If the file system supports it, the old and the new export are exchanged in one step, because
-    readers do not look for an export under a temporary name.
+    If the file system can exchange two folders atomically, the new export replaces the old export
+    in one operation, because readers do not look for an export under a temporary name.
     """
 
     @override
@@ -223,9 +218,6 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     A checkpoint is complete if its manifest is intact and every file has the recorded size. The
     contents of files are verified when the checkpoint is loaded. Incomplete or unreadable folders
     and symbolic links are skipped with a warning.
-
-    Args:
-        root: Folder of checkpoints.
 
     Returns:
         The path of the checkpoint; ``None`` if ``root`` contains no complete checkpoint.
@@ -489,7 +481,7 @@ def _held_if_unused(folder: Path) -> Iterator[bool]:
 
 @attrs.frozen(kw_only=True)
 class Mark:
-    """Metadata by which zerotune recognises its exports, in the headers of their weight files.
+    """Metadata in the headers of weight files, by which zerotune recognises its exports.
 
     Equal exports have equal marks, because a mark contains neither a time nor a version.
     """
@@ -603,9 +595,9 @@ class RootHold(Closable):
     """Lock on a checkpoint folder, so that only this process saves and prunes in the folder.
 
     Without the lock, a job that is started twice would delete its own checkpoints. Reading,
-    resuming and exporting need no lock. A lock of a killed process is replaced. If file locks do
-    not reach other machines, the lock of a run on another machine is replaced too; that run gets an
-    error at its next save (``confirm``).
+    resuming and exporting need no lock. A lock of a killed process is replaced. If file locks are
+    not visible on other machines, the lock of a run on another machine is replaced as well; the
+    next save of that run fails (``confirm``).
 
     Not collective: create a ``RootHold`` on rank 0. One process may lock the same folder several
     times::
@@ -682,7 +674,7 @@ class _Hold:
             self._take()
 
     def part(self) -> None:
-        """Count one user less, and unlock the folder after the last user."""
+        """Release one use of the lock, and unlock the folder after the last use."""
         self._users -= 1
         if self._users or self._lock is None:
             return
@@ -815,10 +807,7 @@ _THREADS: Final = 4
 
 
 def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
-    """Verify size and hash of every file of a checkpoint. Not collective.
-
-    Args:
-        directory: The checkpoint's folder.
+    """Verify size and hash of every file of the checkpoint ``directory``. Not collective.
 
     Raises:
         CheckpointError: ``directory`` is not a checkpoint.

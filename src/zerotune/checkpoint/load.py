@@ -60,7 +60,7 @@ class CheckpointReader(Closable):
         self._readers: dict[Subject, TensorReader] = {}
 
     def of(self, subject: Subject) -> TensorReader:
-        """Return the reader of a subject's tensors; file headers are read at first use."""
+        """Return the reader for one kind of tensors; file headers are read at first use."""
         if subject not in self._readers:
             records = self._manifest.files_of(subject.kind, subject.of)
             files = [self._folder / record.name for record in records]
@@ -168,11 +168,7 @@ class Filler:
         self._steps: dict[int, int] = {}
 
     def fill(self, fragment: EditableFragment) -> None:
-        """Overwrite a fragment's weights and optimizer states with those of the checkpoint.
-
-        Args:
-            fragment: Fragment of the engine's master weights.
-        """
+        """Overwrite weights and optimizer states of ``fragment`` with those of the checkpoint."""
         address = fragment.address
         record = self._records[address.name]
         self._reader.of(WEIGHTS).fill(fragment.value, address.name, address.start)
@@ -380,7 +376,7 @@ def _split_masters(engine: Engine) -> tuple[Decision, ...]:
         "become one unit in the last place larger; master weights that were saved split keep "
         "every bit"
     )
-    return (_load_decision("streamed.split_masters", "fp32", "bf16 and low 16 bits", reason),)
+    return (_load_decision("streamed.split_masters", "fp32", "bf16 and the low 16 bits", reason),)
 
 
 def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
@@ -566,7 +562,7 @@ def load_checkpoint(
         group.agree(agreed[group.rank], "arguments of load_checkpoint")
     decisions = together(group, "compare the checkpoint", lambda: load.compare(rng=rng))[0]
     together(group, "verify the checkpoint", load.verify)
-    together(group, "look at the files' headers", lambda: load.judge(rng=rng))
+    together(group, "check the files' headers", lambda: load.judge(rng=rng))
     together(group, "compare the shadows", load.compare_shadows)
     load.restore()
     together(group, "restore the rest", lambda: load.restore_rest(rng=rng))

@@ -193,10 +193,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read the manifest of a checkpoint folder.
-
-        Args:
-            folder: Folder of the checkpoint.
+        """Read the manifest of the checkpoint ``folder``.
 
         Raises:
             CheckpointCorruptError: The manifest is missing, unreadable or changed.
@@ -220,7 +217,7 @@ class Manifest:
             choice = getattr(self.plan, what, None)
             named = choice is None or isinstance(choice.get("name"), str)
             if not named or (choice is not None and not isinstance(choice.get("params"), dict)):
-                raise ValueError(f"plan.{what} lacks a name with params")
+                raise ValueError(f"plan.{what} lacks its name or its params")
         self._check_state()
 
     def _check_names(self) -> None:

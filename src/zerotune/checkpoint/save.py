@@ -175,7 +175,7 @@ class Writing:
             written = together(group, "write the weights", self._write)
             self._judge(name for _, not_finite in written for name in not_finite)
             parts = [part for each, _ in written for part in each]
-            confirmed = together(group, "read back what was written", lambda: self._confirm(parts))
+            confirmed = together(group, "verify the written files", lambda: self._confirm(parts))
             files = [file for files in confirmed for file in files]
             together(group, "finish the checkpoint", lambda: self._publish(files))
         except BaseException:

@@ -181,11 +181,7 @@ class TensorFile:
         )
 
     def create(self, folder: Path) -> None:
-        """Create the file with its header and final size. Call on one rank.
-
-        Args:
-            folder: Folder of the file.
-        """
+        """Create the file in ``folder``, with header and final size. Call on one rank."""
         path = folder / self.name
         with naming(path), path.open("xb", buffering=0) as file:
             write_at(file.fileno(), memoryview(self.header), 0)
@@ -241,7 +237,7 @@ class TensorWriter(OpensFiles):
             tensor: Elements of the part, in any shape, on any device. In checkpoints the dtype must
                 be the file's dtype or bf16; in exports all dtypes are allowed.
             subject: Kind of the tensor.
-            start: First element in the flattened tensor.
+            start: Index of the part's first element in the flattened tensor.
         """
         file = self._files.get((subject, name))
         spec = None if file is None else file.specs[name]
@@ -421,7 +417,7 @@ class TensorReader(OpensFiles):
         Args:
             into: 1-D tensor on any device, with as many elements as the part.
             name: Name of the tensor.
-            start: First element in the flattened tensor.
+            start: Index of the part's first element in the flattened tensor.
         """
         stored = self.stored(name)
         numel = math.prod(stored.shape)

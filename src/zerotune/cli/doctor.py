@@ -46,11 +46,11 @@ class Checkup:
     platform: Platform
     toolchain: Toolchain
     ops: tuple[OpStatus, ...] = ()
-    """Empty when DeepSpeed does not run."""
+    """State of DeepSpeed's ops; empty if DeepSpeed does not run."""
     own_op: OpStatus | None = None
-    """zerotune's one op; ``None`` when DeepSpeed does not run."""
+    """State of zerotune's op; ``None`` if DeepSpeed does not run."""
     ops_problem: str | None = None
-    """Why DeepSpeed could not be asked for its ops."""
+    """Why DeepSpeed's ops are unknown; ``None`` if they are known."""
 
     @classmethod
     def of(cls, platform: Platform) -> Checkup:

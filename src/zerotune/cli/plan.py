@@ -129,13 +129,15 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     forms = group.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
     forms.add_argument("--markdown", action="store_true", help="print Markdown")
-    group.add_argument("--chart", metavar="FILE", help="draw the memory per rank: .png, .pdf, .svg")
+    group.add_argument(
+        "--chart", metavar="FILE", help="draw the memory per rank in this .png, .pdf or .svg file"
+    )
 
 
 def _add_sample(group: argparse._ArgumentGroup) -> None:
     """Add what a batch is."""
     for name, what in (
-        ("batch", "samples per rank and pass; default 1"),
+        ("batch", "samples per rank and forward pass; default 1"),
         ("resolution", "side in pixels; default the model's native size"),
         ("frames", "frames per clip; default the model's own"),
     ):
@@ -145,9 +147,11 @@ def _add_sample(group: argparse._ArgumentGroup) -> None:
 def add_machine(parser: argparse.ArgumentParser, about: str = FROM_HERE) -> Any:
     """Add the options for the machine's memory, which ``sizes_of`` and ``machine_of`` read."""
     machine = parser.add_argument_group("machine", about)
-    machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12, 12GiB)")
-    machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64, 64GiB)")
-    machine.add_argument("--nvme", metavar="SIZE", help="disk space for swap files (500GB)")
+    machine.add_argument(
+        "--vram", metavar="SIZE", help="memory of each device, such as 12 or 12GiB"
+    )
+    machine.add_argument("--ram", metavar="SIZE", help="memory of the host, such as 64 or 64GiB")
+    machine.add_argument("--nvme", metavar="SIZE", help="disk space for swap files, such as 500GB")
     return machine
 
 
@@ -666,7 +670,7 @@ class _Advise(Below):
         )
 
     def run(self) -> int:
-        """Advise a plan; return 0 if one fits, else 1."""
+        """Find the best plan; return 0 if a plan fits, else 1."""
         from zerotune.errors import NothingFitsError
         from zerotune.optimizers.catalogue import parse_optimizer_name
         from zerotune.plan import DeepSpeedPlan

@@ -63,11 +63,7 @@ class Transfers(Protocol):
     """
 
     def store(self, tensor: torch.Tensor) -> Stored:
-        """Start copying ``tensor`` to the host, after the computation queued so far.
-
-        Args:
-            tensor: Tensor on the device.
-        """
+        """Start copying a device tensor to the host, after the computation queued so far."""
         ...
 
     def settle(self, stored: Stored) -> None:
@@ -160,8 +156,8 @@ class WaitingTransfers:
 class BlockPool:
     """Pool of reusable blocks of host memory.
 
-    The pool never contains more bytes than were in use at the peak. If the sizes change, for
-    example when resolutions alternate, the pool frees blocks of the previous sizes.
+    The total size of all blocks never exceeds the peak of bytes in use. If the sizes change, for
+    example when resolutions alternate, idle blocks of previous sizes are freed.
 
     Args:
         allocate: Function that allocates a block of a number of bytes.
@@ -202,13 +198,14 @@ class StreamTransfers:
     """Asynchronous copies between a GPU and page-locked memory on one side stream.
 
     Because copies in both directions share the side stream, a host block is never overwritten
-    before its previous content was read. Device tensors always belong to the computation's stream.
-    The computation waits for each copy before it reuses memory, so that peak memory does not depend
-    on timing. ``record_stream`` would occupy memory for as long as the host runs ahead.
+    before its previous content has been read. Device tensors are always allocated on the
+    computation's stream. The computation waits for each copy before reusing memory, so that peak
+    memory does not depend on timing. With ``record_stream``, memory would stay occupied while the
+    host runs ahead.
 
     Args:
         device: A device with streams: CUDA or XPU.
-        streams: Module that provides streams and events; default torch's module for the device.
+        streams: Module that provides streams and events; by default torch's module for the device.
     """
 
     def __init__(self, device: torch.device, *, streams: Any = None) -> None:
@@ -257,7 +254,7 @@ class StreamTransfers:
         return loading.tensor
 
     def release(self, stored: Stored) -> None:
-        """Return the block to the pool; the side stream orders its next use after this copy."""
+        """Return the block to the pool; the side stream runs later copies after this copy."""
         # The device tensor may be dropped at the same time, and its memory reused.
         self._computation().wait_event(stored.event)
         if stored.buffer is not None:
@@ -291,7 +288,7 @@ def _dense_parts(
 
 
 def transfers_for(device: torch.device) -> Transfers:
-    """Return transfers for a device; copies are asynchronous on a GPU whose streams are proven."""
+    """Return transfers; they are asynchronous if a GPU has passed ``zerotune doctor --prove``."""
     if device.type not in ("cuda", "xpu"):
         return KeptTransfers()
     unproven = why_unproven("activation offload", accelerator=cast(Accelerator, device.type))
@@ -326,22 +323,22 @@ class ActivationOffload(Closable):
 
     Gradient checkpointing keeps the inputs of all blocks, and tensors computed between blocks,
     until the backward pass. This class copies the activations of each block, except the last, to
-    page-locked host memory while the next block runs. The backward pass copies the activations of a
-    block back while the following block is recomputed. Results are bitwise equal to training
-    without offload. On the CPU, nothing is copied. ::
+    page-locked host memory while the next block runs. In the backward pass, the activations of a
+    block are copied back while the following block of the model is recomputed. Results are bitwise
+    equal to training without offload. On the CPU, nothing is copied. ::
 
         with ActivationOffload().attach(unet):
             loss = objective(unet, batch, generator)
             loss.backward()
 
-    The class supports autocast and ZeRO-3. As with autograd, saved tensors must not be changed in
-    place before the backward pass.
+    ``ActivationOffload`` supports autocast and ZeRO-3. As with autograd, saved tensors must not be
+    changed in place before the backward pass.
 
     Args:
         smallest: Minimum size of offloaded tensors, in bytes or as text such as ``"1MiB"``. Tensors
             without gradient, which all blocks share, always stay on the device.
         ahead: Number of blocks to prefetch.
-        transfers: Object that copies tensors; default chosen by the device.
+        transfers: Object that copies tensors; by default chosen by the device's type.
 
     Raises:
         InvalidValueError: ``smallest`` is not a valid size, or ``ahead`` is below 1.
@@ -441,7 +438,7 @@ class ActivationOffload(Closable):
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run ``function(*args)`` with gradient checkpointing, and offload its inputs.
 
-        ``attach`` passes ``checkpoint`` to diffusers. A model of a different library may call
+        ``attach`` passes ``checkpoint`` to diffusers. A model from another library may call
         ``checkpoint`` for its blocks.
 
         Args:

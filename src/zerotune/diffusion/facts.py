@@ -246,19 +246,19 @@ def model_facts(
 ) -> ModelFacts:
     """Return the names and shapes of a model's parameters, and its activation memory.
 
-    The facts of configurations in ``zerotune.plan.families.family_names()`` are part of zerotune.
-    Other configurations are measured, which takes a few seconds, and cached in the user's cache
-    folder.
+    zerotune contains the facts of the configurations in ``zerotune.plan.families.family_names()``.
+    The facts of any other configuration are measured in a few seconds, and stored in the user's
+    cache folder.
 
     Args:
         source: A module on any device, a diffusers configuration (a mapping with ``_class_name``),
             a ``config.json``, or a folder that contains a ``config.json``. A configuration needs no
             memory for weights, because its model is built on the ``meta`` device.
-        inputs: Function that creates the arguments of ``forward`` on the ``meta`` device. Not
-            needed for diffusers' U-Nets, SD3 and Flux transformers, and models of declared
-            families.
+        inputs: Function that creates the arguments of ``forward`` on the ``meta`` device.
+            ``inputs`` is not needed for diffusers' U-Nets, SD3 and Flux transformers, and models of
+            declared families.
         activations: ``False`` omits activation memory, which saves a few seconds.
-        name: Name in reports; default the class name.
+        name: Name in reports; by default the class name.
 
     Raises:
         InvalidValueError: The class or file does not exist, or ``inputs`` is needed.
@@ -280,7 +280,7 @@ def count_facts(
 
     Args:
         config: Configuration of a diffusers model.
-        family: Family that calls the model; default the family of the model's class.
+        family: Family that calls the model; by default the family of the model's class.
     """
     return _Configuration(config).count(family)
 
@@ -292,7 +292,7 @@ def family_facts(
 
     Args:
         kind: The family.
-        folder: Pipeline folder with the model's configuration; default the class ``kind.model``
+        folder: Pipeline folder with the model's configuration; by default the class ``kind.model``
             with its default configuration.
 
     Raises:
@@ -426,7 +426,7 @@ class _Configuration:
 
     @property
     def file(self) -> Path:
-        """Return the cache file of facts measured with this code, torch and diffusers."""
+        """Return the cache file; its name depends on the zerotune, torch and diffusers used."""
         import diffusers
 
         code = hashlib.sha256(f"{self.digest} {torch.__version__} {diffusers.__version__}".encode())

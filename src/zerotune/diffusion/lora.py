@@ -103,11 +103,7 @@ class Adapters:
         return {name: dict(v) if isinstance(v, dict) else v for name, v in found.items()}
 
     def config_in(self, model: torch.nn.Module) -> Any:
-        """Return peft's configuration of the adapters, with targets checked against ``model``.
-
-        Args:
-            model: Model to adapt.
-        """
+        """Return peft's configuration of the adapters, with targets checked against ``model``."""
         layers, kind = _Layers.of(model), type(self).__name__
         targets = self.targets or layers.projections()
         layers.require(targets, key=f"{kind}.targets")
@@ -121,11 +117,7 @@ class Adapters:
         return self.config(targets)
 
     def config(self, targets: tuple[str, ...] | str | None) -> Any:
-        """Return peft's configuration of the adapters.
-
-        Args:
-            targets: Layers to adapt.
-        """
+        """Return peft's configuration of the adapters, for the layers ``targets``."""
         target, exclude = (
             list(layers) if isinstance(layers, tuple) else layers
             for layers in (targets, self.exclude)
@@ -208,13 +200,13 @@ class LoRA(_Ranked):
 class LoKr(_Ranked):
     """Adapters that add a Kronecker product to each adapted weight (Yeh et al., 2024).
 
-    Adapter files are small. The second factor is a product of two low-rank matrices if ``rank`` is
-    less than half its size.
+    LoKr files are small. The second factor of the product is itself a product of two low-rank
+    matrices if ``rank`` is less than half the factor's size.
     """
 
     factor: int = -1
-    """Size of the first factor, if it divides the layer's size. -1 chooses about the square root
-    of the layer's."""
+    """Size of the first factor, if it divides the layer's size. -1 chooses about the square root of
+    the layer's size."""
     decompose_both: bool = False
     """Whether the first factor is also a product of low-rank matrices, if its size allows this."""
 
@@ -254,7 +246,7 @@ _NOT_TRAINED: Final = frozenset(
 
 
 def as_adapters(lora: Any) -> Adapters:
-    """Convert ``lora`` to adapters of zerotune.
+    """Convert ``lora`` to an ``Adapters`` object.
 
     Args:
         lora: Adapters, peft's ``LoraConfig``, ``LoKrConfig``, ``LoHaConfig`` or ``OFTConfig``, or
@@ -317,9 +309,9 @@ def add_lora(
     Args:
         model: A diffusers model, a transformers text encoder, or any module that peft can adapt.
         lora: ``LoRA``, ``LoKr``, ``LoHa`` or ``OFT``, or a peft configuration of one of these
-            kinds, such as ``LoraConfig``; default ``LoRA()``.
+            kinds, such as ``LoraConfig``; by default ``LoRA()``.
         base_dtype: Dtype of the frozen weights: ``"bf16"``, ``"fp16"``, ``"fp32"`` or a torch
-            dtype; default unchanged.
+            dtype; by default unchanged.
 
     Returns:
         Facts about the adapters; the model stores a copy, which exports read.
@@ -490,19 +482,19 @@ def load_adapters(
 
     Weights, rank, alpha and targets come from the file. Dropout is 0, because adapter files do not
     contain it. Files of ComfyUI, kohya's trainers and others are converted by ``lora_state_dict``
-    of a diffusers pipeline, which may multiply alpha / rank into the factors. The decisions of the
-    returned facts name the pipeline.
+    of a diffusers pipeline, which may multiply alpha / rank into the factors. The returned
+    ``AdapterFacts.decisions`` name the pipeline.
 
     Args:
         model: A diffusers model or a transformers text encoder, without adapters.
         path: A file, a folder that contains a file with diffusers' usual name, or a folder written
             by peft.
-        component: Name of the model in the file (``"unet"``, ``"text_encoder_2"``); default derived
-            from the model's class.
+        component: Name of the model in the file (``"unet"``, ``"text_encoder_2"``); by default
+            derived from the model's class.
         name: Name of the adapter in the model.
         base_dtype: Dtype of the frozen weights, as in ``add_lora``.
         pipeline: Pipeline, or pipeline class, whose ``lora_state_dict`` converts files of other
-            programs; default chosen by the model's class.
+            programs; by default chosen by the model's class.
 
     Returns:
         Facts about the adapters.
@@ -511,8 +503,8 @@ def load_adapters(
         CheckpointError: The file does not exist.
         CheckpointMismatchError: The file has no adapters for the model, or adapters that do not
             fit the model.
-        InvalidValueError: The model's class does not imply a component, or the model already has
-            adapters.
+        InvalidValueError: ``component`` cannot be derived from the model's class, or the model
+            already has adapters.
         MissingDependencyError: peft is not installed.
     """
     _peft()
@@ -690,7 +682,7 @@ class _Layers:
 
     @property
     def endings(self) -> list[str]:
-        """Return the different suffixes of layer names, such as ``to_q`` and ``to_out.0``."""
+        """Return the distinct suffixes of layer names, such as ``to_q`` and ``to_out.0``."""
         found: dict[str, None] = {}
         for name in self.names:
             parts = name.split(".")

@@ -77,7 +77,7 @@ def adding_scheduler(scheduler: Any) -> Any:
 
 
 def preconditions(scheduler: Any) -> bool:
-    """Return whether a scheduler is for EDM, and scales the model's inputs and outputs."""
+    """Return whether a scheduler scales the model's inputs and outputs, as EDM does."""
     return hasattr(scheduler, "precondition_inputs") and hasattr(scheduler, "precondition_outputs")
 
 
@@ -127,11 +127,11 @@ def drawing_scheduler(scheduler: Any, trained_with: Any = None) -> Any:
 
     If the training schedule ends in pure noise, sampling starts in pure noise
     (``timestep_spacing="trailing"``). DDIM replaces a scheduler that does not support a schedule
-    ending in pure noise, and a decision says so.
+    ending in pure noise; a decision reports the replacement.
 
     Args:
         scheduler: A diffusers scheduler; not changed.
-        trained_with: Scheduler of the training objective; ``None`` keeps the scheduler's settings.
+        trained_with: Scheduler of the training objective; ``None`` keeps ``scheduler``'s settings.
 
     Source: Lin et al., "Common Diffusion Noise Schedules and Sample Steps are Flawed", 3.3.
     """
@@ -190,7 +190,7 @@ class ResolutionShift:
     """Shift of the SD3 and Flux pipelines; its logarithm is linear in the number of image tokens.
 
     Source: ``calculate_shift`` of diffusers' ``pipelines/flux/pipeline_flux.py``. The formula is
-    repeated here because importing its module loads the pipeline and transformers.
+    copied, because importing diffusers' module loads the pipeline and transformers.
     """
 
     patch_size: int = attrs.field(default=2)
@@ -284,7 +284,7 @@ def check_range(_instance: object, attribute: Any, value: tuple[float, float]) -
 
 
 def bounds(steps: int, share: tuple[float, float]) -> tuple[int, int]:
-    """Return the first and the end (exclusive) of the time steps in a range of the schedule."""
+    """Return the first time step in a range of the schedule, and the end (exclusive)."""
     low, high = round(share[0] * steps), round(share[1] * steps)
     if low == high:
         raise _no_levels(share)

@@ -53,8 +53,8 @@ _WEIGHTINGS = ("none", "sigma_sqrt", "cosmap")
 class Objective(Protocol):
     """Interface of an objective, which computes the loss.
 
-    Training accepts any callable with this signature; sampling also needs the attributes ``family``
-    and ``scheduler``.
+    Training accepts any callable with the signature of ``__call__``; sampling also needs the
+    attributes ``family`` and ``scheduler``.
     """
 
     def __call__(
@@ -83,7 +83,7 @@ class LevelObjective(Objective, Protocol):
         noise: Noise,
         generator: torch.Generator,
     ) -> torch.Tensor:
-        """Return mean squared errors (q,), fp32, with one forward pass per quantile.
+        """Return the mean squared error at each of q quantiles: a tensor (q,) in fp32.
 
         The errors use the batch's loss weights, but not the objective's weighting, and can
         therefore be compared between objectives.
@@ -91,7 +91,7 @@ class LevelObjective(Objective, Protocol):
         Args:
             model: Model that predicts.
             batch: Tensors by name, batch first.
-            quantiles: Positions in [0, 1] in the range of trained noise levels; 0 is least noise.
+            quantiles: Positions in [0, 1] in the trained noise levels, from least to most noise.
             noise: Noise to add.
             generator: CPU generator for all random numbers, such as noise and dropout.
         """
@@ -161,7 +161,7 @@ class SchedulerObjective(ABC):
         Args:
             batch: Tensors by name, batch first.
             generator: CPU generator for all random numbers.
-            noise: Noise to add; default the objective's ``noise``.
+            noise: Noise to add; by default the objective's ``noise``.
         """
         # In this order, because the random numbers of earlier runs depend on it.
         clean = self.family.clean(batch)
@@ -219,11 +219,11 @@ def _new_scheduler(name: str) -> Any:
 
 @attrs.frozen(kw_only=True, eq=False)
 class DenoisingObjective(SchedulerObjective):
-    """Denoising diffusion with DDPM's forward process; default loss mean squared error.
+    """Denoising diffusion with DDPM's forward process; the default loss is mean squared error.
 
-    Time steps are drawn uniformly from those of the scheduler. The scheduler's ``prediction_type``
-    determines the target. A batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w)
-    multiply the error.
+    Time steps are drawn uniformly from the scheduler's time steps. The scheduler's
+    ``prediction_type`` determines the target. A batch's ``"loss_weights"`` (b,) and
+    ``"loss_masks"`` (b, 1, h, w) multiply the error.
 
     Source: diffusers' ``examples/text_to_image/train_text_to_image_sdxl.py``.
     """
@@ -238,7 +238,7 @@ class DenoisingObjective(SchedulerObjective):
     noise: Noise = attrs.field(factory=GaussianNoise)
     """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or a custom noise."""
     loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or a custom loss; default squared error."""
+    """``Huber``, ``SmoothL1`` or a custom loss; by default squared error."""
     snr_gamma: float | None = attrs.field(default=None)
     """Clip value of min-SNR weighting, 5 in the paper; ``None`` weights all time steps equally."""
     weighting: Literal["none", "debiased_estimation"] = "none"
@@ -362,7 +362,7 @@ class DenoisingObjective(SchedulerObjective):
 
 @attrs.frozen(kw_only=True, eq=False)
 class FlowMatchingObjective(SchedulerObjective):
-    """Rectified flow: straight paths from data to noise, squared error of the velocity.
+    """Rectified flow: straight paths from data to noise, and squared error of the velocity.
 
     The model receives ``noisy = (1 - sigma) * clean + sigma * noise`` and predicts the velocity
     ``noise - clean``. Sigmas and time steps come from the scheduler, shifted by its ``shift``. If
@@ -382,7 +382,7 @@ class FlowMatchingObjective(SchedulerObjective):
     noise: Noise = attrs.field(factory=GaussianNoise)
     """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or a custom noise."""
     loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or a custom loss; default squared error."""
+    """``Huber``, ``SmoothL1`` or a custom loss; by default squared error."""
     precondition_outputs: bool = False
     """Compare clean samples, ``noisy - sigma * prediction``, in place of velocities; this weights
     errors by ``sigma ** 2``. The SD3 paper compares velocities; diffusers' SD3 scripts compare
@@ -401,7 +401,7 @@ class FlowMatchingObjective(SchedulerObjective):
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
     """Trained range of sigmas, after any shift; the density is rescaled to this range."""
     resolution_shift: Shift | None = None
-    """Shift for a scheduler with ``use_dynamic_shifting``; default ``ResolutionShift()``."""
+    """Shift for a scheduler with ``use_dynamic_shifting``; by default ``ResolutionShift()``."""
 
     def __attrs_post_init__(self) -> None:
         self._check_density()
@@ -480,7 +480,7 @@ class FlowMatchingObjective(SchedulerObjective):
         return levels[self._draw(len(inputs.clean), len(levels), generator)]
 
     def compare(self, model: Denoiser, inputs: Inputs, levels: NoiseLevels) -> Comparison:
-        """Return prediction and target: velocities, or clean samples (``precondition_outputs``)."""
+        """Return prediction and target: clean samples (``precondition_outputs``) or velocities."""
         found = super().compare(model, inputs, levels)
         if not self.precondition_outputs:
             return found
@@ -537,7 +537,7 @@ class FlowMatchingObjective(SchedulerObjective):
 
 @attrs.frozen(kw_only=True, eq=False)
 class EDMObjective(SchedulerObjective):
-    """EDM: add noise of standard deviation sigma, and compare the denoised with the clean sample.
+    """EDM: add noise of standard deviation sigma; compare the denoised sample with the clean one.
 
     The scheduler's methods precondition inputs, noise levels and outputs. A batch's
     ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.
@@ -559,7 +559,7 @@ class EDMObjective(SchedulerObjective):
     noise: Noise = attrs.field(factory=GaussianNoise)
     """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or a custom noise."""
     loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or a custom loss; default squared error."""
+    """``Huber``, ``SmoothL1`` or a custom loss; by default squared error."""
     density: Literal["uniform", "log_normal"] = "uniform"
     """Distribution of sigmas: uniform over the scheduler's table of sigmas, or log-normal."""
     log_mean: float = -1.2

@@ -69,14 +69,12 @@ def activation_peak(module: torch.nn.Module, arguments: Mapping[str, Any]) -> in
 
 @contextlib.contextmanager
 def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
-    """Yield a function that counts one forward and backward pass of a module.
+    """Yield a function that counts one forward and backward pass of a ``meta`` module.
 
     Gradients of parameters are freed immediately, because estimates count gradients separately. In
-    a long list of equal blocks, only the first and the last blocks run; the other blocks count like
-    an inner block that runs. If a first forward pass shows that the blocks differ, all blocks run.
-
-    Args:
-        module: A module on the ``meta`` device.
+    a long list of equal blocks, only a few blocks at the start and the end run; each of the other
+    blocks counts like an inner block that runs. If a first forward pass shows that the blocks
+    differ, all blocks run.
     """
 
     def drop(parameter: torch.Tensor) -> None:
@@ -214,7 +212,7 @@ class Away:
     ends: int | None = None
 
     def moved(self, stored: int, begins: int, ends: int) -> Away:
-        """Return the same tensor, with its positions shifted by numbers of operators."""
+        """Return a copy whose positions are shifted by numbers of operators."""
         return Away(
             nbytes=self.nbytes,
             stored=self.stored + stored,
@@ -342,7 +340,7 @@ class _Repeat:
                 hook.remove()
 
     def fill(self, trace: _Trace, *, others: Sequence[_Repeat]) -> bool:
-        """Add the missing blocks to a trace, and shift the marks of other lists.
+        """Add the blocks that did not run to a trace, and shift the marks of other lists of blocks.
 
         Returns:
             Whether the cost of the missing blocks is known: two inner blocks must have equal costs.
@@ -437,7 +435,7 @@ class _Period:
 
     @classmethod
     def between(cls, trace: _Trace, one: _Mark, two: _Mark, three: _Mark) -> _Period | None:
-        """Return the period between two marks; ``None`` if it differs from the next period."""
+        """Return the period from ``one`` to ``two``; ``None`` if the next period differs."""
         begin, end = one.at, two.at
         growth = (
             trace.live[end : three.at] - trace.live[begin:end]
@@ -584,7 +582,7 @@ class _Counts(_UncompiledMode):  # type: ignore[no-untyped-call]
         weakref.finalize(storage, self._forget, key)
 
     def computes(self, kind: str, amount: int) -> None:
-        """Add the work of one operator of a kind."""
+        """Add one operator's ``amount`` of work to the total of ``kind``."""
         self.work[kind] += amount
         if kind in CALLS:
             self.work[CALLS[kind]] += 1
@@ -625,7 +623,7 @@ class _Outcome:
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Any, result: Any) -> _Outcome:
-        """Return the outcome of one call."""
+        """Return the outcome of one operator call."""
         formula, kind, amount = flop_registry.get(func._overloadpacket), None, 0
         if formula is not None:
             kind = "convolutions" if "convolution" in func._opname else "products"
@@ -648,7 +646,7 @@ class _Outcome:
         return cls(results=results, single=single, kind=kind, amount=amount)
 
     def again(self) -> Any:
-        """Return new results of the same sizes."""
+        """Return new meta tensors of the recorded sizes."""
         made = tuple(
             one and torch.empty_strided(one[0], one[1], dtype=one[2], device=_META)
             for one in self.results or ()

@@ -194,7 +194,7 @@ class Pretrained:
         """Read weights that are still in their files, to use the model without an engine.
 
         Args:
-            dtype: Dtype of the weights: ``"fp32"``, ``"bf16"`` or ``"fp16"``; default the dtype
+            dtype: Dtype of the weights: ``"fp32"``, ``"bf16"`` or ``"fp16"``; by default the dtype
                 passed to ``load_pretrained``.
             device: Target device.
 
@@ -251,8 +251,8 @@ def load_pretrained(
     """Load a diffusers pipeline, a single file, or an unconditional U-Net for training.
 
     Every rank loads the whole VAE and the whole text encoders, even inside ``deepspeed.zero.Init``,
-    where transformers would partition them. A VAE that overflows in half precision
-    (``force_upcast``, such as SDXL's) stays in fp32.
+    where transformers would partition them. A VAE that overflows in half precision, such as SDXL's
+    (``force_upcast``), stays in fp32.
 
     With ``plan``, the trained model's weights are checked but stay in their safetensors files until
     the plan's engine reads them, one weight at a time, in the plan's precision. At stage 3 each
@@ -264,12 +264,13 @@ def load_pretrained(
             (``config.json``), the hub id of a pipeline, or a safetensors file. The file may hold
             the whole pipeline or only its U-Net or transformer, in ComfyUI's or the original
             layout.
-        config: Folder or hub id of a pipeline whose models have the sizes of a single file, which
-            has no configuration. Parts missing from the single file are read from ``config``, too.
-            Default: the pipeline that diffusers infers from the keys of the single file.
+        config: Folder or hub id of a pipeline whose models have the same sizes as in the single
+            file, which contains no configuration. Parts missing from the single file are read from
+            ``config``, too. By default, diffusers infers the pipeline from the keys of the single
+            file.
         plan: Plan for training. Without a plan all weights are read immediately.
-        dtype: Dtype in which the trained model is loaded: default ``"fp32"``; use ``"bf16"`` for a
-            base model with adapters. DeepSpeed trains in the plan's precision, not in ``dtype``.
+        dtype: Dtype in which the trained model is loaded; by default ``"fp32"``. Use ``"bf16"`` for
+            a base model with adapters. DeepSpeed trains in the plan's precision, not in ``dtype``.
         quantization: A diffusers quantization configuration (``BitsAndBytesConfig``,
             ``TorchAoConfig``) for a base model with adapters, or for the frozen model that a
             ControlNet controls. Every rank reads and quantizes the whole model.
@@ -277,13 +278,13 @@ def load_pretrained(
             controls.
         family: A custom family for an unsupported pipeline, or a family's name: a known family of
             this pipeline (``"sdxl"``), a class as ``"module:Class"``, or ``"controlnet"``.
-            ``"controlnet"`` trains a ControlNet of the pipeline's model, and freezes that model.
+            ``"controlnet"`` trains a ControlNet, and freezes the pipeline's model.
         controlnet: Folder of an existing ControlNet, or the ControlNet itself; by default a new
             ControlNet is initialised from the pipeline's model.
         parts: ``False`` omits VAE and text encoders, which training from caches does not need.
-        text_encoders: Names in the pipeline of text encoders to train with the model; ``True``
-            selects all CLIP text encoders. With trained text encoders, ``Pretrained.model`` is a
-            ``TrainedParts``, and captions are encoded in each step.
+        text_encoders: Text encoders to train with the model, by their names in the pipeline;
+            ``True`` selects all CLIP text encoders. With trained text encoders,
+            ``Pretrained.model`` is a ``TrainedParts``, and captions are encoded in each step.
         leave_out: Components to omit, such as ``("text_encoder_3", "tokenizer_3")`` of SD3.
         revision: Revision of the hub repository.
         variant: Variant of the weight files, such as ``"fp16"``.
@@ -297,7 +298,7 @@ def load_pretrained(
         InvalidValueError: ``source`` cannot be loaded, its family is unknown or fails the test of
             ``probe``, its scheduler does not add denoising diffusion's noise, the quantization is
             not available, or the weights' names or shapes do not match the model.
-        MissingDependencyError: A package that text encoders or the quantization need is not
+        MissingDependencyError: A package that the text encoders or the quantization require is not
             installed.
     """
     folder, single, found = _located(
@@ -656,7 +657,7 @@ class _StoredPipeline:
                     f"the processor of {made.__name__} reads images, for which "
                     "transformers requires torchvision",
                     key="torchvision",
-                    fix="pip install torchvision, or pass parts=False to train from caches",
+                    fix="run pip install torchvision, or pass parts=False to train from caches",
                 ) from error
             if single is not None and isinstance(error, OSError):
                 raise InvalidValueError(
@@ -732,7 +733,7 @@ class _StoredPipeline:
                 key=f"{self.folder / 'scheduler' / 'scheduler_config.json'}: _class_name",
                 value=stored,
                 fix="train a model with a DDPM noise schedule; if this model has such a schedule, "
-                "write DDPMScheduler and its betas into the file",
+                "write DDPMScheduler and its betas into scheduler_config.json",
             )
         before, after = stored, "DDPMScheduler"
         reason = (
@@ -923,7 +924,7 @@ class _Loading:
                 f"this quantization needs a package that is not installed ({first_line(error)})",
                 key="quantization",
                 value=told,
-                fix="pip install 'zerotune[optimizers]', which has bitsandbytes and torchao",
+                fix="run pip install 'zerotune[optimizers]' to install bitsandbytes and torchao",
             ) from error
         model.requires_grad_(False)
         if self.plan is None:
@@ -1049,7 +1050,7 @@ class _Steered:
     def read(
         self, controlnet: str | os.PathLike[str] | torch.nn.Module | None, frozen: str
     ) -> tuple[Any, Any, tuple[Decision, ...]]:
-        """Load the ControlNet, the frozen model in dtype ``frozen``, and a decision about both."""
+        """Load the ControlNet, and the frozen model in dtype ``frozen``; also return a decision."""
         import diffusers
 
         trained, name = getattr(diffusers, self.kind.controlnet), str(self.kind.base_component)

@@ -67,8 +67,8 @@ class EMAModel:
         model_cls: A diffusers model class, for ``save_pretrained``.
         model_config: Configuration of the model, for ``save_pretrained``.
         store: Storage of the shadow; default host memory.
-        legacy: ``max_value`` for ``decay``, ``min_value`` for ``min_decay`` and ``device`` for
-            ``to(device)``, as in diffusers with a ``FutureWarning``.
+        legacy: Deprecated arguments of diffusers, accepted with a ``FutureWarning``: ``max_value``
+            (now ``decay``), ``min_value`` (now ``min_decay``) and ``device`` (now ``to(device)``).
 
     Raises:
         InvalidValueError: A setting is out of range or unknown.
@@ -106,14 +106,11 @@ class EMAModel:
             self.to(device=old["device"])
 
     def follow(self, source: Any) -> None:
-        """Average the weights of the engine that trains the model, from now on. Collective.
+        """From now on, average the weights of ``source``, the model's engine. Collective.
 
         Use ``follow`` in a script that creates its EMA before ``prepare``, from the model or, like
         diffusers' scripts, from a copy of the model. The average starts from the values with which
         the EMA was created. An EMA that was created from the engine is unchanged.
-
-        Args:
-            source: The engine that trains the model.
 
         Raises:
             EMAError: The engine's parameters have different shapes, or the EMA has already taken
@@ -162,9 +159,9 @@ class EMAModel:
     def shadow_params(self) -> list[torch.Tensor]:
         """Full fp32 averages by position; settable to tensors of the same number and shapes.
 
-        An EMA of parameters returns the shadow's tensors, which updates change, as in diffusers. An
-        EMA of an engine returns gathered copies on the CPU, which need as much memory as the whole
-        model.
+        An EMA of parameters returns the shadow's tensors, which later updates modify, as in
+        diffusers. An EMA of an engine returns gathered copies on the CPU, which need as much memory
+        as the whole model.
         """
         if self._tracked.are_masters:
             return self._live()
@@ -363,9 +360,6 @@ class EMAModel:
         Rank 0 writes the folder. With sharded averages all ranks must call ``save_pretrained``, and
         no rank continues before the folder exists.
 
-        Args:
-            path: Path of the folder.
-
         Raises:
             EMAError: ``model_cls`` or ``model_config`` is missing, or this rank or rank 0 cannot
                 write the folder.
@@ -557,29 +551,29 @@ class TrackedParameters:
         return full_shape(self.parameters[index])
 
     def are(self, parameters: tuple[torch.nn.Parameter, ...]) -> bool:
-        """Return whether ``parameters`` are the same objects in the same order."""
+        """Return whether ``parameters`` are the tracked objects, in the same order."""
         return len(parameters) == len(self.parameters) and all(
             mine is theirs for mine, theirs in zip(self.parameters, parameters, strict=True)
         )
 
     def alike(self, parameters: tuple[torch.nn.Parameter, ...]) -> bool:
-        """Return whether ``parameters`` have the same number and shapes."""
+        """Return whether ``parameters`` match the tracked parameters in number and shapes."""
         return [full_shape(p) for p in self.parameters] == [tuple(p.shape) for p in parameters]
 
     def like(self, parameters: tuple[torch.nn.Parameter, ...]) -> None:
-        """Check that ``parameters`` have the same number and shapes."""
+        """Check that ``parameters`` match the tracked parameters in number and shapes."""
         if len(parameters) != len(self.parameters):
             raise EMAError(
                 f"there are {len(parameters)} parameters instead of {len(self.parameters)}",
                 key="parameters",
-                fix="pass the parameters of the same architecture",
+                fix="pass the parameters of a model with the same architecture",
             )
         for index, (mine, theirs) in enumerate(zip(self.parameters, parameters, strict=True)):
             if full_shape(mine) != tuple(theirs.shape):
                 raise EMAError(
                     f"has shape {tuple(theirs.shape)} instead of {full_shape(mine)}",
                     key=f"parameters[{index}]",
-                    fix="pass the parameters of the same architecture",
+                    fix="pass the parameters of a model with the same architecture",
                 )
 
 
@@ -593,7 +587,7 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
 
     Args:
         path: Path of the folder.
-        write: Called with a temporary folder, into which it writes files but no folders.
+        write: Function that writes files, but no folders, into the temporary folder passed to it.
     """
     with ExitStack() as opened:
         opened.enter_context(

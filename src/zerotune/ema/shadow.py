@@ -162,7 +162,7 @@ class EMAShadow(Readable):
         update_together(self)
 
     def expect_step(self) -> None:
-        """Announce a call of ``step`` after the next optimizer step, if that step is applied.
+        """Announce that ``step`` will be called if the next optimizer step is applied.
 
         Call ``expect_step`` before the backward pass, as ``Trainer`` does. An engine that updates
         weights during the backward pass then updates the shadow at the same time; other engines
@@ -174,11 +174,11 @@ class EMAShadow(Readable):
         expect_together(self)
 
     def begin_update(self) -> ShadowUpdate | None:
-        """Count one optimizer step, and return its update of the fragments, or ``None``.
+        """Count one optimizer step, and return the update to apply, or ``None`` if none is due.
 
-        ``step`` calls this method and applies the update. Code that iterates over the fragments
-        itself must apply the update to every fragment and call ``finish`` before the weights change
-        again.
+        ``step`` calls ``begin_update`` and applies the update. Code that calls ``begin_update``
+        directly must apply the update to every fragment, and call ``finish`` before the weights
+        change again.
 
         Raises:
             EMAError: The shadow is not attached, or is swapped in.
@@ -188,7 +188,7 @@ class EMAShadow(Readable):
         return self.update_of(self._steps)
 
     def update_of(self, step: int) -> ShadowUpdate | None:
-        """Return the update that follows an optimizer step, or ``None``.
+        """Return the update that follows an optimizer step, or ``None`` if none is due.
 
         Args:
             step: Number of the optimizer step, from 1.
@@ -276,7 +276,7 @@ class EMAShadow(Readable):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load a ``state_dict`` of this rank of the same engine.
+        """Load a ``state_dict`` that the same rank of the same engine returned.
 
         Args:
             state: Tensors by name. Each tensor is accessed once, so the mapping may read tensors
@@ -314,10 +314,7 @@ class EMAShadow(Readable):
 
     @torch.no_grad()
     def move(self, store: ShadowStore) -> None:
-        """Move the shadow to a different store; the move needs memory for a second copy.
-
-        Args:
-            store: The new storage.
+        """Move the shadow to ``store``; the move needs memory for a second copy.
 
         Raises:
             EMAError: The shadow is not attached or is swapped in, or the new storage has no space;
@@ -339,7 +336,7 @@ class EMAShadow(Readable):
         return self._attached(settled=False)
 
     def follow(self, source: Any) -> None:
-        """Average different weights of the same names and shapes from now on.
+        """From now on, average different weights with the same names and shapes.
 
         Args:
             source: As in ``attach``, for example a reloaded model.
@@ -359,8 +356,7 @@ class EMAShadow(Readable):
     def settle_with(self, settle: Callable[[], None] | None) -> None:
         """Set the function that finishes a pending update before the shadow is read.
 
-        Args:
-            settle: The function; ``None`` removes it.
+        ``None`` removes the function.
         """
         self._settle = settle
 
@@ -496,7 +492,7 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         self._shadows = dict(shadows)
         if not self._shadows or len({*map(id, self._shadows.values())}) < len(self._shadows):
             raise InvalidValueError(
-                "needs at least one shadow, each with one name",
+                "needs at least one shadow, and each shadow needs exactly one name",
                 key="shadows",
                 value=list(self._shadows),
                 fix='write EMAShadows(shadows={"fast": EMAShadow(decay=0.99)})',
@@ -519,7 +515,7 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         update_together(*self._shadows.values())
 
     def expect_step(self) -> None:
-        """Announce a call of ``step``; see ``EMAShadow.expect_step``."""
+        """Announce that ``step`` will be called; see ``EMAShadow.expect_step``."""
         expect_together(*self._shadows.values())
 
     @property
@@ -573,11 +569,7 @@ class ShadowUpdate:
 
     @torch.no_grad()
     def take(self, fragment: Fragment) -> None:
-        """Move the shadow towards the weights for one fragment.
-
-        Args:
-            fragment: A fragment of the master weights.
-        """
+        """Update the part of the shadow that belongs to ``fragment``."""
         shadow = self.tensors[fragment.address.key]
         value = fragment.value.to(shadow.device)
         if self.watched:
@@ -589,7 +581,7 @@ class ShadowUpdate:
 
     @property
     def follower(self) -> Follower | None:
-        """The update in a form that runs during the optimizer's step; ``None`` if impossible."""
+        """The update in the form that the optimizer's step applies; ``None`` if not possible."""
         if self.watched or not all(
             each.device.type == "cpu" and each.is_contiguous() for each in self.tensors.values()
         ):
@@ -636,7 +628,7 @@ def update_together(*shadows: EMAShadow) -> None:
 
 
 def expect_together(*shadows: EMAShadow) -> None:
-    """Announce one update of several shadows of the same weights to the engine.
+    """Announce to the engine one update of several shadows of the same weights.
 
     Args:
         shadows: Shadows attached to the same engine or model.
@@ -648,12 +640,7 @@ def expect_together(*shadows: EMAShadow) -> None:
 
 
 def joined(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> bool:
-    """Let a running optimizer step apply all updates; return ``False`` if it cannot.
-
-    Args:
-        master: Master weights of the shadows.
-        updates: Updates to apply.
-    """
+    """Let a running optimizer step apply all updates; return ``False`` if the step cannot."""
     followers = [each for update in updates if (each := update.follower) is not None]
     # Asked also when there is nothing to move: the step learns that somebody averages.
     if len(followers) < len(updates) or not master.follow(followers):
@@ -843,11 +830,7 @@ def as_store(store: Any) -> ShadowStore:
 
 
 def room_for(master: MasterWeights, store: ShadowStore) -> dict[str, torch.Tensor]:
-    """Allocate an uninitialised 1-D fp32 tensor for every fragment of this rank.
-
-    Args:
-        master: Master weights with the fragments.
-        store: Storage of the tensors.
+    """Allocate in ``store`` an uninitialised 1-D fp32 tensor for every fragment of this rank.
 
     Returns:
         Tensors by the fragment's key.

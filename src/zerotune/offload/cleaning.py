@@ -259,7 +259,7 @@ class _Sweep:
             alone = try_lock(root, exclusive=True)
             reason = "a process is currently creating a folder in this root"
         except (OSError, OffloadError) as error:
-            alone, reason = False, f"the process that created it may be alive ({error})"
+            alone, reason = False, f"the process that was creating the entry may be alive ({error})"
         for name in names:
             if not alone:
                 self.kept.append(self._leftover(name, "unfinished", 0, reason))
@@ -271,7 +271,7 @@ class _Sweep:
         if not self.dry_run:
             remove_entry(root, name, mount_identity(root), removed)
         size = before if self.dry_run else removed.freed
-        return True, size, "the process that created it has ended"
+        return True, size, "the process that was creating the entry has ended"
 
 
 def _open_inside(root: int, name: str) -> int:
@@ -323,11 +323,7 @@ def is_bare(name: str) -> bool:
 
 
 def survey(folder: int) -> BareSwap:
-    """Inspect an open folder in DeepSpeed's layout.
-
-    Args:
-        folder: Descriptor of the folder.
-    """
+    """Inspect a folder in DeepSpeed's layout; ``folder`` is its open descriptor."""
     files, foreign, newest = set(), None, os.fstat(folder).st_mtime
     for path, facts, fits in _walk_bare(folder, (_PART_NAME, _RANK_NAME, _FILE_NAME), ""):
         newest = max(newest, facts.st_mtime)
@@ -385,7 +381,7 @@ def remove_bare(root: int, name: str, *, kind: str | None, removed: Removed) -> 
     """Delete an unused folder in DeepSpeed's layout, or return why the folder must be kept.
 
     The folder is first renamed, so that a run that starts meanwhile creates a new folder. The
-    renamed folder is inspected again, to detect a run that started just before.
+    renamed folder is inspected again, to detect a run that started just before the renaming.
 
     Args:
         root: Descriptor of the swap root.
@@ -477,10 +473,10 @@ class Users:
 def users_of(
     files: Collection[tuple[int, int]], *, last_written: float, proc: Path = Path("/proc")
 ) -> Users:
-    """Find processes that use certain files, or may use them.
+    """Find the processes that use, or may use, the given files.
 
     Processes on other machines are not found. Inside a container, processes outside the container
-    are not found either.
+    are not found.
 
     Args:
         files: Device and inode of each file.

@@ -57,8 +57,8 @@ def run_id_of(name: str) -> str | None:
 class LeaseRecord(OwnerRecord):
     """One rank's record in a lease: the owning process, its start time and its plan.
 
-    The lock tells whether the process is alive. The record names the process and its maximum swap
-    size, and confirms the lock on file systems with unreliable locks.
+    The lock of the lease shows whether the process is alive. The record names the process and its
+    maximum swap size, and helps to detect a dead process on file systems with unreliable locks.
     """
 
     rank: int
@@ -96,10 +96,7 @@ class LeaseRecord(OwnerRecord):
         )
 
     def write(self, folder: Path) -> None:
-        """Write the record to ``rank<N>.json`` atomically.
-
-        Args:
-            folder: Folder of the lease.
+        """Write the record to ``rank<N>.json`` in the lease's ``folder``, atomically.
 
         Raises:
             OSError: The file cannot be written.
@@ -196,7 +193,7 @@ Removal = Literal["removed", "held", "gone"]
 
 
 class SwapDirectory:
-    """A run's folder inside a swap root, which this process locks until it leaves the folder.
+    """A run's folder inside a swap root; this process locks the folder until ``leave``.
 
     Attributes:
         path: Path of the folder, ``<root>/zerotune-<run id>``.
@@ -307,13 +304,10 @@ def _lease_error(path: Path, what: str, error: OSError) -> OffloadError:
 
 @contextmanager
 def making_in(root: Path) -> Iterator[None]:
-    """Lock the root inside the block, while the root contains unfinished files or folders.
+    """Hold a shared lock on a swap root inside the block, while the caller creates files there.
 
     The kernel releases the lock when the process dies. A process that obtains an exclusive lock on
     the root therefore knows that every unfinished file or folder is a leftover.
-
-    Args:
-        root: The swap root.
     """
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -397,7 +391,7 @@ class FoundLease:
     path: Path
     """Path of the folder."""
     run_id: str
-    """Id of the run that leased it."""
+    """Id of the run that created the folder."""
     state: LeaseState
     """``"live"``: a process locks the folder. ``"stale"``: the owner is provably dead. ``"empty"``:
     the removal is in progress, or was interrupted at the last step. ``"unknown"``: the owner may be
@@ -430,10 +424,7 @@ class Verdict:
 
 
 def find_leases(root: Path) -> tuple[FoundLease, ...]:
-    """Return every lease inside a root, sorted by name, without changing any file.
-
-    Args:
-        root: The swap root.
+    """Return every lease inside a swap root, sorted by name, without changing any file.
 
     Raises:
         OffloadError: The root cannot be listed.
@@ -539,7 +530,8 @@ def _read_records(folder: int) -> tuple[LeaseRecord, ...]:
 def _doubt(records: tuple[LeaseRecord, ...], kind: str | None) -> str | None:
     """Why a free lock is no proof of death here, or ``None`` when it is."""
     if not records and kind not in LOCAL_FILESYSTEMS:
-        return f"it has no record, and on {kind or 'this file system'} a free lock is no proof"
+        where = kind or "this file system"
+        return f"the folder has no record, and a free lock proves nothing on {where}"
     return next((doubt for record in records if (doubt := record.doubt(kind))), None)
 
 
@@ -553,8 +545,8 @@ def release(
 
     Args:
         directories: Folders of the run.
-        barrier: Waits for all ranks; the creator then deletes each folder. Without a barrier, the
-            last rank that leaves a folder deletes it.
+        barrier: Function that waits for all ranks; the creator of each folder then deletes it.
+            Without a barrier, the last rank that leaves a folder deletes it.
 
     Returns:
         Decisions and errors about folders that could not be deleted.
@@ -593,13 +585,10 @@ def release(
 
 
 def abandon(directories: tuple[SwapDirectory, ...]) -> tuple[Decision, ...]:
-    """Leave the folders after a failure, without waiting for other ranks.
+    """Leave a run's folders after a failure, without waiting for other ranks.
 
-    A folder that cannot be deleted becomes a decision instead of an error, so that the original
+    A folder that cannot be deleted is reported as a decision, not an error, so that the original
     failure stays visible.
-
-    Args:
-        directories: Folders of the run.
     """
     decisions, errors = release(directories, None)
     return (*decisions, *(kept_after(error) for error in errors))
@@ -743,7 +732,7 @@ def remove_entry(folder: int, name: str, home: tuple[int, str | None], removed: 
     Args:
         folder: Descriptor of the open folder.
         name: Name of the file or folder; a missing name is ignored.
-        home: ``mount_identity(folder)``; other mounts are not changed.
+        home: ``mount_identity(folder)``; files on other mounts are not changed.
         removed: Progress counter.
     """
     _Emptying(top=folder, home=home, removed=removed).remove([name])

@@ -59,7 +59,7 @@ class Lease(Readable):
     plan: ResolvedPlan
     """The plan, with NVMe paths inside the swap folders."""
     paths: Mapping[Target, Path] = attrs.field(factory=lambda: MappingProxyType({}))
-    """Swap folders by ``"param"`` and ``"optimizer"``; only kinds of data on NVMe have one."""
+    """Swap folders by ``"param"`` and ``"optimizer"``; only data on NVMe have a folder."""
     roots: tuple[SwapRoot, ...] = ()
     """The checked roots of these folders."""
     run_id: str | None = None
@@ -207,7 +207,7 @@ def need_share(share: Share | None) -> Share:
 
 
 class OffloadManager:
-    """Creates a swap folder for each run, inside a root that runs share.
+    """Creates a swap folder for each run, inside a root folder shared by all runs.
 
     The root is the first path that is set in this order: the arguments of ``OffloadManager``,
     ``offload_param_path`` and ``offload_optimizer_path`` of the trainer's configuration, the plan's
@@ -220,7 +220,7 @@ class OffloadManager:
         offload_param_path: Root for parameters.
         offload_optimizer_path: Root for optimizer states; by default the root for parameters.
         share: Collective that returns rank 0's string on every rank; required with several ranks.
-        cleaner: Called with each root before a folder is created there;
+        cleaner: Function that is called with each root before a folder is created in the root;
             ``partial(cleanup_stale_swap, dry_run=True)`` only reports leftovers.
 
     Raises:
@@ -267,7 +267,8 @@ class OffloadManager:
             resolved: The plan to run, with its optimizer resolved.
             rank: Global rank of this process.
             world_size: Number of ranks; by default the plan's number.
-            barrier: Waits for all ranks; called if the block ends without an exception.
+            barrier: Function that waits for all ranks; called if the block ends without an
+                exception.
             share: As in ``OffloadManager``; used if the manager has no ``share``.
 
         Yields:
@@ -277,8 +278,9 @@ class OffloadManager:
             UnresolvedPlanError: The plan is not fully resolved.
             OffloadError: The plan needs more host memory than is available, the ranks have
                 different plans, ``rank`` or ``world_size`` does not match the plan, a root is
-                unusable or too small, or the system has no file locks. The end of the block raises
-                the same error if the folder was deleted during the run or cannot be deleted.
+                unusable or too small, or the system has no file locks. At the end of the block,
+                ``OffloadError`` means that the folder was deleted during the run or cannot be
+                deleted.
         """
         check_ranks(resolved, rank, world_size)
         resolved, fitted = fit_host_memory(resolved, ranks=local_ranks(resolved))

@@ -204,7 +204,7 @@ class SwapRoot:
 
 
 def check_root(choice: RootChoice) -> SwapRoot:
-    """Create a missing root, and verify that swap files can be written to the root."""
+    """Create the root if it is missing, and verify that swap files can be written to it."""
     try:
         path = choice._make()
         with making_in(path):

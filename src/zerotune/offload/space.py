@@ -96,15 +96,13 @@ class SwapNeeds:
 
 
 def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
-    """Return the maximum bytes and files that DeepSpeed swaps per rank.
+    """Return the maximum bytes and files that DeepSpeed swaps per rank for a plan.
 
-    The count follows DeepSpeed 0.19.8 (``runtime/swap_tensor``). Tensors smaller than 1 MiB or
-    smaller than an aio block stay in memory. Each parameter's partition is one file. Each sub-group
-    of the optimizer has one file for its master weights and one for each state. The gradients of
-    each parameter are a separate file. Sizes are rounded up to 1024 bytes per aio thread.
-
-    Args:
-        resolved: The plan.
+    The calculation follows DeepSpeed 0.19.8 (``runtime/swap_tensor``). Tensors smaller than 1 MiB
+    or smaller than an aio block stay in memory. Each parameter's partition is one file. Each
+    sub-group of the optimizer has one file for its master weights and one for each state. The
+    gradients of each parameter are a separate file. Sizes are rounded up to 1024 bytes per aio
+    thread.
 
     Returns:
         The files of one rank; ``None`` if the plan was resolved without a model.
@@ -208,7 +206,7 @@ class SpaceWatch:
     """Watches whether the swap files that a run must still create fit on the disk.
 
     DeepSpeed creates its swap files during the first steps, and then rewrites the same blocks. If
-    another program fills the disk meanwhile, a write ends the process with SIGABRT.
+    another program fills the disk during the first steps, a write ends the process with SIGABRT.
 
     Args:
         folders: Swap folders of the run.
@@ -324,9 +322,9 @@ class HostBudget:
                 key=f"zero_optimization.{name}.pin_memory",
                 before=True,
                 after=False,
-                reason=f"page-locked memory needs more host memory than is available ({self}), "
-                f"but unpinned memory needs {format_size(after.per_rank)}; copies to the device "
-                "become slower",
+                reason="with page-locked buffers the plan needs more host memory than is available "
+                f"({self}); without page-locking it needs {format_size(after.per_rank)}, but "
+                "copies to the device are slower",
                 severity="warning",
             )
             for name in _PINNED_SECTIONS
@@ -361,7 +359,7 @@ def host_budget(
     held: int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> HostBudget:
-    """Compute the host memory of a plan that was resolved with its model.
+    """Compute the host memory that a plan needs; the plan must be resolved with its model.
 
     Activations are not included, because they need no host memory on a GPU.
 
@@ -369,7 +367,7 @@ def host_budget(
         resolved: The plan.
         ranks: Number of ranks on this machine.
         held: Bytes that one rank already uses; by default the RAM of this process.
-        environ: Environment variables; default ``os.environ``.
+        environ: Environment variables; by default ``os.environ``.
     """
     import psutil
 
@@ -399,8 +397,8 @@ def fit_host_memory(
 ) -> tuple[ResolvedPlan, tuple[Decision, ...]]:
     """Check that a plan fits in this machine's host memory; disable pinning if that suffices.
 
-    Pinning is disabled only in runs with one rank, because several ranks could decide differently,
-    and only if the user did not set ``pin_memory``.
+    Pinning is disabled only if the user did not set ``pin_memory`` and the run has one rank,
+    because several ranks could decide differently.
 
     Args:
         resolved: The plan.

@@ -55,12 +55,12 @@ def detect_platform(
 ) -> Platform:
     """Detect this machine and whether DeepSpeed can run on it.
 
-    DeepSpeed is disabled on macOS, ROCm and Windows, and if DeepSpeed or torch is missing.
+    DeepSpeed is disabled on macOS, ROCm and Windows, and unavailable without torch or DeepSpeed.
     ``Platform.deepspeed`` and ``Platform.decisions`` contain the reason and the fix.
 
     Args:
         probe: Source of the facts; by default this machine.
-        allow_rocm: Enable DeepSpeed on ROCm, which is reported to work on some hardware.
+        allow_rocm: Enable DeepSpeed on ROCm; according to reports, this works on some hardware.
         allow_mps: Enable DeepSpeed on Apple GPUs.
         log: Log the decisions, on rank 0 only; each decision is logged once per process.
     """
@@ -255,8 +255,9 @@ class _Machine:
     def locks_everything(self) -> bool:
         """Return whether the limit on locked memory does not apply to this process.
 
-        The limit does not apply to a process with ``CAP_IPC_LOCK`` in the initial user namespace,
-        such as most processes of root. The capability has no effect in a rootless container.
+        The limit on locked memory does not apply to a process with ``CAP_IPC_LOCK`` in the initial
+        user namespace, such as most processes of root. ``CAP_IPC_LOCK`` has no effect in rootless
+        containers.
         """
         if not has_capability(self.probe.read_text("/proc/self/status") or "", CAP_IPC_LOCK):
             return False
@@ -271,7 +272,7 @@ class _Machine:
         return False
 
     def support(self) -> tuple[DeepSpeedSupport, tuple[Decision, ...]]:
-        """Return whether DeepSpeed can run; all cases except CUDA and XPU add a decision."""
+        """Return whether DeepSpeed can run, with a decision unless it runs on CUDA or XPU."""
         refusal = next(self._refusals(), None)
         if refusal is not None:
             reason, fix = refusal
@@ -563,7 +564,7 @@ class CgroupMemory:
 
 
 def memory_constraint(read: Read) -> CgroupMemory:
-    """Return the memory limit of this process's control groups, and the remaining bytes."""
+    """Return the memory limit of this process's control groups, and the unused bytes."""
     limits: list[int] = []
     available: list[int] = []
     for folder in _control_groups(read):
@@ -626,7 +627,7 @@ def _cgroup_number(text: str | None) -> int | None:
 
 @attrs.frozen(kw_only=True, order=True)
 class LogicalCpu:
-    """One hardware thread, ordered by its location."""
+    """One hardware thread; threads sort by node, socket, core and number."""
 
     node: int
     """NUMA node; 0 if unknown."""
@@ -710,7 +711,7 @@ def share_cores(
         affinities: Hardware threads available to each rank on this machine.
         rank: Index of this rank in ``affinities``.
         quota: The container's CPU quota in cores, for all ranks together.
-        workers: Number of this rank's data workers, which get at most half of its cores.
+        workers: Number of this rank's data workers, which get at most half of the rank's cores.
     """
     if not own or not 0 <= rank < len(affinities):
         raise InvalidValueError(
@@ -736,7 +737,7 @@ def share_cores(
     if quota is not None:
         reason += f", a container's limit of {quota:g} cores"
     if workers:
-        reason += f", {left} left to {workers} data worker(s)"
+        reason += f", {left} reserved for {workers} data worker(s)"
     return CoreShare(
         threads=max(1, allowed - left),
         cpus=tuple(sorted(cpu.number for core in mine for cpu in core)) if bound else None,

@@ -22,7 +22,7 @@ GIB: Final = 1024**3
 
 
 def user_cache() -> Path:
-    """Return the folder of this machine's measurements, ``zerotune`` in the user's cache folder."""
+    """Return the folder for measurements: ``zerotune`` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotune"
 
 
@@ -80,7 +80,7 @@ class DeepSpeedSupport:
     def environment(self) -> dict[str, str]:
         """Environment variables to set before importing deepspeed; empty if DeepSpeed cannot run.
 
-        DeepSpeed chooses its accelerator on import, so only environment variables control it.
+        DeepSpeed chooses its accelerator on import; only environment variables affect the choice.
         """
         return {} if self.accelerator is None else {"DS_ACCELERATOR": self.accelerator}
 
@@ -165,7 +165,8 @@ class Platform:
             device_count: Number of devices; ignored for ``"cpu"``.
             vram: Memory of each device in bytes; ignored for ``"cpu"``.
             ram: RAM in bytes.
-            available_ram: Available RAM in bytes; by default all RAM within ``cgroup_limit``.
+            available_ram: Available RAM in bytes; by default the smaller of ``ram`` and
+                ``cgroup_limit``.
             cgroup_limit: Memory limit of the container in bytes; ``None`` for no limit.
             memlock_limit: Bytes that a process may lock; ``None`` for no limit.
             cores: Number of physical cores.
@@ -175,7 +176,7 @@ class Platform:
             fp16: Whether the hardware supports fp16; by default true except for ``"cpu"``.
             versions: Versions of installed packages; none by default.
             deepspeed: Whether DeepSpeed can run on the machine, or a ``DeepSpeedSupport``.
-            decisions: Decisions of the detection.
+            decisions: Decisions that the platform reports; none by default.
 
         Raises:
             InvalidValueError: ``accelerator`` is not one of ``ACCELERATORS``.

@@ -226,8 +226,8 @@ def set_recomputing(
         engine: Engine of the model.
         data: Training data, whose image size determines the activation memory.
         wanted: ``True``, ``False``, or ``"auto"``, which switches checkpointing on if the memory
-            estimate requires it. ``"auto"`` has no effect if the model cannot checkpoint, already
-            does, or has unknown activation memory.
+            estimate requires it. ``"auto"`` has no effect if the model does not support gradient
+            checkpointing, already uses checkpointing, or has unknown activation memory.
     """
     model: Any = engine.module
     able, before = hasattr(model, "enable_gradient_checkpointing"), recomputes(model)

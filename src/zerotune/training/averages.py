@@ -47,7 +47,7 @@ class Averages:
     Args:
         ema: EMA of the trainer. A single ``EMAShadow`` gets the name ``"ema"``; the shadows of
             ``EMAShadows`` keep their names.
-        engine: Engine to which the EMA is attached if it has no engine yet.
+        engine: Engine to which an unattached EMA is attached.
     """
 
     def __init__(self, ema: EMA | None, *, engine: Engine) -> None:
@@ -71,7 +71,7 @@ class Averages:
             self._ema.step()
 
     def expect_step(self) -> None:
-        """Announce a call of ``step`` after the next optimizer step, if that step is applied."""
+        """Announce that ``step`` will be called if the next optimizer step is applied."""
         if self._ema is not None:
             self._ema.expect_step()
 

@@ -57,7 +57,7 @@ _TRUE: Final = ("y", "yes", "t", "true", "on", "1")
 
 
 class EmbeddedPlan(Closing):
-    """A resolved and verified plan for another training framework, with a swap folder.
+    """A resolved and verified plan, with a swap folder, for training in a different framework.
 
     Create an ``EmbeddedPlan`` before the framework initializes process groups or DeepSpeed. Any
     launcher works. The plan receives the model when the script passes it to the framework::
@@ -80,7 +80,8 @@ class EmbeddedPlan(Closing):
         resolver: Resolves optimizer and schedule; default ``OptimizerResolver()``.
         offload: Creates the swap folders; default ``OffloadManager()``.
         run: Values for the fields that are ``"auto"`` in the plan, as ``RunFacts`` or as the
-            script's parsed flags. Flags must have the names that diffusers' scripts use.
+            script's parsed flags. The script's flags must have the same names as in diffusers'
+            scripts.
         platform: The machine; detected by default.
         timeout_s: Timeout of collectives in seconds.
 
@@ -223,10 +224,10 @@ class EmbeddedPlan(Closing):
     def shard(self, model: torch.nn.Module) -> None:
         """At stage 3, partition the model from host memory, one parameter at a time.
 
-        Call ``shard`` before the framework receives the model. Without this call the framework
-        moves the whole model to the device before DeepSpeed partitions it. If the weights are not
-        read yet (``load_pretrained(..., plan=...)``), ``shard`` is required at every stage and
-        reads the weights.
+        Call ``shard`` before the framework receives the model. Without ``shard`` the framework
+        moves the whole model to the device before DeepSpeed partitions the model. If the weights
+        are not read yet (``load_pretrained(..., plan=...)``), ``shard`` is required at every stage
+        and reads the weights.
 
         Args:
             model: The model to train, in fp32.
@@ -289,11 +290,7 @@ class EmbeddedPlan(Closing):
         return EngineSchedule(self)
 
     def decide(self, *decisions: Decision) -> None:
-        """Record and log decisions made for the script.
-
-        Args:
-            decisions: The decisions.
-        """
+        """Record and log ``decisions`` made for the script."""
         self._decided.extend(decisions)
         announce(decisions)
 
@@ -306,8 +303,8 @@ class EmbeddedPlan(Closing):
 
         Raises:
             EngineError: The object is of another class, or no engine is attached yet.
-            EMAError: The EMA has already taken steps on parameters, or belongs to a different
-                model.
+            EMAError: The EMA has already averaged the model without the engine, or belongs to a
+                different model.
         """
         for each in averages:
             if not isinstance(each, EMAModel | EMAShadow):
@@ -325,20 +322,13 @@ class EmbeddedPlan(Closing):
             self._shadows["ema" if number == 1 else f"ema{number}"] = shadow
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Save the engine and all registered EMAs with ``save_checkpoint``. Collective.
-
-        Args:
-            directory: Folder of the checkpoint.
-        """
+        """Save the engine and all EMAs to ``directory`` with ``save_checkpoint``. Collective."""
         return save_checkpoint(directory, engine=self.engine, shadows=self._shadows)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Load the engine and all registered EMAs with ``load_checkpoint``. Collective.
+        """Load the engine and all EMAs from ``directory`` with ``load_checkpoint``. Collective.
 
         An EMA missing from the checkpoint starts from the loaded weights.
-
-        Args:
-            directory: Folder of the checkpoint.
         """
         engine, before = self.engine, self.engine.state.global_step
         there = together(engine.group, "find the checkpoint", lambda: find_checkpoint(directory))
@@ -463,11 +453,7 @@ def _parameter_words(parameter: ParameterFacts | None) -> str:
 
 
 class EngineSchedule:
-    """Replacement for a script's ``lr_scheduler``; the engine advances the plan's schedule.
-
-    Args:
-        run: Plan of the engine.
-    """
+    """Replacement for a script's ``lr_scheduler``; the engine advances the plan's schedule."""
 
     def __init__(self, run: EmbeddedPlan) -> None:
         self._run = run

@@ -85,49 +85,22 @@ class Callback:
         """
 
     def on_finish(self, trainer: RunView) -> None:
-        """Called when ``fit`` has taken its last step.
-
-        Args:
-            trainer: The trainer that runs ``fit``.
-        """
+        """Called when ``trainer.fit`` has taken its last step."""
 
     def on_fit_end(self, trainer: RunView) -> None:
-        """Called when ``fit`` ends, even if ``fit`` raises an error.
-
-        Args:
-            trainer: The trainer that runs ``fit``.
-        """
+        """Called when ``trainer.fit`` ends, even if ``fit`` raises an error."""
 
     def on_close(self, trainer: RunView) -> None:
-        """Called when the trainer is closed.
-
-        Args:
-            trainer: The trainer to close.
-        """
+        """Called when ``trainer`` is closed."""
 
     def on_save(self, trainer: RunView, path: Path) -> None:
-        """Called after a checkpoint was saved.
-
-        Args:
-            trainer: The trainer of the checkpoint.
-            path: Folder of the checkpoint.
-        """
+        """Called after a checkpoint was saved to the folder ``path``."""
 
     def on_resume(self, trainer: RunView, path: Path) -> None:
-        """Called after ``resume`` or ``roll_back`` has loaded a checkpoint.
-
-        Args:
-            trainer: The trainer that loaded the checkpoint.
-            path: Folder of the checkpoint.
-        """
+        """Called after ``resume`` or ``roll_back`` has loaded the checkpoint ``path``."""
 
     def on_values(self, trainer: RunView, values: Mapping[str, float]) -> None:
-        """Called with values measured at this step, such as a validation loss.
-
-        Args:
-            trainer: The trainer that measured the values.
-            values: Values by name.
-        """
+        """Called with named values measured at this step, such as a validation loss."""
 
     def on_images(self, trainer: RunView, name: str, images: torch.Tensor) -> None:
         """Called with images that were sampled at this step.
@@ -256,10 +229,7 @@ class MetricsFile(Callback):
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[StepMetrics]:
-    """Read a file written by ``MetricsFile``.
-
-    Args:
-        path: The file.
+    """Read ``path``, a file written by ``MetricsFile``.
 
     Raises:
         DataError: The file cannot be read, or a line is invalid; the message gives its number.

@@ -126,8 +126,9 @@ def counted_apart(
 ) -> bool:
     """Return whether the system's memory figure for this process omits page-locked memory.
 
-    The figure depends on the driver: page-locked memory is mapped either as device memory, which
-    no process's figure includes, or as shared or anonymous pages. The test page-locks 16 MiB.
+    The result depends on the driver, which maps page-locked memory either as device memory, which
+    the figure omits, or as shared or anonymous pages, which the figure includes. The test
+    page-locks 16 MiB.
 
     Args:
         count: Returns the system's figure in bytes.
@@ -427,7 +428,7 @@ def _advice_words(advice: Advice) -> str:
 
 
 def build_call(plan: DeepSpeedPlan) -> str:
-    """Return one line of Python that builds an equal plan, with keyword arguments if possible."""
+    """Return one line of Python that builds the given plan, with keyword arguments if possible."""
     given: dict[str, Any] = {
         "stage": plan.stage,
         "offload": plan.offload_optimizer_device,

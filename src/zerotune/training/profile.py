@@ -68,11 +68,7 @@ class Operator:
 
 
 class Profiler(Callback):
-    """Callback that records a trace during training; ``Trainer(profile=...)`` adds it.
-
-    Args:
-        wanted: Settings of the trace.
-    """
+    """Callback that records a trace during training; ``Trainer(profile=...)`` adds it."""
 
     def __init__(self, wanted: Profile) -> None:
         self._wanted = wanted

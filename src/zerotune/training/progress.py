@@ -26,11 +26,11 @@ _BAR_FIELDS = ("loss {loss}", "lr {lr}", "{rate} it/s", "peak {peak}", "ETA {eta
 class ProgressBar(Callback):
     """Shows the progress of a run on rank 0: mean loss, learning rate, speed, memory and time left.
 
-    A terminal, or a notebook with ipywidgets, shows a live bar. All other outputs show one line
-    every few steps. The memory is the peak of the GPU's memory, or of RAM without a GPU.
+    A terminal, or a notebook with ipywidgets, shows a live bar. Any other output shows one line
+    every few steps. The memory shown is the peak GPU memory, or without a GPU the peak RAM.
 
     Args:
-        every: Steps between two lines, and number of steps of the mean loss.
+        every: Steps between two lines; also the number of steps over which the loss is averaged.
         console: Console for the output; by default standard output.
     """
 

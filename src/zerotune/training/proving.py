@@ -126,11 +126,11 @@ class Bench:
 
     @classmethod
     def on(cls, platform: Platform, *, recorded: bool) -> Bench:
-        """Create a bench on this process's accelerator, or on recorded streams.
+        """Create a bench on this process's accelerator, or on the CPU with recorded streams.
 
         Args:
             platform: This machine.
-            recorded: Whether to record streams even if the machine has an accelerator.
+            recorded: Use the CPU and record streams, even if the machine has an accelerator.
         """
         chance = random.Random(0)  # noqa: S311 - lengths of delays
         if recorded or platform.accelerator == "cpu":
@@ -188,8 +188,8 @@ class Bench:
         """Check that copies through memory that DeepSpeed page-locks arrive complete."""
         if not pins_natively(self.platform):
             raise NotRunError(
-                "the check is not needed, because torch's allocator keeps exact sizes or DeepSpeed "
-                "may not page-lock memory"
+                "the check is not needed, because DeepSpeed does not page-lock memory itself on "
+                "this machine"
             )
         accelerator = require_deepspeed(
             accelerator=DEEPSPEED_NAMES[self.platform.accelerator]
@@ -318,7 +318,7 @@ class Bench:
         return self.left[run]
 
     def take(self, run: Run) -> dict[str, str]:
-        """Execute a run, and return its losses and digests by name."""
+        """Train with the settings of ``run``, and return the results in the form of ``left_by``."""
         model = _Chain()
         engine = self._small_engine(model, run)
         ema = EMAShadow(decay=0.9).attach(engine)
@@ -431,7 +431,7 @@ class Bench:
             _check_equal(self.left_by(streamed), self.left_by(run), where=where)
 
     def prove_exchange(self) -> float:
-        """Check the exchange of weights between ranks, and return the seconds of the steps."""
+        """Check the exchange of weights between ranks; return the steps' time in seconds."""
         if not self.platform.deepspeed.available:
             raise NotRunError("DeepSpeed does not run on this machine")
         if self.platform.accelerator != "cpu" and len(self.platform.devices) < _RANKS:
@@ -616,7 +616,7 @@ def run_check(check: Check, benches: Sequence[Bench]) -> Outcome:
 
     Args:
         check: The check.
-        benches: Benches on which the check may run.
+        benches: Benches in order; a check without streams runs only on the last one.
     """
     began, counted = time.perf_counter(), None
     passed: bool | None = True

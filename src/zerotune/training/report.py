@@ -40,7 +40,7 @@ _PREDICTED: Final = ("forward", "backward", "optimizer", "ema")
 
 @attrs.frozen(kw_only=True, repr=False)
 class Report(Readable):
-    """Loss, time and memory of the steps that a trainer has taken, from one rank's view."""
+    """Loss, time and memory of the steps that a trainer has taken, as measured on one rank."""
 
     first_step: int
     """Number of optimizer steps taken before this run, if the run was resumed."""
@@ -63,7 +63,7 @@ class Report(Readable):
     device_peak: int | None
     """Peak GPU memory of this process in bytes, context included; ``None`` without a GPU."""
     estimate: MemoryEstimate | None
-    """The plan's memory estimate per rank; ``None`` if the plan does not know the model."""
+    """The plan's memory estimate per rank; ``None`` if the plan was resolved without a model."""
     copy_rate: float | None = None
     """Bytes per second that a plain copy in host memory reads and writes; ``None`` if not measured.
     """
@@ -234,8 +234,8 @@ def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
     """Plot memory per place and the split of the step time as PNG.
 
     Bars show the components of the memory estimate, with a line at the measured peak; without an
-    estimate they show measured values. On a CPU, the component ``runtime`` is the memory measured
-    before the engine was built.
+    estimate the bars show measured values. On a CPU, the component ``runtime`` is the memory
+    measured before the engine was built.
 
     Args:
         path: Path of the file; a missing folder is created.
@@ -296,7 +296,7 @@ def _item_row(item: MemoryItem) -> tuple[str, str, str, str]:
 
 
 class Record(Callback):
-    """Callback of every trainer that accumulates the values of a report."""
+    """Callback that accumulates the values of a report; every trainer has one."""
 
     def __init__(self) -> None:
         self._first_step = 0
@@ -374,7 +374,7 @@ def plot_loss(
 
 
 def moving_mean(steps: Sequence[int], losses: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the middle step of each moving mean, and the means.
+    """Return the middle step of each averaging window, and the window's mean.
 
     Args:
         steps: Step numbers, ascending.
@@ -519,7 +519,7 @@ def bounds(
 
 
 def copy_rate() -> float:
-    """Measure the host memory bandwidth in bytes per second, as reads and writes of a plain copy.
+    """Measure the host memory bandwidth: bytes that a plain copy reads and writes per second.
 
     The result is the best of four copies with torch's current number of threads. With the same
     number of threads, later calls return the first measurement.

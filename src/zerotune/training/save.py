@@ -50,8 +50,8 @@ class SaveEvery(Callback):
 
     Args:
         steps: Optimizer steps between two checkpoints.
-        minutes: Minutes between two checkpoints by rank 0's clock. With ``steps`` as well, a
-            checkpoint is saved when either interval has passed.
+        minutes: Minutes between two checkpoints by rank 0's clock. If both ``steps`` and
+            ``minutes`` are given, a checkpoint is saved when either interval has passed.
         root: Folder of the checkpoints.
         keep: Number of checkpoints to keep; ``None`` keeps all.
 
@@ -158,8 +158,8 @@ class SaveEveryInBackground(SaveEvery):
 
     Weights, optimizer states and EMAs are first copied into host memory (16 bytes per fp32 weight
     with Adam and an EMA). When the next checkpoint is due or ``fit`` ends, the ranks confirm that
-    the checkpoint is complete. Only after this confirmation are callbacks notified and older
-    checkpoints deleted.
+    the pending checkpoint is complete. Callbacks are notified, and older checkpoints deleted, only
+    when the new checkpoint is complete.
     """
 
     _saver: BackgroundSaver | None = None
@@ -269,7 +269,7 @@ def resumed(
     """Load a checkpoint into a trainer's parts, and return decisions about differences. Collective.
 
     A checkpoint without trainer state, such as a converted checkpoint, has no data position and may
-    lack EMAs. Each missing part starts anew and is recorded as a decision.
+    lack EMAs. Each part missing from the checkpoint starts anew, which a decision records.
     """
     group = engine.group
     group.barrier(f"resuming from {os.fspath(path)}")
@@ -306,7 +306,7 @@ def gone_on(
     *,
     stream: BatchStream | None = None,
 ) -> tuple[Decision, ...]:
-    """Log on rank 0 the step from which a run continues, and return it as a decision.
+    """Return a decision that names the step from which a run continues; rank 0 logs the decision.
 
     Args:
         before: Optimizer steps taken before the checkpoint was loaded.
@@ -440,7 +440,7 @@ def _seed_from(seed: int, step: int, group: ProcessGroup) -> int:
 
 
 def rolled_back(before: int, after: int, reason: str, *, rank: int) -> tuple[Decision, ...]:
-    """Log on rank 0 that the run went back to an earlier step, and return the decision."""
+    """Return the decision that the run went back to an earlier step; rank 0 logs the decision."""
     decision = Decision(key="step", before=before, after=after, reason=reason, severity="warning")
     announce((decision,), rank=rank)
     return (decision,)

@@ -82,7 +82,7 @@ def prepare(
         deepspeed: ``False`` selects the plain engine.
         compile: ``True``, or ``Compilation`` options, compiles the forward pass.
         timeout_s: Timeout of collectives in seconds.
-        **unknown: Rejected; set the optimizer in the plan.
+        **unknown: Rejected with an error; the optimizer belongs in the plan, not in ``optimizer=``.
 
     Returns:
         The engine; its behaviour is verified against ``engine.plan``.
@@ -248,7 +248,8 @@ def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan:
         "is not a plan",
         key="plan",
         value=plan,
-        fix="pass a DeepSpeedPlan, a DeepSpeed configuration as a dict, or the path of a file",
+        fix="pass a DeepSpeedPlan, a DeepSpeed configuration as a dict, or the path of a "
+        "configuration file",
     )
 
 
@@ -375,8 +376,8 @@ def refuse_unknown(arguments: Mapping[str, Any], call: str) -> None:
     """Reject unknown keyword arguments.
 
     Raises:
-        InvalidValueError: The argument is ``optimizer``, which belongs in the plan.
-        TypeError: The argument has any other name.
+        InvalidValueError: An argument is named ``optimizer``; the optimizer belongs in the plan.
+        TypeError: An argument has any name other than ``optimizer``.
     """
     if isinstance(arguments.get("optimizer"), OptimizerResolver):
         raise InvalidValueError(

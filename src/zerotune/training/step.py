@@ -197,7 +197,7 @@ class TrainStep:
                 f"{count} micro batches did not complete an accumulation window",
                 key="engine.micro_step",
                 value=engine.state.micro_step,
-                fix="do not call engine.step() in a run whose steps the trainer takes",
+                fix="do not call engine.step() while a trainer uses the engine",
             )
         self._check_gradient(outcome)
         return mean, outcome
@@ -296,7 +296,7 @@ def check_loss(loss: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class NonFinite:
-    """A step with a non-finite loss, gradient or weight; equal on every rank."""
+    """Description of a step with a non-finite loss, gradient or weight; the same on every rank."""
 
     step: int
     """Number of the optimizer step."""
@@ -319,7 +319,7 @@ class NonFinite:
         return f"not finite at step {self.step} on rank(s) {ranks}; {weights}"
 
     def decision(self) -> Decision:
-        """Return the decision that drops this step."""
+        """Return the decision that records this step as skipped."""
         return Decision(
             key=self.what, before=self.value, after="skipped", reason=str(self), severity="warning"
         )
@@ -344,20 +344,11 @@ class NonFinitePolicy(Protocol):
     """Policy for non-finite steps; every rank must make the same decision."""
 
     def judge(self, found: NonFinite) -> None:
-        """Raise an error to end the run, or return to drop the step on all ranks.
-
-        Args:
-            found: The non-finite step.
-        """
+        """Raise an error to end the run, or return to drop the step ``found`` on all ranks."""
         ...
 
     def settle(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Called after every step, including dropped steps.
-
-        Args:
-            trainer: The trainer that took the step.
-            metrics: Metrics of the step.
-        """
+        """Called with the metrics of every step, including dropped steps."""
         ...
 
 
@@ -382,7 +373,7 @@ class SkipNonFinite:
     loss scale overflowed, a dropped step counts as skipped (``metrics.applied`` is ``False``).
 
     Args:
-        most_in_a_row: Maximum number of consecutive dropped steps; the next one raises an error.
+        most_in_a_row: Maximum number of consecutive dropped steps; one more raises an error.
     """
 
     def __init__(self, *, most_in_a_row: int = 10) -> None:
@@ -392,7 +383,7 @@ class SkipNonFinite:
         """Number of dropped steps."""
 
     def judge(self, found: NonFinite) -> None:
-        """Count the step; raise if the limit is exceeded or the weights have already changed."""
+        """Count the step; above the limit, or if the weights have changed, raise an error."""
         self._in_a_row += 1
         if found.weights_changed:
             raise found.error()
@@ -408,7 +399,7 @@ class SkipNonFinite:
 
 
 class RollBackNonFinite:
-    """Policy that drops non-finite steps, and after several of them rolls the run back.
+    """Policy that drops non-finite steps, and rolls the run back after several in a row.
 
     A rollback loads weights, optimizer, schedule, step and EMA from the newest checkpoint without
     NaN or infinity. Data and random numbers continue from their current position, because the same
@@ -418,7 +409,7 @@ class RollBackNonFinite:
         root: Checkpoint folder of ``SaveEvery``.
         after: Number of consecutive non-finite steps that cause a rollback; 1 or more. If a
             non-finite step has already changed the weights, the rollback is immediate.
-        most: Maximum number of rollbacks; the next one raises an error instead.
+        most: Maximum number of rollbacks; instead of a further rollback, an error is raised.
     """
 
     def __init__(self, *, root: str | os.PathLike[str], after: int = 3, most: int = 3) -> None:
@@ -450,7 +441,7 @@ class RollBackNonFinite:
         look = f"check for a checkpoint in {self._root}"
         path = together(group, look, lambda: self._newest(group.is_main))[0]
         if path is None:
-            raise latest.error(because=f", and {self._root} holds no finite checkpoint")
+            raise latest.error(because=f", and {self._root} contains no finite checkpoint")
         self.rolled_back += 1
         self._in_a_row, self._latest = 0, None
         trainer.roll_back(path, reason=str(latest))

@@ -49,7 +49,7 @@ class StopOnSignals(Callback):
     Args:
         save_to: Folder for a checkpoint ``step-…`` after a stop, for runs without ``SaveEvery``.
         signals: Signals to handle; an empty sequence handles none. By default the callback handles
-            SIGINT and SIGTERM, each unless the script has installed a handler for the signal.
+            SIGINT and SIGTERM, except a signal for which the script has installed a handler.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class StopOnSignals(Callback):
             self._former[number] = signal.signal(number, self._handle)
 
     def on_stop(self, trainer: RunView, reason: str) -> None:  # noqa: ARG002
-        """Save to ``save_to``, unless ``save_to`` already contains the current step."""
+        """Save to ``save_to``, unless a checkpoint of the current step is already there."""
         self._received = None
         if self._save_to is not None and not is_saved(trainer, self._save_to):
             trainer.save(step_folder(self._save_to, trainer.step))
 
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
-        """Restore the previous handlers, and send a signal again that arrived after the last step.
+        """Restore the previous handlers, and resend any signal that arrived after the last step.
 
-        While an error propagates, the signal is not sent again, so that the rank can still delete
-        its swap folder after a launcher's SIGTERM.
+        While an error propagates, no signal is resent, so that the rank can still delete its swap
+        folder after a launcher's SIGTERM.
         """
         failing = sys.exc_info()[1] is not None
         late, self._received = self._received, None
@@ -136,8 +136,8 @@ def with_signals(callbacks: tuple[Callback, ...]) -> tuple[Callback, ...]:
 class StopBeforeDiskFills(Callback):
     """Callback that stops a run before its swap disk is full, if other programs fill the disk.
 
-    After such a stop every checkpoint callback saves once, and ``report.stopped`` gives the free
-    and the required bytes. Every trainer whose plan swaps to disk has this callback.
+    If the callback stops the run, every checkpoint callback saves once, and ``report.stopped``
+    gives the free and the required bytes. Every trainer whose plan swaps to disk has this callback.
 
     Args:
         folders: Swap folders of the run.
@@ -206,7 +206,7 @@ class Goal:
             engine: Engine of the run.
             stream: Stream of micro batches.
             steps: Number of the last optimizer step.
-            epochs: Passes over the data; converted to a last step.
+            epochs: Passes over the data, converted to the number of the last step.
             time_limit: Seconds or a ``timedelta``.
         """
         if steps is None and epochs is None and time_limit is None:
@@ -255,7 +255,7 @@ class Stopping:
         """Request a stop before the next step. Not collective; safe in a signal handler.
 
         Args:
-            reason: Why ``fit`` stops; the first request's reason counts.
+            reason: Why ``fit`` stops; only the first request's reason is reported.
         """
         self._request = self._request or reason
 
@@ -283,7 +283,7 @@ class Stopping:
         Args:
             step: The last optimizer step taken.
             last_saved: Step and folder of the latest checkpoint.
-            goal: Goal of the ``fit``.
+            goal: Last step and time limit of ``fit``.
         """
         saved = last_saved is not None and last_saved[0] == step
         what = (

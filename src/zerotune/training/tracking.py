@@ -53,7 +53,7 @@ class Trackers(Callback):
     ) -> None:
         if not trackers or every < 1:
             raise InvalidValueError(
-                "needs at least one tracker, and every must be 1 or more",
+                "needs at least one tracker, and every= must be 1 or more",
                 key="Trackers",
                 value=(trackers, every),
                 fix='write Trackers("tensorboard", every=10)',

@@ -318,7 +318,7 @@ class Trainer(Closing, Readable):
         )
 
     def note_saved(self, path: Path, *, step: int) -> None:
-        """Notify callbacks of a checkpoint written from ``extra_state``. Call on every rank.
+        """Notify callbacks of a custom checkpoint containing ``extra_state``. Call on every rank.
 
         Args:
             path: Folder of the checkpoint.
@@ -362,7 +362,7 @@ class Trainer(Closing, Readable):
 
         Args:
             path: A checkpoint of this model.
-            reason: Why the run goes back; recorded in ``decisions``.
+            reason: Reason for the rollback; recorded in ``decisions``.
 
         Raises:
             CheckpointError: There is no checkpoint, or it belongs to another model.
@@ -374,11 +374,7 @@ class Trainer(Closing, Readable):
         self._tell("on_resume", Path(path))
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Pass values measured at this step, such as a validation loss, to the callbacks.
-
-        Args:
-            values: Values by name.
-        """
+        """Pass named values of this step, such as a validation loss, to the callbacks."""
         self._tell("on_values", values)
 
     def show(self, name: str, images: torch.Tensor) -> None:
@@ -633,7 +629,7 @@ class Running:
     def estimate(
         self, shadows: Iterable[EMAShadow], *, measure: bool = False
     ) -> MemoryEstimate | None:
-        """Estimate this run's memory; ``None`` if the plan does not know the model.
+        """Estimate this run's memory; ``None`` if the plan was resolved without a model.
 
         Args:
             shadows: EMAs of the run.

@@ -54,11 +54,7 @@ class Validation(Callback):
         self._latest: int | None = None
 
     def measure(self, trainer: RunView) -> None:
-        """Validate; subclasses must override this method, and may call collective methods.
-
-        Args:
-            trainer: The trainer to validate.
-        """
+        """Validate ``trainer``; each subclass overrides ``measure``, which may be collective."""
         raise NotImplementedError
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
@@ -72,7 +68,7 @@ class Validation(Callback):
             self._once(trainer)
 
     def on_finish(self, trainer: RunView) -> None:
-        """Validate after the last step; an early stop does not validate, to save time."""
+        """Validate after the last step; after an early stop, validation is skipped to save time."""
         self._once(trainer)
 
     def _once(self, trainer: RunView) -> None:

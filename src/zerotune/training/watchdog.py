@@ -213,16 +213,16 @@ class Watchdog(Callback):
     """Ends all ranks if no rank makes progress, and logs each rank's step, phase and module.
 
     The watchdog adds no hooks to the model and no work to the training thread: a separate thread
-    reads the stacks a few times per timeout. If a rank fails, the watchdog ends the other ranks
-    about ten seconds later. A killed or stopped rank is detected by its missing heartbeats, and on
-    the same machine by the state of its process.
+    reads the stacks of the other threads a few times per timeout. If a rank fails, the watchdog
+    ends the other ranks about ten seconds later. A killed or stopped rank is detected by its
+    missing heartbeats, and on the same machine by the state of its process.
 
     Args:
         timeout_s: Seconds without progress on any rank, while at least one rank is in a step.
             ``None`` uses four fifths of the trainer's ``timeout_s``, so that the watchdog reports
             before a collective times out.
-        end: Called with the message on each rank. By default the message is logged and the process
-            ends, because Python cannot interrupt a thread that waits in a collective.
+        end: Called on each rank with the watchdog's message. By default the message is logged and
+            the process ends, because Python cannot interrupt a thread that waits in a collective.
     """
 
     def __init__(
@@ -248,12 +248,9 @@ class Watchdog(Callback):
 
 
 def end_process(message: str) -> None:
-    """Log a message and end this process at once, without waiting for its threads.
+    """Log ``message`` as critical and end this process at once, without waiting for its threads.
 
     The process first deletes the swap folders that no other process uses.
-
-    Args:
-        message: The message, logged as critical.
     """
     logger.critical("%s", message)
     with contextlib.suppress(OSError, ValueError):

@@ -104,5 +104,6 @@ def test_other_quantized_bases_stay_on_the_device_and_that_is_said(monkeypatch):
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
     resolved = OptimizerResolver().apply(plan.resolve(streamed=True, world_size=1))
     assert why_not_streamed(resolved, make_model(RUN)) == (
-        "a base in int8 stays on the device; bitsandbytes' 4-bit weights (nf4, fp4) are streamed"
+        "a base model in int8 stays on the device; bitsandbytes' 4-bit weights "
+        "(nf4, fp4) are streamed"
     )

@@ -418,7 +418,7 @@ def test_policies_may_be_named(tmp_path):
     assert lines.item(0).captions == ("one", "two")
     assert [image.name for image in lines.broken] == ["b.jpg"]
     assert len(ImageFolder(tmp_path, check="header")) == 2
-    with pytest.raises(InvalidValueError, match=r"check = 'quick': .*'whole', 'header'.*size\(\)"):
+    with pytest.raises(InvalidValueError, match=r"= 'quick': .*'whole', 'header'.*method size"):
         ImageFolder(tmp_path, check="quick")
     with pytest.raises(InvalidValueError, match=r"words = 'line': .*'whole', 'lines'"):
         TextBeside(words="line")

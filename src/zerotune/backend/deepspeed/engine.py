@@ -398,8 +398,9 @@ def replay_adam_steps(adam: Any, steps: int) -> None:
     """After a resume, restore the powers of beta in DeepSpeed's CPU Adam.
 
     The op of DeepSpeedCPUAdam, and of FusedAdam on a CPU, computes powers of beta as running fp32
-    products. A new process would compute the power directly, which rounds differently (first at
-    step 3 for 0.999). Losses of a resumed run would differ by about 1e-6 from an uninterrupted run.
+    products. Computing a power directly rounds differently (for 0.999, first at step 3). Without
+    ``replay_adam_steps``, the losses of a resumed run differ by about 1e-6 from an uninterrupted
+    run's.
 
     Args:
         adam: DeepSpeed's optimizer; only DeepSpeedCPUAdam and FusedAdam on a CPU are changed.

@@ -122,9 +122,9 @@ def _of_module(module: torch.nn.Module) -> MasterWeights:
 def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
     """Return the keyword arguments of ``accelerate.Accelerator`` for a plan.
 
-    The plugin's configuration contains no ``"auto"``, so accelerate changes nothing. On a machine
-    without an accelerator, the arguments also select gloo; otherwise accelerate would run every
-    process as if it were alone.
+    The plugin's configuration contains no ``"auto"``, so accelerate changes no setting. On a
+    machine without an accelerator, the arguments also select gloo; otherwise accelerate would run
+    every process as a single-process job.
 
     Args:
         plan: The resolved plan. If its optimizer is not resolved yet, the plugin contains only the
@@ -134,7 +134,7 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
 
     class WholeModelsPlugin(accelerate.DeepSpeedPlugin):  # type: ignore[misc, name-defined]
         def set_deepspeed_weakref(self) -> None:
-            """Do nothing: a registered configuration makes transformers partition all models."""
+            """Do nothing: with a registered configuration, transformers partitions every model."""
             self.dschf = None
 
     config: dict[str, Any] = {
@@ -346,7 +346,7 @@ def _not_called(what: str) -> Decision:
 
 
 def check_accelerate(world_size: int) -> None:
-    """Raise an error if accelerate counts fewer processes and would repeat batches.
+    """Raise an error if accelerate has a wrong number of processes and would repeat batches.
 
     Args:
         world_size: Number of processes.
@@ -366,7 +366,7 @@ def check_accelerate(world_size: int) -> None:
 
 
 class AttachedEngine(ZeROEngine):
-    """An ``Engine`` around a ``deepspeed.DeepSpeedEngine`` that a different trainer initialized.
+    """An ``Engine`` around a ``deepspeed.DeepSpeedEngine`` that another trainer initialized.
 
     The engine is compared with the plan, so a replaced optimizer is found before the first step.
     EMA and checkpoints work as with every engine. ``close`` does not destroy DeepSpeed's engine.
@@ -482,7 +482,8 @@ class AttachedEngine(ZeROEngine):
         """
         if self._trainers_boundary is not None:
             raise EngineError(
-                "accelerator.backward has already taken the step; this call would take another",
+                "accelerator.backward has already taken this step; this call would take a second "
+                "step",
                 key="engine.step",
                 fix="remove this call, or call engine.backward instead of accelerator.backward",
             )

@@ -526,8 +526,8 @@ def flat_through_host(
 ) -> Iterator[list[Decision]]:
     """Inside the block, DeepSpeed builds the optimizer of stages 1 and 2 without device copies.
 
-    The function has an effect only with an offloaded optimizer: otherwise the states on the device
-    are larger than the copies.
+    Without optimizer offload the function has no effect, because the states on the device need more
+    memory than the copies.
 
     Args:
         deepspeed: The module.
@@ -582,7 +582,7 @@ def flatten_on_host(
     padding: Sequence[int] | None = None,
     moved: bool = False,
 ) -> torch.Tensor:
-    """Copy parameters into one flat host tensor, and free each as soon as it is copied.
+    """Copy parameters into one flat host tensor, and free each parameter as soon as it is copied.
 
     Args:
         parameters: At least one parameter; their data become empty.

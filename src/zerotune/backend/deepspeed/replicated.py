@@ -88,7 +88,7 @@ class HalfWrapper(OptimizerWrapper):
 
     @override
     def correct(self) -> tuple[Decision, ...]:
-        """Undo the optimizer step that DeepSpeed's wrappers run at the start.
+        """Undo the optimizer step that DeepSpeed's wrappers run when they are created.
 
         ``FP16_Optimizer`` allocates its states by a step on zero gradients. The step applies weight
         decay and sets Adam's counter to 1, so the first real step would use the bias correction of

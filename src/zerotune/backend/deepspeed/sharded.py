@@ -613,7 +613,8 @@ def split_aligned(
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Divide gradients into parts that are swapped and parts that stay in memory.
 
-    Replaces ``OptimizerSwapper._adjust_for_misaligned_lengths``, which aligns only the end.
+    The function replaces ``OptimizerSwapper._adjust_for_misaligned_lengths``, which aligns only the
+    end of a gradient.
 
     Args:
         swapper: DeepSpeed's swapper, which defines the alignment and the smallest size.
@@ -662,8 +663,8 @@ def named_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> list[torch
 def doubtful_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> tuple[Decision, ...]:
     """Return warnings about leaf modules that do not exist or cannot be trained.
 
-    DeepSpeed releases the weights of a leaf module that is called with keyword arguments before the
-    backward pass needs them.
+    If a leaf module is called with keyword arguments, DeepSpeed releases the module's weights
+    before the backward pass needs them.
 
     Args:
         plan: The resolved plan.
@@ -695,7 +696,7 @@ _linear: Final[list[Any]] = []
 
 @contextmanager
 def lending_linear() -> Iterator[None]:
-    """Restore ``torch.nn.functional.linear``, which DeepSpeed replaces, after the last engine."""
+    """After the last engine, restore ``torch.nn.functional.linear``, which DeepSpeed replaces."""
     _linear.append(_linear[0] if _linear else functional.linear)
     try:
         yield
@@ -785,7 +786,7 @@ def shard_from_host(
     """Partition a model in place for stage 3.
 
     ``zero.Init`` neither casts weights nor moves buffers, so weights are cast before and buffers
-    moved after. Of weights that are still in files, each rank reads only its part, without
+    moved after. If weights are still in files, each rank reads only its part of them, without
     communication.
 
     Args:

@@ -160,8 +160,8 @@ def check_plan(plan: ResolvedPlan) -> None:
 def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
     """Raise an error for parameters that DeepSpeed cannot handle.
 
-    Every parameter must have dimensions. At stage 3, it must have elements; below stage 3, the
-    elements of its last dimension must be contiguous.
+    A parameter must not be 0-dimensional. At stage 3, a parameter must not be empty; below stage 3,
+    the elements of its last dimension must be contiguous.
 
     Args:
         plan: The resolved plan.
@@ -261,7 +261,7 @@ def join_checked(
 def read_weights(
     deepspeed: ModuleType, plan: ResolvedPlan, model: torch.nn.Module
 ) -> tuple[Decision, ...]:
-    """Read weights that are still in files to the device; stage 3 reads them when partitioning.
+    """Load weights that are still in files onto the device; at stage 3, partitioning loads them.
 
     The weights are read in the plan's precision, which needs half the memory of fp32. Training does
     not change, because DeepSpeed rounds weights to the plan's precision in any case.
@@ -274,9 +274,9 @@ def read_weights(
     count = len(waiting(model))
     if not count:
         return ()
-    how = "by each rank only its part of each"
+    how = "each rank reads only its part of every tensor"
     if plan.stage != 3:
-        how = "one at a time, to the device"
+        how = "one at a time, and moved to the device"
         device = deepspeed.accelerator.get_accelerator().current_device_name()
         bring_weights(model, dtype=DTYPES[plan.precision], device=device)
     return (
@@ -334,7 +334,7 @@ def initialize(
         deepspeed: The module.
         plan: The resolved plan.
         arguments: Result of ``initialize_arguments``.
-        resources: Receives cleanup that DeepSpeed's engine does not do itself.
+        resources: Receives the cleanup functions that DeepSpeed's engine lacks.
 
     Returns:
         DeepSpeed's engine, and decisions about the placement of weights.
@@ -429,7 +429,7 @@ def _set_and_verify() -> str | None:
     read = getattr(private, "_accelerator_getAllocatorSettings", None)
     write = getattr(private, "_accelerator_setAllocatorSettings", None)
     if read is None or write is None:
-        return "this torch has no such setting"
+        return "this torch has no setting for the sizes of page-locked blocks"
     with _lock:
         current = read() or ""
         if _setting_in(current) is None:
@@ -437,10 +437,10 @@ def _set_and_verify() -> str | None:
                 # Setting one key alone would put the others back to their defaults.
                 write(",".join(filter(None, (current, f"{SETTING}:{THRESHOLD}"))))
             except (RuntimeError, ValueError) as error:
-                return f"torch refused the setting: {str(error).splitlines()[0]}"
+                return f"torch refused the setting for exact sizes: {str(error).splitlines()[0]}"
     taken = _pinned_bytes_of(_PROBE)
     if taken is not None and taken >= 4 * 1024**2:
-        return "torch accepted the setting, but still rounds"
+        return "torch accepted the setting for exact sizes, but still rounds"
     return None
 
 

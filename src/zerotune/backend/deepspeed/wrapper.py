@@ -67,7 +67,7 @@ class Upstream:
         return {f"{self.owner}.{method}": self._digest(method) for method in self.replaced}
 
     def changed(self) -> str | None:
-        """Return why a replaced method may differ from the tested ones; ``None`` if it does not."""
+        """Return why a replaced method may be untested; ``None`` if every method is tested."""
         for name, digest in self.digests.items():
             method = name.rpartition(".")[2]
             if digest is None:
@@ -102,7 +102,7 @@ def source_digest(function: Any) -> str | None:
 
 @functools.cache
 def tested_sources() -> dict[str, dict[str, list[str]]]:
-    """Return the tested DeepSpeed releases by dotted name of a method and digest of its source."""
+    """Return tested DeepSpeed releases, by a method's dotted name and its source's digest."""
     file = importlib.resources.files("zerotune") / "backend" / "data" / "sources.json"
     content: dict[str, dict[str, list[str]]] = json.loads(file.read_text(encoding="utf-8"))
     return content
@@ -153,7 +153,7 @@ class OptimizerWrapper(ABC):
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Drop the gradients of the current window, also in persistent buffers.
+        """Drop the current accumulation window's gradients, including those in persistent buffers.
 
         DeepSpeed drops gradients in the same way when the loss scale overflows. If the buffers were
         not cleared, a parameter without a gradient in the next window would be updated with the

@@ -32,7 +32,7 @@ class Piece:
     start: int
     """First element of this part in the flattened parameter."""
     numel: int
-    """Number of elements of this part; 0 if a different rank has the whole parameter."""
+    """Number of elements of this part; 0 if another rank has the whole parameter."""
     offset: int
     """First element of this part in the optimizer's tensor."""
     split: bool
@@ -155,7 +155,7 @@ class ShardAware(TensorByTensor):
 
         Args:
             flat: A tensor laid out like the optimizer's tensor.
-            piece: The parameter's part in that tensor.
+            piece: The parameter's part in ``flat``.
 
         Returns:
             A tensor in the parameter's shape; ``None`` if this rank has no part of it.
@@ -349,8 +349,8 @@ class Muon(ShardAware):
 def orthogonalise(matrix: torch.Tensor, *, steps: int = 5) -> torch.Tensor:
     """Approximate the nearest orthogonal matrix, with singular values between 0.7 and 1.2.
 
-    A quintic Newton-Schulz iteration uses the coefficients of Jordan et al. Like in the authors'
-    code, the result is scaled by ``sqrt(max(1, rows / columns))``.
+    The function runs a quintic Newton-Schulz iteration with the coefficients of Jordan et al. As in
+    the authors' code, the result is scaled by ``sqrt(max(1, rows / columns))``.
 
     Args:
         matrix: Matrix of shape (rows, columns).
@@ -509,7 +509,7 @@ def _mixed(x: Any) -> Any:
 
 
 class Noise:
-    """Random bits for stochastic rounding, and the positions of a step's tensors in them."""
+    """Random bits for stochastic rounding, and the positions of a step's tensors in these bits."""
 
     def __init__(self) -> None:
         self._drawn: tuple[torch.device, int] | None = None
@@ -636,7 +636,7 @@ class Codebook:
         return self.values[codes.long()] * _spread(scales, codes.numel())
 
     def encode(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the nearest codes and the blocks' scales, the largest magnitude of each block.
+        """Return the nearest codes, and for each block its largest magnitude as its scale.
 
         Args:
             numbers: Numbers to encode, fp32, 1-D.
@@ -645,10 +645,10 @@ class Codebook:
         return self._nearest(numbers, scales), scales
 
     def encode_again(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encode like ``encode``, but reproduce numbers that ``decode`` returned bit for bit.
+        """Encode like ``encode``, but without changing any bit of numbers that ``decode`` returned.
 
-        ``encode`` alone does not reproduce them: if a block's largest number is negative, its code
-        represents a magnitude slightly below the block's scale.
+        ``encode`` alone may change decoded numbers: if a block's largest number is negative, its
+        code represents a magnitude slightly below the block's scale.
 
         Args:
             numbers: Numbers to encode, fp32, 1-D.

@@ -220,7 +220,7 @@ def own_scheduler(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], Curve
 
 
 def continue_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
-    """Move a schedule under DeepSpeed, and its learning rates, to a saved step.
+    """Set a schedule that DeepSpeed runs, and the learning rates, to a saved step.
 
     Args:
         schedule: The running schedule, or ``None``.

@@ -111,9 +111,10 @@ class WholeMasters(Masters):
 class SplitMasters(Masters):
     """Master weights stored as the model's bf16 weights and 16 low bits, saving 2 bytes per weight.
 
-    A low half above 0x8000 means that the bf16 weight was rounded up. Exactly 0x8000 is a tie,
-    which is rounded to the even number; if that is upwards, 0x8001 is stored. One master weight in
-    2 ** 17 is such a tie and grows by one unit in the last place; all others are exact.
+    A low half above 0x8000 means that the bf16 weight was rounded up. A low half of exactly 0x8000
+    is a tie, which is rounded to even; if the tie is rounded up, 0x8001 is stored. One master
+    weight in 2 ** 17 is a tie that is rounded up, and grows by one unit in the last place; all
+    others are exact.
     """
 
     high: torch.Tensor
@@ -169,7 +170,7 @@ Places = Sequence[tuple[int, int]]
 
 @attrs.frozen(kw_only=True, eq=False)
 class SlabStep:
-    """One step of one slab that has begun; its elements may be updated in any order.
+    """A begun step of one slab; the slab's elements may be updated in any order.
 
     All tensors are flat and equally long.
     """
@@ -189,8 +190,8 @@ class SlabStep:
 
         Args:
             start: First element.
-            stop: One past the last element.
-            averages: Averages of exactly these elements, updated as well.
+            stop: Index one past the last element.
+            averages: Averages of exactly these elements, which are updated too.
         """
         whole = self.masters.numel // VECTOR * VECTOR if self.whole is None else self.whole
         middle = max(start, min(stop, whole))
@@ -212,7 +213,7 @@ def no_step(masters: Masters, out: torch.Tensor | None = None) -> SlabStep:
 
     Args:
         masters: The master weights.
-        out: See ``SlabStep.out``; may not have been written since the engine started.
+        out: See ``SlabStep.out``; receives the weights even though no weight changes.
     """
 
     def follow(part: slice, averages: Sequence[Average]) -> None:
@@ -403,7 +404,7 @@ class HostBF16Adam(Stepper):
 
 
 class Host8BitAdam(Stepper):
-    """Stepper with bit-identical results to ``AdamW8BitStates.step``; parts start at blocks."""
+    """Stepper bit-identical to ``AdamW8BitStates.step``; every part starts at a code block."""
 
     _has_tail = False
 
@@ -439,11 +440,7 @@ class HostTorchAdam(Stepper):
 
     @staticmethod
     def obstacle(adam: torch.optim.Optimizer) -> str | None:
-        """Return why this stepper does not support an optimizer; ``None`` if it does.
-
-        Args:
-            adam: The optimizer.
-        """
+        """Return why this stepper does not support ``adam``; ``None`` if it does."""
         if type(adam) not in TORCH_ADAMS:
             return f"{type(adam).__name__} is neither Adam nor AdamW"
         names = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
@@ -605,7 +602,7 @@ def _torch_numbers(begun: _Begun, *, decoupled: bool = True) -> TorchAdamNumbers
 
 
 def torch_rounds_alike(op: HostStepOp) -> bool:
-    """Return whether ``AdamWBF16States`` rounds exactly like the op.
+    """Return whether ``AdamWBF16States`` rounds exactly like the compiled kernels.
 
     Args:
         op: The compiled op.
@@ -632,7 +629,7 @@ def torch_rounds_alike(op: HostStepOp) -> bool:
 
 
 def torch_rounds_alike_in_fp32(op: HostStepOp) -> bool:
-    """Return whether torch's fused Adam and AdamW round exactly like the op.
+    """Return whether torch's fused Adam and AdamW round exactly like the compiled kernels.
 
     Args:
         op: The compiled op.

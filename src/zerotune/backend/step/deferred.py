@@ -53,8 +53,8 @@ ROUNDS_OTHERWISE: Final = "this build of torch rounds differently from the op ho
 class DeferredSteps(ABC):
     """Run the steps of an Adam in host memory, possibly after ``step`` has returned.
 
-    A deferred update runs in a thread during the next forward pass, together with the averages, or
-    when a weight is used.
+    A deferred update runs in a thread during the next forward pass, when the averages are updated,
+    or when a weight is used.
 
     ``adam`` is a DeepSpeedCPUAdam, or an Adam of torch or zerotune.
     """
@@ -119,11 +119,7 @@ class DeferredSteps(ABC):
         return False
 
     def replay(self, steps: int) -> None:
-        """Continue as if ``steps`` optimizer steps had been taken.
-
-        Args:
-            steps: Number of optimizer steps.
-        """
+        """Continue as if ``steps`` optimizer steps had been taken."""
         self._adam.replay(steps)
 
     def take_at_once(self, reason: str) -> None:
@@ -264,7 +260,7 @@ class DeferredSteps(ABC):
         return {key: count - shared[key] for key, count in counts.items()}
 
     def know_views(self) -> None:
-        """Count the existing views of the weights as the engine's views."""
+        """Record that all existing views of the weights belong to the engine."""
         self._storages = self._uses()
 
     def settle_for_states(self) -> None:
@@ -395,8 +391,8 @@ def take_over(
         plan: The resolved plan, with ``host_step`` and ``hidden_step``.
         group: The process group of all ranks.
         adam: The optimizer.
-        usual: Name of the step that is replaced, unless the optimizer is zerotune's.
-        obstacle: Reason on this rank against replacing the step, if any.
+        usual: Name of the replaced step; not used if the optimizer is zerotune's.
+        obstacle: Why this rank cannot replace the step; ``None`` if it can.
         rounds_alike: Returns whether this build of torch rounds like the compiled kernels;
             ``None`` if torch's arithmetic is not involved.
         make: Creates the replacement, given ``op``.
@@ -421,7 +417,7 @@ def take_over(
             obstacle = None if alike else ROUNDS_OTHERWISE
     elsewhere = group.any(obstacle is not None, purpose="choose the optimizer step")
     if op is None or elsewhere:
-        obstacle = obstacle or "a different rank cannot use zerotune's fused step"
+        obstacle = obstacle or "another rank cannot use zerotune's fused step"
         return None, (Decision(key=KEY, before=usual, after=usual, reason=obstacle),)
     step = make(op=op)
     step.settle_for_states()
@@ -439,20 +435,20 @@ def _shares_cores(step: DeferredSteps) -> Decision:
     elif taken < threads:
         reason = "one thread remains for the host's part of the next forward pass"
     else:
-        reason = "with two threads, sharing both with the next forward is faster than using one"
+        reason = "two threads that the next forward pass also uses are faster than one thread"
     return Decision(
         key=THREADS_KEY,
         before=threads,
         after=taken,
-        reason=f"{reason}; {cores} for this process; the number follows torch's threads, which the "
-        "trainer sets after subtracting data workers and further ranks (threads)",
+        reason=f"{reason}; {cores} for this process; the default is torch's number of threads, "
+        "which the trainer sets to leave cores for data workers and other ranks (threads)",
     )
 
 
 def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     """Choose whether updates are deferred and whether a thread runs them. Collective.
 
-    On a device, updates are deferred only if proven there or requested by the plan.
+    On an accelerator, updates are deferred only if a proof passed there or the plan requests it.
 
     Args:
         step: The optimizer's step.
@@ -466,7 +462,7 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
         unproven = why_unproven(path, accelerator=plan.platform.accelerator)
         # The ranks must do the same.
         elsewhere = step.group.any(unproven is not None, purpose="choose when a step completes")
-        other = "deferred steps are not proven on a different rank's device"
+        other = "deferred steps are not proven on another rank's device"
         unproven = unproven or (other if elsewhere else None)
     after = "completed before step() returns"
     if at_once is not None:
@@ -511,7 +507,7 @@ _VIEWED: Final = (
 class CompilerWatch:
     """Detect when torch starts a compilation that ``_enter_compiled`` has not announced.
 
-    ``call`` runs before torch reads the code and its weights.
+    ``call`` runs before torch reads the code and the weights.
     """
 
     _inside = threading.local()
@@ -527,7 +523,7 @@ class CompilerWatch:
 
     @classmethod
     def enter(cls, by: int) -> None:
-        """Announce (1), or end (-1), a call whose compiled code waits for its weights.
+        """Announce the beginning or the end of a call whose compiled code waits for its weights.
 
         Args:
             by: 1 before the call, -1 after it.

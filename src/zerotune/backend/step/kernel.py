@@ -186,16 +186,13 @@ class HostStepOp:
     def spare_a_core(self) -> None:
         """Make later calls from this thread leave one core free for concurrent work.
 
-        With two cores none is left free, since a call on one core takes longer than sharing both.
+        With two cores none is left free, because a call on one core takes longer than a call on two
+        shared cores.
         """
         self._spared.core = True
 
     def knows(self, dtype: torch.dtype) -> bool:
-        """Return whether the kernels support a dtype of gradients and weights.
-
-        Args:
-            dtype: The dtype.
-        """
+        """Return whether the kernels support ``dtype`` for gradients and weights."""
         kind = _DTYPE_CODES.get(dtype, 0)
         return bool(kind and self._library.zerotune_knows(ctypes.c_int32(kind)))
 
@@ -221,13 +218,13 @@ class HostStepOp:
             weight: Weights, fp32; ``None`` if split into ``high`` and ``low``.
             high: Weights rounded to nearest, bf16.
             low: Low 16 bits of the weights (``SplitMasters``), int16.
-            exp_avg: First moment, fp32. With ``TorchAdamNumbers``, also bf16 (rounded
-                stochastically) or coded (requires ``l2`` = 0).
+            exp_avg: First moment, fp32. With ``TorchAdamNumbers``, ``exp_avg`` may also be bf16
+                (rounded stochastically) or coded (only with ``l2`` = 0).
             exp_avg_sq: Second moment, like ``exp_avg``.
             gradient: Gradient, fp32, bf16 or fp16.
             noise: 32-bit seed for stochastic rounding (``noise_key``).
             position: Position of the first element in the noise.
-            averages: Averages, as long as the weights.
+            averages: Averages with as many elements as the weights.
             out: Tensor that receives the weights, cast to the tensor's dtype.
         """
         if isinstance(numbers, AdamNumbers):
@@ -268,7 +265,7 @@ class HostStepOp:
 
         Args:
             source: Gradient, fp32, bf16 or fp16.
-            into: Target of the same dtype and length; default: no copy.
+            into: Tensor for the copy, of the same dtype and length; default: no copy.
 
         Returns:
             The sum of squares; not finite if and only if an element is not finite.

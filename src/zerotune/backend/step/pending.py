@@ -168,7 +168,7 @@ def divide_alike(
 class Exchange:
     """All-gather of updated weights, part by part, in the same order on all ranks.
 
-    One thread uses the exchange, concurrently with collectives of different threads.
+    One thread uses the exchange, concurrently with the collectives of other threads.
     """
 
     group: ProcessGroup
@@ -203,8 +203,8 @@ class Exchange:
         raise EngineError(
             f"the optimizer step failed on rank {rank} ({texts[rank]})",
             key=f"rank {rank}",
-            fix="resume from the last checkpoint, because the ranks' weights now differ; that "
-            "rank's log contains the full error",
+            fix="resume from the last checkpoint, because the ranks' weights now differ; see the "
+            "failed rank's log for the full error",
         )
 
     def share(self, pieces: Sequence[Piece]) -> None:
@@ -294,7 +294,7 @@ class PendingStep:
     Args:
         parts: Parts that cover every element of the slabs exactly once.
         order: Indices of ``parts``, in the order in which they run.
-        steps: Step of each slab, already begun.
+        steps: Step of each slab; every step has already begun.
         upload: Copies updated weights to the model.
     """
 
@@ -367,7 +367,7 @@ class PendingStep:
         return True
 
     def moved(self) -> bool:
-        """Whether any tensor uses different memory from the one that the step writes."""
+        """Whether any tensor no longer uses the memory that the step writes."""
         return any(
             id(tensor) not in self._awaited and tensor.data_ptr() != address
             for tensor, address in self._addresses
@@ -630,7 +630,7 @@ class Lands(Protocol):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Held:
-    """Class, content and gradient edge that a held tensor gets back."""
+    """Class, content and gradient edge of a held tensor, to be restored on release."""
 
     step: Lands
     name: str

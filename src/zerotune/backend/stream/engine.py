@@ -80,7 +80,7 @@ _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class StreamEngine(CountingEngine):
-    """An ``Engine`` with all weights in host memory and only a few units of them on the device.
+    """An ``Engine`` that stores all weights in host memory and only a few units on the device.
 
     Args:
         model: The model, in fp32, on any device.
@@ -433,9 +433,9 @@ class StreamEngine(CountingEngine):
             key=f"{KEY}.split_masters",
             before="fp32",
             after="bf16 weights and the low 16 bits of each master weight",
-            reason="this saves 2 bytes of host memory per trained weight; per step, one of 131,072 "
-            "master weights on average (a tie that is rounded up to bf16) grows by one unit in the "
-            "last place",
+            reason="saves 2 bytes of host memory per trained weight; in each step, one master "
+            "weight in 131,072 (a tie that is rounded up to bf16) grows by one unit in the last "
+            "place",
         )
         return where, self._kept_gradients, kept
 
@@ -495,8 +495,8 @@ def _is_in_place(unit: Unit, member: Member) -> bool:
 
 def _replaced(member: Member) -> EngineError:
     return EngineError(
-        "this parameter was replaced, or its device copy was written inside its block; the next "
-        "step would undo or ignore the change",
+        "this parameter was replaced, or its device copy was written during a call of its block; "
+        "the next step would undo or ignore the change",
         key=f"model.{member.name}",
         fix="write weights through engine.master_weights.editing(), and restore swapped weights "
         "before the next step",
@@ -541,8 +541,8 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     kept = {p.storage for p in ModelFacts.from_module(model).parameters if p.storage}
     if other := sorted(kept - _STREAMED_STORAGES):
         return (
-            f"a base in {', '.join(other)} stays on the device; bitsandbytes' 4-bit weights (nf4, "
-            "fp4) are streamed"
+            f"a base model in {', '.join(other)} stays on the device; bitsandbytes' 4-bit weights "
+            "(nf4, fp4) are streamed"
         )
     streaming = plan.streamed if isinstance(plan.streamed, Streaming) else Streaming()
     if not find_units(model, streaming.units):

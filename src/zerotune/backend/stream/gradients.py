@@ -28,11 +28,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def take(self, unit: Unit) -> Place:
-        """Return host memory for a unit's gradients; wait until some is free.
-
-        Args:
-            unit: The unit.
-        """
+        """Return host memory for ``unit``'s gradients; wait until some is free."""
 
     @abstractmethod
     def give_back(self, place: Place) -> None:
@@ -69,8 +65,8 @@ class GradientsOfAll(Gradients):
 class GradientPool(Gradients):
     """A few buffers that streamed units use in turn, if updates begin in the backward pass.
 
-    ``take`` waits only for updates whose gradients arrived earlier, and these never wait for later
-    ones, so there is no deadlock.
+    There is no deadlock: ``take`` waits only for updates whose gradients arrived earlier, and an
+    update never waits for a later one.
 
     Args:
         units: The trained units; units that stay on the device have private memory.

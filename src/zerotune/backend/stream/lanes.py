@@ -57,7 +57,7 @@ class Copy:
 
 
 class Lane:
-    """Copies in one direction, in the order of the requests.
+    """A thread that copies in one direction, in the order of the requests.
 
     Args:
         name: Name of the thread.

@@ -29,12 +29,12 @@ class UnitPass:
 
     Args:
         unit: The unit.
-        steps: The unit's slabs with their steps, which have begun.
+        steps: The unit's slabs, each with its step, which has already begun.
         averages: Averages updated with this step; more may be appended later.
         landed: Copy of the gradients to the host; ``None`` if they are already there.
         check: Called once the gradients are on the host; returns whether to update the unit.
         written: Future that is done once the unit is updated.
-        views: Number of views of the unit's weights in the steps.
+        views: Number of views of the unit's weights that ``steps`` contains.
         rank: Priority; lower ranks run first.
     """
 
@@ -63,7 +63,8 @@ class UnitPass:
     def is_ready(self) -> bool:
         """Whether gradients are on the host, and copies of the previous weights are complete.
 
-        With this check, the thread of ``Passes`` never waits for a lane that waits for an update.
+        ``Passes`` runs only ready updates, so its thread never waits for a lane that waits for an
+        update.
         """
         return all(copy is None or copy.is_done for copy in (self._landed, self._reading))
 
@@ -73,11 +74,7 @@ class UnitPass:
         return self.written.done() and self._followed == len(self.averages)
 
     def when_ready(self, call: Callable[[], None]) -> None:
-        """Call a function whenever one of the awaited copies completes.
-
-        Args:
-            call: The function.
-        """
+        """Run ``call`` whenever one of the awaited copies completes."""
         for copy in (self._landed, self._reading):
             if copy is not None:
                 copy.when_done(call)
@@ -175,18 +172,14 @@ class Passes:
         self._signal()
 
     def hurry(self, unit: Unit) -> None:
-        """Run the update of a unit before all others.
-
-        Args:
-            unit: The unit.
-        """
+        """Run the update of ``unit`` before all others."""
         with self._lock:
             for unit_pass in self._waiting:
                 if unit_pass.unit is unit:
                     unit_pass.rank = -1
 
     def views(self) -> Counter[Unit]:
-        """Return the number of views of each unit's weights in pending and finished updates."""
+        """Return how many views of each unit's weights the pending and finished updates contain."""
         with self._lock:
             passes = {id(each): each for each in (*self._newest, *self._waiting)}
             counts: Counter[Unit] = Counter()
@@ -280,11 +273,7 @@ class Passes:
                 self._waiting.remove(unit_pass)
 
     def fail(self, error: BaseException) -> None:
-        """Make all current and later waits raise an error.
-
-        Args:
-            error: The error.
-        """
+        """Make all current and later waits raise ``error``."""
         with self._lock:
             self._error = self._error or error
             for unit_pass in self._waiting:

@@ -210,8 +210,9 @@ class SharedStreamEngine(StreamEngine):
                 before=None,
                 after=f"{self._group.world_size} ranks share one copy of the weights, "
                 f"{format_size(nbytes)}{locked}",
-                reason="each rank sums, updates and averages its share of every unit; sums run in "
-                "the order of the ranks, which does not affect results with two ranks",
+                reason="each rank sums the gradients of its share of every unit, and updates the "
+                "share's weights and averages; gradients are summed in rank order, which does not "
+                "affect results with two ranks",
             ),
         )
 
@@ -228,7 +229,7 @@ def why_not_together(
     Args:
         plan: A resolved plan for several ranks.
         model: The model to train.
-        obstacle: Reason on this rank, or ``None``.
+        obstacle: Why this rank cannot stream; ``None`` if it can.
         timeout_s: Seconds after which a collective raises an error.
 
     Returns:

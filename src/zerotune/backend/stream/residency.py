@@ -57,16 +57,18 @@ class _Call:
 
 
 class Residency:
-    """Upload units to the device before they are used, and evict units that are used last.
+    """Upload units to the device before they are used, and evict the units whose next use is last.
 
     Args:
         model: The model.
         units: All units of the model.
         needs: The units of each streamed module.
-        capacity: Bytes of device memory for streamed units; a single call may exceed them.
+        capacity: Limit of device memory for streamed units, in bytes; a call that needs more may
+            exceed it.
         lane: Lane for copies to the device.
         hurry: Called with a unit whose pending update must run first.
-        before: Called before each forward pass of the model, and before each streamed module.
+        before: Called before each forward pass of the model, and before each call of a streamed
+            module.
     """
 
     def __init__(
@@ -109,11 +111,7 @@ class Residency:
     # -- Units on the device.
 
     def ensure(self, unit: Unit) -> None:
-        """Make a unit's newest weights available on the device to later computation.
-
-        Args:
-            unit: The unit.
-        """
+        """Make ``unit``'s newest weights available on the device to later computation."""
         with self._lock:
             if not unit.is_current:
                 self.counts.late += bool(self._order) and not unit.resident
@@ -127,11 +125,7 @@ class Residency:
                     unit.loading = None
 
     def close_calls(self, unit: Unit) -> None:
-        """Record that all calls of a unit have finished.
-
-        Args:
-            unit: The unit.
-        """
+        """Record that all calls of ``unit`` have finished."""
         unit.calls = 0
 
     def _fetch(self, unit: Unit) -> None:
@@ -239,7 +233,7 @@ class Residency:
         self._before()
 
     def enter_call(self, module: torch.nn.Module, units: Sequence[Unit]) -> None:
-        """Prepare for a call of a module, also one recomputed in the backward pass.
+        """Prepare for a call of a module, including a recomputation in the backward pass.
 
         Args:
             module: The module.
@@ -264,7 +258,7 @@ class Residency:
             unit.calls = max(0, unit.calls - 1)
 
     def watch_backward(self, units: Sequence[Unit], inputs: Any, output: Any) -> None:
-        """Register hooks that upload a call's units in the backward pass and release them after.
+        """Register hooks that upload a call's units in the backward pass and release them later.
 
         Args:
             units: The units that the call needs.

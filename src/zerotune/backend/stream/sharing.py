@@ -120,7 +120,7 @@ class SharedMemory(Closable):
 
     @override
     def close(self) -> None:
-        """Unlock all tensors. The memory is freed with the last tensor."""
+        """Unlock all tensors. The memory is freed when its last tensor is deleted."""
         cudart: Any = torch.cuda.cudart
         for tensor in self._locked:
             torch.cuda.check_error(int(cudart().cudaHostUnregister(tensor.data_ptr())))
@@ -134,7 +134,8 @@ class SharedMemory(Closable):
 class SharedHostMemory(HostMemory, Closable):
     """One shared copy of the weights for all ranks; each rank updates its share of every unit.
 
-    Rank 0's weights are used. Collective: all ranks must create and fill the memory together.
+    Rank 0's weights are copied into the memory. Collective: all ranks must create and fill the
+    memory together.
 
     Args:
         group: The ranks.
@@ -154,7 +155,7 @@ class SharedHostMemory(HostMemory, Closable):
     def of_model(
         cls, model: torch.nn.Module, group: ProcessGroup, *, pin: bool
     ) -> SharedHostMemory:
-        """Create memory large enough for all parameters of a model, however divided into units.
+        """Create memory for all parameters of a model, large enough for any division into units.
 
         Args:
             model: The model.
@@ -241,7 +242,7 @@ class _Tables:
 class Meeting(Closable):
     """Synchronisation of a machine's ranks. Collective: every rank must create it.
 
-    Waiting for a rank that has closed its engine, failed or ended raises an error.
+    Waiting raises an error if an awaited rank has closed its engine, has failed or has ended.
 
     Args:
         group: The ranks.
@@ -278,19 +279,11 @@ class Meeting(Closable):
         self._error: EngineError | None = None
 
     def stage(self, unit: Unit) -> torch.Tensor:
-        """Return this rank's staging buffer for a unit's gradients, in the unit's layout.
-
-        Args:
-            unit: The unit.
-        """
+        """Return this rank's staging buffer for ``unit``'s gradients, in the unit's layout."""
         return self._tables.stages[self._rank, : unit.nbytes].view(unit.host.dtype)
 
     def stages(self, unit: Unit) -> Sequence[torch.Tensor]:
-        """Return all ranks' staging buffers for a unit's gradients, by rank.
-
-        Args:
-            unit: The unit.
-        """
+        """Return all ranks' staging buffers for ``unit``'s gradients, by rank."""
         return self._tables.stages[:, : unit.nbytes].view(unit.host.dtype).unbind()
 
     def land(self, index: int, came: Collection[int] = ()) -> None:
@@ -336,7 +329,7 @@ class Meeting(Closable):
     def add_squares(
         self, own: Mapping[tuple[int, int], float], came: Collection[int]
     ) -> dict[tuple[int, int], float]:
-        """Return sums of squared gradients over all ranks, for the unit that arrived last.
+        """Return sums of squared gradients over all ranks, for the unit of the last ``land``.
 
         Args:
             own: This rank's sums, by member and by the owning rank at ZeRO-2.
@@ -469,8 +462,8 @@ class Meeting(Closable):
             EngineError(
                 f"the optimizer step failed on rank {rank} ({text})",
                 key=f"rank {rank}",
-                fix="resume from the last checkpoint, because the ranks' weights now differ; that "
-                "rank's log contains the full error",
+                fix="resume from the last checkpoint, because the ranks' weights now differ; see "
+                "the failed rank's log for the full error",
             )
         )
 

@@ -69,7 +69,7 @@ class StreamedSteps:
     Args:
         units: The trained units.
         order: Layout of the parameters at ZeRO-2, which determines how norms are summed.
-        adam: An Adam supported by ``stepper_of``, over the keys of the units' slabs.
+        adam: An Adam supported by ``stepper_of``; its parameters are the keys of the units' slabs.
         op: The compiled kernels.
         gradients: Host memory for gradients.
         lane: Lane for copies from the device.
@@ -345,7 +345,7 @@ class StreamedSteps:
             self.land_all()
 
     def know_views(self) -> None:
-        """Count the existing views of the weights as the engine's views."""
+        """Record that all existing views of the weights belong to the engine."""
         self._views = self._count_views()
 
     def _count_views(self) -> dict[Unit, int]:
@@ -412,11 +412,7 @@ class StreamedSteps:
         return float(torch.ones(1).mul_(1.0 / torch.clamp(clip, min=1.0)))
 
     def replay(self, steps: int) -> None:
-        """Continue as if ``steps`` optimizer steps had been taken.
-
-        Args:
-            steps: Number of optimizer steps.
-        """
+        """Continue as if ``steps`` optimizer steps had been taken."""
         self._stepper.replay(steps)
 
     def settle(self) -> None:
@@ -439,7 +435,7 @@ class StreamedSteps:
     # -- Averages.
 
     def expect(self, followers: Sequence[Follower]) -> None:
-        """Announce averages to update with the next step, from its first unit on.
+        """Announce averages that the next step must update, beginning with its first unit.
 
         Args:
             followers: The averages; pass the same ones to ``follow`` after the step.
@@ -557,7 +553,7 @@ def used_after_step(unit: Unit) -> EngineError:
         unit: The unit.
     """
     return EngineError(
-        "this module is used again in the backward pass after its weights' update has begun",
+        "this module is used again in the backward pass after the update of its weights began",
         key=f"model.{unit.name}",
         value="gradient_clipping=0",
         fix="enable gradient_clipping, so that updates wait for the whole backward pass",

@@ -66,7 +66,7 @@ class HostMemory:
         """Wait until all weights of a unit are in host memory."""
 
     def share(self, span: slice) -> slice:
-        """Return this process's share of elements that one parameter group updates.
+        """Return this process's share of a unit's elements in one parameter group.
 
         Args:
             span: The group's elements in the unit.
@@ -122,7 +122,7 @@ class Part:
         return slice(self.offset, self.offset + self.span.stop - self.span.start)
 
     def runs(self) -> Iterator[tuple[slice, bool]]:
-        """Yield consecutive slab elements, and whether scalar code updates them."""
+        """Yield ranges of the slab, and for each range whether scalar code updates its elements."""
         at = self.offset
         for single in self.singles:
             if at < single.start:
@@ -135,7 +135,7 @@ class Part:
 
 @attrs.frozen(kw_only=True, eq=False)
 class UnitSlab:
-    """The elements of a unit that one parameter group updates on this rank: one slab of the layout.
+    """The elements of a unit that are in one parameter group and are updated by this rank.
 
     With several ranks, a slab may be empty.
     """
@@ -177,8 +177,9 @@ class Unit:
 
     Args:
         name: Name of the module.
-        members: Names and parameters; all of the same dtype, and all trained or all frozen.
-        order: Position of every trained parameter at ZeRO-2.
+        members: Names and parameters; they have the same dtype, and are either all trained or all
+            frozen.
+        order: Position of every trained parameter in ZeRO-2's flat buffers.
         device: Device that the model computes on.
         memory: Host memory for the weights.
         resident: Whether the weights stay on the device.
@@ -256,11 +257,7 @@ class Unit:
         return self.is_here and self.loaded == self.current
 
     def of_member(self, member: Member) -> torch.Tensor:
-        """Return a parameter's weights in host memory, without waiting for a pending update.
-
-        Args:
-            member: The parameter.
-        """
+        """Return ``member``'s weights in host memory, without waiting for a pending update."""
         return self.host[member.span].view(member.parameter.shape)
 
     def allocate(self) -> None:
@@ -341,13 +338,13 @@ def make_units(
 ) -> tuple[list[Unit], dict[torch.nn.Module, list[Unit]]]:
     """Divide a model's parameters into units, and move all remaining parameters to the device.
 
-    From each module, the larger kind of parameters is streamed: either frozen or trained ones.
-    Remaining trained parameters, and parameters shared with unstreamed modules, stay on the device.
+    Of each module, either the frozen or the trained parameters are streamed, whichever are larger.
+    All other trained parameters, and parameters shared with unstreamed modules, stay on the device.
 
     Args:
         model: The model.
         modules: Names and modules to stream, one unit each.
-        order: Position of every trained parameter at ZeRO-2.
+        order: Position of every trained parameter in ZeRO-2's flat buffers.
         device: Device that the model computes on.
         memory: Host memory for the weights.
         split: See ``Unit``.
@@ -427,11 +424,12 @@ def find_units(model: torch.nn.Module, named: Sequence[str] = ()) -> NamedModule
     """Return names and modules whose weights are streamed, one unit per module.
 
     By default, the repeated blocks that diffusers declares or zerotune knows are streamed; in other
-    models, consecutive modules of the same class. Of nested modules, the outermost is used.
+    models, consecutive modules of the same class. If such modules are nested, only the outermost is
+    streamed.
 
     Args:
         model: The model.
-        named: Class names or dotted names of modules to stream instead.
+        named: Class names or dotted names of the modules to stream, instead of the default ones.
 
     Raises:
         EngineError: No module has this name.
@@ -503,7 +501,7 @@ class FlatOrder:
         return int(self._places[name][1].start) + element
 
     def fragments(self, name: str) -> Iterator[tuple[int, slice]]:
-        """Yield each owning rank at ZeRO-2, and its elements of a flattened parameter.
+        """Yield every rank and the elements of a flattened parameter that the rank owns at ZeRO-2.
 
         Args:
             name: Name of the parameter.

@@ -93,7 +93,7 @@ class StreamedWeight:
 
 
 def stream_weight(unit: Unit, member: Member, inside: Inside) -> None:
-    """Make a parameter use the weights in host memory outside calls of its unit.
+    """Outside calls of its unit, make a parameter use the weights in host memory.
 
     Args:
         unit: The parameter's unit.
@@ -247,11 +247,7 @@ class Inside(threading.local):
         self._entered: list[tuple[torch.nn.Module, Sequence[Unit], ExitStack]] = []
 
     def has(self, unit: Unit) -> bool:
-        """Return whether the current thread is in a call of a unit.
-
-        Args:
-            unit: The unit.
-        """
+        """Return whether the current thread is in a call of ``unit``."""
         for _, units, _ in self._entered:  # noqa: SIM110 - a generator takes twice as long
             if unit in units:
                 return True
@@ -270,7 +266,7 @@ class Inside(threading.local):
         self._entered.append((module, units, around))
 
     def leave(self, module: torch.nn.Module) -> None:
-        """Record that a call has ended, including calls inside it that an error interrupted.
+        """Record that a call has ended, and with it all nested calls that an error interrupted.
 
         Args:
             module: The called module.

@@ -223,7 +223,8 @@ def export_adapters(
 
     Only the adapters are gathered from the fp32 master weights, one tensor at a time. The file's
     header contains rank, alpha and kind of the adapters, in diffusers' format. The file is read
-    back and verified before it is renamed. Adapters that training has not changed raise an error.
+    back and verified before it is renamed. If training has not changed the adapters, an error is
+    raised.
 
     Args:
         path: A folder for the file ``pytorch_lora_weights.safetensors``, or the path of a file,

@@ -81,7 +81,7 @@ def meet(
     timeout_s: float | None,
     purpose: str = "exporting to",
 ) -> Gatherable:
-    """Wait for all ranks, check that they pass the same arguments, and return the weights' source.
+    """Return the source of the weights, after checking that all ranks pass the same arguments.
 
     Collective.
 
@@ -139,7 +139,7 @@ def export_together(
         purpose: Description of the work, for error messages.
         begin: Starts the export on rank 0.
         weights: Source of the trained parameters.
-        others: The other tensors by name.
+        others: Frozen parameters and buffers, or base tensors of a merge, by name.
 
     Returns:
         The result of the export, on every rank.
@@ -258,7 +258,7 @@ class ExportWriter:
         Args:
             name: Name of the tensor in the file.
             part: The elements.
-            start: First element in the flattened tensor.
+            start: Index of the part's first element in the flattened tensor.
         """
         self._writer.write(name, part, start=start)
 

@@ -296,7 +296,7 @@ def merge_adapters(
                 "is not a diffusers model",
                 key="base",
                 value=str(origin.path),
-                fix="for a text encoder, load pipeline and adapters, call "
+                fix="for a text encoder, load the pipeline and the adapters, call "
                 "pipeline.fuse_lora(), and save the pipeline",
             )
         weights = {f"{layer}.weight": fold for layer, fold in folds.items()}

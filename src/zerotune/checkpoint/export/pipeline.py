@@ -60,10 +60,10 @@ def export_pipeline(
 
     A path ending in ``.safetensors`` becomes a single file in the layout of the model's first
     publication, which ComfyUI and diffusers' ``from_single_file`` read. If ``base`` is a single
-    file, the export keeps its names and untrained tensors, but not its EMA weights (``model_ema``).
-    If ``base`` is a folder, the file contains text encoders and VAE for Stable Diffusion 1 and XL,
-    the VAE for SD3, and only the transformer for Flux and others. The file is verified with
-    diffusers' converters before it is renamed.
+    file, the export keeps that file's tensor names and untrained tensors, but not its EMA weights
+    (``model_ema``). If ``base`` is a folder, the file contains text encoders and VAE for Stable
+    Diffusion 1 and XL, the VAE for SD3, and only the transformer for Flux and other models. The
+    file is verified with diffusers' converters before it is renamed.
 
     Args:
         path: Path of the folder or of the single file.

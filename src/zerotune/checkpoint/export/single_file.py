@@ -362,7 +362,7 @@ def component_of(base: Path, asked: str | None, model: str) -> tuple[str, str]:
         fitting = [name for name, kind in parts.items() if kind == model]
     if len(fitting) != 1:
         raise CheckpointMismatchError(
-            f"the pipeline has {len(fitting) or 'no'} such parts; its parts are {parts}",
+            f"matches {len(fitting) or 'no'} parts of the pipeline, whose parts are {parts}",
             key="component",
             value=asked or model,
             fix="pass component=, the name of the trained part",

@@ -269,7 +269,7 @@ class ImageFolder(EncodedSource):
         return self._root / self._items[index].name
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
-        """Return the mask and references of an image by kind, as paths."""
+        """Return the paths of an image's mask and references, keyed by kind."""
         return self._files_beside(self._items[index].name)
 
     def _stamp(self, name: str) -> Stamp | None:
@@ -312,7 +312,7 @@ def _pair_across(
             "contains no file with the name of an image of the dataset",
             key="reference_folder",
             value=str(folder),
-            fix="give references the names of their images: conditions/cat.png for photos/cat.jpg",
+            fix="give each reference the name of its image: conditions/cat.png for photos/cat.jpg",
         )
 
 

@@ -117,7 +117,7 @@ class SizeIndex:
                     key="data.sizes",
                     before="read from each file",
                     after=f"{self._reused} from an earlier start",
-                    reason="these files have not changed; to read all files again, delete "
+                    reason="unchanged files are not read again; to read all files again, delete "
                     f"{self._path}",
                 )
             )
@@ -365,7 +365,7 @@ class EncodedSource:
         raise NotImplementedError
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:  # noqa: ARG002 - for subclasses
-        """Return the mask and references of an image by kind, as paths or bytes.
+        """Return the paths or bytes of an image's mask and references, keyed by kind.
 
         Args:
             index: Index of the image.
@@ -506,7 +506,7 @@ def scan(
         stamps: Names in order, each with the stamp of its files.
         look: Function that returns the size of a named image, or size and length of a named clip.
         item: Function that creates an item from a name and the result of ``look``.
-        index: Cache of sizes that earlier starts have read.
+        index: Cache of sizes that earlier runs have read.
         on_broken: Policy for unreadable images.
         strays: Images known to be broken, reported first.
         missing: Images that do not exist, reported last.
@@ -686,7 +686,7 @@ class RepeatedSource:
 
 
 class JoinedSources:
-    """A concatenation of sources; ``RepeatedSource`` gives a source more weight.
+    """A concatenation of sources; to give a source more weight, use ``RepeatedSource``.
 
     Args:
         sources: At least one source.

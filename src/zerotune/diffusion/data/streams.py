@@ -494,7 +494,7 @@ class BucketStream(_OrderedStream):
 
     @property
     def used(self) -> dict[str, int]:
-        """Number of images used by all ranks together, by set; empty without a mixture."""
+        """Number of used images of each set, over all ranks; empty without a mixture."""
         shares = self._order.shares
         if not shares:
             return {}
@@ -633,7 +633,7 @@ class RepeatedBatches:
             batch = next(self._iterator, None)
         if batch is None:
             raise DataError(
-                f"yielded no batch after {self._count} batches",
+                f"ended after {self._count} batches and cannot be restarted",
                 key="data",
                 value=type(self._batches).__name__,
                 fix="pass an iterable that can be restarted, such as a list, not a generator",

@@ -131,7 +131,7 @@ class TarShards(EncodedSource):
         return self._images[self._items[index].name].read()
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
-        """Return the mask and references of an image by kind, as bytes."""
+        """Return the encoded mask and references of an image, keyed by kind."""
         return self._members_beside(self._items[index].name)
 
     def _stamp(self, name: str, changed: Mapping[Path, Stamp | None]) -> Stamp | None:

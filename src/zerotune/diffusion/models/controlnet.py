@@ -1,7 +1,7 @@
 """ControlNets: a trained copy of a model's first half controls the frozen model by an image.
 
-Only the ControlNet is trained; the diffusers pipeline calls it before the frozen base model.
-Condition images are the dataset's references, which are cropped like their images.
+Only the ControlNet is trained; the diffusers pipeline calls the ControlNet before the frozen base
+model. Condition images are the dataset's references, which are cropped like their images.
 """
 
 from __future__ import annotations
@@ -234,7 +234,8 @@ class StableDiffusion3ControlNet(ControlNetFamily, StableDiffusion3):
     """A ControlNet for Stable Diffusion 3 and 3.5, which receives condition latents as patches.
 
     A new ControlNet receives the pooled text embedding, as in diffusers' training script
-    (``force_zeros_for_pooled_projection=False``). InstantX's ControlNets keep their setting.
+    (``force_zeros_for_pooled_projection=False``). An InstantX ControlNet keeps
+    ``force_zeros_for_pooled_projection=True``.
     """
 
     pipeline: ClassVar[str] = "StableDiffusion3ControlNetPipeline"

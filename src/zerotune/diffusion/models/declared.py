@@ -218,10 +218,10 @@ class QwenImage(PipelineFamily):
 
 
 class ZImage(PipelineFamily):
-    """Z-Image, whose model predicts with opposite sign and reversed time.
+    """Z-Image, whose model predicts the negated velocity; time runs from noise to data.
 
-    The pipeline receives texts of variable length as a list. A ``guidance_scale`` of 0 disables
-    guidance in the pipeline of diffusers, and a ``guidance_scale`` of 1 in ``sample``.
+    The pipeline receives texts of variable length as a list. To disable guidance, set
+    ``guidance_scale`` to 0 in the pipeline of diffusers, but to 1 in ``sample``.
     """
 
     pipeline: ClassVar[str] = "ZImagePipeline"
@@ -275,7 +275,7 @@ class _Pictures:
     def put_in_place(
         self, _model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Pass the real shapes of references; the pipeline passes one-megapixel shapes."""
+        """Pass the references' actual shapes to the model; the pipeline assumes one megapixel."""
         sides = (picture.latents.shape[-2:] for picture in self.pictures)
         own = [(1, height // 2, width // 2) for height, width in sides]
         return args, {**kwargs, "img_shapes": [[row[0], *own] for row in kwargs["img_shapes"]]}
@@ -361,7 +361,7 @@ class Wan(PipelineFamily):
 
     @property
     def boundary(self) -> float | None:
-        """Return the sigma at which sampling switches experts; ``None`` without experts."""
+        """Return the sigma at which sampling switches experts; ``None`` for a single model."""
         found = self.known_blueprint().settings.get("boundary_ratio")
         return None if found is None else float(found)
 
@@ -373,7 +373,7 @@ class Wan(PipelineFamily):
         return boundary, 1.0
 
     def calls_one_by_one(self) -> bool:
-        """Return whether samples run one by one, as in Wan 2.2's 5B model."""
+        """Return whether each sample needs a separate pipeline call, as in Wan 2.2's 5B model."""
         return bool(self.known_blueprint().settings.get("expand_timesteps"))
 
     def predicting_pipeline(self, model: Denoiser, scheduler: Any) -> Any:
@@ -509,7 +509,7 @@ def _pass_mask_on(module: Any) -> None:
 
 
 class AuraFlow(PipelineFamily):
-    """AuraFlow; samples run one by one, because its pipeline has one time step for all samples."""
+    """AuraFlow; each sample needs a separate pipeline call, because a call has one time step."""
 
     pipeline: ClassVar[str] = "AuraFlowPipeline"
     model: ClassVar[str] = "AuraFlowTransformer2DModel"
@@ -536,8 +536,8 @@ class PixArtSigma(PixArtAlpha):
 class Krea2(PipelineFamily):
     """Krea 2, whose embeddings hold hidden states of several text encoder layers for each token.
 
-    A ``guidance_scale`` of 0 disables guidance in the pipeline of diffusers, and a
-    ``guidance_scale`` of 1 in ``sample``.
+    To disable guidance, set ``guidance_scale`` to 0 in the pipeline of diffusers, but to 1 in
+    ``sample``.
     """
 
     pipeline: ClassVar[str] = "Krea2Pipeline"
@@ -563,7 +563,7 @@ class _Patches:
         return latents
 
     def unpack(self, prediction: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Turn patches into latents; outside training, predictions are not packed."""
+        """Convert patches to latents; outside training, predictions already are latents."""
         if tuple(prediction.shape) == shape:
             return prediction
         count, channels, height, width = shape
@@ -724,8 +724,8 @@ class QwenImageEdit(ReadingFamily, QwenImage):
 class QwenImageEditPlus(QwenImageEdit):
     """Qwen-Image-Edit 2509 and later, with one or several reference images per sample.
 
-    Qwen2.5-VL receives smaller images than in Qwen-Image-Edit. Samples run one by one in training
-    and sampling, because the pipeline supports only one sample per call.
+    Qwen2.5-VL receives smaller images than in Qwen-Image-Edit. Training and sampling process one
+    sample at a time, because the pipeline supports only one sample per call.
     """
 
     pipeline: ClassVar[str] = "QwenImageEditPlusPipeline"

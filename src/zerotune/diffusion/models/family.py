@@ -45,11 +45,7 @@ class Family(Protocol):
     """
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the clean samples (b, c, h, w) of a batch in fp32.
-
-        Args:
-            batch: Batch of the dataset.
-        """
+        """Return the clean samples (b, c, h, w) of a batch in fp32."""
         ...
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:

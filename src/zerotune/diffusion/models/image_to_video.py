@@ -71,11 +71,7 @@ class ImageToVideo(PipelineFamily):
 
     @abstractmethod
     def frame_parts(self, parts: FrozenParts) -> tuple[str, ...]:
-        """Return the names of the parts that ``encode_frames`` needs.
-
-        Args:
-            parts: VAE and text encoders.
-        """
+        """Return the names of the components of ``parts`` that ``encode_frames`` needs."""
 
     def encode_images(
         self, images: Tensor, *, device: torch.device | None = None
@@ -156,17 +152,13 @@ class ImageToVideo(PipelineFamily):
     # -- A first latent frame that the image replaces.
 
     def gives_first(self, model: Any) -> bool:  # noqa: ARG002 - for subclasses
-        """Return whether the image replaces the first latent frame.
-
-        Args:
-            model: Model with a diffusers configuration.
-        """
+        """Return whether the image replaces the first latent frame of ``model``."""
         return False
 
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Predict through the pipeline; the loss of a first latent frame from the image is 0."""
+        """Predict through the pipeline; a first latent frame given by the image has no loss."""
         found = super().predict(model, noisy, timesteps, conditioning)
         if not self.gives_first(model):
             return found
@@ -209,7 +201,7 @@ class _WanImage(ImageToVideo):
         return ("vae", *(name for name in ("image_encoder",) if name in parts.modules))
 
     def encode_frames(self, parts: FrozenParts, images: Tensor, frames: int) -> dict[str, Tensor]:
-        """Return ``reference_latents`` (b, c, frames, h, w), for Wan 2.1 also ``image_embeds``."""
+        """Return ``reference_latents`` (b, c, frames, h, w), and for Wan 2.1 ``image_embeds``."""
         if self.gives_first(None):
             return {REFERENCES: parts.encode_images(images).unsqueeze(2)}
         clips = images.new_zeros(*images.shape[:2], frames, *images.shape[2:])
@@ -231,7 +223,7 @@ class _WanImage(ImageToVideo):
         prompts: Mapping[str, Any],
         prefix: str = "",
     ) -> dict[str, Tensor]:
-        """Encode texts like the text-to-video pipeline, whose equal code does not need ftfy."""
+        """Encode texts with the text-to-video pipeline, which gives equal results without ftfy."""
         parts = {
             name: getattr(pipeline, name)
             for name in ("tokenizer", "text_encoder", "vae", "scheduler")
@@ -239,7 +231,7 @@ class _WanImage(ImageToVideo):
         return super().encode_with(pipeline_class(Wan.pipeline)(**parts), device, prompts, prefix)
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass each sample's encoded image to the model; the pipeline supports one image."""
+        """Pass each sample's encoded image to the model; the pipeline supports only one image."""
         super().adjust(pipe, call_kwargs)
         shown = call_kwargs[str(self.reference)]
         embeds = call_kwargs.get(IMAGE_EMBEDS)
@@ -307,7 +299,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         return bool(config_of(model).image_condition_type == _REPLACED)
 
     def frame_parts(self, parts: FrozenParts) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the name of the VAE; LLaVA encodes images with texts, not with frames."""
+        """Return the name of the VAE; LLaVA encodes images only together with texts."""
         return ("vae",)
 
     def encode_frames(
@@ -324,8 +316,8 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     ) -> dict[str, Tensor]:
         """Encode clips and their first frames.
 
-        With ``token_replace``, a clip's first latent frame is its first frame encoded alone. The
-        latent frame would differ within the clip, because the VAE normalises over all frames.
+        With ``token_replace``, the first frame is encoded alone to the first latent frame, because
+        otherwise the VAE would normalise over all frames of the clip.
         """
         found = super().encode_images(images, device=device)
         if self._condition_type(self._needed("images")) != _REPLACED:
@@ -407,7 +399,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     # -- The call.
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass each sample's encoded image to the model; sampling also mixes it into the noise."""
+        """Pass encoded images to the model and, in sampling, mix the images into the noise."""
         super().adjust(pipe, call_kwargs)
         shown = call_kwargs[str(self.reference)]
         call_kwargs[str(self.reference)] = torch.zeros(1, 3, 1, 1)  # A placeholder.
@@ -431,7 +423,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         return super()._as_latents(padded, noisy)
 
     def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
-        """Sample clips (n, 3, frames, height, width); ``latent_concat`` drops the first four."""
+        """Sample clips (n, 3, frames, h, w); ``latent_concat`` drops the first four frames."""
         clips = super().draw(model, drawing)
         return clips if self.gives_first(model) else clips[:, :, _LEFT_OUT:]
 

@@ -18,8 +18,8 @@ _PATCH: Final = 2
 class LatentSpace:
     """Latent space of a VAE, whose statistics normalise latents to mean 0 and deviation 1.
 
-    The class supports diffusers' VAEs for images and clips, also deterministic autoencoders such as
-    ``AutoencoderDC``. Statistics may be a scaling factor with or without shift, means and
+    The class supports diffusers' VAEs for images and clips, including deterministic autoencoders
+    such as ``AutoencoderDC``. Statistics may be a scaling factor with or without shift, means and
     deviations per channel, or batch normalisation.
 
     Args:
@@ -56,7 +56,7 @@ class LatentSpace:
         return int(self._vae.config.get("scale_factor_temporal") or self._from_steps())
 
     def latent_frames(self, frames: int) -> int:
-        """Return the number of latent frames of a clip; the first frame is one latent frame.
+        """Return the number of latent frames of a clip; the first frame alone is one latent frame.
 
         Args:
             frames: Number of frames of the clip.

@@ -42,7 +42,7 @@ Embeddings = Mapping[str, torch.Tensor]
 
 
 class FrozenParts:
-    """A diffusers pipeline without its trained model, complete on every rank, without gradients.
+    """The frozen parts of a diffusers pipeline, unpartitioned on every rank.
 
     ``on`` moves some parts to a device temporarily, and ``release`` moves all parts to the host.
 
@@ -94,11 +94,7 @@ class FrozenParts:
 
     @contextmanager
     def calling(self, model: Denoiser) -> Iterator[None]:
-        """Use the trained text encoders of an engine or model inside the ``with`` block.
-
-        Args:
-            model: Engine or model with the trained text encoders.
-        """
+        """Use the trained text encoders of an engine or model inside the ``with`` block."""
         encoders = self.trained_encoders.values()
         for encoder in encoders:
             encoder.call_in(model)
@@ -144,7 +140,7 @@ class FrozenParts:
 
         Args:
             device: Target device.
-            names: Names of the parts to move; default all parts.
+            names: Names of the parts to move; by default all parts.
         """
         for name, module in self.modules.items():
             if names is None or name in names:
@@ -222,11 +218,7 @@ class FrozenParts:
         return self.latents.settings()
 
     def hash(self, names: Sequence[str]) -> str:
-        """Return a hash of the weights of the named parts.
-
-        Args:
-            names: Names of the parts.
-        """
+        """Return a hash of the weights of the parts ``names``."""
         return "+".join(hash_weights(self.modules[name]) for name in names)
 
 
@@ -299,11 +291,7 @@ class Blueprint:
 
     @classmethod
     def of(cls, pipeline: Any) -> Blueprint:
-        """Create the blueprint of a loaded pipeline.
-
-        Args:
-            pipeline: Pipeline of diffusers.
-        """
+        """Create the blueprint of a loaded diffusers pipeline."""
         names = tuple(pipeline.components)
         settings = {
             name: value
@@ -355,11 +343,7 @@ class Blueprint:
     @classmethod
     @functools.cache
     def usual(cls, kind: type[Any]) -> Blueprint:
-        """Create a blueprint from a pipeline's class, with default settings.
-
-        Args:
-            kind: Class of the pipeline.
-        """
+        """Create a blueprint from the pipeline class ``kind``, with default settings."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         return cls(
@@ -418,11 +402,7 @@ class PipelineModel(torch.nn.Module):
 
     @contextmanager
     def cache_context(self, name: str, **_: Any) -> Iterator[None]:  # noqa: ARG002 - diffusers'
-        """Do nothing, because training caches nothing between steps.
-
-        Args:
-            name: Name of the cache.
-        """
+        """Do nothing, because training caches nothing between steps."""
         yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -479,7 +459,7 @@ class TrainedEncoder(torch.nn.Module):
 
 
 def call_cast(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a model, casting a pipeline's arguments to its dtype except time steps and sizes."""
+    """Call a model; cast floats, except time steps and sizes, to the model's dtype."""
     names = inspect.signature(primary_of(model).forward).parameters
     arguments = [
         value if name in _KEPT_EXACT else _cast_floats(value, model.dtype)

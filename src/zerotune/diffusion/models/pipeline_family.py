@@ -118,11 +118,11 @@ class TextToImage(ABC):
     dropout: float = attrs.field(default=0.0, validator=validated(probability))
     """Probability of training on the empty text, for classifier-free guidance."""
     parts_device: torch.device | None = None
-    """Device on which the parts encode uncached data; default the batch's device."""
+    """Device on which the parts encode uncached data; by default the batch's device."""
     guidance: float = 1.0
     """Guidance scale that a distilled model receives in training."""
     blueprint: Blueprint | None = None
-    """The pipeline without weights; default the pipeline of ``parts``."""
+    """The pipeline without weights; by default the pipeline of ``parts``."""
 
     base_component: ClassVar[str | None] = None
     """Name in the pipeline of the frozen model that the trained model controls."""
@@ -132,7 +132,7 @@ class TextToImage(ABC):
 
     @classmethod
     def separate_models(cls) -> tuple[str, ...]:
-        """Return the names of the components that are loaded apart from VAE and text encoders."""
+        """Return the pipeline's names of the trained model and of a ControlNet's frozen model."""
         return tuple(name for name in (cls.component, cls.base_component) if name is not None)
 
     @abstractmethod
@@ -176,11 +176,7 @@ class TextToImage(ABC):
         """
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return a batch's latents (b, c, h, w) in fp32; without latents, encode its images.
-
-        Args:
-            batch: Batch with latents or images.
-        """
+        """Return a batch's latents (b, c, h, w) in fp32; without latents, encode its images."""
         if "latents" in batch:
             return batch["latents"].float()
         images = images_of(batch)
@@ -283,7 +279,7 @@ class TextToImage(ABC):
             dataset.augmentation.check_countable()
 
     def one_of_each(self, references: Tensor) -> Tensor:
-        """Remove the dimension of references per sample if the family supports only one reference.
+        """Remove the dimension of references if the family supports only one per sample.
 
         Args:
             references: Images or latents (b, 1, c, h, w) or (b, c, h, w); (b, r, c, h, w) with
@@ -351,7 +347,7 @@ class TextToImage(ABC):
 
         Args:
             captions: One caption per sample.
-            device: Device of the encoders; default their current device.
+            device: Device of the encoders; by default their current device.
             references: Reference images (b, 3, height, width) in [-1, 1], or several per sample
                 (b, r, 3, height, width), for families that encode texts together with images
                 (``reads_references``).
@@ -400,11 +396,11 @@ class TextToImage(ABC):
     def encode_images(
         self, images: Tensor, *, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """Encode images as ``{"latents": …}``.
+        """Encode images, and return ``{"latents": …}``.
 
         Args:
             images: (b, 3, height, width) in [-1, 1].
-            device: Device of the VAE; default its current device.
+            device: Device of the VAE; by default its current device.
         """
         parts = self._needed("images")
         self._bring(parts, device, ["vae"])
@@ -421,11 +417,11 @@ class TextToImage(ABC):
     def encode_references(
         self, images: Tensor, *, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """Encode reference images as ``{"latents": …}``.
+        """Encode reference images, and return ``{"latents": …}``.
 
         Args:
             images: (b, 3, height, width) in [-1, 1].
-            device: Device of the VAE; default its current device.
+            device: Device of the VAE; by default its current device.
         """
         return self.encode_images(self.at_shown_size(images), device=device)
 
@@ -481,7 +477,7 @@ class TextToImage(ABC):
         )
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Return the settings that embeddings depend on in addition to weights, as JSON types."""
+        """Return the settings, as JSON values, on which embeddings depend apart from weights."""
         return {}
 
     def known_blueprint(self) -> Blueprint:
@@ -500,7 +496,7 @@ class TextToImage(ABC):
             f"{type(self).__name__} has no pipeline",
             key="blueprint",
             value=None,
-            fix="use load_pretrained(folder).family; parts=False omits VAE and text encoders",
+            fix="use load_pretrained(folder).family, or with parts=False to load only the model",
         )
 
     def latent_space(self) -> LatentSpace | _UsualSpace:
@@ -555,7 +551,7 @@ class TextToImage(ABC):
         """
 
     def sized(self, size: Mapping[str, int]) -> dict[str, int]:
-        """Return the pipeline's arguments for a size.
+        """Return the pipeline's arguments for an image or clip size.
 
         Args:
             size: ``height`` and ``width`` in pixels, for clips also ``num_frames``.
@@ -627,7 +623,8 @@ class TextToImage(ABC):
         """Return the pipeline's arguments for prompts, references and guidance.
 
         A guidance-distilled model receives the guidance scale as an input. With a negative prompt,
-        the model's input keeps its training value, and classifier-free guidance uses the scale.
+        the model's guidance input keeps its training value, and the scale controls classifier-free
+        guidance.
 
         Args:
             drawing: Prompts, seeds and options.
@@ -786,8 +783,8 @@ class PipelineFamily(TextToImage):
 
     A subclass declares how its pipeline differs from the defaults. The pipeline must accept
     ``latents`` and ``prompt_embeds`` and pass its model's prediction to its scheduler.
-    ``load_pretrained`` tests the family on the ``meta`` device; an error gives the reason if the
-    test fails.
+    ``load_pretrained`` tests the family on the ``meta`` device; if the test fails, the error gives
+    the reason.
     """
 
     component: ClassVar[str] = "transformer"
@@ -799,15 +796,15 @@ class PipelineFamily(TextToImage):
     """Class name of the trained model in diffusers; ``model_facts`` needs it to find the family of
     a configuration."""
     encoded: ClassVar[tuple[str, ...]] = ()
-    """Names of the outputs of ``encode_prompt`` in order; default ``text_tensors``, then the same
+    """Names of ``encode_prompt``'s outputs in order; by default ``text_tensors``, then the same
     names with ``negative_``."""
     text_width: ClassVar[str | None] = None
     """Key of the text width in the model's configuration, if it is not a usual key."""
     one_by_one: ClassVar[bool] = False
-    """Whether samples run one by one, because the pipeline has one time step for all samples."""
+    """Whether each sample needs a separate pipeline call, because a call has only one time step."""
 
     max_sequence_length: int | None = None
-    """Number of tokens per text; default the pipeline's."""
+    """Number of tokens per text; by default the pipeline's number."""
     texts_alone: bool = False
     """Whether texts are encoded one by one. ``load_pretrained`` sets ``texts_alone`` if the
     pipeline pads texts to the longest one, because embeddings would then depend on the batch."""
@@ -817,7 +814,7 @@ class PipelineFamily(TextToImage):
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode captions with ``encode_prompt``, with the arguments that ``__call__`` passes."""
+        """Encode captions with ``encode_prompt`` and the arguments that ``__call__`` passes."""
         singles = [[caption] for caption in captions] if self.texts_alone else [list(captions)]
         found = [
             self.encode_with(
@@ -992,7 +989,7 @@ class PipelineFamily(TextToImage):
         if found is not None and tuple(found.shape) == wanted:
             return found
         raise DataError(
-            f"the pipeline predicts {tuple(prediction.shape)} for latents of {wanted}",
+            f"the pipeline predicts shape {tuple(prediction.shape)} for latents of shape {wanted}",
             key=f"{self.pipeline}.scheduler.step",
             fix="declare the pipeline's packing of latents in the family; models that also "
             "predict a variance are not supported",
@@ -1053,7 +1050,7 @@ class PipelineFamily(TextToImage):
 
         Args:
             model: Model that predicts.
-            scheduler: Scheduler of one step.
+            scheduler: Scheduler with a single step, which ends the call.
         """
         return self._around(self.known_blueprint(), model, scheduler)
 
@@ -1066,7 +1063,7 @@ class PipelineFamily(TextToImage):
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """Return example latents and conditioning for a model, on the ``meta`` device except masks.
+        """Return example latents and conditioning for a model; only masks are not on ``meta``.
 
         Args:
             model: A diffusers model; its configuration defines the text width.
@@ -1151,7 +1148,7 @@ class _OneStep:
         sigmas: Any = None,
         **_: Any,
     ) -> None:
-        """Keep the time steps of the constructor."""
+        """Keep the time steps that were passed to the constructor."""
 
     def set_begin_index(self, begin_index: int = 0) -> None:
         """Ignore the index, because the scheduler has one step."""

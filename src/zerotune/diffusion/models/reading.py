@@ -23,8 +23,8 @@ from zerotune.errors import DataError
 class ReadingFamily(PipelineFamily):
     """Mixin for families whose text encoder encodes texts together with images.
 
-    The images are a batch's references; a family with different images overrides ``read_images``
-    and ``check_dataset``.
+    By default, the images are a batch's references; a family with different images overrides
+    ``read_images`` and ``check_dataset``.
     """
 
     reads_references: ClassVar[bool] = True
