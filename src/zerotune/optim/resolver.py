@@ -744,7 +744,7 @@ class Settling:
                 OPTIMIZER_TYPE,
                 name.written,
                 canonical,
-                "the name is that of a class, but the engine chooses the class: "
+                "this is the name of a class, but the engine chooses the class: "
                 f"{canonical} runs as {implementation.implementation} here",
                 "warning",
             )
@@ -1001,7 +1001,8 @@ class ScheduleSettling:
                 f"{SCHEDULER}.{key}",
                 total,
                 total,
-                f"unchanged, but the warm-up of {warmup} steps is longer than the whole schedule",
+                f"the value is unchanged, but the warm-up of {warmup} steps is longer than the "
+                "whole schedule",
                 "warning",
             )
 
@@ -1025,7 +1026,7 @@ class ScheduleSettling:
                 f"{SCHEDULER}.decay_lr_rate",
                 values["decay_lr_rate"],
                 values["decay_lr_rate"],
-                "unchanged, but DeepSpeed does not decay while decay_step_size is 0",
+                "the value is unchanged, but DeepSpeed does not decay while decay_step_size is 0",
                 "warning",
             )
 

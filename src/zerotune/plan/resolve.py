@@ -348,7 +348,8 @@ def _adapt(precision: str, who: str, platform: Platform, log: Log) -> str:
         return "bf16"
     possible = [name for name, can in works.items() if can]
     raise PlanConflictError(
-        f"requested by {who}, but this platform ({platform.accelerator}) does not support it",
+        f"requested by {who}, but this platform ({platform.accelerator}) does not support this "
+        "precision",
         key=f"{precision}.enabled",
         value=True,
         fix=f'use {" or ".join(possible)}, or "{AUTO}"',

@@ -1306,4 +1306,4 @@ def _notes(case: Costing) -> Iterator[str]:
     elif work.gradient_checkpointing and case.model.activations.checkpointed is None:
         yield "this model has no gradient checkpointing, so all activations are kept"
     elif work.activation_offload and not offloads_activations(case):
-        yield "activations are not offloaded: the model or the device does not support it"
+        yield "activations are not offloaded: the model or the device does not support offload"
