@@ -429,7 +429,7 @@ def _muon_rules(value: Iterable[Any]) -> tuple[tuple[str, bool], ...]:
 
 @attrs.frozen(kw_only=True)
 class MuonPatterns:
-    """Ordered patterns; the first matching one decides whether Muon or Adam updates a parameter.
+    """Ordered patterns; the first match decides whether Muon or Adam updates a parameter.
 
     To change the choice for some parameters, put their pattern before the defaults::
 

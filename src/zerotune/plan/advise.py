@@ -658,7 +658,7 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
 
 @attrs.frozen(kw_only=True)
 class Remedy:
-    """Different settings, with which a model fits or comes closer to fitting."""
+    """Different settings with which a model fits or comes closer to fitting."""
 
     what: str
     """Effect in words (``"adapters fit"``)."""

@@ -263,7 +263,7 @@ def decide_precision(
 
     An enabled precision in the configuration takes precedence. ``"auto"`` becomes the precision of
     the run, else that of the launcher's file, else bf16 if the hardware has bf16 arithmetic, else
-    fp32. fp16 is never chosen automatically, because fp16 needs loss scaling.
+    fp32. Automatic choice never selects fp16, because fp16 needs loss scaling.
     """
     written = _enabled(plan)
     launched = plan.launch.mixed_precision if plan.launch else None

@@ -600,7 +600,7 @@ class _Stretch:
     """Share of each overlapping phase."""
 
     def seconds(self, lanes: Mapping[StepPhase, Mapping[Lane, float]]) -> float:
-        """Return the total time of the passes, or the time of the busiest lane if longer."""
+        """Return the maximum of the total time of the passes and the time of the busiest lane."""
         one_by_one = sum(share * max(lanes[one].values()) for one, share in self.passes.items())
         total: dict[Lane, float] = {}
         for phase, share in (*self.passes.items(), *self.beside.items()):
