@@ -158,7 +158,7 @@ def trained_adapter(names: Iterable[str], *, prefix: str = "") -> str | None:
 
 
 def starting_points(tensor: torch.Tensor) -> frozenset[str]:
-    """Return fingerprints of a tensor in fp32 and rounded to bf16 and fp16."""
+    """Return three fingerprints of a tensor: in fp32, rounded to bf16, and rounded to fp16."""
     rounded = (tensor, tensor.to(torch.bfloat16), tensor.to(torch.float16))
     return frozenset(fingerprint(each) for each in rounded)
 
@@ -280,7 +280,7 @@ class Factors:
 
 @attrs.frozen
 class Published:
-    """Layer names of a model's original publication, which ComfyUI and kohya use."""
+    """Layer names of a model's original publication; ComfyUI and kohya use these names."""
 
     pipeline: str
     """Name of the diffusers pipeline whose ``lora_state_dict`` reads files with these names."""
@@ -553,8 +553,8 @@ def write_lora(
         model: The model that contains the layers.
         form: Format, ``"comfyui"`` or ``"kohya"``.
         component: Name of the model in its pipeline, such as ``"transformer"``.
-        outputs: Returns the number of outputs of an untrained layer, by name, if the format joins
-            the layer with trained ones.
+        outputs: Called with the name of an untrained layer that the format joins with trained
+            layers; returns the layer's number of outputs.
         dtype: Dtype of the file's tensors.
     """
     known = published(model, form, component)
@@ -735,7 +735,7 @@ def read_others(
     component: str,
     pipeline: Any = None,
 ) -> Read:
-    """Convert a LoRA file to diffusers' names with diffusers' ``lora_state_dict``.
+    """With diffusers' ``lora_state_dict``, convert a LoRA file to diffusers' names.
 
     Args:
         state: The file's tensors, by their names in the file.
@@ -822,7 +822,7 @@ def compare(
 ) -> bool:
     """Check that a file contains the trained factors; return whether they match bit for bit.
 
-    Zero columns, which joined layers have, are ignored.
+    Columns of zeros are ignored, because joined layers contain such columns.
 
     Args:
         read: The file as diffusers reads it.

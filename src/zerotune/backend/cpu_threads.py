@@ -41,7 +41,7 @@ _SETS_ONE_THREAD: Final = {
 
 @attrs.frozen(kw_only=True)
 class ThreadFacts:
-    """Threads of this process before zerotune changes them."""
+    """Thread settings of this process before zerotune changes them."""
 
     threads: int
     """Number of torch's OpenMP threads."""
@@ -51,7 +51,7 @@ class ThreadFacts:
 
     @classmethod
     def here(cls, affinity: Collection[int]) -> ThreadFacts:
-        """Read the facts of this process.
+        """Read the thread settings of this process.
 
         Args:
             affinity: CPUs that the process may use.

@@ -124,7 +124,7 @@ class Combination:
 
     @property
     def key(self) -> str:
-        """Digest of the combination; stem of the proof's file name."""
+        """Digest of the combination, which is the stem of the proof's file name."""
         text = json.dumps(attrs.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -263,7 +263,7 @@ def load_proof(combination: Combination) -> Proof | str:
 
 
 def store_proof(proof: Proof) -> Path | None:
-    """Save a proof for later starts, and a failure report if a check failed.
+    """Save a proof for later starts; if a check failed, also save a failure report.
 
     Args:
         proof: The proof.
@@ -337,7 +337,7 @@ def why_unproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
 
 
 def why_disproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
-    """Return why a proof has failed for a path that is the default without a proof.
+    """For a fast path that is the default without a proof, return why the proof failed.
 
     Args:
         path: The fast path.
@@ -362,7 +362,7 @@ def _what_to_do(proof: Proof) -> tuple[str, ...]:
 
 
 def proof_decisions(accelerator: Accelerator) -> tuple[Decision, ...]:
-    """Return the decision about proven fast paths; an empty tuple on a CPU without a proof.
+    """Return the decision about proven fast paths; on a CPU without a proof, return no decision.
 
     Args:
         accelerator: Kind of accelerator.
@@ -401,7 +401,7 @@ def prove_first(accelerator: Accelerator, group: ProcessGroup) -> tuple[Decision
 
     Args:
         accelerator: Kind of accelerator.
-        group: The process group.
+        group: Process group of all ranks.
 
     Returns:
         The decision about proven fast paths.
@@ -419,7 +419,7 @@ def prove_offload(plan: ResolvedPlan, group: ProcessGroup) -> tuple[Decision, ..
 
     Args:
         plan: The resolved plan.
-        group: The process group.
+        group: Process group of all ranks.
     """
     if plan.offload_optimizer == plan.offload_param == "none":
         return ()

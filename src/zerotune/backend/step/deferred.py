@@ -448,7 +448,8 @@ def _shares_cores(step: DeferredSteps) -> Decision:
 def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     """Choose whether updates are deferred and whether a thread runs them. Collective.
 
-    On an accelerator, updates are deferred only if a proof passed there or the plan requests it.
+    On an accelerator, updates are deferred only if a proof passed on the accelerator, or if the
+    plan requests deferred updates.
 
     Args:
         step: The optimizer's step.
@@ -523,7 +524,7 @@ class CompilerWatch:
 
     @classmethod
     def enter(cls, by: int) -> None:
-        """Announce the beginning or the end of a call whose compiled code waits for its weights.
+        """Announce the beginning or the end of a call whose compiled code waits for the weights.
 
         Args:
             by: 1 before the call, -1 after it.

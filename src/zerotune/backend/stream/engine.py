@@ -84,7 +84,7 @@ class StreamEngine(CountingEngine):
 
     Args:
         model: The model, in fp32, on any device.
-        plan: A resolved plan for DeepSpeed with its optimizer in host memory.
+        plan: A resolved DeepSpeed plan whose optimizer is in host memory.
         timeout_s: Seconds after which a collective raises an error.
 
     Raises:
@@ -582,7 +582,7 @@ class StreamLayout(MasterLayout):
 
     Args:
         units: The trained units.
-        optimizer: Optimizer of the slabs.
+        optimizer: Optimizer that updates the slabs.
         steps: Runs the updates.
     """
 

@@ -329,7 +329,7 @@ class Meeting(Closable):
     def add_squares(
         self, own: Mapping[tuple[int, int], float], came: Collection[int]
     ) -> dict[tuple[int, int], float]:
-        """Return sums of squared gradients over all ranks, for the unit of the last ``land``.
+        """For the unit of the last ``land``, return sums of squared gradients over all ranks.
 
         Args:
             own: This rank's sums, by member and by the owning rank at ZeRO-2.

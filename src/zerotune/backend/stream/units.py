@@ -74,7 +74,7 @@ class HostMemory:
         return span
 
     def keep(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return a unit's weights in memory that outlives the engine.
+        """Return a unit's weights, stored in memory that outlives the engine.
 
         Args:
             weights: A result of ``HostMemory.weights``.
@@ -122,7 +122,7 @@ class Part:
         return slice(self.offset, self.offset + self.span.stop - self.span.start)
 
     def runs(self) -> Iterator[tuple[slice, bool]]:
-        """Yield ranges of the slab, and for each range whether scalar code updates its elements."""
+        """Yield each range of the slab, and whether scalar code updates the range's elements."""
         at = self.offset
         for single in self.singles:
             if at < single.start:
@@ -253,7 +253,7 @@ class Unit:
 
     @property
     def is_current(self) -> bool:
-        """Whether the newest weights are on the device, or being copied there."""
+        """Whether the newest weights are on the device or are being copied there."""
         return self.is_here and self.loaded == self.current
 
     def of_member(self, member: Member) -> torch.Tensor:
@@ -338,8 +338,8 @@ def make_units(
 ) -> tuple[list[Unit], dict[torch.nn.Module, list[Unit]]]:
     """Divide a model's parameters into units, and move all remaining parameters to the device.
 
-    Of each module, either the frozen or the trained parameters are streamed, whichever are larger.
-    All other trained parameters, and parameters shared with unstreamed modules, stay on the device.
+    Each module streams either its frozen or its trained parameters, whichever take more memory. All
+    other trained parameters, and parameters shared with unstreamed modules, stay on the device.
 
     Args:
         model: The model.
@@ -423,9 +423,9 @@ def _kinds(
 def find_units(model: torch.nn.Module, named: Sequence[str] = ()) -> NamedModules:
     """Return names and modules whose weights are streamed, one unit per module.
 
-    By default, the repeated blocks that diffusers declares or zerotune knows are streamed; in other
-    models, consecutive modules of the same class. If such modules are nested, only the outermost is
-    streamed.
+    By default, the repeated blocks that diffusers declares or zerotune knows are streamed. In other
+    models, consecutive modules of the same class are streamed. If such modules are nested, only the
+    outermost is streamed.
 
     Args:
         model: The model.
