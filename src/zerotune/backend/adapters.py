@@ -67,7 +67,7 @@ class AdapterParameter:
 
     @property
     def key(self) -> str:
-        """The parameter's name in a peft file, which lacks the adapter's name."""
+        """The parameter's name in a peft file, without the adapter's name."""
         rest = "" if self.kind == "lora_magnitude_vector" else self.rest
         return f"{self.layer}.{self.kind}{rest}"
 
@@ -79,7 +79,7 @@ class AdapterParameter:
 
 @attrs.frozen(kw_only=True)
 class AdapterFacts:
-    """Facts about an adapter that was added to a model."""
+    """Name, layers and sizes of an adapter that zerotune has added to a model."""
 
     name: str
     """The adapter's name in the model."""
@@ -110,17 +110,17 @@ class AdapterFacts:
 
 
 def remember(model: torch.nn.Module, facts: AdapterFacts) -> None:
-    """Store facts about an added adapter on the model.
+    """Store an added adapter's ``AdapterFacts`` on the model.
 
     Args:
         model: The model with the adapter.
-        facts: Facts about the adapter.
+        facts: Name, layers and sizes of the adapter.
     """
     setattr(model, _RECORD, {**getattr(model, _RECORD, {}), facts.name: facts})
 
 
 def recall(model: torch.nn.Module, adapter: str) -> AdapterFacts | None:
-    """Return the stored facts about an adapter; ``None`` if zerotune did not add the adapter.
+    """Return an adapter's ``AdapterFacts``; ``None`` if zerotune did not add the adapter.
 
     Args:
         model: The model with the adapter.

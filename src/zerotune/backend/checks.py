@@ -150,8 +150,8 @@ def expected_groups(
 ) -> tuple[RunningGroup, ...]:
     """Return the parameter groups that the running engine must have.
 
-    The result contains the plan's groups, except for mup. mup divides groups by width when its
-    optimizer is created, so for mup the result contains the groups of ``client``.
+    The result contains the plan's groups. With mup, the result contains the groups of ``client``
+    instead, because mup divides groups by width when its optimizer is created.
 
     Args:
         choice: The plan's optimizer.

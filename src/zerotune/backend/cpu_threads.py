@@ -95,7 +95,7 @@ def cpu_threads(
 
     Args:
         plan: The resolved plan; without model or optimizer on the CPU, nothing is changed.
-        group: The ranks; ranks of the same host divide its cores.
+        group: All ranks; ranks on the same host divide the host's cores.
         wanted: Number of threads; default: chosen automatically.
         workers: Number of data workers of this rank.
 

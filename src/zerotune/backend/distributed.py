@@ -634,7 +634,7 @@ class DeepSpeedGroups:
         self._groups: list[Any] = []
 
     def join(self) -> None:
-        """Count an engine as a user of the groups until it calls ``leave``."""
+        """Count an engine as a user of the groups until ``leave`` removes the engine."""
         self._users += 1
 
     def leave(self) -> None:

@@ -47,7 +47,7 @@ class StepOutcome:
 
 @attrs.frozen(kw_only=True)
 class EngineState:
-    """State of an engine except weights and optimizer states."""
+    """State of an engine, without weights and optimizer states."""
 
     global_step: int
     """Number of optimizer steps, including skipped ones."""

@@ -370,7 +370,7 @@ class MasterLayout(ABC):
         """The flat tensors in the optimizer's parameter groups; their data may be on NVMe."""
 
     def masters_of(self, address: FragmentAddress, part: slice) -> torch.Tensor:
-        """Return some fp32 weights of a fragment in memory, 1-D. Do not write to the result.
+        """Return some fp32 weights of a loaded fragment, 1-D. Do not write to the result.
 
         Args:
             address: The fragment.
@@ -396,7 +396,7 @@ class MasterLayout(ABC):
         """See ``MasterWeights.expect``."""
 
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:  # noqa: ARG002
-        """Return the model's weights of a fragment, 1-D, in the dtype the model computes with.
+        """Return a fragment's weights in the model, 1-D, in the dtype that the model computes with.
 
         Args:
             address: The fragment.
@@ -523,7 +523,7 @@ class MasterWeights:
         self._layout.settle()
 
     def expect(self, followers: Sequence[Follower]) -> None:
-        """Announce averages to update with the next step, if it begins during the backward pass.
+        """Announce averages to update with a step that begins during the next backward pass.
 
         The call has no effect if the step begins only after the backward pass.
 

@@ -259,7 +259,7 @@ class BuildLock:
 
     @property
     def abandoned(self) -> bool:
-        """Whether the lock's process has probably ended, so that waiting would never end."""
+        """Whether the lock's process has probably ended, in which case waiting would never end."""
         return self.holder is None and self.age > _ABANDONED_AFTER
 
     def diagnose(self) -> Diagnosis:
@@ -591,7 +591,7 @@ class OpStatus:
         Args:
             name: Name of the op.
             purpose: What zerotune uses the op for.
-            state: Whether the op is built, can be built, or neither.
+            state: Availability of the op, such as ``"built"`` or ``"stale"``.
             found: The diagnosis, if any.
             library: Path of the compiled library, if any.
         """

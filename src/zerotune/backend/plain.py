@@ -452,7 +452,7 @@ class PlainStep(DeferredSteps):
 
     Args:
         adam: The optimizer; its ``step`` is replaced.
-        host: The master weights; ``None`` if the parameters are the master weights.
+        host: Master weights in host memory; ``None`` if the parameters are the master weights.
         base: See ``DeferredSteps``.
     """
 

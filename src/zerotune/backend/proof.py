@@ -101,7 +101,7 @@ class Combination:
         """Return the combination for the device that this process uses.
 
         Args:
-            accelerator: Kind of accelerator.
+            accelerator: Kind of accelerator, such as ``"cuda"``.
         """
         kind, processor = DEEPSPEED_NAMES[accelerator], MachineProbe().processor()
         device = processor
@@ -160,7 +160,7 @@ def _sources() -> str:
 
 @attrs.frozen(kw_only=True)
 class Outcome:
-    """Result of one check."""
+    """Result of one check of a proof."""
 
     passed: bool | None = attrs.field(validator=attrs.validators.in_((True, False, None)))
     """Whether the check passed; ``None`` if it was not run."""
@@ -324,7 +324,7 @@ def why_unproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
 
     Args:
         path: The fast path.
-        accelerator: Kind of accelerator.
+        accelerator: Kind of accelerator, such as ``"cuda"``.
     """
     if proof_setting() == "off":
         return f"{VARIABLE}=off disables the fast paths"
@@ -341,7 +341,7 @@ def why_disproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
 
     Args:
         path: The fast path.
-        accelerator: Kind of accelerator.
+        accelerator: Kind of accelerator, such as ``"cuda"``.
 
     Returns:
         The reason; ``None`` without a failed proof.
@@ -365,7 +365,7 @@ def proof_decisions(accelerator: Accelerator) -> tuple[Decision, ...]:
     """Return the decision about proven fast paths; on a CPU without a proof, return no decision.
 
     Args:
-        accelerator: Kind of accelerator.
+        accelerator: Kind of accelerator, such as ``"cuda"``.
     """
     setting = proof_setting()
     combination = Combination.here(accelerator)
@@ -400,7 +400,7 @@ def prove_first(accelerator: Accelerator, group: ProcessGroup) -> tuple[Decision
     One process per machine runs the proof while all others wait. On a CPU, no proof is run.
 
     Args:
-        accelerator: Kind of accelerator.
+        accelerator: Kind of accelerator, such as ``"cuda"``.
         group: Process group of all ranks.
 
     Returns:

@@ -299,7 +299,7 @@ def leave_in_file(parameter: torch.nn.Parameter, weight: StoredWeight) -> None:
 
     Args:
         parameter: The parameter.
-        weight: Position of the parameter's values.
+        weight: Position of the parameter's values in the file.
     """
     setattr(parameter, _WAITING, weight)
 
@@ -332,8 +332,8 @@ def make_room(
 
     Args:
         parameter: The parameter.
-        dtype: Dtype of the memory.
-        device: Device of the memory.
+        dtype: Dtype for the allocated values.
+        device: Device on which the memory is allocated.
         passing: Whether the memory is freed soon; host memory is then mapped separately, so that
             the heap is not fragmented.
 

@@ -353,11 +353,11 @@ def host_name() -> str:
 
 
 def learn(clock: Clock, other: Clock) -> None:
-    """Merge one vector clock into another.
+    """Update one vector clock with the later times of another.
 
     Args:
         clock: The clock to update.
-        other: The clock to merge.
+        other: The clock that gives the later times.
     """
     for name, time in other.items():
         clock[name] = max(time, clock.get(name, 0))

@@ -786,9 +786,9 @@ def shard_from_host(
 ) -> None:
     """Partition a model in place for stage 3.
 
-    ``zero.Init`` neither casts weights nor moves buffers, so weights are cast before and buffers
-    moved after. If weights are still in files, each rank reads only its part of them, without
-    communication.
+    ``zero.Init`` neither casts weights nor moves buffers, so the weights are cast before
+    partitioning, and the buffers are moved afterwards. If weights are still in files, each rank
+    reads only its part of them, without communication.
 
     Args:
         deepspeed: The module.

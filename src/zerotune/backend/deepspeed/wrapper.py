@@ -161,11 +161,11 @@ class OptimizerWrapper(ABC):
         """
 
     def correct(self) -> tuple[Decision, ...]:
-        """Apply corrections that every DeepSpeed engine needs, including a trainer's."""
+        """Apply corrections that every DeepSpeed engine needs, even one of another trainer."""
         return ()
 
     def improve(self) -> tuple[Decision, ...]:
-        """Apply corrections that only zerotune's engine needs, before its step is replaced."""
+        """Apply corrections that only zerotune's engine needs, before the step is replaced."""
         return ()
 
     def refused(self) -> EngineError | None:

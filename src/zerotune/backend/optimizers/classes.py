@@ -694,8 +694,8 @@ def _largest(numbers: torch.Tensor) -> torch.Tensor:
 def codebook(*, signed: bool) -> Codebook:
     """Return Dettmers' dynamic tree (https://arxiv.org/abs/1511.04561) as bitsandbytes defines it.
 
-    The values cover seven decades. Each decade is divided into equal steps, twice as many as the
-    decade below it.
+    The values cover seven decades. Each decade is divided into equal steps, twice as many as in the
+    decade below.
 
     Args:
         signed: Whether the codebook contains negative values.

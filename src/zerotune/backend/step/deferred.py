@@ -393,10 +393,10 @@ def take_over(
         adam: The optimizer.
         usual: Name of the replaced step; not used if the optimizer is zerotune's.
         obstacle: Why this rank cannot replace the step; ``None`` if it can.
-        rounds_alike: Returns whether this build of torch rounds like the compiled kernels;
-            ``None`` if torch's arithmetic is not involved.
-        make: Creates the replacement, given ``op``.
-        reason: Reason for the decision if the step is replaced.
+        rounds_alike: Function that checks whether this build of torch rounds like the compiled
+            kernels; ``None`` if torch's arithmetic is not involved.
+        make: Function that creates the replacement from ``op``.
+        reason: Reason to record in the decision if the step is replaced.
 
     Returns:
         The replacement, or ``None`` if the step is not replaced, and the decisions.

@@ -583,7 +583,7 @@ class StreamLayout(MasterLayout):
     Args:
         units: The trained units.
         optimizer: Optimizer that updates the slabs.
-        steps: Runs the updates.
+        steps: Object that runs the updates.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class UnitPass:
         check: Called once the gradients are on the host; returns whether to update the unit.
         written: Future that is done once the unit is updated.
         views: Number of views of the unit's weights that ``steps`` contains.
-        rank: Priority; lower ranks run first.
+        rank: Priority; updates with a lower rank run first.
     """
 
     def __init__(

@@ -81,8 +81,8 @@ class SharedMemory(Closable):
 
         Args:
             start: Offset of the first byte.
-            numel: Number of elements.
-            dtype: Dtype of the tensor.
+            numel: Number of elements of the new tensor.
+            dtype: Dtype of the new tensor.
         """
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=start)
 
@@ -91,7 +91,7 @@ class SharedMemory(Closable):
 
         Args:
             start: Offset of the first byte.
-            nbytes: Number of bytes.
+            nbytes: Number of bytes to allocate.
 
         Raises:
             OSError: Not enough memory is free.

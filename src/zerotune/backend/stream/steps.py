@@ -73,7 +73,7 @@ class StreamedSteps:
         op: The compiled kernels.
         gradients: Host memory for gradients.
         lane: Lane for copies from the device.
-        passes: Runs the updates.
+        passes: Object that runs the updates.
         clipping: Largest gradient norm; with 0, gradients are not clipped and updates begin during
             the backward pass.
     """
@@ -137,10 +137,10 @@ class StreamedSteps:
     # -- Gradients.
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Prepare for a backward pass.
+        """Prepare for the backward pass of one micro batch.
 
         Args:
-            is_last: Whether its micro batch is the last one of the accumulation window.
+            is_last: Whether the micro batch is the last one of its accumulation window.
         """
         self._check_claimed()
         self._is_last = is_last

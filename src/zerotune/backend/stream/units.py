@@ -39,8 +39,8 @@ class HostMemory:
         """Return a flat tensor of zeros, private to this process.
 
         Args:
-            numel: Number of elements.
-            dtype: Dtype of the tensor.
+            numel: Number of elements of the new tensor.
+            dtype: Dtype of the new tensor.
         """
         return torch.zeros(numel, dtype=dtype, pin_memory=self._pin)
 
@@ -48,8 +48,8 @@ class HostMemory:
         """Return a flat tensor of zeros for a unit's weights.
 
         Args:
-            numel: Number of elements.
-            dtype: Dtype of the tensor.
+            numel: Number of elements of the new tensor.
+            dtype: Dtype of the new tensor.
         """
         return self.zeros(numel, dtype)
 
@@ -425,7 +425,7 @@ def find_units(model: torch.nn.Module, named: Sequence[str] = ()) -> NamedModule
 
     By default, the repeated blocks that diffusers declares or zerotune knows are streamed. In other
     models, consecutive modules of the same class are streamed. If such modules are nested, only the
-    outermost is streamed.
+    outermost one is streamed.
 
     Args:
         model: The model.
@@ -492,7 +492,7 @@ class FlatOrder:
         return None if place is None else place[0]
 
     def place_of(self, name: str, element: int) -> int:
-        """Return the position in the group of an element of a flattened parameter.
+        """Return the position of a flattened parameter's element in the optimizer group.
 
         Args:
             name: Name of the parameter.
@@ -501,7 +501,7 @@ class FlatOrder:
         return int(self._places[name][1].start) + element
 
     def fragments(self, name: str) -> Iterator[tuple[int, slice]]:
-        """Yield every rank and the elements of a flattened parameter that the rank owns at ZeRO-2.
+        """For a flattened parameter, yield each rank and the elements that the rank owns at ZeRO-2.
 
         Args:
             name: Name of the parameter.
