@@ -94,7 +94,7 @@ def cpu_threads(
     accelerate), ``torch.set_num_threads``, and CPU affinity, which is never widened.
 
     Args:
-        plan: The resolved plan; without model or optimizer on the CPU, nothing is changed.
+        plan: The resolved plan; nothing changes unless the model or the optimizer is on the CPU.
         group: All ranks; ranks on the same host divide the host's cores.
         wanted: Number of threads; default: chosen automatically.
         workers: Number of data workers of this rank.

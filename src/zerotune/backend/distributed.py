@@ -646,7 +646,7 @@ class DeepSpeedGroups:
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """Inside the block, record every new group as a group of DeepSpeed's."""
+        """Inside the block, record every new group as a DeepSpeed group."""
         groups = dist.distributed_c10d._world.pg_map
         before = set(groups)
         try:

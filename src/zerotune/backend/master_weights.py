@@ -34,7 +34,7 @@ class OptimizerStates:
     Each property reads the optimizer's state only when the property is accessed.
 
     Args:
-        optimizer: A ``torch.optim.Optimizer``, DeepSpeed's included; ``None`` for weights
+        optimizer: A ``torch.optim.Optimizer`` or an optimizer of DeepSpeed; ``None`` for weights
             without an optimizer.
         key: The tensor object that is in the optimizer's parameter groups.
     """
@@ -388,7 +388,7 @@ class MasterLayout(ABC):
             followers: The averages to update.
 
         Returns:
-            Whether a pending step will update them.
+            Whether a pending step will update the averages.
         """
         return False
 
@@ -538,7 +538,8 @@ class MasterWeights:
         Call ``settle`` before reading the averages.
 
         Args:
-            followers: The averages. An empty sequence announces that a later step may have some.
+            followers: The averages. An empty sequence announces that a later step may have
+                averages.
 
         Returns:
             Whether the step will update the averages; ``False`` if no step is pending.

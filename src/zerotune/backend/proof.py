@@ -269,8 +269,8 @@ def store_proof(proof: Proof) -> Path | None:
         proof: The proof.
 
     Returns:
-        Path of the proof's file; ``None`` if it cannot be written, so that the proof is valid only
-        in this process.
+        Path of the proof's file; ``None`` if the file cannot be written, in which case the proof is
+        valid only in this process.
     """
     path, report = proof_path(proof.combination), report_path(proof.combination)
     try:
@@ -337,7 +337,7 @@ def why_unproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
 
 
 def why_disproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
-    """For a fast path that is the default without a proof, return why the proof failed.
+    """For a fast path that is the default even without a proof, return why the proof failed.
 
     Args:
         path: The fast path.

@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replacement of a device's stream module; records every torch operation.
 
     Args:
-        otherwise: Assumed place of tensors without a GPU, unless declared with ``lie``.
+        otherwise: Without a GPU, assumed place of tensors that are not declared with ``lie``.
         simulated: Whether to simulate streams even if there is a GPU.
     """
 

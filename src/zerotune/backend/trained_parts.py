@@ -188,7 +188,7 @@ def components(
 
 @contextmanager
 def frozen(engine: Engine) -> Iterator[torch.nn.Module]:
-    """Inside the block, gradients flow through an engine's model, but the weights get none.
+    """Inside the block, gradients flow through an engine's model, but not into its weights.
 
     Use ``frozen`` if the loss of one engine depends on the model of a second engine. For example, a
     generator's loss may depend on a critic. Run both the forward and the backward pass inside the

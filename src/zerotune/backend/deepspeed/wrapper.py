@@ -161,7 +161,7 @@ class OptimizerWrapper(ABC):
         """
 
     def correct(self) -> tuple[Decision, ...]:
-        """Apply corrections that every DeepSpeed engine needs, even one of another trainer."""
+        """Apply corrections that all DeepSpeed engines need, also those of other trainers."""
         return ()
 
     def improve(self) -> tuple[Decision, ...]:

@@ -421,8 +421,8 @@ class AdamWBF16States(AdamWStates):
     The states use 4 bytes per weight instead of 8; weights, gradients and arithmetic are fp32. Each
     chunk of moments is converted to fp32, updated by torch's AdamW and rounded stochastically to
     bf16. Stochastic rounding (Gupta et al. 2015, https://arxiv.org/abs/1502.02551) is exact in
-    expectation. Rounding to nearest would freeze the second moment. Its relative change per step,
-    ``1 - beta2``, is smaller than half a unit in the last place of bf16.
+    expectation. Rounding to nearest would freeze the second moment. The second moment's relative
+    change per step, ``1 - beta2``, is smaller than half a unit in the last place of bf16.
 
     The noise depends only on the step, the group, and an element's position among the group's
     stepped elements. Therefore a resumed run is identical to an uninterrupted one, and replicas

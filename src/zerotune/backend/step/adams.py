@@ -435,8 +435,8 @@ class Host8BitAdam(Stepper):
 class HostTorchAdam(Stepper):
     """Stepper whose results are bit-identical to the fused ``torch.optim.Adam`` or ``AdamW``.
 
-    Results of torch's for-loop implementation differ, because that implementation rounds square
-    roots incorrectly.
+    Results of torch's for-loop implementation differ, because its square roots are not correctly
+    rounded.
     """
 
     @staticmethod

@@ -526,7 +526,7 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     """Return why a model's weights are not streamed; ``None`` if they are.
 
     Args:
-        plan: The resolved plan, including its optimizer.
+        plan: The resolved plan, which must contain an optimizer.
         model: The model to train.
     """
     if plan.streamed is None and (obstacle := _why_not_by_default(plan)) is not None:

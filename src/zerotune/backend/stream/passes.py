@@ -32,7 +32,8 @@ class UnitPass:
         steps: The unit's slabs, each with its step; every step has already begun.
         averages: Averages updated with this step; more may be appended later.
         landed: Copy of the gradients to the host; ``None`` if they are already there.
-        check: Called once the gradients are on the host; returns whether to update the unit.
+        check: Function that is called once the gradients are on the host; returns whether to update
+            the unit.
         written: Future that is done once the unit is updated.
         views: Number of views of the unit's weights that ``steps`` contains.
         rank: Priority; updates with a lower rank run first.
