@@ -89,7 +89,7 @@ def test_trouble_on_one_rank_is_told_on_both(tmp_path):
     assert "CollectiveError: arguments of save_checkpoint" in path
     bad = told(lambda: save(extra={"set": {1}} if rank else {}))
     reports = ("rank 1 reports: ", "")[rank]
-    assert bad.startswith(f"CheckpointError: extra.set = {{1}}: {reports}JSON")
+    assert bad.startswith(f"CheckpointError: extra.set = {{1}}: {reports}cannot be saved as JSON")
     with failing_write(3_000) if rank else nullcontext():
         full = told(save)
     assert ("rank 1 reports: OSError", "No space left on device")[rank] in full
