@@ -290,7 +290,7 @@ class Meeting(Closable):
         """Wait until every rank has staged gradients of the same unit and members.
 
         Args:
-            index: Index of the unit, or a mark.
+            index: Index of the unit, or one of ``END``, ``STEP`` and ``DROPPED``.
             came: Indices of the unit's members that have a gradient.
 
         Raises:
