@@ -125,7 +125,7 @@ def publish(
     token: str | None = None,
     endpoint: str | None = None,
 ) -> Published:
-    """Upload an export in one commit with its model card. Not collective.
+    """Upload an export and its model card in one commit. Not collective.
 
     Call ``publish`` on one rank. Uploaded files are not visible until all files have arrived and
     one commit adds them. The commit fails if the repository has changed since the upload began. An
@@ -140,7 +140,7 @@ def publish(
         card: Content of the model card; loading instructions are added.
         private: Whether a new repository is private.
         message: Commit message.
-        token: Hub token; by default the token of the login.
+        token: Hub token; by default the token of the user's stored login.
         endpoint: Address of the Hub; by default huggingface_hub's address.
 
     Returns:

@@ -120,15 +120,15 @@ def cleanup_stale_swap(
 
     Only folders created by zerotune are deleted, and only if no process locks the folder and no
     recorded owner is alive. Folders in DeepSpeed's layout (``zero_stage_3/…/rankN``) have no
-    recorded owner, so they are reported, and deleted only with ``adopt``. Symbolic links are not
+    recorded owner, so they are only reported, unless ``adopt`` is set. Symbolic links are not
     followed, and mounts are not entered. Several processes may clean the same root at once, while
     runs start and end. An interrupted clean-up can be repeated.
 
     Args:
         root: The swap root.
         dry_run: Only report what would be deleted.
-        adopt: Also delete folders in DeepSpeed's layout, if every process can be inspected and no
-            process uses their files.
+        adopt: Also delete a folder in DeepSpeed's layout if every process can be inspected and no
+            process uses the folder's files.
 
     Raises:
         OffloadError: The root is not a folder, is a symbolic link, or cannot be read.
