@@ -127,10 +127,10 @@ def publish(
 ) -> Published:
     """Upload an export and its model card in one commit. Not collective.
 
-    Call ``publish`` on one rank. Uploaded files are not visible until all files have arrived and
-    one commit adds them. The commit fails if the repository has changed since the upload began. An
-    interrupted upload leaves the repository unchanged, and the next upload sends only missing
-    files.
+    Call ``publish`` on one rank. Uploaded files become visible together, when all files have
+    arrived and one commit adds them. The commit fails if the repository has changed since the
+    upload began. An interrupted upload leaves the repository unchanged, and the next upload sends
+    only missing files.
 
     Args:
         folder: Output of ``export_model``, ``export_pipeline``, ``export_adapters`` or

@@ -380,8 +380,8 @@ def doubt_about(swap: BareSwap, kind: str | None) -> str | None:
 def remove_bare(root: int, name: str, *, kind: str | None, removed: Removed) -> str | None:
     """Delete an unused folder in DeepSpeed's layout, or return why the folder must be kept.
 
-    The folder is first renamed, so that a run that starts meanwhile creates a new folder. The
-    renamed folder is inspected again, to detect a run that started just before the renaming.
+    The folder is first renamed, so that a run that starts during the deletion creates a new folder.
+    The renamed folder is inspected again, to detect a run that started just before the renaming.
 
     Args:
         root: Descriptor of the swap root.

@@ -209,12 +209,11 @@ def need_share(share: Share | None) -> Share:
 class OffloadManager:
     """Creates a swap folder for each run, inside a root folder shared by all runs.
 
-    The root is the first path that is set: an argument of ``OffloadManager``, a path in the
-    trainer's configuration, the plan's ``nvme_path``, or an environment variable. The paths in the
-    trainer's configuration are ``offload_param_path`` and ``offload_optimizer_path``. The
-    environment variables are, in order, ``ZEROTUNE_OFFLOAD_PARAM_PATH``,
-    ``ZEROTUNE_OFFLOAD_OPTIMIZER_PATH`` and ``ZEROTUNE_SWAP_ROOT``. If no path is set, zerotune
-    warns, and the root is a folder in the system's temporary folder.
+    The root is the first path that is set: an argument, a path in the trainer's configuration, the
+    plan's ``nvme_path``, or an environment variable. The paths in the trainer's configuration are
+    ``offload_param_path`` and ``offload_optimizer_path``. The environment variables are, in order,
+    ``ZEROTUNE_OFFLOAD_PARAM_PATH``, ``ZEROTUNE_OFFLOAD_OPTIMIZER_PATH`` and ``ZEROTUNE_SWAP_ROOT``.
+    If no path is set, zerotune warns, and the root is a folder in the system's temporary folder.
 
     Args:
         root: Root for parameters and optimizer states.

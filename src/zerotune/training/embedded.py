@@ -295,7 +295,7 @@ class EmbeddedPlan(Closing):
         announce(decisions)
 
     def register(self, *averages: Any) -> None:
-        """Attach EMAs to the engine, and include them in its checkpoints. Collective.
+        """Attach EMAs to the engine, and include the EMAs in the engine's checkpoints. Collective.
 
         Args:
             averages: ``zerotune.ema.EMAModel`` objects, which may be older than the engine, or

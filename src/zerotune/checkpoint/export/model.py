@@ -131,8 +131,9 @@ def export_model(
         path: Path of the folder; an earlier export is replaced when the new export is complete. A
             path ending in ``.safetensors`` becomes a single file.
         engine: Engine of the model; frozen parameters and buffers are exported as well.
-        weights: Source of the trained parameters: an attached EMA shadow, the name of an attached
-            EMA such as ``"ema"``, or ``"trained"`` for the fp32 master weights (default).
+        weights: Source of the trained parameters: ``"trained"``, an attached EMA shadow, or the
+            name of an attached EMA, such as ``"ema"``. By default, as with ``"trained"``, the fp32
+            master weights are exported.
         dtype: Dtype of all floating-point tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"``
             or a torch dtype.
         shard_size: Maximum bytes of tensors in a file.
