@@ -42,8 +42,8 @@ LAYERS = (
     "from importlinter.cli import lint_imports_command; lint_imports_command()",
     "--no-cache",
 )
-# A file each, in the order of tests/conftest.py: most tests wait for one single-threaded process.
-TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+# A file each, in the order of tests/conftest.py: tests that wait for a process leave a core idle.
+THREE_AT_A_TIME = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def install(session: nox.Session, *what: str) -> None:
@@ -100,7 +100,7 @@ def tests(session: nox.Session) -> None:
         run(session, *FORMAT)
         run(session, *TYPES)
         run(session, *LAYERS)
-    run(session, "-m", "pytest", *(session.posargs or TWO_AT_A_TIME))
+    run(session, "-m", "pytest", *(session.posargs or THREE_AT_A_TIME))
 
 
 @nox.session(python=PYTHON)
@@ -168,7 +168,7 @@ def engine_tests_with(session: nox.Session, package: str, version: str) -> None:
     report = Path(session.create_tmp()) / "tests.xml"
     session.run(
         "python", "-m", "pytest", f"--junitxml={report}",
-        *(session.posargs or [*TWO_AT_A_TIME, "tests/backend", "tests/checkpoint"]),
+        *(session.posargs or [*THREE_AT_A_TIME, "tests/backend", "tests/checkpoint"]),
         success_codes=[0] if session.posargs else [0, 1],
     )  # fmt: skip
     # With the newest of one package the run is that of the newest of the other as well.
