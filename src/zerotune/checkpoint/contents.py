@@ -111,7 +111,7 @@ class Piece:
 
 @attrs.frozen(kw_only=True, eq=False)
 class RankContents:
-    """Everything that one rank writes."""
+    """Everything that one rank writes to a checkpoint."""
 
     parts: Mapping[Subject, tuple[Part, ...]]
     counters: Mapping[str, Counters]

@@ -511,7 +511,7 @@ def _load_decision(
 
 @attrs.frozen(kw_only=True)
 class CheckpointContents:
-    """Contents of a loaded checkpoint."""
+    """Manifest, caller's data and decisions of a loaded checkpoint."""
 
     extra: Mapping[str, Any]
     """The ``extra`` data passed to ``save_checkpoint``."""

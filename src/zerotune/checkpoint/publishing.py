@@ -27,7 +27,8 @@ _SHARD: Final = re.compile(r"-\d{5}-of-\d{5}")
 
 @attrs.frozen(kw_only=True)
 class Card:
-    """Contents of a model card. Local paths are removed from the card's values."""
+    """Title, license, plan, samples and other contents of a model card. Local paths are removed
+    from the card's values."""
 
     title: str | None = None
     """Heading; by default the name of the repository."""
@@ -106,7 +107,7 @@ class Card:
 
 @attrs.frozen(kw_only=True)
 class Published:
-    """Result of an upload."""
+    """Address, commit and files of an upload."""
 
     url: str
     commit: str

@@ -60,7 +60,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @attrs.frozen(kw_only=True, eq=False)
 class Filing:
-    """Layout of a checkpoint's shared files."""
+    """Files that all ranks of a checkpoint write together, and the layout of these files."""
 
     files: tuple[TensorFile, ...]
     parameters: tuple[ParameterRecord, ...]

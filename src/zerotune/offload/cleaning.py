@@ -305,7 +305,7 @@ _FILE_NAME: Final = re.compile(r".+\.swp")
 
 @attrs.frozen(kw_only=True)
 class BareSwap:
-    """Contents of a folder in DeepSpeed's layout."""
+    """Size, files and last write of a folder in DeepSpeed's layout."""
 
     nbytes: int
     """Bytes allocated on disk."""
@@ -442,7 +442,7 @@ _CLOCK_SLACK: Final = 2.0
 
 @attrs.frozen(kw_only=True)
 class Users:
-    """Result of inspecting every process of this machine."""
+    """Processes on this machine that use, or may use, the files of a folder."""
 
     open_in: tuple[int, ...] = ()
     """Ids of processes that have one of the files open."""

@@ -122,7 +122,7 @@ class Invitation:
     """``ResolvedPlan.content()`` of rank 0's plan; empty if unknown."""
 
     def to_given_path(self) -> str:
-        """Encode the data as one line of text."""
+        """Encode run id, settings and plan as one line of text."""
         content = {"aio": dict(self.aio), "plan": dict(self.plan)}
         return f"{self.run_id} {json.dumps(content, sort_keys=True)}"
 

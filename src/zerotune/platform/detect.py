@@ -304,7 +304,7 @@ class _Machine:
 
 @attrs.frozen(kw_only=True)
 class Cores:
-    """Numbers of CPU cores."""
+    """Numbers of physical, logical and usable CPU cores."""
 
     physical: int
     logical: int
