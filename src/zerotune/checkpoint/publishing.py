@@ -27,8 +27,10 @@ _SHARD: Final = re.compile(r"-\d{5}-of-\d{5}")
 
 @attrs.frozen(kw_only=True)
 class Card:
-    """Title, license, plan, samples and other contents of a model card. Local paths are removed
-    from the card's values."""
+    """Title, license, plan, samples and other parts of a model card.
+
+    Local paths are removed from the values.
+    """
 
     title: str | None = None
     """Heading; by default the name of the repository."""

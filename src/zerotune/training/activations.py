@@ -44,7 +44,7 @@ _SAMPLE_KEYS: Final = ("latents", "images", "pixel_values")
 
 @attrs.frozen(kw_only=True)
 class Activations:
-    """Measured activation memory of one training step, and the image size of the measurement."""
+    """Activation memory and arithmetic of one training step at a given image size."""
 
     size: tuple[int, int] | None = None
     """Height and width in pixels; ``None`` if unknown."""
