@@ -100,12 +100,13 @@ def table(records: Mapping[str, Any]) -> str:
     *others, last = (f"{name} {one}" for name, one in records["versions"].items())
     introduction = (
         f"The runs in this table trained a tiny model of each class on {records['date']}, with "
-        f"{', '.join(others)} and {last}. The columns *all weights* and *adapters* give the "
-        "largest relative difference between a ZeRO run's loss and the plain engine's, in fp32, "
-        "over all runs and steps. Plain diffusers loaded each exported model and gave the engine's "
-        "predictions bit for bit. The last two columns estimate the smallest GPU memory with "
-        "which `advise` finds a plan for the row's published model, in bf16 with batch size 1. "
-        "Plans for image models assume 1024 x 1024 pixels, plans for video models the clip size in "
+        f"{', '.join(others)} and {last}. The columns *all weights* and *adapters* compare the "
+        "losses of ZeRO runs with those of the plain engine, in fp32. Each value is the largest "
+        "relative difference over all runs and steps. Plain diffusers loaded each exported model "
+        "and gave the engine's predictions bit for bit. The last two columns estimate the smallest "
+        "GPU memory with which `advise` finds a plan for the row's published model, in bf16 with "
+        "batch size 1. Plans for image models assume 1024 x 1024 pixels; plans for video models "
+        "assume the clip size in "
         f"[what fits](fits.md). Plans for adapters assume rank {RANK} and 64 GiB of host memory; "
         "plans for all weights assume 128 GiB of host memory and 2 TB of NVMe."
     )
