@@ -152,7 +152,7 @@ class ImageToVideo(PipelineFamily):
     # -- A first latent frame that the image replaces.
 
     def gives_first(self, model: Any) -> bool:  # noqa: ARG002 - for subclasses
-        """Return whether the image replaces the first latent frame of ``model``."""
+        """Return whether, for ``model``, the image replaces the first latent frame of a clip."""
         return False
 
     def predict(
