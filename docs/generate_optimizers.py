@@ -15,7 +15,7 @@ PAGE = Path(__file__).with_name("optimizers.md")
 BEGIN, END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
 _LEGEND = (
     "✓ means that the optimizer works, ◐ that it works with a change that `capability(…)` names, "
-    "✗ that it cannot work, and · that it was not run. Every cell with ✓ or ◐ was run."
+    "✗ that it cannot work, and · that it was not run. Every combination with ✓ or ◐ was run."
 )
 
 

@@ -212,7 +212,11 @@ def test_who_went_with_an_agents_store_before_all_had_come_is_named(
     arrivals = distributed._Arrivals(launch, timeout=timedelta(seconds=60))
     look = arrivals._look
     monkeypatch.setattr(arrivals, "_look", lambda: (look(), agent.clear()))
-    what = "has ended, and so has its store" if came else "never arrived"
+    what = (
+        "has exited, which also ended the rendezvous store that it hosted"
+        if came
+        else "never arrived"
+    )
     with pytest.raises(CollectiveError, match=rf"\(Rank 0 is missing: rank 0 {what}\)"):
         arrivals.wait()
 

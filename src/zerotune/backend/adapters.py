@@ -67,7 +67,7 @@ class AdapterParameter:
 
     @property
     def key(self) -> str:
-        """The parameter's name in a peft file, which lacks the adapter's name."""
+        """The parameter's name in a peft file, without the adapter's name."""
         rest = "" if self.kind == "lora_magnitude_vector" else self.rest
         return f"{self.layer}.{self.kind}{rest}"
 
@@ -79,7 +79,7 @@ class AdapterParameter:
 
 @attrs.frozen(kw_only=True)
 class AdapterFacts:
-    """Facts about an adapter that was added to a model."""
+    """Name, layers and sizes of an adapter that zerotune has added to a model."""
 
     name: str
     """The adapter's name in the model."""
@@ -110,17 +110,17 @@ class AdapterFacts:
 
 
 def remember(model: torch.nn.Module, facts: AdapterFacts) -> None:
-    """Store facts about an added adapter on the model.
+    """Store an added adapter's ``AdapterFacts`` on the model.
 
     Args:
         model: The model with the adapter.
-        facts: Facts about the adapter.
+        facts: Name, layers and sizes of the adapter.
     """
     setattr(model, _RECORD, {**getattr(model, _RECORD, {}), facts.name: facts})
 
 
 def recall(model: torch.nn.Module, adapter: str) -> AdapterFacts | None:
-    """Return the stored facts about an adapter; ``None`` if zerotune did not add the adapter.
+    """Return an adapter's ``AdapterFacts``; ``None`` if zerotune did not add the adapter.
 
     Args:
         model: The model with the adapter.
@@ -158,7 +158,7 @@ def trained_adapter(names: Iterable[str], *, prefix: str = "") -> str | None:
 
 
 def starting_points(tensor: torch.Tensor) -> frozenset[str]:
-    """Return fingerprints of a tensor in fp32 and rounded to bf16 and fp16."""
+    """Return three fingerprints of a tensor: in fp32, rounded to bf16, and rounded to fp16."""
     rounded = (tensor, tensor.to(torch.bfloat16), tensor.to(torch.float16))
     return frozenset(fingerprint(each) for each in rounded)
 
@@ -280,7 +280,7 @@ class Factors:
 
 @attrs.frozen
 class Published:
-    """Layer names of a model's original publication, which ComfyUI and kohya use."""
+    """Layer names of a model's original publication; ComfyUI and kohya use these names."""
 
     pipeline: str
     """Name of the diffusers pipeline whose ``lora_state_dict`` reads files with these names."""
@@ -553,8 +553,8 @@ def write_lora(
         model: The model that contains the layers.
         form: Format, ``"comfyui"`` or ``"kohya"``.
         component: Name of the model in its pipeline, such as ``"transformer"``.
-        outputs: Returns the number of outputs of an untrained layer, by name, if the format joins
-            the layer with trained ones.
+        outputs: Called with the name of an untrained layer that the format joins with trained
+            layers; returns the layer's number of outputs.
         dtype: Dtype of the file's tensors.
     """
     known = published(model, form, component)
@@ -735,7 +735,7 @@ def read_others(
     component: str,
     pipeline: Any = None,
 ) -> Read:
-    """Convert a LoRA file to diffusers' names with diffusers' ``lora_state_dict``.
+    """With diffusers' ``lora_state_dict``, convert a LoRA file to diffusers' names.
 
     Args:
         state: The file's tensors, by their names in the file.
@@ -822,7 +822,7 @@ def compare(
 ) -> bool:
     """Check that a file contains the trained factors; return whether they match bit for bit.
 
-    Zero columns, which joined layers have, are ignored.
+    Columns of zeros are ignored, because joined layers contain such columns.
 
     Args:
         read: The file as diffusers reads it.

@@ -29,7 +29,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 
 
 def checked_dtype(dtype: str | torch.dtype, *, key: str = "dtype") -> torch.dtype:
-    """Return the torch dtype for a dtype or its name in zerotune.
+    """Return the torch dtype for a torch dtype, or for a dtype's name in zerotune.
 
     Args:
         dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a floating-point torch dtype.
@@ -150,8 +150,8 @@ def expected_groups(
 ) -> tuple[RunningGroup, ...]:
     """Return the parameter groups that the running engine must have.
 
-    The result contains the plan's groups, except for mup. mup divides groups by width when its
-    optimizer is created, so for mup the result contains the groups of ``client``.
+    The result contains the plan's groups. With mup, the result contains the groups of ``client``
+    instead, because mup divides groups by width when its optimizer is created.
 
     Args:
         choice: The plan's optimizer.
@@ -319,7 +319,7 @@ def check_alike(plan: ResolvedPlan, model: torch.nn.Module, group: ProcessGroup)
     Args:
         plan: The resolved plan.
         model: The model.
-        group: The process group.
+        group: Process group of all ranks.
     """
     # The model first: what is sized by its shapes differs with it in the plan.
     parameters = {
@@ -336,7 +336,7 @@ def check_same_plan(plan: ResolvedPlan, group: ProcessGroup) -> None:
 
     Args:
         plan: The resolved plan.
-        group: The process group.
+        group: Process group of all ranks.
     """
     content = {**plan.content(), "streamed": plan.streamed}
     group.agree(content, "resolved plan", fix="pass the same arguments on every rank")

@@ -133,12 +133,12 @@ class Compilation:
 
 
 class Compiled:
-    """A model whose forward passes are compiled, until ``undo``.
+    """A model whose forward passes are compiled until ``undo`` is called.
 
     Args:
         wanted: Options of compiling.
         model: The model, before or after the engine starts.
-        plan: The resolved plan, for its stage and leaf modules.
+        plan: The resolved plan, which gives the stage and the leaf modules.
     """
 
     def __init__(self, wanted: Compilation, *, model: torch.nn.Module, plan: ResolvedPlan) -> None:
@@ -160,7 +160,7 @@ class Compiled:
         """Which modules are compiled, and why."""
 
     def apply(self, engine: Engine) -> None:
-        """Compile the model of a started ``engine``, until the engine closes."""
+        """Compile the model of a started ``engine``; closing the engine restores the model."""
         config: Any = torch._dynamo.config
         # Blocks of one class share their code. Beyond this limit of variants, torch continues
         # without compiling and only logs a message.

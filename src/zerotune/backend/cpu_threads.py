@@ -41,7 +41,7 @@ _SETS_ONE_THREAD: Final = {
 
 @attrs.frozen(kw_only=True)
 class ThreadFacts:
-    """Threads of this process before zerotune changes them."""
+    """Thread settings of this process before zerotune changes them."""
 
     threads: int
     """Number of torch's OpenMP threads."""
@@ -51,7 +51,7 @@ class ThreadFacts:
 
     @classmethod
     def here(cls, affinity: Collection[int]) -> ThreadFacts:
-        """Read the facts of this process.
+        """Read the thread settings of this process.
 
         Args:
             affinity: CPUs that the process may use.
@@ -94,8 +94,8 @@ def cpu_threads(
     accelerate), ``torch.set_num_threads``, and CPU affinity, which is never widened.
 
     Args:
-        plan: The resolved plan; without model or optimizer on the CPU, nothing is changed.
-        group: The ranks; ranks of the same host divide its cores.
+        plan: The resolved plan; nothing changes unless the model or the optimizer is on the CPU.
+        group: All ranks; ranks on the same host divide the host's cores.
         wanted: Number of threads; default: chosen automatically.
         workers: Number of data workers of this rank.
 

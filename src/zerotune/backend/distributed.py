@@ -260,7 +260,7 @@ class ProcessGroup:
         Args:
             value: This rank's picklable value.
             what: Name of the value, for the error message.
-            fix: Fix that the error message gives.
+            fix: Fix that the error message suggests.
         """
         purpose = f"compare {what}"
         # Values may be long, and are needed only where they differ.
@@ -436,7 +436,7 @@ class ProcessGroup:
 def end_groups(groups: list[Any]) -> None:
     """Destroy gloo groups of this process, with their threads and file descriptors.
 
-    NCCL groups are not destroyed, because the call would wait for all ranks, including lost ones.
+    NCCL groups are not destroyed, because destroying them would wait for all ranks, even lost ones.
 
     Args:
         groups: torch's groups; the list is emptied.
@@ -554,7 +554,10 @@ class _Arrivals:
         absent = dict.fromkeys(self._missing, "never arrived")
         if error is not None and (not absent or waited < 0.8 * timeout):
             if self._agent and self._holders:
-                absent = dict.fromkeys(self._holders, "has ended, and so has its store")
+                absent = dict.fromkeys(
+                    self._holders,
+                    "has exited, which also ended the rendezvous store that it hosted",
+                )
             elif not self._agent and self._launch.rank:
                 absent = {0: f"cannot be reached at {self._place}, where all ranks must connect"}
         what = f"not every rank reached the start within {timeout:g} s"
@@ -631,7 +634,7 @@ class DeepSpeedGroups:
         self._groups: list[Any] = []
 
     def join(self) -> None:
-        """Count an engine as a user of the groups until it calls ``leave``."""
+        """Count an engine as a user of the groups until ``leave`` removes the engine."""
         self._users += 1
 
     def leave(self) -> None:
@@ -643,7 +646,7 @@ class DeepSpeedGroups:
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """Record all groups that are created inside the block as DeepSpeed's."""
+        """Inside the block, record every new group as a DeepSpeed group."""
         groups = dist.distributed_c10d._world.pg_map
         before = set(groups)
         try:
@@ -826,7 +829,7 @@ class _Pulse:
         return bool(self.lost) and self._rank not in self.lost
 
     def silent(self, ranks: Collection[int]) -> list[int] | None:
-        """Return the ranks without a heartbeat for a while; ``None`` if the store does not answer.
+        """Return ranks that have sent no heartbeat recently; ``None`` if the store does not answer.
 
         The call returns early if any rank reports lost ranks.
         """
@@ -844,7 +847,7 @@ class _Pulse:
     def report(self, lost: Mapping[int, str], *, holds: bool) -> None:
         """Report lost ranks in the store, also for ranks that notice the failure later.
 
-        ``holds``: whether this rank's end may end the store.
+        ``holds``: whether the store may end when this rank ends.
         """
         if not self.lost:
             text = json.dumps(dict(lost))
@@ -888,7 +891,7 @@ def own_store(store: Any = None) -> Any:
 
 
 class Asking:
-    """Run functions with a timeout, such as requests to a store that may have stopped."""
+    """Run functions with a timeout, because a function may call a store that has stopped."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -901,7 +904,7 @@ class Asking:
     def ask(self, question: Callable[[], T], *, seconds: float) -> T | None:
         """Run a function in a thread and return its result; ``None`` if it fails or times out.
 
-        After a timeout the thread keeps running; no further function starts before it ends.
+        After a timeout the thread keeps running; no further function starts before the thread ends.
 
         Args:
             question: The function.
@@ -968,7 +971,7 @@ def together(group: ProcessGroup, purpose: str, work: Callable[[], T]) -> list[T
         group: The processes.
         purpose: Name of the operation, for error messages.
         work: Function that this rank runs. The function must not use collectives, because ranks
-            would wait forever for a rank on which it fails.
+            would wait forever for a rank on which the function fails.
     """
     result: T | None = None
     failure: ZeroTuneError | None = None

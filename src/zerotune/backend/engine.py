@@ -47,7 +47,7 @@ class StepOutcome:
 
 @attrs.frozen(kw_only=True)
 class EngineState:
-    """State of an engine except weights and optimizer states."""
+    """State of an engine, without weights and optimizer states."""
 
     global_step: int
     """Number of optimizer steps, including skipped ones."""
@@ -62,7 +62,7 @@ class EngineState:
 def naming_the_lost(
     method: Callable[Concatenate[E, P], R],
 ) -> Callable[Concatenate[E, P], R]:
-    """Wrap an engine's method so that its error names a rank that is lost during the call.
+    """Wrap an engine's method so that its error names any rank that is lost during the call.
 
     Args:
         method: The method.
@@ -79,17 +79,18 @@ def naming_the_lost(
 class Engine(Closing):
     """A model with its optimizer, running under a resolved plan.
 
-    The training loop belongs to the caller::
+    The caller writes the training loop::
 
         loss = objective(engine, batch)
         engine.backward(loss)
         outcome = engine.step()
 
     ``backward`` divides the loss by the accumulation steps. Call ``step`` once per micro batch; it
-    updates the weights at the end of an accumulation window. ``close`` releases buffers, and also
-    the process group if this engine created it; ``resources`` are closed afterwards.
+    updates the weights at the end of an accumulation window. ``close`` releases the buffers, and
+    the process group if this engine created the group. After that, ``close`` closes ``resources``.
 
-    A subclass sets the private attributes below when it starts, and verifies the running engine.
+    At its start, a subclass sets the private attributes below, and then verifies the running
+    engine.
     """
 
     _plan: ResolvedPlan
@@ -134,7 +135,7 @@ class Engine(Closing):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights in the forward pass, and for floating-point inputs.
+        """Dtype of the weights and of floating-point inputs in the forward pass.
 
         The plain engine keeps the weights in fp32 and runs the forward pass under autocast.
         """
@@ -209,7 +210,7 @@ class Engine(Closing):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside the block, use evaluation mode without gradients; restore the mode afterwards."""
+        """Inside the block, evaluate without gradients; afterwards, restore the previous mode."""
         import torch
 
         training = self._module.training
@@ -272,7 +273,7 @@ class Engine(Closing):
 
 
 class StartedEngine(Engine):
-    """An engine that initializes the training itself, and releases everything if this fails."""
+    """An engine that initializes training itself, and releases everything if that fails."""
 
     _open: ClassVar[weakref.WeakSet[StartedEngine]] = weakref.WeakSet()
     """All started engines that are still referenced."""

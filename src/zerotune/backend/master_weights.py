@@ -34,7 +34,7 @@ class OptimizerStates:
     Each property reads the optimizer's state only when the property is accessed.
 
     Args:
-        optimizer: A ``torch.optim.Optimizer``, DeepSpeed's included; ``None`` for weights
+        optimizer: A ``torch.optim.Optimizer`` or an optimizer of DeepSpeed; ``None`` for weights
             without an optimizer.
         key: The tensor object that is in the optimizer's parameter groups.
     """
@@ -112,8 +112,8 @@ class OptimizerStates:
     def step(self) -> int | None:
         """Number of updates; ``None`` if the optimizer has no step counter.
 
-        FusedAdam stores a group's counter only on the last tensor of the group with a gradient,
-        so the largest counter of the group is correct.
+        FusedAdam stores a group's counter only on the group's last tensor that has a gradient.
+        Therefore the largest counter of the group is correct.
         """
         if self._optimizer is None:
             return None
@@ -162,7 +162,7 @@ class OptimizerStates:
                 state[name] = _scalar(value)
 
     def begin_scalars_anew(self) -> None:
-        """Reset every one-element state whose initial value is not zero to its initial value."""
+        """Reset every one-element state with a nonzero initial value to that value."""
         for name in _BEGIN_AT.keys() & self._state.keys():
             self._state[name].fill_(_BEGIN_AT[name])
 
@@ -370,7 +370,7 @@ class MasterLayout(ABC):
         """The flat tensors in the optimizer's parameter groups; their data may be on NVMe."""
 
     def masters_of(self, address: FragmentAddress, part: slice) -> torch.Tensor:
-        """Return some fp32 weights of a fragment in memory, 1-D. Do not write to the result.
+        """Return some fp32 weights of a loaded fragment, 1-D. Do not write to the result.
 
         Args:
             address: The fragment.
@@ -388,7 +388,7 @@ class MasterLayout(ABC):
             followers: The averages to update.
 
         Returns:
-            Whether a pending step will update them.
+            Whether a pending step will update the averages.
         """
         return False
 
@@ -396,7 +396,7 @@ class MasterLayout(ABC):
         """See ``MasterWeights.expect``."""
 
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:  # noqa: ARG002
-        """Return the model's weights of a fragment, 1-D, in the dtype the model computes with.
+        """Return a fragment's weights in the model, 1-D, in the dtype that the model computes with.
 
         Args:
             address: The fragment.
@@ -471,9 +471,9 @@ class _Untracked(AbstractContextManager[Slab]):
 class MasterWeights:
     """Read, write and gather the fp32 master weights of an engine.
 
-    The interface is the same for plain training and ZeRO 0-3, with optimizer states on the GPU,
-    in host RAM or on NVMe (one sub-group in memory at a time). Only trainable parameters have
-    master weights.
+    The interface is the same for plain training and ZeRO 0-3. Optimizer states may be on the GPU,
+    in host RAM or on NVMe; states on NVMe are loaded one sub-group at a time. Only trainable
+    parameters have master weights.
     """
 
     def __init__(self, *, layout: MasterLayout, group: ProcessGroup, device: torch.device) -> None:
@@ -506,7 +506,7 @@ class MasterWeights:
 
     @property
     def device(self) -> torch.device:
-        """The device the engine trains on; the master weights may be on a different device."""
+        """The device that the engine trains on; the master weights may be on a different device."""
         return self._device
 
     @property
@@ -523,7 +523,7 @@ class MasterWeights:
         self._layout.settle()
 
     def expect(self, followers: Sequence[Follower]) -> None:
-        """Announce averages to update with the next step, if it begins during the backward pass.
+        """Announce averages to update with a step that begins during the next backward pass.
 
         The call has no effect if the step begins only after the backward pass.
 
@@ -538,7 +538,8 @@ class MasterWeights:
         Call ``settle`` before reading the averages.
 
         Args:
-            followers: The averages. An empty sequence announces that a later step may have some.
+            followers: The averages. An empty sequence announces that a later step may have
+                averages.
 
         Returns:
             Whether the step will update the averages; ``False`` if no step is pending.
@@ -549,8 +550,8 @@ class MasterWeights:
     def check_model(self, sample: int) -> None:
         """Compare a sample of the model's weights with the master weights. Not collective.
 
-        Different weights mean that code outside the engine has replaced or written the model's
-        weights, which the optimizer does not notice.
+        A difference means that code outside the engine has replaced or written the model's weights.
+        The optimizer does not notice such a change.
 
         Args:
             sample: Seed of the sample of elements.
@@ -594,7 +595,7 @@ class MasterWeights:
                 )
 
     def read(self) -> Iterator[Fragment]:
-        """Yield this rank's fragments, one flat tensor in memory at a time. Read only."""
+        """Yield this rank's fragments, with one flat tensor in memory at a time. Read only."""
         for index, addresses in self._by_slab():
             with _Untracked(self._layout.reading(index)) as slab:
                 for address in addresses:
@@ -686,7 +687,7 @@ class MasterWeights:
     def gather(
         self, source: Callable[[Fragment], torch.Tensor] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather full tensors on every rank, one parameter in memory at a time.
+        """Gather full tensors on every rank, with one full parameter in memory at a time.
 
         Collective: every rank must exhaust the iterator.
 
@@ -746,7 +747,7 @@ Named = list[tuple[str, torch.nn.Parameter]]
 
 
 def trainable_parameters(module: torch.nn.Module) -> Named:
-    """Return names and non-empty parameters that require gradients; a tied parameter only once."""
+    """Return named, non-empty parameters that require gradients; a tied parameter appears once."""
     return [
         (name, p)
         for name, p in module.named_parameters()
@@ -905,8 +906,8 @@ def whole(name: str, parameter: torch.nn.Parameter, *, slab: int, offset: int) -
     Args:
         name: Dotted name, as in ``named_parameters()``.
         parameter: The parameter.
-        slab: Index of its flat tensor.
-        offset: First element in that flat tensor.
+        slab: Index of the flat tensor that contains the parameter.
+        offset: Index of the parameter's first element in that flat tensor.
     """
     return FragmentAddress(
         name=name,

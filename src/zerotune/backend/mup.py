@@ -33,16 +33,16 @@ def set_base_shapes(
     delta: Mapping[str, Any] | torch.nn.Module,
     rescale: bool = True,
 ) -> BaseShapes:
-    """Record on every parameter which of its dimensions are widths, and the base model's widths.
+    """On every parameter, record which dimensions are widths and how wide the base model is.
 
-    Call ``set_base_shapes`` directly after building the model, before creating an engine. The input
-    of output layers (from a width to a fixed size) is divided by the width multiplier, because
-    diffusers' models do not have mup's ``MuReadout`` layers.
+    Call ``set_base_shapes`` directly after building the model, before creating an engine. An output
+    layer maps a width to a fixed size. The input of every output layer is divided by the width
+    multiplier, because diffusers' models lack mup's ``MuReadout`` layers.
 
     Args:
         model: The model to train.
-        base: The base model, as a module (may be on the meta device), or for a diffusers model as
-            changes to ``model.config``, such as ``{"block_out_channels": (32, 64)}``.
+        base: The base model as a module, which may be on the meta device. For a diffusers model,
+            changes to ``model.config`` suffice, such as ``{"block_out_channels": (32, 64)}``.
         delta: A model whose widths differ from the base model's, in the same form as ``base``.
             Dimensions that differ between ``base`` and ``delta`` are widths.
         rescale: Whether to scale the initial weights according to mup. Pass ``False`` for weights

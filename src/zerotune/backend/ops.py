@@ -74,7 +74,7 @@ def summary(error: BaseException) -> str:
 
 
 def diagnose_build(output: str) -> Diagnosis | None:
-    """Find the root cause of a failed build in its output; ``None`` if no known pattern matches.
+    """Find a failed build's root cause in the build's output; ``None`` if no known pattern matches.
 
     Args:
         output: Message of torch's exception, with the output of ninja and the compiler.
@@ -203,8 +203,8 @@ def built_library(folder: Path) -> Path | None:
 def why_stale(folder: Path) -> str | None:
     """Return why ninja would compile an op again; ``None`` if the library is up to date.
 
-    A library becomes stale with a new torch or deepspeed, different flags, or a different ninja
-    version, because the format of ninja's build log differs between versions.
+    A library becomes stale when torch, deepspeed, the flags or the version of ninja change. The
+    version of ninja matters because the format of ninja's build log depends on it.
 
     Args:
         folder: Build folder of the op.
@@ -259,7 +259,7 @@ class BuildLock:
 
     @property
     def abandoned(self) -> bool:
-        """Whether the lock's process has probably ended, so that waiting would never end."""
+        """Whether the lock's process has probably ended, in which case waiting would never end."""
         return self.holder is None and self.age > _ABANDONED_AFTER
 
     def diagnose(self) -> Diagnosis:
@@ -280,7 +280,7 @@ class BuildLock:
 
 
 def missing_for_loading(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
-    """Return what prevents torch from loading an op, even if compiled; ``None`` if nothing does.
+    """Return what prevents torch from loading even a compiled op; ``None`` if nothing does.
 
     Args:
         builder: DeepSpeed's builder of the op.
@@ -303,7 +303,7 @@ def missing_for_loading(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
 
 
 def missing_ninja(toolchain: Toolchain) -> Diagnosis | None:
-    """Return why torch cannot find ninja, without which no op can be loaded; ``None`` if it can.
+    """Return why torch cannot find ninja, which loading an op requires; ``None`` if torch can.
 
     Args:
         toolchain: Compilers and libraries of the machine.
@@ -383,7 +383,7 @@ def _builds_for_cuda(builder: Any) -> bool:
 
 
 def doubt(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
-    """Return why building an op may fail, if the CUDA versions of nvcc and torch differ.
+    """If nvcc and torch have different CUDA versions, return why building an op may fail.
 
     Args:
         builder: DeepSpeed's builder of the op.
@@ -590,10 +590,10 @@ class OpStatus:
 
         Args:
             name: Name of the op.
-            purpose: Uses of the op in zerotune.
-            state: State of the op.
+            purpose: What zerotune uses the op for.
+            state: Availability of the op, such as ``"built"`` or ``"stale"``.
             found: The diagnosis, if any.
-            library: The compiled library, if any.
+            library: Path of the compiled library, if any.
         """
         return cls(
             name=name,
@@ -673,7 +673,7 @@ OP_NAMES: Final = tuple(op.name for op in _OPS)
 
 
 def op_report(*, toolchain: Toolchain | None = None) -> tuple[OpStatus, ...]:
-    """Report for every op of zerotune whether it is built or can be built, and if not, why.
+    """Report which of zerotune's ops are built or can be built, and why the others cannot.
 
     Nothing is compiled except a test program for libaio. The call imports deepspeed, which selects
     DeepSpeed's accelerator for the whole process.
@@ -720,7 +720,7 @@ def build_op(name: str) -> OpStatus:
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Inside the block, compile ops with one ninja, and ignore locks of ended processes."""
+    """Inside the block, compile with this environment's ninja; ignore locks of ended processes."""
     with same_ninja(), living_locks():
         yield
 
@@ -728,9 +728,9 @@ def building() -> Iterator[None]:
 def same_ninja() -> AbstractContextManager[None]:
     """Put the ninja of this Python environment first on ``PATH`` inside the block.
 
-    Different ninja versions invalidate each other's build log. With two versions, a script started
-    as ``.venv/bin/python`` and one started in the activated environment would recompile the same op
-    in every run.
+    Different ninja versions invalidate each other's build log. Suppose that one script is started
+    as ``.venv/bin/python``, and another in the activated environment. If the scripts found
+    different versions, every run would recompile the same op.
     """
     folder = Path(sys.executable).parent
     own = shutil.which("ninja", path=str(folder))

@@ -80,12 +80,12 @@ class PlainEngine(CountingEngine):
     """An ``Engine`` without ZeRO: the parameters are the fp32 master weights.
 
     bf16 and fp16 use autocast over fp32 weights. With several processes, the engine uses
-    ``DistributedDataParallel``. With optimizer offload, the device has the model's fp32 weights,
-    and host memory has a second fp32 copy and the moments; Adam and AdamW use a fused step.
+    ``DistributedDataParallel``. With optimizer offload, the model's fp32 weights are on the device;
+    a second fp32 copy and the moments are in host memory. Adam and AdamW then use a fused step.
 
     Args:
         model: The model, in fp32; moved to the device in place.
-        plan: The resolved plan, including its optimizer.
+        plan: The resolved plan, which must contain an optimizer.
         timeout_s: Seconds after which a collective raises an error.
 
     Raises:
@@ -356,7 +356,7 @@ class PlainEngine(CountingEngine):
 
 
 class HostWeights:
-    """fp32 master weights in host memory for a model on a device, with copies in both directions.
+    """fp32 master weights, in host memory, of a model that computes on a device.
 
     Gradients are copied to the host during the backward pass. All norms are read with one
     synchronisation per step.
@@ -402,7 +402,7 @@ class HostWeights:
             yield master.data.view(-1), parameter.data.view(-1)
 
     def collect(self) -> torch.Tensor:
-        """Copy all remaining gradients to the host, and return the norm of all gradients, fp32."""
+        """Copy all remaining gradients to the host, and return the fp32 norm of all gradients."""
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
                 self._take(index)
@@ -452,7 +452,7 @@ class PlainStep(DeferredSteps):
 
     Args:
         adam: The optimizer; its ``step`` is replaced.
-        host: The master weights; ``None`` if the parameters are the master weights.
+        host: Master weights in host memory; ``None`` if the parameters are the master weights.
         base: See ``DeferredSteps``.
     """
 

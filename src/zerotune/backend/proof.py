@@ -101,7 +101,7 @@ class Combination:
         """Return the combination for the device that this process uses.
 
         Args:
-            accelerator: Kind of accelerator.
+            accelerator: Kind of accelerator, such as ``"cuda"``.
         """
         kind, processor = DEEPSPEED_NAMES[accelerator], MachineProbe().processor()
         device = processor
@@ -124,7 +124,7 @@ class Combination:
 
     @property
     def key(self) -> str:
-        """Digest of the combination; stem of the proof's file name."""
+        """Digest of the combination, which is the stem of the proof's file name."""
         text = json.dumps(attrs.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -160,7 +160,7 @@ def _sources() -> str:
 
 @attrs.frozen(kw_only=True)
 class Outcome:
-    """Result of one check."""
+    """Result of one check of a proof."""
 
     passed: bool | None = attrs.field(validator=attrs.validators.in_((True, False, None)))
     """Whether the check passed; ``None`` if it was not run."""
@@ -263,14 +263,14 @@ def load_proof(combination: Combination) -> Proof | str:
 
 
 def store_proof(proof: Proof) -> Path | None:
-    """Save a proof for later starts, and a failure report if a check failed.
+    """Save a proof for later starts; if a check failed, also save a failure report.
 
     Args:
         proof: The proof.
 
     Returns:
-        Path of the proof's file; ``None`` if it cannot be written, so that the proof is valid only
-        in this process.
+        Path of the proof's file; ``None`` if the file cannot be written, in which case the proof is
+        valid only in this process.
     """
     path, report = proof_path(proof.combination), report_path(proof.combination)
     try:
@@ -324,7 +324,7 @@ def why_unproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
 
     Args:
         path: The fast path.
-        accelerator: Kind of accelerator.
+        accelerator: Kind of accelerator, such as ``"cuda"``.
     """
     if proof_setting() == "off":
         return f"{VARIABLE}=off disables the fast paths"
@@ -337,11 +337,11 @@ def why_unproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
 
 
 def why_disproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
-    """Return why a proof has failed for a path that is the default without a proof.
+    """For a fast path that is the default even without a proof, return why the proof failed.
 
     Args:
         path: The fast path.
-        accelerator: Kind of accelerator.
+        accelerator: Kind of accelerator, such as ``"cuda"``.
 
     Returns:
         The reason; ``None`` without a failed proof.
@@ -362,10 +362,10 @@ def _what_to_do(proof: Proof) -> tuple[str, ...]:
 
 
 def proof_decisions(accelerator: Accelerator) -> tuple[Decision, ...]:
-    """Return the decision about proven fast paths; an empty tuple on a CPU without a proof.
+    """Return the decision about proven fast paths; on a CPU without a proof, return no decision.
 
     Args:
-        accelerator: Kind of accelerator.
+        accelerator: Kind of accelerator, such as ``"cuda"``.
     """
     setting = proof_setting()
     combination = Combination.here(accelerator)
@@ -400,8 +400,8 @@ def prove_first(accelerator: Accelerator, group: ProcessGroup) -> tuple[Decision
     One process per machine runs the proof while all others wait. On a CPU, no proof is run.
 
     Args:
-        accelerator: Kind of accelerator.
-        group: The process group.
+        accelerator: Kind of accelerator, such as ``"cuda"``.
+        group: Process group of all ranks.
 
     Returns:
         The decision about proven fast paths.
@@ -419,7 +419,7 @@ def prove_offload(plan: ResolvedPlan, group: ProcessGroup) -> tuple[Decision, ..
 
     Args:
         plan: The resolved plan.
-        group: The process group.
+        group: Process group of all ranks.
     """
     if plan.offload_optimizer == plan.offload_param == "none":
         return ()

@@ -31,15 +31,15 @@ def measure_rates(
     scale: float = 1.0,
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Measure the rates with torch's current number of threads, within a few seconds.
+    """Measure this machine's rates in a few seconds, with torch's current number of threads.
 
     Disks are not measured; use DeepSpeed's ``ds_nvme_tune``.
 
     Args:
         device: Device for training; default: the first accelerator, or the CPU.
-        scale: Factor of the usual sizes and times, for tests.
-        now: Returns the time in seconds. On a busy machine, ``time.process_time`` excludes the time
-            of other processes.
+        scale: Factor for the usual sizes and times; tests use a small factor.
+        now: Function that returns the time in seconds. On a busy machine, ``time.process_time``
+            excludes the time of other processes.
 
     Returns:
         The rates by name.
@@ -310,11 +310,11 @@ class _Attention(torch.nn.Module):
 
 
 def copy_rate(*, scale: float = 1.0, now: Callable[[], float] = time.perf_counter) -> float:
-    """Measure the bytes per second that a copy in host memory reads and writes, best of four.
+    """Return the bytes per second that the fastest of four host memory copies reads and writes.
 
     Args:
-        scale: Factor of the usual size, for tests.
-        now: Returns the time in seconds.
+        scale: Factor for the usual size; tests use a small factor.
+        now: Function that returns the time in seconds.
     """
     source = torch.ones(max(1, int(64 * scale)) * _MIB // 4)
     target = torch.empty_like(source)

@@ -108,10 +108,11 @@ def plan_schema() -> dict[str, Any]:
 
     The schema is derived from DeepSpeed's pydantic models, constants and code, without building ops
     or using a device. Each key has its type, ``default``, ``description`` and ``deprecated``. Under
-    ``x-zerotune``, each key has ``modelled`` (whether zerotune reads and fills the key; all other
-    keys are passed through), ``stages`` (ZeRO stages where the key has an effect, if known),
-    ``replaced_by`` and ``alias_of``. Types are DeepSpeed's, plus ``"auto"`` where zerotune or
-    DeepSpeed accepts it; ``zerotune.plan`` also accepts looser spellings.
+    ``x-zerotune``, each key has ``modelled``, ``stages``, ``replaced_by`` and ``alias_of``.
+    ``modelled`` says whether zerotune reads and fills the key; all other keys are passed through.
+    ``stages`` lists the ZeRO stages at which the key has an effect, if they are known. Types are
+    DeepSpeed's, plus ``"auto"`` where zerotune or DeepSpeed accepts ``"auto"``. ``zerotune.plan``
+    also accepts looser spellings.
 
     ``zerotune.plan.schema`` reads the result without DeepSpeed.
 
@@ -340,7 +341,9 @@ def any_of(*schemas: Schema) -> Schema:
 
 
 def of_model(model: Any) -> Schema:
-    """Return the schema of a pydantic model; DeepSpeed forbids further keys and drops ``"auto"``.
+    """Return the schema of a pydantic model; the schema forbids further keys.
+
+    Fields also accept ``"auto"``, because DeepSpeed removes ``"auto"`` before validation.
 
     Args:
         model: The pydantic model.
@@ -392,7 +395,7 @@ def with_auto(schema: Schema) -> Schema:
 
 
 def of_kind(kind: Any) -> Schema:
-    """Return the schema of a kind of setting in zerotune.
+    """Return the schema of one of zerotune's kinds of settings.
 
     Args:
         kind: The kind, such as ``Integer`` or ``Choice``.

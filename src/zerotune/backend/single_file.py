@@ -159,7 +159,7 @@ def _other_model(name: str, reason: str) -> CheckpointMismatchError:
 
 @attrs.frozen(kw_only=True)
 class SingleFile:
-    """A safetensors file, and a pipeline's folder with the configuration of its model."""
+    """A safetensors file, and the folder of a pipeline that contains the model's configuration."""
 
     path: Path
     config: Path
@@ -188,7 +188,7 @@ class SingleFile:
 
     @property
     def published(self) -> str:
-        """Name on the Hub of the pipeline to which the file's keys belong, according to diffusers.
+        """Hub name of the pipeline that diffusers recognises by the file's keys.
 
         Raises:
             InvalidValueError: diffusers does not recognise the keys.
@@ -239,7 +239,7 @@ class SingleFile:
         ]
 
     def weights(self, places: Places, model: Shapes) -> dict[str, StoredWeight]:
-        """Return the positions of a model's weights, to be read later.
+        """Return the positions of a model's weights in the file, for reading the weights later.
 
         Args:
             places: Result of ``place_rows``.
@@ -311,7 +311,7 @@ class SingleFile:
         return frozenset(found & self.components.keys())
 
     def pipeline(self, kind: type[Any], options: Mapping[str, Any]) -> Any:
-        """Load a pipeline with components from the file, and the remaining ones from the folder.
+        """Load a pipeline: some components from the file, and the remaining ones from the folder.
 
         Args:
             kind: The pipeline's class.
@@ -355,7 +355,7 @@ _ORIGINAL_TENSOR: Final = re.compile(r"(.+)(\.(?:weight|bias))")
 
 @attrs.frozen
 class Original:
-    """Names that a single file uses for a pipeline's component."""
+    """Names that a single file uses for the tensors of a pipeline's component."""
 
     prefix: str
     """Prefix of the file's names."""
@@ -363,7 +363,7 @@ class Original:
     """Returns the file's names without prefix, by the component's names."""
 
     def keys(self, names: list[str], config: Config) -> dict[str, tuple[str, ...]]:
-        """Return the component's tensors that each tensor of the file joins, in order.
+        """For each tensor of the file, return the names of the joined component tensors, in order.
 
         Args:
             names: Names of the component's tensors.
@@ -381,7 +381,7 @@ def _projections_in_order(item: tuple[str, str]) -> str:
 
 
 def as_published(key: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Join a frozen component's tensors into the file's tensor.
+    """Join tensors of a frozen component into one tensor of the file.
 
     Args:
         key: Name of the file's tensor.

@@ -73,7 +73,7 @@ def read_at(descriptor: int, into: memoryview, offset: int) -> int:
 
 
 class OpensFiles(Closable):
-    """Base class that opens each file once (``os.O_RDONLY`` or ``os.O_WRONLY``) until ``close``."""
+    """Base class that opens each file only once, and keeps the file open until ``close``."""
 
     def __init__(self, mode: int) -> None:
         self._mode = mode
@@ -262,7 +262,7 @@ class StoredWeight:
 
 
 def stamp_of(found: os.stat_result) -> tuple[int, int]:
-    """Return size in bytes and modification time in ns, which change when a file is written.
+    """Return a file's size in bytes and modification time in ns; a write to the file changes them.
 
     Args:
         found: Result of ``os.stat``.
@@ -272,7 +272,7 @@ def stamp_of(found: os.stat_result) -> tuple[int, int]:
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Inside the block, models get parameters on the ``meta`` device, and buffers with values.
+    """Inside the block, new models get parameters on the ``meta`` device, but buffers with values.
 
     Unlike with ``torch.device("meta")``, computed buffers that are in no file keep their values.
     Unlike with accelerate's ``init_empty_weights``, tied parameters stay tied.
@@ -299,7 +299,7 @@ def leave_in_file(parameter: torch.nn.Parameter, weight: StoredWeight) -> None:
 
     Args:
         parameter: The parameter.
-        weight: Position of the parameter's values.
+        weight: Position of the parameter's values in the file.
     """
     setattr(parameter, _WAITING, weight)
 
@@ -332,8 +332,8 @@ def make_room(
 
     Args:
         parameter: The parameter.
-        dtype: Dtype of the memory.
-        device: Device of the memory.
+        dtype: Dtype for the allocated values.
+        device: Device on which the memory is allocated.
         passing: Whether the memory is freed soon; host memory is then mapped separately, so that
             the heap is not fragmented.
 
@@ -379,7 +379,7 @@ def bring_weights(
 
 @contextmanager
 def standing_in(module: torch.nn.Module) -> Iterator[None]:
-    """Inside the block, weights still in files appear as CPU zeros that use no memory.
+    """Inside the block, weights that are still in files appear as CPU zeros that use no memory.
 
     Code that adds layers, such as peft, reads device and dtype from these weights.
     """
@@ -407,7 +407,7 @@ def check_has_weights(module: torch.nn.Module) -> None:
 
 
 def require_read(module: torch.nn.Module) -> None:
-    """Raise an error if weights are still in files, for a trainer that cannot read them."""
+    """Raise an error if weights are still in files, because the trainer cannot read them."""
     count = len(waiting(module))
     if count:
         raise EngineError(

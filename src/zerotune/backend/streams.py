@@ -41,7 +41,7 @@ class _Access:
     when: int
 
     def covers(self, other: _Access) -> bool:
-        """Whether this access makes an earlier access irrelevant."""
+        """Whether checks against this access make checks against an earlier access unnecessary."""
         inside = self.low <= other.low and other.high <= self.high
         return inside and (
             self.what == "written" or (self.what, self.who) == (other.what, other.who)
@@ -62,7 +62,7 @@ class _Memory:
 
 
 class RecordedEvent:
-    """Replacement of a device event that records its own uses."""
+    """Replacement of a device event; records how the event is used."""
 
     def __init__(self, recorder: Recorder, **options: Any) -> None:
         self._recorder = recorder
@@ -96,7 +96,7 @@ class RecordedEvent:
 
 
 class RecordedStream:
-    """Replacement of a device stream that records its own uses."""
+    """Replacement of a device stream; records how the stream is used."""
 
     def __init__(self, recorder: Recorder, name: str, real: Any = None) -> None:
         self._recorder, self.name, self.real = recorder, name, real
@@ -131,10 +131,10 @@ class RecordedStream:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replacement of a device's stream module that records all torch operations.
+    """Replacement of a device's stream module; records every torch operation.
 
     Args:
-        otherwise: Assumed place of tensors without a GPU, unless declared with ``lie``.
+        otherwise: Without a GPU, assumed place of tensors that are not declared with ``lie``.
         simulated: Whether to simulate streams even if there is a GPU.
     """
 
@@ -192,7 +192,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- Declarations of tests.
 
     def lie(self, place: Place, *tensors: torch.Tensor) -> None:
-        """Declare which kind of memory tensors are in; not needed on a GPU.
+        """Declare the kind of memory that contains the given tensors; not needed on a GPU.
 
         Args:
             place: Device, page-locked or pageable memory.
@@ -353,11 +353,11 @@ def host_name() -> str:
 
 
 def learn(clock: Clock, other: Clock) -> None:
-    """Merge one vector clock into another.
+    """Update one vector clock with the later times of another.
 
     Args:
         clock: The clock to update.
-        other: The clock to merge.
+        other: The clock that gives the later times.
     """
     for name, time in other.items():
         clock[name] = max(time, clock.get(name, 0))

@@ -105,7 +105,7 @@ def start_trackers(
     """Start trackers in this process.
 
     Args:
-        wanted: Names in accelerate, or ``accelerate.tracking.GeneralTracker`` objects.
+        wanted: Names of trackers in accelerate, or ``accelerate.tracking.GeneralTracker`` objects.
         project: Name of the run or project.
         folder: Folder for trackers that write files.
         options: Arguments of each tracker by its name, such as ``{"wandb": {"mode": "offline"}}``.

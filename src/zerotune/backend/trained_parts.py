@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TrainedParts(torch.nn.Module):
-    """A module that contains several models by name; by default, a call goes to the first one.
+    """A module that contains several named models; by default, a call runs the first one.
 
     ::
 
@@ -188,10 +188,11 @@ def components(
 
 @contextmanager
 def frozen(engine: Engine) -> Iterator[torch.nn.Module]:
-    """Inside the block, gradients flow through an engine's model, but its weights get none.
+    """Inside the block, gradients flow through an engine's model, but not into its weights.
 
-    Use ``frozen`` for a loss of one engine that depends on a second engine's model, such as a
-    generator's loss through a critic. Run both the forward and the backward pass inside the block::
+    Use ``frozen`` if the loss of one engine depends on the model of a second engine. For example, a
+    generator's loss may depend on a critic. Run both the forward and the backward pass inside the
+    block::
 
         with frozen(critic) as judge:
             loss = -judge(made).mean()

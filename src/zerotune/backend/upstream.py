@@ -107,8 +107,8 @@ def whole_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
 def unpartitioned() -> Iterator[None]:
     """Inside the block, models are created unpartitioned on every rank.
 
-    The block disables an active ``deepspeed.zero.Init`` and a DeepSpeed configuration registered
-    with transformers, because both partition new models, and restores both at the end.
+    An active ``deepspeed.zero.Init`` and a DeepSpeed configuration registered with transformers
+    both partition new models. The block disables both, and restores both at the end.
     """
     with ExitStack() as stack:
         partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")

@@ -54,7 +54,7 @@ class ShadowLike(Protocol):
 
 
 def shadow_key(shadow: str, key: str) -> str:
-    """Return the name, in a rank's file, of a shadow's tensor that belongs to no fragment."""
+    """Return the name in a rank's file for a shadow's tensor that belongs to no fragment."""
     return f"{SHADOW}{shadow}/{key}"
 
 
@@ -70,7 +70,7 @@ def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @attrs.frozen(kw_only=True)
 class Part:
-    """A part of a parameter that this rank owns."""
+    """Elements of a parameter that this rank owns."""
 
     name: str
     start: int
@@ -111,7 +111,7 @@ class Piece:
 
 @attrs.frozen(kw_only=True, eq=False)
 class RankContents:
-    """Everything that one rank writes."""
+    """Everything that one rank writes to a checkpoint."""
 
     parts: Mapping[Subject, tuple[Part, ...]]
     counters: Mapping[str, Counters]
@@ -336,7 +336,7 @@ def buffer_records(module: torch.nn.Module) -> tuple[TensorRecord, ...]:
 
 
 def untrained_parameters(engine: Engine) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters without master weights, which are frozen or empty."""
+    """Return the parameters that have no master weights because they are frozen or empty."""
     trained = engine.master_weights.parameters
     return {name: p for name, p in engine.module.named_parameters() if name not in trained}
 
@@ -355,7 +355,7 @@ def model_config(module: torch.nn.Module) -> Mapping[str, Any] | None:
 
 
 def now() -> str:
-    """Return the UTC time, ISO 8601."""
+    """Return the current UTC time in ISO 8601 format."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 

@@ -55,7 +55,7 @@ def convert(
     dtype: str = "fp32",
     base: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Convert a zerotune checkpoint to a model folder, or a different format to a checkpoint.
+    """Convert a zerotune checkpoint to a model folder, or another folder to a checkpoint.
 
     ================================  ==============================================
     ``source``                        ``target``
@@ -76,11 +76,11 @@ def convert(
             format in ``pytorch_model``. If such a folder was saved without DeepSpeed, assigning
             Adam's states to parameters requires the model's class.
         target: Path to write; must not exist.
-        shadow: Name of the EMA shadow to write instead of the trained weights, for a zerotune
-            checkpoint.
-        dtype: Dtype of the model folder: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        base: Model folder that training started from, for a zerotune checkpoint with frozen
-            parameters. For a folder of accelerate's ``save_state``, ``base`` is a model folder
+        shadow: For a zerotune checkpoint, name of the EMA shadow to write instead of the trained
+            weights.
+        dtype: Dtype of the tensors in the model folder: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        base: For a zerotune checkpoint with frozen parameters, the model folder that training
+            started from. For a folder of accelerate's ``save_state``, ``base`` is a model folder
             whose ``config.json`` names the model's class.
 
     Returns:
@@ -321,7 +321,7 @@ class _Averages:
 
 
 class StateFolder:
-    """A folder of accelerate's ``save_state``, including the model folders of diffusers' hooks.
+    """A folder written by accelerate's ``save_state`` and diffusers' hooks.
 
     Attributes:
         left_out: Maps the name of each file that is not converted to the reason.

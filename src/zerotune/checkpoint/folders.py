@@ -136,7 +136,7 @@ class ExportStaging(Staging):
     """A folder with a temporary name that will become the export ``final``.
 
     If the file system can exchange two folders atomically, the new export replaces the old export
-    in one operation, because readers do not look for an export under a temporary name.
+    in one operation. Readers therefore always find an export under its final name.
     """
 
     @override
@@ -596,8 +596,8 @@ class RootHold(Closable):
 
     Without the lock, a job that is started twice would delete its own checkpoints. Reading,
     resuming and exporting need no lock. A lock of a killed process is replaced. If file locks are
-    not visible on other machines, the lock of a run on another machine is replaced as well; the
-    next save of that run fails (``confirm``).
+    not visible on other machines, the lock of a run on another machine is replaced as well. The
+    next save of that run then fails (``confirm``).
 
     Not collective: create a ``RootHold`` on rank 0. One process may lock the same folder several
     times::
@@ -621,7 +621,7 @@ class RootHold(Closable):
         self.decisions: tuple[Decision, ...] = self._hold.decisions
 
     def confirm(self) -> None:
-        """Check before a save that no other run has locked the folder meanwhile.
+        """Before a save, check that no other run has locked the folder in the meantime.
 
         Raises:
             CheckpointError: Another run has locked the folder, or the lock cannot be read.
@@ -822,7 +822,7 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
 def finite_checkpoint(root: Path) -> Path | None:
     """Return the newest complete ``step-…`` checkpoint in ``root`` without NaN or infinity.
 
-    If the manifest does not record whether the tensors are finite, the files are read to find out.
+    If the manifest does not record whether the tensors are finite, the files are read and checked.
     Not collective.
     """
     for path, manifest in whole_checkpoints(root):

@@ -151,7 +151,7 @@ def _rank_subject(rank: int) -> Subject:
 
 
 class Filler:
-    """Fills an engine's fragments one by one, whatever the checkpoint's partitioning was.
+    """Fills an engine's fragments one by one, for any partitioning of the checkpoint.
 
     Args:
         reader: Reader of the checkpoint.
@@ -382,8 +382,8 @@ def _split_masters(engine: Engine) -> tuple[Decision, ...]:
 def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
     """Return the saved counters, schedule and loss scale, adapted to the running engine.
 
-    The number of steps is unchanged. If the accumulation differs, the number of micro batches is
-    computed from the number of steps.
+    The number of steps is unchanged. If gradient accumulation differs, the number of micro batches
+    is computed from the number of steps.
     """
     state = manifest.state
     accumulation = engine.plan.gradient_accumulation_steps
@@ -511,7 +511,7 @@ def _load_decision(
 
 @attrs.frozen(kw_only=True)
 class CheckpointContents:
-    """Contents of a loaded checkpoint."""
+    """Manifest, caller's data and decisions of a loaded checkpoint."""
 
     extra: Mapping[str, Any]
     """The ``extra`` data passed to ``save_checkpoint``."""
@@ -532,15 +532,15 @@ def load_checkpoint(
 
     Collective: every rank must call ``load_checkpoint`` with the same arguments. Files and model
     are checked before anything is loaded, so a checkpoint of a different model leaves the engine
-    unchanged. Stage, offload, precision and number of processes may differ from the saved run, with
-    or without DeepSpeed; every rank reads only its fragments. Effects of a different plan are
+    unchanged. Stage, offload, precision, number of processes and the use of DeepSpeed may differ
+    from the saved run. Every rank reads only its fragments. Effects of a different plan are
     recorded as decisions.
 
     Args:
         directory: A folder written by ``save_checkpoint`` or ``convert``.
         engine: An engine of the same model.
         shadows: EMA shadows attached to the engine, by their saved names.
-        rng: Also restore the random number generators.
+        rng: Also restore the states of the random number generators.
         timeout_s: Seconds to wait for the other ranks; default the group's timeout.
 
     Returns:
@@ -581,7 +581,7 @@ def restore(
 
     Args:
         directory: A folder written by ``save_checkpoint`` or ``convert``.
-        into: Engine to load into.
+        into: Engine that receives the contents of the checkpoint.
         shadows: EMA shadows to load, by their saved names.
     """
     return load_checkpoint(directory, engine=into, shadows=shadows)

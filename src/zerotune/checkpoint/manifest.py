@@ -25,7 +25,7 @@ VERSION: Final = 2
 
 @attrs.frozen(kw_only=True)
 class FileRecord:
-    """A file of the checkpoint."""
+    """Name, kind, size and hash of a file in a checkpoint."""
 
     name: str
     """Name of the file inside the folder."""

@@ -27,7 +27,10 @@ _SHARD: Final = re.compile(r"-\d{5}-of-\d{5}")
 
 @attrs.frozen(kw_only=True)
 class Card:
-    """Contents of a model card. Local paths are removed from the card's values."""
+    """Title, license, plan, samples and other parts of a model card.
+
+    Local paths are removed from the values.
+    """
 
     title: str | None = None
     """Heading; by default the name of the repository."""
@@ -106,7 +109,7 @@ class Card:
 
 @attrs.frozen(kw_only=True)
 class Published:
-    """Result of an upload."""
+    """Address, commit and files of an upload."""
 
     url: str
     commit: str
@@ -125,12 +128,12 @@ def publish(
     token: str | None = None,
     endpoint: str | None = None,
 ) -> Published:
-    """Upload an export in one commit with its model card. Not collective.
+    """Upload an export and its model card in one commit. Not collective.
 
-    Call ``publish`` on one rank. Uploaded files are not visible until all files have arrived and
-    one commit adds them. The commit fails if the repository has changed since the upload began. An
-    interrupted upload leaves the repository unchanged, and the next upload sends only missing
-    files.
+    Call ``publish`` on one rank. Uploaded files become visible together, when all files have
+    arrived and one commit adds them. The commit fails if the repository has changed since the
+    upload began. An interrupted upload leaves the repository unchanged, and the next upload sends
+    only missing files.
 
     Args:
         folder: Output of ``export_model``, ``export_pipeline``, ``export_adapters`` or
@@ -140,7 +143,7 @@ def publish(
         card: Content of the model card; loading instructions are added.
         private: Whether a new repository is private.
         message: Commit message.
-        token: Hub token; by default the token of the login.
+        token: Hub token; by default the token of the user's stored login.
         endpoint: Address of the Hub; by default huggingface_hub's address.
 
     Returns:

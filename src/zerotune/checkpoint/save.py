@@ -60,7 +60,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @attrs.frozen(kw_only=True, eq=False)
 class Filing:
-    """Layout of a checkpoint's shared files."""
+    """Files that all ranks of a checkpoint write together, and the layout of these files."""
 
     files: tuple[TensorFile, ...]
     parameters: tuple[ParameterRecord, ...]
@@ -271,9 +271,9 @@ def save_checkpoint(
 
     Collective: every rank must call ``save_checkpoint`` with the same arguments. Weights, optimizer
     states and shadows are saved as safetensors files, by parameter name and in full shape. Every
-    rank writes its fragments directly into the files, so nothing is gathered and the additional
-    memory is one fragment. The folder gets its name after all files are read back and verified;
-    until then a previous checkpoint of this name is kept.
+    rank writes its fragments directly into the files. No tensor is gathered, so saving needs
+    additional memory for only one fragment. The folder gets its name after all files are read back
+    and verified; until then a previous checkpoint of this name is kept.
 
     Args:
         directory: Folder of the checkpoint, on a file system shared by all ranks.
@@ -282,7 +282,7 @@ def save_checkpoint(
         extra: JSON-serialisable data of the caller, such as a data position; ``load_checkpoint``
             returns these data.
         shadows: EMA shadows by name.
-        rng: Also save the random number generators of every rank.
+        rng: Also save the states of every rank's random number generators.
         timeout_s: Seconds to wait for the other ranks; default the group's timeout.
         allow_not_finite: Allow NaN and infinity in the checkpoint, for debugging; rollbacks skip
             such a checkpoint.
@@ -423,8 +423,8 @@ class PendingCheckpoint:
 class BackgroundSaver(Closable):
     """Saves checkpoints in a thread of each rank, while training continues.
 
-    Weights, states and shadows of this rank are first copied into host memory, which needs as much
-    memory again (16 bytes per fp32 weight with Adam and an EMA)::
+    This rank's weights, states and shadows are first copied into host memory. With Adam and an EMA,
+    the copy needs 16 bytes per fp32 weight::
 
         with BackgroundSaver(engine=engine) as saver:
             ...
@@ -432,7 +432,7 @@ class BackgroundSaver(Closable):
             ...
 
     Only one checkpoint is written at a time. ``save`` and the end of the block wait for the pending
-    checkpoint, and raise its error if the writing has failed.
+    checkpoint, and raise an error if writing the checkpoint has failed.
 
     Args:
         engine: Engine to save.

@@ -43,7 +43,7 @@ _DTYPE_NAMES: Final = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
 
 @attrs.frozen(kw_only=True)
 class TensorSpec:
-    """Description of a tensor to write."""
+    """Name, dtype and shape of a tensor to write."""
 
     key: str
     """Name of the tensor in the file."""
@@ -52,7 +52,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, key: str, tensor: torch.Tensor) -> TensorSpec:
-        """Return the description of a tensor."""
+        """Describe a tensor by name, dtype and shape."""
         return cls(key=key, dtype=tensor.dtype, shape=tuple(tensor.shape))
 
     @property
@@ -61,13 +61,13 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def cast(self, dtype: torch.dtype) -> TensorSpec:
-        """Return the description with a different dtype; integer tensors keep their dtype."""
+        """Return a copy with a different dtype; integer tensors keep their dtype."""
         return attrs.evolve(self, dtype=dtype if self.dtype.is_floating_point else self.dtype)
 
 
 @attrs.frozen(kw_only=True)
 class Subject:
-    """The kind of tensors in a file."""
+    """Kind of the tensors in a file, such as weights or one optimizer state."""
 
     kind: str
     """``"weights"``, ``"optimizer"``, ``"shadow"`` or ``"rank"``; ``"export"`` outside of
@@ -77,7 +77,7 @@ class Subject:
 
     @property
     def prefix(self) -> str:
-        """Prefix of the file names."""
+        """Beginning of the names of all files of this kind, such as ``optimizer.exp_avg``."""
         return f"{self.kind}.{self.of}" if self.of else self.kind
 
     def label(self, name: str) -> str:
@@ -143,8 +143,8 @@ class TensorFile:
         Args:
             name: Name of the file.
             subject: Kind of the tensors.
-            specs: Descriptions of the tensors.
-            metadata: Metadata of the header.
+            specs: Tensors of the file, in the order in which they are stored.
+            metadata: Text values for ``__metadata__`` in the safetensors header.
         """
         named: dict[str, TensorSpec] = {}
         entries: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -323,7 +323,7 @@ def confirm(folder: Path, file: TensorFile, written: Iterable[Written]) -> FileR
 
     Args:
         folder: Folder of the file.
-        file: Layout of the file.
+        file: Name, header and size of the file to check.
         written: Ranges of bytes that all ranks have written.
     """
     path = folder / file.name
@@ -412,7 +412,7 @@ class TensorReader(OpensFiles):
             )
 
     def fill(self, into: torch.Tensor, name: str, start: int = 0) -> None:
-        """Copy a part of a tensor into ``into``.
+        """Copy a part of a stored tensor into the tensor ``into``.
 
         Args:
             into: 1-D tensor on any device, with as many elements as the part.

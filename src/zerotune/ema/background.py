@@ -73,8 +73,8 @@ class BackgroundEMA(Closable):
 
         Raises:
             EMAError: The ``BackgroundEMA`` is already attached.
-            UnsupportedEngineError: The weights are on NVMe, where reads would conflict with the
-                optimizer's swapping, or no known optimizer changes the weights.
+            UnsupportedEngineError: The weights are on NVMe, so reads would conflict with the
+                optimizer's swapping. Also raised if no known optimizer changes the weights.
         """
         if self._master is not None:
             raise EMAError(

@@ -60,7 +60,7 @@ class ConstantDecay:
 
 @attrs.frozen(kw_only=True)
 class WarmupDecay:
-    """``1 - (1 + step / inverse_gamma) ** -power``, clipped to ``min_decay`` and ``decay``.
+    """``1 - (1 + step / inverse_gamma) ** -power``, clipped between ``min_decay`` and ``decay``.
 
     diffusers' ``EMAModel(use_ema_warmup=True)`` uses the same formula. The first update copies the
     weights. With ``power=2/3`` the decay reaches 0.999 after 31,600 steps and 0.9999 after a
@@ -88,7 +88,7 @@ class WarmupDecay:
 
 @attrs.frozen(kw_only=True)
 class RampDecay:
-    """``(1 + step) / (10 + step)``, clipped to ``min_decay`` and ``decay``.
+    """``(1 + step) / (10 + step)``, clipped between ``min_decay`` and ``decay``.
 
     diffusers' ``EMAModel`` without ``use_ema_warmup`` uses the same formula.
     """

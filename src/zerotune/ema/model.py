@@ -51,9 +51,9 @@ class EMAModel:
 
     Names and semantics are those of diffusers; the EMA page of the documentation lists each
     difference. The shadow is always fp32, starts on the CPU, and averages only trainable
-    parameters; frozen parameters are copied from the model. Unlike in diffusers, parameters of a
-    wrong number or shape always raise an error. Under ZeRO all methods except ``step`` and
-    ``store`` are collective; if a rank does not call a method, an error names the rank.
+    parameters; frozen parameters are copied from the model. Unlike in diffusers, a wrong number or
+    shape of parameters always raises an error. Under ZeRO all methods except ``step`` and ``store``
+    are collective; if a rank does not call a method, an error names the rank.
 
     Args:
         parameters: Parameters, a module, a zerotune engine or a ``deepspeed.DeepSpeedEngine``.
@@ -108,9 +108,10 @@ class EMAModel:
     def follow(self, source: Any) -> None:
         """From now on, average the weights of ``source``, the model's engine. Collective.
 
-        Use ``follow`` in a script that creates its EMA before ``prepare``, from the model or, like
-        diffusers' scripts, from a copy of the model. The average starts from the values with which
-        the EMA was created. An EMA that was created from the engine is unchanged.
+        Use ``follow`` in a script that creates its EMA before ``prepare``. The script may create
+        the EMA from the model or, as diffusers' scripts do, from a copy of the model. The average
+        starts from the values with which the EMA was created. An EMA that was created from the
+        engine is unchanged.
 
         Raises:
             EMAError: The engine's parameters have different shapes, or the EMA has already taken
@@ -143,7 +144,7 @@ class EMAModel:
 
     @property
     def shadow(self) -> EMAShadow:
-        """The underlying shadow, with ``swapped_in``, ``gather``, ``distance`` and more."""
+        """The underlying shadow; provides ``swapped_in``, ``gather``, ``distance`` and more."""
         return self._shadow
 
     @property
@@ -326,7 +327,7 @@ class EMAModel:
 
         Raises:
             InvalidValueError: A setting has the wrong type or is out of range.
-            EMAError: ``shadow_params`` has the wrong number or shapes; the EMA is unchanged.
+            EMAError: The number or the shapes of ``shadow_params`` are wrong; the EMA is unchanged.
         """
         before = {name: getattr(self, name) for name in _SETTINGS}
         values = state_dict.get("shadow_params")
@@ -583,7 +584,8 @@ class TrackedParameters:
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:
     """Write a folder through a temporary folder, so that no file is ever incomplete.
 
-    If the folder exists, each new file replaces an old file atomically, and other files are kept.
+    If the folder exists, each new file atomically replaces the file of the same name. Other files
+    are kept.
 
     Args:
         path: Path of the folder.

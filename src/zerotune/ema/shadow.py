@@ -42,9 +42,9 @@ _COMPARED_AT_ONCE = 2**18
 class EMAShadow(Readable):
     """An exponential moving average of an engine's fp32 master weights.
 
-    Each rank averages its fragments of the master weights in fp32, which needs 4 bytes per element
-    of these fragments. Nothing is gathered. With master weights in host memory, updates transfer
-    nothing between host and device::
+    Each rank averages its fragments of the master weights in fp32; the average needs 4 bytes per
+    element. Nothing is gathered. With master weights in host memory, updates transfer nothing
+    between host and device::
 
         ema = EMAShadow(decay=0.999).attach(engine)
         for batch in data:
@@ -174,7 +174,7 @@ class EMAShadow(Readable):
         expect_together(self)
 
     def begin_update(self) -> ShadowUpdate | None:
-        """Count one optimizer step, and return the update to apply, or ``None`` if none is due.
+        """Count one optimizer step, and return the update that is due, or ``None``.
 
         ``step`` calls ``begin_update`` and applies the update. Code that calls ``begin_update``
         directly must apply the update to every fragment, and call ``finish`` before the weights
@@ -188,7 +188,7 @@ class EMAShadow(Readable):
         return self.update_of(self._steps)
 
     def update_of(self, step: int) -> ShadowUpdate | None:
-        """Return the update that follows an optimizer step, or ``None`` if none is due.
+        """Return the update that follows an optimizer step, or ``None`` if no update is due.
 
         Args:
             step: Number of the optimizer step, from 1.
@@ -265,7 +265,7 @@ class EMAShadow(Readable):
         return math.sqrt(apart / norm) if norm else math.sqrt(apart)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return views of this rank's fragments by ``name[start:stop]``, and ``steps``.
+        """Return ``steps``, and views of this rank's fragments by ``name[start:stop]``.
 
         Raises:
             EMAError: The shadow is not attached, or is swapped in and thus contains the trained
@@ -581,7 +581,7 @@ class ShadowUpdate:
 
     @property
     def follower(self) -> Follower | None:
-        """The update in the form that the optimizer's step applies; ``None`` if not possible."""
+        """The update in a form for the optimizer's step; ``None`` if there is no such form."""
         if self.watched or not all(
             each.device.type == "cpu" and each.is_contiguous() for each in self.tensors.values()
         ):
@@ -741,7 +741,7 @@ class ShadowStore(Protocol):
 
 @attrs.frozen(kw_only=True)
 class HostStore:
-    """Storage of a shadow in host memory, not page-locked; the default.
+    """Storage of a shadow in host memory that is not page-locked; the default.
 
     With master weights in host memory, updates transfer nothing between host and device.
     """

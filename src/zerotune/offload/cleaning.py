@@ -120,15 +120,15 @@ def cleanup_stale_swap(
 
     Only folders created by zerotune are deleted, and only if no process locks the folder and no
     recorded owner is alive. Folders in DeepSpeed's layout (``zero_stage_3/…/rankN``) have no
-    recorded owner, so they are reported, and deleted only with ``adopt``. Symbolic links are not
+    recorded owner, so they are only reported, unless ``adopt`` is set. Symbolic links are not
     followed, and mounts are not entered. Several processes may clean the same root at once, while
     runs start and end. An interrupted clean-up can be repeated.
 
     Args:
         root: The swap root.
         dry_run: Only report what would be deleted.
-        adopt: Also delete folders in DeepSpeed's layout, if every process can be inspected and no
-            process uses their files.
+        adopt: Also delete a folder in DeepSpeed's layout if every process can be inspected and no
+            process uses the folder's files.
 
     Raises:
         OffloadError: The root is not a folder, is a symbolic link, or cannot be read.
@@ -305,7 +305,7 @@ _FILE_NAME: Final = re.compile(r".+\.swp")
 
 @attrs.frozen(kw_only=True)
 class BareSwap:
-    """Contents of a folder in DeepSpeed's layout."""
+    """Size, files and last write of a folder in DeepSpeed's layout."""
 
     nbytes: int
     """Bytes allocated on disk."""
@@ -380,8 +380,8 @@ def doubt_about(swap: BareSwap, kind: str | None) -> str | None:
 def remove_bare(root: int, name: str, *, kind: str | None, removed: Removed) -> str | None:
     """Delete an unused folder in DeepSpeed's layout, or return why the folder must be kept.
 
-    The folder is first renamed, so that a run that starts meanwhile creates a new folder. The
-    renamed folder is inspected again, to detect a run that started just before the renaming.
+    The folder is first renamed, so that a run that starts during the deletion creates a new folder.
+    The renamed folder is inspected again, to detect a run that started just before the renaming.
 
     Args:
         root: Descriptor of the swap root.
@@ -442,7 +442,7 @@ _CLOCK_SLACK: Final = 2.0
 
 @attrs.frozen(kw_only=True)
 class Users:
-    """Result of inspecting every process of this machine."""
+    """Processes on this machine that use, or may use, the files of a folder."""
 
     open_in: tuple[int, ...] = ()
     """Ids of processes that have one of the files open."""

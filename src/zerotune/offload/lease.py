@@ -57,8 +57,9 @@ def run_id_of(name: str) -> str | None:
 class LeaseRecord(OwnerRecord):
     """One rank's record in a lease: the owning process, its start time and its plan.
 
-    The lock of the lease shows whether the process is alive. The record names the process and its
-    maximum swap size, and helps to detect a dead process on file systems with unreliable locks.
+    The lock of the lease shows whether the process is alive. The record identifies the process and
+    contains the maximum swap size. On file systems with unreliable locks, the record helps to
+    detect a dead process.
     """
 
     rank: int
@@ -612,7 +613,7 @@ def give_back(number: int, _: FrameType | None) -> None:
 
 
 def deleted_under(directories: tuple[SwapDirectory, ...]) -> OffloadError | None:
-    """Return an error if a swap folder was deleted during the run, or ``None``."""
+    """Return an error if a swap folder was deleted during the run, otherwise ``None``."""
     for directory in directories:
         if directory.held and not directory.path.exists():
             return OffloadError(
@@ -655,7 +656,7 @@ def open_folder(path: str | Path, *, within: int | None = None) -> int:
 
     Args:
         path: Path of the folder.
-        within: Descriptor of the folder to which a relative path refers.
+        within: Descriptor of the folder to which the path is relative.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, dir_fd=within)

@@ -122,7 +122,7 @@ class Invitation:
     """``ResolvedPlan.content()`` of rank 0's plan; empty if unknown."""
 
     def to_given_path(self) -> str:
-        """Encode the data as one line of text."""
+        """Encode run id, settings and plan as one line of text."""
         content = {"aio": dict(self.aio), "plan": dict(self.plan)}
         return f"{self.run_id} {json.dumps(content, sort_keys=True)}"
 
@@ -209,11 +209,11 @@ def need_share(share: Share | None) -> Share:
 class OffloadManager:
     """Creates a swap folder for each run, inside a root folder shared by all runs.
 
-    The root is the first path that is set in this order: the arguments of ``OffloadManager``,
-    ``offload_param_path`` and ``offload_optimizer_path`` of the trainer's configuration, the plan's
-    ``nvme_path``, and the environment variables ``ZEROTUNE_OFFLOAD_PARAM_PATH``,
-    ``ZEROTUNE_OFFLOAD_OPTIMIZER_PATH`` and ``ZEROTUNE_SWAP_ROOT``. If no path is set, zerotune
-    warns, and the root is a folder in the system's temporary folder.
+    The root is the first path that is set: an argument, a path in the trainer's configuration, the
+    plan's ``nvme_path``, or an environment variable. The paths in the trainer's configuration are
+    ``offload_param_path`` and ``offload_optimizer_path``. The environment variables are, in order,
+    ``ZEROTUNE_OFFLOAD_PARAM_PATH``, ``ZEROTUNE_OFFLOAD_OPTIMIZER_PATH`` and ``ZEROTUNE_SWAP_ROOT``.
+    If no path is set, zerotune warns, and the root is a folder in the system's temporary folder.
 
     Args:
         root: Root for parameters and optimizer states.
@@ -276,11 +276,10 @@ class OffloadManager:
 
         Raises:
             UnresolvedPlanError: The plan is not fully resolved.
-            OffloadError: The plan needs more host memory than is available, the ranks have
-                different plans, ``rank`` or ``world_size`` does not match the plan, a root is
-                unusable or too small, or the system has no file locks. At the end of the block,
-                ``OffloadError`` means that the folder was deleted during the run or cannot be
-                deleted.
+            OffloadError: Host memory is too small for the plan, a root is unusable or too small, or
+                the system has no file locks. Also raised if the ranks' plans differ, or do not
+                match ``rank`` and ``world_size``. At the end of the block, ``OffloadError`` means
+                that the folder was deleted during the run or cannot be deleted.
         """
         check_ranks(resolved, rank, world_size)
         resolved, fitted = fit_host_memory(resolved, ranks=local_ranks(resolved))

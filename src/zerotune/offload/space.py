@@ -206,7 +206,8 @@ class SpaceWatch:
     """Watches whether the swap files that a run must still create fit on the disk.
 
     DeepSpeed creates its swap files during the first steps, and then rewrites the same blocks. If
-    another program fills the disk during the first steps, a write ends the process with SIGABRT.
+    another program fills the disk during the first steps, a failed write ends the process with
+    SIGABRT.
 
     Args:
         folders: Swap folders of the run.
@@ -276,7 +277,7 @@ _PINNED_SECTIONS: Final = ("offload_optimizer", "offload_param")
 
 @attrs.frozen(kw_only=True)
 class HostBudget:
-    """A plan's host memory on one machine, and the available memory."""
+    """Host memory that a plan needs on one machine, and host memory that is available."""
 
     per_rank: int
     """Peak host memory of one rank in bytes, page-locked memory included."""
@@ -300,7 +301,7 @@ class HostBudget:
 
     @property
     def fits(self) -> bool:
-        """Whether the machine has enough memory."""
+        """Whether the machine has enough host memory for the plan."""
         return self.needed <= self.available
 
     @property
@@ -395,7 +396,7 @@ def host_budget(
 def fit_host_memory(
     resolved: ResolvedPlan, *, ranks: int, held: int | None = None
 ) -> tuple[ResolvedPlan, tuple[Decision, ...]]:
-    """Check that a plan fits in this machine's host memory; disable pinning if that suffices.
+    """Check that a plan fits in this machine's host memory; disable pinning if the plan then fits.
 
     Pinning is disabled only if the user did not set ``pin_memory`` and the run has one rank,
     because several ranks could decide differently.

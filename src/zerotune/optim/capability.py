@@ -189,7 +189,8 @@ class Situation:
             )
         if self.offload == "nvme" and entry.name == _BF16_STATES:
             yield _cannot(
-                "DeepSpeed swaps states in the weights' dtype, so the bf16 states would become fp32"
+                "DeepSpeed swaps states in the dtype of the fp32 master weights, so the bf16 "
+                "states would become fp32"
             )
         if self.offload == "nvme" and entry.name in LOW_BIT:
             yield _cannot(
@@ -210,8 +211,8 @@ class Situation:
         """Yield obstacles of optimizers that need all weights or whole matrices."""
         if entry.own_schedule and self.stage == 3:
             yield _cannot(
-                "the optimizer shares values among all weights, but stage 3 updates one "
-                "sub-group at a time",
+                "the optimizer keeps global values that depend on all weights, but stage 3 updates "
+                "one sub-group at a time",
                 f"{entry.name} at stage 2",
             )
         elif entry.name == "Prodigy" and self.world_size > 1:

@@ -55,12 +55,14 @@ def detect_platform(
 ) -> Platform:
     """Detect this machine and whether DeepSpeed can run on it.
 
-    DeepSpeed is disabled on macOS, ROCm and Windows, and unavailable without torch or DeepSpeed.
-    ``Platform.deepspeed`` and ``Platform.decisions`` contain the reason and the fix.
+    DeepSpeed is disabled on macOS, ROCm and Windows, and unavailable if torch or the ``deepspeed``
+    package is missing. ``Platform.deepspeed`` and ``Platform.decisions`` contain the reason and the
+    fix.
 
     Args:
         probe: Source of the facts; by default this machine.
-        allow_rocm: Enable DeepSpeed on ROCm; according to reports, this works on some hardware.
+        allow_rocm: Enable DeepSpeed on ROCm; users report that DeepSpeed works on some ROCm
+            hardware.
         allow_mps: Enable DeepSpeed on Apple GPUs.
         log: Log the decisions, on rank 0 only; each decision is logged once per process.
     """
@@ -141,9 +143,9 @@ class Hardware:
 def choose_hardware(torch: TorchFacts, environ: Mapping[str, str]) -> Hardware:
     """Choose the best available accelerator, or the accelerator that ``DS_ACCELERATOR`` names.
 
-    ``DS_ACCELERATOR`` is a variable of DeepSpeed, but the plain engine uses it as well, so that
-    disabling DeepSpeed does not move a run to a different device. If the machine lacks the named
-    accelerator, the best available accelerator is chosen.
+    DeepSpeed and the plain engine both read ``DS_ACCELERATOR``, so disabling DeepSpeed does not
+    move a run to a different device. If the machine lacks the named accelerator, the best available
+    accelerator is chosen.
 
     Args:
         torch: Facts from torch.
@@ -256,8 +258,8 @@ class _Machine:
         """Return whether the limit on locked memory does not apply to this process.
 
         The limit on locked memory does not apply to a process with ``CAP_IPC_LOCK`` in the initial
-        user namespace, such as most processes of root. ``CAP_IPC_LOCK`` has no effect in rootless
-        containers.
+        user namespace. Most processes of root have this capability. ``CAP_IPC_LOCK`` has no effect
+        in rootless containers.
         """
         if not has_capability(self.probe.read_text("/proc/self/status") or "", CAP_IPC_LOCK):
             return False
@@ -272,7 +274,7 @@ class _Machine:
         return False
 
     def support(self) -> tuple[DeepSpeedSupport, tuple[Decision, ...]]:
-        """Return whether DeepSpeed can run, with a decision unless it runs on CUDA or XPU."""
+        """Return whether DeepSpeed can run, and a decision unless DeepSpeed runs on CUDA or XPU."""
         refusal = next(self._refusals(), None)
         if refusal is not None:
             reason, fix = refusal
@@ -302,7 +304,7 @@ class _Machine:
 
 @attrs.frozen(kw_only=True)
 class Cores:
-    """Numbers of CPU cores."""
+    """Numbers of physical, logical and usable CPU cores."""
 
     physical: int
     logical: int
@@ -417,7 +419,7 @@ class PlatformProbe(Protocol):
             return None
 
     def memory(self) -> tuple[int, int]:
-        """Return total and available RAM of the host in bytes, ignoring containers."""
+        """Return total and available RAM of the host in bytes, ignoring the container's limit."""
         import psutil
 
         memory = psutil.virtual_memory()
@@ -447,7 +449,7 @@ class PlatformProbe(Protocol):
         return None if soft in {resource.RLIM_INFINITY, -1} else soft
 
     def torch(self) -> TorchFacts | None:
-        """Return facts from torch, or ``None`` if it is not installed."""
+        """Return facts from torch, or ``None`` if torch is not installed."""
         if self.version("torch") is None:
             return None
         try:
@@ -564,7 +566,7 @@ class CgroupMemory:
 
 
 def memory_constraint(read: Read) -> CgroupMemory:
-    """Return the memory limit of this process's control groups, and the unused bytes."""
+    """Return the memory limit of this process's control groups, and the bytes still available."""
     limits: list[int] = []
     available: list[int] = []
     for folder in _control_groups(read):
@@ -627,7 +629,7 @@ def _cgroup_number(text: str | None) -> int | None:
 
 @attrs.frozen(kw_only=True, order=True)
 class LogicalCpu:
-    """One hardware thread; threads sort by node, socket, core and number."""
+    """One hardware thread; threads are sorted by node, socket, core and number."""
 
     node: int
     """NUMA node; 0 if unknown."""

@@ -136,7 +136,7 @@ class Platform:
 
     @property
     def vram(self) -> int | None:
-        """Memory of the smallest device in bytes; ``None`` without a device."""
+        """Memory of the device with the least memory, in bytes; ``None`` without a device."""
         return min((device.total_memory for device in self.devices), default=None)
 
     @classmethod
@@ -158,7 +158,7 @@ class Platform:
         deepspeed: bool | DeepSpeedSupport = True,
         decisions: tuple[Decision, ...] = (),
     ) -> Platform:
-        """Describe a machine that need not exist, for planning or tests.
+        """Describe a hypothetical machine, for planning or tests.
 
         Args:
             accelerator: Accelerator for training.

@@ -37,13 +37,13 @@ class LibAio:
 
     @property
     def usable(self) -> bool:
-        """Whether both the header and the library exist."""
+        """Whether both the header and the library of libaio exist."""
         return bool(self.header and self.library)
 
 
 @attrs.frozen(kw_only=True)
 class Toolchain:
-    """Everything that DeepSpeed needs to build a kernel."""
+    """Compilers and libraries with which DeepSpeed builds its kernels."""
 
     cxx: Tool | None
     """The C++ compiler that torch calls: ``$CXX``, or ``c++``."""

@@ -44,7 +44,7 @@ _SAMPLE_KEYS: Final = ("latents", "images", "pixel_values")
 
 @attrs.frozen(kw_only=True)
 class Activations:
-    """Measured activations of one training step."""
+    """Activation memory and arithmetic of one training step at a given image size."""
 
     size: tuple[int, int] | None = None
     """Height and width in pixels; ``None`` if unknown."""
@@ -61,7 +61,7 @@ class Activations:
 def known_activations(
     model: Any, data: Any, *, batch: int, checkpointed: bool = True
 ) -> Activations:
-    """Measure a forward and a backward pass on the ``meta`` device, at the training resolution.
+    """Measure activations of one training step on the ``meta`` device, at the training resolution.
 
     The measured model is rebuilt from the configuration of a diffusers model, so adapters are not
     counted.
@@ -70,7 +70,7 @@ def known_activations(
         model: The model to train.
         data: Training data, which determine the size of the inputs.
         batch: Samples per micro batch.
-        checkpointed: Also measure both passes with gradient checkpointing.
+        checkpointed: Also measure the activations with gradient checkpointing.
     """
     size, source = input_size(model, data)
     if size is None:

@@ -59,8 +59,8 @@ _TRUE: Final = ("y", "yes", "t", "true", "on", "1")
 class EmbeddedPlan(Closing):
     """A resolved and verified plan, with a swap folder, for training in a different framework.
 
-    Create an ``EmbeddedPlan`` before the framework initializes process groups or DeepSpeed. Any
-    launcher works. The plan receives the model when the script passes it to the framework::
+    Create an ``EmbeddedPlan`` before the framework initialises process groups or DeepSpeed. Any
+    launcher works. The plan receives the model when the script passes the model to the framework::
 
         run = EmbeddedPlan(plan="ds_config.json", run=args)
         accelerator = run.accelerator()
@@ -271,8 +271,8 @@ class EmbeddedPlan(Closing):
 
         The accelerator's ``prepare`` replaces the script's optimizer and schedule with those of the
         plan, records the replacement as decisions, and attaches the engine. ``save_state`` and
-        ``load_state`` write and read portable checkpoints, including each EMA passed to
-        ``register_for_checkpointing``, and do not call the script's hooks. ``get_state_dict``
+        ``load_state`` write and read portable checkpoints, which contain each EMA passed to
+        ``register_for_checkpointing``. The script's hooks are not called. ``get_state_dict``
         returns the whole model on rank 0 at every stage. ``save_state``, ``load_state`` and
         ``get_state_dict`` are collective. ``end_training`` closes the run.
 
@@ -295,7 +295,7 @@ class EmbeddedPlan(Closing):
         announce(decisions)
 
     def register(self, *averages: Any) -> None:
-        """Attach EMAs to the engine, and include them in its checkpoints. Collective.
+        """Attach EMAs to the engine, and include the EMAs in the engine's checkpoints. Collective.
 
         Args:
             averages: ``zerotune.ema.EMAModel`` objects, which may be older than the engine, or
@@ -361,7 +361,7 @@ class EmbeddedPlan(Closing):
         return whole
 
     def attach(self, engine: Any) -> AttachedEngine:
-        """Verify the engine that the framework initialized, and attach it. Collective.
+        """Verify and attach the engine that the framework initialised. Collective.
 
         Args:
             engine: The object returned by ``deepspeed.initialize``, ``accelerator.prepare`` or

@@ -54,7 +54,7 @@ class StepMetrics:
 
 
 class Callback:
-    """Base class of callbacks, whose methods do nothing until a subclass overrides them.
+    """Base class of callbacks; its methods do nothing unless a subclass overrides them.
 
     Every rank calls every callback, so callbacks may call collective methods such as
     ``trainer.save`` and ``trainer.sample``. Print only on rank 0: ``if trainer.is_main``.

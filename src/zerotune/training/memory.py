@@ -54,7 +54,8 @@ def expected_memory(
         plan: A plan that was resolved with its model.
         emas: Place of each ``EMAShadow``: ``"host"`` or ``"device"``.
         activations: Activation memory of a forward and backward pass; ``None`` if unknown.
-        arithmetic: Arithmetic of a forward and backward pass, from which its time is predicted.
+        arithmetic: Operations of a forward and backward pass, from which the step time is
+            predicted.
         size: Height and width of the images in pixels.
         frames: Frames per clip.
         gradient_checkpointing: Whether blocks are recomputed.
@@ -126,9 +127,9 @@ def counted_apart(
 ) -> bool:
     """Return whether the system's memory figure for this process omits page-locked memory.
 
-    The result depends on the driver, which maps page-locked memory either as device memory, which
-    the figure omits, or as shared or anonymous pages, which the figure includes. The test
-    page-locks 16 MiB.
+    The result depends on the driver. The figure omits page-locked memory that the driver maps as
+    device memory, and includes page-locked memory that is mapped as shared or anonymous pages. The
+    test page-locks 16 MiB.
 
     Args:
         count: Returns the system's figure in bytes.
@@ -220,7 +221,7 @@ _PAGE_LOCKED: Final = "a page-locked allocation failed: "
 
 @attrs.frozen(kw_only=True)
 class Situation:
-    """Plan and current work of a run, for an out-of-memory error."""
+    """Plan and current work of a run, for the message of an out-of-memory error."""
 
     plan: ResolvedPlan
     doing: str
@@ -252,7 +253,7 @@ class Situation:
 
 @contextmanager
 def advising(situation: Callable[[], Situation]) -> Iterator[None]:
-    """Replace an out-of-memory error of the block with an error that names a plan that fits."""
+    """Replace an out-of-memory error in the block with an error that names a plan that fits."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:

@@ -98,7 +98,7 @@ class DelayedStreams:
 
 @attrs.frozen(kw_only=True)
 class Run:
-    """Settings of a few training steps of a small model."""
+    """Settings with which a small model is trained for a few steps."""
 
     stage: int
     hidden: bool
@@ -181,11 +181,11 @@ class Bench:
             raise DifferenceError("torch rounds differently from the op host_step")
 
     def prove_page_locked(self) -> None:
-        """Check that asynchronous copies through page-locked memory arrive complete."""
+        """Check that asynchronous copies through page-locked memory transfer all data."""
         self._copies(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
 
     def prove_native_page_locking(self) -> None:
-        """Check that copies through memory that DeepSpeed page-locks arrive complete."""
+        """Check that copies through memory that DeepSpeed page-locks transfer all data."""
         if not pins_natively(self.platform):
             raise NotRunError(
                 "the check is not needed, because DeepSpeed does not page-lock memory itself on "
@@ -293,7 +293,7 @@ class Bench:
 
         Args:
             model: The model.
-            run: Called with each block of the model and its input.
+            run: Function that is called with each block of the model and the block's input.
             step: Seed of the input.
         """
         generator = torch.Generator().manual_seed(step)
@@ -421,7 +421,7 @@ class Bench:
             _check_equal(self.left_by(first), self.left_by(second), where=str(first))
 
     def prove_streaming(self) -> None:
-        """Check that training with streamed weights exactly equals ZeRO-2 with CPU offload."""
+        """Check that streamed weights give exactly the results of ZeRO-2 with CPU offload."""
         if not self.platform.deepspeed.available:
             raise NotRunError("DeepSpeed, the reference, does not run on this machine")
         for clipping in (0.5, 0.0):
@@ -431,7 +431,7 @@ class Bench:
             _check_equal(self.left_by(streamed), self.left_by(run), where=where)
 
     def prove_exchange(self) -> float:
-        """Check the exchange of weights between ranks; return the steps' time in seconds."""
+        """Check the exchange of weights between ranks; return the time of the steps in seconds."""
         if not self.platform.deepspeed.available:
             raise NotRunError("DeepSpeed does not run on this machine")
         if self.platform.accelerator != "cpu" and len(self.platform.devices) < _RANKS:
@@ -616,7 +616,7 @@ def run_check(check: Check, benches: Sequence[Bench]) -> Outcome:
 
     Args:
         check: The check.
-        benches: Benches in order; a check without streams runs only on the last one.
+        benches: Benches to use, in order; a check without streams runs only on the last bench.
     """
     began, counted = time.perf_counter(), None
     passed: bool | None = True

@@ -88,7 +88,7 @@ class Report(Readable):
         return counted(self.world_size, "process", "processes")
 
     def memory_rows(self) -> list[tuple[str, str, str, str]]:
-        """Return rows of component, place, size and note; the last rows are measured values."""
+        """Return rows of component, place, size and note; the last rows contain measured values."""
         rows: list[tuple[str, str, str, str]] = []
         if self.estimate is not None:
             items = sorted(
@@ -316,7 +316,7 @@ class Record(Callback):
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Values of the fields of ``Report`` that this callback counts."""
+        """Values of the fields of ``Report`` that this callback accumulates."""
         return {
             "first_step": self._first_step,
             "steps": len(self._losses),
@@ -521,8 +521,8 @@ def bounds(
 def copy_rate() -> float:
     """Measure the host memory bandwidth: bytes that a plain copy reads and writes per second.
 
-    The result is the best of four copies with torch's current number of threads. With the same
-    number of threads, later calls return the first measurement.
+    The result is the rate of the fastest of four copies, with torch's current number of threads.
+    With the same number of threads, later calls return the first measurement.
     """
     return _copy_rate_with(torch.get_num_threads())
 

@@ -269,7 +269,8 @@ def resumed(
     """Load a checkpoint into a trainer's parts, and return decisions about differences. Collective.
 
     A checkpoint without trainer state, such as a converted checkpoint, has no data position and may
-    lack EMAs. Each part missing from the checkpoint starts anew, which a decision records.
+    lack EMAs. Each part missing from the checkpoint starts anew, and a decision records the missing
+    part.
     """
     group = engine.group
     group.barrier(f"resuming from {os.fspath(path)}")
@@ -353,7 +354,7 @@ SHADOW_BEGINS: Final = "the checkpoint lacks this EMA, so the EMA starts from th
 
 
 def begun_anew(key: str, reason: str) -> Decision:
-    """Return the decision that a part missing from the checkpoint starts anew."""
+    """Return a decision about a part that starts anew because the checkpoint lacks the part."""
     return Decision(key=key, before=None, after="anew", reason=reason, severity="warning")
 
 
@@ -440,7 +441,7 @@ def _seed_from(seed: int, step: int, group: ProcessGroup) -> int:
 
 
 def rolled_back(before: int, after: int, reason: str, *, rank: int) -> tuple[Decision, ...]:
-    """Return the decision that the run went back to an earlier step; rank 0 logs the decision."""
+    """Return a decision that records the rollback to an earlier step; rank 0 logs the decision."""
     decision = Decision(key="step", before=before, after=after, reason=reason, severity="warning")
     announce((decision,), rank=rank)
     return (decision,)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class StepClock:
     """Measures the time of each phase of a step.
 
-    On a GPU the host runs ahead of the device, so phases are timed with CUDA events, and the clock
-    synchronises only in ``finish``.
+    On a GPU the host runs ahead of the device, so the clock times phases with CUDA events. The
+    clock synchronises only in ``finish``.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class TrainStep:
 
 
 def check_loss(loss: Any) -> None:
-    """Check that an objective returned a scalar tensor with a graph.
+    """Check that an objective returned a scalar tensor that has an autograd graph.
 
     Raises:
         TrainingError: The objective returned something else.
@@ -344,7 +344,7 @@ class NonFinitePolicy(Protocol):
     """Policy for non-finite steps; every rank must make the same decision."""
 
     def judge(self, found: NonFinite) -> None:
-        """Raise an error to end the run, or return to drop the step ``found`` on all ranks."""
+        """Raise an error to end the run, or return normally to drop the step on all ranks."""
         ...
 
     def settle(self, trainer: RunView, metrics: StepMetrics) -> None:
@@ -383,7 +383,7 @@ class SkipNonFinite:
         """Number of dropped steps."""
 
     def judge(self, found: NonFinite) -> None:
-        """Count the step; above the limit, or if the weights have changed, raise an error."""
+        """Count the step; raise an error if the limit is exceeded or the weights have changed."""
         self._in_a_row += 1
         if found.weights_changed:
             raise found.error()

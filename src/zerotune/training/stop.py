@@ -134,7 +134,7 @@ def with_signals(callbacks: tuple[Callback, ...]) -> tuple[Callback, ...]:
 
 
 class StopBeforeDiskFills(Callback):
-    """Callback that stops a run before its swap disk is full, if other programs fill the disk.
+    """Callback that stops a run before other programs fill the run's swap disk.
 
     If the callback stops the run, every checkpoint callback saves once, and ``report.stopped``
     gives the free and the required bytes. Every trainer whose plan swaps to disk has this callback.

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 class Trackers(Callback):
     """Logs a run to experiment trackers from rank 0, through accelerate.
 
-    Trackers receive loss, learning rate, gradient norm, speed, phase times, memory, validation
-    results, the resolved plan as hyper-parameters, and all decisions as text. Several calls of
-    ``fit`` are one run, because the trackers are closed with the trainer::
+    Trackers receive loss, learning rate, gradient norm, speed, phase times, memory and validation
+    results. The resolved plan is logged as hyper-parameters, and all decisions are logged as text.
+    Several calls of ``fit`` are logged as one run, because trackers stay open until the trainer is
+    closed::
 
         Trainer(..., callbacks=[Trackers("tensorboard", folder="runs", project="digits")])
 

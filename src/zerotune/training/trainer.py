@@ -333,7 +333,7 @@ class Trainer(Closing, Readable):
         With the same plan the continued run is bitwise equal to an uninterrupted run. With a
         different plan, ``decisions`` lists the differences. Rank 0 logs the step, epoch and data
         position as a decision. A checkpoint without trainer state, such as a converted checkpoint,
-        restores weights, optimizer, schedule and step, and the data start at their beginning.
+        restores weights, optimizer, schedule and step. The data then start at their beginning.
         Mismatches raise an error before weights, data or random state change.
 
         Args:
@@ -355,7 +355,7 @@ class Trainer(Closing, Readable):
         self._tell("on_resume", Path(path))
 
     def roll_back(self, path: str | os.PathLike[str], *, reason: str) -> None:
-        """Load weights, optimizer, schedule, step and EMA of a checkpoint, and continue from it.
+        """Load weights, optimizer, schedule, step and EMA of a checkpoint, and continue from there.
 
         Unlike ``resume``, ``roll_back`` leaves data position and random state unchanged.
         Collective.
@@ -402,8 +402,8 @@ class Trainer(Closing, Readable):
         Args:
             path: Folder of the export. For a pipeline, a name ending in ``.safetensors`` writes a
                 single file in ComfyUI's layout.
-            weights: ``"trained"``, the name of an EMA such as ``"ema"``, or the EMA itself; by
-                default the first EMA, or the trained weights if the trainer has no EMA.
+            weights: ``"trained"``, the name of an EMA such as ``"ema"``, or the EMA itself. By
+                default the first EMA is exported; without an EMA, the trained weights are exported.
             dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype.
 
         Returns:

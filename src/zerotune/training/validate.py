@@ -148,7 +148,7 @@ class ValidationImages(Validation):
 
 
 class ValidationLoss(Validation):
-    """Measures the loss on held-out data; the noise is fixed, so values are comparable.
+    """Measures the loss on held-out data with fixed noise, so values are comparable over steps.
 
     Trackers receive the loss as ``validation/loss``, and the loss per noise level as
     ``validation/loss/0.1``, ….
@@ -238,7 +238,7 @@ def untouched_randomness() -> Iterator[None]:
 
 
 class SampleOptions(TypedDict, total=False):
-    """Options of ``zerotune.diffusion.sample``, as well as ``seed`` and ``ema``."""
+    """Options of ``zerotune.diffusion.sample``, plus ``seed`` and ``ema``."""
 
     prompts: Sequence[str]
     negative_prompt: str

@@ -99,7 +99,7 @@ def names_of(model: torch.nn.Module) -> dict[int, str]:
 def look(
     names: Mapping[int, str], *, step: int, phase: str | None, thread: int
 ) -> tuple[Position, int]:
-    """Return a thread's position, and a number that changes whenever the thread moves.
+    """Return a thread's position, and a number that changes whenever the thread makes progress.
 
     If the thread runs no module, the stacks of other threads are searched, because autograd runs
     backward passes on a GPU in separate threads.
@@ -212,17 +212,19 @@ class Beat:
 class Watchdog(Callback):
     """Ends all ranks if no rank makes progress, and logs each rank's step, phase and module.
 
-    The watchdog adds no hooks to the model and no work to the training thread: a separate thread
+    The watchdog adds no hooks to the model and no work to the training thread. A separate thread
     reads the stacks of the other threads a few times per timeout. If a rank fails, the watchdog
-    ends the other ranks about ten seconds later. A killed or stopped rank is detected by its
-    missing heartbeats, and on the same machine by the state of its process.
+    ends the other ranks about ten seconds later. The watchdog detects a killed or stopped rank by
+    its missing heartbeats. On the same machine, the watchdog also checks the state of the rank's
+    process.
 
     Args:
         timeout_s: Seconds without progress on any rank, while at least one rank is in a step.
             ``None`` uses four fifths of the trainer's ``timeout_s``, so that the watchdog reports
             before a collective times out.
-        end: Called on each rank with the watchdog's message. By default the message is logged and
-            the process ends, because Python cannot interrupt a thread that waits in a collective.
+        end: Function that is called on each rank with the watchdog's message. By default the
+            message is logged and the process ends, because Python cannot interrupt a thread that
+            waits in a collective.
     """
 
     def __init__(

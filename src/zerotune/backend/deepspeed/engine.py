@@ -296,7 +296,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
 
     Args:
         model: The model, in fp32, on any device.
-        plan: The resolved plan, including optimizer and schedule.
+        plan: The resolved plan, which must contain an optimizer and may contain a schedule.
         timeout_s: Seconds after which a collective raises an error.
 
     Raises:
@@ -374,7 +374,8 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
 def end_threads(engine: Any) -> None:
     """Release the process groups and I/O queues of a destroyed DeepSpeed engine.
 
-    References from the engine's module would keep threads and file descriptors alive.
+    Without this call, references from the engine's module would keep threads and file descriptors
+    alive.
 
     Args:
         engine: DeepSpeed's engine.

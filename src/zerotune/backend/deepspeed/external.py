@@ -123,8 +123,8 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
     """Return the keyword arguments of ``accelerate.Accelerator`` for a plan.
 
     The plugin's configuration contains no ``"auto"``, so accelerate changes no setting. On a
-    machine without an accelerator, the arguments also select gloo; otherwise accelerate would run
-    every process as a single-process job.
+    machine without an accelerator, the arguments also select gloo; without gloo, accelerate would
+    run every process as a single-process job.
 
     Args:
         plan: The resolved plan. If its optimizer is not resolved yet, the plugin contains only the
@@ -134,7 +134,7 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
 
     class WholeModelsPlugin(accelerate.DeepSpeedPlugin):  # type: ignore[misc, name-defined]
         def set_deepspeed_weakref(self) -> None:
-            """Do nothing: with a registered configuration, transformers partitions every model."""
+            """Do nothing: transformers partitions every model if a configuration is registered."""
             self.dschf = None
 
     config: dict[str, Any] = {
@@ -346,7 +346,9 @@ def _not_called(what: str) -> Decision:
 
 
 def check_accelerate(world_size: int) -> None:
-    """Raise an error if accelerate has a wrong number of processes and would repeat batches.
+    """Raise an error if accelerate's number of processes is not ``world_size``.
+
+    With a different number, every process would train on the same data.
 
     Args:
         world_size: Number of processes.
@@ -374,7 +376,7 @@ class AttachedEngine(ZeROEngine):
     Args:
         engine: DeepSpeed's engine, or the model as returned by ``accelerator.prepare`` or
             Fabric's ``setup``.
-        plan: The resolved plan that the engine is meant to run, including its optimizer.
+        plan: The resolved plan that the engine is meant to run; it must contain an optimizer.
         timeout_s: Seconds after which a collective raises an error.
         decided: Earlier decisions, shown before the engine's decisions.
 

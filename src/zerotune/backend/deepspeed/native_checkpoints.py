@@ -154,7 +154,7 @@ class NativeCheckpoint:
         )
 
     def parts(self) -> Iterator[NativePart]:
-        """Yield every part of all weights and states once, one rank's file at a time."""
+        """Yield every part of all weights and states once, reading one rank's file at a time."""
         for rank in range(self.world_size):
             saved = self._optimizer(rank)
             base = _base_state(saved)

@@ -619,7 +619,7 @@ class _ClonesOnHost(TorchFunctionMode):
         self._cloned: set[int] = set()
 
     def watch(self, flat: torch.Tensor) -> None:
-        """Watch a tensor and its slices.
+        """From now on, clone a tensor and its slices on the host.
 
         Args:
             flat: The tensor.

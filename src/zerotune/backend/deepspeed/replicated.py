@@ -25,7 +25,7 @@ CHECKER: Final = Upstream(
 
 
 class Fp32Wrapper(OptimizerWrapper):
-    """Adapter for stage 0 in fp32: no wrapper, and the parameters are the master weights."""
+    """Adapter for stage 0 in fp32, without a wrapper; the parameters are the master weights."""
 
     skips_overflow = False
 
@@ -90,9 +90,9 @@ class HalfWrapper(OptimizerWrapper):
     def correct(self) -> tuple[Decision, ...]:
         """Undo the optimizer step that DeepSpeed's wrappers run when they are created.
 
-        ``FP16_Optimizer`` allocates its states by a step on zero gradients. The step applies weight
-        decay and sets Adam's counter to 1, so the first real step would use the bias correction of
-        the second (a loss difference of up to 5e-2 from stages 1-3).
+        ``FP16_Optimizer`` allocates its states by a step on zero gradients. That step applies
+        weight decay and sets Adam's counter to 1. The first real step would therefore use the bias
+        correction of the second, and losses would differ from stages 1-3 by up to 5e-2.
         """
         if self.engine.global_steps:
             return ()

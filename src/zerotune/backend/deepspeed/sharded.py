@@ -539,7 +539,8 @@ class ShardedWrapper(OptimizerWrapper):
         """Apply the schedule to the part of the optimizer that is not offloaded.
 
         With ``offload_optimizer.ratio`` below 1, DeepSpeed updates the first sub-groups with a
-        separate AdamW, whose learning rate never changes and whose states are in no checkpoint.
+        separate AdamW. The learning rate of this AdamW never changes, and no checkpoint contains
+        its states.
         """
         beside = getattr(self.raw, "backup_optimizer", None)
         if beside is None:
@@ -696,7 +697,7 @@ _linear: Final[list[Any]] = []
 
 @contextmanager
 def lending_linear() -> Iterator[None]:
-    """After the last engine, restore ``torch.nn.functional.linear``, which DeepSpeed replaces."""
+    """After the last engine ends, restore torch's ``linear`` function, which DeepSpeed replaces."""
     _linear.append(_linear[0] if _linear else functional.linear)
     try:
         yield
@@ -785,9 +786,9 @@ def shard_from_host(
 ) -> None:
     """Partition a model in place for stage 3.
 
-    ``zero.Init`` neither casts weights nor moves buffers, so weights are cast before and buffers
-    moved after. If weights are still in files, each rank reads only its part of them, without
-    communication.
+    ``zero.Init`` neither casts weights nor moves buffers, so the weights are cast before
+    partitioning, and the buffers are moved afterwards. If weights are still in files, each rank
+    reads only its part of them, without communication.
 
     Args:
         deepspeed: The module.

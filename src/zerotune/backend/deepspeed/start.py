@@ -129,7 +129,7 @@ def digests() -> dict[str, str | None]:
 
 
 def check_plan(plan: ResolvedPlan) -> None:
-    """Raise an error if a plan is not for DeepSpeed, incomplete, or without fp32 master weights.
+    """Raise an error if a plan is incomplete, is not for DeepSpeed, or lacks fp32 master weights.
 
     Args:
         plan: The resolved plan.
@@ -192,7 +192,7 @@ def check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:
 
     Args:
         plan: The resolved plan.
-        group: The process group.
+        group: Process group of all ranks.
     """
     if plan.world_size != group.world_size:
         raise EngineError(
@@ -261,7 +261,7 @@ def join_checked(
 def read_weights(
     deepspeed: ModuleType, plan: ResolvedPlan, model: torch.nn.Module
 ) -> tuple[Decision, ...]:
-    """Load weights that are still in files onto the device; at stage 3, partitioning loads them.
+    """Load onto the device all weights still in files; at stage 3, partitioning loads the weights.
 
     The weights are read in the plan's precision, which needs half the memory of fp32. Training does
     not change, because DeepSpeed rounds weights to the plan's precision in any case.
@@ -328,7 +328,7 @@ def compiling(plan: ResolvedPlan) -> Iterator[None]:
 def initialize(
     deepspeed: ModuleType, plan: ResolvedPlan, arguments: dict[str, Any], resources: ExitStack
 ) -> tuple[Any, tuple[Decision, ...]]:
-    """Initialize DeepSpeed's engine, without exceeding the plan's memory while it starts.
+    """Initialize DeepSpeed's engine, without exceeding the plan's memory while the engine starts.
 
     Args:
         deepspeed: The module.
@@ -390,8 +390,8 @@ def pin_exactly(
     """Prevent torch from rounding page-locked blocks up to powers of two.
 
     zerotune changes torch's allocator setting for this process; if torch lacks the setting,
-    DeepSpeed page-locks memory itself. User settings in ``PYTORCH_ALLOC_CONF`` and
-    ``DS_PIN_MEMORY_BACKEND=native`` (which does not round) take precedence.
+    DeepSpeed page-locks memory itself. A user's ``PYTORCH_ALLOC_CONF`` takes precedence. So does
+    ``DS_PIN_MEMORY_BACKEND=native``, a backend that does not round.
 
     Args:
         plan: The plan that is about to start.

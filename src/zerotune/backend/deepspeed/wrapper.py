@@ -44,7 +44,7 @@ GRADIENTS_KEY: Final = "optimizer.step.gradients"
 
 @attrs.frozen(kw_only=True)
 class Upstream:
-    """Attributes that zerotune uses, and methods that it replaces, of one class of DeepSpeed."""
+    """For one DeepSpeed class, attributes that zerotune uses and methods that zerotune replaces."""
 
     owner: str
     """Dotted name of the class."""
@@ -102,7 +102,7 @@ def source_digest(function: Any) -> str | None:
 
 @functools.cache
 def tested_sources() -> dict[str, dict[str, list[str]]]:
-    """Return tested DeepSpeed releases, by a method's dotted name and its source's digest."""
+    """Return the tested DeepSpeed releases, by dotted name and source digest of a method."""
     file = importlib.resources.files("zerotune") / "backend" / "data" / "sources.json"
     content: dict[str, dict[str, list[str]]] = json.loads(file.read_text(encoding="utf-8"))
     return content
@@ -161,15 +161,15 @@ class OptimizerWrapper(ABC):
         """
 
     def correct(self) -> tuple[Decision, ...]:
-        """Apply corrections that every DeepSpeed engine needs, including a trainer's."""
+        """Apply corrections that all DeepSpeed engines need, also those of other trainers."""
         return ()
 
     def improve(self) -> tuple[Decision, ...]:
-        """Apply corrections that only zerotune's engine needs, before its step is replaced."""
+        """Apply corrections that only zerotune's engine needs, before the step is replaced."""
         return ()
 
     def refused(self) -> EngineError | None:
-        """Explain an ``AssertionError`` of a backward pass; ``None`` if the cause is unknown."""
+        """Explain why a backward pass raised an ``AssertionError``; ``None`` if unknown."""
         return None
 
     def note_edits(self) -> None:
@@ -191,7 +191,7 @@ class OptimizerWrapper(ABC):
     def take_over_step(
         self, plan: ResolvedPlan, group: ProcessGroup
     ) -> tuple[HostStep | None, tuple[Decision, ...]]:
-        """Replace the step of an Adam in host memory by a fused one, if possible. Collective.
+        """Replace the step of an Adam in host memory by a fused step, if possible. Collective.
 
         Args:
             plan: The resolved plan.
@@ -258,7 +258,7 @@ def _edit(layout: MasterLayout, setter: Callable[..., Any], *args: Any, **kwargs
 
 
 class HostStep(DeferredSteps):
-    """Fused step of a ZeRO optimizer around an Adam in host memory.
+    """Fused step of a ZeRO optimizer that wraps an Adam in host memory.
 
     Args:
         wrapper: DeepSpeed's ZeRO optimizer.
@@ -290,7 +290,7 @@ class HostStep(DeferredSteps):
         return why if len(betas) > 1 else None
 
     def install(self) -> None:
-        """Replace gradient copy, norm and step, for this wrapper object only."""
+        """For this wrapper object only, replace the gradient copy, the norm and the step."""
         setattr(self._wrapper, UNDER_WAY, self)
         for name in self.settles_first:
             setattr(self._wrapper, name, self._settling(getattr(self._wrapper, name)))

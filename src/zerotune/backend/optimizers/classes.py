@@ -77,8 +77,9 @@ class TensorByTensor(torch.optim.Optimizer):
 class ShardAware(TensorByTensor):
     """Base class of optimizers whose update of an element depends on the whole parameter.
 
-    Without ``attach``, every tensor is treated as one whole parameter. ``step`` uses collectives:
-    all ranks step ZeRO's groups (stages 1 and 2) or sub-groups (stage 3) in the same order.
+    Without ``attach``, every tensor is treated as one whole parameter. ``step`` can use
+    collectives, because all ranks step ZeRO's groups (stages 1 and 2) or sub-groups (stage 3) in
+    the same order.
     """
 
     _pieces: dict[int, list[Piece]] | None = None
@@ -173,8 +174,8 @@ class ShardAware(TensorByTensor):
 class Lamb(ShardAware):
     """Lamb of You et al. 2020, algorithm 2 (https://arxiv.org/abs/1904.00962).
 
-    The trust ratio needs norms of whole parameters, but a rank has only a flat shard of ZeRO. Each
-    rank sums the squares of its parts, and one small all-reduce adds the sums of all ranks.
+    The trust ratio needs norms of whole parameters, but under ZeRO each rank has only a flat shard.
+    Each rank sums the squares of its parts, and one small all-reduce adds the sums of all ranks.
 
     Args:
         params: Parameters or groups.
@@ -280,8 +281,8 @@ class Muon(ShardAware):
 
     Groups with ``use_muon`` are updated with the orthogonalised momentum; AdamW updates all other
     groups. As in the authors' code, convolutions count as matrices (out, in x height x width).
-    Under ZeRO, a matrix that is split over ranks is gathered for the orthogonalisation, one matrix
-    at a time; each rank then applies its part of the result.
+    Under ZeRO, matrices that are split over ranks are gathered for the orthogonalisation, one
+    matrix at a time. Each rank then applies its part of the result.
 
     Args:
         params: Groups; each may contain ``use_muon``, ``lr``, ``momentum``, ``weight_decay``,
@@ -419,13 +420,13 @@ class AdamWBF16States(AdamWStates):
 
     The states use 4 bytes per weight instead of 8; weights, gradients and arithmetic are fp32. Each
     chunk of moments is converted to fp32, updated by torch's AdamW and rounded stochastically to
-    bf16 (Gupta et al. 2015, https://arxiv.org/abs/1502.02551), which is exact in expectation.
-    Rounding to nearest would freeze the second moment: its relative change of ``1 - beta2`` per
-    step is smaller than half a unit in the last place of bf16.
+    bf16. Stochastic rounding (Gupta et al. 2015, https://arxiv.org/abs/1502.02551) is exact in
+    expectation. Rounding to nearest would freeze the second moment. The second moment's relative
+    change per step, ``1 - beta2``, is smaller than half a unit in the last place of bf16.
 
-    The noise depends only on the step, the group and an element's position among the group's
-    stepped elements, so a resumed run is identical to an uninterrupted one, and replicas agree. The
-    update is elementwise, so ZeRO's flat shards do not change the result.
+    The noise depends only on the step, the group, and an element's position among the group's
+    stepped elements. Therefore a resumed run is identical to an uninterrupted one, and replicas
+    agree. The update is elementwise, so ZeRO's flat shards do not change the result.
     """
 
     state_dtype: torch.dtype = torch.bfloat16
@@ -586,7 +587,7 @@ def update_chunk(
 
 
 def round_stochastically(exact: torch.Tensor, bits: torch.Tensor, *, into: torch.Tensor) -> None:
-    """Round fp32 stochastically to one of the two nearest bf16 numbers, exact in expectation.
+    """Round fp32 numbers at random to a neighbouring bf16 number; the expectation is exact.
 
     Args:
         exact: fp32 numbers; overwritten. Infinity and NaN are kept.
@@ -636,7 +637,7 @@ class Codebook:
         return self.values[codes.long()] * _spread(scales, codes.numel())
 
     def encode(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the nearest codes, and for each block its largest magnitude as its scale.
+        """Return the nearest codes, and the largest magnitude of each block as the block's scale.
 
         Args:
             numbers: Numbers to encode, fp32, 1-D.
@@ -647,8 +648,8 @@ class Codebook:
     def encode_again(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode like ``encode``, but without changing any bit of numbers that ``decode`` returned.
 
-        ``encode`` alone may change decoded numbers: if a block's largest number is negative, its
-        code represents a magnitude slightly below the block's scale.
+        ``encode`` alone may change decoded numbers: if a block's largest number is negative, the
+        number's code represents a magnitude slightly below the block's scale.
 
         Args:
             numbers: Numbers to encode, fp32, 1-D.
@@ -693,8 +694,8 @@ def _largest(numbers: torch.Tensor) -> torch.Tensor:
 def codebook(*, signed: bool) -> Codebook:
     """Return Dettmers' dynamic tree (https://arxiv.org/abs/1511.04561) as bitsandbytes defines it.
 
-    The values cover seven decades. Each decade is divided into equal steps, twice as many as the
-    decade below it.
+    The values cover seven decades. Each decade is divided into equal steps, twice as many as in the
+    decade below.
 
     Args:
         signed: Whether the codebook contains negative values.
@@ -724,7 +725,7 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
     """AdamW with one-byte moments; weights must be contiguous.
 
     The states use 2.03 bytes per weight instead of 8: one dynamic-tree code per moment, and one
-    fp32 scale per block of 256 codes (https://arxiv.org/abs/2110.02861). Like bitsandbytes'
+    fp32 scale per block of 256 codes (https://arxiv.org/abs/2110.02861). As in bitsandbytes'
     AdamW8bit, a step decodes the moments, updates them in fp32 and encodes them again.
 
     The engine that streams weights runs this update as one fused C++ kernel. Without streaming, the

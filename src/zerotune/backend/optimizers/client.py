@@ -132,14 +132,16 @@ STOPPED: Final = "stopped"
 class CurveScheduler:
     """Set the learning rate of every group from ``zerotune.optimizers.schedules.lr_at``.
 
-    The plain engine uses this class, and so does DeepSpeed for schedules that DeepSpeed lacks and
-    for groups with different rates. The engine calls ``step`` after each applied optimizer step.
+    The plain engine uses this class. DeepSpeed uses the class for schedules that DeepSpeed lacks,
+    and for groups with different rates. The engine calls ``step`` after each applied optimizer
+    step.
 
     Args:
         optimizer: The optimizer; each group's ``lr`` keeps its ratio to ``base_lr``.
         choice: The schedule.
         base_lr: Learning rate of the optimizer.
-        until: For each group, the number of steps after which its rate is 0; ``None``: never.
+        until: For each group, the number of steps after which the rate is 0; ``None`` if it never
+            is.
     """
 
     def __init__(
@@ -205,7 +207,7 @@ class CurveScheduler:
 
 
 def curve(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveScheduler] | None:
-    """Return a factory of the plan's schedule for an optimizer; ``None`` without a schedule."""
+    """Return a factory for an optimizer's schedule; ``None`` if the plan has no schedule."""
     if plan.scheduler is None or plan.optimizer is None:
         return None
     until = [group.until for group in plan.optimizer.groups]
@@ -220,7 +222,7 @@ def own_scheduler(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], Curve
 
 
 def continue_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
-    """Set a schedule that DeepSpeed runs, and the learning rates, to a saved step.
+    """Set DeepSpeed's schedule and the learning rates to a saved step.
 
     Args:
         schedule: The running schedule, or ``None``.

@@ -50,7 +50,7 @@ _AT_ONCE = 2**20
 
 
 class Masters(ABC):
-    """Flat fp32 master weights, independent of their storage format."""
+    """Flat fp32 master weights in any storage format."""
 
     @property
     @abstractmethod
@@ -354,7 +354,7 @@ class Stepper(ABC):
 
 
 class HostBF16Adam(Stepper):
-    """Stepper with bit-identical results to ``AdamWBF16States.step``."""
+    """Stepper whose results are bit-identical to those of ``AdamWBF16States.step``."""
 
     _state_dtype = torch.bfloat16
 
@@ -374,7 +374,7 @@ class HostBF16Adam(Stepper):
         ]
 
         def runs(part: slice) -> Iterator[tuple[slice, int]]:
-            """Divide a part into runs with consecutive positions, each with its first position."""
+            """Yield runs of consecutive positions in a part, each run with its first position."""
             for (start, place), (stop, _) in pairwise([*places, (part.stop, 0)]):
                 if part.start < stop and start < part.stop:
                     first = max(start, part.start)
@@ -433,9 +433,10 @@ class Host8BitAdam(Stepper):
 
 
 class HostTorchAdam(Stepper):
-    """Stepper with bit-identical results to the fused ``torch.optim.Adam`` or ``AdamW``.
+    """Stepper whose results are bit-identical to the fused ``torch.optim.Adam`` or ``AdamW``.
 
-    torch's for-loop implementation differs: its square root is not correctly rounded.
+    Results of torch's for-loop implementation differ, because its square roots are not correctly
+    rounded.
     """
 
     @staticmethod
@@ -478,7 +479,7 @@ class HostTorchAdam(Stepper):
 
 
 class HostAdam(Stepper):
-    """Stepper with bit-identical results to ``DeepSpeedCPUAdam``."""
+    """Stepper whose results are bit-identical to those of ``DeepSpeedCPUAdam``."""
 
     def __init__(self, *, op: HostStepOp, adam: Any) -> None:
         super().__init__(op=op, adam=adam)
@@ -552,7 +553,7 @@ def stepper_of(adam: torch.optim.Optimizer) -> type[Stepper]:
 
 
 class BetaPowers:
-    """Powers of the betas as rounded running products, like in DeepSpeedCPUAdam's op.
+    """Powers of the betas as rounded running products, as in DeepSpeedCPUAdam's op.
 
     After a resume, call ``at`` for each past step.
     """

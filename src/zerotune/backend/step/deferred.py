@@ -393,10 +393,10 @@ def take_over(
         adam: The optimizer.
         usual: Name of the replaced step; not used if the optimizer is zerotune's.
         obstacle: Why this rank cannot replace the step; ``None`` if it can.
-        rounds_alike: Returns whether this build of torch rounds like the compiled kernels;
-            ``None`` if torch's arithmetic is not involved.
-        make: Creates the replacement, given ``op``.
-        reason: Reason for the decision if the step is replaced.
+        rounds_alike: Function that checks whether this build of torch rounds like the compiled
+            kernels; ``None`` if torch's arithmetic is not involved.
+        make: Function that creates the replacement from ``op``.
+        reason: Reason to record in the decision if the step is replaced.
 
     Returns:
         The replacement, or ``None`` if the step is not replaced, and the decisions.
@@ -448,7 +448,8 @@ def _shares_cores(step: DeferredSteps) -> Decision:
 def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     """Choose whether updates are deferred and whether a thread runs them. Collective.
 
-    On an accelerator, updates are deferred only if a proof passed there or the plan requests it.
+    On an accelerator, updates are deferred only if a proof passed on the accelerator, or if the
+    plan requests deferred updates.
 
     Args:
         step: The optimizer's step.
@@ -523,7 +524,7 @@ class CompilerWatch:
 
     @classmethod
     def enter(cls, by: int) -> None:
-        """Announce the beginning or the end of a call whose compiled code waits for its weights.
+        """Announce the beginning or the end of a call whose compiled code waits for the weights.
 
         Args:
             by: 1 before the call, -1 after it.

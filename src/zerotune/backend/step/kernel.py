@@ -186,8 +186,8 @@ class HostStepOp:
     def spare_a_core(self) -> None:
         """Make later calls from this thread leave one core free for concurrent work.
 
-        With two cores none is left free, because a call on one core takes longer than a call on two
-        shared cores.
+        On two cores, no core is left free, because a call on one core takes longer than a call on
+        two shared cores.
         """
         self._spared.core = True
 
@@ -303,7 +303,7 @@ def load_host_step() -> HostStepOp:
 
 
 def host_step_status(*, toolchain: Toolchain | None = None) -> OpStatus:
-    """Report whether the op is built or can be built, and if not, why. Nothing is compiled.
+    """Report whether the op is built or can be built; if neither, report why. Nothing is compiled.
 
     Args:
         toolchain: Compilers and libraries; default: those of this machine.

@@ -374,7 +374,7 @@ class PendingStep:
         )
 
     def run(self) -> None:
-        """Run all parts in order, and store an error for the thread that waits."""
+        """Run all parts in order, and store any error for the waiting thread."""
         for index in self._order:
             self._take(index)
         self._end()
@@ -575,7 +575,7 @@ class SharedStep(ThreadedStep):
 
     @override
     def run(self) -> None:
-        """Run all parts together with all ranks, and store an error for the thread that waits."""
+        """Run all parts together with all ranks, and store any error for the waiting thread."""
         try:
             order = self._exchange.order(self._order)
         except BaseException as error:  # noqa: BLE001 - raised again where somebody waits

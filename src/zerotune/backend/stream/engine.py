@@ -84,7 +84,7 @@ class StreamEngine(CountingEngine):
 
     Args:
         model: The model, in fp32, on any device.
-        plan: A resolved plan for DeepSpeed with its optimizer in host memory.
+        plan: A resolved DeepSpeed plan whose optimizer is in host memory.
         timeout_s: Seconds after which a collective raises an error.
 
     Raises:
@@ -526,7 +526,7 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     """Return why a model's weights are not streamed; ``None`` if they are.
 
     Args:
-        plan: The resolved plan, including its optimizer.
+        plan: The resolved plan, which must contain an optimizer.
         model: The model to train.
     """
     if plan.streamed is None and (obstacle := _why_not_by_default(plan)) is not None:
@@ -582,8 +582,8 @@ class StreamLayout(MasterLayout):
 
     Args:
         units: The trained units.
-        optimizer: Optimizer of the slabs.
-        steps: Runs the updates.
+        optimizer: Optimizer that updates the slabs.
+        steps: Object that runs the updates.
     """
 
     def __init__(

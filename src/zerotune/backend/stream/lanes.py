@@ -86,9 +86,9 @@ class Lane:
         """Request a copy.
 
         Args:
-            copy: Performs the copy.
-            wait: Called before the copy; returns once the source may be read.
-            then: Called in the lane's thread once the copy is complete.
+            copy: Function that performs the copy.
+            wait: Function that is called before the copy; returns once the source may be read.
+            then: Function that is called in the lane's thread once the copy is complete.
         """
         ready = None if self._stream is None else self.computation.record_event()
         with self._lock:

@@ -29,13 +29,14 @@ class UnitPass:
 
     Args:
         unit: The unit.
-        steps: The unit's slabs, each with its step, which has already begun.
+        steps: The unit's slabs, each with its step; every step has already begun.
         averages: Averages updated with this step; more may be appended later.
         landed: Copy of the gradients to the host; ``None`` if they are already there.
-        check: Called once the gradients are on the host; returns whether to update the unit.
+        check: Function that is called once the gradients are on the host; returns whether to update
+            the unit.
         written: Future that is done once the unit is updated.
         views: Number of views of the unit's weights that ``steps`` contains.
-        rank: Priority; lower ranks run first.
+        rank: Priority; updates with a lower rank run first.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class UnitPass:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Update the unit, or only averages that were added after its update.
+        """Update the unit, or only averages that were added after the unit's update.
 
         Raises:
             BaseException: The copy of the gradients has failed.

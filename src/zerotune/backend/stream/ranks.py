@@ -74,7 +74,7 @@ class SharedSteps(StreamedSteps):
 
     @override
     def break_off(self) -> None:
-        """Do nothing: the ranks are out of step, and all of them must restart."""
+        """Do nothing, because the ranks are out of step and all of them must restart."""
 
     @override
     def _land(self, unit: Unit, came: Mapping[int, torch.Tensor], window: Window) -> None:

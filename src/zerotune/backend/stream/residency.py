@@ -57,14 +57,14 @@ class _Call:
 
 
 class Residency:
-    """Upload units to the device before they are used, and evict the units whose next use is last.
+    """Upload units to the device before their use, and evict the units with the latest next use.
 
     Args:
         model: The model.
         units: All units of the model.
         needs: The units of each streamed module.
         capacity: Limit of device memory for streamed units, in bytes; a call that needs more may
-            exceed it.
+            exceed the limit.
         lane: Lane for copies to the device.
         hurry: Called with a unit whose pending update must run first.
         before: Called before each forward pass of the model, and before each call of a streamed

@@ -81,8 +81,8 @@ class SharedMemory(Closable):
 
         Args:
             start: Offset of the first byte.
-            numel: Number of elements.
-            dtype: Dtype of the tensor.
+            numel: Number of elements of the new tensor.
+            dtype: Dtype of the new tensor.
         """
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=start)
 
@@ -91,7 +91,7 @@ class SharedMemory(Closable):
 
         Args:
             start: Offset of the first byte.
-            nbytes: Number of bytes.
+            nbytes: Number of bytes to allocate.
 
         Raises:
             OSError: Not enough memory is free.
@@ -290,7 +290,7 @@ class Meeting(Closable):
         """Wait until every rank has staged gradients of the same unit and members.
 
         Args:
-            index: Index of the unit, or a mark.
+            index: Index of the unit, or one of ``END``, ``STEP`` and ``DROPPED``.
             came: Indices of the unit's members that have a gradient.
 
         Raises:
@@ -329,7 +329,7 @@ class Meeting(Closable):
     def add_squares(
         self, own: Mapping[tuple[int, int], float], came: Collection[int]
     ) -> dict[tuple[int, int], float]:
-        """Return sums of squared gradients over all ranks, for the unit of the last ``land``.
+        """For the unit of the last ``land``, return sums of squared gradients over all ranks.
 
         Args:
             own: This rank's sums, by member and by the owning rank at ZeRO-2.

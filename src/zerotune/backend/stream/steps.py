@@ -64,7 +64,7 @@ class _Tally:
 
 
 class StreamedSteps:
-    """Collect the gradients of units, and update their weights.
+    """Collect the gradients of units, and update the units' weights.
 
     Args:
         units: The trained units.
@@ -73,9 +73,9 @@ class StreamedSteps:
         op: The compiled kernels.
         gradients: Host memory for gradients.
         lane: Lane for copies from the device.
-        passes: Runs the updates.
-        clipping: Largest gradient norm; 0 disables clipping, so that updates begin during the
-            backward pass.
+        passes: Object that runs the updates.
+        clipping: Largest gradient norm; with 0, gradients are not clipped and updates begin during
+            the backward pass.
     """
 
     def __init__(
@@ -131,16 +131,16 @@ class StreamedSteps:
 
     @property
     def under_way(self) -> bool:
-        """Whether updates have begun for which ``step`` has not been called yet."""
+        """Whether updates have begun although ``step`` has not been called yet."""
         return self._under_way
 
     # -- Gradients.
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Prepare for a backward pass.
+        """Prepare for the backward pass of one micro batch.
 
         Args:
-            is_last: Whether its micro batch is the last one of the accumulation window.
+            is_last: Whether the micro batch is the last one of its accumulation window.
         """
         self._check_claimed()
         self._is_last = is_last
@@ -206,7 +206,7 @@ class StreamedSteps:
         return cast(Place, window.place).slabs[slab][part.place]
 
     def end_backward(self) -> None:
-        """Handle units that received only some or no gradients in this micro batch."""
+        """Handle units that received no gradients, or only some, in this micro batch."""
         for unit, window in self._windows.items():
             if window.came or (self.is_eager and self._is_last and not window.taken):
                 self._complete(unit)

@@ -39,8 +39,8 @@ class HostMemory:
         """Return a flat tensor of zeros, private to this process.
 
         Args:
-            numel: Number of elements.
-            dtype: Dtype of the tensor.
+            numel: Number of elements of the new tensor.
+            dtype: Dtype of the new tensor.
         """
         return torch.zeros(numel, dtype=dtype, pin_memory=self._pin)
 
@@ -48,8 +48,8 @@ class HostMemory:
         """Return a flat tensor of zeros for a unit's weights.
 
         Args:
-            numel: Number of elements.
-            dtype: Dtype of the tensor.
+            numel: Number of elements of the new tensor.
+            dtype: Dtype of the new tensor.
         """
         return self.zeros(numel, dtype)
 
@@ -74,7 +74,7 @@ class HostMemory:
         return span
 
     def keep(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return a unit's weights in memory that outlives the engine.
+        """Return a unit's weights, stored in memory that outlives the engine.
 
         Args:
             weights: A result of ``HostMemory.weights``.
@@ -122,7 +122,7 @@ class Part:
         return slice(self.offset, self.offset + self.span.stop - self.span.start)
 
     def runs(self) -> Iterator[tuple[slice, bool]]:
-        """Yield ranges of the slab, and for each range whether scalar code updates its elements."""
+        """Yield each range of the slab, and whether scalar code updates the range's elements."""
         at = self.offset
         for single in self.singles:
             if at < single.start:
@@ -253,7 +253,7 @@ class Unit:
 
     @property
     def is_current(self) -> bool:
-        """Whether the newest weights are on the device, or being copied there."""
+        """Whether the newest weights are on the device or are being copied there."""
         return self.is_here and self.loaded == self.current
 
     def of_member(self, member: Member) -> torch.Tensor:
@@ -338,8 +338,8 @@ def make_units(
 ) -> tuple[list[Unit], dict[torch.nn.Module, list[Unit]]]:
     """Divide a model's parameters into units, and move all remaining parameters to the device.
 
-    Of each module, either the frozen or the trained parameters are streamed, whichever are larger.
-    All other trained parameters, and parameters shared with unstreamed modules, stay on the device.
+    Each module streams either its frozen or its trained parameters, whichever take more memory. All
+    other trained parameters, and parameters shared with unstreamed modules, stay on the device.
 
     Args:
         model: The model.
@@ -423,9 +423,9 @@ def _kinds(
 def find_units(model: torch.nn.Module, named: Sequence[str] = ()) -> NamedModules:
     """Return names and modules whose weights are streamed, one unit per module.
 
-    By default, the repeated blocks that diffusers declares or zerotune knows are streamed; in other
-    models, consecutive modules of the same class. If such modules are nested, only the outermost is
-    streamed.
+    By default, the repeated blocks that diffusers declares or zerotune knows are streamed. In other
+    models, consecutive modules of the same class are streamed. If such modules are nested, only the
+    outermost one is streamed.
 
     Args:
         model: The model.
@@ -492,7 +492,7 @@ class FlatOrder:
         return None if place is None else place[0]
 
     def place_of(self, name: str, element: int) -> int:
-        """Return the position in the group of an element of a flattened parameter.
+        """Return the position of a flattened parameter's element in the optimizer group.
 
         Args:
             name: Name of the parameter.
@@ -501,7 +501,7 @@ class FlatOrder:
         return int(self._places[name][1].start) + element
 
     def fragments(self, name: str) -> Iterator[tuple[int, slice]]:
-        """Yield every rank and the elements of a flattened parameter that the rank owns at ZeRO-2.
+        """For a flattened parameter, yield each rank and the elements that the rank owns at ZeRO-2.
 
         Args:
             name: Name of the parameter.

@@ -93,7 +93,7 @@ class StreamedWeight:
 
 
 def stream_weight(unit: Unit, member: Member, inside: Inside) -> None:
-    """Outside calls of its unit, make a parameter use the weights in host memory.
+    """Make a parameter use the weights in host memory, except inside calls of its unit.
 
     Args:
         unit: The parameter's unit.

@@ -64,8 +64,9 @@ class Judgement:
     """Inspects each exported tensor, and decides at the end whether the export is valid.
 
     A layer is untrained if none of its tensors has changed, or if the factor that starts at zero is
-    still zero. An untrained layer causes only a warning, because a layer may not affect the loss,
-    such as the last layer of CLIP. If all layers of a component are untrained, the export fails.
+    still zero. An untrained layer causes only a warning, because some layers, such as the last
+    layer of CLIP, do not affect the loss. If all layers of a component are untrained, the export
+    fails.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Judgement:
     def of(
         cls, engine: Engine, adapters: Mapping[str, tuple[str, torch.nn.Module, str]]
     ) -> Judgement:
-        """Create a judgement for the adapters of an engine.
+        """Create the export check for the adapters of an engine.
 
         Args:
             engine: Engine of the adapters.
@@ -233,12 +234,12 @@ def export_adapters(
         weights: As in ``export_model``.
         dtype: Dtype of the tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch
             dtype.
-        layout: ``"diffusers"``; ``"peft"`` for a folder that ``PeftModel.from_pretrained`` reads;
-            ``"comfyui"`` for a file of ``diffusion_model.*`` tensors; ``"kohya"`` for a file in the
-            format of kohya's trainers. ``"comfyui"`` and ``"kohya"`` files are verified with
-            diffusers' converters, and require memory for all adapters.
-        component: Name of a single model in the pipeline; by default derived from the model's
-            class. ``TrainedParts`` provides the names of its parts.
+        layout: ``"diffusers"``, or ``"peft"`` for a folder that ``PeftModel.from_pretrained``
+            reads. ``"comfyui"`` writes a file of ``diffusion_model.*`` tensors, and ``"kohya"``
+            writes a file in the format of kohya's trainers. Exports to ``"comfyui"`` and
+            ``"kohya"`` need memory for all adapters, and are verified with diffusers' converters.
+        component: Name of the model in the pipeline; by default derived from the model's class.
+            ``TrainedParts`` provides the names of its parts.
         pipeline: A pipeline or its class; the export fails if the pipeline cannot load adapters
             for the trained components.
         timeout_s: Seconds to wait for the other ranks; default the group's timeout.
@@ -249,8 +250,8 @@ def export_adapters(
     Raises:
         CheckpointMismatchError: The model trains no adapters, trains other parameters as well, or
             has layers or adapter kinds that the format does not support.
-        CheckpointCorruptError: Adapters are not finite or have not changed, or the data on disk
-            differ from the written data.
+        CheckpointCorruptError: An adapter is not finite, training has not changed the adapters, or
+            the data on disk differ from the written data.
         CheckpointError: An existing file was not written by zerotune, or writing fails.
         InvalidValueError: The layout is unknown, or not available for this model.
         CollectiveError: A rank did not call ``export_adapters``, or the arguments differ.
@@ -294,7 +295,7 @@ def export_adapters(
 
 @attrs.frozen(kw_only=True)
 class AdapterOutline:
-    """Parameters of an engine that an adapter file contains, and their names in the file."""
+    """Engine parameters that an adapter file contains, with their names in the file."""
 
     keys: Mapping[str, str]
     """Maps each trained parameter to its name in the file."""

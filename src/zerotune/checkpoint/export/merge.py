@@ -202,9 +202,9 @@ def export_merged(
 ) -> Path:
     """Write an engine's model with merged adapters as a diffusers model folder. Collective.
 
-    The merge needs memory for the adapters and one parameter, also at stage 3 and with NVMe.
-    Weights are merged in fp32 and then cast to ``dtype``, which is more accurate than merging in
-    16 bits.
+    The merge needs memory for the adapters and one parameter, even at stage 3 and with NVMe
+    offload. Weights are merged in fp32 and then cast to ``dtype``, which is more accurate than
+    merging in 16 bits.
 
     Args:
         path: Path of the folder, as in ``export_model``.
@@ -374,7 +374,7 @@ class _Merged:
         ]
 
     def tensors(self) -> Named:
-        """Yield base parameters, one in memory at a time, and buffers. Collective at stage 3."""
+        """Yield base parameters one at a time, then buffers. Collective at stage 3."""
         for name, source in self.sources.items():
             yield name, whole_parameter(source)
         yield from self.buffers.items()

@@ -123,16 +123,17 @@ def export_model(
 ) -> Path:
     """Write the engine's model as a diffusers model folder. Collective.
 
-    Rank 0 gathers and writes one parameter at a time, also at stage 3 and with NVMe, so the
-    additional memory is one parameter. The files are read back and verified before the folder is
-    renamed.
+    Rank 0 gathers and writes one parameter at a time, even at stage 3 and with NVMe offload. The
+    export therefore needs additional memory for only one parameter. The files are read back and
+    verified before the folder is renamed.
 
     Args:
         path: Path of the folder; an earlier export is replaced when the new export is complete. A
             path ending in ``.safetensors`` becomes a single file.
         engine: Engine of the model; frozen parameters and buffers are exported as well.
         weights: Source of the trained parameters: ``"trained"``, an attached EMA shadow, or the
-            name of an attached EMA, such as ``"ema"``. The default is the fp32 master weights.
+            name of an attached EMA, such as ``"ema"``. By default, as with ``"trained"``, the fp32
+            master weights are exported.
         dtype: Dtype of all floating-point tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"``
             or a torch dtype.
         shard_size: Maximum bytes of tensors in a file.
@@ -146,7 +147,7 @@ def export_model(
             fails.
         CheckpointCorruptError: The data on disk differ from the written data.
         CheckpointMismatchError: The model trains adapters.
-        InvalidValueError: No such EMA is attached to the engine.
+        InvalidValueError: ``weights`` names an EMA that is not attached to the engine.
         CollectiveError: A rank did not call ``export_model``, or the arguments differ.
     """
     chosen = checked_dtype(dtype)
@@ -195,7 +196,7 @@ def export_checkpoint(
         path: As in ``export_model``.
         shadow: Name of the EMA shadow to export; by default the trained weights are exported.
         dtype: As in ``export_model``.
-        base: Model folder that training started from; frozen parameters are read from it.
+        base: Model folder that training started from, which provides the frozen parameters.
         shard_size: Maximum bytes of tensors in a file.
 
     Returns:
@@ -203,7 +204,7 @@ def export_checkpoint(
 
     Raises:
         CheckpointError: ``directory`` is not a checkpoint, or ``path`` exists and is not an export.
-        CheckpointMismatchError: The checkpoint has no such shadow, or ``base`` lacks a frozen
+        CheckpointMismatchError: The checkpoint lacks the shadow, or ``base`` lacks a frozen
             parameter.
         CheckpointCorruptError: A file is damaged.
     """
@@ -330,14 +331,14 @@ def specs_of(
 
 
 def untrained(engine: Engine) -> Named:
-    """Yield frozen parameters and buffers, one in memory at a time. Collective at stage 3."""
+    """Yield frozen parameters and buffers one at a time. Collective at stage 3."""
     for name, parameter in untrained_parameters(engine).items():
         yield name, whole_parameter(parameter)
     yield from persistent_buffers(engine.module).items()
 
 
 class Frozen(Protocol):
-    """Protocol of sources of parameters that were not trained, such as a model folder."""
+    """Protocol of a source of untrained parameters, for example a model folder."""
 
     @property
     def path(self) -> Path:

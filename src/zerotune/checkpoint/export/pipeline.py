@@ -58,12 +58,13 @@ def export_pipeline(
     (VAE, text encoders, tokenizers, scheduler) are copied unchanged. An earlier export is replaced
     when the new export is complete.
 
-    A path ending in ``.safetensors`` becomes a single file in the layout of the model's first
-    publication, which ComfyUI and diffusers' ``from_single_file`` read. If ``base`` is a single
-    file, the export keeps that file's tensor names and untrained tensors, but not its EMA weights
-    (``model_ema``). If ``base`` is a folder, the file contains text encoders and VAE for Stable
-    Diffusion 1 and XL, the VAE for SD3, and only the transformer for Flux and other models. The
-    file is verified with diffusers' converters before it is renamed.
+    A path ending in ``.safetensors`` becomes a single file in the layout in which the model was
+    first published. ComfyUI and diffusers' ``from_single_file`` read this layout. If ``base`` is a
+    single file, the export keeps the tensor names and untrained tensors of ``base``, but omits EMA
+    weights (``model_ema``). If ``base`` is a folder, files of Stable Diffusion 1 and XL also
+    contain text encoders and VAE. Files of SD3 also contain the VAE. Files of Flux and other models
+    contain only the transformer. The file is verified with diffusers' converters before it is
+    renamed.
 
     Args:
         path: Path of the folder or of the single file.
@@ -84,7 +85,7 @@ def export_pipeline(
     Raises:
         CheckpointMismatchError: ``base`` is not a pipeline or lacks the part, or the model's
             single-file layout is unknown.
-        InvalidValueError: No such EMA is attached to the engine.
+        InvalidValueError: ``weights`` names an EMA that is not attached to the engine.
         CheckpointError: The path exists and is not an export, or writing fails.
         CollectiveError: A rank did not call ``export_pipeline``, or the arguments differ.
     """

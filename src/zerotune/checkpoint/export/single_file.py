@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Trained:
-    """A trained model to write."""
+    """Class, configuration and tensors of a trained model to export."""
 
     kind: type[Any]
     """Class of the model."""
@@ -100,7 +100,7 @@ class Trained:
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """Contents of a single file."""
+    """Tensors of a single file, their positions, and a final check."""
 
     specs: Sequence[TensorSpec]
     """Descriptions of all tensors in the file."""
@@ -118,7 +118,7 @@ class SingleFileDraft:
     Args:
         target: Path of the file.
         base: File or folder that training started from.
-        layout: Contents of the file.
+        layout: Tensors of the file and their positions.
     """
 
     def __init__(self, target: Path, *, base: Path, layout: Layout) -> None:
