@@ -49,8 +49,8 @@ def own_copy(scheduler: Any) -> Any:
 def adding_scheduler(scheduler: Any) -> Any:
     """Return the scheduler that adds noise when a denoising model is trained.
 
-    DDPM with the same configuration replaces Euler, DPM-Solver and similar schedulers, as in
-    diffusers' training scripts, because such schedulers scale noise differently and do not support
+    As in diffusers' training scripts, DDPM with the same configuration replaces Euler, DPM-Solver
+    and similar schedulers. The replaced schedulers scale noise differently and do not support
     velocity.
     """
     if not hasattr(scheduler, "alphas_cumprod"):

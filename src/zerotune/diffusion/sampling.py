@@ -169,8 +169,8 @@ def sample(
             configuration.
         size: Height and width in pixels, only with prompts; default the model's native size.
         frames: Number of frames per clip, only with a video family; default the pipeline's number.
-        references: Images to edit, (n, 3, height, width) in [-1, 1], only with an editing family;
-            (n, r, 3, height, width) if the family accepts several references per image.
+        references: Images to edit, (n, 3, height, width) in [-1, 1], only with an editing family.
+            Families with several references per image also accept (n, r, 3, height, width).
         steps: Number of denoising steps.
         guidance_scale: Classifier-free guidance scale; 1 disables guidance.
         trained_with: Scheduler of the training objective, only with prompts; the pipeline's

@@ -370,8 +370,8 @@ def cache_latents(
         dataset: Images to encode, also mirrored if the augmentation flips.
         cache: Cache to fill.
         encode: Function that runs the VAE on a batch of equally sized images. The function returns
-            tensors (b, …): the mean of the latents, or mean and standard deviation for a loop that
-            draws new latents in each epoch.
+            tensors (b, …): the mean of the latents. A loop that draws new latents in each epoch
+            needs mean and standard deviation.
         encode_references: Function that encodes reference images; default ``encode``.
         **options: Fields of ``CacheOptions``; by default 4 images per call and 256 per file.
 

@@ -70,8 +70,8 @@ class StableDiffusionXL(PipelineFamily):
 
     A batch may contain ``original_sizes``, ``crop_corners`` and ``target_sizes``, each (b, 2), with
     the vertical value first; ``PreparedImages`` yields all three. If a batch lacks one of the three
-    tensors, its images count as uncropped, with their current size as original size (Podell et al.,
-    "SDXL", 2.2).
+    tensors, the images count as uncropped, and the current size as original size (Podell et
+    al., "SDXL", 2.2).
 
     If the pipeline sets ``force_zeros_for_empty_prompt``, the empty text is encoded as zeros, both
     in training and in sampling. The training script of diffusers embeds the empty text instead.

@@ -348,9 +348,9 @@ class TextToImage(ABC):
         Args:
             captions: One caption per sample.
             device: Device of the encoders; by default their current device.
-            references: Reference images (b, 3, height, width) in [-1, 1], or several per sample
-                (b, r, 3, height, width), for families that encode texts together with images
-                (``reads_references``).
+            references: Reference images (b, 3, height, width) in [-1, 1], or several per sample (b,
+                r, 3, height, width). Only families with ``reads_references`` encode texts together
+                with images.
 
         Raises:
             DataError: The family has no frozen parts, or required references are missing.
