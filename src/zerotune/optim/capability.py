@@ -435,7 +435,7 @@ class CapabilityTable:
         return f'{json.dumps(head, indent=1)[:-2]},\n "cells": [\n  {body}\n ]\n}}\n'
 
     def find(self, name: str, situation: Situation) -> Cell | None:
-        """Return the cell for ``name`` in ``situation``; ``None`` if it was not measured.
+        """Return the cell for ``name`` in ``situation``; ``None`` if there is no measurement.
 
         A measurement is valid for all patch releases of one minor DeepSpeed release.
 
@@ -569,7 +569,8 @@ def check(parameter: Parameter, value: Any, *, section: str) -> Any:
 
     Args:
         parameter: The argument.
-        value: Value as written. A number may be a string, because YAML reads ``1e-4`` as a string.
+        value: Value as written in the configuration. A number may be a string, because YAML reads
+            ``1e-4`` as a string.
         section: ``"optimizer.params"`` or ``"scheduler.params"``, for messages.
 
     Returns:

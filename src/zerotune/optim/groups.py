@@ -347,7 +347,7 @@ def group_parameters(
 def same_group(
     parameters: Sequence[ParameterFacts], name: str, params: Mapping[str, Any]
 ) -> GroupChoice:
-    """Create a group from parameters and the complete arguments of that group."""
+    """Create a group from its parameters and all its optimizer arguments."""
     return GroupChoice(
         name=name,
         params=dict(params),
@@ -496,7 +496,7 @@ def muon_groups(
     patterns: MuonPatterns,
     rates: Mapping[str, float],
 ) -> tuple[OptimizerChoice, tuple[Decision, ...]]:
-    """Split every group of ``choice`` into parameters for Muon and for Adam."""
+    """Split every group of ``choice`` into one group for Muon and one for Adam."""
     if model is None:
         raise OptimizerError(
             "Muon needs the names and shapes of the parameters",

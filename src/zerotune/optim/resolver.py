@@ -140,8 +140,8 @@ class OptimizerResolution:
 class OptimizerResolver:
     """Chooses optimizer and schedule for a resolved plan.
 
-    Every automatic choice is recorded as a ``Decision``. An unknown optimizer name raises an error,
-    and is never replaced by AdamW.
+    Every automatic choice is recorded as a ``Decision``. An unknown optimizer name raises an error;
+    AdamW never replaces an unknown optimizer.
     """
 
     on_unsupported: Policy = attrs.field(default="fallback")
@@ -469,7 +469,7 @@ class Request:
 
     @property
     def entry(self) -> OptimizerEntry:
-        """Entry in the catalogue."""
+        """Catalogue entry of the optimizer."""
         return OPTIMIZERS[self.name.canonical]
 
 
@@ -486,7 +486,7 @@ class Settled:
 
 @attrs.define(kw_only=True)
 class Settling:
-    """Derives the choice of an optimizer from a request."""
+    """Chooses an optimizer for a request."""
 
     asked: Request
     situation: Situation
@@ -823,13 +823,13 @@ class ScheduleRequest:
 
     @property
     def entry(self) -> SchedulerEntry:
-        """Entry in the catalogue."""
+        """Catalogue entry of the schedule."""
         return SCHEDULERS[self.name]
 
 
 @attrs.define(kw_only=True)
 class ScheduleSettling:
-    """Derives the choice of a schedule from a request."""
+    """Chooses a schedule for a request."""
 
     request: ScheduleRequest
     optimizer: OptimizerChoice
@@ -1034,7 +1034,7 @@ class ScheduleSettling:
 def per_group_schedule(
     choice: SchedulerChoice, optimizer: OptimizerChoice
 ) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
-    """Replace DeepSpeed's schedule class if it would set one learning rate for all groups."""
+    """Replace a DeepSpeed schedule class that would set one learning rate for all groups."""
     rates = {float(group.params.get("lr", optimizer.lr)) for group in optimizer.groups}
     stopped = any(group.until is not None for group in optimizer.groups)
     if choice.source != "deepspeed" or not (rates - {optimizer.lr} or stopped):
@@ -1066,7 +1066,7 @@ class Suggestion:
 
 @attrs.frozen(kw_only=True)
 class Sources:
-    """Sources of the values of one section."""
+    """Possible sources of the arguments of one optimizer or schedule."""
 
     owner: str
     """Canonical name of the optimizer or schedule, for reasons."""

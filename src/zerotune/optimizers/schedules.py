@@ -282,8 +282,8 @@ def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
     Args:
         choice: The schedule; ``None`` for a constant learning rate.
         step: 0-based optimizer step (applied updates, not micro batches).
-        base_lr: Learning rate of the parameter group. ``WarmupCosineLR`` scales ``base_lr``, and so
-            does a warm-up whose ``warmup_max_lr`` is ``None``.
+        base_lr: Learning rate of the parameter group. ``WarmupCosineLR`` scales ``base_lr``; a
+            warm-up with ``warmup_max_lr=None`` also scales ``base_lr``.
 
     Returns:
         The learning rate, bitwise equal to DeepSpeed's.

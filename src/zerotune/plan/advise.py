@@ -170,7 +170,7 @@ class Advice(Readable):
 
     @property
     def headroom(self) -> dict[Place, int]:
-        """Unused bytes of the budget: of each device, and of the machine's host memory and NVMe."""
+        """Unused bytes of the budget: device memory of each rank, RAM and NVMe of the machine."""
         needs = machine_needs(self.estimate)
         return {
             "device": self.budget.device - needs["device"],
@@ -212,7 +212,7 @@ class Advice(Readable):
 
 
 def machine_needs(estimate: MemoryEstimate) -> dict[Place, int]:
-    """Return the bytes needed on one device, and in RAM and on NVMe by all ranks of a machine."""
+    """Return the bytes needed: device memory per rank, RAM and NVMe of all ranks of a machine."""
     ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
     return {
         "device": estimate.device,

@@ -99,7 +99,7 @@ class Kind(ABC):
         """Convert a written value to canonical form.
 
         Args:
-            value: Value as written.
+            value: Value as written in the configuration.
             key: Path of the setting, for messages.
         """
 
@@ -108,7 +108,7 @@ class Kind(ABC):
 
         Args:
             log: Log that receives decisions.
-            value: Value as written.
+            value: Value as written in the configuration.
             key: Path of the setting.
         """
         refuse_template(self, value, key)
@@ -742,8 +742,7 @@ def passed_paths(plan: DeepSpeedPlan, *, unknown: bool = False) -> frozenset[str
 
     Args:
         plan: The plan.
-        unknown: Whether to return only the keys that are rejected on reading unless ``also_known``
-            names them.
+        unknown: Whether to return only keys that must be named in ``also_known`` to be accepted.
     """
     sections: list[tuple[Section, str]] = [(plan, "")]
     sections += [(plan.launch, "launch")] if plan.launch else []
@@ -1281,7 +1280,7 @@ def pins(section: OffloadSection | None) -> bool:
 
 @attrs.frozen(kw_only=True)
 class ZeroSection(Section):
-    """``zero_optimization``: what is partitioned over the ranks, and how ranks communicate it."""
+    """``zero_optimization``: what is partitioned over the ranks, and how the ranks communicate."""
 
     passed_through: ClassVar[frozenset[str]] = ZERO
     aliases: ClassVar[Mapping[str, str]] = ZERO_ALIASES
@@ -1538,11 +1537,11 @@ class ParameterFacts:
 
     @classmethod
     def of(cls, name: str, parameter: Any) -> ParameterFacts:
-        """Read the facts of a parameter: plain, partitioned or quantized.
+        """Read the facts of a plain, partitioned or quantized parameter.
 
         Args:
             name: Dotted name of the parameter.
-            parameter: A parameter of any kind: plain, partitioned or quantized.
+            parameter: A plain, partitioned or quantized parameter.
         """
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         facts = cls(name=name, shape=shape, trainable=bool(parameter.requires_grad))
@@ -1677,7 +1676,7 @@ def _as_amount(value: Any) -> Amount:
 
 @attrs.frozen(kw_only=True)
 class PassWork:
-    """Work and memory traffic of one pass, if each element has 2 bytes."""
+    """Work and memory traffic of one pass with elements of 2 bytes."""
 
     products: Amount = attrs.field(converter=_as_amount)
     """Floating-point operations of matrix products; a product and a sum are two."""
@@ -1706,7 +1705,7 @@ class ArithmeticFacts:
 
     @property
     def of_frozen_weights(self) -> ArithmeticFacts:
-        """Return the work with frozen weights: half of the matrix products in the backward pass."""
+        """Return the work with frozen weights: the backward pass has half of the matrix products."""
         halved = attrs.evolve(
             self.backward,
             products=self.backward.products.times(0.5),
@@ -1717,7 +1716,7 @@ class ArithmeticFacts:
 
 @attrs.frozen(kw_only=True)
 class ActivationFacts:
-    """Activation bytes of a forward and backward pass, if each element has 2 bytes."""
+    """Activation bytes of a forward and backward pass with elements of 2 bytes."""
 
     full: ActivationCost
     """Without recomputation."""
@@ -1743,7 +1742,7 @@ class BlockFacts:
 
     @classmethod
     def of(cls, module: Any) -> tuple[BlockFacts, ...]:
-        """Find the innermost modules of ``_repeated_blocks`` and ``_no_split_modules``."""
+        """Find innermost modules of classes in ``_repeated_blocks`` or ``_no_split_modules``."""
         names = {"ResnetBlock2D"}
         for attribute in ("_no_split_modules", "_repeated_blocks"):
             names.update(getattr(module, attribute, None) or ())
@@ -2047,7 +2046,7 @@ UNET_BLOCKS: Final = frozenset({"BasicTransformerBlock", "ResnetBlock2D"})
 
 
 def repeated_modules(module: Any) -> tuple[str, ...]:
-    """Return the dotted names of the repeated modules in ``module``, without modules inside others.
+    """Return the dotted names of repeated modules, except those inside another repeated module.
 
     Repeated modules are the blocks that diffusers marks as repeated, and the blocks of U-Nets. In
     models without such blocks, repeated modules are modules of the same class in one list.
@@ -2059,7 +2058,7 @@ def repeated_modules(module: Any) -> tuple[str, ...]:
 
 
 def outermost_modules(module: Any, wanted: Collection[str]) -> tuple[str, ...]:
-    """Return the dotted names of matching modules with weights, without modules inside others.
+    """Return the dotted names of matching modules with weights, except those inside another match.
 
     Args:
         module: A ``torch.nn.Module``, which is never returned itself.
@@ -2279,8 +2278,8 @@ class DeepSpeedPlan(Readable, Section):
         Args:
             config: The configuration, as returned by ``json.load``.
             source: Name of the plan's origin in messages.
-            also_known: Paths of additional keys to accept, for a DeepSpeed newer than zerotune
-                (``"zero_optimization.new_key"``).
+            also_known: Paths of additional keys to accept, such as
+                ``"zero_optimization.new_key"`` of a newer DeepSpeed.
             folder: Base folder of relative paths in the configuration.
 
         Raises:
@@ -2524,10 +2523,10 @@ class DeepSpeedPlan(Readable, Section):
             gradient_accumulation_steps: Forward passes per optimizer step.
             gradient_clipping: Maximum gradient norm; 0 disables clipping.
             optimizer: Optimizer as a name, or as ``{"type": …, "params": {…}}``.
-            lr: Learning rate; by default that of the optimizer, recorded as a decision.
+            lr: Learning rate; default the optimizer's own, which is recorded as a decision.
             scheduler: Schedule as a name, or as ``{"type": …, "params": {…}}``. ``None`` keeps the
-                learning rate constant, as in DeepSpeed; ``"auto"`` uses WarmupLR with a length that
-                suits the run.
+                learning rate constant, as in DeepSpeed; ``"auto"`` uses WarmupLR with a warm-up
+                length that suits the run.
             **zero_overrides: Additional keys of ``zero_optimization``.
 
         Raises:
@@ -2599,11 +2598,11 @@ class DeepSpeedPlan(Readable, Section):
             run: Values of the training script, for ``"auto"`` and missing keys.
             deepspeed: ``False`` selects the plain engine.
             host_step: ``False`` uses DeepSpeed's own step for Adam in host memory.
-            hidden: Whether Adam in host memory runs in a thread during the next forward pass, with
-                bitwise equal results; by default only if this saves time.
+            hidden: Whether Adam in host memory runs in a thread during the next forward pass;
+                default: only if this saves time. Results are bitwise equal.
             streamed: Whether weights are on the device only during use: ``True``, or ``Streaming``
-                options. Streaming is bitwise equal to ZeRO-2 with CPU offload. If streaming is not
-                possible, a decision gives the reason and DeepSpeed trains.
+                options. Results of streaming are bitwise equal to those of ZeRO-2 with CPU offload.
+                If streaming is not possible, a decision gives the reason and DeepSpeed trains.
 
         Raises:
             PlanError: The plan cannot run here; the message names key, reason and fix.
@@ -2745,8 +2744,8 @@ class DeepSpeedPlan(Readable, Section):
             world_size: Number of ranks, all on one machine.
             precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``.
             gradient_accumulation_steps: Forward passes per optimizer step.
-            gradient_clipping: Maximum gradient norm; 0 disables clipping, and then streamed weights
-                are updated in the backward pass.
+            gradient_clipping: Maximum gradient norm; 0 disables clipping. Without clipping,
+                streamed weights are updated in the backward pass.
             optimizer: Optimizer as a name, or as ``{"type": …, "params": {…}}``.
             ema: Location of an ``EMAShadow``: ``"none"``, ``"host"``, ``"device"``, ``"nvme"``.
             frozen_bytes: Bytes of frozen models that stay on each rank's device, unpartitioned.
@@ -2754,13 +2753,12 @@ class DeepSpeedPlan(Readable, Section):
                 of loading it from files with ``load_pretrained(folder, plan=plan)``.
             reserve: Fraction of device and host memory to keep free.
             platform: The machine; default this machine, or CUDA if ``vram`` and ``ram`` are given.
-            lora: Rank of adapters on the attention projections, which are trained instead of the
-                model. To adapt other layers, pass ``facts.with_adapters(rank, targets=...)`` as the
-                model.
+            lora: Rank of LoRA adapters on the attention projections; only the adapters are trained.
+                To adapt other layers, pass ``facts.with_adapters(rank, targets=...)`` as the model.
             base_dtype: Quantization of the base model under adapters (``"nf4"``, ``"fp4"``,
                 ``"int8"``, ``"fp8"``); default the plan's precision.
-            rates: Speeds of the machine; by default those that ``zerotune doctor --rates``
-                measured, or those of a catalogue.
+            rates: Speeds of the machine; default the results of ``zerotune doctor --rates`` if
+                there are any, otherwise catalogue values.
             prefer: ``"fastest"``, or ``"least offload"`` for the least offload and the lowest stage
                 regardless of time. If the model's arithmetic is unknown, the least offload is
                 chosen.
@@ -3281,7 +3279,7 @@ class ResolvedPlan(Readable):
         return text.resolved_data(self)
 
     def diff(self, other: ResolvedPlan) -> PlanDifference:
-        """Return the differences between this plan and ``other``; false if both train the same.
+        """Return the differences from ``other``; the result is false if both train in the same way.
 
         Rendered configurations (with swap folders), engines, world sizes, optimizers and schedules
         are compared; reasons are not. Plans with unresolved values can be compared too.

@@ -460,7 +460,7 @@ def settings_by_path(overrides: Any, places: Places) -> dict[str, Any]:
 
     Args:
         overrides: Settings by path, nested, or by names that ``places`` translates.
-        places: Function from a name and its value to the settings that they stand for.
+        places: Function that maps a name and a value to the settings that the name stands for.
     """
     if not isinstance(overrides, Mapping):
         raise InvalidValueError(

@@ -83,8 +83,8 @@ def solve_batch(
 ) -> tuple[Batch, list[Decision]]:
     """Complete the batch sizes of ``plan`` for ``world_size``.
 
-    Numbers in the plan always take precedence. A missing number is computed from the two others, or
-    comes from ``run``, or from the launcher's file. The default micro batch size is 1.
+    Numbers in the plan always take precedence. A missing number is computed from the two others,
+    else read from ``run``, else from the launcher's file. The default micro batch size is 1.
     """
     solving = _Solving(plan=plan, run=run, world_size=world_size)
     return solving.solved(), solving.decisions
@@ -326,7 +326,7 @@ def _enabled(plan: DeepSpeedPlan) -> dict[str, Any]:
 
 
 def rehearses_in_bf16(platform: Platform) -> bool:
-    """Whether bf16 replaces fp16, because the accelerator is a CPU with bf16 and no fp16."""
+    """Whether bf16 replaces fp16, because the accelerator is a CPU with bf16 but no fp16."""
     return platform.accelerator == "cpu" and platform.bf16 and not platform.fp16
 
 
@@ -446,7 +446,7 @@ _NUMEL: Final = attrgetter("numel")
 
 
 def reduce_bucket(model: ModelFacts | None) -> int:
-    """Return the elements of the reduce bucket: at least the largest trained tensor.
+    """Return the size of the reduce bucket in elements: at least the largest trained tensor.
 
     DeepSpeed reduces a gradient larger than the bucket separately and without overlap.
     """
@@ -473,7 +473,7 @@ def leaf_blocks(model: ModelFacts | None) -> tuple[BlockFacts, ...]:
 
 
 def prefetch_bucket(model: ModelFacts | None) -> int:
-    """Return the elements to prefetch: one block if blocks are known, or the largest tensor."""
+    """Return the number of elements to prefetch: one block if known, else the largest tensor."""
     if model is None or model.numel == 0:
         return PREFETCH_BUCKET
     block = max((block.numel for block in leaf_blocks(model)), default=PREFETCH_BUCKET)
@@ -507,7 +507,7 @@ def persistence_threshold(model: ModelFacts | None) -> tuple[int, int]:
 
 
 def partition(parameter: ParameterFacts, world_size: int) -> int:
-    """Return the elements of ``parameter`` on each rank, with padding."""
+    """Return the number of elements of ``parameter`` on each rank, with padding."""
     return -(-parameter.numel // world_size)
 
 
@@ -524,7 +524,7 @@ class Swapping:
 
     @property
     def smallest(self) -> int:
-        """Minimum elements of a partition that DeepSpeed swaps."""
+        """Number of elements of the smallest partition that DeepSpeed swaps."""
         return -(-max(SMALLEST_SWAP_BYTES, self.block_bytes) // self.element_bytes)
 
     def swappable(self, parameter: ParameterFacts) -> bool:
@@ -572,7 +572,7 @@ class Swapping:
         return max(PARAM_BUFFERS, 2 + max(map(with_owners, list(owned)), default=0))
 
     def buffer_need(self, zero: ZeroSection) -> tuple[int, str]:
-        """Return the minimum elements of a buffer, with a reason; 0 if nothing is swapped."""
+        """Return a buffer's minimum number of elements, with a reason; 0 if nothing is swapped."""
         largest, ranks = self.largest, self.world_size
         if largest is None:
             return 0, ""
@@ -590,7 +590,7 @@ class Swapping:
 
 
 def sub_groups(model: ModelFacts, world_size: int, sub_group_size: int) -> tuple[int, ...]:
-    """Return the elements of each sub-group on one rank, filled up to ``sub_group_size``."""
+    """Return the sizes in elements of one rank's sub-groups, filled up to ``sub_group_size``."""
     groups: list[int] = []
     numel = 0
     for part in model.trainable_parts(world_size):

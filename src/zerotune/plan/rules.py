@@ -152,8 +152,8 @@ def rule(
 
     Args:
         rule_id: The rule's name.
-        severity: Severity of the findings; resolution raises errors, applies warnings and ignores
-            notes.
+        severity: Severity of the findings; resolution raises errors, corrects what warnings report,
+            and ignores notes.
         reason: Reason of a finding, with placeholders in braces for the values of the finding.
         fix: What to write instead, with the same placeholders.
         only_deepspeed: Whether the rule applies only to runs with DeepSpeed.
@@ -301,7 +301,7 @@ def setting_rule(
 
 
 def is_one(*refused: Any) -> Callable[[Any], bool]:
-    """Return a function that is true for values in ``refused``; ``True`` and 1 differ."""
+    """Return a function that is true for ``refused`` values; ``True`` is not treated as 1."""
     kinds = [(isinstance(each, bool), each) for each in refused]
     return lambda value: (isinstance(value, bool), value) in kinds
 

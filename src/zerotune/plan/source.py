@@ -34,7 +34,7 @@ _QUOTED = re.compile(r'"[^"]*"?')
 
 @contextmanager
 def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
-    """Allow plan files of up to ``size`` inside the ``with`` block, instead of 16 MiB.
+    """Limit plan files to ``size`` inside the ``with`` block; the default limit is 16 MiB.
 
     Args:
         size: Bytes, or an amount such as ``"64MiB"``. YAML may have 1/128 of this size, and JSON
@@ -568,7 +568,7 @@ def is_off(written: Any) -> bool:
 
 
 def undashed(key: Any) -> str:
-    """Return a key of a trainer's file without leading dashes; ``""`` if it is not text."""
+    """Return a key of a trainer's file without leading dashes; ``""`` if the key is not text."""
     return key.lstrip("-") if isinstance(key, str) else ""
 
 
@@ -625,7 +625,7 @@ class Named(NamedTuple):
 
 
 def read_named(written: str, folder: Path | None, *, key: str) -> Named:
-    """Read the configuration of a setting: JSON text, the path of a file, or base64 of JSON.
+    """Read a configuration that a setting gives as JSON text, a file's path, or base64 of JSON.
 
     accelerate and transformers accept these three forms (``HfDeepSpeedConfig``).
     """

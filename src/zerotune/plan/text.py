@@ -568,7 +568,7 @@ def subject(estimate: MemoryEstimate) -> str:
 
 
 def peak_words(estimate: MemoryEstimate, place: Place) -> str:
-    """Return when a place uses most memory, as the end of a sentence."""
+    """Describe when a place uses most memory, as the end of a sentence."""
     if len(set(_totals(estimate, place).values())) == 1:
         return "at any time"
     return f"at the peak, {DURING[estimate.peak(place).phase]}"
@@ -767,7 +767,7 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
 
 
 def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
-    """Return a report of the closest plan and its missing memory, if no plan fits.
+    """Return a report of the closest plan and of the missing memory, if no plan fits.
 
     Args:
         candidate: The candidate in ``NothingFitsError.nearest``.

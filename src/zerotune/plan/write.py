@@ -124,7 +124,7 @@ def plan_document(
             ``config.json`` that contains ``deepspeed_config``) or ``"python"`` (a script).
         existing: A trainer's file whose other content is preserved.
         lossy: Launch settings that may be dropped if the format does not support them, such as
-            ``"num_processes"`` for a train batch that processes share. Settings that only affect
+            ``"num_processes"`` if processes share a train batch. Settings that only affect
             how processes start are always dropped, with a decision.
         like: A configuration whose key order is used for JSON; default the order of the plan's
             fields.
@@ -294,7 +294,7 @@ class _Writer(Log):
         return self.plan.launch.to_dict() if self.plan.launch else {}
 
     def deepspeed(self) -> PlanDocument:
-        """Return DeepSpeed's JSON, with training settings of a launcher's file under its keys."""
+        """Return DeepSpeed's JSON; training settings of a launcher's file get DeepSpeed's keys."""
         where = "DeepSpeed's own configuration"
         self._settle_inside(where)
         self._settle_precision(f"{where} has its own setting")

@@ -354,7 +354,7 @@ class Costing:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of a master weight, and of its gradient, with an offloaded optimizer."""
+        """Bytes of a master weight and of its gradient if the optimizer is offloaded."""
         return 2 if self._low_precision("master_weights_and_grads") else 4
 
     @property
@@ -461,7 +461,7 @@ class Costing:
         *,
         by_torch: bool = False,
     ) -> MemoryItem:
-        """Return page-locked host memory, with each block rounded as its allocator does.
+        """Return page-locked host memory, with each block rounded up as its allocator rounds.
 
         Args:
             component: Name of the component.

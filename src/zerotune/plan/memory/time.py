@@ -45,7 +45,7 @@ def _rate_field() -> Any:
 
 @attrs.frozen(kw_only=True)
 class Rates:
-    """Speeds of an idle machine per second, for a single process."""
+    """Speeds, per second, that a single process reaches on an idle machine."""
 
     products: float = _rate_field()
     """Floating-point operations of matrix products in bf16 or fp16, forward and backward; a
@@ -101,7 +101,7 @@ class Rates:
         return "measured" if name in self.measured else "catalogued"
 
     def with_measured(self, found: Mapping[str, float], *, origin: str) -> Rates:
-        """Return the rates with measured ones in place of catalogued ones.
+        """Return the rates, with catalogued values replaced by measured values.
 
         Args:
             found: Measured rates by name.
@@ -258,7 +258,7 @@ def hardware_key(platform: Platform) -> str:
 
 
 def known_rates(platform: Platform, *, file: Path | None = None) -> Rates:
-    """Return the measured rates of this hardware, or catalogued rates if it was not measured.
+    """Return the measured rates of this hardware, or catalogued rates if there are none.
 
     Args:
         platform: The machine.
