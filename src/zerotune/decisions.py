@@ -64,7 +64,7 @@ class Decision:
         Args:
             error: The error; its ``others`` are ignored.
             rule: The rule or step that raised the error.
-            severity: Severity of the record.
+            severity: How serious the error is.
         """
         return cls(
             key=error.key or "",
@@ -170,7 +170,7 @@ def name_of(path: str | None, names: Names) -> str | None:
 
 @attrs.define(kw_only=True)
 class Log:
-    """The decisions and errors while one plan is read or resolved, in order."""
+    """Log of the decisions and errors that occur while one plan is read or resolved."""
 
     also_known: frozenset[str] = frozenset()
     """Paths of unknown keys to pass through."""
@@ -188,7 +188,7 @@ class Log:
         self.decisions.append(attrs.evolve(one, written=written) if written else one)
 
     def refuse(self, error: ZeroTuneError) -> None:
-        """Record an error and continue; if too many are recorded, raise the error."""
+        """Record an error and continue; after too many errors, raise this error."""
         if self._holds(error):
             raise error
         self._keep(error)

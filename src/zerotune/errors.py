@@ -156,7 +156,7 @@ class ZeroTuneError(Exception):
         return (self.with_others(()), *self.others) if self.others else (self,)
 
     def with_others(self, others: Iterable[ZeroTuneError]) -> Self:
-        """Return a copy of this error whose ``others`` are replaced."""
+        """Return a copy of this error with the given ``others``."""
         state = {**self.__dict__, "others": tuple(others)}
         return _rebuild(type(self), state) if state["others"] or self.others else self
 
@@ -171,7 +171,7 @@ class ZeroTuneError(Exception):
         return _rebuild(type(self), {**self.__dict__, "key": f"{section}.{self.key}"})
 
     def passed_on(self, rank: int) -> Self:
-        """Return this error as the other processes raise it.
+        """Return a copy of this error for the other processes to raise.
 
         Args:
             rank: Rank on which the error occurred.
@@ -264,7 +264,7 @@ class NothingFitsError(PlanError):
     Attributes:
         nearest: The candidate that exceeds the limits least (a ``Candidate`` of
             ``zerotune.plan.advise``).
-        remedies: Changed settings with which the model would fit or need less memory
+        remedies: Settings to change so that the model fits or needs less memory
             (``zerotune.plan.advise.Remedy``).
         more: Description of the additional memory that would suffice.
     """

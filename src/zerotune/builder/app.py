@@ -45,8 +45,8 @@ def create_app(
         plan: Initial plan of the form; default ZeRO-2 with CPU offload, bf16 and AdamW.
         plan_file: File that *Apply* writes and that every newly opened page reads.
         root: The only folder that the page may access; default the working directory.
-        on_apply: Called with the plan, in a worker thread, when the user applies the plan. If the
-            function returns a text, the page shows the text.
+        on_apply: Function called with the plan, in a worker thread, when the user applies the plan.
+            If the function returns a text, the page shows the text.
         token: Secret that every request must carry: a bearer token, or the cookie that is set when
             a page is opened with ``?token=``.
         hosts: Accepted names in ``Host`` headers, without ports. Add the name under

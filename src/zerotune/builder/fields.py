@@ -337,7 +337,7 @@ def _parameters(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
 
 @cache
 def schema_data() -> dict[str, Any]:
-    """Return every parameter of the installed DeepSpeed, or why they are unavailable.
+    """Return the parameters of the installed DeepSpeed, or the reason why they are unavailable.
 
     Importing DeepSpeed takes seconds, so the page calls this function only when the user opens the
     advanced section.

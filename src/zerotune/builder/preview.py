@@ -170,7 +170,7 @@ _READ_AS: Final[Mapping[str, Callable[[Setup], str]]] = {
 
 
 def drawn_for(setup: Setup, wrong: Collection[str]) -> str:
-    """Say which setup the estimate is for, if some of the form's setup is invalid."""
+    """If part of the form's setup is invalid, say which setup the estimate is for."""
     words = [words(setup) for name, words in _READ_AS.items() if f"setup.{name}" in wrong]
     if not words:
         return ""
@@ -533,7 +533,7 @@ class _Form:
             raise _about_setup(error) from None
 
     def also_wrong(self, rest: DeepSpeedPlan) -> list[Decision]:
-        """Return the further errors of a plan without its unreadable settings."""
+        """Return the errors that remain after a plan's unreadable settings are removed."""
         run, _ = self._assumed_run(rest)
         try:
             found = rest.inspect(

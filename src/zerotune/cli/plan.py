@@ -740,7 +740,7 @@ class _Advise(Below):
 
 
 def machine_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the machine to plan for; sizes not given are this machine's and are printed."""
+    """Return the machine to plan for; missing sizes are taken from this machine and printed."""
     machine: dict[str, Any] = {"nvme": 0, **sizes_of(arguments)}
     if "vram" in machine and "ram" in machine:
         return machine

@@ -584,7 +584,7 @@ class _Saved:
         return self.tensor
 
     def prefetch(self) -> None:
-        """Start copying the tensor to the device, unless it is there or being copied."""
+        """Start copying the tensor to the device, unless a copy exists there or is under way."""
         if self.stored is not None and self.tensor is None and self.loading is None:
             self.loading = self.transfers.load(self.stored)
 

@@ -327,7 +327,7 @@ def family_facts(
 
 
 def configuration_digest(config: Mapping[str, Any]) -> str:
-    """Return a digest of a diffusers configuration, completed by its class's defaults."""
+    """Return a digest of a diffusers configuration after adding its class's defaults."""
     return _Configuration(config).digest
 
 
@@ -426,7 +426,7 @@ class _Configuration:
 
     @property
     def file(self) -> Path:
-        """Return the cache file; its name depends on the zerotune, torch and diffusers used."""
+        """Return the cache file; its name depends on zerotune, torch and diffusers."""
         import diffusers
 
         code = hashlib.sha256(f"{self.digest} {torch.__version__} {diffusers.__version__}".encode())

@@ -97,7 +97,7 @@ class ClipFormat(Protocol):
 
 @attrs.frozen(kw_only=True)
 class AnimatedPNG:
-    """A lossless PNG animation, which browsers play and which requires only Pillow."""
+    """A lossless PNG animation, which browsers play; encoding requires only Pillow."""
 
     fps: float = attrs.field(default=16.0, validator=validated(positive, fix="write 16"))
     """Frames per second."""

@@ -224,7 +224,7 @@ class LoHa(_Ranked):
 
 @attrs.frozen(kw_only=True)
 class OFT(Adapters):
-    """Adapters that rotate blocks of each adapted weight's inputs (Qiu et al., 2023)."""
+    """Adapters that rotate blocks of the inputs of each adapted weight (Qiu et al., 2023)."""
 
     block_size: int = attrs.field(default=32, validator=_POSITIVE)
     """Number of inputs per block; peft uses the nearest number that divides the layer's inputs."""
@@ -482,7 +482,7 @@ def load_adapters(
 
     Weights, rank, alpha and targets come from the file. Dropout is 0, because adapter files do not
     contain it. Files of ComfyUI, kohya's trainers and others are converted by ``lora_state_dict``
-    of a diffusers pipeline, which may multiply alpha / rank into the factors. The returned
+    of a diffusers pipeline. The conversion may multiply alpha / rank into the factors. The returned
     ``AdapterFacts.decisions`` name the pipeline.
 
     Args:

@@ -47,10 +47,10 @@ def own_copy(scheduler: Any) -> Any:
 
 
 def adding_scheduler(scheduler: Any) -> Any:
-    """Return a scheduler that adds noise in training, for denoising diffusion.
+    """Return the scheduler that adds noise when a denoising model is trained.
 
-    DDPM with the same configuration replaces Euler, DPM-Solver and similar schedulers, as in
-    diffusers' training scripts, because such schedulers scale noise differently and do not support
+    As in diffusers' training scripts, DDPM with the same configuration replaces Euler, DPM-Solver
+    and similar schedulers. The replaced schedulers scale noise differently and do not support
     velocity.
     """
     if not hasattr(scheduler, "alphas_cumprod"):
@@ -173,7 +173,7 @@ def _ddim_instead_of(kind: type[Any]) -> type[Any]:
 
 @runtime_checkable
 class Shift(Protocol):
-    """Interface of a shift of noise levels that depends on the shape of samples."""
+    """Interface of noise-level shifts, which depend on the shape of the samples."""
 
     def mu(self, shape: tuple[int, ...], config: Any) -> float:
         """Return the value that a diffusers pipeline passes to ``set_timesteps(mu=...)``.
@@ -284,7 +284,7 @@ def check_range(_instance: object, attribute: Any, value: tuple[float, float]) -
 
 
 def bounds(steps: int, share: tuple[float, float]) -> tuple[int, int]:
-    """Return the first time step in a range of the schedule, and the end (exclusive)."""
+    """Return the start and the exclusive end of a range of the schedule, as indices."""
     low, high = round(share[0] * steps), round(share[1] * steps)
     if low == high:
         raise _no_levels(share)

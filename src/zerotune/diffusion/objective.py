@@ -85,13 +85,14 @@ class LevelObjective(Objective, Protocol):
     ) -> torch.Tensor:
         """Return the mean squared error at each of q quantiles: a tensor (q,) in fp32.
 
-        The errors use the batch's loss weights, but not the objective's weighting, and can
-        therefore be compared between objectives.
+        The errors use the batch's loss weights, but not the objective's weighting, so the errors of
+        different objectives are comparable.
 
         Args:
             model: Model that predicts.
             batch: Tensors by name, batch first.
-            quantiles: Positions in [0, 1] in the trained noise levels, from least to most noise.
+            quantiles: Positions among the trained noise levels, from 0 (least noise) to 1 (most
+                noise).
             noise: Noise to add.
             generator: CPU generator for all random numbers, such as noise and dropout.
         """
@@ -285,7 +286,7 @@ class DenoisingObjective(SchedulerObjective):
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Return the decision to replace the scheduler; empty if it is not replaced."""
+        """Return the decision to replace the scheduler; empty if the scheduler is kept."""
         return replacement_decision(self.scheduler, self._adding)
 
     def _check_weighting(self) -> None:
@@ -480,7 +481,7 @@ class FlowMatchingObjective(SchedulerObjective):
         return levels[self._draw(len(inputs.clean), len(levels), generator)]
 
     def compare(self, model: Denoiser, inputs: Inputs, levels: NoiseLevels) -> Comparison:
-        """Return prediction and target: clean samples (``precondition_outputs``) or velocities."""
+        """Return predicted and true velocities, or clean samples with ``precondition_outputs``."""
         found = super().compare(model, inputs, levels)
         if not self.precondition_outputs:
             return found
@@ -537,7 +538,7 @@ class FlowMatchingObjective(SchedulerObjective):
 
 @attrs.frozen(kw_only=True, eq=False)
 class EDMObjective(SchedulerObjective):
-    """EDM: add noise of standard deviation sigma; compare the denoised sample with the clean one.
+    """EDM: noise has standard deviation sigma; the error compares denoised and clean samples.
 
     The scheduler's methods precondition inputs, noise levels and outputs. A batch's
     ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.

@@ -72,9 +72,9 @@ def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
     """Yield a function that counts one forward and backward pass of a ``meta`` module.
 
     Gradients of parameters are freed immediately, because estimates count gradients separately. In
-    a long list of equal blocks, only a few blocks at the start and the end run; each of the other
-    blocks counts like an inner block that runs. If a first forward pass shows that the blocks
-    differ, all blocks run.
+    a long list of equal blocks, only a few blocks at the start and the end run. Each other block
+    counts like an inner block that runs. If a first forward pass shows that the blocks differ, all
+    blocks run.
     """
 
     def drop(parameter: torch.Tensor) -> None:
@@ -129,7 +129,7 @@ def both_passes(
     *,
     checkpointed: bool = True,
 ) -> tuple[list[Pass], list[Pass] | None]:
-    """Count passes without and with gradient checkpointing, one for each set of arguments.
+    """Count one pass per set of arguments, without and with gradient checkpointing.
 
     Args:
         module: A module on the ``meta`` device; afterwards its checkpointing is disabled.
@@ -204,7 +204,7 @@ def _counted_forward(
 
 @attrs.define(kw_only=True)
 class Away:
-    """A tensor that is in host memory from one operator to another."""
+    """A tensor that stays in host memory between two operators."""
 
     nbytes: int
     stored: int
@@ -212,7 +212,7 @@ class Away:
     ends: int | None = None
 
     def moved(self, stored: int, begins: int, ends: int) -> Away:
-        """Return a copy whose positions are shifted by numbers of operators."""
+        """Return a copy whose positions are shifted by the given numbers of operators."""
         return Away(
             nbytes=self.nbytes,
             stored=self.stored + stored,
@@ -340,7 +340,7 @@ class _Repeat:
                 hook.remove()
 
     def fill(self, trace: _Trace, *, others: Sequence[_Repeat]) -> bool:
-        """Add the blocks that did not run to a trace, and shift the marks of other lists of blocks.
+        """Insert the skipped blocks into a trace, and shift the marks of other lists of blocks.
 
         Returns:
             Whether the cost of the missing blocks is known: two inner blocks must have equal costs.
@@ -493,7 +493,7 @@ class _UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class SizesOnly(_UncompiledMode):  # type: ignore[no-untyped-call]
-    """Mode in which an operator computes without data if one of its inputs has no data."""
+    """Mode in which an operator computes only sizes if one of its inputs has no data."""
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}

@@ -26,8 +26,8 @@ from zerotune.errors import DataError, InvalidValueError
 class PreferenceObjective:
     """Diffusion-DPO objective, which makes preferred images more likely than rejected images.
 
-    The loss is ``-log sigmoid(-beta / 2 * ((e_w - e_l) - (r_w - r_l)))``, with the model's errors
-    ``e_w`` for the preferred and ``e_l`` for the rejected image, and the errors ``r_w`` and ``r_l``
+    The loss is ``-log sigmoid(-beta / 2 * ((e_w - e_l) - (r_w - r_l)))``. ``e_w`` and ``e_l`` are
+    the model's errors for the preferred and the rejected image; ``r_w`` and ``r_l`` are the errors
     of a reference model. Both images of a pair share noise and time step. A batch of
     ``PreferencePairs`` contains ``images`` and ``rejected_images``, or ``latents`` and
     ``rejected_latents``. One forward pass processes both images of each pair. ``"loss_masks"``

@@ -214,7 +214,7 @@ class Pretrained:
         """Return the objective with which models of this family were trained.
 
         Families with ``flow_matching`` get a ``FlowMatchingObjective`` with logit-normal density.
-        Denoising families get an ``EDMObjective`` if their scheduler is for EDM, else a
+        Denoising families get an ``EDMObjective`` if their scheduler implements EDM, else a
         ``DenoisingObjective``.
 
         Args:
@@ -254,8 +254,8 @@ def load_pretrained(
     where transformers would partition them. A VAE that overflows in half precision, such as SDXL's
     (``force_upcast``), stays in fp32.
 
-    With ``plan``, the trained model's weights are checked but stay in their safetensors files until
-    the plan's engine reads them, one weight at a time, in the plan's precision. At stage 3 each
+    With ``plan``, the trained model's weights are checked but stay in their safetensors files. The
+    plan's engine later reads the weights one at a time, in the plan's precision. At stage 3 each
     rank reads only its own part of each weight. Without an engine, ``Pretrained.read_weights``
     reads all weights.
 
@@ -264,10 +264,10 @@ def load_pretrained(
             (``config.json``), the hub id of a pipeline, or a safetensors file. The file may hold
             the whole pipeline or only its U-Net or transformer, in ComfyUI's or the original
             layout.
-        config: Folder or hub id of a pipeline whose models have the same sizes as in the single
-            file, which contains no configuration. Parts missing from the single file are read from
-            ``config``, too. By default, diffusers infers the pipeline from the keys of the single
-            file.
+        config: Folder or hub id of a pipeline whose models have the same sizes as the models in the
+            single file. A single file contains no configuration. Parts that the single file lacks
+            are also read from ``config``. By default, diffusers infers the pipeline from the keys
+            of the single file.
         plan: Plan for training. Without a plan all weights are read immediately.
         dtype: Dtype in which the trained model is loaded; by default ``"fp32"``. Use ``"bf16"`` for
             a base model with adapters. DeepSpeed trains in the plan's precision, not in ``dtype``.
@@ -276,8 +276,8 @@ def load_pretrained(
             ControlNet controls. Every rank reads and quantizes the whole model.
         frozen_dtype: Dtype of the VAE, the text encoders, and the frozen model that a ControlNet
             controls.
-        family: A custom family for an unsupported pipeline, or a family's name: a known family of
-            this pipeline (``"sdxl"``), a class as ``"module:Class"``, or ``"controlnet"``.
+        family: A custom family for an unsupported pipeline, or a name. A name selects a known
+            family of this pipeline (``"sdxl"``), a class (``"module:Class"``) or ``"controlnet"``.
             ``"controlnet"`` trains a ControlNet, and freezes the pipeline's model.
         controlnet: Folder of an existing ControlNet, or the ControlNet itself; by default a new
             ControlNet is initialised from the pipeline's model.

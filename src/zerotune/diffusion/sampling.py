@@ -115,7 +115,7 @@ def equal_share(count: int, group: Group | None) -> list[int]:
     """Return this rank's share of the indices below ``count``; all shares have equal length.
 
     Every rank needs the same number of forward passes, which are collectives at ZeRO stage 3. The
-    last shares are padded with the last index, and callers drop the duplicates.
+    last shares are padded by repeating the last index; callers drop the duplicates.
     """
     rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
     each = math.ceil(count / world_size)
@@ -158,23 +158,23 @@ def sample(
 
     Args:
         model: An ``Engine`` or a diffusers model, in evaluation mode during the call.
-        scheduler: Diffusers scheduler, such as ``DDIMScheduler``, which is copied. For a
+        scheduler: Diffusers scheduler, such as ``DDIMScheduler``; sampling uses a copy. For a
             text-to-image family, the default is the pipeline's scheduler.
         family: Family that calls the model; default ``Unconditional()``.
         prompts: Prompts for a text-to-image family; see ``TextToImage.draw``.
         negative_prompt: Negative prompt for guidance; only with prompts.
         labels: Labels (n,) for a class-conditional family.
-        count: Number of images; required without labels and prompts.
+        count: Number of images; required if neither labels nor prompts are given.
         shape: Shape (c, h, w) of a sample, only without prompts; default from the model's
             configuration.
         size: Height and width in pixels, only with prompts; default the model's native size.
         frames: Number of frames per clip, only with a video family; default the pipeline's number.
-        references: Images to edit, (n, 3, height, width) in [-1, 1], only with an editing family;
-            (n, r, 3, height, width) if the family accepts several references per image.
+        references: Images to edit, (n, 3, height, width) in [-1, 1], only with an editing family.
+            Families with several references per image also accept (n, r, 3, height, width).
         steps: Number of denoising steps.
         guidance_scale: Classifier-free guidance scale; 1 disables guidance.
         trained_with: Scheduler of the training objective, only with prompts; the pipeline's
-            scheduler then uses its prediction type.
+            scheduler then adopts the prediction type of ``trained_with``.
         generator: CPU generator in the same state on every rank; default a generator with seed 0.
         batch_size: Number of images per forward pass and rank; default all images of the rank.
 

@@ -93,7 +93,7 @@ class AspectBuckets:
     """The largest sizes of at most ``area`` pixels whose sides are multiples of ``step``.
 
     Each width forms a bucket with the largest height that fits, and each height with the largest
-    width; the largest square is also a bucket. Each image is assigned to the bucket with the
+    width. The largest square is also a bucket. Each image is assigned to the bucket with the
     nearest aspect ratio; ties go to the larger bucket.
 
     Raises:

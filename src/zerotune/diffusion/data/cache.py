@@ -129,10 +129,10 @@ def hash_key(*parts: object) -> str:
 class TensorCache:
     """A disk cache of named tensors by key, in safetensors files that are written atomically.
 
-    The files are in ``root/<kind>-<digest>/`` and contain the digest of the settings, so a read
-    never returns tensors that were computed with different settings. Ranks may write concurrently,
-    because the name of a file is a hash of its keys. Each tensor has a checksum that is verified at
-    every read.
+    The files are in ``root/<kind>-<digest>/`` and contain the digest of the settings. A read
+    therefore never returns tensors that were computed with different settings. Ranks may write
+    concurrently, because the name of a file is a hash of its keys. Each tensor has a checksum that
+    is verified at every read.
 
     Args:
         root: Parent folder of all caches; it may be on a shared disk.
@@ -369,9 +369,9 @@ def cache_latents(
     Args:
         dataset: Images to encode, also mirrored if the augmentation flips.
         cache: Cache to fill.
-        encode: Function that runs the VAE on a batch of equally sized images. It returns tensors
-            (b, …): the mean of the latents, or mean and standard deviation for a loop that draws
-            new latents in each epoch.
+        encode: Function that runs the VAE on a batch of equally sized images. The function returns
+            tensors (b, …): the mean of the latents. A loop that draws new latents in each epoch
+            needs mean and standard deviation.
         encode_references: Function that encodes reference images; default ``encode``.
         **options: Fields of ``CacheOptions``; by default 4 images per call and 256 per file.
 
@@ -463,8 +463,7 @@ def cache_edits(
         dataset: Images with captions and references.
         cache: Cache to fill, of the kind ``EDITS``.
         encode: Function from captions and images to named tensors, batch first.
-        read: Function that returns the images for the encoder from a batch; by default the
-            reference images.
+        read: Function from a batch to the images for the encoder; by default the reference images.
         **options: Fields of ``CacheOptions``; by default 4 texts per call and 64 per file.
 
     Raises:
@@ -517,9 +516,9 @@ class CachedImages:
     """A bucketed dataset of cached latents and, with ``texts``, of cached text embeddings.
 
     A sample contains the cached tensors, and sizes and crops as in ``PreparedImages``; without
-    ``texts`` it also contains ``captions``. Order, flips and dropped captions are the same as with
-    ``PreparedImages``, so a run may switch from pixels to latents. Reading a sample decodes no
-    image.
+    ``texts``, the sample also contains ``captions``. Order, flips and dropped captions are the same
+    as with ``PreparedImages``, so a run may switch from pixels to latents. Reading a sample decodes
+    no image.
 
     Args:
         dataset: Dataset with which the caches were filled.

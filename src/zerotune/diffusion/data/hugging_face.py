@@ -44,8 +44,8 @@ class HuggingFaceImages(EncodedSource):
         image: Name of the image column.
         caption: Name of the caption column; ``None`` for no captions. A row may contain a
             list of captions.
-        reference: Name of the column with the images before an edit or the conditions of a
-            ControlNet. With several reference columns, a row may leave all columns but the first
+        reference: Name of the column with reference images: images before an edit, or conditions of
+            a ControlNet. With several reference columns, a row may leave all columns but the first
             empty.
         check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
             the size of each image.
@@ -146,9 +146,8 @@ class DatasetImages(EncodedSource):
 
     Args:
         dataset: A dataset with ``__len__`` and ``__getitem__``.
-        image: Function from a sample to its image, or the image's key or index in a sample.
-        caption: Function from a sample to one or several captions, or the key or index of the
-            captions in a sample.
+        image: Key, index or function that selects a sample's image.
+        caption: Key, index or function that selects one or several captions of a sample.
         on_broken: Policy for unreadable samples.
 
     Raises:

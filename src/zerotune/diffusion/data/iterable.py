@@ -55,11 +55,10 @@ class _Arrived:
 class StreamedImages:
     """Endless micro batches, each from one bucket, of samples that are read in sequence.
 
-    Images are buffered until their bucket has a full micro batch, if necessary into the next epoch.
-    Every rank reads the whole stream but prepares only its share, so the order does not depend on
-    the number of ranks. With local files, use ``TarShards`` or ``HuggingFaceImages``, where each
-    rank reads only its share. A resume reads and discards all samples that the run has already
-    read.
+    Images are buffered until their bucket has a full micro batch, even into the next epoch. Every
+    rank reads the whole stream but prepares only its share, so the order does not depend on the
+    number of ranks. With local files, use ``TarShards`` or ``HuggingFaceImages``, where each rank
+    reads only its share. A resume reads and discards all samples that the run has already read.
 
     Args:
         samples: An iterable that can be restarted and yields the same samples on all ranks, such as

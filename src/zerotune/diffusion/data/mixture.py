@@ -98,7 +98,7 @@ class Mixture:
         return (*self._own, *itertools.chain.from_iterable(theirs))
 
     def over(self, sets: Mapping[str, BucketedDataset]) -> Mixture:
-        """Return a copy that reads the same images from different datasets, such as cached latents.
+        """Return a copy that reads the same images from other datasets, such as ``CachedImages``.
 
         Args:
             sets: Dataset for each name in the attribute ``sets``.

@@ -27,15 +27,17 @@ _OF_THE_IMAGE: Final = ("images", "latents")
 class PreferencePairs:
     """A bucketed dataset of pairs: a preferred and a rejected image with one caption.
 
-    A sample contains the preferred image's sample and ``rejected_images`` or ``rejected_latents``.
-    The rejected image gets the bucket and the flip of the preferred image. Captions and masks of
-    rejected images are ignored. ``encode_dataset`` accepts and returns pairs::
+    A sample contains the tensors of the preferred image, and ``rejected_images`` or
+    ``rejected_latents``. The rejected image gets the bucket and the flip of the preferred image.
+    Captions and masks of rejected images are ignored. ``encode_dataset`` accepts and returns
+    pairs::
 
         pairs = PreferencePairs(ImageFolder("liked"), ImageFolder("rejected"), buckets=buckets)
 
     Args:
         preferred: Source of preferred images and captions, such as ``ImageFolder``.
-        rejected: Source of rejected images with the same names and any extension.
+        rejected: Source of rejected images, which are named like the preferred images, with any
+            extension.
         buckets: Target sizes of the images.
         minimum: Minimum number of pairs per bucket; see ``PreparedImages``.
         preparation: Settings for transparency, resizing and cropping.
@@ -97,7 +99,7 @@ class PreferencePairs:
         return {**self.sets["preferred"][use], **beside}
 
     def over(self, sets: Mapping[str, BucketedDataset]) -> PreferencePairs:
-        """Return a copy that reads the same images from different datasets, such as cached latents.
+        """Return a copy that reads the same images from other datasets, such as ``CachedImages``.
 
         Args:
             sets: Dataset for each name in the attribute ``sets``.

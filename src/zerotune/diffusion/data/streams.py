@@ -271,7 +271,7 @@ class _OrderedStream(ABC):
 class DataStream(_OrderedStream):
     """Endless micro batches of a map-style dataset for one rank.
 
-    The sample order does not depend on the number of ranks: two ranks with micro batches of 4
+    The sample order does not depend on the number of ranks. Two ranks with micro batches of 4
     process the same samples per step as one rank with micro batches of 8. The position counts the
     samples that all ranks have consumed, so a run can resume with a different number of ranks or
     micro batch size.
@@ -431,7 +431,7 @@ class BucketStream(_OrderedStream):
     """Endless micro batches of a bucketed dataset, each from a single bucket.
 
     Every rank gets a full micro batch at every step. The sequence of micro batches does not depend
-    on the number of ranks: rank r of w gets every w-th micro batch, starting with micro batch r. A
+    on the number of ranks. Rank r of w gets every w-th micro batch, starting with micro batch r. A
     run that resumes with a different number of ranks continues the same sequence. With a different
     micro batch size, a resumed run continues with the images that have not been used yet.
 
@@ -564,7 +564,7 @@ class BucketStream(_OrderedStream):
 
 
 def dataset_digest(dataset: BucketedDataset) -> str:
-    """Return a digest of a dataset's samples, buckets and repeats, which determine its order."""
+    """Return a digest of the samples, buckets and repeats, which determine the sample order."""
     digest = hashlib.sha256(dataset.identity.encode())
     for bucket, members in dataset.assignment.members.items():
         digest.update(f"{bucket}:{members}\n".encode())

@@ -157,7 +157,7 @@ class ControlNetFamily(PipelineFamily):
         return self.base
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Make the pipeline use condition latents in place of encoding an image."""
+        """Make the pipeline use condition latents instead of encoding an image."""
         super().adjust(pipe, call_kwargs)
         latents = call_kwargs[str(self.reference)]
         scale = self.latent_space().scale

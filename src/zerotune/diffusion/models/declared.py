@@ -66,15 +66,15 @@ class StableDiffusion(PipelineFamily):
 
 
 class StableDiffusionXL(PipelineFamily):
-    """Stable Diffusion XL, which has two CLIPs, and a U-Net conditioned on sizes and crops.
+    """Stable Diffusion XL, with two CLIP text encoders; sizes and crops condition its U-Net.
 
     A batch may contain ``original_sizes``, ``crop_corners`` and ``target_sizes``, each (b, 2), with
     the vertical value first; ``PreparedImages`` yields all three. If a batch lacks one of the three
-    tensors, its images count as uncropped, with their current size as original size (Podell et al.,
-    "SDXL", 2.2).
+    tensors, the images count as uncropped, and the current size as original size (Podell et
+    al., "SDXL", 2.2).
 
-    If the pipeline sets ``force_zeros_for_empty_prompt``, the empty text is encoded as zeros, in
-    training as in sampling; the training script of diffusers embeds the empty text instead.
+    If the pipeline sets ``force_zeros_for_empty_prompt``, the empty text is encoded as zeros, both
+    in training and in sampling. The training script of diffusers embeds the empty text instead.
     """
 
     pipeline: ClassVar[str] = "StableDiffusionXLPipeline"
@@ -327,7 +327,7 @@ class Flux2(PipelineFamily):
         return _pictures(latents, self.latent_space().scale)
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass each sample's reference latents; the pipeline has one set for all samples."""
+        """Pass each sample's own reference latents; the pipeline supports only one shared set."""
         super().adjust(pipe, call_kwargs)
         if self.reference not in call_kwargs:
             return
@@ -527,7 +527,7 @@ class PixArtAlpha(PipelineFamily):
 
 
 class PixArtSigma(PixArtAlpha):
-    """PixArt-Sigma, which differs from PixArt-alpha by longer texts."""
+    """PixArt-Sigma, which supports longer texts than PixArt-alpha."""
 
     pipeline: ClassVar[str] = "PixArtSigmaPipeline"
     model: ClassVar[str] = "PixArtTransformer2DModel"

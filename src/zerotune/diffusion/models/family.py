@@ -73,7 +73,7 @@ class Family(Protocol):
 
 @runtime_checkable
 class LabelFamily(Family, Protocol):
-    """Interface of class-conditional and unconditional families, sampled by zerotune's loop."""
+    """Interface of class-conditional and unconditional families, which zerotune's loop samples."""
 
     def condition_on(self, labels: Tensor | None) -> Conditioning:
         """Return the conditioning for sampling.
@@ -84,7 +84,7 @@ class LabelFamily(Family, Protocol):
         ...
 
     def without_condition(self, conditioning: Conditioning) -> Conditioning | None:
-        """Return the unconditional conditioning for guidance; ``None`` disables guidance.
+        """Return the conditioning without a condition, for guidance; ``None`` disables guidance.
 
         Args:
             conditioning: Value returned by ``condition_on``.

@@ -152,7 +152,7 @@ class ImageToVideo(PipelineFamily):
     # -- A first latent frame that the image replaces.
 
     def gives_first(self, model: Any) -> bool:  # noqa: ARG002 - for subclasses
-        """Return whether the image replaces the first latent frame of ``model``."""
+        """Return whether, for ``model``, the image replaces the first latent frame of a clip."""
         return False
 
     def predict(
@@ -316,8 +316,8 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     ) -> dict[str, Tensor]:
         """Encode clips and their first frames.
 
-        With ``token_replace``, the first frame is encoded alone to the first latent frame, because
-        otherwise the VAE would normalise over all frames of the clip.
+        With ``token_replace``, the first frame is encoded alone to the first latent frame.
+        Otherwise the VAE would normalise over all frames of the clip.
         """
         found = super().encode_images(images, device=device)
         if self._condition_type(self._needed("images")) != _REPLACED:

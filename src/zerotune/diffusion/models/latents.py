@@ -19,8 +19,8 @@ class LatentSpace:
     """Latent space of a VAE, whose statistics normalise latents to mean 0 and deviation 1.
 
     The class supports diffusers' VAEs for images and clips, including deterministic autoencoders
-    such as ``AutoencoderDC``. Statistics may be a scaling factor with or without shift, means and
-    deviations per channel, or batch normalisation.
+    such as ``AutoencoderDC``. The statistics are a scaling factor (optionally with a shift), means
+    and deviations per channel, or batch normalisation statistics.
 
     Args:
         vae: A diffusers VAE; a VAE on the ``meta`` device suffices for ``scale`` and ``frames``.
@@ -65,7 +65,7 @@ class LatentSpace:
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """Encode images as the mean of the VAE's distribution, normalised by its statistics.
+        """Return the mean of the VAE's distribution for images, normalised by the VAE's statistics.
 
         Args:
             images: Images (b, 3, height, width) or clips (b, 3, frames, height, width) in [-1, 1].

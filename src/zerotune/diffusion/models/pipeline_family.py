@@ -64,7 +64,7 @@ class _UsualSpace:
 class TextToImage(ABC):
     """Base class of latent text-to-image families.
 
-    A batch contains either ``latents`` (b, c, h, w), as caches do, or ``images`` (b, 3, height,
+    A batch contains either ``latents`` (b, c, h, w) from a cache, or ``images`` (b, 3, height,
     width) in [-1, 1]. A batch also contains either the tensors named in ``text_tensors`` or
     ``captions``. Images and captions are encoded in each step.
 
@@ -132,7 +132,7 @@ class TextToImage(ABC):
 
     @classmethod
     def separate_models(cls) -> tuple[str, ...]:
-        """Return the pipeline's names of the trained model and of a ControlNet's frozen model."""
+        """Return the pipeline's names for the trained model and for a ControlNet's frozen model."""
         return tuple(name for name in (cls.component, cls.base_component) if name is not None)
 
     @abstractmethod
@@ -258,7 +258,7 @@ class TextToImage(ABC):
             return {**others, **self.embed(parts, list(captions), model.device)}
 
     def read_images(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the images that a ``reads_references`` family encodes with texts, or ``None``."""
+        """Return the images to encode together with texts; ``None`` unless ``reads_references``."""
         return batch.get(REFERENCE_IMAGES)
 
     def check_dataset(self, dataset: Any) -> None:
@@ -348,9 +348,9 @@ class TextToImage(ABC):
         Args:
             captions: One caption per sample.
             device: Device of the encoders; by default their current device.
-            references: Reference images (b, 3, height, width) in [-1, 1], or several per sample
-                (b, r, 3, height, width), for families that encode texts together with images
-                (``reads_references``).
+            references: Reference images (b, 3, height, width) in [-1, 1], or several per sample (b,
+                r, 3, height, width). Only families with ``reads_references`` encode texts together
+                with images.
 
         Raises:
             DataError: The family has no frozen parts, or required references are missing.
@@ -477,7 +477,7 @@ class TextToImage(ABC):
         )
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Return the settings, as JSON values, on which embeddings depend apart from weights."""
+        """Return the settings, other than weights, on which embeddings depend, as JSON values."""
         return {}
 
     def known_blueprint(self) -> Blueprint:
@@ -1050,7 +1050,7 @@ class PipelineFamily(TextToImage):
 
         Args:
             model: Model that predicts.
-            scheduler: Scheduler with a single step, which ends the call.
+            scheduler: Scheduler whose single step ends the call.
         """
         return self._around(self.known_blueprint(), model, scheduler)
 

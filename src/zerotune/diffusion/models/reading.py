@@ -67,7 +67,7 @@ class ReadingFamily(PipelineFamily):
         return stack_named([row_of(one, 0) for one in encoded])
 
     def check_dataset(self, dataset: Any) -> None:
-        """Reject a dataset that cannot be encoded in advance, or has images without references."""
+        """Reject a dataset that cannot be encoded in advance, or that lacks references."""
         super().check_dataset(dataset)
         check_edits(dataset)
 
