@@ -1738,7 +1738,7 @@ class BlockFacts:
     count: int
     """Number of these modules."""
     numel: int
-    """Number of elements of the largest of them."""
+    """Number of elements of the largest of these modules."""
 
     @classmethod
     def of(cls, module: Any) -> tuple[BlockFacts, ...]:
@@ -2598,8 +2598,8 @@ class DeepSpeedPlan(Readable, Section):
             run: Values of the training script, for ``"auto"`` and missing keys.
             deepspeed: ``False`` selects the plain engine.
             host_step: ``False`` uses DeepSpeed's own step for Adam in host memory.
-            hidden: Whether Adam in host memory runs in a thread during the next forward pass;
-                default: only if this saves time. Results are bitwise equal.
+            hidden: Whether Adam in host memory runs in a thread during the next forward pass.
+                By default, the thread runs only if this saves time. Results are bitwise equal.
             streamed: Whether weights are on the device only during use: ``True``, or ``Streaming``
                 options. Results of streaming are bitwise equal to those of ZeRO-2 with CPU offload.
                 If streaming is not possible, a decision gives the reason and DeepSpeed trains.
