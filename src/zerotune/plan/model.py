@@ -1705,7 +1705,7 @@ class ArithmeticFacts:
 
     @property
     def of_frozen_weights(self) -> ArithmeticFacts:
-        """Return the work with frozen weights: the backward pass has half of the matrix products."""
+        """Return the work with frozen weights: the backward pass has half the matrix products."""
         halved = attrs.evolve(
             self.backward,
             products=self.backward.products.times(0.5),
@@ -1738,7 +1738,7 @@ class BlockFacts:
     count: int
     """Number of these modules."""
     numel: int
-    """Elements of the largest of them."""
+    """Number of elements of the largest of these modules."""
 
     @classmethod
     def of(cls, module: Any) -> tuple[BlockFacts, ...]:
@@ -1914,22 +1914,22 @@ class ModelFacts:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @cached_property
     def trainable_numel(self) -> int:
-        """Elements of the trainable parameters."""
+        """Number of elements of the trainable parameters."""
         return sum(parameter.numel for parameter in self.trainable)
 
     @cached_property
     def largest(self) -> int:
-        """Elements of the largest parameter; 0 for a model without parameters."""
+        """Number of elements of the largest parameter; 0 for a model without parameters."""
         return max((parameter.numel for parameter in self.parameters), default=0)
 
     @cached_property
     def largest_trainable(self) -> int:
-        """Elements of the largest trainable parameter; 0 if there is none."""
+        """Number of elements of the largest trainable parameter; 0 if there is none."""
         return max((parameter.numel for parameter in self.trainable), default=0)
 
     @cached_property
@@ -1939,12 +1939,12 @@ class ModelFacts:
 
     @cached_property
     def largest_quantized(self) -> int:
-        """Elements of the largest quantized weight, which is dequantized for use."""
+        """Number of elements of the largest quantized weight, which is dequantized for use."""
         return max((each.numel for each in self.parameters if each.storage), default=0)
 
     @cached_property
     def quantized_numel(self) -> int:
-        """Elements of all quantized weights."""
+        """Number of elements of all quantized weights."""
         return sum(each.numel for each in self.parameters if each.storage)
 
     def weight_bytes(self, element_bytes: int, *, ranks: int = 1) -> int:
@@ -2022,9 +2022,9 @@ class StreamedFacts:
     """Numbers of streamed and resident elements, rounded up to multiples of ``UNIT_ALIGNED``."""
 
     trained: tuple[int, ...]
-    """Elements of each streamed unit with trained weights."""
+    """Number of elements of each streamed unit with trained weights."""
     frozen: tuple[int, ...]
-    """Elements of each streamed unit with frozen weights."""
+    """Number of elements of each streamed unit with frozen weights."""
     resident_trained: int
     """Trained elements that stay on the device."""
     resident_frozen: int
@@ -2032,12 +2032,12 @@ class StreamedFacts:
 
     @cached_property
     def units(self) -> tuple[int, ...]:
-        """Elements of each streamed unit."""
+        """Number of elements of each streamed unit."""
         return (*self.trained, *self.frozen)
 
     @cached_property
     def total(self) -> int:
-        """Elements of all streamed units."""
+        """Number of elements of all streamed units."""
         return sum(self.units)
 
 
@@ -2598,8 +2598,8 @@ class DeepSpeedPlan(Readable, Section):
             run: Values of the training script, for ``"auto"`` and missing keys.
             deepspeed: ``False`` selects the plain engine.
             host_step: ``False`` uses DeepSpeed's own step for Adam in host memory.
-            hidden: Whether Adam in host memory runs in a thread during the next forward pass;
-                default: only if this saves time. Results are bitwise equal.
+            hidden: Whether Adam in host memory runs in a thread during the next forward pass.
+                By default, the thread runs only if this saves time. Results are bitwise equal.
             streamed: Whether weights are on the device only during use: ``True``, or ``Streaming``
                 options. Results of streaming are bitwise equal to those of ZeRO-2 with CPU offload.
                 If streaming is not possible, a decision gives the reason and DeepSpeed trains.

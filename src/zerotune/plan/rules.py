@@ -154,7 +154,7 @@ def rule(
         rule_id: The rule's name.
         severity: Severity of the findings; resolution raises errors, corrects what warnings report,
             and ignores notes.
-        reason: Reason of a finding, with placeholders in braces for the values of the finding.
+        reason: Reason for a finding, with placeholders in braces for the values of the finding.
         fix: What to write instead, with the same placeholders.
         only_deepspeed: Whether the rule applies only to runs with DeepSpeed.
         left_to: What handles a finding if resolution does not: ``"the optimizer"`` or ``"the choice
@@ -266,7 +266,7 @@ def setting_rule(
         settings: Mapping from the path of each setting to a function that is true for values to
             report.
         summary: The mistake, in one sentence.
-        reason: Reason of a finding; ``{stage}`` stands for the plan's stage.
+        reason: Reason for a finding; ``{stage}`` stands for the plan's stage.
         fix: What to write instead.
         stages: ZeRO stages to which the rule applies; empty for all stages.
         when: Additional condition on the plan.

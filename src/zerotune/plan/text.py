@@ -568,7 +568,7 @@ def subject(estimate: MemoryEstimate) -> str:
 
 
 def peak_words(estimate: MemoryEstimate, place: Place) -> str:
-    """Describe when a place uses most memory, as the end of a sentence."""
+    """Describe when a place uses the most memory, as the end of a sentence."""
     if len(set(_totals(estimate, place).values())) == 1:
         return "at any time"
     return f"at the peak, {DURING[estimate.peak(place).phase]}"

@@ -141,7 +141,7 @@ class MemoryEstimate(Readable):
         return tuple(sorted(held, key=lambda item: -item.nbytes))
 
     def peak(self, place: Place) -> MemoryPeak:
-        """Return the phase in which ``place`` uses most memory, with its components.
+        """Return the phase in which ``place`` uses the most memory, with its components.
 
         Args:
             place: ``"device"``, ``"host"`` or ``"nvme"``.
@@ -323,7 +323,7 @@ class Costing:
 
     @property
     def all_elements(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return self.model.numel
 
     @property
@@ -333,7 +333,7 @@ class Costing:
 
     @property
     def owned(self) -> int:
-        """Elements of the master weights on this rank, with padding."""
+        """Number of elements of the master weights on this rank, with padding."""
         if self.resolved.stage == 3:
             return sum(self.model.trainable_parts(self.ranks))
         return self.trained if self.resolved.stage == 0 else self.flat_part
@@ -502,7 +502,7 @@ class Costing:
 
     @cached_property
     def stays(self) -> tuple[int, ...]:
-        """Elements of each sub-group that an offload ratio below 1 keeps on the device.
+        """Number of elements of each sub-group that an offload ratio below 1 keeps on the device.
 
         DeepSpeed keeps the first sub-groups on the device; the ratio counts sub-groups, not
         elements.
@@ -517,7 +517,7 @@ class Costing:
 
     @cached_property
     def sub_groups(self) -> tuple[int, ...]:
-        """Elements of each stage-3 sub-group on this rank."""
+        """Number of elements of each stage-3 sub-group on this rank."""
         zero = self.resolved.plan.zero_optimization
         size = None if zero is None else zero.sub_group_size
         return sub_groups(self.model, self.ranks, self.trained if size is None else int(size))
