@@ -157,8 +157,9 @@ def result() -> str:
     results = stored()
     three, two = (compared_in(results[name], *compared) for name, *compared, _ in GAINS[:2])
     return (
-        f"A training step with an EMA takes {two['reached']:.2f} (ZeRO-2) and"
-        f" {three['reached']:.2f} (ZeRO-3) of the time of a hand-written DeepSpeed loop with an EMA"
+        f"a training step with an EMA takes {two['reached']:.2f} (ZeRO-2) and"
+        f" {three['reached']:.2f} (ZeRO-3) of the time that a hand-written DeepSpeed loop with an"
+        " EMA needs"
     )
 
 
