@@ -187,6 +187,11 @@ class Log:
         one = Decision(key=key, before=before, after=after, reason=reason, severity=severity)
         self.decisions.append(attrs.evolve(one, written=written) if written else one)
 
+    def warn(self, key: str, reason: str, fix: str) -> None:
+        """Record a warning that leaves the task of ``fix`` to the user."""
+        error = PlanConflictError(reason, key=key, fix=fix)
+        self.decisions.append(Decision.of(error, severity="warning"))
+
     def refuse(self, error: ZeroTuneError) -> None:
         """Record an error and continue; after too many errors, raise this error."""
         if self._holds(error):

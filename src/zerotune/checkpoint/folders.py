@@ -178,7 +178,7 @@ def find_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, Manifest]:
     path = checked_path(directory)
     if (located := _located(path)) is not None:
         return located
-    fix = "use a folder written by save_checkpoint, such as <root>/step-00001234"
+    fix = "pass the folder of one checkpoint, such as <root>/step-00001234"
     if path.is_dir() and ((path / "latest").exists() or any(path.glob("*zero_pp_rank*"))):
         fix = f"convert DeepSpeed's checkpoint with `zerotune checkpoint convert {path} NEW`"
     elif path.is_dir() and (newest := latest_checkpoint(path)) is not None:

@@ -1787,7 +1787,7 @@ def check_storage(storage: str | None) -> None:
         "is not a supported dtype of a quantized base",
         key="base_dtype",
         value=storage,
-        fix=f"use one of {', '.join(STORAGES)}, or omit base_dtype",
+        fix=f"use one of {', '.join(STORAGES)}, or none",
     )
 
 
