@@ -55,7 +55,7 @@ _FREE_MARGIN: Final = 2**24
 
 
 def step_folder(root: str | os.PathLike[str], step: int) -> Path:
-    """Return the folder for the checkpoint of optimizer step ``step``: ``<root>/step-00001234``."""
+    """Return the folder below ``root`` for optimizer step ``step``: ``<root>/step-00001234``."""
     return Path(root) / f"step-{step:08d}"
 
 

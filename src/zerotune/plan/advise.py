@@ -170,7 +170,7 @@ class Advice(Readable):
 
     @property
     def headroom(self) -> dict[Place, int]:
-        """Unused bytes of the budget: device memory of each rank, RAM and NVMe of the machine."""
+        """Unused bytes of the budget, by place; RAM and NVMe are those of the whole machine."""
         needs = machine_needs(self.estimate)
         return {
             "device": self.budget.device - needs["device"],

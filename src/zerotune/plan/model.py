@@ -2238,7 +2238,7 @@ class DeepSpeedPlan(Readable, Section):
 
     @property
     def precision(self) -> str:
-        """Precision as written: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``."""
+        """Precision as written, one of ``"bf16"``, ``"fp16"``, ``"fp32"`` and ``"auto"``."""
         bf16 = self.bf16.enabled if self.bf16 else None
         fp16 = self.fp16.enabled if self.fp16 else None
         if bf16 is True:
