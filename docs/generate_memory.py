@@ -29,16 +29,15 @@ TARGET = Path(__file__).parent / "fits.md"
 INTRODUCTION = """\
 The tables show the predicted seconds of a training step with the fastest plan that fits, and a
 letter for where the plan keeps optimizer and weights. All plans are for one GPU with {host} of host
-memory and an NVMe disk, with batch 1 and {side} x {side} pixels (for clips, the size in the table).
-All plans use AdamW in bf16 with fp32 master weights, and an EMA in host memory. No figure was
-measured on a GPU: memory comes from [the memory model](memory.md), and seconds come from [published
+memory and an NVMe disk, with batch 1 and {side} x {side} pixels (clips: as in the table), AdamW in
+bf16 with fp32 master weights, and an EMA in host memory. No figure was measured on a GPU: memory
+comes from [the memory model](memory.md), seconds from [published
 figures](memory.md#how-long-a-step-takes) of {cards}.
 
 The letters mean: {letters}. An asterisk (\\*) means that blocks are recomputed in the backward pass
 (gradient checkpointing); two asterisks mean that the blocks' inputs are also kept in host memory. A
-dash means that no plan fits. To get the plan for your own machine, run `zerotune plan advise
---family sdxl --vram 24 --ram 64`, if needed with `--nvme 2TB`, `--lora {rank}` or `--base-dtype
-nf4` (QLoRA)."""
+dash means that no plan fits. For your own machine, run `zerotune plan advise --family sdxl --vram
+24 --ram 64`, also with `--nvme 2TB`, `--lora {rank}` or `--base-dtype nf4` (QLoRA)."""
 
 STREAMING = """\
 [Streaming](streaming.md) moves weights through the GPU block by block. You must enable streaming
