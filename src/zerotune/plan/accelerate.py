@@ -76,8 +76,8 @@ def is_accelerate(content: Mapping[Any, Any]) -> bool:
 
 
 WITHOUT_DEEPSPEED = (
-    "this file requests training without DeepSpeed; stage 0 neither partitions nor offloads, and "
-    "resolve(deepspeed=False) avoids DeepSpeed's engine too"
+    "accelerate would train without DeepSpeed, so the plan uses stage 0, which neither partitions "
+    "nor offloads"
 )
 _LAUNCHABLE: Final = {
     "mixed_precision": ("launch.mixed_precision", Choice(choices=("no", "fp16", "bf16", "fp8"),
@@ -201,7 +201,7 @@ class _Translation:
             key=BLOCK,
             before=dict(self.block),
             after="stage 0",
-            reason=f"distributed_type is {written}, so accelerate ignores the block: "
+            reason=f"distributed_type is {written}, so accelerate ignores the block; "
             f"{WITHOUT_DEEPSPEED}. Set distributed_type: DEEPSPEED to use the block",
             severity="warning",
         )

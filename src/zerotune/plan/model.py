@@ -3029,7 +3029,7 @@ class ResolvedPlan(Readable):
     precision: str
     """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
-    """All decisions; those made while reading come first."""
+    """All decisions, beginning with those made while the configuration was read."""
     optimizer: OptimizerChoice | None = None
     """Optimizer chosen by ``zerotune.optim``; ``None`` before ``with_choices``."""
     scheduler: SchedulerChoice | None = None

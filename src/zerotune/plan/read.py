@@ -220,7 +220,7 @@ class _Wrapped:
                 key=wrapper,
                 before="null" if written is None else written,
                 after="stage 0",
-                reason=f"empty: {accelerate.WITHOUT_DEEPSPEED}",
+                reason=f"the setting is empty, so {accelerate.WITHOUT_DEEPSPEED}",
                 severity="warning",
             )
             written = {}

@@ -195,7 +195,7 @@ class HeaderOnly:
 
 
 Check = ImageCheck | Literal["whole", "header"]
-"""Image check: an object or a name."""
+"""How image files are checked: an ``ImageCheck``, or the name of one."""
 
 
 def image_check(check: Check | None) -> ImageCheck:

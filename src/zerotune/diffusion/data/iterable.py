@@ -124,7 +124,7 @@ class StreamedImages:
         return stack_samples([self._prepare(arrived) for arrived in step[self._rank]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions of the stream and its buffered images, identical on every rank."""
+        """Return the positions in the stream and of buffered images; equal on all ranks."""
         waiting = [arrived.draw for of in self._waiting.values() for arrived in of]
         return {
             "epoch": self._epoch,

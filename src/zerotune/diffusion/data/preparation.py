@@ -170,7 +170,7 @@ class Augmentation:
     caption_dropout: float = attrs.field(default=0.0, validator=validated(probability))
     """Probability of replacing the caption with the empty text, for classifier-free guidance."""
     tags: TagShuffle | None = None
-    """Shuffling of captions that are lists of tags."""
+    """How to shuffle the tags within a caption; ``None`` keeps their order."""
     prefix: str = ""
     """Text before each caption, such as the trigger word ``"zoe, "``. Tag shuffling and dropout
     never change this text. An image without a caption gets only the prefix and suffix."""

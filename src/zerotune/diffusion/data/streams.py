@@ -592,9 +592,9 @@ def _small_buckets(assignment: BucketAssignment, size: int) -> tuple[Decision, .
             key="buckets",
             before=None,
             after=size,
-            reason="buckets with fewer images than a micro batch repeat images within a batch and "
-            f"then skip some epochs: {', '.join(small)}; set minimum={size} to move their images "
-            "to fuller buckets",
+            reason=f"these buckets have fewer images than a micro batch: {', '.join(small)}; their "
+            "images are repeated within a batch, and then left out of some epochs; set "
+            f"minimum={size} to move them to fuller buckets",
             severity="warning",
         ),
     )
