@@ -65,9 +65,11 @@ COSTS = (
 METHOD = """\
 Each benchmark consists of cases, and each case compares several implementations. The
 implementations of a case run alternately, round by round, on one machine, so that a slowdown of
-the machine affects all of them. A ratio is the median of the ratios of all rounds. The interval
-in brackets is a 95 % confidence interval of the median ratio; it is based on order statistics, so
-it holds for any distribution. With five rounds, the interval reaches from the lowest to the highest
+the machine affects all of them. A ratio is the median of the ratios of all rounds. If
+the machine's speed changes from round to round, this ratio differs from the quotient of the two
+medians in the table, and may even be on the other side of 1; the ratio is the fairer figure. The
+interval in brackets is a 95 % confidence interval of the median ratio; it is based on order
+statistics, so it holds for any distribution. With five rounds, the interval reaches from the lowest to the highest
 ratio, and its confidence is 94 %. A figure without an interval was measured once. A goal is met or
 missed if the whole interval is on one side of the goal. If the interval contains the goal, the
 table says on which side of the goal the median is, and that the difference is within the noise. The
@@ -170,12 +172,11 @@ def page() -> str:
     """Return docs/performance.md."""
     results = stored()
     days = sorted(case["measured"][:10] for result in results.values() for case in result["cases"])
-    machines = "; ".join(dict.fromkeys(machine(result) for result in results.values()))
     period = f"between {days[0]} and {days[-1]}"
     parts = [
         WRITTEN_BY,
         "# Performance",
-        f"The figures on this page were measured {period}, without a GPU, on {machines}.",
+        f"The figures on this page were measured {period}, without a GPU, on {_machines(results)}.",
         ABOUT,
         f"![Time of zerotune relative to each reference](images/{PICTURE.name})",
         "## Gains",
@@ -193,6 +194,10 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _machines(results: Mapping[str, Any]) -> str:
+    return "; ".join(dict.fromkeys(machine(result) for result in results.values()))
+
+
 def measurements() -> str:
     """Return docs/measurements.md."""
     results = stored()
@@ -201,6 +206,7 @@ def measurements() -> str:
         "# Measurements",
         EVERYTHING,
         "## Goals",
+        f"All goals were measured on {_machines(results)}.",
         _headline(results),
         "## Method",
         METHOD,
@@ -256,7 +262,10 @@ def draw() -> None:
         low, high = goal["interval"]
         axis.barh(line, goal["reached"], color=OURS, height=0.6)
         axis.plot([low, high], [line, line], color="black", linewidth=1)
-        axis.text(max(goal["reached"], high) + 0.02, line, f"{goal['reached']:.2f}", va="center")
+        # The line of the reference must not cross a figure.
+        words = f"{goal['reached']:.2f}"
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axis.text(max(goal["reached"], high) + 0.02, line, words, va="center", bbox=box)
     labels = [f"{words}\ncompared with {goal['against']}" for words, goal in found]
     axis.axvline(1, color=BASELINE, linewidth=1.5)
     axis.set_yticks(range(len(found)), labels, fontsize=8)
@@ -314,12 +323,11 @@ def _published() -> str:
 
 def _headline(results: Mapping[str, Any]) -> str:
     rows = [
-        "| goal | reference | zerotune | ratio (95 %) | met | hardware |",
-        "|---|--:|--:|--:|---|---|",
+        "| goal | reference | zerotune | ratio (95 %) | met |",
+        "|---|--:|--:|--:|---|",
     ]
     for name, result in results.items():
         cases = {case["name"]: case["contestants"] for case in result["cases"]}
-        cores = f"{result['hardware']['usable_cores']} CPU cores"
         for goal in result["goals"]:
             if goal["limit"] is None:
                 continue
@@ -332,7 +340,7 @@ def _headline(results: Mapping[str, Any]) -> str:
             most = "at most " + amount(goal["limit"], quantity)
             cells = [
                 goal["text"] + _reason(name, goal), medians[against] if against else most,
-                medians[goal["contestant"]], _spread(goal) if against else "", met(goal), cores,
+                medians[goal["contestant"]], _spread(goal) if against else "", met(goal),
             ]  # fmt: skip
             rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)

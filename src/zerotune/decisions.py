@@ -184,13 +184,36 @@ class Log:
     def decide(
         self, key: str, before: Any, after: Any, reason: str, severity: Severity = "note"
     ) -> None:
-        """Record a decision."""
+        """Record a decision.
+
+        Args:
+            key: Path of the setting.
+            before: The value as given; ``None`` if it was missing.
+            after: The value that will be used; ``None`` if the setting is removed.
+            reason: The reason, in one sentence.
+            severity: ``"note"``, or ``"warning"`` if the choice is likely unwanted.
+        """
         written = name_of(key, self.names)
         one = Decision(key=key, before=before, after=after, reason=reason, severity=severity)
         self.decisions.append(attrs.evolve(one, written=written) if written else one)
 
+    def warn(self, key: str, reason: str, fix: str) -> None:
+        """Record a warning that leaves the task of ``fix`` to the user.
+
+        Args:
+            key: Path of the setting, or name of the file.
+            reason: What is wrong.
+            fix: What to write instead.
+        """
+        error = PlanConflictError(reason, key=key, fix=fix)
+        self.decisions.append(Decision.of(error, severity="warning"))
+
     def refuse(self, error: ZeroTuneError) -> None:
-        """Record ``error`` and continue; raise it instead if too many errors are recorded."""
+        """Record ``error`` and continue; raise it instead if too many errors are recorded.
+
+        Args:
+            error: The error.
+        """
         if self._holds(error):
             raise error
         self._keep(error)
@@ -198,7 +221,12 @@ class Log:
             raise self.mistakes[-1] from None
 
     def attempt(self, work: Callable[..., T], *arguments: Any) -> T | None:
-        """Return the result of ``work``; if it raises, record the error and return ``None``."""
+        """Return the result of ``work``; if it raises, record the error and return ``None``.
+
+        Args:
+            work: Function to call.
+            arguments: Its arguments.
+        """
         try:
             return work(*arguments)
         except ZeroTuneError as error:
@@ -206,7 +234,12 @@ class Log:
             return None
 
     def outcome(self, work: Callable[..., T], *arguments: Any) -> T | None:
-        """Return the result of ``work``, or ``None`` if it raises. Every error is recorded."""
+        """Return the result of ``work``, or ``None`` if it raises. Every error is recorded.
+
+        Args:
+            work: Function to call.
+            arguments: Its arguments.
+        """
         try:
             return work(*arguments)
         except ZeroTuneError as error:
@@ -215,7 +248,12 @@ class Log:
             return None
 
     def whole(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of ``work``; raise the first recorded error, if any."""
+        """Return the result of ``work``; raise the first recorded error, if any.
+
+        Args:
+            work: Function to call.
+            arguments: Its arguments.
+        """
         result = self.outcome(work, *arguments)
         raise_all(self.mistakes)
         return cast("T", result)

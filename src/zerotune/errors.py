@@ -109,7 +109,9 @@ def both_names(key: str, written: str | None) -> tuple[str, str]:
     """Return a setting's name in the user's file, and the setting's path if it differs."""
     if written is None:
         return readable(key), ""
-    alike = f".{written.lstrip('-')}".endswith(f".{key.removeprefix('launch.')}")
+    # A command's option has a hyphen for each underscore of the key.
+    bare = written[2:].replace("-", "_") if written.startswith("--") else written.lstrip("-")
+    alike = f".{bare}".endswith(f".{key.removeprefix('launch.')}")
     return readable(written), "" if alike else f" ({readable(key)})"
 
 
@@ -132,8 +134,10 @@ class ZeroTuneError(Exception):
         fix: What to write or do instead, or ``None``.
         others: Other errors found in the same input.
         rank: Rank on which the error occurred; ``None`` if it occurred in this process.
+        shell_fix: ``fix`` for a command line, if ``fix`` is only possible in Python.
     """
 
+    shell_fix: str | None = None
     written: str | None = None
     others: tuple[ZeroTuneError, ...] = ()
     rank: int | None = None
@@ -145,11 +149,14 @@ class ZeroTuneError(Exception):
         key: str | None = None,
         value: Any = UNSET,
         fix: str | None = None,
+        shell_fix: str | None = None,
     ) -> None:
         self.key = key
         self.value = value
         self.reason = reason
         self.fix = fix
+        if shell_fix is not None:
+            self.shell_fix = shell_fix
         super().__init__(self._message())
 
     def each(self) -> tuple[ZeroTuneError, ...]:
@@ -164,6 +171,12 @@ class ZeroTuneError(Exception):
     def called(self, written: str) -> Self:
         """Return a copy of this error with ``written``, the setting's name in the user's file."""
         return _rebuild(type(self), {**self.__dict__, "written": written})
+
+    def in_shell(self) -> Self:
+        """Return a copy of this error that names command-line options, not Python arguments."""
+        if self.shell_fix is None:
+            return self
+        return _rebuild(type(self), {**self.__dict__, "fix": self.shell_fix})
 
     def below(self, section: str) -> Self:
         """Return a copy of this error with ``section`` prepended to its key."""
@@ -283,13 +296,13 @@ class NothingFitsError(PlanError):
         self.nearest = nearest
         self.remedies = remedies
         self.more = fix
-        fixes = [fix, *(each.in_python() for each in remedies)]
-        super().__init__(reason, key=key, value=value, fix="; ".join(fixes))
-
-    def in_shell(self) -> Self:
-        """Return a copy of this error that names command-line options, not Python arguments."""
-        fixes = [self.more, *(each.in_shell() for each in self.remedies)]
-        return _rebuild(type(self), {**self.__dict__, "fix": "; ".join(fixes)})
+        super().__init__(
+            reason,
+            key=key,
+            value=value,
+            fix="; ".join([fix, *(each.in_python() for each in remedies)]),
+            shell_fix="; ".join([fix, *(each.in_shell() for each in remedies)]),
+        )
 
 
 class OptimizerError(ZeroTuneError, ValueError):

@@ -162,3 +162,25 @@ def test_a_half_open_connection_is_closed(monkeypatch, sent):
             await running
 
     asyncio.run(closed())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--host", "999.1.1.1"), "error: --host = '999.1.1.1': is not an address of this machine"),
+        (("--plan", "{folder}"), "error: --plan = '{folder}': is a folder."),
+        (("--root", "{folder}/none"), "error: --root = '{folder}/none': is not a folder."),
+        (("--token", ""), "error: --token = '': is empty."),
+    ],
+)
+def test_a_wrong_option_is_named_before_anything_is_served(tmp_path, capsys, options, message):
+    given = [each.format(folder=tmp_path) for each in options]
+    assert main(["builder", "--no-browser", "--port", "0", *given]) == 2
+    assert capsys.readouterr().err.startswith(message.format(folder=tmp_path))
+
+
+def test_a_port_is_at_most_65535(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["builder", "--port", "65536"])
+    assert ended.value.code == 2
+    assert "'65536' is not a port from 0 to 65535" in capsys.readouterr().err

@@ -687,14 +687,9 @@ def op_report(*, toolchain: Toolchain | None = None) -> tuple[OpStatus, ...]:
         return tuple(_op_status(op, accelerator, found) for op in _OPS)
 
 
-def build_op(name: str) -> OpStatus:
-    """Load one op, compile it if needed, and return its new status.
-
-    Args:
-        name: Name of the op, one of ``OP_NAMES``.
-    """
-    op = next((op for op in _OPS if op.name == name), None)
-    if op is None:
+def check_op_name(name: str) -> None:
+    """Raise an error that suggests names if DeepSpeed has no op ``name``."""
+    if name not in OP_NAMES:
         close = did_you_mean(name, OP_NAMES, count=1)
         raise InvalidValueError(
             "no such op",
@@ -702,6 +697,16 @@ def build_op(name: str) -> OpStatus:
             value=name,
             fix=f"did you mean {close[0]}" if close else f"use one of {', '.join(OP_NAMES)}",
         )
+
+
+def build_op(name: str) -> OpStatus:
+    """Load one op, compile it if needed, and return its new status.
+
+    Args:
+        name: Name of the op, one of ``OP_NAMES``.
+    """
+    check_op_name(name)
+    op = next(op for op in _OPS if op.name == name)
     with building():
         accelerator, toolchain = _deepspeeds_accelerator(), detect_toolchain()
         folders = _build_folders(op, accelerator)

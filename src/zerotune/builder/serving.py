@@ -44,6 +44,7 @@ def serve(
     command line.
     """
     token = read_token(given=token, file=token_file)
+    _check_places(plan_file, root)
     if not is_loopback(host) and not token:
         token = secrets.token_urlsafe(24)
     if plan_file is not None and root is None:
@@ -66,9 +67,25 @@ def serve(
         listening.close()
 
 
+def _check_places(plan_file: Path | None, root: Path | None) -> None:
+    """Raise an error if the plan is a folder, or the root is none."""
+    if plan_file is not None and plan_file.is_dir():
+        raise InvalidValueError(
+            "is a folder", key="--plan", value=str(plan_file), fix="pass the path of a file"
+        )
+    if root is not None and not root.is_dir():
+        raise InvalidValueError(
+            "is not a folder", key="--root", value=str(root), fix="pass an existing folder"
+        )
+
+
 def read_token(*, given: str | None, file: Path | None) -> str | None:
     """Read the token: ``token``, the content of a file, or ``ZEROTUNE_BUILDER_TOKEN``."""
     if given is not None:
+        if not given.strip():
+            raise InvalidValueError(
+                "is empty", key="--token", value=given, fix="pass a secret, or omit the option"
+            )
         return given
     if file is None:
         return os.environ.get(TOKEN_VARIABLE) or None
@@ -124,6 +141,14 @@ def bound_socket(host: str, port: int) -> socket.socket:
     try:
         listening.bind((host, port))
         listening.listen()
+    except socket.gaierror as error:
+        listening.close()
+        raise InvalidValueError(
+            f"is not an address of this machine ({error.strerror})",
+            key="--host",
+            value=host,
+            fix="pass an address of this machine, such as 127.0.0.1 or 0.0.0.0",
+        ) from error
     except (OSError, OverflowError) as error:
         listening.close()
         raise InvalidValueError(

@@ -55,7 +55,7 @@ _FREE_MARGIN: Final = 2**24
 
 
 def step_folder(root: str | os.PathLike[str], step: int) -> Path:
-    """Return the folder for the checkpoint of optimizer step ``step``: ``<root>/step-00001234``."""
+    """Return the folder below ``root`` for optimizer step ``step``: ``<root>/step-00001234``."""
     return Path(root) / f"step-{step:08d}"
 
 
@@ -178,7 +178,7 @@ def find_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, Manifest]:
     path = checked_path(directory)
     if (located := _located(path)) is not None:
         return located
-    fix = "use a folder written by save_checkpoint, such as <root>/step-00001234"
+    fix = "pass the folder of one checkpoint, such as <root>/step-00001234"
     if path.is_dir() and ((path / "latest").exists() or any(path.glob("*zero_pp_rank*"))):
         fix = f"convert DeepSpeed's checkpoint with `zerotune checkpoint convert {path} NEW`"
     elif path.is_dir() and (newest := latest_checkpoint(path)) is not None:

@@ -465,6 +465,14 @@ class BackgroundSaver(Closable):
     ) -> PendingCheckpoint:
         """Copy everything and start writing. Collective; arguments as in ``save_checkpoint``.
 
+        Args:
+            directory: Folder of the checkpoint.
+            extra: JSON-serialisable data of the caller.
+            shadows: EMA shadows by name.
+            rng: Also save the states of every rank's random number generators.
+            timeout_s: Seconds to wait for the other ranks; default the group's timeout.
+            allow_not_finite: Allow NaN and infinity in the checkpoint, for debugging.
+
         Returns:
             The pending checkpoint.
 

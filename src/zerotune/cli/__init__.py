@@ -59,23 +59,29 @@ def print_json(data: Any) -> None:
 
 def tell(text: str) -> None:
     """Say something that is not part of the report."""
-    sys.stderr.write(f"zerotune: {text}\n")
+    _to_stderr("zerotune: ", text)
 
 
 def complain(text: str) -> None:
-    """Say what is wrong: lines end where the terminal does, and stay whole in a pipe."""
+    """Say what is wrong."""
+    _to_stderr(_ERROR, text)
+
+
+def _to_stderr(mark: str, text: str) -> None:
+    """Write a message: lines end where the terminal does, and stay whole in a pipe."""
     if sys.stderr.isatty():
         import shutil
         import textwrap
 
         text = textwrap.fill(
             text,
-            max(_NARROWEST, shutil.get_terminal_size().columns - len(_ERROR)),
-            subsequent_indent=" " * len(_ERROR),
+            max(_NARROWEST, shutil.get_terminal_size().columns),
+            initial_indent=mark,
+            subsequent_indent=" " * len(mark),
             break_long_words=False,
             break_on_hyphens=False,
-        )
-    sys.stderr.write(f"{_ERROR}{text}\n")
+        ).removeprefix(mark)
+    sys.stderr.write(f"{mark}{text}\n")
 
 
 class Below(ABC):
@@ -96,10 +102,22 @@ class Below(ABC):
         """Do the work and return the exit status."""
 
 
+class _WholeNames(argparse.HelpFormatter):
+    """Breaks no line at a hyphen, so that a family's name can be copied from the help."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        import textwrap
+
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class LazyParser(argparse.ArgumentParser):
     """Adds its arguments when it parses, so that one command loads nothing for another."""
 
     configure: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": _WholeNames, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in the usage, first, and how it is used."""
@@ -164,7 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for each in error.each():
             option = f"--{each.key}".replace("_", "-")
             given = any(argument.partition("=")[0] == option for argument in argv)
-            complain(" ".join(str(each.called(option) if given else each).split()))
+            shown = (each.called(option) if given else each).in_shell()
+            complain(" ".join(str(shown).split()))
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("zerotune: interrupted\n")

@@ -9,6 +9,7 @@ from typing import Final
 
 NAME: Final = "builder"
 SUMMARY: Final = "Open a page that builds, explains and saves a plan."
+_HIGHEST_PORT: Final = 65535
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=int,
+        type=_port,
         default=8265,
         metavar="N",
         help="port of the server; default 8265, 0 selects a free port",
@@ -52,6 +53,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the address and open no browser; with a token, none is ever opened",
     )
+
+
+def _port(text: str) -> int:
+    """Parse a port for ``argparse``."""
+    if not text.isdecimal() or int(text) > _HIGHEST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to {_HIGHEST_PORT}")
+    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

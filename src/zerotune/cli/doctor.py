@@ -224,6 +224,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-mps", action="store_true", help="allow DeepSpeed on Apple GPUs")
 
 
+def _check_op_names(names: list[str]) -> None:
+    if names:
+        from zerotune.backend.ops import check_op_name
+
+        for name in names:
+            check_op_name(name)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Examine the machine and print the result.
 
@@ -235,6 +243,7 @@ def run(arguments: argparse.Namespace) -> int:
         platform = detect_platform(
             allow_rocm=arguments.allow_rocm, allow_mps=arguments.allow_mps, log=False
         )
+        _check_op_names([*arguments.build, *(arguments.build_missing or ())])
         _build(arguments.build, platform)
         if arguments.build_missing is not None and platform.deepspeed.available:
             from zerotune.backend.ops import op_report

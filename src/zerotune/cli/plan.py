@@ -70,6 +70,17 @@ def at_least_one(text: str) -> int:
     return number
 
 
+def _gradient_norm(text: str) -> float:
+    """Parse a maximum norm of at least 0 for ``argparse``."""
+    try:
+        norm = float(text)
+    except ValueError:
+        norm = -1.0
+    if not 0 <= norm < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return norm
+
+
 def number_of_processes(text: str) -> int:
     """Parse a number of processes for ``argparse``."""
     number = at_least_one(text)
@@ -100,14 +111,29 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
     _add_reading(parser)
 
 
-def _add_workload(parser: argparse.ArgumentParser) -> None:
+_WORLD_SIZE_HELP: Final = "number of processes; default FILE's num_processes, or 1"
+
+
+def _set_world_size(arguments: argparse.Namespace, plan: DeepSpeedPlan | None) -> int:
+    """Return ``--world-size``; by default, what the launcher's file asks for."""
+    if arguments.world_size is None:
+        launch = plan.launch if plan is not None else None
+        asked = launch.num_processes if launch is not None else None
+        known = isinstance(asked, int) and 1 <= asked <= _MOST_PROCESSES
+        arguments.world_size = asked if known else 1
+    return int(arguments.world_size)
+
+
+def _add_workload(
+    parser: argparse.ArgumentParser, world_size: int | None = 1, about: str = "processes; default 1"
+) -> None:
     """Add what a step works on."""
     from zerotune.plan.memory.estimate import EMAPlace
     from zerotune.plan.model import STORAGES
 
     group = parser.add_argument_group("workload")
     group.add_argument(
-        "--world-size", type=number_of_processes, default=1, metavar="N", help="processes"
+        "--world-size", type=number_of_processes, default=world_size, metavar="N", help=about
     )
     group.add_argument(
         "--ema",
@@ -120,6 +146,28 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         "--base-dtype",
         metavar="DTYPE",
         help=f"quantization of the base model under adapters: {', '.join(STORAGES)}",
+    )
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """Add what the advised plan trains with."""
+    from zerotune.plan.model import AUTO, PRECISIONS
+
+    training = parser.add_argument_group("training")
+    _add_sample(training)
+    training.add_argument("--optimizer", default="AdamW", metavar="NAME", help="default AdamW")
+    training.add_argument(
+        "--precision",
+        choices=(AUTO, *PRECISIONS),
+        default=AUTO,
+        help="default auto, which the device decides",
+    )
+    training.add_argument(
+        "--gradient-clipping",
+        type=_gradient_norm,
+        default=1.0,
+        metavar="NORM",
+        help="maximum gradient norm; 0 disables clipping, default 1",
     )
 
 
@@ -190,11 +238,25 @@ def add_configuration(group: Any) -> None:
     )
 
 
-def model_of(arguments: argparse.Namespace) -> str | ModelFamily:
-    """Return the model to estimate: a family's name, or facts counted from the user's class."""
+def _estimated_model(arguments: argparse.Namespace) -> ModelFamily:
+    """Return the model of ``--family`` and ``--model``, where ``--model`` is no pipeline."""
+    if arguments.model is not None and ":" not in arguments.family:
+        raise InvalidValueError(
+            "has no effect without --family module:Class",
+            key="--model",
+            value=arguments.model,
+            fix="remove this option, or pass the family's class",
+        )
+    return model_of(arguments)
+
+
+def model_of(arguments: argparse.Namespace) -> ModelFamily:
+    """Return the model to estimate: a known family, or facts counted from the user's class."""
     name: str = arguments.family
     if ":" not in name:
-        return name
+        from zerotune.plan.families import model_family
+
+        return model_family(name)
     from zerotune.diffusion.facts import family_facts
     from zerotune.diffusion.models.pipeline_family import PipelineFamily
     from zerotune.diffusion.pretrained import named_family
@@ -219,7 +281,12 @@ def _draw_chart(
 
         folder = Path(arguments.chart).resolve().parent
         new = not folder.exists()
-        plot_memory(estimate, arguments.chart, budget=budget)
+        try:
+            plot_memory(estimate, arguments.chart, budget=budget)
+        except InvalidValueError as error:
+            raise InvalidValueError(
+                error.reason, key="--chart", value=arguments.chart, fix=error.fix
+            ) from error
         if new:
             tell(f"created the folder {folder} for the chart")
 
@@ -240,11 +307,7 @@ class _Check(Below):
     def configure(parser: argparse.ArgumentParser) -> None:
         _add_file(parser)
         parser.add_argument(
-            "--world-size",
-            type=number_of_processes,
-            default=1,
-            metavar="N",
-            help="number of training processes",
+            "--world-size", type=number_of_processes, metavar="N", help=_WORLD_SIZE_HELP
         )
         parser.add_argument("--json", action="store_true", help="print the findings as JSON")
         parser.add_argument(
@@ -304,7 +367,6 @@ class _Check(Below):
         from zerotune.plan.rules import RuleContext
         from zerotune.platform import Platform
 
-        world_size = self.arguments.world_size
         plan, mistakes = read.read_partly(
             lambda log: read.load_plan(self.arguments.file, log),
             also_known=self.arguments.also_known,
@@ -312,6 +374,7 @@ class _Check(Below):
         if any(isinstance(error, PlanFileError | PlanSyntaxError) for error in mistakes):
             raise_all(mistakes)
         refused = [Decision.of(error, rule="read") for error in mistakes]
+        world_size = _set_world_size(self.arguments, plan)
         if plan is None:
             return refused, {}
         inspection = plan.inspect(
@@ -437,7 +500,7 @@ class _ConvertPlan(Below):
         plan = DeepSpeedPlan.load(self.arguments.file, also_known=self.arguments.also_known)
         if self.arguments.to == "accelerate":
             plan = launchable(plan, processes=self.arguments.num_processes)
-        lossy = self.arguments.lossy.split(",")
+        lossy = _launch_settings(self.arguments.lossy)
         if self.arguments.output is None:
             document = plan_document(plan, self.arguments.to, lossy=lossy)
             _tell_decisions((*plan.decisions, *document.decisions))
@@ -450,6 +513,22 @@ class _ConvertPlan(Below):
         for backup in saved.backups:
             tell(f"kept {backup}")
         return 0
+
+
+def _launch_settings(text: str) -> list[str]:
+    """Parse ``--lossy``: names of launch settings, separated by commas."""
+    from zerotune.plan.accelerate import LAUNCH_IN_BLOCK, TOP_LEVEL
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in TOP_LEVEL | LAUNCH_IN_BLOCK:
+            raise InvalidValueError(
+                "is not a launch setting",
+                key="--lossy",
+                value=name,
+                fix="write names such as num_processes,gpu_ids",
+            )
+    return names
 
 
 def _tell_decisions(decisions: Iterable[Decision]) -> None:
@@ -493,7 +572,7 @@ class _Explain(Below):
             "to plan for a different machine, describe it; the default is this machine",
         )
         machine.add_argument("--accelerator", choices=ACCELERATORS, help="accelerator for training")
-        _add_workload(parser)
+        _add_workload(parser, None, _WORLD_SIZE_HELP)
         _add_output(parser)
 
     def run(self) -> int:
@@ -501,6 +580,7 @@ class _Explain(Below):
         from zerotune.plan import DeepSpeedPlan
 
         plan = DeepSpeedPlan.load(self.arguments.file, also_known=self.arguments.also_known)
+        _set_world_size(self.arguments, plan)
         if self.arguments.family is None:
             for name in _NEED_A_MODEL:
                 if getattr(self.arguments, name) not in (None, False):
@@ -537,7 +617,7 @@ class _Explain(Below):
             sizes = {"vram": platform.vram, "ram": platform.host_memory.limit, **sizes}
         given = {name: getattr(self.arguments, name) for name in ("batch", "resolution", "frames")}
         estimate = plan.estimate(
-            model_of(self.arguments),
+            _estimated_model(self.arguments),
             platform=platform,
             world_size=self.arguments.world_size,
             ema=self.arguments.ema,
@@ -632,26 +712,17 @@ class _Advise(Below):
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
         from zerotune.plan.advise import PREFERENCES
-        from zerotune.plan.model import AUTO, PRECISIONS
 
         add_family(parser, what="the model", required=True)
         add_configuration(parser)
         add_machine(parser)
-        training = parser.add_argument_group("training")
-        _add_sample(training)
-        training.add_argument("--optimizer", default="AdamW", metavar="NAME", help="default AdamW")
-        training.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO)
-        training.add_argument(
-            "--gradient-clipping",
-            type=float,
-            default=1.0,
-            metavar="NORM",
-            help="maximum gradient norm; 0 disables clipping, default 1",
-        )
+        _add_training(parser)
         parser.add_argument(
             "--prefer",
+            type=lambda text: text.replace("-", " "),
             choices=PREFERENCES,
             default=PREFERENCES[0],
+            metavar=f"{{{','.join(each.replace(' ', '-') for each in PREFERENCES)}}}",
             help="how to choose among the plans that fit; default: by predicted seconds per step",
         )
         parser.add_argument(
@@ -676,10 +747,11 @@ class _Advise(Below):
         from zerotune.plan import DeepSpeedPlan
 
         optimizer = parse_optimizer_name(self.arguments.optimizer, key="--optimizer").canonical
+        model = _estimated_model(self.arguments)
         machine = machine_of(self.arguments)
         try:
             advice = DeepSpeedPlan.advise(
-                model_of(self.arguments),
+                model,
                 **machine,
                 batch=self.arguments.batch or 1,
                 resolution=self.arguments.resolution,
@@ -722,19 +794,20 @@ class _Advise(Below):
             kept = "".join(f"; the replaced file is kept as {backup}" for backup in saved.backups)
             tell(f"the plan is saved in {self.arguments.output}{kept}")
             if advice.streamed is not None:
-                tell(f"to stream the weights, call plan.resolve(streamed={advice.streamed!r})")
+                tell("the file does not contain streaming; your script does (docs/streaming.md)")
 
     def _report_nothing(self, error: NothingFitsError, machine: Mapping[str, Any]) -> None:
+        from zerotune._util.table import Line, Page
         from zerotune.plan.text import WIDTH, candidate_data, nearest_budget, nearest_page
 
         nearest = error.nearest
         budget = _by_place({**machine, "vram": machine["vram"] or 0})
         _draw_chart(nearest.estimate, nearest_budget(nearest, budget=budget), self.arguments)
+        said = str(error.in_shell())
         if self.arguments.json:
-            said = str(error.in_shell())
             print_json({"fits": False, "reason": said, "nearest": candidate_data(nearest)})
         else:
-            print_text(str(error.in_shell()))
+            print_page(Page(blocks=(Line(said, mark="error:", style="error"),)), width=WIDTH)
             print_text("")
             print_page(nearest_page(nearest, budget=budget), width=WIDTH)
 

@@ -105,7 +105,11 @@ class AnimatedPNG:
     suffix: str = attrs.field(default=".png", init=False)
 
     def encode(self, frames: Sequence[Image]) -> bytes:
-        """Return the content of a PNG file with the given frames."""
+        """Return the content of a PNG file with the given frames.
+
+        Args:
+            frames: RGB images of one size.
+        """
         content = io.BytesIO()
         first, *others = frames
         first.save(

@@ -362,6 +362,9 @@ class EMAModel:
         Rank 0 writes the folder. With sharded averages, all ranks must call ``save_pretrained``,
         and no rank continues before the folder exists.
 
+        Args:
+            path: Folder to write.
+
         Raises:
             EMAError: ``model_cls`` or ``model_config`` is missing, or this rank or rank 0 cannot
                 write the folder.

@@ -358,7 +358,8 @@ class EMAShadow(Readable):
     def settle_with(self, settle: Callable[[], None] | None) -> None:
         """Set the function that finishes a pending update before the shadow is read.
 
-        ``None`` removes the function.
+        Args:
+            settle: The function; ``None`` removes it.
         """
         self._settle = settle
 

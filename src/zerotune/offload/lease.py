@@ -88,7 +88,12 @@ class LeaseRecord(OwnerRecord):
     @classmethod
     @override
     def damaged(cls, text: str, reason: str) -> OffloadError:
-        """Return the error for an invalid record."""
+        """Return the error for an invalid record.
+
+        Args:
+            text: Content of the record's file.
+            reason: What is wrong with it.
+        """
         return OffloadError(
             reason,
             key="lease record",
@@ -426,6 +431,9 @@ class Verdict:
 
 def find_leases(root: Path) -> tuple[FoundLease, ...]:
     """Return every lease inside a swap root, sorted by name, without changing any file.
+
+    Args:
+        root: The swap root.
 
     Raises:
         OffloadError: The root cannot be listed.

@@ -54,7 +54,11 @@ class SwapNeeds:
     files: Mapping[Target, SwapFiles]
 
     def of(self, *targets: Target) -> SwapFiles:
-        """Return the total number and size of swap files for several kinds of data."""
+        """Return the total number and size of swap files for several kinds of data.
+
+        Args:
+            targets: Kinds of data that are swapped.
+        """
         return sum((self.files.get(target, SwapFiles()) for target in targets), SwapFiles())
 
     def _check_disk(
@@ -103,6 +107,9 @@ def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
     sub-group of the optimizer has one file for its master weights and one for each state. The
     gradients of each parameter form a separate file. Sizes are rounded up to a multiple of 1024
     bytes times the number of aio threads.
+
+    Args:
+        resolved: The plan, resolved with the shapes of a model.
 
     Returns:
         The files of one rank; ``None`` if the plan was resolved without a model.

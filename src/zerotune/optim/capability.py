@@ -80,7 +80,11 @@ class Situation:
 
     @classmethod
     def of(cls, resolved: ResolvedPlan) -> Situation:
-        """Derive the situation from a resolved plan."""
+        """Derive the situation from a resolved plan.
+
+        Args:
+            resolved: The resolved plan.
+        """
         platform = resolved.platform
         accelerator: str = platform.accelerator
         if resolved.uses_deepspeed and platform.deepspeed.accelerator:
@@ -419,7 +423,11 @@ class CapabilityTable:
 
     @classmethod
     def from_json(cls, text: str) -> CapabilityTable:
-        """Parse the output of ``to_json``."""
+        """Parse the output of ``to_json``.
+
+        Args:
+            text: JSON text.
+        """
         content = json.loads(text)
         cells = [Cell(**cell) for cell in content.pop("cells")]
         return cls(**content, cells=cells)

@@ -290,7 +290,7 @@ ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
 """Accelerators that support activation offload: those with their own memory and copy streams."""
 
 _OPT_IN: Final = (
-    "fits; chosen only if streaming is requested; `zerotune doctor --prove` verifies its results"
+    "chosen only if streaming is requested; `zerotune doctor --prove` verifies its results"
 )
 ALSO_FITS: Final = "also fits; more offload than needed, or slower"
 """Default reason why a candidate that fits was not chosen."""
@@ -629,11 +629,11 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
     plain = [one for one in candidates if request.streamed or one.streamed is None]
     nearest = min(plain or candidates, key=distance)
     needs = machine_needs(nearest.estimate)
-    missing = ", ".join(
+    missing = " and ".join(
         f"{format_size(over)} of {_PLACE_WORDS[place]}"
         for place, over in nearest.shortfalls.items()
     )
-    enough = ", ".join(
+    enough = " and ".join(
         f"{format_size(int(needs[place] / (1 - request.budget.reserve)))} of {_PLACE_WORDS[place]}"
         for place in nearest.shortfalls
     )

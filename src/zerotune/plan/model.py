@@ -1788,7 +1788,7 @@ def check_storage(storage: str | None) -> None:
         "is not a supported dtype for a quantized base model",
         key="base_dtype",
         value=storage,
-        fix=f"use one of {', '.join(STORAGES)}, or omit base_dtype",
+        fix=f"use one of {', '.join(STORAGES)}, or none",
     )
 
 
@@ -2239,7 +2239,7 @@ class DeepSpeedPlan(Readable, Section):
 
     @property
     def precision(self) -> str:
-        """Precision as written: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``."""
+        """Precision as written, one of ``"bf16"``, ``"fp16"``, ``"fp32"`` and ``"auto"``."""
         bf16 = self.bf16.enabled if self.bf16 else None
         fp16 = self.fp16.enabled if self.fp16 else None
         if bf16 is True:

@@ -80,6 +80,9 @@ _TRAINERS_OWN: Final = frozenset(
 _DEEPSPEEDS_OWN: Final = frozenset({"zero_optimization", "bf16", "fp16"})
 _ACCELERATES_OWN = ("distributed_type", "compute_environment")
 
+_JSON_KINDS: Final = {type(None): "null", bool: "a boolean", str: "a string", list: "a list"}
+"""What JSON calls values that are no object; all others are numbers."""
+
 
 def read_whole(
     read: Callable[[Log], DeepSpeedPlan],
@@ -135,7 +138,8 @@ def plan_from_mapping(
     """
     if not isinstance(config, Mapping):
         raise InvalidValueError(
-            f"{source} must contain an object", value=config, fix='write {"train_batch_size": …}'
+            f"{source} must contain an object, not {_JSON_KINDS.get(type(config), 'a number')}",
+            fix='write {"train_batch_size": …}',
         )
     wrapper = wrapper_of(config)
     if wrapper is not None:

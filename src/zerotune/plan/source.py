@@ -78,10 +78,11 @@ def _without_escapes(text: str) -> str:
     return text.replace("\\\\", "  ").replace('\\"', "  ")
 
 
-_READ_MORE = (
-    "pass a configuration file, or raise the limit: --max-size SIZE on the "
-    "command line, zerotune.plan.source.reading_at_most(…) in Python"
-)
+_READ_MORE = "pass a configuration file, or raise the limit with "
+_HOW_TO_READ_MORE = {
+    "fix": f"{_READ_MORE}zerotune.plan.source.reading_at_most(…)",
+    "shell_fix": f"{_READ_MORE}--max-size SIZE",
+}
 
 
 def _refuse_too_large(size: int, largest: int, source: str, key: str) -> None:
@@ -90,7 +91,7 @@ def _refuse_too_large(size: int, largest: int, source: str, key: str) -> None:
             f"is larger than {format_size(largest)}, the limit for a configuration",
             key=key,
             value=source,
-            fix=_READ_MORE,
+            **_HOW_TO_READ_MORE,
         )
 
 
@@ -166,7 +167,7 @@ class _Json:
                 f"contains more than {most:,} values, the limit for a configuration",
                 key="file",
                 value=self.source,
-                fix=_READ_MORE,
+                **_HOW_TO_READ_MORE,
             )
 
     def _strictly(self) -> Any:
@@ -656,13 +657,10 @@ def tolerated(sentences: Collection[str], source: str, log: Log) -> None:
         log: Log that receives the warning; nothing is recorded if ``sentences`` is empty.
     """
     if sentences:
-        log.decide(
+        log.warn(
             key=source,
-            before="; ".join(sentences),
-            after=None,
-            reason="strict JSON allows no comments, trailing commas or HJSON syntax, and "
-            "accelerate rejects them",
-            severity="warning",
+            reason=f"contains {', '.join(sentences)}, which strict JSON and accelerate reject",
+            fix="remove it" if len(sentences) == 1 else "remove them",
         )
 
 

@@ -155,7 +155,7 @@ def _decision_lines(decisions: Iterable[Decision], asked: DeepSpeedPlan) -> Iter
     if defaults:
         yield Line(
             f"and {counted(len(defaults), 'setting')} with the defaults of DeepSpeed 0.19.8, "
-            "set explicitly because defaults change; summary() and --json list them",
+            "set explicitly because defaults change; --json lists them",
             style="faint",
         )
 
@@ -716,10 +716,10 @@ def time_data(time: StepTime) -> dict[str, Any]:
 
 def time_words(time: StepTime) -> str:
     """Describe a predicted step: its time, its slowest part, and the source of the rates."""
-    bound = f"{time.bound.what} takes {seconds_words(time.bound.seconds)}"
+    bound = f"longest part: {time.bound.what}, {seconds_words(time.bound.seconds)}"
     expected, plain = seconds_words(time.expected), seconds_words(time.seconds)
     hidden = f" ({plain} if its optimizer were not hidden)" if time.hides else ""
-    return f"{expected} per step predicted{hidden}, {bound}; rates: {time.origin}"
+    return f"{expected} per step predicted{hidden}; {bound}; rates: {time.origin}"
 
 
 def seconds_words(seconds: float) -> str:
@@ -735,7 +735,8 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
         most: Maximum number of candidates; ``None`` shows all.
     """
     budget, time, reserve = places_of(advice.budget), advice.chosen.time, advice.budget.reserve
-    device, host = format_size(budget["device"]), format_size(budget["host"])
+    device = f"{format_size(budget['device'])} of device memory" if budget["device"] else "no GPU"
+    host = format_size(budget["host"])
     nvme = f"{format_size(budget['nvme'])} of NVMe" if budget["nvme"] else "no NVMe"
     kept = f", {reserve:.0%} of device and host kept free" if reserve else ""
     headroom = [(place, advice.headroom[place]) for place in PLACES if budget[place]]
@@ -745,7 +746,7 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
     return Page(
         blocks=(
             Line(
-                f"Advice for {device} of device memory, {host} of host memory, {nvme}{kept}",
+                f"Advice for {device}, {host} of host memory, {nvme}{kept}",
                 style="title",
             ),
             Line(subject(advice.estimate), indent=2),
@@ -811,20 +812,23 @@ def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
 def _candidates_table(candidates: Sequence[Candidate], *, chosen: Candidate) -> Table:
     """Return a table of candidates: first those that fit, then others with missing memory.
 
-    Reasons that the report already gives are omitted.
+    Sentences that the report already contains are omitted.
     """
-    said = {ALSO_FITS, chosen.reason}
+    said = set(chosen.reason.split("; "))
 
     def row(one: Candidate) -> tuple[str, ...]:
         state = "chosen" if one is chosen else "fits" if one.fits else "refused"
         missing = _shortfalls(one)
-        lacks = f"missing {_sizes(missing)}; " if missing else ""
-        why = "" if one.reason in said else f":\n{lacks}{one.reason}"
+        lacks = [f"missing {_sizes(missing)}"] if missing else []
+        reasons = [] if one.reason == ALSO_FITS else one.reason.split("; ")
+        new = [each for each in reasons if each not in said]
+        said.update(new)
+        why = "; ".join(lacks + new)
         return (
             "too big" if state == "refused" and missing else state,
             *(f"{size / _GIB:.2f}" for size in places_of(one.estimate).values()),
             f"{one.time.expected:.2f}" if one.time else "",
-            f"{_title(one)}{why}",
+            f"{_title(one)}:\n{why}" if why else _title(one),
         )
 
     styles = {"chosen": "passed", "fits": "good"}

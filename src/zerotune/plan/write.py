@@ -297,7 +297,7 @@ class _Writer(Log):
         """Return DeepSpeed's JSON; training settings of a launcher's file get DeepSpeed's keys."""
         where = "DeepSpeed's own configuration"
         self._settle_inside(where)
-        self._settle_precision(f"{where} has its own setting")
+        self._settle_precision(f"{where} sets the precision itself")
         launched, config = self._launch_settings(), self.config
         if INIT_FLAG in launched and not self._says_nothing(INIT_FLAG, launched[INIT_FLAG]):
             flag = config[INIT_FLAG] = launched.pop(INIT_FLAG)
@@ -336,17 +336,16 @@ class _Writer(Log):
                 f"{why}{others}",
                 key=f"launch.{refused[0]}",
                 value=lost[refused[0]],
-                fix=f"{keep}allow dropping it: --lossy {names} on the command line, "
-                f"lossy={names.split(',')} in Python",
+                fix=f"{keep}allow dropping it: lossy={names.split(',')}",
+                shell_fix=f"{keep}allow dropping it: --lossy {names}",
             )
         started = "the setting only affects how processes are launched; pass it to the launcher"
         for key, value in lost.items():
             self.decide(f"launch.{key}", value, None, why, "warning")
         for key in starts:
             self.decide(f"launch.{key}", left[key], None, started)
-        if unsaid:
-            reason = "dropped: these are the launcher's defaults"
-            self.decide("launch", ", ".join(unsaid), None, reason)
+        for key in unsaid:
+            self.decide(f"launch.{key}", left[key], None, "it is the launcher's default")
 
     def _says_nothing(self, key: str, value: Any) -> bool:
         if key == INIT_FLAG:
@@ -443,7 +442,7 @@ class _Writer(Log):
             return
         self.plan = evolved(self.plan, launch=attrs.evolve(launch, mixed_precision=None))
         if written.get(asked) is True:
-            reason = f"{why}; {asked}.enabled in the configuration has the same effect"
+            reason = f"{why}: {asked}.enabled is true"
             self.decide("launch.mixed_precision", asked, None, reason)
             return
         if stands:
@@ -454,7 +453,7 @@ class _Writer(Log):
             if name == asked or written[name] == AUTO:
                 section = getattr(self.plan, name) or beside
                 self.plan = evolved(self.plan, **{name: evolved(section, enabled=name == asked)})
-        reason = f"{why}; bf16 and fp16 in the configuration have the same effect"
+        reason = f"{why}: bf16.enabled and fp16.enabled are written instead"
         self.decide("launch.mixed_precision", asked, None, reason)
 
     def accelerate(self) -> PlanDocument:

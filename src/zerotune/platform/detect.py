@@ -358,7 +358,11 @@ class TorchFacts:
         return devices
 
     def missing_cuda(self, environ: Mapping[str, str]) -> list[Decision]:
-        """Return a decision if torch was built for CUDA or ROCm but finds no device."""
+        """Return a decision if torch was built for CUDA or ROCm but finds no device.
+
+        Args:
+            environ: Environment variables.
+        """
         if self.cuda_error is None or self.cuda_devices:
             return []
         wanted: Accelerator = "rocm" if self.hip else "cuda"
@@ -408,11 +412,19 @@ class PlatformProbe(Protocol):
         return platform.python_version()
 
     def version(self, distribution: str) -> str | None:
-        """Return the version of an installed distribution, or ``None``, without importing it."""
+        """Return the version of an installed distribution, or ``None``, without importing it.
+
+        Args:
+            distribution: Name of the distribution, such as ``"torch"``.
+        """
         return installed_version(distribution)
 
     def read_text(self, path: str) -> str | None:
-        """Return the text of a file, or ``None`` if it cannot be read."""
+        """Return the text of a file, or ``None`` if it cannot be read.
+
+        Args:
+            path: Path of the file.
+        """
         try:
             return Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError:

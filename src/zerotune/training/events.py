@@ -85,22 +85,49 @@ class Callback:
         """
 
     def on_finish(self, trainer: RunView) -> None:
-        """Called when ``trainer.fit`` has taken its last step."""
+        """Called when ``trainer.fit`` has taken its last step.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+        """
 
     def on_fit_end(self, trainer: RunView) -> None:
-        """Called when ``trainer.fit`` ends, even if ``fit`` raises an error."""
+        """Called when ``trainer.fit`` ends, even if ``fit`` raises an error.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+        """
 
     def on_close(self, trainer: RunView) -> None:
-        """Called when ``trainer`` is closed."""
+        """Called when the trainer is closed.
+
+        Args:
+            trainer: The trainer.
+        """
 
     def on_save(self, trainer: RunView, path: Path) -> None:
-        """Called after a checkpoint was saved to the folder ``path``."""
+        """Called after a checkpoint was saved to the folder ``path``.
+
+        Args:
+            trainer: The trainer that saved.
+            path: Folder of the checkpoint.
+        """
 
     def on_resume(self, trainer: RunView, path: Path) -> None:
-        """Called after ``resume`` or ``roll_back`` has loaded the checkpoint ``path``."""
+        """Called after ``resume`` or ``roll_back`` has loaded the checkpoint ``path``.
+
+        Args:
+            trainer: The trainer that was resumed.
+            path: Folder of the checkpoint.
+        """
 
     def on_values(self, trainer: RunView, values: Mapping[str, float]) -> None:
-        """Called with named values measured at this step, such as a validation loss."""
+        """Called with named values measured at this step, such as a validation loss.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+            values: Values by name.
+        """
 
     def on_images(self, trainer: RunView, name: str, images: torch.Tensor) -> None:
         """Called with images that were sampled at this step.

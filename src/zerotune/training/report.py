@@ -82,7 +82,7 @@ class Report(Readable):
 
     @property
     def processes(self) -> str:
-        """Number of processes as text: ``"1 process"``, ``"2 processes"``."""
+        """Number of processes as text, such as ``"1 process"`` or ``"2 processes"``."""
         return counted(self.world_size, "process", "processes")
 
     def memory_rows(self) -> list[tuple[str, str, str, str]]:

@@ -344,11 +344,20 @@ class NonFinitePolicy(Protocol):
     """Policy for non-finite steps; every rank must make the same decision."""
 
     def judge(self, found: NonFinite) -> None:
-        """Raise an error to end the run, or return normally to drop the step on all ranks."""
+        """Raise an error to end the run, or return normally to drop the step on all ranks.
+
+        Args:
+            found: The step, its loss and its gradient norm.
+        """
         ...
 
     def settle(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Called with the metrics of every step, including dropped steps."""
+        """Called with the metrics of every step, including dropped steps.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+            metrics: Loss, learning rate, times and memory of the step.
+        """
         ...
 
 

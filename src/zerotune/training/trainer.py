@@ -207,7 +207,7 @@ class Trainer(Closing, Readable):
 
     @property
     def phase(self) -> str | None:
-        """Current phase of the step: ``"data"``, ``"forward"``, …; ``None`` outside a step."""
+        """Phase of the step, such as ``"data"`` or ``"forward"``; ``None`` outside a step."""
         return self.running.clock.current
 
     @property
@@ -374,7 +374,11 @@ class Trainer(Closing, Readable):
         self._tell("on_resume", Path(path))
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Pass named values of this step, such as a validation loss, to the callbacks."""
+        """Pass named values of this step, such as a validation loss, to the callbacks.
+
+        Args:
+            values: Values by name.
+        """
         self._tell("on_values", values)
 
     def show(self, name: str, images: torch.Tensor) -> None:

@@ -117,7 +117,11 @@ class ValidationImages(Validation):
         self._wanted, self._clips = wanted, clips
 
     def measure(self, trainer: RunView) -> None:
-        """Sample, write and log the images. Collective."""
+        """Sample, write and log the images. Collective.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+        """
         images = trainer.sample(**self._wanted)
         suffix = self._clip_format().suffix if images.ndim == 5 else ".png"
         path = self._folder / f"step-{trainer.step:08d}{suffix}"

@@ -552,7 +552,7 @@ class CachedImages:
 
     @property
     def companions(self) -> frozenset[str]:
-        """Kinds of companion files of the images: masks, references."""
+        """Kinds of companion files of the images, which are masks and references."""
         return self._dataset.companions
 
     @property

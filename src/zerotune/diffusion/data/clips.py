@@ -198,7 +198,11 @@ class FirstFrame:
     """
 
     def look(self, clip: Clip) -> tuple[Size, int]:
-        """Return the width and height of the first frame, and the declared number of frames."""
+        """Return the width and height of the first frame, and the declared number of frames.
+
+        Args:
+            clip: The clip.
+        """
         size, count = clip.first()
         if count < 1:
             raise ValueError("the file does not declare its length; use check=WholeClip()")

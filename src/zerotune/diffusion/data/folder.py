@@ -179,6 +179,10 @@ class MetadataFile:
     def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:  # noqa: ARG002
         """Read all captions of the file, including captions of missing images.
 
+        Args:
+            root: Folder of the images.
+            names: Paths of the images, relative to the folder.
+
         Raises:
             DataError: The file is missing or malformed.
         """

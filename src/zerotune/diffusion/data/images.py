@@ -47,7 +47,11 @@ class AlphaOnColor:
     color: tuple[int, int, int] = (255, 255, 255)
 
     def flatten(self, image: Image) -> Image:
-        """Composite the image onto the background."""
+        """Composite the image onto the background.
+
+        Args:
+            image: An image with an alpha channel.
+        """
         background = pillow("Image").new("RGBA", image.size, (*self.color, 255))
         flat: Image = pillow("Image").alpha_composite(background, image).convert("RGB")
         return flat
@@ -103,6 +107,9 @@ class RefuseBroken:
 
     def broken(self, image: BrokenImage) -> None:
         """Raise an error.
+
+        Args:
+            image: Name of the image, and why it cannot be read.
 
         Raises:
             DataError: Always.
@@ -187,7 +194,11 @@ class HeaderOnly:
     """
 
     def size(self, file: Path | bytes) -> Size:
-        """Return the width and height of the upright image."""
+        """Return the width and height of the upright image.
+
+        Args:
+            file: Path or bytes of an encoded image.
+        """
         with _open(file) as image:
             width, height = image.size
             swapped = image.getexif().get(_ORIENTATION) in _SWAPPED

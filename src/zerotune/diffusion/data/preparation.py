@@ -67,7 +67,12 @@ class CenterCrop:
     """Keep the middle of the image."""
 
     def corner(self, image: Image, excess: Size) -> Size:  # noqa: ARG002
-        """Return half of the excess in each direction."""
+        """Return half of the excess in each direction.
+
+        Args:
+            image: The resized image.
+            excess: Columns and rows to remove.
+        """
         return excess[0] // 2, excess[1] // 2
 
 

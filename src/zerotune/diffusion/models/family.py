@@ -45,7 +45,11 @@ class Family(Protocol):
     """
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the clean samples (b, c, h, w) of a batch in fp32."""
+        """Return the clean samples (b, c, h, w) of a batch in fp32.
+
+        Args:
+            batch: Tensors and captions by name, as the data yields them.
+        """
         ...
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:

@@ -94,7 +94,11 @@ class FrozenParts:
 
     @contextmanager
     def calling(self, model: Denoiser) -> Iterator[None]:
-        """Use the trained text encoders of an engine or model inside the ``with`` block."""
+        """Use the trained text encoders of an engine or model inside the ``with`` block.
+
+        Args:
+            model: The engine or model.
+        """
         encoders = self.trained_encoders.values()
         for encoder in encoders:
             encoder.call_in(model)
@@ -206,11 +210,19 @@ class FrozenParts:
         return stack_named([known[text] for text in texts])
 
     def encode_images(self, images: torch.Tensor) -> torch.Tensor:
-        """Encode images or clips; see ``LatentSpace.encode``."""
+        """Encode images or clips; see ``LatentSpace.encode``.
+
+        Args:
+            images: Images (b, 3, h, w) or clips (b, 3, frames, h, w) in [-1, 1].
+        """
         return self.latents.encode(images)
 
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode latents; see ``LatentSpace.decode``."""
+        """Decode latents; see ``LatentSpace.decode``.
+
+        Args:
+            latents: Latents in the scale that the model is trained on.
+        """
         return self.latents.decode(latents)
 
     def vae_settings(self) -> dict[str, Any]:

@@ -259,7 +259,11 @@ class TextToImage(ABC):
             return {**others, **self.embed(parts, list(captions), model.device)}
 
     def read_images(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return a batch's images to encode together with texts; ``None`` if it has none."""
+        """Return a batch's images to encode together with texts; ``None`` if it has none.
+
+        Args:
+            batch: Tensors and captions by name.
+        """
         return batch.get(REFERENCE_IMAGES)
 
     def check_dataset(self, dataset: Any) -> None:
@@ -331,7 +335,11 @@ class TextToImage(ABC):
         return self.unconditional(device=device)
 
     def clean_device(self, batch: Mapping[str, Any]) -> torch.device:
-        """Return the device of a batch's tensors."""
+        """Return the device of a batch's tensors.
+
+        Args:
+            batch: Tensors and captions by name.
+        """
         for value in batch.values():
             if isinstance(value, Tensor):
                 return value.device
@@ -385,7 +393,11 @@ class TextToImage(ABC):
         raise NotImplementedError
 
     def no_references(self, key: str) -> DataError:
-        """Return the error for a missing reference image."""
+        """Return the error for a missing reference image.
+
+        Args:
+            key: Name of the missing tensor in the batch.
+        """
         return DataError(
             f"{type(self).__name__} needs a reference image for each sample",
             key=key,
@@ -438,7 +450,11 @@ class TextToImage(ABC):
         return {name: value.to(device) for name, value in encoded.items()}
 
     def unconditional(self, *, device: torch.device) -> dict[str, Tensor]:
-        """Return the embedding (1, …) of the empty negative prompt."""
+        """Return the embedding (1, …) of the empty negative prompt.
+
+        Args:
+            device: Device of the embedding.
+        """
         return self.remembered_negative([""], device=device)
 
     def remembered_negative(

@@ -178,7 +178,8 @@ def as_facts(
         "a quantized model cannot be trained; only adapters on it can",
         key="base_dtype",
         value=base_dtype,
-        fix="add adapters, such as lora=16 (--lora 16), or omit base_dtype",
+        fix="add adapters, such as lora=16, or omit base_dtype",
+        shell_fix="add adapters, such as --lora 16, or omit --base-dtype",
     )
 
 

@@ -1166,10 +1166,10 @@ def sample_size(
         count(frames, "frames")
         if facts.frames_per_latent is None:
             raise InvalidValueError(
-                f"{facts.name} is trained on images, which have no frames",
+                f"is set, but {facts.name} is trained on images, which have no frames",
                 key="frames",
                 value=frames,
-                fix="omit frames, or choose a video model",
+                fix="omit it, or choose a video model",
             )
     return {"height": height, "width": width, "frames": frames}
 

@@ -817,13 +817,13 @@ def _computed(
         rate, amount = f"{name}{suffix}", getattr(work, name).of(**size)
         seconds = shared * times * amount / getattr(rates, rate)
         yield TimePart(
-            phase=phase, lane="device", what=f"{what}: {name}", seconds=seconds, rate=rate
+            phase=phase, lane="device", what=f"{name} of {what}", seconds=seconds, rate=rate
         )
     yield TimePart(
         phase=phase,
         # A device computes while the next operators are begun.
         lane="device" if case.on_cpu else "calls",
-        what=f"{what}: operator launches",
+        what=f"operator launches of {what}",
         seconds=shared * times * work.operators / rates.operators,
         rate="operators",
     )
@@ -832,7 +832,7 @@ def _computed(
         yield TimePart(
             phase=phase,
             lane="device",
-            what=f"{what}: {name.replace('_', ' ')}",
+            what=f"{name.replace('_', ' ')} of {what}",
             seconds=shared * times * getattr(work, name) / getattr(rates, rate),
             rate=rate,
         )
@@ -840,7 +840,7 @@ def _computed(
     yield TimePart(
         phase=phase,
         lane="device",
-        what=f"{what}: other operators",
+        what=f"other operators of {what}",
         seconds=shared * nbytes / getattr(rates, f"device_memory{suffix}"),
         rate=f"device_memory{suffix}",
     )
@@ -897,7 +897,7 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     yield "optimizer", "disk", "swap files read", swap.read, "disk_read"
     yield "optimizer", "disk", "swap files written", swap.written, "disk_write"
     yield "weights", "in", "weights to the device", traffic.weights, "to_device"
-    yield "ema", "host", "the average", traffic.ema, "host_memory"
+    yield "ema", "host", "the EMA", traffic.ema, "host_memory"
 
 
 def _coded(case: Costing) -> float:
