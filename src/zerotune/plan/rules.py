@@ -441,8 +441,9 @@ SETTING_RULES: Final = (
         {f"{_ZERO_PATH}.reduce_scatter": lambda value: value is not False},
         stages=(3,),
         when=lambda plan: plan.optimizer_name == "Muon",
-        summary="Muon at stage 3 cannot use ``reduce_scatter``, which is on by default.",
-        reason='at stage 3 DeepSpeed fails with "Muon and reduce scatter cannot be used together"',
+        summary="DeepSpeed's own Muon cannot use ``reduce_scatter``, the default, at stage 3.",
+        reason="without zerotune, DeepSpeed fails at stage 3 with "
+        '"Muon and reduce scatter cannot be used together"',
         fix="set reduce_scatter to false, or zero_optimization.stage to 2",
     ),
     setting_rule(
@@ -710,12 +711,12 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
 @rule(
     "muon-convolutions",
     "warning",
-    reason="Muon updates matrices, and fails on weights with more than two dimensions, such as "
-    "{wide}",
+    reason="without zerotune, DeepSpeed's Muon fails on weights with more than two dimensions, "
+    "such as {wide}",
     fix='write "AdamW"',
 )
 def muon_convolutions(case: Case, this: Rule) -> Findings:
-    """Muon fails on the weights of convolutions at stages 2 and 3.
+    """DeepSpeed's own Muon fails on the weights of convolutions at stages 2 and 3.
 
     Alternatively, let Muon's auxiliary Adam update convolutions. The rule applies only if
     the model is known.
