@@ -225,6 +225,34 @@ def test_a_broken_configuration_is_repaired_in_the_form(page):
     assert page.config() == {**PLAN, "gradient_clipping": 0.5, "_note": "<b>ours</b>"}
 
 
+def test_a_button_makes_every_change_that_its_fix_asks_for(page):
+    """One key is replaced, one moves below a section, and one becomes an object."""
+    page.open_text(
+        json.dumps(
+            {
+                "mixed_precision": "bf16",
+                "optimizer": {"lr": 0.0001, "type": "AdamW"},
+                "zero_optimization": 2,
+            }
+        )
+    )
+    page.tab.wait_for_selector("#open-dialog", state="hidden")
+    for name in (
+        "Remove mixed_precision, set bf16.enabled to true, for mixed_precision",
+        "Move to optimizer.params.lr, for optimizer.lr",
+        'Write {"stage": 2}, for zero_optimization',
+    ):
+        page.settle()
+        page.tab.get_by_role("button", name=name, exact=True).click()
+    page.settle()
+    assert page.tab.locator(".message[data-severity=error]").count() == 0
+    assert page.config() == {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True},
+    }
+
+
 def test_what_is_opened_is_what_is_shown(page):
     config = {
         "train_batch_size": "auto",

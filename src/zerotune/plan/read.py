@@ -541,7 +541,7 @@ def _path_of(name: str, value: Any) -> str:
 
 
 def canonical_path(path: str) -> str:
-    """Return a path with every part in canonical spelling."""
+    """Return ``path`` with every name in canonical spelling, as in ``bf16`` for ``bfloat16``."""
     first, _, rest = path.partition(".")
     cls: type[Section] | None = LaunchSection if first == _LAUNCH and rest else DeepSpeedPlan
     parts = path.split(".")
