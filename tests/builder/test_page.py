@@ -377,6 +377,16 @@ def test_frames_are_asked_for_where_clips_are_trained(page):
 
 def test_fit_my_card_offers_plans_to_click(page):
     page.tab.click("#fit-button")
+    page.tab.select_option("#fit-base-dtype", '"nf4"')
+    page.tab.click("#fit-do")
+    line = page.tab.locator("#fit-results .error-line")
+    line.wait_for()
+    assert line.text_content() == (
+        "Base dtype: a quantized model cannot be trained, but LoRA adapters on it can. "
+        "Fix: set lora to 16, or remove base_dtype."
+    )
+    assert page.tab.evaluate("document.activeElement.id") == "fit-base-dtype"
+    page.tab.select_option("#fit-base-dtype", '""')
     page.tab.fill("#fit-vram", "4")
     page.tab.press("#fit-vram", "Enter")
     page.tab.wait_for_selector("#fit-results .candidate")

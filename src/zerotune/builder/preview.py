@@ -129,6 +129,16 @@ class Setup:
     nvme: int = 0
     """Bytes of disk for swap files, for all ranks."""
 
+    def check_base(self) -> None:
+        """Raise an error for a quantized base model without adapters."""
+        if self.base_dtype is not None and self.lora is None:
+            raise InvalidValueError(
+                "a quantized model cannot be trained, but LoRA adapters on it can",
+                key="setup.base_dtype",
+                value=self.base_dtype,
+                fix="set setup.lora to 16, or remove setup.base_dtype",
+            )
+
     @property
     def frames_of_clips(self) -> int | None:
         """Frames of a clip; ``None`` for an image model, although the form keeps the value."""
@@ -520,13 +530,7 @@ class _Form:
         setup = self.setup
         if not setup.family:
             return None
-        if setup.base_dtype is not None and setup.lora is None:
-            raise InvalidValueError(
-                "a quantized model cannot be trained, but LoRA adapters on it can",
-                key="setup.base_dtype",
-                value=setup.base_dtype,
-                fix="set setup.lora to 16, or remove setup.base_dtype",
-            )
+        setup.check_base()
         try:
             return as_facts(setup.family, lora=setup.lora, base_dtype=setup.base_dtype)
         except ZeroTuneError as error:
@@ -707,6 +711,7 @@ def advise(state: FormState, machines: Machines) -> dict[str, Any]:
             key="setup.family",
             fix="choose a model family",
         )
+    setup.check_base()
     sizes = machines.sizes(setup)
     try:
         advice = DeepSpeedPlan.advise(

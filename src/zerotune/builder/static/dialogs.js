@@ -5,6 +5,7 @@ import { action, all, ask, byId, capital, download, el, fill, onSubmit, openDial
 import * as draft from "./draft.js";
 import { hasFrames } from "./form.js";
 import { size } from "./memory.js";
+import { fixOf } from "./messages.js";
 import { print, state } from "./state.js";
 
 let load = () => {};
@@ -173,13 +174,24 @@ async function fit() {
   asked.config.train_micro_batch_size_per_gpu = Number(byId("fit-batch").value) || byId("fit-batch").value;
   delete asked.config.train_batch_size;
   const results = byId("fit-results");
+  for (const control of all("[aria-invalid]", byId("fit-fields"))) control.removeAttribute("aria-invalid");
   fill(results, el("p", { class: "sentence", text: "Looking…" }));
   try {
     const advice = await post("/advise", { state: asked });
     fill(results, ...(advice.fits ? fitting(advice) : nothing(advice)));
   } catch (error) {
-    fill(results, el("p", { class: "error-line", text: error.message }));
+    fill(results, el("p", { class: "error-line", text: wrong(error) }));
   }
+}
+
+// What is wrong, at the field of the dialog that it is about.
+function wrong(error) {
+  const { key = "", reason, fix } = error.data ?? {};
+  const control = key?.startsWith("setup.") && byId(fitId(key.slice("setup.".length)));
+  if (!control) return error.message;
+  control.setAttribute("aria-invalid", "true");
+  control.focus();
+  return `${control.labels[0].textContent}: ${reason}. ${fixOf({ fix })}`;
 }
 
 function fitting(advice) {

@@ -16,7 +16,7 @@ function box(message, link) {
 }
 
 // What is planned for has fields, whose names people do not know by their path.
-const fixOf = ({ fix }) => `Fix: ${fix}.`.replaceAll("..", ".").replace("?.", "?").replaceAll("setup.", "");
+export const fixOf = ({ fix }) => `Fix: ${fix}.`.replaceAll("..", ".").replace("?.", "?").replaceAll("setup.", "");
 
 const button = (message, repair) => el("button", { type: "button", class: "repair", text: repair.label,
   "aria-label": `${repair.label}, for ${message.key}`, onclick: () => mend(message, repair) });
