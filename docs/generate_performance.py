@@ -64,12 +64,12 @@ COSTS = (
 
 METHOD = """\
 Each benchmark consists of cases, and each case compares several implementations. The
-implementations of a case run alternately, round by round, on one machine, so that a slowdown of
-the machine affects all of them. A ratio is the median of the ratios of all rounds. If
-the machine's speed changes from round to round, this ratio differs from the quotient of the two
-medians in the table, and may even be on the other side of 1; the ratio is the fairer figure. The
-interval in brackets is a 95 % confidence interval of the median ratio; it is based on order
-statistics, so it holds for any distribution. With five rounds, the interval reaches from the lowest to the highest
+implementations of a case run alternately, round by round, on one machine, so that a slowdown of the
+machine affects all of them. A ratio is the median of the ratios of all rounds. If the machine's
+speed changes from round to round, this ratio differs from the quotient of the two medians in the
+table, and may even be on the other side of 1; the ratio is the fairer figure. The interval in
+brackets is a 95 % confidence interval of the median ratio; it is based on order statistics, so it
+holds for any distribution. With five rounds, the interval reaches from the lowest to the highest
 ratio, and its confidence is 94 %. A figure without an interval was measured once. A goal is met or
 missed if the whole interval is on one side of the goal. If the interval contains the goal, the
 table says on which side of the goal the median is, and that the difference is within the noise. The

@@ -726,7 +726,7 @@ class Settling:
             f"such argument (accepted only by {' and '.join(sorted(parameter.only))})"
         )
         if self.policy == "error":
-            fix = 'set "torch_adam": true' if parameter.name == "amsgrad" else "omit it"
+            fix = "set torch_adam to true" if parameter.name == "amsgrad" else "omit it"
             raise OptimizerError(reason, key=key, value=value, fix=fix)
         self.filled.decide(key, value, None, reason, "warning")
 
@@ -788,7 +788,7 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
             f"{entry.name} with nesterov needs momentum > 0 and dampening 0",
             key=f"{OPTIMIZER}.nesterov",
             value=True,
-            fix='write, for example, "momentum": 0.9, "dampening": 0',
+            fix="set momentum to 0.9 and dampening to 0",
         )
     if entry.name == "Rprop" and not values["etas"][0] < 1 < values["etas"][1]:
         raise InvalidValueError(

@@ -835,7 +835,7 @@ def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None
         "clipping is not an argument of the optimizer in DeepSpeed",
         key="optimizer.params.max_grad_norm",
         value=params["max_grad_norm"],
-        fix="write gradient_clipping at the top level instead",
+        fix="move it to gradient_clipping at the top level",
     )
 
 

@@ -293,7 +293,7 @@ class Boolean(_OrAuto):
             "must be true or false",
             key,
             value,
-            "true or false without quotes",
+            "true or false, without quotes",
         )
 
     def read(self, value: Any, key: str) -> Reading:
@@ -310,7 +310,7 @@ class Boolean(_OrAuto):
             "must be true or false",
             key,
             value,
-            "true or false without quotes",
+            "true or false, without quotes",
         )
 
 
@@ -768,6 +768,9 @@ def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> Unk
         at_top = f"'zero_optimization.{name}'"
     meant = at_top or _COMMON_MISTAKES.get(name) or " or ".join(repr(guess) for guess in guesses)
     fix = f"did you mean {meant}?" if meant else "remove it, or check its spelling and its place"
+    if path == "mixed_precision":
+        precisions = [value] if value in ("bf16", "fp16") else ["bf16", "fp16"]
+        fix = f"remove it, and set {' or '.join(f'{one}.enabled' for one in precisions)} to true"
     return UnknownKeyError(
         "the key is unknown to DeepSpeed and zerotune", key=path, value=value, fix=fix
     )
@@ -776,7 +779,7 @@ def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> Unk
 def misplaced_key(path: str, value: Any, place: str) -> UnknownKeyError:
     """Return the error for a key that belongs to a different section."""
     return UnknownKeyError(
-        "DeepSpeed rejects this key here", key=path, value=value, fix=f"it belongs to {place}"
+        "DeepSpeed rejects this key here", key=path, value=value, fix=f"move it to {place}"
     )
 
 
@@ -791,7 +794,6 @@ _COMMON_MISTAKES = {
 
 _BELONG_BELOW = {
     "zero_stage": "'zero_optimization.stage'",
-    "mixed_precision": "'bf16' or 'fp16', as in \"bf16\": {\"enabled\": true}",
 }
 """Keys wrongly written at the top level, and their right place; see also ``ZeroSection``."""
 
@@ -814,7 +816,7 @@ def _canonical_key(
             f"is set under two names, {written!r} and {name!r}",
             key=join(key, name),
             value=raw[written],
-            fix=f"keep only {name!r}",
+            fix=f"remove {written!r}",
         )
     log.decide(
         key=join(key, written),
@@ -1146,7 +1148,7 @@ class _Translating:
                 "different value",
                 key=_SAVED_WHOLE,
                 value=value,
-                fix=f"keep {_GATHER!r} in zero_optimization",
+                fix="remove this key",
             )
         self.section["zero_optimization"] = dict(zero) if written else {**zero, _GATHER: value}
         self.log.decide(

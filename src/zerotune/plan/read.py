@@ -518,7 +518,7 @@ def _places_of(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, An
         return [(f"{_ZERO_KEY}.offload_{part}.nvme_path", value) for part in swapped]
     if name not in _BOTH_PRECISIONS:
         stage = name == _ZERO_KEY and isinstance(value, bool)  # DeepSpeed's old form of stage 1
-        return [(_canonical(_path_of(name, value)), int(value) if stage else value)]
+        return [(canonical_path(_path_of(name, value)), int(value) if stage else value)]
     settings: list[tuple[str, Any]] = []
     if plan.launch is not None and plan.launch.mixed_precision is not None:
         settings.append(("launch.mixed_precision", None))
@@ -545,8 +545,8 @@ def _path_of(name: str, value: Any) -> str:
     return f"{_ZERO_KEY}.{name}" if name.partition(".")[0] in of_zero else name
 
 
-def _canonical(path: str) -> str:
-    """Return a path with every part in canonical spelling."""
+def canonical_path(path: str) -> str:
+    """Return ``path`` with every name in canonical spelling, as in ``bf16`` for ``bfloat16``."""
     first, _, rest = path.partition(".")
     cls: type[Section] | None = LaunchSection if first == _LAUNCH and rest else DeepSpeedPlan
     parts = path.split(".")

@@ -108,9 +108,7 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
         f" (world size); {holds}",
         key=TRAIN,
         value=train,
-        fix=f"at world size {world_size} write {' or '.join(changes)}, "
-        "or set one of the "
-        f'three keys to "{AUTO}"',
+        fix=f'at world size {world_size} write {" or ".join(changes)}, or set {TRAIN} to "{AUTO}"',
     )
 
 

@@ -442,9 +442,10 @@ SETTING_RULES: Final = (
         {f"{_ZERO_PATH}.reduce_scatter": lambda value: value is not False},
         stages=(3,),
         when=lambda plan: plan.optimizer_name == "Muon",
-        summary="Muon at stage 3 cannot use ``reduce_scatter``, which is on by default.",
-        reason='at stage 3 DeepSpeed fails with "Muon and reduce scatter cannot be used together"',
-        fix="set reduce_scatter to false, or use stage 1 or 2",
+        summary="DeepSpeed's own Muon cannot use ``reduce_scatter``, the default, at stage 3.",
+        reason="without zerotune, DeepSpeed fails at stage 3 with "
+        '"Muon and reduce scatter cannot be used together"',
+        fix="set reduce_scatter to false, or zero_optimization.stage to 2",
     ),
     setting_rule(
         "one-bit-optimizer",
@@ -535,8 +536,8 @@ def batch_triple(case: Case, this: Rule) -> Findings:
 @rule(
     "accumulation-set-twice",
     "warning",
-    reason="{key} = {first} is also set and takes precedence",
-    fix=f"keep only {ACCUMULATION}",
+    reason="{key} is also set, to {first}, and takes precedence",
+    fix="remove this key",
     only_deepspeed=False,
 )
 def accumulation_twice(case: Case, this: Rule) -> Findings:
@@ -565,7 +566,7 @@ def world_size(case: Case, this: Rule) -> Findings:
     "micro-batch-unset",
     "note",
     reason="no batch size is set, so the micro batch size is 1",
-    fix=f"write {MICRO}",
+    fix="write the batch size of each GPU, such as 1",
     only_deepspeed=False,
 )
 def micro_batch_unset(case: Case, this: Rule) -> Findings:
@@ -601,7 +602,7 @@ def offload_without_device(case: Case, this: Rule) -> Findings:
     "partial-offload-optimizer",
     "error",
     reason="DeepSpeed supports a ratio below 1 only for AdamW in host memory, not {what}",
-    fix='set the ratio to 1.0, or use AdamW and set offload_optimizer.device to "cpu"',
+    fix='set the ratio to 1.0, or optimizer.type to "AdamW" and offload_optimizer.device to "cpu"',
 )
 def partial_offload_optimizer(case: Case, this: Rule) -> Findings:
     """An offload ratio below 1 works only with AdamW in host memory.
@@ -712,12 +713,12 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
 @rule(
     "muon-convolutions",
     "warning",
-    reason="Muon updates matrices, and fails on weights with more than two dimensions, such as "
-    "{wide}",
+    reason="without zerotune, DeepSpeed's Muon fails on weights with more than two dimensions, "
+    "such as {wide}",
     fix='write "AdamW"',
 )
 def muon_convolutions(case: Case, this: Rule) -> Findings:
-    """Muon fails on the weights of convolutions at stages 2 and 3.
+    """DeepSpeed's own Muon fails on the weights of convolutions at stages 2 and 3.
 
     Alternatively, let Muon's auxiliary Adam update convolutions. The rule applies only if
     the model is known.
@@ -730,8 +731,8 @@ def muon_convolutions(case: Case, this: Rule) -> Findings:
 @rule(
     "clipping-set-twice",
     "warning",
-    reason="{key} = {first} is also set and takes precedence",
-    fix=f"keep only {CLIPPING}",
+    reason="{key} is also set, to {first}, and takes precedence",
+    fix="remove this key",
     only_deepspeed=False,
 )
 def clipping_twice(case: Case, this: Rule) -> Findings:
@@ -782,7 +783,7 @@ def precision_conflict(case: Case, this: Rule) -> Findings:
             "fp16.enabled",
             True,
             reason="bf16.enabled is true too, but DeepSpeed accepts only one precision",
-            fix="switch one of them off; bf16 needs no loss scaling",
+            fix="set fp16.enabled or bf16.enabled to false; bf16 needs no loss scaling",
         )
         return
     key, launched = "launch.mixed_precision", written_at(plan, "launch.mixed_precision")
@@ -886,7 +887,7 @@ def bf16_master_weights(case: Case, this: Rule) -> Findings:
             keys[1],
             True,
             reason=f"{keys[0]} is true too, but DeepSpeed accepts only one of the two keys",
-            fix="keep the key of the precision that you train in",
+            fix=f"remove {' or '.join(keys)}, whichever precision you do not train in",
         )
 
 
@@ -913,7 +914,7 @@ def schedule_name(plan: DeepSpeedPlan) -> str | None:
     "warning",
     reason="the warm-up is not shorter than {what} ({end}), so the learning rate never reaches its "
     "peak",
-    fix="write fewer warm-up steps; count optimizer steps, not micro batches",
+    fix="write fewer warm-up steps, such as {tenth}; count optimizer steps, not micro batches",
     only_deepspeed=False,
 )
 def warmup_too_long(case: Case, this: Rule) -> Findings:
@@ -927,7 +928,8 @@ def warmup_too_long(case: Case, this: Rule) -> Findings:
     for what, end in ends.items():
         if warmup is not None and warmup >= 1 and end is not None and warmup >= end:
             key, written = "scheduler.params.warmup_num_steps", params["warmup_num_steps"]
-            yield this.finding(key, written, what=what, end=f"{end:g}")
+            tenth = max(1, int(end // 10))
+            yield this.finding(key, written, what=what, end=f"{end:g}", tenth=tenth)
             return
 
 
@@ -1252,7 +1254,7 @@ def passed_through(case: Case, this: Rule) -> Findings:
         for key, value in extra.items():
             path = join(prefix, key)
             if prefix.endswith("offload_param") and key not in keys:
-                reason, fix = "DeepSpeed rejects this key here", "it belongs to offload_optimizer"
+                reason, fix = "DeepSpeed rejects this key here", "move it to offload_optimizer"
                 yield this.finding(path, value, reason=reason, fix=fix)
             elif key in keys:
                 for each in faults(value, keys[key], path):
