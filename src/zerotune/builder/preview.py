@@ -34,7 +34,7 @@ from zerotune.optim import OptimizerResolver
 from zerotune.optim.capability import Situation, installed_packages, missing_package
 from zerotune.optimizers.catalogue import OPTIMIZERS
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, Workload, plan_document
-from zerotune.plan.advise import Candidate, Remedy
+from zerotune.plan.advise import Advice, Candidate, Remedy
 from zerotune.plan.families import as_facts, family_names, model_family
 from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate, sample_size
 from zerotune.plan.memory.time import CARDS, StepTime, known_rates, step_time
@@ -730,18 +730,26 @@ def advise(state: FormState, machines: Machines) -> dict[str, Any]:
             **_asked_of_advice(state),
         )
     except NothingFitsError as error:
-        return {
-            "fits": False,
-            "reason": error.reason,
-            "fix": error.more,
-            "nearest": _offered_form(error.nearest, state, setup),
-            "remedies": sorted(
-                (_remedy_data(one, state) for one in error.remedies),
-                key=lambda one: not one["fits"],
-            ),
-        }
+        return _nothing_fits(error, state, setup)
     except ZeroTuneError as error:
         raise _about_setup(error) from None
+    return _what_fits(advice, state, setup)
+
+
+def _nothing_fits(error: NothingFitsError, state: FormState, setup: Setup) -> dict[str, Any]:
+    """The plan that comes nearest, and what else to ask for; what fits comes first."""
+    remedies = [_remedy_data(one, state) for one in error.remedies]
+    return {
+        "fits": False,
+        "reason": error.reason,
+        "fix": error.more,
+        "nearest": _offered_form(error.nearest, state, setup),
+        "remedies": sorted(remedies, key=lambda one: not one["fits"]),
+    }
+
+
+def _what_fits(advice: Advice, state: FormState, setup: Setup) -> dict[str, Any]:
+    """The plans that a file can hold, with the form of each."""
     # A configuration file cannot say that weights are streamed.
     kept = tuple(one for one in advice.candidates if one.streamed is None)
     advice = attrs.evolve(advice, candidates=kept)

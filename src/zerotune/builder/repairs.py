@@ -227,7 +227,7 @@ def _paths(name: str, key: str) -> Iterator[str]:
 
 _NAME: Final = r"'?[a-z_][\w.]*'?"
 _VERB: Final = re.compile(
-    r"(?:^|(?P<both>, and | and )|, or | or |; |, |: |(?<=world size \d) |(?<=world size \d\d) )"
+    r"(?:^|(?P<both>, and | and )|, or | or |; |, |: |(?<=\d) )"
     r"(?P<verb>did you mean|set|write|use|remove|omit|move|start)\b ?"
 )
 _SET: Final = re.compile(
