@@ -157,14 +157,14 @@ def _filled(value: Any, engine: Any) -> Any:
 
 
 _ABOVE = "the estimate is at most 10 % above the peak of the process"
-_BELOW = "what is in use, without freed blocks, is at most 3 % above the estimate"
+_BELOW = "memory in use, without freed blocks, is at most 3 % above the estimate"
 
 BENCHMARK = Benchmark(
     name="memory",
     title="peak memory of real steps, compared with the memory estimate",
     cases=cases,
     ours=(ESTIMATED,),
-    better="the nearer the estimate is to what is in use, the better",
+    better="the closer the estimate is to the memory in use, the better",
     goals=tuple(
         Goal(f"{name}: {text}", f"{name}, batch 4", one, "host_bytes", limit, other)
         for text, one, limit, other in (

@@ -173,7 +173,7 @@ FRONT_ENDS = "zerotune.front_ends"
 FOR_FRONT_ENDS = {
     "zerotune.decisions": "Decision Log worst_first",
     f"{_PLAN}.source": "parse_any read_text tolerated with_named_files wrapper_of",
-    f"{_PLAN}.read": "plan_from_mapping read_partly read_whole",
+    f"{_PLAN}.read": "canonical_path plan_from_mapping read_partly read_whole",
     f"{_PLAN}.write": "format_of in_order launchable write_whole",
     f"{_PLAN}.model": "AUTO OFFLOAD_DEVICES PRECISIONS STORAGES REMOVED REMOVED_ZERO ZERO_ALIASES "
     "Boolean Context join modelled read_launch with_launch",

@@ -28,8 +28,9 @@
     │   └── CheckpointMismatchError  wrong model, or a missing part
     └── MissingDependencyError (ImportError)
 
-Every message reads ``key = value: reason. Fix: what to do``; the parts are also attributes. What is
-read says all its mistakes at once, each in a line: the first is the error, ``others`` has the rest.
+Every message reads ``key = value: reason. Fix: what to do``; the parts are also attributes. All
+mistakes in one input are reported together, one per line: the first is the error itself, and its
+``others`` are the rest.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _pieces(value: object, longest: int, depth: int = 0) -> Iterator[str]:
 
 
 def readable(name: str) -> str:
-    """Return a key or path for messages: of bounded length, without control characters."""
+    """Return a key or path for messages, truncated if long, with control characters escaped."""
     if len(name) > _LONGEST_NAME:
         name = f"{name[: _LONGEST_NAME - 1]}…"
     if name.isprintable():
@@ -178,7 +179,7 @@ class ZeroTuneError(Exception):
         return _rebuild(type(self), {**self.__dict__, "fix": self.shell_fix})
 
     def below(self, section: str) -> Self:
-        """Return a copy of this error whose key starts with ``section``."""
+        """Return a copy of this error with ``section`` prepended to its key."""
         if not section or self.key is None:
             return self
         return _rebuild(type(self), {**self.__dict__, "key": f"{section}.{self.key}"})
@@ -333,7 +334,7 @@ class TrainingError(ZeroTuneError, RuntimeError):
 
 
 class OutOfMemoryError(ZeroTuneError, RuntimeError):
-    """Memory ran out during start or training.
+    """Memory ran out during startup or training.
 
     Attributes:
         original: Exception raised by torch or Python.

@@ -87,7 +87,7 @@ def test_evolving_a_section_runs_its_checks_again():
 def test_sections_made_in_code_take_canonical_values_only():
     with pytest.raises(InvalidValueError, match="reduce_bucket_size"):
         ZeroSection(reduce_bucket_size=2e8)
-    with pytest.raises(UnknownKeyError, match="belongs to offload_param"):
+    with pytest.raises(UnknownKeyError, match="move it to offload_param"):
         ZeroSection(offload_optimizer=OffloadSection(device="nvme", buffer_size=5))
     with pytest.raises(InvalidValueError, match="must be a Bf16Section"):
         DeepSpeedPlan(bf16={"enabled": True})

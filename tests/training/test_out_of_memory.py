@@ -49,7 +49,7 @@ def test_the_plan_that_fits_is_ready_to_paste():
     text = str(found)
     assert "device memory ran out in backward of optimizer step 12 (CUDA out of memory." in text
     assert "the plan expected 53.11 GiB in the optimizer step" in text
-    assert "this process can have 24.00 GiB" in text
+    assert "this process can use up to 24.00 GiB" in text
     call = text.split("Trainer(plan=")[1].rstrip(".").removesuffix(")")
     call = call.removesuffix(", gradient_checkpointing=True")
     pasted = eval(call, {"DeepSpeedPlan": DeepSpeedPlan})

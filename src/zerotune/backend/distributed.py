@@ -132,7 +132,7 @@ def communication_backend(accelerator: str) -> str:
 
 
 class ProcessGroup:
-    """The default process group of torch, with errors that name the missing rank.
+    """torch's default process group, with errors that name the missing rank.
 
     Args:
         backend: Backend such as ``"gloo"`` or ``"nccl"``, used if no group exists yet.
@@ -229,7 +229,7 @@ class ProcessGroup:
         """Return rank ``source``'s value on every rank.
 
         Args:
-            value: Picklable value; ignored on the remaining ranks.
+            value: Picklable value; ignored on all ranks except ``source``.
             source: Rank whose value is sent.
             purpose: Name of the operation, for the error message.
         """
@@ -419,9 +419,9 @@ class ProcessGroup:
             looking.join()
 
     def close(self) -> None:
-        """Leave the group; the last user destroys a group that zerotune created. Repeatable.
+        """Leave the group; the last user destroys the group if zerotune created it. Repeatable.
 
-        Separate connections are closed at once, so a rank that waits on them notices.
+        Separate connections are closed at once, so that ranks waiting on them notice.
         """
         if self._control is not None:
             self._roll.close()
@@ -634,7 +634,7 @@ class DeepSpeedGroups:
         self._groups: list[Any] = []
 
     def join(self) -> None:
-        """Count an engine as a user of the groups until ``leave`` removes the engine."""
+        """Count an engine as a user of the groups until it calls ``leave``."""
         self._users += 1
 
     def leave(self) -> None:
@@ -891,7 +891,7 @@ def own_store(store: Any = None) -> Any:
 
 
 class Asking:
-    """Run functions with a timeout, because a function may call a store that has stopped."""
+    """Run functions with a timeout, because a function may call a store that no longer answers."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None

@@ -222,7 +222,7 @@ def why_stale(folder: Path) -> str | None:
     if explained is None:
         return "ninja would compile the library again"
     changed = "command line" in explained.group(1)
-    hint = "; a different ninja version or different flags cause this" if changed else ""
+    hint = "; the ninja version or the flags differ from the last build" if changed else ""
     return f"ninja reports: {explained.group(1)}{hint}"
 
 
@@ -234,7 +234,7 @@ class BuildLock:
     age: float
     """Seconds since the lock was acquired."""
     holder: int | None
-    """Id of the process that holds the lock; ``None`` if invisible, such as on a different host."""
+    """Id of the process that holds the lock; ``None`` if it is not visible on this host."""
 
     @classmethod
     def on(cls, folder: Path) -> BuildLock | None:
@@ -259,7 +259,7 @@ class BuildLock:
 
     @property
     def abandoned(self) -> bool:
-        """Whether the lock's process has probably ended, in which case waiting would never end."""
+        """Whether the process that locked the op has probably ended without releasing the lock."""
         return self.holder is None and self.age > _ABANDONED_AFTER
 
     def diagnose(self) -> Diagnosis:
@@ -303,7 +303,7 @@ def missing_for_loading(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
 
 
 def missing_ninja(toolchain: Toolchain) -> Diagnosis | None:
-    """Return why torch cannot find ninja, which loading an op requires; ``None`` if torch can.
+    """Return why torch cannot find ninja, which it needs to load an op; ``None`` if it finds ninja.
 
     Args:
         toolchain: Compilers and libraries of the machine.
@@ -411,7 +411,7 @@ def _install_cuda() -> str:
 
 
 SILENT_FOR: Final = 5.0
-"""Seconds of waiting for a lock after which a warning is logged."""
+"""Seconds to wait for a lock before a warning is logged."""
 _AGAIN_AFTER: Final = 60.0
 _BEFORE_REMOVAL: Final = 0.2
 """Seconds between two checks of torch's lock, which torch closes shortly before deleting it."""
@@ -421,7 +421,7 @@ logger = logging.getLogger("zerotune")
 
 
 class LivingLock:
-    """A replacement of torch's ``FileBaton`` whose lock ends with the process that holds it."""
+    """Replacement for torch's ``FileBaton``; its lock is released if the holding process ends."""
 
     def __init__(self, lock_file_path: str, wait_seconds: float = 0.1, **_: Any) -> None:
         self._path = Path(lock_file_path)
@@ -429,7 +429,7 @@ class LivingLock:
         self._held: int | None = None
 
     def try_acquire(self) -> bool:
-        """Wait until the lock's holder has finished or ended, and acquire the lock.
+        """Wait until the lock's holder has finished compiling or exited, and acquire the lock.
 
         If the holder has finished, ninja has nothing left to compile.
         """
@@ -500,10 +500,10 @@ def _host_and_process(path: Path) -> list[str]:
 
 
 def remove_if_dead(path: Path) -> None:
-    """Remove a lock file whose process on this host has ended.
+    """Remove a lock file if the process that created it ran on this host and has ended.
 
     Args:
-        path: The lock file, torch's or a ``LivingLock``'s.
+        path: Lock file of torch or of a ``LivingLock``.
     """
     record = _host_and_process(path)
     # Another host's lock may be invisible from here on a shared file system.
@@ -521,7 +521,7 @@ def remove_if_dead(path: Path) -> None:
             elif time.time() - os.fstat(descriptor).st_mtime > _OPENING and _is_alone(descriptor):
                 time.sleep(_BEFORE_REMOVAL)
                 if _is_alone(descriptor):
-                    _take_over(path, descriptor, "the process")
+                    _take_over(path, descriptor, "a process")
         finally:
             os.close(descriptor)
 
@@ -547,7 +547,7 @@ def _take_over(path: Path, descriptor: int, who: str) -> None:
     if os.path.samestat(os.fstat(descriptor), path.stat()):
         path.unlink()
         logger.warning(
-            "op %s: %s that was compiling the op has ended; its lock is removed",
+            "op %s: %s ended while compiling the op; its lock is removed",
             path.parent.name,
             who,
         )
@@ -564,11 +564,11 @@ class OpStatus:
     purpose: str
     """Uses of the op in zerotune."""
     state: OpState
-    """``"installed"``: compiled into the deepspeed package. ``"built"``: already compiled and up
-    to date. ``"stale"``: already compiled, but will be compiled again. ``"buildable"``: will be
-    compiled on first use. ``"locked"``: a different process is compiling the op, or ended while it
-    did. ``"blocked"``: this machine lacks something. ``"absent"``: DeepSpeed has no implementation
-    for this accelerator."""
+    """``"installed"``: compiled into the deepspeed package. ``"built"``: already compiled and up to
+    date. ``"stale"``: already compiled, but will be compiled again. ``"buildable"``: will be
+    compiled on first use. ``"locked"``: another process is compiling the op, or ended while
+    compiling it. ``"blocked"``: this machine lacks something. ``"absent"``: DeepSpeed has no
+    implementation for this accelerator."""
     cause: str | None = None
     """Why the op is stale, locked, blocked or absent, or why building it may fail."""
     fix: str | None = None

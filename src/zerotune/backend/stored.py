@@ -1,4 +1,4 @@
-"""Read safetensors files piece by piece, and load models whose weights stay in files at first.
+"""Read safetensors files piece by piece, and build models whose weights are read only later.
 
 A model built inside ``without_weights`` has its shapes and buffers, but its parameters use no
 memory: they are on the ``meta`` device, and each records its position in a file. The engine reads
@@ -272,7 +272,7 @@ def stamp_of(found: os.stat_result) -> tuple[int, int]:
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Inside the block, new models get parameters on the ``meta`` device, but buffers with values.
+    """Inside the block, build models with parameters on ``meta`` and initialised buffers.
 
     Unlike with ``torch.device("meta")``, computed buffers that are in no file keep their values.
     Unlike with accelerate's ``init_empty_weights``, tied parameters stay tied.

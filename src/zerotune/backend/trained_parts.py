@@ -1,8 +1,8 @@
 """Several models that one engine trains, such as a U-Net and its text encoders.
 
-DeepSpeed trains a single module, so a container module holds all models. Its ``forward`` passes a
-call to one of the parts. Every call therefore goes through the engine, which at stage 3 gathers the
-weights.
+DeepSpeed trains a single module, so a container module holds all models. Its ``forward`` passes
+each call to one of the parts. Every call therefore goes through the engine, which at stage 3
+gathers the weights.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class TrainedParts(torch.nn.Module):
             states = engine(input_ids=ids, part="text_encoder").last_hidden_state
             noise = engine(noisy, timesteps, encoder_hidden_states=states).sample
 
-    All parts share one plan, optimizer, EMA and checkpoint. Parameters are named
-    ``<part>.<name>``. To set a part's learning rate, use a pattern of an optimizer group, such as
+    All parts share one plan, optimizer, EMA and checkpoint. Parameters are named ``<part>.<name>``.
+    To set a part's learning rate, write an optimizer group with a pattern such as
     ``text_encoder.*``.
 
     Args:
-        parts: The models by the names of the pipeline's components.
+        parts: The models, by the names of the pipeline's components.
 
     Raises:
         InvalidValueError: There is no part, a name is invalid, or a module is passed twice.
@@ -50,7 +50,7 @@ class TrainedParts(torch.nn.Module):
         for name, part in parts.items():
             if hasattr(self, name) or keyword.iskeyword(name) or name == "part":
                 raise InvalidValueError(
-                    "is not a valid name of a part",
+                    "is not a valid part name",
                     key="parts",
                     value=name,
                     fix="use the pipeline's component names",

@@ -217,6 +217,13 @@ def page_fields() -> Mapping[str, Any]:
     }
 
 
+def setup_labels() -> Mapping[str, str]:
+    """Return the label of each field of *Model and machine*, without its unit."""
+    page = page_fields()
+    fields = (*page["setup"], page["world"], *page["machine"])
+    return {field.path: field.label.partition(",")[0] for field in fields}
+
+
 _BATCH_FIELDS: Final = (
     ("train_micro_batch_size_per_gpu", "Micro batch", "Samples per GPU and forward pass."),
     ("gradient_accumulation_steps", "Accumulation", "Forward passes per optimizer step."),

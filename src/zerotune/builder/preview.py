@@ -34,7 +34,7 @@ from zerotune.optim import OptimizerResolver
 from zerotune.optim.capability import Situation, installed_packages, missing_package
 from zerotune.optimizers.catalogue import OPTIMIZERS
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, Workload, plan_document
-from zerotune.plan.advise import Candidate, Remedy
+from zerotune.plan.advise import Advice, Candidate, Remedy
 from zerotune.plan.families import as_facts, family_names, model_family
 from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate, sample_size
 from zerotune.plan.memory.time import CARDS, StepTime, known_rates, step_time
@@ -128,6 +128,16 @@ class Setup:
     """Bytes of RAM, for all ranks."""
     nvme: int = 0
     """Bytes of disk for swap files, for all ranks."""
+
+    def check_base(self) -> None:
+        """Raise an error for a quantized base model without adapters."""
+        if self.base_dtype is not None and self.lora is None:
+            raise InvalidValueError(
+                "a quantized model cannot be trained, but LoRA adapters on it can",
+                key="setup.base_dtype",
+                value=self.base_dtype,
+                fix="set setup.lora to 16, or remove setup.base_dtype",
+            )
 
     @property
     def frames_of_clips(self) -> int | None:
@@ -520,13 +530,7 @@ class _Form:
         setup = self.setup
         if not setup.family:
             return None
-        if setup.base_dtype is not None and setup.lora is None:
-            raise InvalidValueError(
-                "a quantized model cannot be trained, but LoRA adapters on it can",
-                key="setup.base_dtype",
-                value=setup.base_dtype,
-                fix="set setup.lora to 16, or remove setup.base_dtype",
-            )
+        setup.check_base()
         try:
             return as_facts(setup.family, lora=setup.lora, base_dtype=setup.base_dtype)
         except ZeroTuneError as error:
@@ -707,6 +711,7 @@ def advise(state: FormState, machines: Machines) -> dict[str, Any]:
             key="setup.family",
             fix="choose a model family",
         )
+    setup.check_base()
     sizes = machines.sizes(setup)
     try:
         advice = DeepSpeedPlan.advise(
@@ -725,15 +730,26 @@ def advise(state: FormState, machines: Machines) -> dict[str, Any]:
             **_asked_of_advice(state),
         )
     except NothingFitsError as error:
-        return {
-            "fits": False,
-            "reason": error.reason,
-            "fix": error.more,
-            "nearest": _offered_form(error.nearest, state, setup),
-            "remedies": [_remedy_data(one, state) for one in error.remedies],
-        }
+        return _nothing_fits(error, state, setup)
     except ZeroTuneError as error:
         raise _about_setup(error) from None
+    return _what_fits(advice, state, setup)
+
+
+def _nothing_fits(error: NothingFitsError, state: FormState, setup: Setup) -> dict[str, Any]:
+    """The plan that comes nearest, and what else to ask for; what fits comes first."""
+    remedies = [_remedy_data(one, state) for one in error.remedies]
+    return {
+        "fits": False,
+        "reason": error.reason,
+        "fix": error.more,
+        "nearest": _offered_form(error.nearest, state, setup),
+        "remedies": sorted(remedies, key=lambda one: not one["fits"]),
+    }
+
+
+def _what_fits(advice: Advice, state: FormState, setup: Setup) -> dict[str, Any]:
+    """The plans that a file can hold, with the form of each."""
     # A configuration file cannot say that weights are streamed.
     kept = tuple(one for one in advice.candidates if one.streamed is None)
     advice = attrs.evolve(advice, candidates=kept)
@@ -777,7 +793,7 @@ def _remedy_data(remedy: Remedy, state: FormState) -> dict[str, Any]:
     if settings.pop("streamed", False):
         about = ", ".join(f"{name}={value!r}" for name, value in remedy.settings.items())
         words = f"{label} ({about}), only possible in a script, not in a configuration file"
-        return {"label": f"{words}{f': {gain}' if gain else ''}", "state": None}
+        return {"label": f"{words}{f': {gain}' if gain else ''}", "fits": False, "state": None}
     optimizer = settings.pop("optimizer", None)
     config = state.config
     if optimizer is not None:
@@ -787,10 +803,12 @@ def _remedy_data(remedy: Remedy, state: FormState) -> dict[str, Any]:
         label = f"Use the optimizer {optimizer}"
     elif "lora" in settings:
         base = settings.get("base_dtype")
-        beside = f", the model beside them in {base}" if base else ""
+        beside = f" on a base model in {base}" if base else ""
         label = f"Train adapters instead: LoRA of rank {settings['lora']}{beside}"
+        gain = f"fits: {gain}"
     asked = attrs.evolve(state, config=config, setup={**state.setup, **settings})
-    return {"label": label, "gain": gain, "state": asked.data()}
+    fits = "lora" in remedy.settings
+    return {"label": label, "gain": gain, "fits": fits, "state": asked.data()}
 
 
 def _offered_form(candidate: Candidate, state: FormState, setup: Setup) -> dict[str, Any]:

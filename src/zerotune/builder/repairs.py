@@ -10,18 +10,20 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
 
+from zerotune.builder.fields import setup_labels
 from zerotune.builder.forms import FormState, is_written, to_wire
 from zerotune.builder.preview import Machines, Preview, understand
 from zerotune.decisions import Decision
 from zerotune.errors import UNSET
 from zerotune.optimizers.catalogue import OPTIMIZERS
 from zerotune.optimizers.schedules import SCHEDULERS
-from zerotune.plan.model import ZERO_ALIASES
+from zerotune.plan.model import AUTO
+from zerotune.plan.read import canonical_path
 
 MOST_BUTTONS: Final = 4
 """Maximum number of buttons of one finding."""
@@ -124,14 +126,18 @@ def _that_mend(
 def _taking_away(
     message: Decision, preview: Preview, state: FormState, machines: Machines
 ) -> Iterator[Repair]:
-    """What is left where a fix asks for something only the user knows: to write nothing."""
-    store, path = _stored_at(message.key)
-    for edit in (Edit(store=store, path=path), Edit(store=store, path=path.rpartition(".")[0])):
-        if not edit.path or not is_written(getattr(state, store), edit.path):
-            continue
-        word = "Clear" if store == "setup" else "Remove"
-        repair = Repair(label=f"{word} {_label_of_path(edit.path)}", edits=(edit,))
-        if _mends(repair, message, preview, state, machines):
+    """What is left where a fix asks for something only the user knows: to write nothing.
+
+    A note asks for nothing, and the ZeRO section holds more than what is wrong.
+    """
+    store, path = _stored_at(message.key, state)
+    above = path.rpartition(".")[0]
+    paths = (path, "" if above == "zero_optimization" else above)
+    for one in (one for one in paths if one and message.severity != "note"):
+        repair = _without(store, one)
+        if is_written(getattr(state, store), one) and _mends(
+            repair, message, preview, state, machines
+        ):
             yield repair
             return
 
@@ -162,26 +168,49 @@ def _same(one: Decision, other: Decision) -> bool:
 # -- Where a setting is.
 
 
-def _stored_at(key: str) -> tuple[str, str]:
-    """The part of the form a key is in, and its path there."""
+def _stored_at(key: str, state: FormState) -> tuple[str, str]:
+    """The part of the form a key is in, and its path there, as the user spelled it."""
+    key = key.partition("[")[0]  # An item of a list is changed with its list.
     for store in ("setup", "launch"):
         if key.startswith(f"{store}."):
             return store, key.removeprefix(f"{store}.")
-    return "config", key
+    path = _as_spelled(key, state.config)
+    if is_written(state.launch, key) and not is_written(state.config, path):
+        return "launch", key
+    return "config", path
+
+
+def _as_spelled(key: str, config: Any) -> str:
+    """The path of a setting where ``config`` may write an alias of a name, as in ``bfloat16``."""
+    spelled: list[str] = []
+    here, path = config, ""
+    for name in key.split("."):
+        path = f"{path}.{name}" if path else name
+        written = here if isinstance(here, dict) else {}
+        others = (one for one in written if canonical_path(".".join([*spelled, one])) == path)
+        spelled.append(name if name in written else next(others, name))
+        here = written.get(spelled[-1])
+    return ".".join(spelled)
 
 
 def _key(store: str, path: str) -> str:
-    return path if store == "config" else f"{store}.{path}"
+    return canonical_path(path) if store == "config" else f"{store}.{path}"
 
 
-def _label_of_path(path: str) -> str:
-    """A path as a button has room for it: its last two names."""
-    return ".".join(path.split(".")[-2:]).removeprefix("zero_optimization.")
+def _label_of(store: str, path: str) -> str:
+    """A setting as a button has room for it: its field, or the last two names of its path."""
+    if store == "setup":
+        return setup_labels().get(path, path)
+    whole = path if store == "config" else f"{store}.{path}"
+    return ".".join(whole.split(".")[-2:]).removeprefix("zero_optimization.")
+
+
+_SECTIONS: Final = ("setup.", "zero_optimization.", "optimizer.", "bf16.", "fp16.")
 
 
 def _paths(name: str, key: str) -> Iterator[str]:
     """Where a fix may mean a setting that it calls ``name``, beside or around ``key``."""
-    if name.startswith(("setup.", "zero_optimization.")):
+    if name.startswith(_SECTIONS):
         yield name
         return
     section = key
@@ -193,118 +222,161 @@ def _paths(name: str, key: str) -> Iterator[str]:
     yield f"zero_optimization.offload_optimizer.{name}"
 
 
-# -- What a fix asks for, by its words.
+# -- What a fix asks for: verbs with their objects, joined by "and" or "or".
 
 
-_IN_QUOTES: Final = re.compile(r"\"([^\"]*)\"|'([^']*)'")
+_NAME: Final = r"'?[a-z_][\w.]*'?"
+_VERB: Final = re.compile(
+    r"(?:^|(?P<both>, and | and )|, or | or |; |, |: |(?<=\d) )"
+    r"(?P<verb>did you mean|set|write|use|remove|omit|move|start)\b ?"
+)
 _SET: Final = re.compile(
-    r"(?:\b(?:set|or|and)|,) (?:the )?([A-Za-z_][\w.]*) to "
-    r"(\"[^\"]*\"|[-+]?\d[\d.e+-]*\d|\d|true|false)"
+    rf"(?P<both>and )?(?:the )?(?P<names>{_NAME}(?: or {_NAME})*) to "
+    r"(?P<value>\"[^\"]*\"|[-+]?\d[\d.e+-]*\d|\d|true|false)(?P<auto>(?: or|, or) \"auto\")?"
 )
 _EQUAL: Final = re.compile(r"([a-z_]\w*) = (\d+)")
-_REMOVE: Final = re.compile(r"\b(?:remove|leave) (it|this key|the key|the section|[a-z_][\w.]*)")
+_REMOVED: Final = re.compile(rf"(it|this key|the key|the section|{_NAME}(?: or {_NAME})*)")
 _VALUE: Final = re.compile(
     r"\"([^\"]*)\"|'([^']*)'|(?<![\w.\"'-])([-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?)(?![\w.])"
     r"|\b(true|false|bf16|fp16|fp32)\b|\b(\w+)\b"
 )
-_UNTIL: Final = re.compile(r";| to | for | instead| which | if | unless |, or remove|, or leave|\?")
-_WRITE: Final = re.compile(r"\b(?:write|use|one of) ((?!for example).+)")
+_UNTIL: Final = re.compile(r"; | to | for | instead| which | if | unless |, or leave|\?")
 
 
 def _proposed(message: Decision, state: FormState) -> Iterator[Repair]:
-    """What the words of a fix may ask for, most specific first."""
-    fix = message.fix
-    meant = re.search(r"did you mean (.+?)\?", fix)
-    if meant:
-        yield from _other_names(message, meant[1], state)
-    belongs = re.search(r"it belongs to (.+)", fix)
-    if belongs:
-        yield from _moved_to(message, belongs[1])
-    for name, value in _SET.findall(fix):
-        yield from _written(message, name, json.loads(value))
-    for name, value in _EQUAL.findall(fix):
-        yield _setting("config", name, int(value))
-    yield from _kept_alone(message, state)
-    store, path = _stored_at(message.key)
-    if store != "setup" and not meant:
-        yield from _values(message)
-    unknown = ["it"] if meant and not path.endswith(".type") else []
-    for what in (*unknown, *_REMOVE.findall(fix)):
-        yield from _without(message, what, state)
-    if "switch one of them off" in fix:
-        for name in ("fp16", "bf16"):
-            yield _setting("config", f"{name}.enabled", False)
+    """What the words of a fix may ask for; what must be done together is one repair."""
+    before: list[Repair] = []
+    for both, verb, objects in _commands(message.fix):
+        found = list(_READ[verb](message, objects, state))
+        if both:
+            before = [_together(first, then) for first in before for then in found]
+        else:
+            yield from before
+            before = found
+    yield from before
+    if "did you mean" in message.fix and not message.key.endswith(".type"):
+        yield from _removed(message, "it", state)
+
+
+def _commands(fix: str) -> Iterator[tuple[bool, str, str]]:
+    """Each verb of a fix: whether it is to be done with the one before, and its objects."""
+    starts = list(_VERB.finditer(fix))
+    ends = [*(one.start() for one in starts[1:]), len(fix)]
+    for start, end in zip(starts, ends, strict=False):
+        yield bool(start["both"]), start["verb"], fix[start.end() : end]
+
+
+def _together(first: Repair, then: Repair) -> Repair:
+    label = f"{first.label}, {then.label[0].lower()}{then.label[1:]}"
+    return Repair(label=label, edits=(*first.edits, *then.edits))
 
 
 def _setting(store: str, path: str, value: Any, *, bare: bool = False) -> Repair:
     shown = value if isinstance(value, str) else json.dumps(value)
-    label = f"Write {shown}" if bare else f"Set {_label_of_path(path)} to {shown}"
+    label = f"Write {shown}" if bare else f"Set {_label_of(store, path)} to {shown}"
     return Repair(label=label, edits=(Edit(store=store, path=path, value=value),))
 
 
-def _other_names(message: Decision, words: str, state: FormState) -> Iterator[Repair]:
-    store, path = _stored_at(message.key)
-    quoted = [one or other for one, other in _IN_QUOTES.findall(words)]
-    names = quoted or re.split(r" or |, ", words)
-    if path.endswith(".type"):
-        for name in names:
-            yield _setting(store, path, name, bare=True)
-        return
+def _without(store: str, path: str) -> Repair:
+    word = "Clear" if store == "setup" else "Remove"
+    edit = Edit(store=store, path=path)
+    return Repair(label=f"{word} {_label_of(store, path)}", edits=(edit,))
+
+
+def _set(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
+    """``A or B to VALUE``, once or several times."""
+    before: list[Repair] = []
+    for one in _SET.finditer(objects):
+        values = [json.loads(one["value"]), *([AUTO] if one["auto"] else [])]
+        found = [
+            _setting(*_stored_at(path, state), value)
+            for name in one["names"].split(" or ")
+            for value in values
+            for path in _paths(name, message.key)
+        ]
+        if one["both"]:
+            before = [_together(first, then) for first in before for then in found]
+        else:
+            yield from before
+            before = found
+    yield from before
+
+
+def _renamed(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
+    """``'a', 'b' or 'c'``: other names, or values where a type has one."""
+    store, path = _stored_at(message.key, state)
+    names = [one.strip("'") for one in re.findall(r"'[^']*'|[\w.]+", objects.partition("?")[0])]
     section = path.rpartition(".")[0]
     for name in names:
-        beside = f"{section}.{name}" if section else name
-        for target in dict.fromkeys((beside, name)):
-            if is_written(getattr(state, store), target):
-                continue
-            edit = Edit(store=store, path=path, to=target)
-            yield Repair(label=f"Rename to {_label_of_path(target)}", edits=(edit,))
+        if path.endswith(".type"):
+            yield _setting(store, path, name, bare=True)
+            continue
+        for target in dict.fromkeys((f"{section}.{name}" if section else name, name)):
+            yield from _under(target, store, path, state)
 
 
-def _moved_to(message: Decision, words: str) -> Iterator[Repair]:
-    store, path = _stored_at(message.key)
-    name = path.rpartition(".")[2]
-    for section in re.findall(r"[a-z_][\w.]*", words):
-        target = section if section.endswith(name) else f"{section}.{name}"
-        edit = Edit(store=store, path=path, to=target)
-        yield Repair(label=f"Move to {target}", edits=(edit,))
-
-
-def _written(message: Decision, name: str, value: Any) -> Iterator[Repair]:
-    for path in _paths(name, message.key):
-        store, inside = _stored_at(path)
-        yield _setting(store, inside, value)
-
-
-def _kept_alone(message: Decision, state: FormState) -> Iterator[Repair]:
-    """One of two spellings, or one of two settings, that say the same."""
-    kept = re.search(r"keep only '?([\w.]+)'?", message.fix)
-    if not kept:
+def _under(target: str, store: str, path: str, state: FormState) -> Iterator[Repair]:
+    """The setting at another path, unless there is one already."""
+    if is_written(getattr(state, store), target):
         return
-    store, path = _stored_at(message.key)
+    beside = target.rpartition(".")[0] == path.rpartition(".")[0]
+    label = f"Rename to {_label_of(store, target)}" if beside else f"Move to {target}"
+    yield Repair(label=label, edits=(Edit(store=store, path=path, to=target),))
+
+
+def _moved(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
+    """``it to SECTION or SECTION``, or to another name."""
+    store, path = _stored_at(message.key, state)
     section, _, name = path.rpartition(".")
-    others = [old for old, new in ZERO_ALIASES.items() if new == name]
-    for other in (*others, *([name] if name != kept[1] else [])):
-        whole = f"{section}.{other}" if section else other
-        if is_written(getattr(state, store), whole):
-            edit = Edit(store=store, path=whole)
-            yield Repair(label=f"Remove {_label_of_path(whole)}", edits=(edit,))
+    for word in re.findall(r"[a-z_][\w.]*", objects.removeprefix("it to ")):
+        beside = f"{section.rpartition('.')[0]}.{word}".removeprefix(".")
+        for target in (f"{beside}.{name}", word):
+            yield from _under(target, store, path, state)
 
 
-def _values(message: Decision) -> Iterator[Repair]:
-    store, path = _stored_at(message.key)
-    for clause in _WRITE.findall(message.fix):
-        for quoted, single, number, word, name in _VALUE.findall(_UNTIL.split(clause)[0]):
-            if number or word in ("true", "false"):
-                yield _setting(store, path, json.loads(number or word), bare=True)
-            elif word:
-                yield _precision(word)
-            elif quoted or single:
-                yield _setting(store, path, quoted or single, bare=True)
-            elif path.endswith(".type") and (name in OPTIMIZERS or name in SCHEDULERS):
-                yield _setting(store, path, name, bare=True)
-    stage = re.search(r"\bat stage (\d)", message.fix)
+def _written(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
+    """``VALUE, VALUE or VALUE``, ``KEY = VALUE or KEY = VALUE``, or an object."""
+    store, path = _stored_at(message.key, state)
+    for name, value in _EQUAL.findall(objects):
+        yield _setting("config", name, int(value))
+    whole = re.search(r"[{\[].*", objects)
+    if whole:
+        yield from _whole(store, path, whole[0])
+        return
+    if objects.startswith("one of ") and objects.count(", ") >= MOST_BUTTONS:
+        return  # Which of so many, only the user knows.
+    if store != "setup":
+        yield from _values(store, path, _UNTIL.split(_least(objects))[0])
+    stage = re.search(r"\b(?:at|use) stage (\d)", message.fix)
     if stage:
         yield _setting("config", "zero_optimization.stage", int(stage[1]))
+
+
+def _least(objects: str) -> str:
+    """``objects`` with the least integer in place of the one below it."""
+    above = r"integer of more than (\d+)"
+    return re.sub(above, lambda one: f"integer of at least {int(one[1]) + 1}", objects)
+
+
+def _whole(store: str, path: str, text: str) -> Iterator[Repair]:
+    try:
+        yield _setting(store, path, json.loads(text), bare=True)
+    except ValueError:
+        return  # Only the user knows what the object holds.
+
+
+def _values(store: str, path: str, objects: str) -> Iterator[Repair]:
+    for quoted, single, number, word, name in _VALUE.findall(objects):
+        if number.startswith("-"):
+            continue  # The least number that is read, which stands for something else.
+        if number or word in ("true", "false"):
+            yield _setting(store, path, json.loads(number or word), bare=True)
+        elif word:
+            yield _precision(word)
+        elif quoted or single:
+            yield _setting(store, path, quoted or single, bare=True)
+        elif path.endswith(".type") and (name in OPTIMIZERS or name in SCHEDULERS):
+            yield _setting(store, path, name, bare=True)
 
 
 def _precision(name: str) -> Repair:
@@ -312,19 +384,40 @@ def _precision(name: str) -> Repair:
     return Repair(label=f"Use {name}", edits=edits)
 
 
-def _without(message: Decision, what: str, state: FormState) -> Iterator[Repair]:
-    store, path = _stored_at(message.key)
-    if what in ("it", "this key", "the key"):
-        paths: Iterable[str] = (path,)
-    elif what == "the section":
-        paths = (path.rpartition(".")[0], path)
+def _removed(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
+    """``it``, ``the section``, or the name of another setting."""
+    what = _REMOVED.match(objects)
+    if what is None:
+        return
+    if what[1] in ("it", "this key", "the key"):
+        keys = [message.key]
+    elif what[1] == "the section":
+        keys = [message.key.rpartition(".")[0], message.key]
     else:
-        paths = (_stored_at(one)[1] for one in _paths(what, message.key))
-    for one in paths:
-        if one and is_written(getattr(state, store), one):
-            yield Repair(
-                label=f"Remove {_label_of_path(one)}", edits=(Edit(store=store, path=one),)
-            )
+        names = (name.strip("'") for name in what[1].split(" or "))
+        keys = [path for name in names for path in _paths(name, message.key)]
+    for key in filter(None, keys):
+        store, path = _stored_at(key, state)
+        for one in dict.fromkeys((key, path) if store == "config" else (path,)):
+            if is_written(getattr(state, store), one):
+                yield _without(store, one)
+
+
+def _started(_: Decision, objects: str, __: FormState) -> Iterator[Repair]:
+    """``N processes``."""
+    count = re.match(r"(\d+) processes", objects)
+    if count:
+        yield _setting("setup", "world_size", int(count[1]))
+
+
+_READ: Final[Mapping[str, Callable[[Decision, str, FormState], Iterator[Repair]]]] = {
+    "did you mean": _renamed,
+    "set": _set,
+    **dict.fromkeys(("write", "use"), _written),
+    **dict.fromkeys(("remove", "omit"), _removed),
+    "move": _moved,
+    "start": _started,
+}
 
 
 def with_repairs(data: list[dict[str, Any]], found: list[list[Repair]]) -> list[Mapping[str, Any]]:

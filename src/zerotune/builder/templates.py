@@ -278,7 +278,7 @@ def _for_card(
 
 def _for_lora(family: str, vram: int, ram: int, base: str = "") -> BuiltinTemplate:
     kind = f"LoRA of rank {_LORA_RANK} on {vram} GB"
-    quantized = f", the model beside the adapters in {base}" if base else ""
+    quantized = f", with the base model in {base}" if base else ""
     about = f"One {vram} GB card and {ram} GB of RAM{quantized}."
     more = {"lora": _LORA_RANK, "base_dtype": base}
     return _for_card(f"{family}-lora", family, vram, ram, kind, about, **more)

@@ -54,7 +54,7 @@ class Panel:
     colour: str = INK
     """Colour of ``note`` and of the line at ``limit``."""
     room: bool = False
-    """Whether the bar is shaded up to ``limit``."""
+    """Whether the background is shaded up to ``limit``."""
 
     def _draw(self, axes: Any) -> None:
         end = 0.0
@@ -95,14 +95,14 @@ class Panel:
 def plot_memory(
     estimate: MemoryEstimate, path: str | os.PathLike[str], *, budget: RankBudget | None = None
 ) -> Path:
-    """Write the peak of each place as a stacked bar, by component, as PNG, PDF or SVG.
+    """Plot the peak memory of each place, stacked by component, in a PNG, PDF or SVG file.
 
     Each place has a separate scale, which starts at zero and includes the budget if there is one.
 
     Args:
         estimate: The memory estimate.
-        path: The file; its suffix decides the format (without suffix: PNG). The folder of the file
-            is created, and an existing file is replaced.
+        path: The file; its suffix determines the format, which is PNG without a suffix. The folder
+            of the file is created, and an existing file is replaced.
         budget: Available bytes per rank by place.
 
     Returns:
@@ -135,7 +135,7 @@ def memory_panels(
     budget: RankBudget | None = None,
     measured: RankBudget | None = None,
 ) -> list[Panel]:
-    """Return a panel for each place that is used or limited.
+    """Return a panel for each place that is used or has a budget.
 
     Args:
         estimate: The memory estimate.
@@ -175,7 +175,7 @@ def memory_panels(
 
 
 def draw_panels(heading: str, panels: Sequence[Panel]) -> Any:
-    """Draw panels below each other in a matplotlib figure."""
+    """Stack panels vertically in a matplotlib figure."""
     lines = [line for each in heading.split("\n") for line in textwrap.wrap(each, 120)]
     keys = sum(-(-len(panel.parts) // _KEYS) for panel in panels)
     height = _LINE * (len(lines) + 1 + keys) + _BAR * len(panels)

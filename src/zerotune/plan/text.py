@@ -1,4 +1,4 @@
-"""Reports of plans, estimates and advice: pages for text, Markdown and notebooks, and data."""
+"""Reports of plans, estimates and advice, as pages (text, Markdown or notebook) and as data."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _WHERE = {
 def plan_page(
     plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
 ) -> Page:
-    """Return a report: errors, requested settings, changes made on reading, other findings."""
+    """Return a report of a plan: errors, settings, changes made on reading, other findings."""
     findings = check_plan(plan, Context(world_size=world_size, platform=platform))
     errors = [one for one in findings if one.severity == "error"]
     rows = [(label, _unless_refused(label, value, errors)) for label, value in _asked_rows(plan)]
@@ -155,7 +155,7 @@ def _decision_lines(decisions: Iterable[Decision], asked: DeepSpeedPlan) -> Iter
     if defaults:
         yield Line(
             f"and {counted(len(defaults), 'setting')} with the defaults of DeepSpeed 0.19.8, "
-            "written because defaults change; --json lists them",
+            "set explicitly because defaults change; --json lists them",
             style="faint",
         )
 
@@ -200,7 +200,7 @@ def _record_data(records: Iterable[Decision], names: Sequence[str]) -> list[dict
 
 
 def shown_and_defaults(decisions: Iterable[Decision]) -> tuple[list[Decision], list[Decision]]:
-    """Divide ``decisions`` into those to show, warnings first, and DeepSpeed's defaults."""
+    """Split ``decisions`` into those to show (warnings first) and DeepSpeed's defaults."""
     every = [decision for decision in decisions if decision.is_shown]
     shown = [decision for decision in every if decision.reason != DEEPSPEED_DEFAULT]
     defaults = [decision for decision in every if decision.reason == DEEPSPEED_DEFAULT]
@@ -417,8 +417,8 @@ class Fit:
 def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fit, ...]:
     """Compare the peak of each place in ``estimate`` with its ``budget``.
 
-    Places that are neither used nor limited are left out. ``budget``: bytes per rank and place;
-    a place without a limit is absent.
+    Places that are neither used nor limited are left out. ``budget`` has bytes per rank by place,
+    and omits places without a limit.
     """
     limits: RankBudget = budget or {}
     every = (
@@ -429,13 +429,13 @@ def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fi
 
 
 def estimate_unit(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[str, int]:
-    """Return the unit for all sizes of an estimate: the name of the unit, and its bytes."""
+    """Return the unit for all sizes of an estimate: its name, and its size in bytes."""
     return common_unit(fit.needed for fit in fits(estimate, budget))
 
 
 @attrs.frozen(kw_only=True)
 class MemoryTable(Table):
-    """Table of the peak and budget of each place; in a notebook, a chart of the components."""
+    """Table of the peak and budget of each place; notebooks show a chart of the components."""
 
     estimate: MemoryEstimate
     budget: RankBudget | None = None
@@ -492,9 +492,9 @@ DURING: Final[Mapping[Phase, str]] = {
     "optimizer step": "in the optimizer step",
     "checkpoint": "while a checkpoint is written",
 }
-"""Each phase as an end of a sentence."""
+"""Phrase for each phase, to end a sentence."""
 PLACE_NAMES: Final[Mapping[Place, str]] = {"device": "device", "host": "host", "nvme": "NVMe"}
-"""Each place as it is written in a sentence."""
+"""Name of each place in reports."""
 
 
 _PLANNED: Final = (
@@ -759,7 +759,7 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
             MemoryTable.of(advice.estimate, rank_budget(budget, advice.estimate)),
             Line(""),
             Line(
-                f"{counted}: what fits, then what does not, in order of preference; GiB per rank:",
+                f"{counted} in order of preference, those that fit first; GiB per rank:",
                 style="title",
             ),
             _candidates_table(every, chosen=advice.chosen),
@@ -772,7 +772,7 @@ def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
 
     Args:
         candidate: The candidate in ``NothingFitsError.nearest``.
-        budget: Available bytes by place; host memory and files are for all ranks of a machine.
+        budget: Available bytes by place; all ranks of a machine share its host memory and files.
     """
     return Page(
         blocks=(
@@ -790,7 +790,7 @@ def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
 
     Args:
         candidate: The candidate in ``NothingFitsError.nearest``.
-        budget: Available bytes by place; host memory and files are for all ranks of a machine.
+        budget: Available bytes by place; all ranks of a machine share its host memory and files.
     """
     needs = machine_needs(candidate.estimate)
     # A part of the memory is kept free, so that less may be used than there is.
@@ -802,7 +802,7 @@ def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
     """Return the bytes that one rank may use; ranks of a machine share its RAM and files.
 
     Args:
-        budget: Available bytes by place; host memory and files are for all ranks of a machine.
+        budget: Available bytes by place; all ranks of a machine share its host memory and files.
         estimate: Estimate with the number of ranks per machine.
     """
     ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size

@@ -29,18 +29,18 @@ PHASES: Final = ("data", "forward", "backward", "optimizer", "ema")
 
 @attrs.frozen(kw_only=True)
 class StepMetrics:
-    """Metrics of one step; times and memory are this rank's, and all other values are global."""
+    """Metrics of one step; times and memory are measured on this rank, other values are global."""
 
     step: int
     """Number of optimizer steps taken, including this step."""
     loss: float
-    """Loss of the step, as the mean over ranks and accumulation window."""
+    """Loss of the step, averaged over all ranks and micro batches."""
     lr: float
     """Learning rate of the first parameter group during this step."""
     grad_norm: float | None
     """Global L2 norm of the unclipped gradient; ``None`` if the engine computes no norm."""
     applied: bool
-    """Whether the weights changed; ``False`` if the fp16 loss scale overflowed."""
+    """Whether the weights changed; ``False`` if the step was skipped, as after an fp16 overflow."""
     samples: int
     """Number of samples that all ranks have processed since the run began."""
     seconds: float
@@ -65,7 +65,7 @@ class Callback:
 
         Args:
             trainer: The trainer that runs ``fit``.
-            steps: Number of the last optimizer step; ``None`` if only a time limit is given.
+            steps: Optimizer step at which training ends; ``None`` if only a time limit is given.
         """
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
@@ -143,7 +143,7 @@ class Callback:
 
 
 def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """Check one or several callbacks, and return a tuple of callbacks.
+    """Check one or several callbacks, and return them as a tuple.
 
     Raises:
         InvalidValueError: An object lacks a method of ``Callback``, or is a class.
@@ -178,7 +178,8 @@ class MetricsFile(Callback):
         path: Path of the file; a missing folder is created.
 
     Raises:
-        InvalidValueError: When ``fit`` starts, a file at ``path`` is not a metrics file.
+        InvalidValueError: The file at ``path`` exists when ``fit`` starts, but is not a metrics
+            file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -334,7 +335,7 @@ def _text_of(path: Path) -> str:
 
 def _not_metrics(path: Path) -> InvalidValueError:
     return InvalidValueError(
-        "is not a metrics file, so the file is not overwritten",
+        "is not a metrics file, so it is not overwritten",
         key="MetricsFile.path",
         value=str(path),
         fix="choose a different file name",

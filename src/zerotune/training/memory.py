@@ -52,9 +52,9 @@ def expected_memory(
 
     Args:
         plan: A plan that was resolved with its model.
-        emas: Place of each ``EMAShadow``: ``"host"`` or ``"device"``.
+        emas: Where each ``EMAShadow`` is stored: ``"host"`` or ``"device"``.
         activations: Activation memory of a forward and backward pass; ``None`` if unknown.
-        arithmetic: Operations of a forward and backward pass, from which the step time is
+        arithmetic: Compute cost of a forward and backward pass, from which the step time is
             predicted.
         size: Height and width of the images in pixels.
         frames: Frames per clip.
@@ -127,13 +127,13 @@ def counted_apart(
 ) -> bool:
     """Return whether the system's memory figure for this process omits page-locked memory.
 
-    The result depends on the driver. The figure omits page-locked memory that the driver maps as
-    device memory, and includes page-locked memory that is mapped as shared or anonymous pages. The
-    test page-locks 16 MiB.
+    The result depends on the driver. If the driver maps page-locked memory as device memory, the
+    figure omits it; if as shared or anonymous pages, the figure includes it. The test page-locks 16
+    MiB.
 
     Args:
-        count: Returns the system's figure in bytes.
-        lock: Allocates the given number of bytes as page-locked memory.
+        count: Function that returns the system's figure in bytes.
+        lock: Function that allocates the given number of bytes as page-locked memory.
     """
     before = count()
     block = lock(_TRIAL_BYTES)
@@ -221,11 +221,11 @@ _PAGE_LOCKED: Final = "a page-locked allocation failed: "
 
 @attrs.frozen(kw_only=True)
 class Situation:
-    """Plan and current work of a run, for the message of an out-of-memory error."""
+    """Plan and current activity of a run, for the message of an out-of-memory error."""
 
     plan: ResolvedPlan
     doing: str
-    """Current work, such as ``"forward of optimizer step 12"`` or ``"starting the engine"``."""
+    """Current activity, such as ``"forward of optimizer step 12"`` or ``"starting the engine"``."""
     estimate: MemoryEstimate | None = None
     """Expected memory; by default the plan's estimate without activations."""
     limits: Limits | None = None
@@ -253,7 +253,7 @@ class Situation:
 
 @contextmanager
 def advising(situation: Callable[[], Situation]) -> Iterator[None]:
-    """Replace an out-of-memory error in the block with an error that names a plan that fits."""
+    """If the block runs out of memory, raise an error that suggests a plan that fits."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
@@ -331,9 +331,9 @@ class Limits:
         if place == "device" and self.device is not None:
             held = "" if self.allocated is None else f"torch held {format_size(self.allocated)}, "
             free = "" if self.device_free is None else f", {format_size(self.device_free)} is free"
-            return f"{held}this process can have {format_size(self.device)}{free}"
+            return f"{held}this process can use up to {format_size(self.device)}{free}"
         peak, free = format_size(host_peak()), format_size(self.host_free)
-        return f"this process held up to {peak}, {free} of host memory is free"
+        return f"this process used up to {peak}, and {free} of host memory is free"
 
     def _exhausted_place(self, error: BaseException) -> Place:
         if isinstance(error, torch.OutOfMemoryError):

@@ -1,1 +1,1 @@
-"""Optimizers in torch: zerotune's classes, and those that a plan names in torch or packages."""
+"""Torch optimizers: zerotune's classes, and those that a plan names from torch or packages."""

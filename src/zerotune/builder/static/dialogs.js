@@ -1,9 +1,11 @@
 // Opening, saving, applying, fitting a card, and templates.
 
 import { ApiError, get, post } from "./api.js";
-import { action, all, ask, byId, download, el, fill, onSubmit, openDialog, point, status, placed } from "./dom.js";
+import { action, all, ask, byId, capital, download, el, fill, onSubmit, openDialog, point, show, status, placed } from "./dom.js";
 import * as draft from "./draft.js";
+import { hasFrames } from "./form.js";
 import { size } from "./memory.js";
+import { fixOf } from "./messages.js";
 import { print, state } from "./state.js";
 
 let load = () => {};
@@ -125,7 +127,11 @@ function fitOpen() {
 function fitFields() {
   fill(byId("fit-fields"), ...FIT_FIELDS.map(fitField), fitPrecision(),
     field("fit-batch", "Micro batch", el("input", { type: "text", autocomplete: "off", value: print(asked.config.train_micro_batch_size_per_gpu) || "1" })));
+  fitFrames();
 }
+
+// Only clips have frames.
+const fitFrames = () => show(byId("fit-frames").closest(".field"), hasFrames(JSON.parse(byId("fit-family").value)));
 
 const field = (id, label, control) => {
   control.id = id;
@@ -146,6 +152,7 @@ function fitField(name) {
     if (vram) byId("fit-vram").value = vram;
   } }, ...[...model.options].map((option) => option.cloneNode(true)));
   control.value = JSON.stringify(value ?? "");
+  if (name === "family") control.addEventListener("change", fitFrames);
   return field(fitId(name), label, control);
 }
 
@@ -167,13 +174,24 @@ async function fit() {
   asked.config.train_micro_batch_size_per_gpu = Number(byId("fit-batch").value) || byId("fit-batch").value;
   delete asked.config.train_batch_size;
   const results = byId("fit-results");
+  for (const control of all("[aria-invalid]", byId("fit-fields"))) control.removeAttribute("aria-invalid");
   fill(results, el("p", { class: "sentence", text: "Looking…" }));
   try {
     const advice = await post("/advise", { state: asked });
     fill(results, ...(advice.fits ? fitting(advice) : nothing(advice)));
   } catch (error) {
-    fill(results, el("p", { class: "error-line", text: error.message }));
+    fill(results, el("p", { class: "error-line", text: wrong(error) }));
   }
+}
+
+// What is wrong, at the field of the dialog that it is about.
+function wrong(error) {
+  const { key = "", reason, fix } = error.data ?? {};
+  const control = key?.startsWith("setup.") && byId(fitId(key.slice("setup.".length)));
+  if (!control) return error.message;
+  control.setAttribute("aria-invalid", "true");
+  control.focus();
+  return `${control.labels[0].textContent}: ${reason}. ${fixOf({ fix })}`;
 }
 
 function fitting(advice) {
@@ -199,7 +217,7 @@ const nothing = (advice) => [
 
 function remedy(one) {
   if (!one.state) return el("p", { class: "hint", text: sentence(one.label) });
-  return el("p", { class: "row" }, el("button", { type: "button", class: "primary", text: one.label, onclick: () => {
+  return el("p", { class: "row" }, el("button", { type: "button", class: one.fits ? "primary" : null, text: one.label, onclick: () => {
     asked = structuredClone(one.state);
     fitFields();
     fit();
@@ -216,7 +234,7 @@ function candidates(every, said) {
     : [el("ul", { class: "list" }, candidate(members[0], sentence(reason), said))]);
 }
 
-const sentence = (reason) => `${reason[0].toUpperCase()}${reason.slice(1)}.`;
+const sentence = (reason) => `${capital(reason)}.`;
 
 const PLACES = { device: "GPU memory", host: "RAM", nvme: "NVMe" };
 
@@ -235,14 +253,14 @@ function candidate(one, why, said) {
   const checkpointing = `${one.gradient_checkpointing ? "with" : "without"} checkpointing`;
   const kind = one.activation_offload ? `${checkpointing} and activation offload` : checkpointing;
   return el("li", { class: "candidate", "data-fits": String(one.fits) },
-    el("div", {}, el("strong", { text: `${one.title}, ${kind}` }),
+    el("div", {}, el("strong", { text: capital(`${one.title}, ${kind}`) }),
       el("p", { class: "hint", text: needs }),
       missing.length ? el("p", { class: "hint over", text: `${missing.join(" and ")} missing` }) : null,
       why ? el("p", { class: "hint", text: why }) : null),
     seconds(one, said),
     one.fits ? el("button", { type: "button", text: "Use", "aria-label": `Use ${one.title}, ${kind}`, onclick: () => {
       byId("fit-dialog").close();
-      load(one.state, [], `Using ${one.title}.`, { label: one.title, further: true });
+      load(one.state, [], `Plan chosen: ${one.title}.`, { label: one.title, further: true });
     } }) : null);
 }
 

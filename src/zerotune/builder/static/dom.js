@@ -22,6 +22,8 @@ export const el = (tag, properties = {}, ...children) =>
 export const svg = (tag, properties = {}, ...children) =>
   make(document.createElementNS(SVG, tag), properties, children);
 
+export const capital = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}`;
+
 export const show = (node, visible) => node.classList.toggle("hidden", !visible);
 
 export function fill(node, ...children) {

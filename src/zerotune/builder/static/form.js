@@ -80,6 +80,8 @@ function set(control, value) {
   control.value = wanted;
 }
 
+export const hasFrames = (family) => JSON.parse(byId("clip-families").content.textContent).includes(family);
+
 function reveal() {
   const stage = read("config", `${DEVICE}stage`) ?? 0;
   const sentences = JSON.parse(byId("stage-sentences").content.textContent);
@@ -91,8 +93,7 @@ function reveal() {
     show(folder, used || read("config", `${section}.nvme_path`) !== undefined);
   }
   for (const input of all("[data-kind=path]")) look(input);
-  const clips = JSON.parse(byId("clip-families").content.textContent);
-  show(byId("setup-frames").closest(".field"), clips.includes(read("setup", "family")));
+  show(byId("setup-frames").closest(".field"), hasFrames(read("setup", "family")));
   const adapted = read("setup", "lora") !== undefined && read("setup", "lora") !== "";
   show(byId("setup-base-dtype").closest(".field"), adapted || Boolean(read("setup", "base_dtype")));
   show(byId("machine-sizes"), read("setup", "this_machine") !== true);

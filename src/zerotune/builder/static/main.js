@@ -1,7 +1,7 @@
 // Wiring: one state, one preview per change, the newest wins.
 
 import { get, post } from "./api.js";
-import { action, ask, byId, fill, el, status } from "./dom.js";
+import { action, ask, byId, capital, fill, el, status } from "./dom.js";
 import { bindAdvanced, refreshAdvanced } from "./advanced.js";
 import { bindDialogs } from "./dialogs.js";
 import * as draft from "./draft.js";
@@ -98,7 +98,7 @@ async function machine() {
   try {
     const found = await get("/machine");
     const devices = found.devices.length ? found.devices.join("; ") : `no GPU (${found.accelerator})`;
-    facts.textContent = `${devices}; ${found.ram} of RAM. ${found.deepspeed}`;
+    facts.textContent = `${capital(devices)}; ${found.ram} of RAM. ${capital(found.deepspeed)}.`.replace("..", ".");
   } catch (error) {
     fill(facts, el("span", { text: error.message }));
   }

@@ -1,6 +1,6 @@
 // Each message beside the field it is about, with what mends it; a list of where, errors first.
 
-import { all, byId, el, fill, reach } from "./dom.js";
+import { all, byId, capital, el, fill, reach } from "./dom.js";
 import { changed, rename, write } from "./state.js";
 
 const WORD = { error: "Error", warning: "Warning", note: "Note" };
@@ -11,9 +11,12 @@ function box(message, link) {
     link,
     message.text,
     message.change ? el("code", { text: ` ${message.change}` }) : null,
-    message.fix ? el("span", { class: "fix", text: `Fix: ${message.fix}.`.replaceAll("..", ".").replace("?.", "?") }) : null,
+    message.fix ? el("span", { class: "fix", text: fixOf(message) }) : null,
     message.repairs?.length ? el("div", { class: "repairs" }, ...message.repairs.map((repair) => button(message, repair))) : null);
 }
+
+// What is planned for has fields, whose names people do not know by their path.
+export const fixOf = ({ fix }) => `Fix: ${fix}.`.replaceAll("..", ".").replace("?.", "?").replaceAll("setup.", "");
 
 const button = (message, repair) => el("button", { type: "button", class: "repair", text: repair.label,
   "aria-label": `${repair.label}, for ${message.key}`, onclick: () => mend(message, repair) });
@@ -41,7 +44,7 @@ function holderOf(key, holders) {
 const controlOf = (holder) =>
   holder.closest(".field")?.querySelector("input:not([type=radio]), select, input:checked, input");
 
-const ALIAS = { "fp16.enabled": "bf16.enabled", "setup.batch": "train_micro_batch_size_per_gpu",
+const ALIAS = { "fp16.enabled": "bf16.enabled",
   zero_allow_untested_optimizer: "optimizer.type", zero_force_ds_cpu_optimizer: "optimizer.type" };
 
 const holdersNow = () => new Map(all("[data-messages]").map((holder) => [holder.dataset.messages, holder]));
@@ -64,8 +67,8 @@ export function renderMessages(messages) {
 
 // Errors and warnings are seen at once; notes are there for who asks.
 function place(holder, message, key) {
-  if (message.severity !== "note") return holder.prepend(box(message, key));
   let notes = holder.querySelector("details.notes");
+  if (message.severity !== "note") return holder.insertBefore(box(message, key), notes);
   if (!notes) {
     notes = el("details", { class: "notes" }, el("summary"));
     holder.append(notes);
@@ -76,9 +79,9 @@ function place(holder, message, key) {
     el("span", { class: "unseen", text: ` on ${nameOf(holder)}` }));
 }
 
-// Whether a field is the very one, and not the nearest section above it.
-function isOf(holder, message) {
-  const [shown, key] = [holder.dataset.messages, ALIAS[message.key] ?? message.key];
+// Whether a field is the very one, and neither the nearest section above it nor one that stands for it.
+function isOf(holder, { key }) {
+  const shown = holder.dataset.messages;
   return shown === key || [".device", ".type"].some((end) => shown === key + end);
 }
 
@@ -126,8 +129,8 @@ function link(message, holder) {
 export function renderTitle(data) {
   const { kind, text } = data.verdict;
   byId("verdict").dataset.severity = SEVERITY[kind];
-  fill(byId("verdict"), `${text[0].toUpperCase()}${text.slice(1)}.`);
-  fill(byId("title"), data.title ?? "");
+  fill(byId("verdict"), `${capital(text)}.`);
+  fill(byId("title"), capital(data.title ?? ""));
   const { time } = data;
   fill(byId("time"), ...(time ? [el("b", { text: time.seconds }), ` per step, predicted; ${time.rates}.`] : []));
 }

@@ -28,7 +28,7 @@ _FINEST_SHARE: Final = 10**6
 
 
 class Mixture:
-    """A bucketed dataset that mixes several datasets with separate sizes, captions and masks.
+    """A bucketed dataset that mixes several datasets, each with its own sizes, captions and masks.
 
     ::
 
@@ -42,7 +42,7 @@ class Mixture:
     Args:
         sets: Datasets by name: ``PreparedImages``, ``PreparedClips``, or ``CachedImages`` of one
             family.
-        repeats: Number of uses of each image per epoch, by set; above 0, default 1.
+        repeats: Number of times each image is used per epoch, by set name; above 0, default 1.
         probabilities: Fraction of samples from each set, instead of ``repeats``; the fractions add
             up to 1. With probabilities, an epoch has as many samples as all sets together.
 
@@ -51,11 +51,11 @@ class Mixture:
         shares: Images and repeats of each set.
         companions: Kinds of companion files in any set. If one set has masks, images of the other
             sets get a mask of ones.
-        decisions: Decision with the weight of each set, and the decisions of all sets.
+        decisions: A decision that records the weight of each set, and the decisions of all sets.
 
     Raises:
-        DataError: There is no set, a set has no buckets, or the sets mix images with and without
-            references, pixels and caches, or images and clips.
+        DataError: There is no set, a set has no buckets, or the sets differ in kind: images or
+            clips, pixels or caches, with or without references.
         InvalidValueError: A repeat count or probability is invalid.
     """
 
@@ -93,7 +93,7 @@ class Mixture:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Decision with the weight of each set, and the decisions of all sets."""
+        """A decision that records the weight of each set, and the decisions of all sets."""
         theirs = (getattr(dataset, "decisions", ()) for dataset in self.sets.values())
         return (*self._own, *itertools.chain.from_iterable(theirs))
 
@@ -220,7 +220,7 @@ def _repeats(
             f"lack {', '.join(missing)}" if missing else "do not add up to 1",
             key="probabilities",
             value=dict(probabilities),
-            fix="write one fraction per set with a sum of 1, such as 0.8 and 0.2",
+            fix="write one fraction per set, such as 0.8 and 0.2; they must add up to 1",
         )
     everything = sum(map(len, sets.values()))
     return {name: part * everything / len(sets[name]) for name, part in parts.items()}

@@ -1,4 +1,4 @@
-"""Pairs of a preferred and a rejected image with one caption."""
+"""Pairs of a preferred and a rejected image that share a caption."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _OF_THE_IMAGE: Final = ("images", "latents")
 
 
 class PreferencePairs:
-    """A bucketed dataset of pairs: a preferred and a rejected image with one caption.
+    """A bucketed dataset of pairs: a preferred and a rejected image that share a caption.
 
     A sample contains the tensors of the preferred image, and ``rejected_images`` or
-    ``rejected_latents``. The rejected image gets the bucket and the flip of the preferred image.
+    ``rejected_latents``. The rejected image has the same bucket and flip as the preferred image.
     Captions and masks of rejected images are ignored. ``encode_dataset`` accepts and returns
     pairs::
 
@@ -36,8 +36,8 @@ class PreferencePairs:
 
     Args:
         preferred: Source of preferred images and captions, such as ``ImageFolder``.
-        rejected: Source of rejected images, which are named like the preferred images, with any
-            extension.
+        rejected: Source of rejected images, with the same names as the preferred images; the
+            extensions may differ.
         buckets: Target sizes of the images.
         minimum: Minimum number of pairs per bucket; see ``PreparedImages``.
         preparation: Settings for transparency, resizing and cropping.

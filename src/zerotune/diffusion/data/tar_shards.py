@@ -1,4 +1,4 @@
-"""Random access to WebDataset's tar shards, with reproducible order and resume."""
+"""Random access to WebDataset tar shards, with a reproducible and resumable order."""
 
 from __future__ import annotations
 
