@@ -152,9 +152,9 @@ BENCHMARK = Benchmark(
     cases=cases,
     ours=(OURS, TWO, FOREGROUND, BACKGROUND),
     goals=(
-        Goal("an update of `EMAShadow` takes at most 1.3 times a copy of the weights",
+        Goal("an update of `EMAShadow` takes at most 1.3 times as long as a copy of the weights",
              "update", OURS, "seconds", 1.3, COPY),
-        Goal("an update of `EMAShadow` is faster than diffusers' `EMAModel` with foreach",
+        Goal("an update of `EMAShadow` is faster than one of diffusers' `EMAModel` with `foreach`",
              "update", OURS, "seconds", 1.0, FOREACH),
         Goal("compared with timm's `ModelEmaV3`", "update", OURS, "seconds", None, TIMM),
         Goal(SLOWER, "training step", BACKGROUND, "seconds", 1.03, NONE),

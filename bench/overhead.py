@@ -84,7 +84,7 @@ def _difference(losses: Mapping[str, Sequence[float]]) -> float:
     )
 
 
-_TRAINER = "the Trainer's own work takes at most 1 % of the time of this small step"
+_TRAINER = "the Trainer's own work takes at most 1 % of the time of the benchmark's small step"
 
 BENCHMARK = Benchmark(
     name="overhead",
@@ -93,11 +93,11 @@ BENCHMARK = Benchmark(
     ours=(OURS,),
     goals=(
         *(
-            Goal(f"{case}: {what} of a hand-written loop", case, OURS, quantity, 1.01, BY_HAND)
+            Goal(f"{case}: {what} a hand-written loop", case, OURS, quantity, 1.01, BY_HAND)
             for case in PLANS
             for what, quantity in (
-                ("the time of a step is at most 1 % above that", "seconds"),
-                ("peak memory is at most 1 % above that", "host_bytes"),
+                ("a step takes at most 1 % longer than in", "seconds"),
+                ("peak memory is at most 1 % higher than in", "host_bytes"),
             )
         ),
         *(Goal(f"{case}: {_TRAINER}", case, OURS, "own_share", 0.01) for case in PLANS),

@@ -104,9 +104,9 @@ def table(records: Mapping[str, Any]) -> str:
         "losses of ZeRO runs with those of the plain engine, in fp32. Each value is the largest "
         "relative difference over all runs and steps. Plain diffusers loaded each exported model "
         "and reproduced the engine's predictions bit for bit. The last two columns give the "
-        "smallest GPU, by estimated memory, for which `advise` finds a plan for the row's "
-        "published model, in bf16 at batch size 1. Plans for image models assume 1024 x 1024 "
-        "pixels; plans for video models assume the clip size in "
+        "smallest GPU on which the row's published model should fit in bf16 at batch size 1, "
+        "according to `advise`. Plans for image models assume 1024 x 1024 pixels; plans for "
+        "video models assume the clip size in "
         f"[what fits](fits.md). Plans for adapters assume rank {RANK} and 64 GiB of host memory; "
         "plans for all weights assume 128 GiB of host memory and 2 TB of NVMe."
     )

@@ -35,7 +35,7 @@ GAINS = (
      "a training step with an EMA, ZeRO-3"),
     ("step", "ZeRO-2 with EMA", "zerotune", "seconds", "hand-written DeepSpeed",
      "a training step with an EMA, ZeRO-2"),
-    ("step", "step alone", "one pass, one EMA", "seconds", "DeepSpeed's chain, one EMA",
+    ("step", "step alone", "one pass, one EMA", "seconds", "DeepSpeed's separate passes, one EMA",
      "Adam and the EMA in host memory, one pass"),
     ("checkpoint", "ZeRO-2, optimizer in RAM", "zerotune Trainer", "resume_seconds",
      "hand-written DeepSpeed", "a resume, ZeRO-2"),
@@ -70,14 +70,14 @@ speed changes from round to round, this ratio differs from the quotient of the t
 table, and may even be on the other side of 1; the ratio is the fairer figure. The interval in
 brackets is a 95 % confidence interval of the median ratio; it is based on order statistics, so it
 holds for any distribution. With five rounds, the interval reaches from the lowest to the highest
-ratio, and its confidence is 94 %. A figure without an interval was measured once. A goal is met or
-missed if the whole interval is on one side of the goal. If the interval contains the goal, the
-table says on which side of the goal the median is, and that the difference is within the noise. The
+ratio, and its confidence is 94 %. A figure without an interval was measured once. A goal counts as
+met or missed if the whole interval is on one side of it. If the interval contains the goal, the
+table says on which side of it the median is, and that the difference is within the noise. The
 JSON files contain medians, quartiles, settings and versions.
 
 Memory estimates are compared with two measurements. Memory *in use* is the size of the process's
 live blocks. The *peak of the process* also contains freed blocks that the C library keeps for
-later; on a CPU, they can raise the peak by a fifth. An estimate may be at most 3 % below the memory
+reuse; on a CPU, they can raise the peak by a fifth. An estimate may be at most 3 % below the memory
 in use, and at most 10 % above the peak of the process. An estimate is **not** an upper bound on the
 peak of the process."""
 
@@ -93,7 +93,7 @@ PUBLISHED = (
 # 2.567 billion parameters, 25.4 TFLOP per sample.
 SDXL_PARAMETERS, SDXL_FLOPS = 2.567e9, 8 * 25.4e12
 LEAST = (
-    ("arithmetic", f"{SDXL_FLOPS / 1e12:.0f} TFLOP"),
+    ("computation", f"{SDXL_FLOPS / 1e12:.0f} TFLOP"),
     (
         "bus, ZeRO-2 with the optimizer in RAM: fp32 gradients to RAM, bf16 weights to the device",
         f"{6 * SDXL_PARAMETERS / 1e9:.1f} GB",
@@ -113,13 +113,13 @@ REASONS: Mapping[tuple[str, str], str] = {
         "zerotune's save also reads every byte back and hashes it"
     ),
     ("checkpoint", "ZeRO-3: a save"): "zerotune's save also reads every byte back and hashes it",
-    ("stream", "host pass 0.9 times"): (
-        "on these cores, the simulated arithmetic alone takes 1.04 times its ideal time, and the "
-        "optimizer passes of the last units run after the arithmetic, in parallel with nothing"
+    ("stream", "optimizer pass 0.9 times"): (
+        "on these cores, the simulated computation alone takes 1.04 times its ideal time, and "
+        "the optimizer passes of the last units run after it, in parallel with nothing"
     ),
-    ("stream", "host pass twice"): "the lower bound is 0.58 of the time without overlap",
+    ("stream", "optimizer pass twice"): "the lower bound is 0.58 times the time without overlap",
     ("stream", "transfers 1.5 times"): (
-        "the lower bound is 0.85 of the time with a hidden optimizer step"
+        "the lower bound is 0.85 times the time with a hidden optimizer step"
     ),
 }
 """Reasons for missed goals, by benchmark and the beginning of the goal's text."""
@@ -137,14 +137,14 @@ reference ran alternately. The brackets contain a 95 % confidence interval
 ONE_PASS = """\
 zerotune runs Adam, unscaling, clipping and every EMA in one pass over host memory; DeepSpeed and a
 separate EMA need several passes. On a GPU, zerotune uses the single pass unless a check (at the
-first start, or by `zerotune doctor --prove`) has found different results
+first start, or by `zerotune doctor --prove`) has found that its results differ
 ([proven on this machine](diagnostics.md#proven-on-this-machine))."""
 
 NOT_ON_A_GPU = """\
 No figure on this page was measured on a GPU. The costs of offload over a bus, the overlap with
 computation on a device, and the device's memory are predictions ([memory](memory.md)). On a GPU
-with at least 24 GiB, `python -m bench.gpu` measures the costs of offload. `bench.gpu` trains SDXL's
-full U-Net alternately with zerotune and with the configuration of the published figures, which come
+with at least 24 GiB, `python -m bench.gpu` measures the costs of offload. It trains SDXL's full
+U-Net alternately with zerotune and with the configuration behind the published figures, which come
 from an RTX 4090 with 24 GB:"""
 
 REPEAT = """\
@@ -395,8 +395,8 @@ def _memory(result: Mapping[str, Any]) -> Iterator[str]:
         rows.append("| " + " | ".join(cells) + " |")
     yield "\n".join(rows)
     yield (
-        "On a CPU, the C library keeps freed blocks of up to 32 MiB for later. The peak of the "
-        "process includes these freed blocks, so leave some additional memory free for them."
+        "On a CPU, the C library keeps freed blocks of up to 32 MiB for reuse. The peak of the "
+        "process includes these blocks, so leave some additional memory free for them."
     )
 
 
@@ -407,9 +407,9 @@ def _details(results: Mapping[str, Any]) -> Iterator[str]:
             f"{package} {number}" for package, number in result["versions"].items()
         )
         yield (
-            f"The benchmark `{name}` measures {result['title']}. The benchmark ran on "
-            f"{machine(result)}. The installed versions were {packages}. To repeat the benchmark, "
-            f"run `{result['command']}`."
+            f"The benchmark `{name}` measures {result['title']}. It ran on "
+            f"{machine(result)}. The installed versions were {packages}. To repeat it, run "
+            f"`{result['command']}`."
         )
         yield f"![{result['title']}](results/{name}.png)"
         for case in result["cases"]:

@@ -12,8 +12,8 @@ TARGET = Path(__file__).with_name("rules.md")
 HEAD = """\
 # Rules
 
-`plan.check()` applies the rules on this page to a plan. `plan.resolve()` applies the same rules
-before it fills in any value. A finding is an error, a warning or a note. An *error* stops
+`plan.check()` applies the rules on this page to a plan. `plan.resolve()` applies them before
+it fills in any value. A finding is an error, a warning or a note. An *error* stops
 `resolve()`, a *warning* becomes a recorded decision, and only `check()` reports a *note*. Every
 finding names the key, the value, the reason and the fix:
 
@@ -65,16 +65,28 @@ LAXER = {
     r"vocabulary_size|zero_optimization\.zenflow\..*_interval": (
         "zerotune accepts a number written as text"
     ),
-    r"zero_optimization\.compute_grad_norm": "zerotune accepts 0 as false; a rule checks false",
+    r"zero_optimization\.compute_grad_norm": (
+        "zerotune reads 0 as false, which the rule `gradient-norm` then checks"
+    ),
     r"zero_optimization\.offload_optimizer\.ratio": "at stage 0 `resolve()` omits the section",
 }
 """Regular expressions of keys that only ``DeepSpeedConfig`` refuses, with the reason."""
 
+VALUES = {
+    "`asked` processes": "as many processes as the file requests",
+    "`world_size`": "the world size",
+    "`run_steps`": "the number of optimizer steps in the run",
+    "`half_the_run`": "half the number of optimizer steps in the run",
+    "at least `need`": "at least the number that the pool needs",
+    "`number`": "the number without quotes",
+}
+"""Placeholders in fixes, and what they stand for."""
+
 AGREEMENT = """\
 ## Differences from DeepSpeed's own checks
 
-A test passes every key, with values of every kind, to zerotune and to DeepSpeed's own
-`DeepSpeedConfig`. The test also passes combinations of stages, offload, precision and reduction.
+A test passes every key, with values of every type, to zerotune and to DeepSpeed's own
+`DeepSpeedConfig`. It also passes combinations of stages, offload, precision and reduction.
 The table lists the configurations that only zerotune or only DeepSpeed refuses:
 
 | difference | keys | reason |
@@ -103,7 +115,10 @@ def page() -> str:
 
 
 def _row(rule: Rule) -> str:
-    return f"| `{rule.id}` | {_cell(rule.summary)} | {_cell(rule.advice)} |"
+    advice = _cell(rule.advice)
+    for placeholder, meaning in VALUES.items():
+        advice = advice.replace(placeholder, meaning)
+    return f"| `{rule.id}` | {_cell(rule.summary)} | {advice} |"
 
 
 def _paths(keys: str) -> list[str]:

@@ -173,7 +173,7 @@ def test_without_locks_the_record_alone_is_asked(tmp_path, monkeypatch, holder):
 
     monkeypatch.setattr(mechanism, "try_lock", none)
     with RootHold(tmp_path / "new") as hold:
-        assert "no file locks" in hold.decisions[0].reason
+        assert "does not support file locks" in hold.decisions[0].reason
     first = holder(tmp_path)
     with pytest.raises(CheckpointError, match=rf"process {first.pid} on .* is still running"):
         RootHold(tmp_path)

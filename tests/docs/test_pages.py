@@ -191,7 +191,7 @@ def test_the_catch_that_is_shown_is_what_the_command_says(page, tmp_path, monkey
 @pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=lambda page: page.name)
 def test_the_gain_that_is_told_is_what_was_measured(page):
     measured = (DOCS / "performance.md").read_text()
-    row = r"^\| a training step with an EMA, ZeRO-{} \| DeepSpeed by hand \| ([\d.]+) "
+    row = r"^\| a training step with an EMA, ZeRO-{} \| hand-written DeepSpeed \| ([\d.]+) "
     two, three = (
         float(re.search(row.format(stage), measured, re.MULTILINE)[1]) for stage in (2, 3)
     )

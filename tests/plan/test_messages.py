@@ -86,7 +86,7 @@ def test_an_argument_too_many_never_gets_an_empty_fix(name):
     resolved = plan.resolve(platform=Platform.synthetic("cuda"))
     text = message(lambda: OptimizerResolver().settled(resolved))
     assert text.endswith(
-        "Fix: remove it: it accepts no arguments." if name == "constant" else "_type."
+        "Fix: remove it: constant accepts no arguments." if name == "constant" else "_type."
     )
 
 

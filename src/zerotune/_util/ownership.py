@@ -231,8 +231,8 @@ class OwnerRecord:
         if not self.owner.visible():
             seen = f" (which the owner saw as {self.filesystem})" if self.filesystem else ""
             return (
-                f"the lock was taken on host {self.owner.host} (in a different container, or "
-                f"before a restart), and a free lock on {kind or 'this file system'}{seen} does "
+                f"the owner took the lock on host {self.owner.host} (in a different container, or "
+                f"before a restart), and on {kind or 'this file system'}{seen} a free lock does "
                 "not prove that the owner has ended"
             )
         return None

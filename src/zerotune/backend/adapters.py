@@ -1,9 +1,9 @@
 """Adapter tensors of a model: their names in the model and in files, and their initial values.
 
 Adapters follow peft: a layer ``X`` becomes ``X.base_layer``, with factors ``X.lora_A.<adapter>``,
-``X.lokr_w1.<adapter>`` and so on. This module only parses names and does not import peft. diffusers
-and peft use the model's layer names. ComfyUI and kohya use the layer names of the original release,
-where one layer may combine three projections. zerotune reads such files with diffusers'
+``X.lokr_w1.<adapter>`` and so on. This module parses these names without importing peft. diffusers
+and peft use the model's own layer names. ComfyUI and kohya use the layer names of the original
+release, where one layer may combine three projections. zerotune reads such files with diffusers'
 ``lora_state_dict``, and checks each LoRA export with it before writing the file.
 """
 
@@ -170,7 +170,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 def adapter_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield name and module of each layer that an adapter wraps."""
+    """Yield the name and the module of each layer that an adapter wraps."""
     for name, module in model.named_modules():
         if hasattr(module, BASE) and hasattr(module, "adapter_layer_names"):
             yield name, module
@@ -185,7 +185,7 @@ PEFT_FILE: Final = "adapter_model.safetensors"
 PEFT_CONFIG: Final = "adapter_config.json"
 """Name of the configuration file that peft expects in an adapter folder."""
 SETTINGS: Final = "lora_adapter_metadata"
-"""Header key under which diffusers stores rank, alpha and further settings."""
+"""Header key under which diffusers stores the rank, alpha and other settings."""
 
 _COMFYUI: Final = "diffusion_model."
 _KOHYA: Final = "lora_unet_"
@@ -288,10 +288,11 @@ class Published:
     """File formats that the pipeline reads."""
     layers: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
     """Maps each original name to diffusers' names, with ``#`` for a block's number. If a name maps
-    to several diffusers layers, these are concatenated along the output dimension. Empty if
-    diffusers uses the original names."""
+    to several diffusers layers, the original layer concatenates their outputs. Empty if diffusers
+    uses the original names."""
     reader: Layout | None = attrs.field(default=None, kw_only=True)
-    """Format to convert files to before diffusers reads them; ``None``: no conversion needed."""
+    """Format to which files are converted before diffusers reads them; ``None`` for no
+    conversion."""
 
     def theirs(self, layer: str) -> tuple[str, tuple[str, ...]]:
         """Return the name of the original layer, and all diffusers layers that it combines.
@@ -355,7 +356,7 @@ class Published:
 
 
 def numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
-    """Replace the first number in a dotted name by ``#``; return the pattern and the number.
+    """Replace the first number in a dotted name with ``#``; return the pattern and the number.
 
     Args:
         layer: Name of a layer.
@@ -369,7 +370,7 @@ def numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
 
 
 def with_number(pattern: str, number: str | None) -> str:
-    """Replace ``#`` in a pattern by a number."""
+    """Replace ``#`` in a pattern with a number."""
     return pattern if number is None else pattern.replace("#", number, 1)
 
 
@@ -547,14 +548,15 @@ def write_lora(
     """Return the tensors of a LoRA file in ComfyUI's or kohya's format.
 
     kohya's format stores the factors unchanged, with an ``alpha`` in fp32. ComfyUI's format has no
-    scale, so the scale is multiplied into the second factor before the cast to ``dtype``.
+    field for the scale, so the scale is multiplied into the second factor before the cast to
+    ``dtype``.
 
     Args:
         layers: Trained factors in fp32, by the layer's name.
         model: The model that contains the layers.
         form: Format, ``"comfyui"`` or ``"kohya"``.
         component: Name of the model in its pipeline, such as ``"transformer"``.
-        outputs: Function that returns a layer's number of outputs, given the layer's name. It is
+        outputs: Function that takes a layer's name and returns the layer's number of outputs. It is
             called for untrained layers that the format joins with trained ones.
         dtype: Dtype of the file's tensors.
     """
@@ -584,11 +586,11 @@ def write_lycoris(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a LoKr or LoHa file in ComfyUI's or LyCORIS' format.
 
-    LyCORIS scales a factorised product by ``alpha / rank``. A LoKr of two unfactorised matrices
-    has no scale, so the scale is multiplied into the first matrix.
+    LyCORIS scales a factorised product by ``alpha / rank``. The format cannot store the scale
+    of a LoKr of two unfactorised matrices, so the scale is multiplied into the first matrix.
 
     Args:
-        layers: Trained tensors in fp32, by layer name and by peft's factor name.
+        layers: Trained tensors in fp32, by layer name and then by peft's name of the factor.
         model: The model that contains the layers.
         form: Format, ``"comfyui"`` or ``"kohya"``.
         component: Name of the model in its pipeline, such as ``"transformer"``.
@@ -743,12 +745,14 @@ def read_others(
         state: The file's tensors, by their names in the file.
         model: The model that the LoRA is for.
         component: Name of the model in its pipeline, such as ``"transformer"``.
-        pipeline: A pipeline or its class; default: the known pipeline of the model's class.
+        pipeline: A pipeline or its class; default: the one that zerotune knows for the model's
+            class.
     """
     kind, known = type(model).__name__, _publication(model, component)
     if known is None and pipeline is None:
         raise CheckpointMismatchError(
-            f"the file does not use diffusers' names, and zerotune knows no other format of {kind}",
+            f"the file does not use diffusers' names, and {kind} has no other format that zerotune "
+            "knows",
             key="adapters",
             value=next(iter(state), None),
             fix="set pipeline= to a pipeline whose load_lora_weights reads the file",
@@ -844,11 +848,13 @@ def compare(
         exact = exact and same
     for name, extra in there.items():
         if bool(extra.up.any()) and bool(extra.down.any()):
-            raise _differs(name, f"{read.reader} finds this layer, which was not trained")
+            raise _differs(name, f"{read.reader} finds this layer, although it was not trained")
     return exact
 
 
 def _differs(layer: str, reason: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(
-        reason, key=layer, fix='export with layout="diffusers", which every tool can convert'
+        reason,
+        key=layer,
+        fix='export with layout="diffusers", which uses the layer names of diffusers',
     )

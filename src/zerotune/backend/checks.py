@@ -29,7 +29,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 
 
 def checked_dtype(dtype: str | torch.dtype, *, key: str = "dtype") -> torch.dtype:
-    """Convert zerotune's name of a dtype to the torch dtype; return a torch dtype unchanged.
+    """Convert zerotune's name for a dtype to the torch dtype; return a torch dtype unchanged.
 
     Args:
         dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a floating-point torch dtype.
@@ -71,7 +71,7 @@ def check_quantized(model: torch.nn.Module, plan: ResolvedPlan) -> None:
             "store weights in the plan's precision",
             key="zero_optimization.offload_param.device",
             value=f"nvme, and {key} is {storage}",
-            fix='write "cpu"; a quantized base needs little host memory',
+            fix='write "cpu"; a quantized base model needs little host memory',
         )
 
 
@@ -81,7 +81,7 @@ def is_torchao(parameter: torch.Tensor) -> bool:
 
 
 def check_model_dtype(model: torch.nn.Module, plan: ResolvedPlan) -> None:
-    """Raise an error if the plan trains in fp32, but bf16 or fp16 weights would not be cast.
+    """Raise an error if the plan trains in fp32 but would not cast bf16 or fp16 weights.
 
     DeepSpeed casts a model to bf16 or fp16 at every stage, but to fp32 only at stage 3. Below stage
     3, an fp32 plan leaves half-precision weights as they are, and their layers fail on fp32 inputs
@@ -150,8 +150,8 @@ def expected_groups(
 ) -> tuple[RunningGroup, ...]:
     """Return the parameter groups that the running engine must have.
 
-    These are the plan's groups, or with mup the groups of ``client``, because mup splits groups by
-    width when it creates its optimizer.
+    These are the plan's groups. With mup, they are the groups of ``client`` instead, because mup
+    splits groups by width when it creates its optimizer.
 
     Args:
         choice: The plan's optimizer.
@@ -214,7 +214,7 @@ class Checks:
         steps_taken: int = 0,
         groups: Sequence[RunningGroup] = (),
     ) -> None:
-        """Compare the class and every group's lr, betas, eps, weight decay and decay mode.
+        """Compare the class, the decay mode, and each group's lr, betas, eps and weight decay.
 
         Args:
             choice: The plan's optimizer.
@@ -314,7 +314,7 @@ class Checks:
 
 
 def check_alike(plan: ResolvedPlan, model: torch.nn.Module, group: ProcessGroup) -> None:
-    """Raise an error that lists the differences between the ranks' models or plans. Collective.
+    """Raise an error that lists any differences between the ranks' models or plans. Collective.
 
     Args:
         plan: The resolved plan.
@@ -343,7 +343,7 @@ def check_same_plan(plan: ResolvedPlan, group: ProcessGroup) -> None:
 
 
 def weight_decay_mode(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return ``"decoupled"``, ``"l2"``, or ``None`` if the optimizer's mode is unknown.
+    """Return an optimizer's decay mode, ``"decoupled"`` or ``"l2"``; ``None`` if it is unknown.
 
     Args:
         optimizer: The optimizer.

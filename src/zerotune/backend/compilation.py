@@ -1,4 +1,4 @@
-"""``torch.compile`` in a way that works with every ZeRO stage.
+"""Apply ``torch.compile`` in a way that works at every ZeRO stage.
 
 zerotune compiles a module's ``forward``, not its ``__call__``, so that hooks stay outside the
 graph; stage 3 gathers and releases weights in hooks. Below stage 3, the whole model can be one
@@ -44,8 +44,8 @@ class Compilation:
         default=None, converter=attrs.converters.optional(tuple)
     )
     """Classes of blocks to compile one by one, such as ``("BasicTransformerBlock",)``; ``()``
-    compiles the whole model. Default: the repeated blocks that diffusers declares for the model,
-    otherwise the whole model."""
+    compiles the whole model. Default: the repeated blocks that diffusers declares for the model; if
+    it declares none, the whole model."""
     backend: str = "inductor"
     mode: str | None = None
     dynamic: bool | None = None
@@ -124,7 +124,7 @@ class Compilation:
         elif self.backend == "inductor" and plan.platform.accelerator == "cpu":
             compiler = os.environ.get("CXX", "g++")
             if shutil.which(compiler) is None and shutil.which("clang++") is None:
-                reason = f"inductor needs a C++ compiler on a CPU, and {compiler} is missing"
+                reason = f"inductor needs a C++ compiler on a CPU, but {compiler} is missing"
                 fix = "install a C++ compiler (apt install g++)"
         elif self.backend == "inductor" and importlib.util.find_spec("triton") is None:
             reason = "inductor needs triton, which is not installed"

@@ -46,7 +46,7 @@ class ThreadFacts:
     threads: int
     """Number of torch's OpenMP threads."""
     defaults: frozenset[int]
-    """torch's possible defaults: this process's number of physical or logical cores."""
+    """Numbers of threads that torch may use by default, such as this process's number of cores."""
     environ: Mapping[str, str]
 
     @classmethod

@@ -62,7 +62,7 @@ class EngineState:
 def naming_the_lost(
     method: Callable[Concatenate[E, P], R],
 ) -> Callable[Concatenate[E, P], R]:
-    """Wrap an engine's method so that its error names any rank that is lost during the call.
+    """Wrap an engine's method so that its errors name any rank lost during the call.
 
     Args:
         method: The method.

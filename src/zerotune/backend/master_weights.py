@@ -51,7 +51,7 @@ class OptimizerStates:
 
         States are fp32, unless the optimizer stores fewer bits (``AdamWBF16States``). For a
         non-contiguous tensor, or one with one-byte states (``AdamW8BitStates``), the values are
-        copies; ``write_back`` writes them to the optimizer.
+        copies; ``write_back`` writes them back to the optimizer.
         """
         if self._coder is not None:
             if not self._copies:
@@ -103,8 +103,7 @@ class OptimizerStates:
     def described_on_nvme(self) -> bool:
         """Whether the other properties are correct while the tensors are on NVMe.
 
-        DeepSpeed empties all swapped tensors, so a step counter stored as a tensor looks like a
-        state.
+        Swapped tensors are empty, so a step counter stored as a tensor would look like a state.
         """
         counted = not isinstance(self._state.get("step"), torch.Tensor)
         return counted and self._state.keys() <= _OF_ADAM and len(self.tensors) in (0, 2)
@@ -285,10 +284,10 @@ class Fragment:
 
 @attrs.frozen(kw_only=True, eq=False)
 class EditableFragment(Fragment):
-    """A fragment that allows writing its weights and states in place, and creating states."""
+    """A fragment whose weights and states can be written, and missing states created."""
 
     def ensure_states(self, names: tuple[str, ...]) -> Mapping[str, torch.Tensor]:
-        """Return the states; if any state is missing, first create zeros for the whole flat tensor.
+        """Return the states; if any is missing, first create zeros for the whole flat tensor.
 
         Args:
             names: States that must exist.
@@ -524,9 +523,9 @@ class MasterWeights:
         self._layout.settle()
 
     def expect(self, followers: Sequence[Follower]) -> None:
-        """Announce the averages that a step beginning in the next backward pass must update.
+        """Announce which averages the next step must update if it begins in the backward pass.
 
-        The call has no effect if the step begins only after the backward pass.
+        The call has no effect on a step that begins later.
 
         Args:
             followers: The averages; pass the same ones to ``follow`` after the step.
@@ -539,8 +538,8 @@ class MasterWeights:
         Call ``settle`` before reading the averages.
 
         Args:
-            followers: The averages. An empty sequence announces that a later step may have
-                averages.
+            followers: The averages. An empty sequence announces that a later step may have averages
+                to update.
 
         Returns:
             Whether the step will update the averages; ``False`` if no step is pending.
@@ -551,11 +550,11 @@ class MasterWeights:
     def check_model(self, sample: int) -> None:
         """Compare a sample of the model's weights with the master weights. Not collective.
 
-        A difference means that code outside the engine has replaced or written the model's weights.
+        A difference means that code outside the engine has replaced or changed the model's weights.
         The optimizer does not notice such a change.
 
         Args:
-            sample: Seed of the sample of elements.
+            sample: Seed for choosing the sample.
         """
         self.settle()
         if self._layout.edited:
@@ -588,7 +587,7 @@ class MasterWeights:
                 worst = int((~alike).nonzero()[0])
                 raise EngineError(
                     "the model's weights differ from the optimizer's master weights: other code "
-                    "replaced or wrote them, and the next step would undo or ignore the change",
+                    "replaced or changed them, and the next step would undo or ignore this",
                     key=address.name,
                     value=f"{float(there[worst]):g}, master weight {float(here[worst]):g}",
                     fix="write weights through engine.master_weights.editing(), and restore "
@@ -693,9 +692,9 @@ class MasterWeights:
         Collective: every rank must exhaust the iterator.
 
         Args:
-            source: Function that returns the tensor to gather for a fragment, 1-D with
-                ``fragment.address.numel`` elements, such as a state or the same part of an EMA.
-                Default: ``fragment.value``.
+            source: Function that takes a fragment and returns the tensor to gather in its place,
+                such as a state or the same part of an EMA: 1-D, with ``fragment.address.numel``
+                elements. Default: ``fragment.value``.
 
         Yields:
             Name and full fp32 tensor in the parameter's shape, on the CPU.
@@ -839,8 +838,8 @@ class ResidentLayout(MasterLayout):
 
 
 UNDER_WAY: Final = "zerotune_step"
-"""Name of an attribute of ZeRO wrappers and optimizers whose step may still be pending after
-``step`` returns. Its value has the methods ``settle`` and ``follow``."""
+"""Name of the attribute that marks ZeRO wrappers and optimizers whose step may still be pending
+after ``step`` returns. Its value has the methods ``settle`` and ``follow``."""
 
 
 class SteppedLayout(MasterLayout):

@@ -33,7 +33,7 @@ def set_base_shapes(
     delta: Mapping[str, Any] | torch.nn.Module,
     rescale: bool = True,
 ) -> BaseShapes:
-    """Record on every parameter which dimensions are widths, and the base model's widths.
+    """Record on every parameter which dimensions are widths, and their sizes in the base model.
 
     Call ``set_base_shapes`` directly after building the model, before creating an engine. An output
     layer maps a width to a fixed size. The input of every output layer is divided by the width
@@ -92,7 +92,7 @@ def _of_other_width(model: Any, changes: Mapping[str, Any] | torch.nn.Module) ->
         return changes
     if not hasattr(model, "from_config") or not hasattr(model, "config"):
         raise EngineError(
-            "changes to a configuration need a diffusers model",
+            "configuration changes are possible only for a diffusers model",
             key="model",
             value=type(model).__name__,
             fix="pass modules as base and delta",
@@ -107,8 +107,8 @@ def _check_same(model: torch.nn.Module, narrow: torch.nn.Module, wider: torch.nn
     odd = (names[0] ^ names[1]) | (names[1] ^ names[2])
     if odd:
         raise EngineError(
-            "model, base and delta must have the same parameters, but one of the models lacks "
-            "this parameter",
+            "model, base and delta must have the same parameters, but one of them lacks this "
+            "parameter",
             key=sorted(odd)[0],
             fix="use the same number of blocks and layers in all three models",
         )

@@ -74,7 +74,7 @@ def summary(error: BaseException) -> str:
 
 
 def diagnose_build(output: str) -> Diagnosis | None:
-    """Find a failed build's root cause in the build's output; ``None`` if no known pattern matches.
+    """Find the root cause of a failed build in its output; ``None`` if no known pattern matches.
 
     Args:
         output: Message of torch's exception, with the output of ninja and the compiler.
@@ -148,7 +148,7 @@ _CAUSES: Final[tuple[tuple[str, str, str | Mapping[str, str] | None], ...]] = (
     ),
     (
         r"undefined symbol: (\S+)",
-        "the compiled library lacks the symbol {}: it was built for a different torch",
+        "the compiled library lacks the symbol {}: it was built for a different torch version",
         "delete the op's folder in the torch extensions directory, and build the op again",
     ),
     (
@@ -172,7 +172,7 @@ header also makes ninja report a failed command."""
 
 
 def build_folder(name: str) -> Path:
-    """Return torch's build folder of an extension, without creating the folder.
+    """Return the folder in which torch builds an extension, without creating it.
 
     Args:
         name: Name of the extension.
@@ -297,7 +297,7 @@ def missing_for_loading(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
             return Diagnosis(
                 cause=f"the {missing} of libaio is missing",
                 fix="install libaio-dev (Debian, Ubuntu), libaio-devel (Fedora, RHEL) or "
-                "libaio (Arch, conda); if installed elsewhere, set CPATH and LIBRARY_PATH",
+                "libaio (Arch, conda); if it is installed elsewhere, set CPATH and LIBRARY_PATH",
             )
     return _deepspeeds_refusal(builder)
 
@@ -383,7 +383,7 @@ def _builds_for_cuda(builder: Any) -> bool:
 
 
 def doubt(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
-    """If nvcc and torch have different CUDA versions, return why building an op may fail.
+    """Return a diagnosis if nvcc and torch have different major CUDA versions; a build may fail.
 
     Args:
         builder: DeepSpeed's builder of the op.
@@ -547,7 +547,7 @@ def _take_over(path: Path, descriptor: int, who: str) -> None:
     if os.path.samestat(os.fstat(descriptor), path.stat()):
         path.unlink()
         logger.warning(
-            "op %s: %s ended while compiling the op; its lock is removed",
+            "op %s: %s ended while compiling the op; its lock has been removed",
             path.parent.name,
             who,
         )
@@ -618,7 +618,7 @@ class OpStatus:
 
 @contextmanager
 def naming_the_cause(op: str) -> Iterator[None]:
-    """Turn an error of the compiler, linker or loader inside the block into a ``PlatformError``.
+    """Turn a compiler, linker or loader error inside the block into a ``PlatformError``.
 
     Args:
         op: Name of the op.
@@ -673,7 +673,7 @@ OP_NAMES: Final = tuple(op.name for op in _OPS)
 
 
 def op_report(*, toolchain: Toolchain | None = None) -> tuple[OpStatus, ...]:
-    """Report which of zerotune's ops are built or can be built, and why the others cannot.
+    """Report which of the ops that zerotune uses are built or can be built, and why others cannot.
 
     Nothing is compiled except a test program for libaio. The call imports deepspeed, which selects
     DeepSpeed's accelerator for the whole process.
@@ -733,9 +733,9 @@ def building() -> Iterator[None]:
 def same_ninja() -> AbstractContextManager[None]:
     """Put the ninja of this Python environment first on ``PATH`` inside the block.
 
-    Different ninja versions invalidate each other's build log. Suppose that one script is started
-    as ``.venv/bin/python``, and another in the activated environment. If the scripts found
-    different versions, every run would recompile the same op.
+    Different ninja versions invalidate each other's build log. A script started as
+    ``.venv/bin/python`` may find a different version from a script started in the activated
+    environment. Alternating between them would then recompile an op in every run.
     """
     folder = Path(sys.executable).parent
     own = shutil.which("ninja", path=str(folder))

@@ -603,5 +603,5 @@ def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
                 f"accelerate rejected the plan ({error})",
                 key="precision",
                 value=plan.precision,
-                fix="use the same precision for all plain engines of a process, or use DeepSpeed",
+                fix="use the same precision for all plain engines in a process, or use DeepSpeed",
             ) from error

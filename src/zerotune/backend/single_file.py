@@ -25,7 +25,7 @@ from zerotune.platform.detect import first_line
 Shapes = Mapping[str, tuple[int, ...]]
 
 SUFFIX: Final = ".safetensors"
-"""Suffix of a single file's name."""
+"""File name suffix of a single-file model."""
 INDEX: Final = "model_index.json"
 """Name of the file that every folder of a diffusers pipeline contains."""
 
@@ -188,7 +188,7 @@ class SingleFile:
 
     @property
     def published(self) -> str:
-        """Hub name of the pipeline that diffusers recognises by the file's keys.
+        """Hub name of the pipeline that diffusers infers from the file's keys.
 
         Raises:
             InvalidValueError: diffusers does not recognise the keys.
@@ -239,7 +239,7 @@ class SingleFile:
         ]
 
     def weights(self, places: Places, model: Shapes) -> dict[str, StoredWeight]:
-        """Return the positions of a model's weights in the file, for reading the weights later.
+        """Return the positions of a model's weights in the file, for reading them later.
 
         Args:
             places: Result of ``place_rows``.
@@ -282,7 +282,7 @@ class SingleFile:
         }
 
     def without(self, parts: Iterable[str]) -> dict[str, Any]:
-        """Return options of ``from_pretrained`` that load only some components.
+        """Return ``from_pretrained`` options that load only some components.
 
         Args:
             parts: Names of the components to load.
@@ -693,7 +693,7 @@ ORIGINALS: Final[Mapping[str, Mapping[str, Original]]] = {
     "QwenImageEditPlusPipeline": {"transformer": Original("", _by_layers({}))},
     "HiDreamImagePipeline": {"transformer": Original("", _by_layers({}))},
 }
-"""Components that a single file contains, and their names in it, by the pipeline's class.
+"""Components that a single file contains, with their names in the file, by pipeline class.
 
 Text encoders of SD3 and Flux are published as separate files. diffusers does not read CLIP's
 projection from SD3's file.

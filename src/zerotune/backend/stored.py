@@ -73,7 +73,7 @@ def read_at(descriptor: int, into: memoryview, offset: int) -> int:
 
 
 class OpensFiles(Closable):
-    """Base class that opens each file only once, and keeps the file open until ``close``."""
+    """Base class that opens each file only once, and keeps it open until ``close``."""
 
     def __init__(self, mode: int) -> None:
         self._mode = mode
@@ -295,7 +295,7 @@ def without_weights() -> Iterator[None]:
 
 
 def leave_in_file(parameter: torch.nn.Parameter, weight: StoredWeight) -> None:
-    """Record where a file contains the values of a parameter on the ``meta`` device.
+    """Record where in a file the values of a parameter on the ``meta`` device are stored.
 
     Args:
         parameter: The parameter.
@@ -305,18 +305,18 @@ def leave_in_file(parameter: torch.nn.Parameter, weight: StoredWeight) -> None:
 
 
 def stored_weight(parameter: torch.Tensor) -> StoredWeight | None:
-    """Return where a file contains a parameter's values; ``None`` if the values are loaded."""
+    """Return where in a file a parameter's values are stored; ``None`` if they are loaded."""
     weight: StoredWeight | None = getattr(parameter, _WAITING, None)
     return weight
 
 
 def waiting(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters of a module whose values are still in files."""
+    """Return a module's parameters whose values are still in files."""
     return [each for each in module.parameters() if stored_weight(each) is not None]
 
 
 def dtype_at_rest(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's values; if the values are not loaded, the file's dtype."""
+    """Return a parameter's dtype, or its dtype in the file if its values are not loaded."""
     weight = stored_weight(parameter)
     return parameter.dtype if weight is None else weight.tensor.dtype
 

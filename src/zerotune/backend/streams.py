@@ -62,7 +62,7 @@ class _Memory:
 
 
 class RecordedEvent:
-    """Replacement for a device event; records how the event is used."""
+    """Replacement for a device event; records how it is used."""
 
     def __init__(self, recorder: Recorder, **options: Any) -> None:
         self._recorder = recorder
@@ -96,7 +96,7 @@ class RecordedEvent:
 
 
 class RecordedStream:
-    """Replacement for a device stream; records how the stream is used."""
+    """Replacement for a device stream; records how it is used."""
 
     def __init__(self, recorder: Recorder, name: str, real: Any = None) -> None:
         self._recorder, self.name, self.real = recorder, name, real
@@ -134,8 +134,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replacement for a device's stream module; records every torch operation.
 
     Args:
-        otherwise: Without a GPU, the kind of memory assumed for tensors that are not declared with
-            ``lie``.
+        otherwise: Kind of memory assumed for tensors that are not declared with ``lie``; not used
+            on a GPU.
         simulated: Whether to simulate streams even if there is a GPU.
     """
 
@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return RecordedEvent(self, **options)
 
     def current_stream(self, _device: Any = None) -> RecordedStream:
-        """Return the stream on which work is queued now."""
+        """Return the stream on which work is currently queued."""
         return self._current[-1]
 
     @contextmanager

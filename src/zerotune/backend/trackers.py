@@ -152,7 +152,7 @@ def _make_tracker(
     known = {str(kind): maker for kind, maker in tracking.LOGGER_TYPE_TO_CLASS.items()}
     if name not in known:
         raise InvalidValueError(
-            "accelerate has no tracker of this name",
+            "accelerate has no tracker with this name",
             key="trackers",
             value=name,
             fix=f"use one of {', '.join(sorted(known))}",

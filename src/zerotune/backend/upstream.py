@@ -128,7 +128,7 @@ def unpartitioned() -> Iterator[None]:
 
 
 def check_whole(module: torch.nn.Module, *, name: str) -> None:
-    """Raise an error if a module is partitioned; its forward fails (``'weight' must be 2-D``).
+    """Raise an error if a module is partitioned; its forward would fail (``'weight' must be 2-D``).
 
     Args:
         module: The module.

@@ -66,11 +66,12 @@ def encode_dataset(
         family: Family whose frozen parts (VAE, text encoders) encode the dataset.
         folder: Folder for the caches.
         ranks: Processes that share the work, such as an engine's ``group``. By default, all
-            processes of the launcher share the work; no engine may exist yet in that case.
+            processes of the launcher share the work; in that case, call this function before you
+            create an engine.
         device: Device of the encoders; by default CUDA if available.
         batch_size: Number of images or texts per batch.
         progress: Whether to show a progress bar on rank 0.
-        timeout_s: Seconds that a finished rank waits for the slowest rank. The death of a rank is
+        timeout_s: Seconds that a finished rank waits for the slowest rank. A rank that dies is
             detected immediately.
 
     Returns:

@@ -401,7 +401,7 @@ class _Configuration:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(facts_to_json(facts)).encode())
         except OSError as error:
-            _facts_log.info("the facts of %s are not cached: %s", facts.name, error)
+            _facts_log.info("the facts of %s could not be cached: %s", facts.name, error)
         return facts
 
     def count(

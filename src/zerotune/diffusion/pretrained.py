@@ -161,7 +161,7 @@ class Pretrained:
     """Result of ``load_pretrained``."""
 
     model: torch.nn.Module
-    """The model to train, in training mode, unpartitioned, on the host. With a plan, the weights
+    """The model to train: unpartitioned, on the host and in training mode. With a plan, the weights
     are not read yet; the engine reads them."""
     family: Family
     """Family that calls the model; contains the frozen parts if they were loaded."""
@@ -277,7 +277,7 @@ def load_pretrained(
         frozen_dtype: Dtype of the VAE, the text encoders, and the frozen model that a ControlNet
             controls.
         family: A custom family for an unsupported pipeline, or a name. A name selects a known
-            family of this pipeline (``"sdxl"``), a class (``"module:Class"``) or ``"controlnet"``.
+            family of the pipeline (``"sdxl"``), a class (``"module:Class"``) or ``"controlnet"``.
             ``"controlnet"`` trains a ControlNet, and freezes the pipeline's model.
         controlnet: Folder of an existing ControlNet, or the ControlNet itself; by default a new
             ControlNet is initialised from the pipeline's model.
@@ -704,7 +704,8 @@ class _StoredPipeline:
             key="scheduler",
             before=f"{stored}, flow_shift={shift:g}",
             after=f"{kind.__name__}, shift={shift:g}",
-            reason=f"{stored} only supports sampling; training draws noise levels with its shift",
+            reason=f"{stored} supports only sampling; training uses {kind.__name__} with the same "
+            "shift",
         )
         return kind.from_config(known | {"shift": float(shift)}), (decision,)
 
@@ -744,8 +745,8 @@ class _StoredPipeline:
             before, after, middle = after, before, len(own.alphas_cumprod) // 2
             share = float(own.alphas_cumprod[middle])
             reason = (
-                "DDPM with the same settings has a different noise schedule; training uses the "
-                f"folder's scheduler (alphas_cumprod[{middle}] is {share:.4g})"
+                "DDPM with the same settings has a different noise schedule, so training uses the "
+                f"folder's scheduler, whose alphas_cumprod[{middle}] is {share:.4g}"
             )
         decision = Decision(key="scheduler", before=before, after=after, reason=reason)
         return own if ddpm is None else ddpm, (decision,)

@@ -1,8 +1,8 @@
 """Decide whether an optimizer can run in a situation, and which class implements it.
 
 ``Situation`` contains everything that the answer depends on. ``implementation_of`` returns the
-class, its decay mode and who builds it. ``capability_of`` applies the rules; if they allow an
-optimizer that failed in a measurement (``data/capabilities.json``), the measurement takes
+class, the library that provides it and the decay mode. ``capability_of`` applies the rules; if they
+allow an optimizer that failed in a measurement (``data/capabilities.json``), the measurement takes
 precedence. ``check`` and ``reject_unknown`` validate arguments.
 """
 
@@ -61,8 +61,8 @@ class Situation:
     precision: str = "fp32"
     """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
     accelerator: str = "cpu"
-    """DeepSpeed's name for the accelerator (``"cuda"``, ``"cpu"``, ``"xpu"``, ``"mps"``), or the
-    platform's name with the plain engine."""
+    """DeepSpeed's name for the accelerator (``"cuda"``, ``"cpu"``, ``"xpu"``, ``"mps"``), or with
+    the plain engine the platform's name for it."""
     versions: Mapping[str, str] = attrs.field(factory=dict)
     """Installed versions by package."""
     allow_untested: bool | None = None
@@ -315,9 +315,9 @@ _OWN: Final[Mapping[str, str]] = {
     _8BIT_STATES: "no other library updates 8-bit moments in host memory unit by unit",
     _BF16_STATES: "DeepSpeed stores states in bf16 only if the master weights are bf16 too",
     "Lion": "without CPU offload, DeepSpeed has only a CUDA kernel for it",
-    "Lamb": "DeepSpeed has only a CUDA kernel for fp16, to which ZeRO passes flat partitions, "
-    "although the trust ratio needs whole parameters; zerotune's version sums the norms of "
-    "each parameter over its shards",
+    "Lamb": "DeepSpeed has only a CUDA kernel for fp16, and ZeRO passes it flat partitions, "
+    "although the trust ratio needs whole parameters; zerotune's version sums each "
+    "parameter's norms over its shards",
     "Muon": "DeepSpeed's own version chooses parameters by name, omits convolutions, and does "
     "not support stage 3 in its default configuration; zerotune's version joins sharded "
     "matrices and works the same at every stage",
@@ -381,7 +381,7 @@ class Cell:
     offload: str
     precision: str
     outcome: Status
-    """Result; also ``"cannot"`` if the optimizer ran but some weights did not change or the loss
+    """Result; ``"cannot"`` also if the optimizer ran but some weights did not change or the loss
     did not decrease."""
     reason: str = ""
     """Why the optimizer cannot run, as reported by the engine; empty if it can."""
@@ -480,15 +480,15 @@ class Capability:
     status: Status
     """``"works"``, ``"works with"`` (``reason`` states the change) or ``"cannot"``."""
     reason: str = ""
-    """The change, or the reason why it cannot run."""
+    """The change, or why the optimizer cannot run."""
     alternative: str | None = None
     """The closest optimizer that can run, if this one cannot."""
     config: Mapping[str, Any] = attrs.field(factory=dict)
     """Top-level configuration keys that the optimizer requires, with their values."""
     implementation: str | None = None
-    """Class that performs the update with default arguments; ``None`` if it cannot run."""
+    """Class that performs the update with default arguments; ``None`` for status ``"cannot"``."""
     verified: bool = False
-    """Whether a run on the real engine confirmed the result, which otherwise follows from rules."""
+    """Whether a run on the real engine confirmed the result; otherwise it follows from rules."""
 
     @property
     def runs(self) -> bool:
@@ -574,7 +574,7 @@ def read(parameter: Parameter, value: Any, *, section: str) -> Reading:
 
 
 def check(parameter: Parameter, value: Any, *, section: str) -> Any:
-    """Convert the value of an argument to the argument's type.
+    """Convert a value to the type of its argument, and check it.
 
     Args:
         parameter: The argument.
@@ -599,7 +599,7 @@ def reject_unknown(
         there_are = (
             f"use one of {', '.join(accepted)}"
             if accepted
-            else "remove it: it accepts no arguments"
+            else f"remove it: {owner} accepts no arguments"
         )
         log.refuse(
             UnknownKeyError(

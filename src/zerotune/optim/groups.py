@@ -97,11 +97,11 @@ class ParameterGroup:
     lr_scale: float | None = attrs.field(default=None)
     """Multiplier for the optimizer's learning rate, as an alternative to ``lr``."""
     until: int | None = attrs.field(default=None)
-    """Optimizer steps after which the group's learning rate is 0; a trainer then freezes the
+    """Number of optimizer steps after which the learning rate is 0; a trainer then freezes the
     group."""
     optional: bool = False
     """Whether the group may be empty because earlier rules match all its parameters; if ``False``,
-    that is an error. A pattern that matches no parameter at all is always an error."""
+    an empty group is an error. A pattern that matches no parameter at all is always an error."""
 
     @name.validator
     def _check_name(self, _attribute: Any, value: Any) -> None:
@@ -407,7 +407,7 @@ def _groups_decision(chosen: Sequence[GroupChoice]) -> Decision:
 
 
 AUXILIARY_LR: Final = 3e-4
-"""Upper limit of the default learning rate of Muon's auxiliary Adam."""
+"""Upper limit for the default learning rate of Muon's auxiliary Adam."""
 
 _POSITIONS: Final = ("@vectors", "@first", "@last")
 

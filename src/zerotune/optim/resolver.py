@@ -104,7 +104,7 @@ class OptimizerResolution:
     scheduler: SchedulerChoice | None
     """The learning-rate schedule; ``None`` for a constant learning rate."""
     states: tuple[str, ...]
-    """Names of the fp32 tensors the optimizer keeps per parameter."""
+    """Names of the fp32 tensors that the optimizer keeps for each parameter."""
     situation: Situation
     """The situation in which the optimizer runs."""
     decisions: tuple[Decision, ...]
@@ -161,7 +161,7 @@ class OptimizerResolver:
     table: CapabilityTable | None = None
     """Measured results; by default the table that ships with zerotune."""
     deepspeed_version: str | None = None
-    """DeepSpeed release for ``capability``, instead of the platform's."""
+    """DeepSpeed release that ``capability`` assumes; by default the platform's."""
 
     @on_unsupported.validator
     def _check_policy(self, _attribute: Any, value: str) -> None:
@@ -971,7 +971,7 @@ class ScheduleSettling:
         values["warmup_num_steps"] = 1
         reason = "DeepSpeed rejects 0; 1 is its minimum"
         if entry.name == "WarmupDecayLR":
-            reason += ", with which the first two updates run at warmup_min_lr"
+            reason += ", so the first two updates run at warmup_min_lr"
         severity: Severity = "note" if self.request.written is None else "warning"
         self.filled.decide(f"{SCHEDULER}.warmup_num_steps", 0, 1, reason, severity)
         floor = {"WarmupLR": "warmup_min_lr", "WarmupCosineLR": "warmup_min_ratio"}.get(entry.name)
@@ -1057,7 +1057,7 @@ def per_group_schedule(
 
 @attrs.frozen(kw_only=True)
 class Suggestion:
-    """A value for an unset argument, and the source of the value."""
+    """A value for an unset argument, and its source."""
 
     value: Any
     source: str
@@ -1068,7 +1068,7 @@ class Suggestion:
 
 @attrs.frozen(kw_only=True)
 class Sources:
-    """Possible sources of the arguments of one optimizer or schedule."""
+    """Possible sources of argument values for one optimizer or schedule."""
 
     owner: str
     """Canonical name of the optimizer or schedule, for reasons."""
@@ -1081,8 +1081,8 @@ class Sources:
     suggestions: Mapping[str, Suggestion]
     """Values that the run provides."""
     plain_defaults: bool = False
-    """Whether missing keys also get ``Parameter.default``, instead of the default of DeepSpeed's
-    class."""
+    """Whether a missing key gets ``Parameter.default``, like a key set to ``"auto"``, instead of
+    the default of DeepSpeed's class."""
 
     def fill(self, parameters: Collection[Parameter]) -> Filled:
         """Return checked values for the parameters; omit optional parameters without a value."""

@@ -140,9 +140,9 @@ class OptimizerEntry(Entry):
     """Tensors per parameter, each of the parameter's size; fp32 unless ``summary`` says otherwise.
     """
     conditional_states: Mapping[str, str] = attrs.field(factory=dict)
-    """Additional states by the argument that enables them if it is neither zero nor false."""
+    """Additional states, by the argument that enables them if it is true or nonzero."""
     fp32_per_weight: float | None = None
-    """Size of all states per weight, in fp32 numbers; ``None`` means one number for each state."""
+    """Size of all states per weight, counted in fp32 numbers; ``None`` means one for each state."""
     refusal: str | None = None
     """Why the optimizer cannot run anywhere; ``None`` for all others."""
     instead: str | None = None
@@ -158,16 +158,16 @@ class OptimizerEntry(Entry):
     extra: str | None = None
     """The zerotune extra that installs the package."""
     own_schedule: bool = False
-    """Whether it adapts its own learning rate; if so, the default is to use no schedule."""
+    """Whether it adapts its own learning rate; if so, no schedule is used by default."""
     renamed: Mapping[str, str] = attrs.field(factory=dict)
-    """AdamW's names for arguments that have different names here, for a fallback."""
+    """Maps this optimizer's argument names to AdamW's where they differ, for a fallback."""
     lr_scale: str | None = None
     """How its usual learning rate differs from AdamW's; ``None`` if it does not."""
     streams: bool = False
     """Whether it can update streamed weights unit by unit in host memory."""
 
     def states_for(self, params: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of the fp32 states of each parameter for the arguments ``params``."""
+        """Return the names of each parameter's fp32 states, given the arguments ``params``."""
         extra = tuple(state for key, state in self.conditional_states.items() if params.get(key))
         return self.states + extra
 
@@ -860,7 +860,7 @@ def normalise_optimizer_name(name: str) -> str:
         A key of ``OPTIMIZERS``.
 
     Raises:
-        OptimizerError: The name is unknown; the message suggests the closest.
+        OptimizerError: The name is unknown; the message suggests the closest name.
         InvalidValueError: ``name`` is not text.
     """
     return parse_optimizer_name(name).canonical
@@ -956,7 +956,7 @@ class GroupChoice:
     numel: int
     """Number of elements of these parameters."""
     until: int | None = None
-    """Optimizer steps after which the group is no longer trained."""
+    """Number of optimizer steps after which the group is no longer trained."""
 
 
 @attrs.frozen(kw_only=True)
@@ -979,8 +979,8 @@ class OptimizerChoice:
     package: str | None = None
     """Module of the class if ``source`` is ``"package"`` (``"prodigyopt"``)."""
     groups: tuple[GroupChoice, ...] = ()
-    """Parameter groups, in order, which together contain all trainable parameters; empty for one
-    group."""
+    """Parameter groups, in order, which together contain all trainable parameters; empty if there
+    is only one group."""
 
     @property
     def lr(self) -> float:

@@ -1,6 +1,6 @@
-"""Learning-rate schedules by name: DeepSpeed's five and diffusers' six, in optimizer steps.
+"""Learning-rate schedules by name: five from DeepSpeed and six from diffusers.
 
-Each is also available as a function of the step: ``schedule_curve`` returns the whole curve without
+Each is also a function of the optimizer step: ``schedule_curve`` returns the whole curve without
 training.
 """
 

@@ -363,8 +363,8 @@ SETTING_RULES: Final = (
         {f"{_OPTIMIZER}.ratio": is_below(1)},
         stages=(1, 2),
         summary="DeepSpeed supports an offload ratio below 1 only at stage 3.",
-        reason="DeepSpeed can offload a part of the optimizer only at stage 3; this is stage "
-        "{stage}",
+        reason="DeepSpeed can offload a part of the optimizer only at stage 3; the plan uses "
+        "stage {stage}",
         fix="set the ratio to 1.0, or zero_optimization.stage to 3",
     ),
     setting_rule(
@@ -477,7 +477,7 @@ SETTING_RULES: Final = (
         summary="A dynamic loss scale needs ``loss_scale_window`` and ``min_loss_scale`` above 0.",
         reason="DeepSpeed rejects the value 0 with a dynamic loss scale",
         fix="write 1",
-        remark="DeepSpeed ignores both keys if fp16 is off or ``loss_scale`` is fixed.",
+        remark="It ignores both keys if fp16 is off or ``loss_scale`` is fixed.",
     ),
     setting_rule(
         "scheduler-no-warmup",
@@ -501,7 +501,7 @@ SETTING_RULES: Final = (
         only_deepspeed=False,
         summary="``LRRangeTest`` searches for a learning rate and does not train a usable model.",
         reason="LRRangeTest raises the learning rate until training diverges, to find the largest "
-        "usable learning rate",
+        "usable one",
         fix='write "WarmupLR", "WarmupDecayLR" or "WarmupCosineLR" to train',
     ),
     setting_rule(
@@ -682,8 +682,8 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
     """Before torch 2.13, rounding of pinned memory wastes 16 GiB for SDXL at stage 2.
 
     torch rounds each pinned block up to a power of two. With torch 2.13, zerotune disables this
-    rounding. DeepSpeed 0.19.8 page-locks blocks at their exact size if locked memory is not
-    limited. The rule applies only if the model and the torch version are known.
+    rounding. DeepSpeed 0.19.8 page-locks blocks at their exact size if the process may lock
+    any amount of memory. The rule applies only if the model and the torch version are known.
     """
     plan, context, section = case.plan, case.context, offload_section(case.plan, "optimizer")
     here = context.platform
@@ -773,8 +773,7 @@ def clipping_unset(case: Case, this: Rule) -> Findings:
 def precision_conflict(case: Case, this: Rule) -> Findings:
     """At most one of bf16 and fp16 may be enabled, and the launcher's file must agree.
 
-    Disable one of the two precisions, and set the launcher's ``mixed_precision`` to the other
-    precision.
+    Disable one of the two precisions, and set the launcher's ``mixed_precision`` to the other.
     """
     plan = case.plan
     written = {name: written_at(plan, f"{name}.enabled") for name in ("bf16", "fp16")}
@@ -1327,10 +1326,10 @@ def zenflow(case: Case, this: Rule) -> Findings:
     fix=f'write 30000000, or "{AUTO}"',
 )
 def large_bucket(case: Case, this: Rule) -> Findings:
-    """A reduce bucket uses device memory, twice its size with ``overlap_comm`` below stage 3.
+    """A reduce bucket uses device memory; below stage 3, ``overlap_comm`` doubles the amount.
 
     DeepSpeed's default of 5e8 elements uses 0.93 GiB in 16 bits, and 1.86 GiB with ``overlap_comm``
-    at stages 1 and 2. With ``"auto"`` the bucket has the size of the largest tensor.
+    at stages 1 and 2. With ``"auto"`` the bucket is as large as the largest tensor.
     """
     plan, zero = case.plan, case.plan.zero_optimization
     size = integer(zero.reduce_bucket_size) if zero else None

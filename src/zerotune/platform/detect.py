@@ -53,7 +53,7 @@ def detect_platform(
     allow_mps: bool = False,
     log: bool = True,
 ) -> Platform:
-    """Detect this machine and whether DeepSpeed can run on it.
+    """Detect this machine's hardware and software, and whether DeepSpeed can run on it.
 
     DeepSpeed is disabled on macOS, ROCm and Windows, and unavailable if torch or the ``deepspeed``
     package is missing. ``Platform.deepspeed`` and ``Platform.decisions`` contain the reason and the
@@ -141,11 +141,11 @@ class Hardware:
 
 
 def choose_hardware(torch: TorchFacts, environ: Mapping[str, str]) -> Hardware:
-    """Choose the best available accelerator, or the accelerator that ``DS_ACCELERATOR`` names.
+    """Choose the best available accelerator, or the one that ``DS_ACCELERATOR`` names.
 
     DeepSpeed and the plain engine both read ``DS_ACCELERATOR``, so disabling DeepSpeed does not
     move a run to a different device. If the machine lacks the named accelerator, the best available
-    accelerator is chosen.
+    one is chosen.
 
     Args:
         torch: Facts from torch.

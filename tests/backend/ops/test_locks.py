@@ -113,7 +113,7 @@ def test_a_killed_build_of_plain_torch_blocks_nobody(
     with caplog.at_level(logging.WARNING, logger="zerotune"):
         next_one = LivingLock(str(lock))
         assert next_one.try_acquire()
-    assert "a process ended while compiling the op; its lock is removed" in caplog.text
+    assert "a process ended while compiling the op; its lock has been removed" in caplog.text
     next_one.release()
 
 

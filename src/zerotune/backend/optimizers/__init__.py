@@ -1,1 +1,1 @@
-"""Torch optimizers: zerotune's classes, and those that a plan names from torch or packages."""
+"""Torch optimizers: zerotune's own, and those from torch or other packages that a plan names."""

@@ -152,7 +152,7 @@ class ShardAware(TensorByTensor):
         return self._group.sum_(values.to(self._device)).to(values.device)
 
     def whole(self, flat: torch.Tensor, piece: Piece) -> torch.Tensor | None:
-        """Return a parameter's values from ``flat``; gather them from all ranks if it is split.
+        """Return a parameter's values from ``flat``; gather a split parameter from all ranks.
 
         Args:
             flat: A tensor laid out like the optimizer's tensor.
@@ -430,7 +430,7 @@ class AdamWBF16States(AdamWStates):
     """
 
     state_dtype: torch.dtype = torch.bfloat16
-    """Dtype of the moments; code that creates them before the first step uses it too."""
+    """Dtype of the moments; also used by code that creates them before the first step."""
 
     @cached_property
     def _noise(self) -> Noise:
@@ -649,7 +649,7 @@ class Codebook:
     def encode_again(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode like ``encode``, but keep numbers returned by ``decode`` bit for bit.
 
-        ``encode`` alone may change such numbers: if the number of largest magnitude in a block is
+        ``encode`` alone may change such numbers: if a block's largest number by magnitude is
         negative, its code represents a magnitude slightly below the block's scale.
 
         Args:

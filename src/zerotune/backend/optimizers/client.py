@@ -66,7 +66,7 @@ def parameter_groups(choice: OptimizerChoice, named: Named) -> list[Any]:
 
 
 def build_client_optimizer(choice: OptimizerChoice, named: Named) -> torch.optim.Optimizer:
-    """Build the plan's optimizer, where DeepSpeed does not build it itself.
+    """Build the plan's optimizer, which DeepSpeed does not build itself.
 
     Args:
         choice: The optimizer with its arguments and groups.
@@ -215,7 +215,7 @@ def curve(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveSchedule
 
 
 def own_scheduler(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveScheduler] | None:
-    """Return the scheduler factory for DeepSpeed; ``None`` if DeepSpeed has the schedule itself."""
+    """Return the scheduler factory for DeepSpeed; ``None`` if DeepSpeed's own class is used."""
     if plan.scheduler is None or plan.scheduler.source == "deepspeed":
         return None
     return curve(plan)
@@ -241,7 +241,7 @@ def continue_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
 
 
 def scheduler_class(plan: ResolvedPlan) -> str | None:
-    """Return the class name of the schedule under DeepSpeed; ``None`` without a schedule."""
+    """Return the name of the schedule's class under DeepSpeed; ``None`` without a schedule."""
     if plan.scheduler is None:
         return None
     return plan.scheduler.name if plan.scheduler.source == "deepspeed" else CurveScheduler.__name__

@@ -34,7 +34,7 @@ class Bucket:
 
 @attrs.frozen(kw_only=True)
 class ReferenceBucket(Bucket):
-    """Target size of images that have the same number of reference images."""
+    """Bucket of images that share a target size and a number of reference images."""
 
     references: int
 
@@ -50,7 +50,7 @@ class Placement:
     original: Size
     """Size of the upright image."""
     resized: Size
-    """Size after resizing: covers the bucket and equals its width or its height."""
+    """Size after resizing; it covers the bucket and matches its width or its height."""
 
     @property
     def scale(self) -> float:
@@ -62,7 +62,7 @@ class Placement:
 
     @property
     def excess(self) -> Size:
-        """Horizontal and vertical pixels to crop after resizing; at least one of them is 0."""
+        """Pixels to crop horizontally and vertically after resizing; at least one value is 0."""
         return self.resized[0] - self.bucket.width, self.resized[1] - self.bucket.height
 
 
@@ -92,9 +92,9 @@ class BucketAssignment:
 class AspectBuckets:
     """Aspect-ratio buckets of at most ``area`` pixels, with sides that are multiples of ``step``.
 
-    There is a bucket for each width with the largest height that fits, and for each height with the
-    largest width that fits. The largest square is also a bucket. Each image is assigned to the
-    bucket with the nearest aspect ratio; ties go to the larger bucket.
+    For each width, there is a bucket with the largest height that fits; for each height, there is
+    one with the largest width that fits. The largest square is also a bucket. Each image is
+    assigned to the bucket with the nearest aspect ratio; ties go to the larger bucket.
 
     Raises:
         InvalidValueError: A value is out of range, or no size fits.
@@ -103,7 +103,8 @@ class AspectBuckets:
     area: int = attrs.field(default=1024 * 1024, validator=validated(positive, fix="raise it"))
     """Maximum number of pixels per image."""
     step: int = attrs.field(default=64, validator=validated(positive, fix="raise it"))
-    """Divisor of width and height, such as the combined downsampling factor of VAE and U-Net."""
+    """Number by which width and height are divisible, such as the combined downsampling factor of
+    VAE and U-Net."""
     max_aspect: float = attrs.field(default=2.0)
     """Maximum ratio of the longer to the shorter side; images with a larger ratio are cropped."""
 
@@ -166,7 +167,7 @@ class AspectBuckets:
 
         Args:
             size: Width and height of the upright image.
-            among: Candidate buckets; default all buckets.
+            among: Candidate buckets; by default all buckets.
 
         Raises:
             DataError: A side is below 1.

@@ -50,11 +50,11 @@ class CacheSettings:
     """Settings that determine an encoder's output; each combination has a separate cache."""
 
     kind: str
-    """``"latents"``, ``"text"``, …; part of the folder name."""
+    """Kind of cached tensors, such as ``"latents"``; part of the folder name."""
     model: str
     """Identity of the weights: a hub id with its revision, or ``hash_weights`` of a module."""
     dtype: str
-    """Dtype of the encoder's arithmetic, such as ``"bfloat16"``."""
+    """Dtype in which the encoder computes, such as ``"bfloat16"``."""
     settings: Mapping[str, Any] = attrs.field(factory=dict)
     """All other settings as JSON types: token length, scaling factor, clip skip, …"""
 
@@ -95,7 +95,7 @@ class CacheSettings:
 def hash_weights(module: torch.nn.Module) -> str:
     """Return a hash of a module's parameters and buffers: names, shapes, dtypes and values.
 
-    Hashing reads all weights; a hub id with a revision identifies a model faster.
+    Hashing reads all weights; it is faster to identify a model by its hub id and revision.
 
     Args:
         module: Model on any device.
@@ -520,8 +520,8 @@ class CachedImages:
 
     A sample contains the cached tensors and the same sizes and crops as in ``PreparedImages``.
     Without ``texts``, it also contains ``captions``. Order, flips and dropped captions are the same
-    as with ``PreparedImages``, so a run may switch from pixels to latents. Reading a sample does
-    not decode an image.
+    as with ``PreparedImages``, so a run may switch from pixels to latents. Samples are read without
+    decoding any image.
 
     Args:
         dataset: Dataset from which the caches were filled.

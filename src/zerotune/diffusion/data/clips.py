@@ -205,7 +205,7 @@ class FirstFrame:
         """
         size, count = clip.first()
         if count < 1:
-            raise ValueError("the file does not declare its length; use check=WholeClip()")
+            raise ValueError('the file does not declare its length; use check="whole"')
         return size, count
 
 
@@ -259,9 +259,9 @@ class ClipSource(Protocol):
 class ClipFolder:
     """All clips of a folder and its subfolders, sorted by name.
 
-    A clip is a video file, which requires PyAV (``zerotune[video]``), or a subfolder that contains
-    images and no videos. The images of a subfolder are frames in natural order: ``9.png`` comes
-    before ``10.png``.
+    A clip is either a video file or a subfolder that contains images and no videos. Video files
+    require PyAV (``zerotune[video]``). The images of a subfolder are frames in natural order:
+    ``9.png`` comes before ``10.png``.
 
     Args:
         root: The folder. Names that begin with a dot are ignored.
@@ -366,7 +366,7 @@ class ClipFolder:
             raise DataError(
                 why(error),
                 key=self._items[index].name,
-                fix="open the source with check=WholeClip(), which detects short clips early",
+                fix='open the source with check="whole", which detects short clips early',
             ) from error
 
     def content(self, index: int) -> str:
@@ -478,14 +478,14 @@ class ClipBuckets:
     the nearest aspect ratio. A clip that is longer than its bucket loses frames at both ends.
 
     Raises:
-        InvalidValueError: The VAE does not support a length, or ``fps`` is not above 0.
+        InvalidValueError: The VAE does not support one of the lengths, or ``fps`` is not above 0.
     """
 
     sizes: AspectBuckets
     """Widths and heights of the buckets, the same for every length."""
     compression: int = attrs.field(default=4, validator=validated(whole, fix="write 1"))
     """Number of frames per latent frame of the VAE (``family.parts.latents.frames``). The first
-    latent frame contains a single frame."""
+    latent frame encodes a single frame."""
     frames: tuple[int, ...] = attrs.field(default=(17, 33, 49, 81), converter=_rising)
     """Lengths in frames, each 1 more than a multiple of ``compression``; 1 is a still image."""
     fps: Fraction | None = attrs.field(

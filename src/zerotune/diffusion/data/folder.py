@@ -208,15 +208,14 @@ class ImageFolder(EncodedSource):
         masks: Suffix of mask names before the extension; ``None`` for no masks.
         references: Suffix of reference names before the extension. If one image has a reference,
             every image needs at least one.
-        reference_folder: Folder of references. Each reference has the name of its image and any
-            extension: ``conditions/cat.png`` for ``photos/cat.jpg``. With several folders, the
-            first folder contains the first reference of each image, and so on.
+        reference_folder: Folder of references. Each reference is named after its image, with any
+            extension, such as ``conditions/cat.png`` for ``photos/cat.jpg``. With several folders,
+            the first folder contains the first reference of each image, and so on.
         check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
             the size of each image.
         on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error. An
-            image listed in the metadata also counts as broken if its file does not exist. The same
-            holds for an image whose mask has a different aspect ratio or whose reference is
-            missing.
+            image also counts as broken if it is listed in the metadata but does not exist, if its
+            mask has a different aspect ratio, or if its reference is missing.
 
     Raises:
         DataError: There are no images, or a caption file is malformed.

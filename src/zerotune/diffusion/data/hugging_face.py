@@ -148,10 +148,10 @@ class DatasetImages(EncodedSource):
         dataset: A dataset with ``__len__`` and ``__getitem__``.
         image: Key, index or function that selects a sample's image.
         caption: Key, index or function that selects one or several captions of a sample.
-        on_broken: Policy for unreadable samples.
+        on_broken: ``"skip"``, the default, skips unreadable samples; ``"error"`` raises an error.
 
     Raises:
-        DataError: There are no images, or ``on_broken`` raises the error for a broken image.
+        DataError: There are no images, or an image is broken and ``on_broken`` is ``"error"``.
     """
 
     def __init__(

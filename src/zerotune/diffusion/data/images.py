@@ -122,7 +122,7 @@ class RefuseBroken:
 
 
 OnBroken = BrokenPolicy | Literal["skip", "error", "refuse"]
-"""Policy for broken images: an object or a name."""
+"""What happens to broken images: ``"skip"``, ``"error"`` or a policy object."""
 
 
 def named_policy(
@@ -150,7 +150,7 @@ def named_policy(
 
 
 def broken_policy(on_broken: OnBroken | None) -> BrokenPolicy:
-    """Look up the policy for broken images; default ``SkipBroken()``."""
+    """Look up the policy for broken images by name; ``None`` selects ``SkipBroken()``."""
     kinds = {"skip": SkipBroken, "error": RefuseBroken, "refuse": RefuseBroken}
     policy: BrokenPolicy = named_policy(on_broken, kinds, key="on_broken", method="broken")
     return policy
@@ -210,7 +210,7 @@ Check = ImageCheck | Literal["whole", "header"]
 
 
 def image_check(check: Check | None) -> ImageCheck:
-    """Look up the image check; default ``WholeImage()``."""
+    """Look up an image check by name; ``None`` selects ``WholeImage()``."""
     kinds = {"whole": WholeImage, "header": HeaderOnly}
     found: ImageCheck = named_policy(check, kinds, key="check", method="size")
     return found
@@ -286,14 +286,14 @@ def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) ->
 
 @contextmanager
 def reading(file: Path) -> Iterator[IO[bytes]]:
-    """Open a file of the dataset for reading."""
-    purpose = "this file of the dataset cannot be read"
+    """Open a dataset file for reading."""
+    purpose = "this dataset file cannot be read"
     with system_errors(DataError, file, purpose), reading_regular(file) as opened:
         yield opened
 
 
 def bytes_of(file: Path | bytes) -> bytes:
-    """Return the bytes of a file of the dataset."""
+    """Return the bytes of a dataset file."""
     if isinstance(file, bytes):
         return file
     with reading(file) as opened:

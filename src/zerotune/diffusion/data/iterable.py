@@ -53,7 +53,7 @@ class _Arrived:
 
 
 class StreamedImages:
-    """Endless single-bucket micro batches of samples that are read sequentially.
+    """Endless stream of micro batches, each from one bucket, over samples read sequentially.
 
     Images are buffered until their bucket can fill a micro batch, even across epochs. Every rank
     reads the whole stream but prepares only its share, so the order does not depend on the number
@@ -62,8 +62,8 @@ class StreamedImages:
 
     Args:
         samples: A restartable iterable that yields the same samples on all ranks, such as a
-            ``webdataset.WebDataset`` over all shards or a streaming Hugging Face dataset, whose
-            ``set_epoch`` is called.
+            ``webdataset.WebDataset`` over all shards or a streaming Hugging Face dataset. If it has
+            a ``set_epoch`` method, that method is called before each epoch.
         read: Function that takes a sample and returns its encoded image and its caption or list of
             captions.
         buckets: Target sizes of the images.
@@ -74,7 +74,7 @@ class StreamedImages:
         augmentation: Settings for flips and captions.
         check: ``"whole"``, the default, decodes every image on every rank. With ``"header"`` each
             rank decodes only its share, and a truncated image stops the run.
-        on_broken: Policy for unreadable images.
+        on_broken: ``"skip"``, the default, skips unreadable images; ``"error"`` raises an error.
 
     Attributes:
         broken: Images skipped since the start or the last resume.
@@ -124,7 +124,7 @@ class StreamedImages:
         return stack_samples([self._prepare(arrived) for arrived in step[self._rank]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions in the stream and of buffered images; equal on all ranks."""
+        """Return the stream position and the positions of buffered images; equal on all ranks."""
         waiting = [arrived.draw for of in self._waiting.values() for arrived in of]
         return {
             "epoch": self._epoch,

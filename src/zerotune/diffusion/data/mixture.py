@@ -36,7 +36,7 @@ class Mixture:
 
     In each epoch, every image of a set is used ``repeats`` times; an exhausted set restarts in a
     new order. With fractional ``repeats`` r, an image is used between ``floor(e * r)`` and
-    ``ceil(e * r)`` times in e epochs. Samples of different sets share a micro batch if their
+    ``ceil(e * r)`` times in e epochs. Samples from different sets can share a micro batch if their
     buckets have the same size. ``encode_dataset`` accepts and returns mixtures.
 
     Args:
@@ -49,9 +49,10 @@ class Mixture:
     Attributes:
         sets: The datasets by name.
         shares: Images and repeats of each set.
-        companions: Kinds of companion files in any set. If one set has masks, images of the other
-            sets get a mask of ones.
-        decisions: A decision that records the weight of each set, and the decisions of all sets.
+        companions: Kinds of companion files (masks, references) that at least one set has. If one
+            set has masks, images of the other sets get a mask of ones.
+        decisions: The decision that records the sets' weights, followed by the decisions of all
+            sets.
 
     Raises:
         DataError: There is no set, a set has no buckets, or the sets differ in kind: images or
@@ -81,7 +82,7 @@ class Mixture:
 
     @cached_property
     def assignment(self) -> BucketAssignment:
-        """Bucket of each image, over all sets."""
+        """Bucket of each image in all sets."""
         found = [dataset.assignment.placements for dataset in self.sets.values()]
         return BucketAssignment(placements=tuple(itertools.chain.from_iterable(found)))
 
@@ -93,7 +94,7 @@ class Mixture:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """A decision that records the weight of each set, and the decisions of all sets."""
+        """The decision that records the sets' weights, followed by the decisions of all sets."""
         theirs = (getattr(dataset, "decisions", ()) for dataset in self.sets.values())
         return (*self._own, *itertools.chain.from_iterable(theirs))
 
@@ -101,7 +102,7 @@ class Mixture:
         """Return a copy that reads the same images from other datasets, such as ``CachedImages``.
 
         Args:
-            sets: Dataset for each name in the attribute ``sets``.
+            sets: Replacement for each dataset in the attribute ``sets``, by name.
         """
         return Mixture(sets, repeats={share.name: share.repeats for share in self.shares})
 

@@ -14,7 +14,7 @@ import attrs
 import torch
 
 RUN: Final = 8
-"""Number of consecutive micro batches from one group, divisible among 2, 4 or 8 ranks."""
+"""Number of consecutive micro batches from one group; 2, 4 or 8 ranks can share them evenly."""
 _REMEMBERED: Final = 4
 
 
@@ -105,8 +105,8 @@ class BucketOrder:
 
     Each bucket has an endless sequence of images: one permutation per epoch, concatenated and cut
     into micro batches of equal size. The micro batches of an epoch are shuffled across buckets. The
-    last micro batch of a bucket in an epoch is filled with images of the next epoch, which then
-    skips these images. The sequence does not depend on the number of ranks.
+    last micro batch of a bucket in an epoch is filled up with images from the next epoch, which
+    then skips them. The sequence does not depend on the number of ranks.
 
     After e epochs, an image of a set with ``repeats`` r has been used at least ``floor(e * r)`` and
     at most ``ceil(e * r)`` times. With fractional ``repeats``, a permutation may continue in
@@ -145,7 +145,7 @@ class BucketOrder:
             epoch, offset = epoch + 1, 0
 
     def used(self, position: int) -> tuple[int, ...]:
-        """Return the number of images of each bucket that are used before a micro batch.
+        """Return how many images of each bucket are used before a micro batch.
 
         Args:
             position: Index of the micro batch.
@@ -160,7 +160,7 @@ class BucketOrder:
         )
 
     def used_of_shares(self, position: int) -> tuple[int, ...]:
-        """Return the number of images of each set that are used before a micro batch.
+        """Return how many images of each set are used before a micro batch.
 
         Args:
             position: Index of the micro batch.

@@ -202,7 +202,8 @@ class Augmentation:
     def words(self, captions: Sequence[str], draw: Draw) -> str:
         """Return the caption for one use of an image; empty if the caption is dropped.
 
-        Several captions are used in a random order, each once before any is repeated.
+        If an image has several captions, they are used in random order, each once before any is
+        repeated.
 
         Args:
             captions: All captions of the image.
@@ -264,10 +265,10 @@ class PreparedImages:
     """A bucketed dataset of images and captions.
 
     A sample contains ``images`` (3, h, w) in [-1, 1] and ``captions`` (text). It also contains
-    SDXL's micro-conditioning as tensors (2,), vertical before horizontal: ``original_sizes``
-    (upright image), ``crop_corners`` (in the resized image) and ``target_sizes`` (bucket). If the
-    source has masks or references, a sample also contains ``loss_masks`` or ``reference_images``;
-    see ``tensors``.
+    SDXL's micro-conditioning: ``original_sizes`` of the upright image, ``crop_corners`` in the
+    resized image, and ``target_sizes`` of the bucket. These are tensors (2,) with the vertical
+    value first. If the source has masks or references, a sample also contains ``loss_masks`` or
+    ``reference_images``; see ``tensors``.
 
     Args:
         source: Source of images, such as ``ImageFolder``.
@@ -376,10 +377,10 @@ class PreparedImages:
             flipped: Whether to mirror the images; if so, the corner refers to the mirrored image.
 
         Returns:
-            The tensors by name, and the corner. ``images`` is as in ``pixels``. If the source has
-            masks, ``loss_masks`` is (1, h, w) in [0, 1], all ones for an image without a mask. If
-            the source has references, ``reference_images`` is (3, h, w) in [-1, 1], or (r, 3, h, w)
-            if some images have several.
+            The tensors by name, and the corner. ``images`` is the image that ``pixels`` returns. If
+            the source has masks, ``loss_masks`` is (1, h, w) in [0, 1], all ones for an image
+            without a mask. If the source has references, ``reference_images`` is (3, h, w) in
+            [-1, 1], or (r, 3, h, w) if some images have several.
         """
         if not self.companions:
             pixels, corner = self.pixels(index, flipped=flipped)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Numbers = tuple[int, ...]
 """Size of an image or clip in the index: width, height and, for a clip, number of frames."""
 Stamp = list[list[int]]
-"""Modification time in nanoseconds and size in bytes of each file that belongs to a name."""
+"""Modification time in nanoseconds and size in bytes, for each file of an image or clip."""
 
 _INDEX_VERSION: Final = 1
 _BETWEEN_WRITES_S: Final = 60.0
@@ -56,8 +56,8 @@ class SizeIndex:
     decoded only once. If the cache folder is not writable, every process reads all sizes.
 
     Args:
-        parts: Values on which the sizes depend besides the files, such as the folder. Nothing is
-            cached if ``parts`` is empty or the ``repr`` of a part differs between processes.
+        parts: Further values on which the sizes depend, such as the folder. Nothing is cached if
+            ``parts`` is empty or the ``repr`` of a part differs between processes.
         count: Number of integers per entry: 2 for images, 3 for clips.
     """
 
@@ -75,7 +75,8 @@ class SizeIndex:
         """Load the index for a ``with`` block, and save new entries at the end of the block.
 
         Args:
-            stamps: Stamp of each name (``stamp_of``); ``None`` if the file must be read every time.
+            stamps: Result of ``stamp_of`` for each name; ``None`` if the file must be read every
+                time.
         """
         self._stamps, self._stored = stamps, self._read()
         if self._path is None or all(self._known(name) for name in stamps):
@@ -89,7 +90,7 @@ class SizeIndex:
                 self._write(self._path)
 
     def get(self, name: str, read: Callable[[], Numbers]) -> Numbers:
-        """Return the cached size of a name, or call ``read`` and cache the result.
+        """Return the cached size of an image or clip, or call ``read`` and cache the result.
 
         Args:
             name: Name among ``stamps``.
@@ -272,10 +273,10 @@ class WholeText:
 
 @attrs.frozen(kw_only=True)
 class TextLines:
-    """Read each line that is not blank as a caption."""
+    """Read each non-blank line as a caption."""
 
     def captions(self, text: str) -> Words:
-        """Return the lines that are not blank, without surrounding whitespace."""
+        """Return the non-blank lines, without surrounding whitespace."""
         return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
@@ -349,8 +350,8 @@ class EncodedSource:
     broken: tuple[BrokenImage, ...] = ()
     decisions: tuple[Decision, ...] = ()
     companions: frozenset[str] = frozenset()
-    """Kinds of companion files. If they include ``REFERENCE``, every image has that file; an image
-    may lack files of the other kinds."""
+    """Kinds of companion files. If ``REFERENCE`` is among them, every image has a first reference;
+    files of the other kinds may be missing."""
 
     _items: Sequence[ImageItem] = ()
 
@@ -498,10 +499,10 @@ def scan(
     missing: Iterable[BrokenImage] = (),
     errors: tuple[type[Exception], ...] = (),
 ) -> tuple[list[Item], tuple[BrokenImage, ...], tuple[Decision, ...]]:
-    """Check every image of a source, and separate the broken images.
+    """Check every image of a source and separate the broken ones.
 
     Args:
-        stamps: Names in order, each with the stamp of its files.
+        stamps: Names of the images or clips in order, each with the result of ``stamp_of``.
         look: Function that returns the size of a named image, or size and length of a named clip.
         item: Function that creates an item from a name and the result of ``look``.
         index: Cache of sizes that earlier runs have read.

@@ -69,8 +69,8 @@ class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         decisions: A warning if the images appear to be in [0, 1].
 
     Raises:
-        DataError: ``images`` is empty, differs in length from ``labels``, or is clearly not in
-            [-1, 1], such as integers up to 255.
+        DataError: ``images`` is empty, differs in length from ``labels``, or contains values
+            clearly outside [-1, 1], such as integers up to 255.
     """
 
     def __init__(self, *, images: torch.Tensor, labels: torch.Tensor | None = None) -> None:
@@ -167,8 +167,8 @@ def stack_samples(samples: list[Any]) -> Batch:
 def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Stack the tensors of several samples by name.
 
-    Tensors with the same name must have equal shapes, but tensors with a mask may differ in length.
-    Shorter tensors and their masks are padded with zeros, which ``row_of`` removes.
+    Tensors with the same name must have equal shapes, except that tensors with a mask may differ in
+    length. Shorter tensors and their masks are padded with zeros, which ``row_of`` removes.
     """
     batch = {}
     for name in rows[0] if rows else ():
@@ -269,7 +269,7 @@ class _OrderedStream(ABC):
 
 
 class DataStream(_OrderedStream):
-    """One rank's endless micro batches from a map-style dataset.
+    """Endless stream of one rank's micro batches from a map-style dataset.
 
     The sample order does not depend on the number of ranks. Two ranks with micro batches of 4
     process the same samples per step as one rank with micro batches of 8. The position counts the
@@ -397,7 +397,7 @@ def _too_few(length: int, taken: int) -> tuple[Decision, ...]:
         Decision(
             key="data",
             before=f"{length} samples",
-            after=f"{taken} in the micro batches of all ranks",
+            after=f"{taken} needed for one micro batch per rank",
             reason="some samples occur several times in one step; use more data or smaller "
             "micro batches",
             severity="warning",
@@ -428,7 +428,7 @@ class BucketedDataset(Protocol):
 
 
 class BucketStream(_OrderedStream):
-    """Endless micro batches of a bucketed dataset, each from a single bucket.
+    """Endless stream of micro batches from a bucketed dataset, each from a single bucket.
 
     Every rank gets a full micro batch at every step. The sequence of micro batches does not depend
     on the number of ranks. Rank r of w gets every w-th micro batch, starting with micro batch r. A
@@ -494,7 +494,7 @@ class BucketStream(_OrderedStream):
 
     @property
     def used(self) -> dict[str, int]:
-        """Number of images of each set used so far, over all ranks; empty without a mixture."""
+        """Number of images that all ranks have used from each set; empty without a mixture."""
         shares = self._order.shares
         if not shares:
             return {}
@@ -826,6 +826,6 @@ def _join_prior(name: str, instance: Any, prior: Any) -> Any:
             f"samples of instances and priors have different shapes: {shapes[0]} and {shapes[1]}",
             key=f"batch[{name!r}]",
             value=(type(instance).__name__, type(prior).__name__),
-            fix="resize instances and priors to one size, for example with a single bucket",
+            fix="resize instances and priors to the same size, for example with a single bucket",
         )
     return torch.cat([instance, prior])

@@ -180,8 +180,8 @@ class StableDiffusion3(PipelineFamily):
 class Flux(PipelineFamily):
     """Flux.1, with CLIP and T5 as text encoders.
 
-    The model of Flux.1 dev receives the guidance scale as an input, which is 1 in training, as in
-    diffusers. Texts have 512 tokens by default; Flux.1 schnell supports at most 256.
+    Flux.1 dev receives the guidance scale as an input; in training the scale is 1, as in diffusers.
+    Texts have 512 tokens by default; Flux.1 schnell supports at most 256.
     """
 
     pipeline: ClassVar[str] = "FluxPipeline"
@@ -410,7 +410,7 @@ class Wan(PipelineFamily):
 
 
 class WanLowNoise(Wan):
-    """Low-noise expert of Wan 2.2 for text to video, selected with ``family=WanLowNoise``."""
+    """Low-noise text-to-video expert of Wan 2.2, selected with ``family=WanLowNoise``."""
 
     component: ClassVar[str] = "transformer_2"
     other: ClassVar[str] = "transformer"
@@ -438,7 +438,7 @@ class Lumina2(PipelineFamily):
 
 
 class LTXVideo(PipelineFamily):
-    """LTX-Video, whose VAE compresses sides 32-fold and time 8-fold; latent pixels are tokens."""
+    """LTX-Video, whose VAE compresses sides 32-fold and time 8-fold; a latent pixel is a token."""
 
     pipeline: ClassVar[str] = "LTXPipeline"
     model: ClassVar[str] = "LTXVideoTransformer3DModel"
@@ -466,7 +466,7 @@ class HunyuanVideo(PipelineFamily):
 
 
 class Chroma(PipelineFamily):
-    """Chroma, a Flux variant with T5 as its only text encoder and without guidance input."""
+    """Chroma, a Flux variant with T5 as its only text encoder and no guidance input."""
 
     pipeline: ClassVar[str] = "ChromaPipeline"
     model: ClassVar[str] = "ChromaTransformer2DModel"
@@ -776,7 +776,7 @@ DECLARED = (
 BY_MODEL: Mapping[str, type[PipelineFamily]] = {
     family.model: family for family in DECLARED if "model" in vars(family)
 }
-"""Families that declare a ``model`` class of their own, keyed by its name."""
+"""Families with their own ``model`` class, keyed by the name of that class."""
 
 
 def family_of_model(model: Any) -> type[PipelineFamily] | None:

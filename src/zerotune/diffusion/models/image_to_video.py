@@ -1,7 +1,7 @@
 """Image-to-video families, which condition a clip on its first frame.
 
-Caches store the encoded first frame in addition to the clip's latents. It cannot be derived from
-those latents, because the VAE encodes the first frame together with empty frames.
+Caches store the encoded first frame in addition to the clip's latents. The encoded first frame
+cannot be derived from the clip's latents, because the VAE encodes it together with empty frames.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class ImageToVideo(PipelineFamily):
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Predict through the pipeline; a first latent frame set to the image has zero loss."""
+        """Predict through the pipeline; a first latent frame that holds the image has zero loss."""
         found = super().predict(model, noisy, timesteps, conditioning)
         if not self.gives_first(model):
             return found
@@ -282,7 +282,7 @@ class WanImageToVideo(_WanImage, Wan):
 
 
 class WanImageToVideoLowNoise(_WanImage, WanLowNoise):
-    """Low-noise expert of Wan 2.2 for image to video."""
+    """Low-noise image-to-video expert of Wan 2.2."""
 
 
 class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
@@ -318,7 +318,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         """Encode clips and their first frames.
 
         With ``token_replace``, the first frame is encoded separately and becomes the first latent
-        frame. Encoded with the clip, it would be normalised over all frames.
+        frame. Encoding the first frame with the clip would normalise it over all frames.
         """
         found = super().encode_images(images, device=device)
         if self._condition_type(self._needed("images")) != _REPLACED:

@@ -42,7 +42,7 @@ Embeddings = Mapping[str, torch.Tensor]
 
 
 class FrozenParts:
-    """The frozen parts of a diffusers pipeline, unpartitioned on every rank.
+    """Frozen parts of a diffusers pipeline, which every rank holds unpartitioned.
 
     ``on`` moves some parts to a device temporarily, and ``release`` moves all parts to the host.
 
@@ -299,7 +299,7 @@ class Blueprint:
     scheduler: Any
     """Scheduler for sampling."""
     vae: Described | None
-    """Stand-in for the VAE, from which the pipeline reads sizes."""
+    """Stand-in for the VAE; the pipeline reads sizes from it."""
 
     @classmethod
     def of(cls, pipeline: Any) -> Blueprint:
@@ -386,7 +386,7 @@ class Blueprint:
 
 
 class PipelineModel(torch.nn.Module):
-    """A stand-in for the model in a pipeline, which calls the engine.
+    """A stand-in that replaces the model in a pipeline and calls the engine.
 
     Floating-point inputs, except time steps and sizes, are cast to the engine's dtype. Outputs are
     cast to fp32, so that the scheduler does not compute in bf16. Moving or casting the pipeline
@@ -434,7 +434,7 @@ class PipelineModel(torch.nn.Module):
 
 
 class TrainedEncoder(torch.nn.Module):
-    """A stand-in for a text encoder in a pipeline, which calls the trained encoder in the engine.
+    """A stand-in that replaces a pipeline's text encoder and calls the engine's trained encoder.
 
     The pipeline can neither move nor freeze the encoder, because the stand-in has no parameters.
 
@@ -472,7 +472,7 @@ class TrainedEncoder(torch.nn.Module):
 
 
 def call_cast(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a model with floats cast to its dtype, except time steps and sizes."""
+    """Call a model after casting floats, except time steps and sizes, to its dtype."""
     names = inspect.signature(primary_of(model).forward).parameters
     arguments = [
         value if name in _KEPT_EXACT else _cast_floats(value, model.dtype)

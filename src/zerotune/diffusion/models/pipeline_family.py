@@ -86,9 +86,9 @@ class TextToImage(ABC):
     """Whether texts are encoded together with the image to edit."""
 
     usual_scale: ClassVar[int] = 8
-    """Image pixels per latent pixel along one side, if no VAE is available."""
+    """Number of image pixels per latent pixel along one side, used if no VAE is available."""
     usual_frames: ClassVar[int] = 1
-    """Frames per latent frame if no VAE is available."""
+    """Number of frames per latent frame, used if no VAE is available."""
     packing: ClassVar[Packing] = Unpacked()
     """Layout of latents in the pipeline."""
     clips: ClassVar[bool] = False
@@ -104,7 +104,7 @@ class TextToImage(ABC):
     reference: ClassVar[str | None] = None
     """Name of the pipeline's argument that receives ``reference_latents``."""
     needs_references: ClassVar[bool] = True
-    """Whether every sample of a family with ``reference`` needs a reference image."""
+    """Whether every sample needs a reference image; applies only if ``reference`` is set."""
     several_references: ClassVar[bool] = False
     """Whether a sample may have several reference images."""
     by_class: ClassVar[bool] = False
@@ -259,7 +259,7 @@ class TextToImage(ABC):
             return {**others, **self.embed(parts, list(captions), model.device)}
 
     def read_images(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return a batch's images to encode together with texts; ``None`` if it has none.
+        """Return the images to encode together with a batch's texts; ``None`` if there are none.
 
         Args:
             batch: Tensors and captions by name.
@@ -571,7 +571,7 @@ class TextToImage(ABC):
         """Return the pipeline's arguments for an image or clip size.
 
         Args:
-            size: ``height`` and ``width`` in pixels, for clips also ``num_frames``.
+            size: ``height`` and ``width`` in pixels; for clips, also ``num_frames``.
         """
         return dict(size)
 
@@ -948,7 +948,7 @@ class PipelineFamily(TextToImage):
 
         Raises:
             DataError: The pipeline's call ended without calling ``scheduler.step``, or the
-                prediction's shape differs from the latents'.
+                prediction and the latents differ in shape.
         """
         conditioning = self.with_texts(model, conditioning)
         if not self.calls_one_by_one():
