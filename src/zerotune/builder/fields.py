@@ -354,7 +354,7 @@ def schema_data() -> dict[str, Any]:
     try:
         schema = plan_schema()
     except ZeroTuneError as error:
-        removed = _removed(frozenset())
+        removed = _removed_parameters(frozenset())
         return {
             "available": False,
             "reason": str(error),
@@ -373,7 +373,7 @@ def schema_data() -> dict[str, Any]:
         "fields": [
             {"path": path, "id": field.id, "label": field.label} for path, field in fields.items()
         ],
-        "removed": _removed(known),
+        "removed": _removed_parameters(known),
     }
 
 
@@ -389,7 +389,7 @@ def _config_fields() -> Iterator[Field]:
             pending.extend(each)
 
 
-def _removed(known: Collection[str]) -> list[dict[str, str]]:
+def _removed_parameters(known: Collection[str]) -> list[dict[str, str]]:
     """What older releases of DeepSpeed read, for who searches for it; not what this one knows."""
     gone = {
         **{key: f"DeepSpeed 0.19 removed {what}" for key, what in REMOVED.items()},

@@ -45,7 +45,7 @@ def parse_request(text: str) -> Any:
     try:
         value = json_of(text)
     except ValueError as error:
-        raise _refused_request(f"is not JSON ({error})") from None
+        raise _request_error(f"is not JSON ({error})") from None
     check_content(value)
     return from_wire(value)
 
@@ -57,15 +57,15 @@ def check_content(value: Any) -> None:
         item, depth = pending.pop()
         seen += 1
         if depth > DEEPEST or seen > MOST_VALUES:
-            raise _refused_request("is too large or too deeply nested for a configuration")
+            raise _request_error("is too large or too deeply nested for a configuration")
         if isinstance(item, Mapping):
             pending.extend((part, depth + 1) for pair in item.items() for part in pair)
         elif isinstance(item, list | tuple):
             pending.extend((part, depth + 1) for part in item)
         elif isinstance(item, str) and _SURROGATE.search(item):
-            raise _refused_request("contains text that is not Unicode")
+            raise _request_error("contains text that is not Unicode")
         elif isinstance(item, float) and not math.isfinite(item):
-            raise _refused_request("contains a number that is not finite")
+            raise _request_error("contains a number that is not finite")
 
 
 def from_wire(value: Any) -> Any:
@@ -74,7 +74,7 @@ def from_wire(value: Any) -> Any:
         if value.keys() == {INTEGER}:
             written = value[INTEGER]
             if not isinstance(written, str) or not _INTEGER.fullmatch(written):
-                raise _refused_request(f"contains {written!r} instead of an integer")
+                raise _request_error(f"contains {written!r} instead of an integer")
             return int(written)
         return {key: from_wire(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -125,7 +125,7 @@ def as_choice(value: Any, key: str, *, choices: tuple[_ChoiceT, ...]) -> _Choice
     return choices[choices.index(value)]
 
 
-def _refused_request(reason: str) -> InvalidValueError:
+def _request_error(reason: str) -> InvalidValueError:
     return InvalidValueError(reason, key="request", fix="send a configuration")
 
 
@@ -172,7 +172,7 @@ class FormState:
         return {name: to_wire(getattr(self, name)) for name in ("config", "launch", "setup")}
 
 
-def told_as_lost(plan: DeepSpeedPlan) -> tuple[str, ...]:
+def droppable_settings(plan: DeepSpeedPlan) -> tuple[str, ...]:
     """Return the launch settings that DeepSpeed's JSON cannot contain, except the precision."""
     launch = plan.launch.to_dict() if plan.launch else {}
     return tuple(key for key in launch if key != "mixed_precision")
@@ -184,7 +184,7 @@ class Reading:
 
     plan: DeepSpeedPlan | None
     """The plan; ``None`` if the form has errors."""
-    rest: DeepSpeedPlan | None = None
+    partial_plan: DeepSpeedPlan | None = None
     """The plan without its invalid settings, for finding further errors."""
     errors: tuple[ZeroTuneError, ...] = ()
     """Every error that could be identified."""
@@ -206,7 +206,7 @@ def read_plan(state: FormState) -> Reading:
         return with_launch(plan, read_launch(state.launch, log))
 
     plan, errors = read_partly(read)
-    return Reading(plan=None if errors else plan, rest=plan, errors=errors)
+    return Reading(plan=None if errors else plan, partial_plan=plan, errors=errors)
 
 
 def is_written(config: Any, key: str) -> bool:

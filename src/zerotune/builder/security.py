@@ -23,11 +23,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 LARGEST_BODY: Final = 1 << 20
 """Bytes of a request; the largest public configurations are about ten thousand."""
-PATIENCE_S: Final = 20.0
+BODY_TIMEOUT_S: Final = 20.0
 """Seconds in which the body of a request must have come."""
 COOKIE: Final = "zerotune_builder"
 _PORT: Final = re.compile(r"(?<=.):[0-9]+\Z")
-_MOST_FIELDS: Final = 20
+_MAX_QUERY_FIELDS: Final = 20
 """Of an address that is searched for the token."""
 
 _POLICY: Final = (
@@ -43,7 +43,7 @@ _SAFETY_HEADERS: Final = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
-_READING: Final = frozenset({"GET", "HEAD"})
+_SAFE_METHODS: Final = frozenset({"GET", "HEAD"})
 
 
 class Guard:
@@ -75,9 +75,11 @@ class Guard:
             await answer(scope, receive, sender)
             return
         try:
-            body = await asyncio.wait_for(_body(receive, self._largest), PATIENCE_S)
+            body = await asyncio.wait_for(_read_body(receive, self._largest), BODY_TIMEOUT_S)
         except asyncio.TimeoutError:
-            late = _refuse(408, f"the whole request must arrive within {PATIENCE_S:.0f} seconds")
+            late = _refuse(
+                408, f"the whole request must arrive within {BODY_TIMEOUT_S:.0f} seconds"
+            )
             late.headers["connection"] = "close"
             await late(scope, receive, sender)
             return
@@ -97,10 +99,12 @@ class Guard:
         if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
             return _refuse(403, "requests from other sites are refused")
         site = headers.get("sec-fetch-site", "same-origin")
-        navigation = headers.get("sec-fetch-mode") == "navigate" and scope["method"] in _READING
+        navigation = (
+            headers.get("sec-fetch-mode") == "navigate" and scope["method"] in _SAFE_METHODS
+        )
         if site not in {"same-origin", "none"} and not navigation:
             return _refuse(403, "requests from other sites are refused")
-        if scope["method"] not in _READING:
+        if scope["method"] not in _SAFE_METHODS:
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 # A form of another site cannot send this type without asking first.
@@ -125,10 +129,10 @@ class Guard:
                 return None
         try:
             query = scope.get("query_string", b"").decode("latin-1")
-            asked = parse_qs(query, max_num_fields=_MOST_FIELDS)
+            asked = parse_qs(query, max_num_fields=_MAX_QUERY_FIELDS)
         except ValueError:
-            return _refuse(400, f"a query may contain {_MOST_FIELDS} fields at most")
-        if scope["method"] in _READING and self._is_token(*asked.get("token", [])[:1]):
+            return _refuse(400, f"a query may contain {_MAX_QUERY_FIELDS} fields at most")
+        if scope["method"] in _SAFE_METHODS and self._is_token(*asked.get("token", [])[:1]):
             # Out of the address bar, the history and every log of addresses.
             # Two slashes at the start would name another host.
             here = "/" + scope["path"].lstrip("/")
@@ -155,7 +159,7 @@ def _refuse(status: int, reason: str) -> Response:
     return JSONResponse({"error": reason}, status_code=status)
 
 
-async def _body(receive: Receive, largest: int) -> bytes | None:
+async def _read_body(receive: Receive, largest: int) -> bytes | None:
     """The whole body, or ``None`` once it is too large."""
     parts, size = [], 0
     while True:

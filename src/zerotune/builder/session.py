@@ -15,8 +15,8 @@ import attrs
 
 from zerotune._util.files import fix_of
 from zerotune._util.text import format_size
-from zerotune.builder.forms import FormState, check_content, read_plan, told_as_lost
-from zerotune.builder.preview import message_data, told_of
+from zerotune.builder.forms import FormState, check_content, droppable_settings, read_plan
+from zerotune.builder.preview import message_data, notable_decisions
 from zerotune.decisions import Decision, Log
 from zerotune.errors import (
     InvalidValueError,
@@ -132,7 +132,7 @@ class Root:
 
 
 @attrs.frozen(kw_only=True)
-class Opened:
+class OpenedConfig:
     """An opened configuration as a form, with the decisions made while reading."""
 
     state: FormState
@@ -140,7 +140,7 @@ class Opened:
     source: str
 
 
-def open_file(written: Any, root: Root) -> Opened:
+def open_file(written: Any, root: Root) -> OpenedConfig:
     """Open the configuration file ``written``, which must lie inside the root."""
     path = root.inside(written, key="path")
     try:
@@ -159,7 +159,7 @@ def open_file(written: Any, root: Root) -> Opened:
     return open_text(read_text(path, key="path"), name=str(path), root=root, folder=path.parent)
 
 
-def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -> Opened:
+def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -> OpenedConfig:
     """Open the text of a configuration.
 
     A configuration with invalid settings opens nevertheless, so that the user can correct them in
@@ -193,13 +193,13 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
             raise
         config = {str(key): value for key, value in content.items()}
         wrong = tuple(map(Decision.of, error.each()))
-        return Opened(state=FormState(config=config), messages=wrong, source=name)
-    messages = tuple(told_of(plan.decisions))
-    state = FormState.of_plan(plan, like=_unwrapped(content))
-    return Opened(state=state, messages=messages, source=name)
+        return OpenedConfig(state=FormState(config=config), messages=wrong, source=name)
+    messages = tuple(notable_decisions(plan.decisions))
+    state = FormState.of_plan(plan, like=_inner_config(content))
+    return OpenedConfig(state=state, messages=messages, source=name)
 
 
-def _unwrapped(content: Mapping[str, Any]) -> Mapping[str, Any]:
+def _inner_config(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration inside a trainer's file, where it stands there as an object."""
     inside = content.get(wrapper_of(content) or "")
     return inside if isinstance(inside, Mapping) else content
@@ -248,7 +248,7 @@ class Session:
         """Whether *Apply* has a target: a plan file or a trainer."""
         return self.plan_file is not None or self._on_apply is not None
 
-    def opening(self) -> dict[str, Any]:
+    def start_data(self) -> dict[str, Any]:
         """Return the data of a newly opened page."""
         state, messages = self._initial, []
         version = None
@@ -355,7 +355,7 @@ class Session:
         if chosen == "accelerate":
             plan = launchable(plan, processes=processes)
         existing = path if chosen == "trainer" and path.exists() else None
-        lossy = told_as_lost(plan)
+        lossy = droppable_settings(plan)
         for beside in plan_document(plan, chosen, existing=existing, lossy=lossy).beside:
             self.root.inside(str(beside.resolve()), key="deepspeed_config")
         saved = plan.save(path, format=chosen, lossy=lossy, like=like)

@@ -58,7 +58,7 @@ def user_folder() -> Path:
     return home / "zerotune" / "templates"
 
 
-def checked_name(name: Any) -> str:
+def normalise_name(name: Any) -> str:
     """Check and normalise a template's name, so that every system accepts it as a file name."""
     plain = unicodedata.normalize("NFC", name).strip() if isinstance(name, str) else ""
     good = _NAME_PATTERN.fullmatch(plain) and not _RESERVED.fullmatch(plain)
@@ -91,7 +91,7 @@ class TemplateStore:
 
     def get(self, name: Any) -> Template:
         """One template."""
-        path = self._find(checked_name(name))
+        path = self._find(normalise_name(name))
         if path is None:
             raise PlanFileError(
                 "is not the name of a template", key="name", value=name, fix="reload the list"
@@ -100,24 +100,24 @@ class TemplateStore:
 
     def put(self, template: Template, *, version: str | None) -> Template:
         """Store a template; replace an existing template only if its version is ``version``."""
-        name = checked_name(template.name)
-        with self._writing():
+        name = normalise_name(template.name)
+        with self._exclusive_access():
             path = self._find(name)
-            self._refuse_changed(path, version, name)
+            self._check_version(path, version, name)
             if path is None and len(self._files()) >= _MOST_TEMPLATES:
                 raise PlanConflictError("are too many", key="templates", fix="delete a template")
             return self._write(attrs.evolve(template, name=name), path)
 
     def rename(self, name: Any, to: Any, *, version: str | None) -> Template:
         """Rename a template."""
-        old, new = checked_name(name), checked_name(to)
-        with self._writing():
+        old, new = normalise_name(name), normalise_name(to)
+        with self._exclusive_access():
             path = self._find(old)
             template = self.get(old)
-            self._refuse_changed(path, version, old)
+            self._check_version(path, version, old)
             taken = self._find(new)
             if taken is not None and taken != path:
-                raise _taken(new)
+                raise _name_conflict(new)
             renamed = self._write(attrs.evolve(template, name=new), None)
             if path is not None and path.stem != new:
                 path.unlink(missing_ok=True)
@@ -125,15 +125,15 @@ class TemplateStore:
 
     def delete(self, name: Any, *, version: str | None) -> None:
         """Delete a template."""
-        plain = checked_name(name)
-        with self._writing():
+        plain = normalise_name(name)
+        with self._exclusive_access():
             self.get(plain)
             path = self._find(plain)
-            self._refuse_changed(path, version, plain)
+            self._check_version(path, version, plain)
             if path is not None:
                 path.unlink(missing_ok=True)
 
-    def _refuse_changed(self, path: Path | None, version: str | None, name: str) -> None:
+    def _check_version(self, path: Path | None, version: str | None, name: str) -> None:
         if path is None:
             if version:
                 raise PlanConflictError(
@@ -144,7 +144,7 @@ class TemplateStore:
                 )
             return
         if version is None:
-            raise _taken(name)
+            raise _name_conflict(name)
         if version_of(path) != version:
             raise PlanConflictError(
                 "was changed in another tab",
@@ -170,7 +170,7 @@ class TemplateStore:
         return attrs.evolve(template, version=version_of_content(content))
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _exclusive_access(self) -> Iterator[None]:
         """Alone among the threads of this process and, where the system can, among processes."""
         with self._lock:
             try:
@@ -205,7 +205,7 @@ def read_template(text: str, *, name: str) -> Template:
         )
     description = data.get("description", "")
     return Template(
-        name=checked_name(data.get("name")),
+        name=normalise_name(data.get("name")),
         description=description if isinstance(description, str) else "",
         state=FormState.of_request(data.get("state")),
     )
@@ -222,7 +222,7 @@ def _read_stored(path: Path) -> Template:
     return attrs.evolve(template, name=path.stem, version=version_of_content(content))
 
 
-def _taken(name: str) -> PlanConflictError:
+def _name_conflict(name: str) -> PlanConflictError:
     return PlanConflictError(
         "is already the name of a template",
         key="name",

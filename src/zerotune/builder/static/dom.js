@@ -40,7 +40,7 @@ export function reach(control) {
 export const idOf = (path) => path.replace(/[^A-Za-z0-9]+/g, "-");
 
 const SECONDS = 8;
-let leaving = 0;
+let closeTimer = 0;
 
 // A bar at the page's lower edge, which makes room for itself, so that it covers nothing. What asks
 // for an answer, or is wrong, stays.
@@ -48,16 +48,16 @@ new ResizeObserver(([toast]) => document.documentElement.style.setProperty("--to
   `${Math.ceil(toast.borderBoxSize[0].blockSize)}px`)).observe(byId("toast"));
 
 export function status(text, kind = "", ...actions) {
-  clearTimeout(leaving);
+  clearTimeout(closeTimer);
   byId("toast").dataset.kind = byId("status").dataset.kind = kind;
   fill(byId("status"), text, ...actions);
-  if (text && kind !== "error" && !actions.length) leave();
+  if (text && kind !== "error" && !actions.length) scheduleClose();
 }
 
-function leave() {
+function scheduleClose() {
   const toast = byId("toast");
-  leaving = setTimeout(() => {
-    if (toast.matches(":hover, :focus-within")) leave();
+  closeTimer = setTimeout(() => {
+    if (toast.matches(":hover, :focus-within")) scheduleClose();
     else fill(byId("status"));
   }, SECONDS * 1000);
 }
@@ -106,7 +106,7 @@ export function onSubmit(form, act) {
 }
 
 // What is wrong with a text: the place first, and once. `point` puts the cursor there.
-export function placed(error) {
+export function errorText(error) {
   const { line, column } = error.data ?? {};
   const place = `line ${line}, column ${column}`;
   return line ? `L${place.slice(1)}: ${error.message.replace(` (${place})`, "")}` : error.message;

@@ -22,7 +22,7 @@ export function begin(start) {
   key = `zerotune ${location.pathname} ${start.plan_file ?? ""}`;
 }
 
-export function settled({ file = false } = {}) {
+export function markSaved({ file = false } = {}) {
   saved = written(state);
   if (file) inFile = saved;
   keep();
@@ -37,7 +37,7 @@ export function keep() {
 }
 
 // What this tab held before a reload; `pending` when it is not what the plan file was known to hold.
-export function kept() {
+export function load() {
   try {
     const draft = JSON.parse(sessionStorage.getItem(key));
     return draft && { ...draft, pending: written(draft.state) !== draft.inFile };
@@ -47,7 +47,7 @@ export function kept() {
 }
 
 // Goes on where a tab was; whether the plan file is another one since.
-export function goOn(draft) {
+export function resume(draft) {
   const changed = !same(plan.version, draft.version);
   saved = draft.saved;
   inFile = draft.inFile;

@@ -41,14 +41,14 @@ function choose(sets, store) {
   }
 }
 
-// A choice is taken when all it would write is there; "off" is also there when nothing is written.
+// A choice is active if the form contains all its values; "off" is also active if nothing is set.
 const OFF = [false, 0, "none", undefined];
 const holds = (store, path, value) => {
   const written = read(store, path);
   if (value === null) return written === undefined || written === value;
   return same(written, value) || (written === undefined && OFF.includes(value));
 };
-const taken = (control) =>
+const isChosen = (control) =>
   Object.entries(JSON.parse(control.dataset.sets)).every(([path, value]) =>
     holds(control.dataset.store, path, value),
   );
@@ -57,7 +57,7 @@ export function refresh(except = null) {
   for (const control of all("[data-kind][data-path]")) {
     if (control === except && document.activeElement === control) continue;
     const { kind, store, path } = control.dataset;
-    if (kind === "choice") control.checked = taken(control);
+    if (kind === "choice") control.checked = isChosen(control);
     else if (kind === "flag" || kind === "select") set(control, read(store, path));
     else control.value = text(kind, store, read(store, path));
   }
@@ -92,7 +92,7 @@ function reveal() {
     const used = read("config", `${section}.device`) === "nvme";
     show(folder, used || read("config", `${section}.nvme_path`) !== undefined);
   }
-  for (const input of all("[data-kind=path]")) look(input);
+  for (const input of all("[data-kind=path]")) lookUpPath(input);
   show(byId("setup-frames").closest(".field"), hasFrames(read("setup", "family")));
   const adapted = read("setup", "lora") !== undefined && read("setup", "lora") !== "";
   show(byId("setup-base-dtype").closest(".field"), adapted || Boolean(read("setup", "base_dtype")));
@@ -100,16 +100,16 @@ function reveal() {
   show(byId("machine-facts"), read("setup", "this_machine") === true);
 }
 
-const looked = new WeakMap();
+const lookups = new WeakMap();
 
-function look(input) {
+function lookUpPath(input) {
   const facts = byId(`${input.id}-facts`);
   const path = input.value.trim();
-  if (!path || looked.get(input)?.path === path) {
+  if (!path || lookups.get(input)?.path === path) {
     if (!path) facts.textContent = "";
     return;
   }
-  clearTimeout(looked.get(input)?.timer);
+  clearTimeout(lookups.get(input)?.timer);
   const timer = setTimeout(async () => {
     const say = (text) => {
       if (input.value.trim() === path) facts.textContent = text;
@@ -120,7 +120,7 @@ function look(input) {
       say(error.data?.reason ? `The path ${error.data.reason}.` : error.message);
     }
   }, 250);
-  looked.set(input, { path, timer });
+  lookups.set(input, { path, timer });
 }
 
 // What will really be used where a field is left empty.

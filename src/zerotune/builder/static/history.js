@@ -39,13 +39,13 @@ export function record({ label, notes, group: key = null } = {}) {
 
 export function undo() {
   if (at === 0) return;
-  const label = named(at);
+  const label = describe(at);
   move(at - 1, `Undone: ${label}.`);
 }
 
 export function redo() {
   if (at === entries.length - 1) return;
-  move(at + 1, `Redone: ${named(at + 1)}.`);
+  move(at + 1, `Redone: ${describe(at + 1)}.`);
 }
 
 function move(to, sentence) {
@@ -76,7 +76,7 @@ function keys(event) {
 }
 
 // What a change was: as whoever made it says, else the label of the first setting that differs.
-function named(index) {
+function describe(index) {
   if (entries[index].label) return entries[index].label;
   const [before, after] = [entries[index - 1], entries[index]].map((entry) => leaves(JSON.parse(entry.text)));
   const paths = new Set([...before.keys(), ...after.keys()]);

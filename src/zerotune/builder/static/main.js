@@ -74,7 +74,7 @@ function load(next, messages, sentence, { label, further = false, file = false }
   // What reading changed is told until the next thing is opened; errors are found again anyway.
   opened = messages.filter((message) => message.severity !== "error");
   record({ label: label ?? sentence.replace(/\.$/, ""), notes: opened });
-  if (!further) draft.settled({ file });
+  if (!further) draft.markSaved({ file });
   redraw();
   if (Number(read("config", "zero_optimization.stage")) === 3) byId("stage-3-card").open = true;
   status(sentence, messages.some((message) => message.severity === "error") ? "error" : "good");
@@ -108,20 +108,20 @@ const DEFAULTS = { family: "sdxl", world_size: 1, ema: "none", gradient_checkpoi
   base_dtype: "", card: "", this_machine: false, vram: "24", ram: "64", nvme: "0", total_steps: 10000 };
 
 function first(start, setup) {
-  const { messages, state: said } = start;
+  const { messages, state: content } = start;
   draft.plan.version = start.version;
-  load({ ...said, setup: { ...DEFAULTS, ...setup, ...said.setup } }, messages,
+  load({ ...content, setup: { ...DEFAULTS, ...setup, ...content.setup } }, messages,
     messages.length ? messages[0].text : "", { label: "the content of the file", file: true });
 }
 
 // A reload goes on where this tab was; the machine that was described is in no file at all.
 function resume(start) {
-  const kept = draft.kept();
-  first(start, kept?.state.setup);
-  if (!kept?.pending) return () => {};
+  const stored = draft.load();
+  first(start, stored?.state.setup);
+  if (!stored?.pending) return () => {};
   return () => {
-    load(kept.state, [], "", { label: "the form before the reload", further: true });
-    const file = draft.goOn(kept) ? " The file has changed since then." : "";
+    load(stored.state, [], "", { label: "the form before the reload", further: true });
+    const file = draft.resume(stored) ? " The file has changed since then." : "";
     status(`The form from before the reload is restored.${file}`, "",
       action("Discard it", () => first(start, state.setup)));
   };
@@ -142,11 +142,11 @@ async function start() {
     bindResults(load);
     bindAdvanced();
     bindDialogs(load, schedule);
-    const goOn = resume(start);
+    const restoreDraft = resume(start);
     bindHistory(restore);
     onChange(() => { refreshChoosers(); schedule(); });
     onChange((source) => { if (!source) { refresh(); refreshAdvanced(); } });
-    goOn();
+    restoreDraft();
     byId("reset").addEventListener("click", () => reset(start.defaults));
     byId("status-close").addEventListener("click", () => status(""));
     document.body.dataset.loaded = "true";

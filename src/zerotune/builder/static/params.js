@@ -96,7 +96,7 @@ function about(what, entry) {
   return parts.join(" ").replaceAll("..", ".");
 }
 
-const drawn = {};
+const shapes = {};
 
 // Switches are for few; those that are written are shown with the rest.
 const isRare = (parameter) => parameter.optional || parameter.type === "bool";
@@ -111,8 +111,8 @@ function parameters(what, typed) {
   const foreign = Object.keys(written).filter((name) => !names.includes(name));
   const shape = [entry?.name, ...foreign];
   const more = byId(`${what}-more`);
-  if (!same(drawn[what], shape)) {
-    drawn[what] = shape;
+  if (!same(shapes[what], shape)) {
+    shapes[what] = shape;
     const [rare, usual] = [true, false].map((wanted) =>
       known.filter((parameter) => (isRare(parameter) && !(parameter.name in written)) === wanted));
     fill(byId(`${what}-params`),
@@ -135,7 +135,7 @@ function setValue(input, value) {
 }
 
 // Arguments without a name would mean nothing to DeepSpeed, so the default is named with them.
-function taken({ target }) {
+function onInput({ target }) {
   const [what] = target.dataset.path.split(".");
   if (target.value.trim() && read("config", `${what}.type`) === undefined) {
     write("config", `${what}.type`, DEFAULTS[what]);
@@ -155,13 +155,13 @@ function control(id, path, parameter) {
   const words = parameter.type === "bool" ? ["true", "false"] : parameter.choices;
   if (words.length) {
     const nothing = parameter.optional || standard === null ? "not written" : `default: ${print(standard)}`;
-    return el("select", { ...properties, onchange: taken },
+    return el("select", { ...properties, onchange: onInput },
       el("option", { value: "", text: nothing }),
       ...words.map((word) => el("option", { value: word, text: word })));
   }
   return el("input", { ...properties, type: "text", autocomplete: "off", spellcheck: "false",
     "data-default": parameter.optional || standard === null ? "" : print(standard),
-    oninput: taken });
+    oninput: onInput });
 }
 
 function row(what, parameter) {
