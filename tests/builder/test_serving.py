@@ -96,7 +96,7 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     ):
         read_token(token=None, file=file)
     file.write_text(" \n")
-    with pytest.raises(InvalidValueError, match="holds no token"):
+    with pytest.raises(InvalidValueError, match="contains no token"):
         read_token(token=None, file=file)
     file.write_text("s3cret\n")
     assert read_token(token=None, file=file) == "s3cret"

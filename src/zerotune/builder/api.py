@@ -1,4 +1,4 @@
-"""What the page asks the server: JSON in, JSON out, nothing but the plan's own answers."""
+"""JSON endpoints that the page calls; the plan computes every answer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Api:
     machines: Machines = attrs.field(factory=Machines)
 
     def routes(self) -> list[Route]:
-        """The routes, to be mounted under ``/api``."""
+        """Return the routes to mount under ``/api``."""
         return [
             _get_route("/start", self._start),
             _get_route("/catalogue", lambda _: catalogue()),
@@ -151,7 +151,7 @@ class Api:
         except ZeroTuneError:
             raise
         except Exception as error:
-            # The callback is the host's; its failure must reach the page, whatever it is.
+            # The trainer's callback may raise anything; the page must show the failure.
             logger.exception("the trainer's apply callback failed")
             raise _CallbackError(error) from error
 
@@ -263,7 +263,7 @@ def _post_route(path: str, answer: Callable[[Data], Any]) -> Route:
 
 
 async def _respond(answer: Callable[[Data], Any], payload: Data) -> Response:
-    """Run an endpoint in a worker thread: detecting, importing and fsync all take their time."""
+    """Run an endpoint in a worker thread, because detection, imports and fsync block."""
     try:
         data = await run_in_threadpool(answer, payload)
     except ZeroTuneError as error:

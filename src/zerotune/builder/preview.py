@@ -1,4 +1,4 @@
-"""Everything zerotune has to say about a form, each at the key it is about."""
+"""Check, resolve and estimate a form, and collect messages by key."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _plan_error(reason: str) -> Decision:
 
 def _format_value(value: Any) -> str:
     if value is None:
-        return "not written"
+        return "not set"
     text = repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
 
@@ -103,7 +103,7 @@ class Setup:
     """The model, the workload of one step, and the machine."""
 
     family: str = "sdxl"
-    """Model family; ``""`` for any other model, whose memory is not estimated."""
+    """Model family; ``""`` for a model without a family, whose memory is not estimated."""
     resolution: int | None = None
     """Side of the image in pixels; default the family's native size."""
     frames: int | None = None
@@ -114,7 +114,7 @@ class Setup:
     lora: int | None = None
     """Rank of LoRA adapters; ``None`` trains the whole model."""
     base_dtype: str | None = None
-    """Quantization of the base model under adapters; default the plan's precision."""
+    """Quantization of the base model under adapters; ``None`` uses the plan's precision."""
     ema: EMAPlace = "none"
     gradient_checkpointing: bool = True
     activation_offload: bool = False
@@ -123,17 +123,17 @@ class Setup:
     card: str | None = None
     """Card with known rates, such as "RTX 4090, 24 GiB"; default the card nearest in memory."""
     vram: int = 24 * 2**30
-    """Bytes of each GPU."""
+    """GPU memory in bytes, per GPU."""
     ram: int = 64 * 2**30
-    """Bytes of RAM, for all ranks."""
+    """RAM in bytes, shared by all ranks."""
     nvme: int = 0
-    """Bytes of disk for swap files, for all ranks."""
+    """Disk space for swap files in bytes, shared by all ranks."""
 
     def check_base(self) -> None:
         """Raise an error for a quantized base model without adapters."""
         if self.base_dtype is not None and self.lora is None:
             raise InvalidValueError(
-                "a quantized model cannot be trained, but LoRA adapters on it can",
+                "a quantized model can only be trained through LoRA adapters",
                 key="setup.base_dtype",
                 value=self.base_dtype,
                 fix="set setup.lora to 16, or remove setup.base_dtype",
@@ -141,7 +141,7 @@ class Setup:
 
     @property
     def frames_of_clips(self) -> int | None:
-        """Frames of a clip; ``None`` for an image model, although the form keeps the value."""
+        """Number of frames per clip; ``None`` for an image model, even if the form has a value."""
         takes_clips = bool(self.family) and model_family(self.family).frames is not None
         return self.frames if takes_clips else None
 
@@ -176,15 +176,16 @@ _FALLBACK_TEXTS: Final[Mapping[str, Callable[[Setup], str]]] = {
     "nvme": lambda _: "no NVMe",
     "card": lambda _: "a card of that memory",
 }
-"""What is planned for in place of a setting that cannot be read."""
+"""Description of the default that replaces each invalid setting."""
 
 
 def fallback_sentence(setup: Setup, wrong: Collection[str]) -> str:
-    """If part of the form's setup is invalid, say which setup the estimate is for."""
+    """Say which defaults the estimate uses for invalid settings; empty if there are none."""
     words = [words(setup) for name, words in _FALLBACK_TEXTS.items() if f"setup.{name}" in wrong]
     if not words:
         return ""
-    return f"Estimated for {_join_words(words)}, because the value in the form is invalid."
+    invalid = "value is" if len(words) == 1 else "values are"
+    return f"Estimated for {_join_words(words)}, because the form's {invalid} invalid."
 
 
 def _join_words(words: list[str]) -> str:
@@ -220,7 +221,7 @@ class Machines:
         return attrs.evolve(platform, devices=tuple(named))
 
     def sizes(self, setup: Setup) -> dict[str, int | None]:
-        """Return the bytes of one GPU's memory, and of RAM and swap space for all ranks."""
+        """Return sizes in bytes: memory of one GPU, and RAM and swap space of all ranks."""
         if not setup.this_machine:
             return {"device": setup.vram, "host": setup.ram, "nvme": setup.nvme}
         return {
@@ -231,7 +232,7 @@ class Machines:
 
 
 def _whole_number(value: Any, *, key: str, least: int = 1, most: int) -> int:
-    """A whole number, or the text of one."""
+    """Parse a whole number, given as a number or as text."""
     number = as_number(value)
     if isinstance(number, float) and number.is_integer():
         number = int(number)
@@ -266,30 +267,30 @@ _SETUP_READERS: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 ASSUMED_LR: Final = 1e-4
-"""Assumed learning rate if the training script sets it."""
+"""Learning rate that is assumed if the training script sets it."""
 
-LEASE_PLACEHOLDER: Final = "(leased for each run)"
+LEASE_PLACEHOLDER: Final = "(a temporary folder for each run)"
 """Placeholder for a swap folder that is not set."""
 
 _DECISIVE: Final = frozenset(
     {"zero_optimization", "zero_optimization.stage", "zero_optimization.offload_optimizer.device"}
 )
-"""Settings without which it is not known which optimizers can run."""
+"""Settings that decide which optimizers can run."""
 
-_TOO_LARGE: Final = "A number is too large for calculations."
+_TOO_LARGE: Final = "The form contains a number that is too large to calculate with."
 _TEXT_FORMATS: Final = (("deepspeed", "json"), ("accelerate", "yaml"), ("python", "python"))
 _PLACE_LABELS: Final = {"device": "GPU", "host": "RAM", "nvme": "NVMe"}
 
 
 @attrs.frozen(kw_only=True)
 class Verdict:
-    """Whether a plan runs and fits; every part of the page shows this verdict."""
+    """Whether a plan runs and fits in memory; every part of the page shows this verdict."""
 
     kind: Literal["fits", "unknown", "short", "stopped"]
     brief: str
     """Short text for a label."""
     text: str
-    """The verdict in full."""
+    """Full text."""
 
     @property
     def runs(self) -> bool:
@@ -323,7 +324,7 @@ class Verdict:
 
 @attrs.frozen(kw_only=True)
 class Preview:
-    """A form, understood."""
+    """Result of checking, resolving and estimating a form."""
 
     plan: DeepSpeedPlan | None
     resolved: ResolvedPlan | None
@@ -332,7 +333,7 @@ class Preview:
     setup: Setup
     platform: Platform
     estimate: MemoryEstimate | None = None
-    """Memory that the plan needs, if known."""
+    """Memory that the plan needs; ``None`` if it cannot be estimated."""
     fit: tuple[Fit, ...] = ()
     """Required and available bytes of each kind of memory."""
     running_config: dict[str, Any] = attrs.field(factory=dict)
@@ -348,15 +349,15 @@ class Preview:
         return Verdict.of(self.messages, self.resolved, self.fit)
 
     def _outputs(self) -> dict[str, Any]:
-        # Whatever is wrong, what is written can be read and repaired as text.
+        # Even an invalid configuration can be read and corrected as text.
         outputs: dict[str, Any] = {"json": {"text": _as_json(self.form_config), "messages": []}}
         leased = [
             Decision(
                 key=f"zero_optimization.offload_{part}.nvme_path",
                 before=UNSET,
                 after=UNSET,
-                reason="zerotune leases a folder for each run; to train without zerotune, write "
-                "a folder",
+                reason="zerotune uses a temporary folder for each run; to train without zerotune, "
+                "set a folder",
             )
             for part, folder in (self.resolved.nvme_paths if self.resolved else {}).items()
             if folder is None
@@ -379,7 +380,7 @@ class Preview:
         return outputs
 
     def _effective(self) -> dict[str, Any]:
-        """What is used where the form says nothing, by path."""
+        """Return the values that apply where the form sets none, by path."""
         found = dict(_leaf_values(self.running_config, "")) if self.verdict.runs else {}
         if self.setup.family:
             known = model_family(self.setup.family)
@@ -399,11 +400,11 @@ class Preview:
                 **_memory_bars(estimate, self.fit),
             }
         if self.resolved is not None and self.resolved.model is None:
-            return {"reason": "Choose a model family to see what training needs."}
-        return {"reason": "The memory is estimated when the plan can run."}
+            return {"reason": "Choose a model family to estimate the memory."}
+        return {"reason": "The memory can be estimated once the plan can run."}
 
     def _time(self) -> dict[str, str] | None:
-        """What a step takes, and by which rates."""
+        """Return the predicted time of a step, and the rates behind it."""
         if self.estimate is None or not self.verdict.runs:
             return None
         time = step_time(self.estimate, known_rates(self.platform))
@@ -474,7 +475,7 @@ def understand(state: FormState, machines: Machines) -> Preview:
 def _estimate_memory(
     resolved: ResolvedPlan | None, setup: Setup
 ) -> tuple[MemoryEstimate | None, list[Decision]]:
-    """What a plan needs, and why that cannot be said."""
+    """Estimate a plan's memory; return the estimate and the errors."""
     if resolved is None or resolved.model is None:
         return None, []
     try:
@@ -499,13 +500,13 @@ def _estimate_memory(
 
 
 def _setup_error(error: ZeroTuneError) -> ZeroTuneError:
-    """An error about an argument that the page has a field for, at that field."""
+    """Assign an error to the field of the setup that has its key, if there is one."""
     return error.below("setup") if error.key in _SETUP_READERS else error
 
 
 @attrs.frozen(kw_only=True)
 class _Form:
-    """A form and what was read of it."""
+    """A form with its setup, machine and plan."""
 
     state: FormState
     setup: Setup
@@ -521,7 +522,7 @@ class _Form:
         found = plan.inspect(context, settle=OptimizerResolver(platform=self.platform).settled)
         messages = [*found.refusals, *found.findings]
         if found.resolved is None:
-            # What would be chosen or assumed is not told of a plan that cannot run.
+            # A plan that cannot run has no choices or assumptions to report.
             return None, [*messages, *notable_decisions(plan.decisions, findings=found.findings)]
         notable = notable_decisions(found.resolved.decisions, findings=found.findings)
         return found.resolved, [*messages, *assumed, *notable]
@@ -537,7 +538,7 @@ class _Form:
             raise _setup_error(error) from None
 
     def remaining_errors(self, partial_plan: DeepSpeedPlan) -> list[Decision]:
-        """Return the errors that remain after a plan's unreadable settings are removed."""
+        """Return the errors that remain after a plan's invalid settings are removed."""
         run, _ = self._assumed_run(partial_plan)
         try:
             found = partial_plan.inspect(
@@ -554,7 +555,7 @@ class _Form:
         return [each for each in every if is_written(self.state.config, each.key)]
 
     def _assumed_run(self, plan: DeepSpeedPlan) -> tuple[RunFacts, list[Decision]]:
-        """What a training script would say, where the plan leaves it to one."""
+        """Assume the values that the plan leaves to the training script."""
         params = (plan.optimizer.params if plan.optimizer else None) or {}
         scheduled = (plan.scheduler.params if plan.scheduler else None) or {}
         automatic = AUTO in scheduled.values()
@@ -600,7 +601,7 @@ def _as_json(config: Mapping[str, Any]) -> str:
 
 
 def _running_config(resolved: ResolvedPlan) -> dict[str, Any]:
-    """What will run, the optimizer and schedule that the engine builds itself included."""
+    """Return what runs, including the optimizer and schedule that the engine builds."""
     missing = {
         part: LEASE_PLACEHOLDER for part, folder in resolved.nvme_paths.items() if folder is None
     }
@@ -676,9 +677,9 @@ _NEEDS: Final = " needs this value: "
 
 
 def _merge_repeated_reasons(messages: Iterable[Decision]) -> Iterator[Decision]:
-    """``messages``; where a warning has given a reason already, its key stands for it.
+    """Replace a reason that an earlier warning gave with a reference to that warning's key.
 
-    Errors and notes keep theirs: each is read beside its own field.
+    Errors keep their reasons, because each is read next to its own field.
     """
     owners: dict[str, str] = {}
     for message in messages:
@@ -739,7 +740,7 @@ def advise(state: FormState, machines: Machines) -> dict[str, Any]:
 
 
 def _no_fit_data(error: NothingFitsError, state: FormState, setup: Setup) -> dict[str, Any]:
-    """The plan that comes nearest, and what else to ask for; what fits comes first."""
+    """Return the nearest plan and the remedies; remedies that fit come first."""
     remedies = [_remedy_data(one, state) for one in error.remedies]
     return {
         "fits": False,
@@ -751,14 +752,14 @@ def _no_fit_data(error: NothingFitsError, state: FormState, setup: Setup) -> dic
 
 
 def _advice_data(advice: Advice, state: FormState, setup: Setup) -> dict[str, Any]:
-    """The plans that a file can hold, with the form of each."""
-    # A configuration file cannot say that weights are streamed.
+    """Return the plans that a configuration file can express, each with its form."""
+    # A configuration file cannot express streamed weights.
     kept = tuple(one for one in advice.candidates if one.streamed is None)
     advice = attrs.evolve(advice, candidates=kept)
     shown = foremost(advice, FOREMOST)
 
     def form_data(candidate: Candidate) -> dict[str, Any]:
-        # By identity: two candidates may be equal in all that they hold.
+        # Compare by identity, because two different candidates may be equal.
         first = any(candidate is one for one in shown)
         return {**_candidate_form(candidate, state, setup), "foremost": first}
 
@@ -771,7 +772,7 @@ def _advice_data(advice: Advice, state: FormState, setup: Setup) -> dict[str, An
 
 
 def _advice_kwargs(state: FormState) -> dict[str, Any]:
-    """What of the form advice has to respect: batch, accumulation, precision, optimizer."""
+    """Return the form's batch, accumulation, precision and optimizer for ``advise``."""
     reading = read_plan(state)
     plan = reading.plan or reading.partial_plan
     if plan is None:
@@ -789,12 +790,12 @@ def _advice_kwargs(state: FormState) -> dict[str, Any]:
 
 
 def _remedy_data(remedy: Remedy, state: FormState) -> dict[str, Any]:
-    """What would fit, with the form that asks for it; a file cannot say that weights stream."""
+    """Return a remedy and its form; a remedy that streams weights has no form."""
     settings = dict(remedy.settings)
     label, gain = remedy.what, remedy.gain
     if settings.pop("streamed", False):
         about = ", ".join(f"{name}={value!r}" for name, value in remedy.settings.items())
-        words = f"{label} ({about}), only possible in a script, not in a configuration file"
+        words = f"{label} ({about}), only possible in a training script"
         return {"label": f"{words}{f': {gain}' if gain else ''}", "fits": False, "state": None}
     optimizer = settings.pop("optimizer", None)
     config = state.config
@@ -805,8 +806,8 @@ def _remedy_data(remedy: Remedy, state: FormState) -> dict[str, Any]:
         label = f"Use the optimizer {optimizer}"
     elif "lora" in settings:
         base = settings.get("base_dtype")
-        beside = f" on a base model in {base}" if base else ""
-        label = f"Train adapters instead: LoRA of rank {settings['lora']}{beside}"
+        beside = f", with the base model in {base}" if base else ""
+        label = f"Train LoRA adapters of rank {settings['lora']} instead{beside}"
         gain = f"fits: {gain}"
     remedy_form = attrs.evolve(state, config=config, setup={**state.setup, **settings})
     fits = "lora" in remedy.settings
@@ -814,9 +815,10 @@ def _remedy_data(remedy: Remedy, state: FormState) -> dict[str, Any]:
 
 
 def _candidate_form(candidate: Candidate, state: FormState, setup: Setup) -> dict[str, Any]:
-    """A candidate, with the form that has its stage, offload and batch; all else stays as it is.
+    """Return a candidate and a form with its stage, offload and batch; other settings are kept.
 
-    The ZeRO section is replaced as a whole: a bucket size of before would undo what was counted.
+    The ZeRO section is replaced as a whole, because an old bucket size would invalidate the
+    estimate.
     """
     data = candidate_data(candidate)
     advised = data.pop("plan")

@@ -1,8 +1,9 @@
-"""Buttons for what is wrong: each does what a fix says, and is offered only if that mends it.
+"""Buttons that apply the fixes of messages; a button is offered only if its change works.
 
-A fix is a sentence for people. What it asks for (a value, another name, no such key) is read from
-its words and tried on a copy of the form: what leaves the finding standing, or makes another one
-where it wrote, is not offered. So a sentence that is misread costs a button, never a wrong one.
+A fix is an English sentence. Its words are parsed into changes that set, rename or remove a
+setting, and each change is tried on a copy of the form. It is not offered if the message remains or
+if it causes an error at a changed setting. A misread sentence can therefore cost a button, but
+never adds a wrong one.
 """
 
 from __future__ import annotations
@@ -126,9 +127,9 @@ def _find_repairs(
 def _find_removal(
     message: Decision, preview: Preview, state: FormState, machines: Machines
 ) -> Iterator[Repair]:
-    """What is left where a fix asks for something only the user knows: to write nothing.
+    """Offer to remove the setting, if only the user knows the value that the fix needs.
 
-    A note asks for nothing, and the ZeRO section holds more than what is wrong.
+    Notes get no such button, and the ZeRO section is never removed as a whole.
     """
     store, path = _locate(message.key, state)
     above = path.rpartition(".")[0]
@@ -165,7 +166,7 @@ def _is_effective(
 
 
 def _is_same_message(one: Decision, other: Decision) -> bool:
-    # Not the reason: where another message gives it already, it only points there.
+    # Reasons are not compared, because a repeated reason is replaced by a reference.
     return all(getattr(one, name) == getattr(other, name) for name in ("key", "rule", "fix"))
 
 
@@ -173,7 +174,7 @@ def _is_same_message(one: Decision, other: Decision) -> bool:
 
 
 def _locate(key: str, state: FormState) -> tuple[str, str]:
-    """The part of the form a key is in, and its path there, as the user spelled it."""
+    """Return the store of a key, and its path in the user's spelling."""
     key = key.partition("[")[0]  # An item of a list is changed with its list.
     for store in ("setup", "launch"):
         if key.startswith(f"{store}."):
@@ -185,7 +186,7 @@ def _locate(key: str, state: FormState) -> tuple[str, str]:
 
 
 def _user_spelling(key: str, config: Any) -> str:
-    """The path of a setting where ``config`` may write an alias of a name, as in ``bfloat16``."""
+    """Return a setting's path as ``config`` spells it, with aliases such as ``bfloat16``."""
     spelled: list[str] = []
     here, path = config, ""
     for name in key.split("."):
@@ -202,7 +203,7 @@ def _message_key(store: str, path: str) -> str:
 
 
 def _label_of(store: str, path: str) -> str:
-    """A setting as a button has room for it: its field, or the last two names of its path."""
+    """Return a short label: the field's name, or the last two names of the path."""
     if store == "setup":
         return setup_labels().get(path, path)
     whole = path if store == "config" else f"{store}.{path}"
@@ -213,7 +214,7 @@ _SECTIONS: Final = ("setup.", "zero_optimization.", "optimizer.", "bf16.", "fp16
 
 
 def _paths(name: str, key: str) -> Iterator[str]:
-    """Where a fix may mean a setting that it calls ``name``, beside or around ``key``."""
+    """Yield the paths that ``name`` may refer to in a fix for ``key``."""
     if name.startswith(_SECTIONS):
         yield name
         return
@@ -248,7 +249,7 @@ _UNTIL: Final = re.compile(r"; | to | for | instead| which | if | unless |, or l
 
 
 def _propose(message: Decision, state: FormState) -> Iterator[Repair]:
-    """What the words of a fix may ask for; what must be done together is one repair."""
+    """Yield the repairs that a fix may mean; changes joined by "and" form one repair."""
     before: list[Repair] = []
     for both, verb, objects in _commands(message.fix):
         found = list(_READERS[verb](message, objects, state))
@@ -263,7 +264,7 @@ def _propose(message: Decision, state: FormState) -> Iterator[Repair]:
 
 
 def _commands(fix: str) -> Iterator[tuple[bool, str, str]]:
-    """Each verb of a fix: whether it is to be done with the one before, and its objects."""
+    """Yield for each verb of a fix: whether "and" precedes it, the verb, and its objects."""
     starts = list(_VERB.finditer(fix))
     ends = [*(one.start() for one in starts[1:]), len(fix)]
     for start, end in zip(starts, ends, strict=False):
@@ -288,7 +289,7 @@ def _remove_repair(store: str, path: str) -> Repair:
 
 
 def _read_set(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
-    """``A or B to VALUE``, once or several times."""
+    """Parse ``A or B to VALUE``, once or several times."""
     before: list[Repair] = []
     for one in _SET.finditer(objects):
         values = [json.loads(one["value"]), *([AUTO] if one["auto"] else [])]
@@ -307,7 +308,7 @@ def _read_set(message: Decision, objects: str, state: FormState) -> Iterator[Rep
 
 
 def _read_rename(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
-    """``'a', 'b' or 'c'``: other names, or values where a type has one."""
+    """Parse ``'a', 'b' or 'c'``: other names of a key, or values of a ``type``."""
     store, path = _locate(message.key, state)
     names = [one.strip("'") for one in re.findall(r"'[^']*'|[\w.]+", objects.partition("?")[0])]
     section = path.rpartition(".")[0]
@@ -320,7 +321,7 @@ def _read_rename(message: Decision, objects: str, state: FormState) -> Iterator[
 
 
 def _move_repair(target: str, store: str, path: str, state: FormState) -> Iterator[Repair]:
-    """The setting at another path, unless there is one already."""
+    """Move a setting to ``target``, unless that path is already set."""
     if is_written(getattr(state, store), target):
         return
     beside = target.rpartition(".")[0] == path.rpartition(".")[0]
@@ -329,7 +330,7 @@ def _move_repair(target: str, store: str, path: str, state: FormState) -> Iterat
 
 
 def _read_move(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
-    """``it to SECTION or SECTION``, or to another name."""
+    """Parse ``it to SECTION or SECTION``, or ``it to NAME``."""
     store, path = _locate(message.key, state)
     section, _, name = path.rpartition(".")
     for word in re.findall(r"[a-z_][\w.]*", objects.removeprefix("it to ")):
@@ -339,7 +340,7 @@ def _read_move(message: Decision, objects: str, state: FormState) -> Iterator[Re
 
 
 def _read_write(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
-    """``VALUE, VALUE or VALUE``, ``KEY = VALUE or KEY = VALUE``, or an object."""
+    """Parse ``VALUE, VALUE or VALUE``, ``KEY = VALUE or KEY = VALUE``, or an object."""
     store, path = _locate(message.key, state)
     for name, value in _EQUAL.findall(objects):
         yield _set_repair("config", name, int(value))
@@ -348,7 +349,7 @@ def _read_write(message: Decision, objects: str, state: FormState) -> Iterator[R
         yield from _object_repair(store, path, whole[0])
         return
     if objects.startswith("one of ") and objects.count(", ") >= MAX_BUTTONS:
-        return  # Which of so many, only the user knows.
+        return  # Only the user can choose among so many.
     if store != "setup":
         yield from _value_repairs(store, path, _UNTIL.split(_inclusive_bound(objects))[0])
     stage = re.search(r"\b(?:at|use) stage (\d)", message.fix)
@@ -357,7 +358,7 @@ def _read_write(message: Decision, objects: str, state: FormState) -> Iterator[R
 
 
 def _inclusive_bound(objects: str) -> str:
-    """``objects`` with the least integer in place of the one below it."""
+    """Replace "more than N" in ``objects`` with "at least N + 1"."""
     above = r"integer of more than (\d+)"
     return re.sub(above, lambda one: f"integer of at least {int(one[1]) + 1}", objects)
 
@@ -372,7 +373,7 @@ def _object_repair(store: str, path: str, text: str) -> Iterator[Repair]:
 def _value_repairs(store: str, path: str, objects: str) -> Iterator[Repair]:
     for quoted, single, number, word, name in _VALUE.findall(objects):
         if number.startswith("-"):
-            continue  # The least number that is read, which stands for something else.
+            continue  # A negative bound stands for a special value.
         if number or word in ("true", "false"):
             yield _set_repair(store, path, json.loads(number or word), bare=True)
         elif word:
@@ -389,7 +390,7 @@ def _precision_repair(name: str) -> Repair:
 
 
 def _read_remove(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
-    """``it``, ``the section``, or the name of another setting."""
+    """Parse ``it``, ``the section``, or the name of another setting."""
     what = _REMOVE.match(objects)
     if what is None:
         return
@@ -408,7 +409,7 @@ def _read_remove(message: Decision, objects: str, state: FormState) -> Iterator[
 
 
 def _read_start(_: Decision, objects: str, __: FormState) -> Iterator[Repair]:
-    """``N processes``."""
+    """Parse ``N processes``."""
     count = re.match(r"(\d+) processes", objects)
     if count:
         yield _set_repair("setup", "world_size", int(count[1]))

@@ -1,8 +1,8 @@
-"""Who may talk to the builder: ASGI middleware around everything it serves.
+"""ASGI middleware that decides which requests reach the builder.
 
-A page on ``localhost`` can be reached by any site the user visits: through DNS rebinding (the
-``Host`` is then the attacker's), through forms and ``fetch`` from another origin, or by being
-framed. Each is refused here, before any of the application runs.
+Any site that the user visits can send requests to a page on ``localhost``: through DNS rebinding
+(the ``Host`` is then the attacker's), through forms and ``fetch``, or by framing the page. The
+middleware refuses such requests before the application runs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 LARGEST_BODY: Final = 1 << 20
-"""Bytes of a request; the largest public configurations are about ten thousand."""
+"""Maximum size of a request in bytes; the largest public configurations have about 10,000."""
 BODY_TIMEOUT_S: Final = 20.0
-"""Seconds in which the body of a request must have come."""
+"""Seconds within which the body of a request must arrive."""
 COOKIE: Final = "zerotune_builder"
 _PORT: Final = re.compile(r"(?<=.):[0-9]+\Z")
 _MAX_QUERY_FIELDS: Final = 20
-"""Of an address that is searched for the token."""
+"""Maximum number of query fields in an address that is searched for the token."""
 
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -47,7 +47,7 @@ _SAFE_METHODS: Final = frozenset({"GET", "HEAD"})
 
 
 class Guard:
-    """Middleware that checks host, origin, token and size of requests and adds security headers."""
+    """Check the host, origin, token and size of each request, and add security headers."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Guard:
         self._largest = largest_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or pass the request on."""
+        """Refuse a request, or pass it to the application."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -107,7 +107,7 @@ class Guard:
         if scope["method"] not in _SAFE_METHODS:
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
-                # A form of another site cannot send this type without asking first.
+                # Another site's form cannot send this type without a CORS preflight.
                 return _refuse(415, "send application/json")
             if headers.get("content-length", "0").isdecimal() and (
                 int(headers.get("content-length", "0")[:18]) > self._largest
@@ -116,7 +116,7 @@ class Guard:
         return None
 
     def _token_answer(self, scope: Scope) -> Response | None:
-        """A refusal, or the redirect that turns the token of an address into a cookie."""
+        """Return a refusal, or a redirect that moves the token from the address into a cookie."""
         if self._token is None:
             return None
         headers = Headers(scope=scope)
@@ -133,7 +133,7 @@ class Guard:
         except ValueError:
             return _refuse(400, f"a query may contain {_MAX_QUERY_FIELDS} fields at most")
         if scope["method"] in _SAFE_METHODS and self._is_token(*asked.get("token", [])[:1]):
-            # Out of the address bar, the history and every log of addresses.
+            # This removes the token from the address bar, the history and the logs.
             # Two slashes at the start would name another host.
             here = "/" + scope["path"].lstrip("/")
             answer = RedirectResponse(here, status_code=303)
@@ -160,7 +160,7 @@ def _refuse(status: int, reason: str) -> Response:
 
 
 async def _read_body(receive: Receive, largest: int) -> bytes | None:
-    """The whole body, or ``None`` once it is too large."""
+    """Return the whole body, or ``None`` if it is too large."""
     parts, size = [], 0
     while True:
         message = await receive()

@@ -1,4 +1,4 @@
-"""Serving the builder to one user's browser."""
+"""Serve the builder to one user's browser."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerotune.errors import InvalidValueError
 
 TOKEN_VARIABLE: Final = "ZEROTUNE_BUILDER_TOKEN"  # noqa: S105 - the name of a variable
 HEADER_TIMEOUT_S: Final = 20.0
-"""Seconds in which the head of a request must have come."""
+"""Seconds within which the headers of a request must arrive."""
 
 
 def serve(
@@ -68,7 +68,7 @@ def serve(
 
 
 def _check_paths(plan_file: Path | None, root: Path | None) -> None:
-    """Raise an error if the plan is a folder, or the root is none."""
+    """Raise an error if the plan is a folder or the root is not a folder."""
     if plan_file is not None and plan_file.is_dir():
         raise InvalidValueError(
             "is a folder", key="--plan", value=str(plan_file), fix="pass the path of a file"
@@ -80,7 +80,7 @@ def _check_paths(plan_file: Path | None, root: Path | None) -> None:
 
 
 def read_token(*, token: str | None, file: Path | None) -> str | None:
-    """Read the token: ``token``, the content of a file, or ``ZEROTUNE_BUILDER_TOKEN``."""
+    """Return the token: ``token``, else the content of ``file``, else the environment variable."""
     if token is not None:
         if not token.strip():
             raise InvalidValueError(
@@ -101,13 +101,13 @@ def read_token(*, token: str | None, file: Path | None) -> str | None:
         ) from error
     if not token:
         raise InvalidValueError(
-            "holds no token", key="--token-file", value=str(file), fix="write one into it"
+            "contains no token", key="--token-file", value=str(file), fix="write a token to it"
         )
     return token
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can only be reached from this machine."""
+    """Whether an address can be reached only from this machine."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -166,12 +166,12 @@ class HeaderTimeoutProtocol(H11Protocol):
     _waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Wait for the first request."""
+        """Start the timeout for the first request."""
         super().connection_made(transport)
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """Continue waiting while the headers are incomplete."""
+        """Stop the timeout once the headers are complete."""
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:
             self._wait()
@@ -179,7 +179,7 @@ class HeaderTimeoutProtocol(H11Protocol):
             self._stop_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting for the headers."""
+        """Stop the timeout."""
         self._stop_waiting()
         super().connection_lost(exc)
 
@@ -194,6 +194,6 @@ class HeaderTimeoutProtocol(H11Protocol):
 
     def _close_idle(self) -> None:
         self._waiting = None
-        # A response may be under way to a request whose next one has begun.
+        # The response to a request may still be on its way when the next request begins.
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
             self.transport.close()

@@ -1,7 +1,7 @@
-"""Templates: forms under a name.
+"""Templates: named forms.
 
-The user's own are one plain JSON file each, in the user's configuration directory; those that come
-with the builder are a machine and a model, for which ``advise`` makes the form when they are used.
+Each of the user's templates is a JSON file in the user's configuration directory. A built-in
+template names a model and a machine; ``advise`` creates its form when the template is used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Template:
     state: FormState
     description: str = ""
     version: str = ""
-    """Version of the content; a page sends the version back that it has loaded."""
+    """Version of the content; the page sends it back, so that concurrent changes are detected."""
 
     def data(self) -> dict[str, Any]:
         """Return the template as data to send, store and export."""
@@ -67,7 +67,7 @@ def normalise_name(name: Any) -> str:
             "is not a valid template name",
             key="name",
             value=name,
-            fix="write letters, digits, blanks and , . ( ) + - _, beginning with a letter or digit",
+            fix="write letters, digits, spaces and , . ( ) + - _, and begin with a letter or digit",
         )
     return plain
 
@@ -80,7 +80,7 @@ class TemplateStore:
         self._lock = threading.Lock()
 
     def all(self) -> list[Template]:
-        """Return every readable template, by name."""
+        """Return every readable template, sorted by name."""
         found = []
         for path in self._files():
             try:
@@ -90,7 +90,7 @@ class TemplateStore:
         return sorted(found, key=lambda template: template.name.casefold())
 
     def get(self, name: Any) -> Template:
-        """One template."""
+        """Return a template by its name."""
         path = self._find(normalise_name(name))
         if path is None:
             raise PlanFileError(
@@ -105,7 +105,9 @@ class TemplateStore:
             path = self._find(name)
             self._check_version(path, version, name)
             if path is None and len(self._files()) >= _MOST_TEMPLATES:
-                raise PlanConflictError("are too many", key="templates", fix="delete a template")
+                raise PlanConflictError(
+                    f"there are already {_MOST_TEMPLATES}", key="templates", fix="delete a template"
+                )
             return self._write(attrs.evolve(template, name=name), path)
 
     def rename(self, name: Any, to: Any, *, version: str | None) -> Template:
@@ -171,15 +173,15 @@ class TemplateStore:
 
     @contextmanager
     def _exclusive_access(self) -> Iterator[None]:
-        """Alone among the threads of this process and, where the system can, among processes."""
+        """Lock the folder against other threads and, if the system can, other processes."""
         with self._lock:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise PlanFileError(
-                    f"cannot be made ({error.strerror})",
+                    f"cannot be created ({error.strerror})",
                     key=str(self.folder),
-                    fix="set XDG_CONFIG_HOME to a folder you may write to",
+                    fix="set XDG_CONFIG_HOME to a folder that you may write to",
                 ) from error
             try:
                 import fcntl
@@ -236,22 +238,22 @@ def _name_conflict(name: str) -> PlanConflictError:
 
 @attrs.frozen(kw_only=True)
 class BuiltinTemplate:
-    """A template for a model and a machine: the fastest plan that fits."""
+    """A template that finds the fastest plan for a model and a machine."""
 
     id: str
     name: str
     description: str
     group: str
-    """Group in the list: the model."""
+    """Heading in the page's list."""
     setup: Mapping[str, Any]
-    """Settings of the setup; empty for the page's setup."""
+    """Values for ``preview.Setup``; empty to use the page's setup."""
 
 
 _ON_ONE_CARD: Final = {
     "this_machine": False,
     "world_size": 1,
     "nvme": "0",
-    # What was planned for before is not meant any more.
+    # Clear the settings of the previous setup.
     "lora": "",
     "base_dtype": "",
     "card": "",

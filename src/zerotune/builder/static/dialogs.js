@@ -31,12 +31,12 @@ export function bindDialogs(loader, refresher) {
 
 // Asks only if unsaved changes would be lost.
 const mayReplace = async (by) => !draft.isUnsaved() || ask({ title: "Replace the form?", yes: "Replace",
-  text: `The form is not saved. ${by} replaces the form; Undo restores the form.` });
+  text: `The form has unsaved changes. ${by} replaces the form; Undo brings it back.` });
 
 async function open() {
   const path = byId("open-path").value.trim();
   const text = byId("open-text").value;
-  // What was typed last is meant: an old text may still stand below a new path.
+  // The last input counts: an old text may still be below a new path.
   const body = path && (known.typed === "open-path" || !text.trim()) ? { path } : { text, name: byId("open-text").dataset.name || "the pasted text" };
   try {
     const opened = await post("/open", body);
@@ -117,7 +117,7 @@ let request = state;
 
 function fitOpen() {
   request = structuredClone(state);
-  // Sizes that are typed here are meant, so the machine is the one they describe.
+  // The sizes in this dialog describe the machine.
   request.setup.this_machine = false;
   fitFields();
   fill(byId("fit-results"));
@@ -175,7 +175,7 @@ async function fit() {
   delete request.config.train_batch_size;
   const results = byId("fit-results");
   for (const control of all("[aria-invalid]", byId("fit-fields"))) control.removeAttribute("aria-invalid");
-  fill(results, el("p", { class: "sentence", text: "Looking…" }));
+  fill(results, el("p", { class: "sentence", text: "Searching…" }));
   try {
     const advice = await post("/advise", { state: request });
     fill(results, ...(advice.fits ? plansThatFit(advice) : nearest(advice)));
@@ -208,12 +208,12 @@ function plansThatFit(advice) {
 }
 
 const provenance = (one) => (one.predicted
-  ? el("p", { class: "hint", id: "fit-rates", text: `Seconds are predicted, not measured; ${one.predicted.rates}.` }) : null);
+  ? el("p", { class: "hint", id: "fit-rates", text: `Times are predicted, not measured; ${one.predicted.rates}.` }) : null);
 
 const nearest = (advice) => [
   el("p", { class: "error-line", text: `${sentence(advice.reason)} Fix: ${advice.fix}.` }),
   ...advice.remedies.map(remedy),
-  el("h3", { text: "Nearest" }), ...candidates([advice.nearest], new Set())];
+  el("h3", { text: "Nearest plan" }), ...candidates([advice.nearest], new Set())];
 
 function remedy(one) {
   if (!one.state) return el("p", { class: "hint", text: sentence(one.label) });
@@ -273,7 +273,7 @@ async function listTemplates() {
   try {
     const found = await get("/templates");
     known.listed = found.own;
-    byId("templates-folder").textContent = `Your templates are JSON files in ${found.folder}.`;
+    byId("templates-folder").textContent = `Your templates are stored as JSON files in ${found.folder}.`;
     const groups = new Map();
     for (const one of found.builtin) groups.set(one.group, [...(groups.get(one.group) ?? []), one]);
     fill(byId("templates-builtin"), ...[...groups].map(([group, members]) => el("section", { "aria-label": group },
@@ -321,7 +321,7 @@ function own(one) {
       button("Rename", renamed),
       button("Export", () => download(`${one.name}.template.json`, `${JSON.stringify(one, null, 2)}\n`)),
       button("Delete", () => attempt(async () => {
-        const sure = await ask({ title: `Delete ${one.name}?`, text: "The template's file is deleted. To keep a copy, export the template first.", yes: "Delete" });
+        const sure = await ask({ title: `Delete ${one.name}?`, text: "This deletes the template's file. To keep a copy, export the template first.", yes: "Delete" });
         if (!sure) return;
         await post("/templates/delete", { name: one.name, version: one.version });
         await listTemplates();

@@ -1,4 +1,4 @@
-// Controls and the state, one into the other. Which choice writes what stands in the page.
+// Synchronises controls and state. The page declares which values a choice writes.
 
 import { all, byId, show } from "./dom.js";
 import { get } from "./api.js";
@@ -22,13 +22,13 @@ export function take(control) {
   if (store === "setup" && path === "world_size" && state.launch.num_processes !== undefined) {
     write("launch", "num_processes", parse(control.value));
   }
-  // Of another size it is another card.
+  // Another memory size means another card.
   if (store === "setup" && path === "vram") write(store, "card", undefined);
   changed(control);
   refresh(control);
 }
 
-// What is planned for is read by the server as it was typed ("24", "24 GB").
+// The server parses setup values as they were typed ("24", "24 GB").
 const words = (control) => control.value.trim() || undefined;
 
 function choose(sets, store) {
@@ -69,11 +69,11 @@ const text = (kind, store, value) =>
 
 function set(control, value) {
   control.querySelector("[data-foreign]")?.remove();
-  // Nothing is written where an option says so too.
+  // If nothing is set, select the option that stands for it.
   const empty = [...control.options].some((option) => option.value === '""') ? '""' : "";
   const wanted = value === undefined ? empty : JSON.stringify(value);
   if (![...control.options].some((option) => option.value === wanted)) {
-    const option = new Option(wanted === "" ? "not written" : wanted, wanted);
+    const option = new Option(wanted === "" ? "not set" : wanted, wanted);
     option.dataset.foreign = "";
     control.add(option);
   }
@@ -85,7 +85,7 @@ export const hasFrames = (family) => JSON.parse(byId("clip-families").content.te
 function reveal() {
   const stage = read("config", `${DEVICE}stage`) ?? 0;
   const sentences = JSON.parse(byId("stage-sentences").content.textContent);
-  byId("stage-sentence").textContent = sentences[stage]?.[1] ?? "zerotune chooses the stage at start.";
+  byId("stage-sentence").textContent = sentences[stage]?.[1] ?? "zerotune chooses the stage when training starts.";
   show(byId("stage-3-note"), stage !== 3 && stage !== "auto");
   for (const folder of all(".nvme-folder")) {
     const section = folder.dataset.device.replace(/\.device$/, "");
@@ -123,7 +123,7 @@ function lookUpPath(input) {
   lookups.set(input, { path, timer });
 }
 
-// What will really be used where a field is left empty.
+// Shows in empty fields the values that will be used.
 export function placeholders(effective) {
   for (const input of all("input[data-path][data-kind=value], input[data-param]")) {
     const path = input.dataset.store === "setup" ? `setup.${input.dataset.path}` : input.dataset.path;
