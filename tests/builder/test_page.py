@@ -382,7 +382,7 @@ def test_fit_my_card_offers_plans_to_click(page):
     line = page.tab.locator("#fit-results .error-line")
     line.wait_for()
     assert line.text_content() == (
-        "Base dtype: a quantized model cannot be trained, but LoRA adapters on it can. "
+        "Base dtype: a quantized model can only be trained through LoRA adapters. "
         "Fix: set lora to 16, or remove base_dtype."
     )
     assert page.tab.evaluate("document.activeElement.id") == "fit-base-dtype"
@@ -1023,7 +1023,7 @@ def test_the_journey_of_qwen_image_lora_on_24_gib(page):
     assert "fits: no partitioning" in first.text_content(), "what fits comes first"
     assert first.locator("button.primary").count() == 1
     assert page.tab.locator("#fit-results .row button.primary").count() == 1
-    page.tab.get_by_role("button", name="Train adapters instead").click()
+    page.tab.get_by_role("button", name="Train LoRA adapters").click()
     page.tab.wait_for_selector("#fit-results .candidate[data-fits=true]")
     assert page.tab.input_value("#fit-lora") == "16"
     assert page.tab.input_value("#fit-base-dtype") == '"nf4"'

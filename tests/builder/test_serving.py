@@ -60,9 +60,9 @@ def test_a_missing_extra_is_named(missing, monkeypatch, capsys):
 
 
 def test_whoever_comes_once_the_address_is_known_is_not_refused():
-    from zerotune.builder.serving import bound_socket
+    from zerotune.builder.serving import open_socket
 
-    with bound_socket("127.0.0.1", 0) as listening:
+    with open_socket("127.0.0.1", 0) as listening:
         socket.create_connection(listening.getsockname(), timeout=120).close()
 
 
@@ -94,16 +94,16 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     with pytest.raises(
         InvalidValueError, match=r"--token-file.*contains no readable token .No such file"
     ):
-        read_token(given=None, file=file)
+        read_token(token=None, file=file)
     file.write_text(" \n")
-    with pytest.raises(InvalidValueError, match="holds no token"):
-        read_token(given=None, file=file)
+    with pytest.raises(InvalidValueError, match="contains no token"):
+        read_token(token=None, file=file)
     file.write_text("s3cret\n")
-    assert read_token(given=None, file=file) == "s3cret"
-    assert read_token(given=None, file=None) is None
+    assert read_token(token=None, file=file) == "s3cret"
+    assert read_token(token=None, file=None) is None
     monkeypatch.setenv("ZEROTUNE_BUILDER_TOKEN", "other")
-    assert read_token(given=None, file=None) == "other"
-    assert read_token(given=None, file=file) == "s3cret"
+    assert read_token(token=None, file=None) == "other"
+    assert read_token(token=None, file=file) == "s3cret"
 
 
 @pytest.mark.parametrize("token", ["", "s3cret"])
@@ -129,7 +129,7 @@ def test_no_token_comes_into_a_command_line_of_ours_or_of_a_browser(
     address = capsys.readouterr().out.split()[4]
     assert address.endswith("?token=s3cret" if token else "/")
     assert opened == ([] if token else [address])
-    assert [config.http for config in served] == [serving.PatientProtocol]
+    assert [config.http for config in served] == [serving.HeaderTimeoutProtocol]
 
 
 @pytest.mark.parametrize(
@@ -139,14 +139,14 @@ def test_a_half_open_connection_is_closed(monkeypatch, sent):
     uvicorn = needs("uvicorn")
     from zerotune.builder import serving
 
-    monkeypatch.setattr(serving, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(serving, "HEADER_TIMEOUT_S", 0.2)
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
     async def closed():
-        http = serving.PatientProtocol
+        http = serving.HeaderTimeoutProtocol
         config = uvicorn.Config(app, http=http, lifespan="off", log_level="warning")
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))

@@ -41,18 +41,18 @@ class TestVerdict:
     @pytest.mark.parametrize(
         ("setup", "words"),
         [
-            ({"resolution": "large"}, "1024 pixels"),
-            ({"vram": "much"}, "24.00 GiB of VRAM"),
-            ({"lora": "x", "world_size": "-1"}, "1 process and the whole model"),
+            ({"resolution": "large"}, "1024 pixels, because the form's value is invalid."),
+            ({"vram": "much"}, "24.00 GiB of VRAM, because the form's value is invalid."),
+            (
+                {"lora": "x", "world_size": "-1"},
+                "1 process and the whole model, because the form's values are invalid.",
+            ),
         ],
     )
     def test_memory_says_for_what_it_is_drawn(self, client, setup, words):
         memory = preview(client, setup=setup)["memory"]
         assert memory["bars"]
-        assert (
-            memory["outdated"]
-            == f"Estimated for {words}, because the value in the form is invalid."
-        )
+        assert memory["outdated"] == f"Estimated for {words}"
         assert preview(client)["memory"]["outdated"] == ""
 
     def test_what_cannot_run_is_not_applied(self, client_of):

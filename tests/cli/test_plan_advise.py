@@ -99,7 +99,7 @@ class TestWhenSomethingFits:
         printed = capsys.readouterr()
         memory = json.loads(printed.out)["streamed"]["memory"]
         assert memory > 12 * GIB
-        assert "your script does (docs/streaming.md)" in printed.err
+        assert "enable it in your script (docs/streaming.md)" in printed.err
         assert "plan.resolve(" not in printed.err
 
     def test_a_sentence_of_a_reason_is_printed_once(self, capsys):

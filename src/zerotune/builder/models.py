@@ -1,4 +1,4 @@
-"""What people call the models, and what they are listed under."""
+"""Usual names of the model families, and their groups in the page's list."""
 
 from __future__ import annotations
 

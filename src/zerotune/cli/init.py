@@ -49,7 +49,7 @@ _PIPELINES: Final = {
     "sd35-medium": "stabilityai/stable-diffusion-3.5-medium",
     "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
 }
-"""Where a family's weights lie on the hub, when ``--model`` does not say it."""
+"""Hub id of each family's pipeline, if ``--model`` is not given."""
 
 _SCRIPT: Final = Path("examples", "finetune.py")
 """Lies inside an installed package, and beside its sources in a clone."""
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
             "is trained on clips, but the generated script reads images",
             key="--family",
             value=family,
-            fix="choose an image model, or write the script by hand (docs/families.md)",
+            fix="choose an image model, or write your own script (docs/families.md)",
         )
     model = _model(arguments)
     count, captions = _images(arguments.photos)
@@ -131,13 +131,13 @@ def run(arguments: argparse.Namespace) -> int:
         f"{script}: {counted(arguments.steps, 'step')} of {model} on "
         f"{counted(count, 'image')}, {captioned}\n"
         f"\nTrain with: python {script}\n"
-        "To continue after a stop, run the same command again."
+        "To resume an interrupted run, run the same command again."
     )
     return 0
 
 
 def _model(arguments: argparse.Namespace) -> str:
-    """The pipeline to load; a folder by its whole path, so that the script runs from anywhere."""
+    """Return the pipeline to load, with an absolute path if it is a folder."""
     given = arguments.model
     if given is None:
         if arguments.family in _PIPELINES:
@@ -154,7 +154,7 @@ def _model(arguments: argparse.Namespace) -> str:
                 "contains no model_index.json, so it is not a pipeline",
                 key="--model",
                 value=given,
-                fix="pass a folder written by save_pretrained of a whole pipeline",
+                fix="pass a folder that a pipeline's save_pretrained wrote",
             )
         return str(folder.resolve())
     if folder.is_absolute() or given.startswith((".", "~")):
@@ -180,7 +180,7 @@ def _advice(arguments: argparse.Namespace, model: ModelFamily) -> Advice:
 
 
 def _images(folder: str) -> tuple[int, list[str]]:
-    """How many there are, and some of their captions."""
+    """Return the number of images, and their captions without duplicates."""
     from zerotune.diffusion.data import ImageFolder
 
     path = Path(folder).expanduser()
@@ -240,15 +240,15 @@ def _docstring(arguments: argparse.Namespace, advice: Advice) -> str:
     export = "adapters" if arguments.lora else "pipeline"
     return f"""Train {arguments.family} on a folder of images.
 
-This script was written by ``zerotune init``; you can edit the script. To start training, run
+``zerotune init`` wrote this script, and you can edit it. To start training, run
 
     python train.py
 
 On several GPUs, run ``torchrun --nproc-per-node 2 train.py``. The script writes to its own folder:
 ``cache`` (latents and embeddings), ``checkpoints``, ``validation`` (images sampled during training)
 and, at the end, ``{export}``. Ctrl-C stops training, and the same command resumes from the newest
-checkpoint. After the end, larger STEPS continue the run. ``--help`` lists the options that override
-the constants below.
+checkpoint. To extend a finished run, increase STEPS. ``--help`` lists the options that override the
+constants below.
 
 The plan in plan.json was chosen for
 {memory}:

@@ -1,4 +1,4 @@
-"""``zerotune plan``: what can be done with a plan without training."""
+"""``zerotune plan``: commands that work on a plan without training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SUMMARY: Final = "Check, convert and explain DeepSpeed configurations."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the commands below ``plan``."""
+    """Add the subcommands of ``plan``."""
     add_commands(
         parser, check=_Check, convert=_ConvertPlan, explain=_Explain, diff=_Diff, advise=_Advise
     )
@@ -86,7 +86,7 @@ def number_of_processes(text: str) -> int:
     number = at_least_one(text)
     if number > _MOST_PROCESSES:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is more than {_MOST_PROCESSES:,} processes, the most that is accepted"
+            f"{text!r} is more than the maximum of {_MOST_PROCESSES:,} processes"
         )
     return number
 
@@ -94,7 +94,7 @@ def number_of_processes(text: str) -> int:
 def _add_reading(parser: argparse.ArgumentParser) -> None:
     """Add the options for reading a file."""
     parser.add_argument(
-        "--max-size", metavar="SIZE", help="largest file to read; default 16MiB, for YAML 128KiB"
+        "--max-size", metavar="SIZE", help="largest file to read; default 16MiB, or 128KiB for YAML"
     )
     parser.add_argument(
         "--also-known",
@@ -106,7 +106,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_file(parser: argparse.ArgumentParser) -> None:
-    """Add the file to read, and how it is read."""
+    """Add the file to read, and the options for reading it."""
     parser.add_argument("file", metavar="FILE", help=_FILE_HELP)
     _add_reading(parser)
 
@@ -115,7 +115,7 @@ _WORLD_SIZE_HELP: Final = "number of processes; default FILE's num_processes, or
 
 
 def _set_world_size(arguments: argparse.Namespace, plan: DeepSpeedPlan | None) -> int:
-    """Return ``--world-size``; by default, what the launcher's file asks for."""
+    """Return ``--world-size``; the default is the launcher file's number of processes."""
     if arguments.world_size is None:
         launch = plan.launch if plan is not None else None
         asked = launch.num_processes if launch is not None else None
@@ -127,7 +127,7 @@ def _set_world_size(arguments: argparse.Namespace, plan: DeepSpeedPlan | None) -
 def _add_workload(
     parser: argparse.ArgumentParser, world_size: int | None = 1, about: str = "processes; default 1"
 ) -> None:
-    """Add what a step works on."""
+    """Add the workload options."""
     from zerotune.plan.memory.estimate import EMAPlace
     from zerotune.plan.model import STORAGES
 
@@ -150,7 +150,7 @@ def _add_workload(
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
-    """Add what the advised plan trains with."""
+    """Add the training options of ``advise``."""
     from zerotune.plan.model import AUTO, PRECISIONS
 
     training = parser.add_argument_group("training")
@@ -160,33 +160,35 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=(AUTO, *PRECISIONS),
         default=AUTO,
-        help="default auto, which the device decides",
+        help="default auto: chosen for the device",
     )
     training.add_argument(
         "--gradient-clipping",
         type=_gradient_norm,
         default=1.0,
         metavar="NORM",
-        help="maximum gradient norm; 0 disables clipping, default 1",
+        help="maximum gradient norm; default 1, 0 disables clipping",
     )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    """Add the forms of the report."""
+    """Add the output options."""
     group = parser.add_argument_group("output")
     forms = group.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
     forms.add_argument("--markdown", action="store_true", help="print Markdown")
     group.add_argument(
-        "--chart", metavar="FILE", help="draw the memory per rank in this .png, .pdf or .svg file"
+        "--chart",
+        metavar="FILE",
+        help="write a chart of the memory per rank to this .png, .pdf or .svg file",
     )
 
 
 def _add_sample(group: argparse._ArgumentGroup) -> None:
-    """Add what a batch is."""
+    """Add the options for the samples of a batch."""
     for name, what in (
         ("batch", "samples per rank and forward pass; default 1"),
-        ("resolution", "side in pixels; default the model's native size"),
+        ("resolution", "image side in pixels; default the model's native size"),
         ("frames", "frames per clip; default the model's own"),
     ):
         group.add_argument(f"--{name}", type=at_least_one, metavar="N", help=what)
@@ -225,7 +227,7 @@ def add_family(group: Any, *, what: str, required: bool = False) -> None:
         "--family",
         metavar="NAME",
         required=required,
-        help=f"{what}: {names}; or a class of yours, module:Class",
+        help=f"{what}: {names}; or your own class, as module:Class",
     )
 
 
@@ -239,7 +241,7 @@ def add_configuration(group: Any) -> None:
 
 
 def _estimated_model(arguments: argparse.Namespace) -> ModelFamily:
-    """Return the model of ``--family`` and ``--model``, where ``--model`` is no pipeline."""
+    """Return the model to estimate; refuse ``--model`` without a class."""
     if arguments.model is not None and ":" not in arguments.family:
         raise InvalidValueError(
             "has no effect without --family module:Class",
@@ -267,7 +269,7 @@ def model_of(arguments: argparse.Namespace) -> ModelFamily:
             "has a hand-written forward pass, so the model's inputs are unknown",
             key="--family",
             value=name,
-            fix="pass ModelFacts to DeepSpeedPlan.advise (docs/own-model.md)",
+            fix="describe the model with ModelFacts in Python (docs/own-model.md)",
         )
     folder = arguments.model
     return family_facts(kind, folder=folder if folder and Path(folder).is_dir() else None)
@@ -311,7 +313,7 @@ class _Check(Below):
         )
         parser.add_argument("--json", action="store_true", help="print the findings as JSON")
         parser.add_argument(
-            "--strict", action="store_true", help="exit with an error on warnings too"
+            "--strict", action="store_true", help="exit with an error if there are warnings"
         )
 
     def run(self) -> int:
@@ -359,7 +361,7 @@ class _Check(Below):
         return status if failed else 0
 
     def _problems(self) -> tuple[list[Decision], Mapping[str, str]]:
-        """Everything that is wrong with the plan, and what the file calls its settings."""
+        """Return the plan's problems, and the names that the file uses for its settings."""
         import attrs
 
         from zerotune.decisions import Decision, raise_all
@@ -380,7 +382,7 @@ class _Check(Below):
         inspection = plan.inspect(
             RuleContext(world_size=world_size),
             settle=_settle_written,
-            # The rules look at the file alone, resolving needs a machine: one that can do
+            # Rules need only the file; resolving needs a machine, so assume one that supports
             # everything.
             resolve_in=RuleContext(
                 world_size=world_size,
@@ -397,10 +399,10 @@ class _Check(Below):
         return [*problems, *(each for each in later if each.key not in keys)], plan.names
 
     def _key_lines(self, names: Mapping[str, str]) -> Mapping[str, int]:
-        """The line of each key of the file, and of each setting that it calls otherwise.
+        """Return the line of each key, and of each setting that the file names differently.
 
         Args:
-            names: What the file calls its settings, by path.
+            names: Names of the settings in the file, by path.
         """
         from zerotune.plan.source import key_lines, read_text
 
@@ -414,7 +416,7 @@ class _Check(Below):
 
 
 def _line_of(one: Decision, lines: Mapping[str, int]) -> int | None:
-    """The line of the file, from 1 on: where it is no JSON or YAML, else that of the key."""
+    """Return the line, counted from 1, of the syntax error or else of the key."""
     of_key = lines.get(one.written or one.key, lines.get(one.key))
     return getattr(one.error, "line", None) or of_key
 
@@ -445,7 +447,7 @@ def _settle_written(resolved: ResolvedPlan) -> ResolvedPlan:
 
 
 def _open_run(plan: DeepSpeedPlan) -> Any:
-    """A run that knows what the plan leaves to it, and says nothing else."""
+    """Return a run with assumed values for what the plan leaves to the script."""
     from zerotune.plan import RunFacts
     from zerotune.plan.model import AUTO
 
@@ -463,7 +465,9 @@ def _open_run(plan: DeepSpeedPlan) -> Any:
 
 
 class _ConvertPlan(Below):
-    summary: ClassVar[str] = "Convert a configuration to another format; training does not change."
+    summary: ClassVar[str] = (
+        "Convert a configuration to another format without changing the training."
+    )
 
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
@@ -475,7 +479,7 @@ class _ConvertPlan(Below):
             "-o",
             "--output",
             metavar="OUT",
-            help="file to write; an existing file is kept as OUT.bak; default: print the result",
+            help="file to write (default: print the result); an existing file is kept as OUT.bak",
         )
         parser.add_argument(
             "--num-processes",
@@ -648,14 +652,14 @@ class _Explain(Below):
 
 
 def _by_place(sizes: Mapping[str, int | None]) -> dict[Place, int]:
-    """Bytes of memory by the place they are at, as far as they are limited."""
+    """Return the memory limits in bytes by place, without unlimited places."""
     places: dict[Place, str] = {"device": "vram", "host": "ram", "nvme": "nvme"}
     limits = {place: sizes.get(name) for place, name in places.items()}
     return {place: size for place, size in limits.items() if size is not None}
 
 
 def _described_machine(arguments: argparse.Namespace) -> Platform | None:
-    """The machine the arguments speak of; ``None`` when they do not."""
+    """Return the machine that the arguments describe; ``None`` if they describe none."""
     from zerotune.platform import Platform
 
     sizes: dict[str, Any] = sizes_of(arguments)
@@ -794,7 +798,10 @@ class _Advise(Below):
             kept = "".join(f"; the replaced file is kept as {backup}" for backup in saved.backups)
             tell(f"the plan is saved in {self.arguments.output}{kept}")
             if advice.streamed is not None:
-                tell("the file does not contain streaming; your script does (docs/streaming.md)")
+                tell(
+                    "the file cannot express streaming: enable it in your script "
+                    "(docs/streaming.md)"
+                )
 
     def _report_nothing(self, error: NothingFitsError, machine: Mapping[str, Any]) -> None:
         from zerotune._util.table import Line, Page

@@ -23,7 +23,7 @@ export function renderMemory(memory) {
     ...memory.notes.map((note) => el("p", { class: "hint", text: `Note: ${note}.` })));
 }
 
-// What stays near on a narrow screen: whether it runs, and each place against what there is.
+// Summary for narrow screens: the verdict, and each memory against its limit.
 export function renderStrip(chips, memory) {
   const [[severity, text]] = chips;
   byId("strip").classList.toggle("outdated", Boolean(memory.outdated));

@@ -1,4 +1,4 @@
-// Each message beside the field it is about, with what mends it; a list of where, errors first.
+// Shows each message next to its field, with repair buttons, and an index, errors first.
 
 import { all, byId, capital, el, fill, reach } from "./dom.js";
 import { changed, rename, write } from "./state.js";
@@ -15,7 +15,7 @@ function box(message, link) {
     message.repairs?.length ? el("div", { class: "repairs" }, ...message.repairs.map((repair) => button(message, repair))) : null);
 }
 
-// What is planned for has fields, whose names people do not know by their path.
+// Users know the fields of the setup by their labels, not by their paths.
 export const fixOf = ({ fix }) => `Fix: ${fix}.`.replaceAll("..", ".").replace("?.", "?").replaceAll("setup.", "");
 
 const button = (message, repair) => el("button", { type: "button", class: "repair", text: repair.label,
@@ -26,7 +26,7 @@ function mend(message, repair) {
     if (to) rename(store, path, to);
     else write(store, path, value);
   }
-  // The button goes with the message, so that the focus goes to where it stood.
+  // The button disappears with the message, so the focus moves to its field.
   const holder = holderFor(message.key, holdersNow());
   (holder && controlOf(holder) || byId("summary-title")).focus({ preventScroll: true });
   changed(null);
@@ -65,7 +65,7 @@ export function renderMessages(messages) {
   summarise(listed);
 }
 
-// Errors and warnings are seen at once; notes are there for who asks.
+// Errors and warnings are always visible; notes are folded.
 function place(holder, message, key) {
   let notes = holder.querySelector("details.notes");
   if (message.severity !== "note") return holder.insertBefore(box(message, key), notes);
@@ -91,7 +91,7 @@ function nameOf(holder) {
   return field?.querySelector("label, legend, h2")?.textContent ?? holder.dataset.messages;
 }
 
-// What has no field is said here; of the rest only where it stands.
+// Shows messages without a field, and links to the others.
 function summarise(listed) {
   const homeless = listed.filter(({ holder }) => !holder).map(({ message }) => box(message, name(message)));
   const placed = listed.filter(({ message, holder }) => holder && message.severity !== "note");
@@ -125,7 +125,7 @@ function link(message, holder) {
   } });
 }
 
-// The verdict, what the plan is, and what a step of it takes.
+// Shows the verdict, the plan's title and the predicted time of a step.
 export function renderTitle(data) {
   const { kind, text } = data.verdict;
   byId("verdict").dataset.severity = SEVERITY[kind];
