@@ -1,4 +1,4 @@
-"""Diffusion training with ZeRO offload that explains every automatic choice.
+"""Train diffusion models with ZeRO offload, and explain every automatic choice.
 
 Each object works on its own in your training loop; ``Trainer`` combines them. Names are loaded on
 first use: importing zerotune loads neither torch nor deepspeed and changes nothing in the process.

@@ -41,9 +41,9 @@ class Decision:
     """Path of the setting in DeepSpeed's spelling (``"zero_optimization.stage"``); empty for the
     whole plan."""
     before: Any
-    """The value as given; ``None`` if it was missing."""
+    """The original value; ``None`` if it was not set."""
     after: Any
-    """The value that will be used; ``None`` if the setting is removed, ``before`` if it stays."""
+    """The value that will be used; ``None`` if the setting is removed, ``before`` if it is kept."""
     reason: str
     """The reason, in one sentence."""
     severity: Severity = "note"
@@ -81,7 +81,7 @@ class Decision:
 
     @property
     def value(self) -> Any:
-        """The value that a finding is about, same as ``before``; ``UNSET`` if there is none."""
+        """The value that a finding is about (same as ``before``); ``UNSET`` if there is none."""
         return self.before
 
     @property
@@ -144,7 +144,7 @@ def precedence(*, nothing: Any = None, **said: Any) -> list[tuple[Any, str]]:
     Args:
         nothing: The value that means "not set".
         **said: Values by source: ``override`` (the caller), ``written`` (the configuration),
-            ``run`` and ``launched`` (the launcher's file).
+            ``run`` (the training script) and ``launched`` (the launcher's file).
     """
     every = ((said.get(place, nothing), who) for place, who in _WHO.items())
     return [(value, who) for value, who in every if value is not nothing]

@@ -29,7 +29,7 @@
     └── MissingDependencyError (ImportError)
 
 Every message reads ``key = value: reason. Fix: what to do``; the parts are also attributes. All
-mistakes in one input are reported together, one per line: the first is the error itself, and its
+mistakes in one input are reported together, one per line: the first is the raised error, and its
 ``others`` are the rest.
 """
 
@@ -97,7 +97,7 @@ def _pieces(value: object, longest: int, depth: int = 0) -> Iterator[str]:
 
 
 def readable(name: str) -> str:
-    """Return a key or path for messages, truncated if long, with control characters escaped."""
+    """Return a key or path for messages; escape control characters, and truncate long names."""
     if len(name) > _LONGEST_NAME:
         name = f"{name[: _LONGEST_NAME - 1]}…"
     if name.isprintable():
@@ -128,7 +128,8 @@ class ZeroTuneError(Exception):
 
     Attributes:
         key: Path of the offending setting (``"zero_optimization.stage"``), or ``None``.
-        written: Name in the user's file if it differs from ``key``; messages show both.
+        written: Name of the setting in the user's file if it differs from ``key``; messages show
+            both.
         value: The offending value; ``UNSET`` if there is none.
         reason: What is wrong.
         fix: What to write or do instead, or ``None``.

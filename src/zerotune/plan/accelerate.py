@@ -71,7 +71,7 @@ TOP_LEVEL = frozenset(
 
 
 def is_accelerate(content: Mapping[Any, Any]) -> bool:
-    """Whether a mapping with ``deepspeed_config`` comes from accelerate, not from a trainer."""
+    """Whether a mapping is accelerate's; a trainer's may also contain ``deepspeed_config``."""
     return BLOCK in content and ("distributed_type" in content or "compute_environment" in content)
 
 
@@ -113,7 +113,8 @@ def translate(
 
     Args:
         content: The settings as a mapping.
-        log: Log that receives changed spellings, and settings that accelerate would discard.
+        log: Log for decisions about changed spellings and about settings that accelerate would
+            discard.
         source: Origin of the settings, for messages.
         folder: Folder in which a relative ``deepspeed_config_file`` is looked up first.
         spelled: Names of keys to show in messages, if they differ from the keys in ``content``.
@@ -322,8 +323,8 @@ class _Translation:
                 key="gradient_clipping",
                 before=clipping,
                 after=0,
-                reason="accelerate treats 0 as missing, so DeepSpeed clips at its default; "
-                "zerotune does not clip",
+                reason="accelerate treats 0 as missing, so DeepSpeed would clip at its default "
+                "norm; zerotune does not clip",
                 severity="warning",
             )
 
@@ -353,7 +354,7 @@ class _Translation:
                 before=written,
                 after="kept",
                 reason=f"accelerate rejects mixed_precision together with a {FILE} unless "
-                '--mixed_precision is also given; zerotune uses it in place of "auto"',
+                '--mixed_precision is also given; zerotune uses this value in place of "auto"',
                 severity="warning",
             )
 
@@ -439,7 +440,7 @@ def _merge(merged: dict[str, Any], key: Any, value: Any, log: Log) -> None:
 
 
 def plan_keys() -> frozenset[str]:
-    """Return DeepSpeed's top-level keys."""
+    """Return all top-level keys of a DeepSpeed configuration, including aliases."""
     names = {attribute.name for attribute in modelled(DeepSpeedPlan)}
     return frozenset(names | DeepSpeedPlan.passed_through | DeepSpeedPlan.aliases.keys())
 
@@ -553,8 +554,8 @@ def missing_folders(plan: DeepSpeedPlan, log: Log) -> None:
                 before=None,
                 after=None,
                 reason="`accelerate launch` does not pass on the path in its YAML, so accelerate"
-                ' would swap to a folder named "none"; pass the path to zerotune, otherwise each'
-                " run creates a temporary folder",
+                ' would swap to a folder named "none"; set nvme_path in the plan, or each run'
+                " creates a temporary folder",
                 severity="warning",
             )
 

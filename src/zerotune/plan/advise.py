@@ -67,7 +67,7 @@ class Budget:
     fragmentation, which takes 0.6 to 3.8 % (docs/memory-proof.md)."""
 
     def usable(self, place: Place) -> int:
-        """Return how many bytes a plan may use in ``place``.
+        """Return how many bytes of device memory, host memory or NVMe a plan may use.
 
         Args:
             place: ``"device"``, ``"host"`` or ``"nvme"``.
@@ -88,8 +88,8 @@ class Candidate:
     gradient_checkpointing: bool
     fits: bool
     shortfalls: Mapping[Place, int]
-    """Missing bytes by place, per rank for the device and per machine for host and NVMe; empty if
-    the plan fits."""
+    """Missing bytes of device memory (per rank), and of host memory and NVMe (per machine); empty
+    if the plan fits."""
     reason: str
     """Why the plan was chosen, not preferred, or rejected."""
     activation_offload: bool = False
@@ -234,9 +234,9 @@ class Layout:
     parameters: str = "none"
     pinned: bool = True
     fills_device: bool = False
-    """Whether as much of the optimizer as fits stays on the device."""
+    """Whether the device keeps as much of the optimizer as fits."""
     streams: bool = False
-    """Whether weights are streamed; as many units as fit stay on the device."""
+    """Whether weights are streamed; the device keeps as many units as fit."""
     splits: bool = False
     """Whether each fp32 master weight is stored as its bf16 weight and the low 16 bits."""
 

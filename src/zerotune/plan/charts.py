@@ -50,7 +50,7 @@ class Panel:
     note: str = ""
     """Text to the right of the title."""
     limit: float | None = None
-    """Position of a line across the bar."""
+    """Position of a vertical line across the bar, in ``unit``."""
     colour: str = INK
     """Colour of ``note`` and of the line at ``limit``."""
     room: bool = False
@@ -95,15 +95,15 @@ class Panel:
 def plot_memory(
     estimate: MemoryEstimate, path: str | os.PathLike[str], *, budget: RankBudget | None = None
 ) -> Path:
-    """Plot the peak memory of each place, stacked by component, in a PNG, PDF or SVG file.
+    """Draw a bar of stacked components for peak device, host and NVMe memory (PNG, PDF or SVG).
 
-    Each place has a separate scale, which starts at zero and includes the budget if there is one.
+    Each bar has its own scale, which starts at zero and includes the budget, if there is one.
 
     Args:
         estimate: The memory estimate.
-        path: The file; its suffix determines the format, which is PNG without a suffix. The folder
+        path: The file to write; its suffix determines the format (PNG if it has none). The folder
             of the file is created, and an existing file is replaced.
-        budget: Available bytes per rank by place.
+        budget: Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``.
 
     Returns:
         ``path``.
@@ -135,12 +135,13 @@ def memory_panels(
     budget: RankBudget | None = None,
     measured: RankBudget | None = None,
 ) -> list[Panel]:
-    """Return a panel for each place that is used or has a budget.
+    """Return a panel for each of device, host and NVMe that is used or has a budget.
 
     Args:
         estimate: The memory estimate.
-        budget: Available bytes per rank by place.
-        measured: Measured bytes per rank by place, shown if there is no budget.
+        budget: Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``.
+        measured: Measured bytes per rank, with keys as in ``budget``; shown where there is no
+            budget.
     """
     unit, size = estimate_unit(estimate, budget)
     seen: RankBudget = measured or {}

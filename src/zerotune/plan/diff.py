@@ -56,7 +56,7 @@ class Change:
         return f"{self.key}: {values[self.kind]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the key, the kind, and any old and new value as JSON-serialisable data."""
+        """Return key, kind, and the values before and after (if any) as JSON-serialisable data."""
         sides = {
             "added": {"after": self.after},
             "removed": {"before": self.before},

@@ -1,11 +1,11 @@
 # ruff: noqa: RUF009  (`setting` and `extra_keys` return attrs.field, as RUF009 cannot see)
 """The parts of a plan: settings, sections, facts, choices, and the plan itself.
 
-The module first defines the *kinds* of settings, the declaration and reading of sections, the
-DeepSpeed keys that zerotune passes through, and old spellings. Then come the sections, facts about
-the model and the run, ``DeepSpeedPlan`` (what the user wants) and ``ResolvedPlan`` (what will run).
-Other modules read, write, check and resolve plans. Both plan classes offer these actions as
-methods, and each method imports its module when it is called.
+The module first defines the types of settings (*kinds*), how sections are declared and read, which
+DeepSpeed keys zerotune passes through, and old spellings of keys. Then come the sections, facts
+about the model and the run, ``DeepSpeedPlan`` (what the user wants) and ``ResolvedPlan`` (what will
+run). Other modules read, write, check and resolve plans. Both plan classes offer these actions as
+methods, which import those modules when called.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Kind(ABC):
         """
 
     def read_into(self, log: Log, value: Any, key: str) -> Any:
-        """Read ``value`` like ``read``, and log a decision for each change.
+        """Convert ``value`` as ``read`` does, and log a decision if this changes it.
 
         Args:
             log: Log that receives decisions.
@@ -572,7 +572,7 @@ def setting(kind: Kind) -> Any:
 
 
 def comparable(section: Section | None) -> Section | None:
-    """Return a section in a form for comparison: ``None`` if it is empty."""
+    """Return a section for comparison; an empty one becomes ``None``."""
     return None if section is None or section == type(section)() else section
 
 
@@ -582,7 +582,7 @@ def extra_keys() -> Any:
 
 
 def modelled(cls: type[Section]) -> list[attrs.Attribute[Any]]:
-    """Return the fields of ``cls`` that are configuration keys, in the order of writing."""
+    """Return the configuration keys among the fields of ``cls``, in the order they are written."""
     fields: tuple[attrs.Attribute[Any], ...] = attrs.fields(cls)  # type: ignore[arg-type]
     return [attribute for attribute in fields if "kind" in attribute.metadata]
 
@@ -767,7 +767,7 @@ def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> Unk
     if path == name and name in of_zero:
         at_top = f"'zero_optimization.{name}'"
     meant = at_top or _COMMON_MISTAKES.get(name) or " or ".join(repr(guess) for guess in guesses)
-    fix = f"did you mean {meant}?" if meant else "remove it, or check its spelling and its place"
+    fix = f"did you mean {meant}?" if meant else "remove it, or check its spelling and its section"
     if path == "mixed_precision":
         precisions = [value] if value in ("bf16", "fp16") else ["bf16", "fp16"]
         fix = f"remove it, and set {' or '.join(f'{one}.enabled' for one in precisions)} to true"
@@ -1318,7 +1318,7 @@ class ZeroSection(Section):
     load_from_fp32_weights: bool | Auto | None = setting(Boolean())
     """Initialise the master weights from a checkpoint's fp32 copy."""
     elastic_checkpoint: bool | Auto | None = setting(Boolean())
-    """Legacy format of DeepSpeed's own checkpoints."""
+    """Use the legacy format of DeepSpeed's own checkpoints."""
     sub_group_size: int | Auto | None = setting(Integer())
     """Elements that the optimizer updates at a time (stage 3); 0: one parameter at a time."""
     stage3_prefetch_bucket_size: int | Auto | None = setting(Integer())
@@ -1326,13 +1326,13 @@ class ZeroSection(Section):
     stage3_param_persistence_threshold: int | Auto | None = setting(Integer())
     """Parameters of at most this many elements are never partitioned."""
     stage3_model_persistence_threshold: int | Auto | None = setting(Integer())
-    """Maximum number of elements of all unpartitioned parameters together."""
+    """Maximum total number of elements in unpartitioned parameters."""
     stage3_max_live_parameters: int | Auto | None = setting(Integer())
     """Maximum number of elements that are gathered at a time."""
     stage3_max_reuse_distance: int | Auto | None = setting(Integer())
     """Keep a gathered parameter that is used again within this many elements."""
     stage3_gather_16bit_weights_on_model_save: bool | Auto | None = setting(Boolean())
-    """Gather the weights in DeepSpeed's ``save_16bit_model``."""
+    """Gather the weights for DeepSpeed's ``save_16bit_model``."""
     stage3_module_granularity_threshold: int | Auto | None = setting(Integer())
     """Fetch a module as a whole if it has fewer parameters per submodule than this; 0: never."""
     memory_efficient_linear: bool | Auto | None = setting(Boolean())
@@ -1384,7 +1384,7 @@ class Fp16Section(Section):
     hysteresis: int | Auto | None = setting(Integer())
     """Overflows tolerated before the scale is halved."""
     consecutive_hysteresis: bool | Auto | None = setting(Boolean())
-    """Refill the hysteresis after a step without overflow."""
+    """Restore the full hysteresis after each step without overflow."""
     min_loss_scale: int | Auto | None = setting(Integer())
     """Minimum of the dynamic loss scale."""
     fp16_master_weights_and_grads: bool | Auto | None = setting(Boolean())
@@ -1522,11 +1522,11 @@ class ParameterFacts:
         return attrs.evolve(self, trainable=False, storage=storage, stored_bytes=taken)
 
     def adapter(self, *, rank: int, ends: tuple[str, ...]) -> Iterator[ParameterFacts]:
-        """Yield the two LoRA factors of this weight, as in peft; none if no target matches.
+        """Yield the two LoRA factors of this weight, named as in peft; none if no suffix matches.
 
         Args:
             rank: Inner dimension of the factors.
-            ends: Suffixes of the names of adapted layers.
+            ends: Suffixes of the names of the layers to adapt.
         """
         layer, _, kind = self.name.rpartition(".")
         named = any(layer == end or layer.endswith(f".{end}") for end in ends)
@@ -1587,7 +1587,7 @@ STORAGES: Final[Mapping[str, tuple[float, float]]] = {
     "int8": (1, 4),
     "fp8": (1, 4),
 }
-"""Bytes of a quantized weight per element and per output row in bitsandbytes and torchao, by
+"""Bytes per element and per output row of a weight that bitsandbytes or torchao quantizes, by
 storage dtype."""
 
 
@@ -1609,7 +1609,8 @@ class ActivationCost:
 
     At each moment of a pass, activation memory is linear in batch size and pixels. This holds for
     convolutions, and for attention that never stores the attention matrix
-    (``scaled_dot_product_attention``). Batch size and resolution determine the moment of the peak.
+    (``scaled_dot_product_attention``). Batch size and resolution determine at which moment the peak
+    occurs.
     """
 
     base: float
@@ -1624,7 +1625,8 @@ class ActivationCost:
     only if each tensor has fewer than ``SMALLEST_OFFLOADED`` bytes; a negative count subtracts
     the group."""
     moments: tuple[ActivationCost, ...] = attrs.field(default=(), converter=_as_costs)
-    """Costs at other moments of the pass, which may be the peak at other sizes."""
+    """Costs at other moments of the pass, where other batch sizes or resolutions may have their
+    peak."""
 
     def nbytes(self, *, batch: int, pixels: int, element_bytes: int = 2) -> int:
         """Return the peak in bytes for ``batch`` samples of ``pixels`` pixels each.
@@ -1704,7 +1706,7 @@ class ArithmeticFacts:
     forward: PassWork
     backward: PassWork
     recomputed: PassWork | None = None
-    """Recomputed work with gradient checkpointing; ``None`` if the model does not support it."""
+    """Work that gradient checkpointing recomputes; ``None`` if the model does not support it."""
 
     @property
     def of_frozen_weights(self) -> ArithmeticFacts:
@@ -1729,7 +1731,7 @@ class ActivationFacts:
     """Device memory with ``ActivationOffload``, which recomputes blocks and keeps their inputs in
     host memory; ``None`` if unknown."""
     offloaded_host: ActivationCost | None = None
-    """Host memory of the offloaded inputs."""
+    """Host memory that the offloaded block inputs take."""
 
 
 @attrs.frozen(kw_only=True)
@@ -1739,13 +1741,13 @@ class BlockFacts:
     class_name: str
     """Class name, such as ``"BasicTransformerBlock"``."""
     count: int
-    """Number of these modules."""
+    """Number of modules of this class."""
     numel: int
-    """Number of elements in the largest of these modules."""
+    """Number of elements in the largest module of this class."""
 
     @classmethod
     def of(cls, module: Any) -> tuple[BlockFacts, ...]:
-        """Find innermost modules with a class in ``_repeated_blocks`` or ``_no_split_modules``."""
+        """Find innermost modules of classes in ``_repeated_blocks`` and ``_no_split_modules``."""
         names = {"ResnetBlock2D"}
         for attribute in ("_no_split_modules", "_repeated_blocks"):
             names.update(getattr(module, attribute, None) or ())
@@ -1806,7 +1808,7 @@ def latent_frames(frames: int, *, per_latent: int) -> int:
 
 @attrs.frozen(kw_only=True)
 class ModelFacts:
-    """Names and shapes of a model's parameters, enough to size every buffer."""
+    """Names and shapes of a model's parameters, from which every buffer size follows."""
 
     parameters: tuple[ParameterFacts, ...] = attrs.field(converter=as_tuple)
     name: str = "model"
@@ -1962,21 +1964,21 @@ class ModelFacts:
         return sum([-(-each.nbytes(element_bytes) // ranks) for each in self.parameters])
 
     def parts(self, ranks: int) -> tuple[int, ...]:
-        """Return each parameter's padded number of elements on one of ``ranks`` ranks."""
+        """Return how many elements of each parameter one of ``ranks`` ranks holds, with padding."""
         # Kept: every candidate of an advice adds up the same thousands of them.
         if ranks not in self._parts:
             self._parts[ranks] = tuple([-(-each.numel // ranks) for each in self.parameters])
         return self._parts[ranks]
 
     def trainable_parts(self, ranks: int) -> tuple[int, ...]:
-        """Return each trainable parameter's padded number of elements on one of ``ranks`` ranks."""
+        """Return ``parts`` for the trainable parameters only."""
         if self.trainable == self.parameters:
             return self.parts(ranks)
         return tuple([-(-each.numel // ranks) for each in self.trainable])
 
     @cached_property
     def streamed(self) -> StreamedFacts:
-        """Numbers of elements in the streamed units, and of elements that stay on the device."""
+        """Size of each streamed unit, and of the weights that stay on the device, in elements."""
         units, elements = set(self.units), {name: [0, 0] for name in self.units}
         rest = [0, 0]
         for each in self.parameters:
@@ -1999,7 +2001,7 @@ class ModelFacts:
         )
 
     def streamed_by(self, named: Iterable[str]) -> StreamedFacts:
-        """Return the sizes for streaming the named modules as units.
+        """Return ``streamed`` with the named modules as units.
 
         Args:
             named: Dotted names of modules; if none matches, ``units`` are streamed.
@@ -2029,9 +2031,9 @@ class StreamedFacts:
     frozen: tuple[int, ...]
     """Number of elements of each streamed unit with frozen weights."""
     resident_trained: int
-    """Trained elements that stay on the device."""
+    """Number of trained elements that stay on the device."""
     resident_frozen: int
-    """Frozen elements that stay on the device, unpadded."""
+    """Number of frozen elements that stay on the device, without padding."""
 
     @cached_property
     def units(self) -> tuple[int, ...]:
@@ -2064,7 +2066,7 @@ def outermost_modules(module: Any, wanted: Collection[str]) -> tuple[str, ...]:
     """Return the dotted names of matching modules with weights, except those inside another match.
 
     Args:
-        module: A ``torch.nn.Module``, which is never returned itself.
+        module: A ``torch.nn.Module``; only modules inside it are returned.
         wanted: Dotted names of modules, or names of their classes.
     """
     found: list[str] = []
@@ -2124,7 +2126,8 @@ class RunFacts:
             arguments: An ``argparse.Namespace``, or an object with the same attributes.
 
         Raises:
-            InvalidValueError: A value does not have the type of its flag in diffusers' scripts.
+            InvalidValueError: A value does not have the type that its flag has in diffusers'
+                scripts.
         """
         given = {
             fact: _flag(arguments, name, kind)
@@ -2454,7 +2457,7 @@ class DeepSpeedPlan(Readable, Section):
                 ``config.json`` that contains ``deepspeed_config``; its other content is preserved).
                 By default, the suffix and the existing file determine the format.
             lossy: Launch settings that may be dropped if the format does not support them.
-            like: A configuration whose key order is used for JSON.
+            like: A configuration whose key order JSON output follows.
 
         Raises:
             InvalidValueError: A launch setting is neither supported by the format nor named in
@@ -2643,8 +2646,8 @@ class DeepSpeedPlan(Readable, Section):
             context: Context for the rules.
             settle: Function that resolves optimizer and schedule, such as
                 ``OptimizerResolver().settled``.
-            resolve_in: Context for resolving the plan, if it has a machine or a run that the rules
-                must ignore; default ``context``.
+            resolve_in: Context for resolving the plan, if the rules must ignore its machine or its
+                run; default ``context``.
             mistakes: Errors from reading the plan, which are not reported again.
         """
         from zerotune.plan import rules
@@ -2752,7 +2755,7 @@ class DeepSpeedPlan(Readable, Section):
                 streamed weights are updated in the backward pass.
             optimizer: Optimizer as a name, or as ``{"type": …, "params": {…}}``.
             ema: Location of an ``EMAShadow``: ``"none"``, ``"host"``, ``"device"``, ``"nvme"``.
-            frozen_bytes: Bytes of frozen models that stay on each rank's device, unpartitioned.
+            frozen_bytes: Bytes of frozen models, which stay unpartitioned on each rank's device.
             model_in_memory: Whether each rank starts with the whole fp32 model in memory, instead
                 of loading it from files with ``load_pretrained(folder, plan=plan)``.
             reserve: Fraction of device and host memory to keep free.
@@ -2835,7 +2838,7 @@ class DeepSpeedPlan(Readable, Section):
             gradient_checkpointing: Whether blocks are recomputed in the backward pass.
             activation_offload: Whether inputs of recomputed blocks are kept in host memory
                 (``ActivationOffload``).
-            frozen_bytes: Bytes of frozen models that stay on each rank's device, unpartitioned.
+            frozen_bytes: Bytes of frozen models, which stay unpartitioned on each rank's device.
             model_in_memory: Whether each rank starts with the whole fp32 model in memory, instead
                 of loading it from files with ``load_pretrained(folder, plan=plan)``.
             lora: Rank of LoRA adapters, as in ``advise``.
@@ -2961,7 +2964,7 @@ def _as_memory(size: int | float | str | None) -> int | None:
 
 @attrs.frozen(kw_only=True)
 class Streaming:
-    """Options for streaming weights: the units, and the device memory for them."""
+    """Options for streaming weights: units, device memory, master weights and gradient buffers."""
 
     units: tuple[str, ...] = attrs.field(default=(), converter=as_texts)
     """Class names or dotted names of modules that are each streamed as one unit; default the
@@ -2977,10 +2980,10 @@ class Streaming:
     Engine). Weights exactly halfway between two bf16 numbers (one in 131,072) may change by one
     unit in the last place."""
     gradient_buffers: int = attrs.field(default=6)
-    """Number of units whose gradients may be in host memory at the same time if updates run during
-    the backward pass, that is, without clipping and accumulation. One buffer receives gradients,
-    one is in an update, and the others wait for updates during the next forward pass, so more
-    buffers hide more work."""
+    """Number of units whose gradients may be in host memory at the same time. The limit applies if
+    updates run during the backward pass, that is, without clipping and accumulation. One buffer
+    receives gradients, one is in an update, and the others wait for updates during the next forward
+    pass, so more buffers hide more work."""
 
     @gradient_buffers.validator
     def _check_buffers(self, _attribute: Any, value: Any) -> None:
@@ -3023,11 +3026,11 @@ class ResolvedPlan(Readable):
     world_size: int
     """Number of ranks."""
     model: ModelFacts | None
-    """Facts of the model whose shapes determine the buffer sizes."""
+    """Facts of the model; its shapes determine the buffer sizes."""
     run: RunFacts
     """Values from the training script."""
     uses_deepspeed: bool
-    """Whether the engine is DeepSpeed; otherwise, it is the plain engine."""
+    """``True`` if DeepSpeed trains, ``False`` if the plain engine does."""
     precision: str
     """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
@@ -3043,7 +3046,8 @@ class ResolvedPlan(Readable):
     """Whether Adam in host memory runs during the next forward pass; ``None``: only if this saves
     time."""
     streamed: bool | Streaming | None = None
-    """Whether weights are streamed; ``None``: if proven (``zerotune doctor --prove``)."""
+    """Whether weights are streamed; ``None``: only if ``zerotune doctor --prove`` has verified
+    it."""
 
     @property
     def context(self) -> Context:
@@ -3104,9 +3108,9 @@ class ResolvedPlan(Readable):
 
     @property
     def nvme_paths(self) -> dict[str, str | None]:
-        """Swap folders by part, with the keys ``"param"`` and ``"optimizer"``.
+        """Swap folders for parameters (``"param"``) and optimizer states (``"optimizer"``).
 
-        Only swapped parts have a key; the value ``None`` means that no folder is set yet.
+        A key exists only if these are swapped; its value is ``None`` until the folder is set.
         """
         zero = self.plan.zero_optimization
         parts = {
@@ -3177,7 +3181,8 @@ class ResolvedPlan(Readable):
             optimizer: Folder for optimizer states; ``None`` keeps the current one.
 
         Raises:
-            InvalidValueError: A folder was given for a part that is not swapped.
+            InvalidValueError: A folder is given for parameters or optimizer states that are not
+                swapped.
         """
         given = {"param": param, "optimizer": optimizer}
         zero = self.plan.zero_optimization

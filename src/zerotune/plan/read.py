@@ -120,7 +120,7 @@ def _signed(plan: DeepSpeedPlan, log: Log) -> DeepSpeedPlan:
 
 
 def load_plan(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
-    """Read a file as ``DeepSpeedPlan.load`` does, in the format of its suffix."""
+    """Read a file as ``DeepSpeedPlan.load`` does; its suffix determines the format."""
     yaml = Path(path).suffix.lower() in (".yaml", ".yml")
     return plan_from_yaml(path, log) if yaml else plan_from_json(Path(path), log)
 
@@ -224,7 +224,7 @@ class _Wrapped:
                 key=wrapper,
                 before="null" if written is None else written,
                 after="stage 0",
-                reason=f"the setting is empty, so {accelerate.WITHOUT_DEEPSPEED}",
+                reason=f"the setting is empty; {accelerate.WITHOUT_DEEPSPEED}",
                 severity="warning",
             )
             written = {}

@@ -259,7 +259,7 @@ def decide_precision(
 
     An enabled precision in the configuration takes precedence. ``"auto"`` becomes the precision of
     the run, else that of the launcher's file, else bf16 if the hardware has bf16 arithmetic, else
-    fp32. Automatic choice never selects fp16, because fp16 needs loss scaling.
+    fp32. fp16 is never chosen automatically, because it needs loss scaling.
     """
     written = _enabled(plan)
     launched = plan.launch.mixed_precision if plan.launch else None
@@ -402,7 +402,7 @@ class Case:
         return stay == 0 if swapping is None else swapping.happens(stay)
 
     def swapping(self, aio: AioSection | None) -> Swapping | None:
-        """Return the swapped parts of the model; ``None`` if the model is unknown."""
+        """Return which parameters are swapped; ``None`` if the model is unknown."""
         if self.context.model is None:
             return None
         written = aio.block_size if aio else None
@@ -420,18 +420,20 @@ class Case:
 
 
 REDUCE_BUCKET: Final = 30_000_000
-"""Number of elements: 60 MB in bf16, doubled by ``overlap_comm``. DeepSpeed's default of 5e8 uses
-up to 2.8 GiB."""
+"""Bucket size in elements: 60 MB in bf16, twice that with ``overlap_comm``. DeepSpeed's default of
+5e8 uses up to 2.8 GiB."""
 PREFETCH_BUCKET: Final = 60_000_000
 MAX_LIVE: Final = 120_000_000
 PERSISTENCE_LIMIT: Final = 100_000
-"""DeepSpeed's default threshold, used as an upper limit."""
+"""Upper limit of the persistence threshold: DeepSpeed's default."""
 PERSISTENCE_BLIND: Final = 10_000
-"""Threshold if the model is unknown: enough for the biases and norms of any diffusion model."""
+"""Persistence threshold for an unknown model: enough for biases and norms of any diffusion
+model."""
 PERSISTENT_SHARE: Final = 0.01
 SUB_GROUP: Final = 100_000_000
 SUB_GROUP_NVME: Final = 50_000_000
-"""Smaller than ``SUB_GROUP``, because the swap pool pins ``buffer_count`` buffers of this size."""
+"""Sub-group size with NVMe offload; small, because the swap pool pins ``buffer_count`` buffers of
+this size."""
 PARAM_BUFFER: Final = 100_000_000
 PARAM_BUFFERS: Final = 5
 LEAF_CLASSES: Final = UNET_BLOCKS
@@ -454,7 +456,7 @@ def reduce_bucket(model: ModelFacts | None) -> int:
 
 
 def allgather_bucket(model: ModelFacts | None) -> int:
-    """Round ``reduce_bucket`` up to DeepSpeed's ``nccl_start_alignment_factor`` of 2."""
+    """Return ``reduce_bucket`` rounded up to a multiple of 2 (``nccl_start_alignment_factor``)."""
     size = reduce_bucket(model)
     return size + size % 2
 
@@ -471,7 +473,7 @@ def leaf_blocks(model: ModelFacts | None) -> tuple[BlockFacts, ...]:
 
 
 def prefetch_bucket(model: ModelFacts | None) -> int:
-    """Return the number of elements to prefetch: one block if known, else the largest tensor."""
+    """Return the number of elements to prefetch: one block, and at least the largest tensor."""
     if model is None or model.numel == 0:
         return PREFETCH_BUCKET
     block = max((block.numel for block in leaf_blocks(model)), default=PREFETCH_BUCKET)
@@ -557,7 +559,7 @@ class Swapping:
 
     @property
     def buffers(self) -> int:
-        """Number of buffers for simultaneously resident parameters without prefetching.
+        """Number of swap buffers for all parameters resident at once, without prefetching.
 
         Each resident parameter needs one buffer. While a module runs, its direct parameters and
         those of its parent modules are resident.
@@ -588,7 +590,7 @@ class Swapping:
 
 
 def sub_groups(model: ModelFacts, world_size: int, sub_group_size: int) -> tuple[int, ...]:
-    """Return the elements in each sub-group of one rank, filled up to ``sub_group_size``."""
+    """Return the number of elements in each sub-group of one rank (about ``sub_group_size``)."""
     groups: list[int] = []
     numel = 0
     for part in model.trainable_parts(world_size):
@@ -778,7 +780,7 @@ class Filler(Log):
             )
         size, why = need, f"elements of {what}"
         if swapping is None:
-            size, why = PARAM_BUFFER, "elements, DeepSpeed's default, because no model was given"
+            size, why = PARAM_BUFFER, "elements; no model was given, so this is DeepSpeed's default"
         elif not need:
             size = max(1, *swapping.model.parts(swapping.world_size), 1)
             why = "elements; no parameter of this model is large enough to be swapped"
@@ -795,8 +797,8 @@ class Filler(Log):
             path,
             "max_in_cpu",
             0,
-            "NVMe was requested, but DeepSpeed's default of 1e9 keeps smaller models in "
-            "host memory",
+            "DeepSpeed's default of 1e9 would keep smaller models in host memory instead of "
+            "on NVMe",
         )
         return self._without_auto_path(section, path)
 
@@ -804,7 +806,7 @@ class Filler(Log):
         """Every key of ``offload_optimizer`` on NVMe."""
         for name in ("pipeline_read", "pipeline_write", "fast_init"):
             section = self.fill(section, path, name, False)
-        why = "weight, gradient and two moments of each simultaneously resident sub-group"
+        why = "one buffer each for weight, gradient and two moments of every resident sub-group"
         section = self.fill(section, path, "buffer_count", optimizer_buffers(section), why)
         return self._without_auto_path(section, path)
 
@@ -820,7 +822,7 @@ class Filler(Log):
         if self.stage == 3 or offloads:
             return (
                 True,
-                "without overlap, gradients leave the device on the compute stream",
+                "without overlap, gradients are reduced and copied on the compute stream",
             )
         return False, "overlap doubles the bucket, and helps only if gradients are communicated"
 
@@ -995,7 +997,7 @@ def _sized(what: Callable[[ModelFacts | None], int], why: str) -> _Choose:
     return choose
 
 
-_BUCKET_WHY = "at least the size of the largest tensor, and at most that of all trainable tensors"
+_BUCKET_WHY = "at least the largest tensor, and at most all trainable tensors together"
 
 _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     "overlap_comm": (_ALL, Filler._overlap),
@@ -1012,7 +1014,7 @@ _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     "sub_group_size": (_HIGH, Filler._sub_group),
     "stage3_prefetch_bucket_size": (
         _HIGH,
-        _sized(prefetch_bucket, "the size of one block, and at least the largest tensor"),
+        _sized(prefetch_bucket, "the size of one block, but at least that of the largest tensor"),
     ),
     "stage3_param_persistence_threshold": (_HIGH, Filler._persistence),
     "stage3_model_persistence_threshold": (_HIGH, _always(sys.maxsize)),
@@ -1063,7 +1065,7 @@ SETTING: Final = "pinned_max_round_threshold_mb"
 THRESHOLD: Final = 1
 """Value of ``SETTING`` in MiB; smaller blocks are still rounded, so that torch can reuse them."""
 OLDEST_TORCH: Final = (2, 13)
-"""Oldest release that is known to have the setting; the backend tries older releases too."""
+"""Oldest torch release known to have the setting; the backend also tries it on older ones."""
 ROUNDING: Final = frozenset({"cuda", "rocm"})
 """Accelerators on which torch's allocator rounds page-locked blocks."""
 

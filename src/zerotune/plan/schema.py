@@ -1,4 +1,4 @@
-"""Use the JSON Schema of ``zerotune.backend.schema.plan_schema`` without DeepSpeed.
+"""Inspect and apply schemas from ``zerotune.backend.schema.plan_schema`` without DeepSpeed.
 
 ``passed_schema`` returns the stored schema of the sections that plans pass through. ``faults``
 validates like DeepSpeed's models, which accept ``"5"`` and ``5.0`` for 5.
@@ -210,7 +210,7 @@ def _faults_inside(value: Any, schema: Mapping[str, Any], path: str) -> Iterator
         elif schema.get("additionalProperties") is False:
             guesses = " or ".join(map(repr, did_you_mean(name, sorted(known), count=2)))
             fix = f"did you mean {guesses}?" if guesses else "remove it"
-            yield _fault(join(path, name), item, fix, "DeepSpeed does not know this key here")
+            yield _fault(join(path, name), item, fix, "DeepSpeed has no such key here")
 
 
 def _is_of_type(value: Any, kind: str) -> bool:

@@ -37,8 +37,8 @@ def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
     """Set the maximum size of plan files inside the ``with`` block; the default is 16 MiB.
 
     Args:
-        size: Bytes, or an amount such as ``"64MiB"``. YAML files are limited to 1/128 of this size,
-            and JSON files also to one value per 20 bytes of this size.
+        size: Bytes, or an amount such as ``"64MiB"``. A YAML file may have 1/128 of this size; a
+            JSON file may contain one value per 20 bytes of it.
         key: Name of the setting, for messages.
 
     Raises:
@@ -524,7 +524,7 @@ def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
         return parse_yaml(text, source=str(path)), []
     other = {
         ".toml": (
-            "is TOML, which trainers use for their settings, not for DeepSpeed configurations",
+            "is TOML, a format for trainers' settings but not for DeepSpeed configurations",
             "pass the JSON or YAML file named in it or on the trainer's command line",
         ),
         ".hjson": (
@@ -578,7 +578,7 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
 
     Args:
         path: The file.
-        key: Setting that names the file, if there is one.
+        key: Setting that names the file, if any.
         tried: All paths that were tried, for messages.
     """
     name = key or "file"
@@ -672,8 +672,8 @@ def parse_any(text: str, *, source: str) -> tuple[Any, list[str]]:
 
     Args:
         text: JSON, or YAML as accelerate writes it.
-        source: Name of the file, for its suffix and for errors. Without a suffix of YAML, HJSON or
-            TOML, the text is parsed as JSON and, if that fails, as YAML.
+        source: Name of the file, for its suffix and for errors. Unless the suffix is one of YAML,
+            HJSON or TOML, the text is parsed as JSON and, if that fails, as YAML.
 
     Returns:
         The value, and one sentence for each tolerated deviation from JSON.
@@ -702,8 +702,8 @@ def with_named_files(
 
     Args:
         content: A configuration, or a trainer's settings that contain one.
-        place: Function of the key and the path that returns the new path, or raises an error to
-            reject the file.
+        place: Function that takes a key and its path. It returns the new path, or raises an error
+            to reject the file.
 
     Returns:
         A copy of ``content`` with the new paths.

@@ -60,7 +60,7 @@ _WHERE = {
 def plan_page(
     plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
 ) -> Page:
-    """Return a report of a plan: errors, settings, changes made on reading, other findings."""
+    """Return a report of a plan: errors, settings, changes made when it was read, findings."""
     findings = check_plan(plan, Context(world_size=world_size, platform=platform))
     errors = [one for one in findings if one.severity == "error"]
     rows = [(label, _unless_refused(label, value, errors)) for label, value in _asked_rows(plan)]
@@ -364,12 +364,13 @@ def _as_data(name: Any, params: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 RankBudget = Mapping[Place, int]
-"""Available bytes per rank by place; a missing place is not limited."""
+"""Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``; a missing key means
+no limit."""
 
 
 @attrs.frozen(kw_only=True)
 class Fit:
-    """Peak memory of one place, and the available memory."""
+    """Peak use and available amount of device memory, host memory or NVMe."""
 
     place: Place
     needed: int
@@ -415,10 +416,10 @@ class Fit:
 
 
 def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fit, ...]:
-    """Compare the peak of each place in ``estimate`` with its ``budget``.
+    """Compare peak device, host and NVMe memory of ``estimate`` with ``budget``.
 
-    Places that are neither used nor limited are left out. ``budget`` has bytes per rank by place,
-    and omits places without a limit.
+    Memory that is neither used nor limited is left out. ``budget`` has bytes per rank; a missing
+    key means no limit.
     """
     limits: RankBudget = budget or {}
     every = (
@@ -435,7 +436,7 @@ def estimate_unit(estimate: MemoryEstimate, budget: RankBudget | None = None) ->
 
 @attrs.frozen(kw_only=True)
 class MemoryTable(Table):
-    """Table of the peak and budget of each place; notebooks show a chart of the components."""
+    """Table of peak device, host and NVMe memory with budgets; notebooks show a chart instead."""
 
     estimate: MemoryEstimate
     budget: RankBudget | None = None
@@ -446,7 +447,7 @@ class MemoryTable(Table):
 
         Args:
             estimate: The memory estimate.
-            budget: Available bytes per rank by place.
+            budget: Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``.
         """
         unit = estimate_unit(estimate, budget)
         every = fits(estimate, budget)
@@ -464,7 +465,7 @@ class MemoryTable(Table):
 
     @override
     def html(self) -> str:
-        """Return one bar per place; tooltips show the sizes of components."""
+        """Return a bar each for device, host and NVMe memory; tooltips show component sizes."""
         unit = estimate_unit(self.estimate, self.budget)
         return "".join(
             fit._html_bar(self.estimate, fit.words(unit))
@@ -484,7 +485,7 @@ def merged(items: Sequence[MemoryItem]) -> list[tuple[str, int]]:
 
 
 WIDTH: Final = 100
-"""Columns of estimates and advice if the terminal width is unknown."""
+"""Width of estimates and advice in characters if the terminal width is unknown."""
 _EMA: Final = {"host": "in host memory", "device": "on the device", "nvme": "in files (NVMe)"}
 DURING: Final[Mapping[Phase, str]] = {
     "initialization": "during set-up",
@@ -494,7 +495,7 @@ DURING: Final[Mapping[Phase, str]] = {
 }
 """Phrase for each phase, to end a sentence."""
 PLACE_NAMES: Final[Mapping[Place, str]] = {"device": "device", "host": "host", "nvme": "NVMe"}
-"""Name of each place in reports."""
+"""Names of device, host and NVMe memory in reports."""
 
 
 _PLANNED: Final = (
@@ -526,11 +527,11 @@ def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
 
 
 def estimate_page(estimate: MemoryEstimate, *, budget: RankBudget | None = None) -> Page:
-    """Return a report of an estimate: the peak of each place, then its components.
+    """Return a report of peak device, host and NVMe memory, and of their components.
 
     Args:
         estimate: The estimate.
-        budget: Available bytes per rank by place.
+        budget: Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``.
     """
     blocks: list[Block] = [
         Line(f"Memory per rank: {describe(estimate.resolved)}", style="title"),
@@ -550,7 +551,7 @@ def estimate_page(estimate: MemoryEstimate, *, budget: RankBudget | None = None)
 
 
 def describe_estimate(estimate: MemoryEstimate) -> str:
-    """Summarise the peak of each place in one line."""
+    """Summarise peak device, host and NVMe memory in one line."""
     needs = [(place, estimate.peak(place).nbytes) for place in PLACES]
     return f"{describe(estimate.resolved)}: {_sizes(pair for pair in needs if pair[1])} per rank"
 
@@ -568,7 +569,7 @@ def subject(estimate: MemoryEstimate) -> str:
 
 
 def peak_words(estimate: MemoryEstimate, place: Place) -> str:
-    """Describe when a place uses the most memory, as the end of a sentence."""
+    """Describe when the use of device, host or NVMe memory peaks, as the end of a sentence."""
     if len(set(_totals(estimate, place).values())) == 1:
         return "at any time"
     return f"at the peak, {DURING[estimate.peak(place).phase]}"
@@ -768,11 +769,12 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
 
 
 def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
-    """Return a report of the closest plan and of the missing memory, if no plan fits.
+    """Return a report of the closest plan and the memory it lacks, for when no plan fits.
 
     Args:
         candidate: The candidate in ``NothingFitsError.nearest``.
-        budget: Available bytes by place; all ranks of a machine share its host memory and files.
+        budget: Available bytes, with keys ``"device"``, ``"host"``, ``"nvme"``; all ranks of a
+            machine share the last two.
     """
     return Page(
         blocks=(
@@ -790,7 +792,8 @@ def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
 
     Args:
         candidate: The candidate in ``NothingFitsError.nearest``.
-        budget: Available bytes by place; all ranks of a machine share its host memory and files.
+        budget: Available bytes, with keys ``"device"``, ``"host"``, ``"nvme"``; all ranks of a
+            machine share the last two.
     """
     needs = machine_needs(candidate.estimate)
     # A part of the memory is kept free, so that less may be used than there is.
@@ -802,7 +805,8 @@ def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
     """Return the bytes that one rank may use; ranks of a machine share its RAM and files.
 
     Args:
-        budget: Available bytes by place; all ranks of a machine share its host memory and files.
+        budget: Available bytes, with keys ``"device"``, ``"host"``, ``"nvme"``; all ranks of a
+            machine share the last two.
         estimate: Estimate with the number of ranks per machine.
     """
     ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size

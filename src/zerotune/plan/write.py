@@ -114,7 +114,7 @@ def plan_document(
     lossy: Collection[str] = (),
     like: Mapping[str, Any] | None = None,
 ) -> PlanDocument:
-    """Convert a plan to text of one format; the text reads back as an equivalent plan.
+    """Convert a plan to text in the given format; reading the text gives an equivalent plan.
 
     Each setting is written under the format's own name for it, if there is one.
 
@@ -124,9 +124,9 @@ def plan_document(
             ``config.json`` that contains ``deepspeed_config``) or ``"python"`` (a script).
         existing: A trainer's file whose other content is preserved.
         lossy: Launch settings that may be dropped if the format does not support them, such as
-            ``"num_processes"`` if the batch size per rank depends on it. Settings that only affect
-            how processes start are always dropped, with a decision.
-        like: A configuration whose key order is used for JSON; default the order of the plan's
+            ``"num_processes"`` if the batch size per rank depends on it. Unsupported settings that
+            only affect how processes start are always dropped; a decision records this.
+        like: A configuration whose key order JSON output follows; default the order of the plan's
             fields.
 
     Raises:
@@ -381,7 +381,7 @@ class _Writer(Log):
                 self.plan, after = evolved(self.plan, **{key: launched}), launched
                 reason = f"{where} has only one key for this setting, so it is written as {key}"
             else:
-                reason = f"{where} has only one key for it, and {key} = {written} takes precedence"
+                reason = f"{where} has only this key for it, and {key} = {written} takes precedence"
             self.decide(f"launch.{key}", launched, after, reason)
 
     def _settle_swap_folders(self, launch: LaunchSection, where: str) -> None:
@@ -423,7 +423,8 @@ class _Writer(Log):
                 self.plan, bf16=evolved(self.plan.bf16 or Bf16Section(), enabled=AUTO)
             )
             reason += (
-                '; with bf16.enabled = "auto", zerotune chooses the precision; accelerate uses fp32'
+                '; with bf16.enabled = "auto", zerotune chooses the precision, '
+                "but accelerate uses fp32"
             )
         self.decide("launch.mixed_precision", AUTO, None, reason, "warning")
 

@@ -1,6 +1,6 @@
 """Shapes and activation costs of published models, for estimates without loading a model.
 
-``python -m tools.families`` writes the files in this folder from diffusers' model classes.
+``python -m tools.families`` generates the files in this folder from diffusers' model classes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ModelFamily:
     class_name: str
     """Name of the model's class in diffusers."""
     resolution: int
-    """Side length of the training images in pixels; for clips, of a square with the area of a
-    frame."""
+    """Side length of the training images in pixels; for clips, the side of a square with a frame's
+    area."""
     facts: ModelFacts
     """Parameters (all trainable) and activation costs."""
     configuration: str
@@ -47,7 +47,7 @@ class ModelFamily:
     frames: int | None = None
     """Number of frames in each training clip; ``None`` for an image model."""
     frozen_bytes: int = 0
-    """Bytes of a ControlNet's frozen base model on the device; 0 for other models."""
+    """Bytes that a ControlNet's frozen base model takes on the device; 0 for other models."""
 
 
 _STEERED: Final[Mapping[str, str]] = {
@@ -139,13 +139,13 @@ def facts_from_json(data: Mapping[str, Any]) -> ModelFacts:
 
 
 def frozen_beside(model: object) -> int:
-    """Return the bytes of a ControlNet's frozen base model on the device; 0 for other models."""
+    """Return how many bytes a ControlNet's frozen base model takes on the device; 0 for others."""
     known = model_family(model) if isinstance(model, str) else model
     return known.frozen_bytes if isinstance(known, ModelFamily) else 0
 
 
 def family(name: str) -> ModelFacts:
-    """Return the facts of a family with all parameters trainable.
+    """Return the facts of a family's model; all its parameters are trainable.
 
     Args:
         name: Name of the family, such as ``"sdxl"``.
@@ -167,7 +167,8 @@ def as_facts(
     Args:
         model: Facts, a family or its name, or a module.
         lora: Rank of LoRA adapters to train instead of the model; ``None`` trains the model.
-        base_dtype: Quantized dtype of the frozen model under adapters, such as ``"nf4"``.
+        base_dtype: Dtype to which the frozen model under the adapters is quantized, such as
+            ``"nf4"``.
     """
     facts = _facts_of(model)
     if lora is not None:

@@ -67,9 +67,9 @@ class Workload:
     """Whether each rank has the whole fp32 model in memory before the engine starts. ``False``: the
     weights are still in files, as after ``load_pretrained(folder, plan=plan)``."""
     ranks_per_machine: int | None = None
-    """Processes that share the host RAM; ``None`` for all processes."""
+    """Number of processes that share one machine's RAM; ``None``: all processes."""
     exact_pinning: bool | None = None
-    """Whether page-locked blocks have their exact size, as with ``DS_PIN_MEMORY_BACKEND=native`` or
+    """Whether page-locked blocks keep their exact size, as with ``DS_PIN_MEMORY_BACKEND=native`` or
     torch's ``pinned_max_round_threshold_mb``; otherwise each is rounded up to a power of two.
     ``None``: exact if the platform's torch supports it."""
 
@@ -107,7 +107,7 @@ class MemoryItem:
 
 @attrs.frozen(kw_only=True)
 class MemoryPeak:
-    """The phase in which one place uses the most memory."""
+    """Peak use of device memory, host memory or NVMe, and the phase in which it occurs."""
 
     place: Place
     phase: Phase
@@ -141,7 +141,7 @@ class MemoryEstimate(Readable):
         return tuple(sorted(held, key=lambda item: -item.nbytes))
 
     def peak(self, place: Place) -> MemoryPeak:
-        """Return the phase in which ``place`` uses the most memory, with its components.
+        """Return the peak in ``place``: the phase with the highest use, and its components.
 
         Args:
             place: ``"device"``, ``"host"`` or ``"nvme"``.
@@ -187,20 +187,20 @@ class MemoryEstimate(Readable):
 
     @override
     def brief(self) -> str:
-        """Summarise the peak of each place in one line."""
+        """Summarise peak device, host and NVMe memory in one line."""
         from zerotune.plan import text
 
         return text.describe_estimate(self)
 
     @override
     def page(self) -> Page:
-        """Return the estimate as a report: one bar per place, then its components."""
+        """Return a report of peak device, host and NVMe memory, and of their components."""
         from zerotune.plan import text
 
         return text.estimate_page(self)
 
     def explain(self) -> str:
-        """Return the estimate as text: one bar per place, then its components."""
+        """Describe peak device, host and NVMe memory and their components as text."""
         from zerotune.plan import text
 
         return text.estimate_page(self).text(text.WIDTH)
@@ -238,7 +238,8 @@ CHECKPOINT: Final[frozenset[Phase]] = frozenset({"checkpoint"})
 TRAINING: Final = BACKWARD | STEP | CHECKPOINT
 
 EXCHANGED_PARTS: Final = 64
-"""Maximum number of parts in which ranks exchange updated weights during a hidden step."""
+"""Maximum number of parts into which ranks split updated weights to exchange them during a hidden
+step."""
 LEAST_EXCHANGED: Final = 2**18
 """Minimum number of elements in a part of exchanged weights."""
 _STEPPED_IN_ONE_PASS: Final = frozenset({"DeepSpeedCPUAdam", "AdamWBF16States"})
@@ -266,7 +267,7 @@ class Costing:
 
     @property
     def device(self) -> Place:
-        """Place of accelerator memory: the host if the accelerator is the CPU, else the device."""
+        """Where accelerator memory is: ``"host"`` if it is that of the CPU, else ``"device"``."""
         return "host" if self.on_cpu else "device"
 
     @property
@@ -297,7 +298,7 @@ class Costing:
 
     @cached_property
     def streamed(self) -> StreamedFacts:
-        """Elements of the streamed units, and of the parameters that stay on the device."""
+        """Size of each streamed unit, and of the weights that stay on the device, in elements."""
         return self.model.streamed_by(() if self.streaming is None else self.streaming.units)
 
     @property
@@ -329,7 +330,7 @@ class Costing:
 
     @property
     def flat_part(self) -> int:
-        """Elements in this rank's part of the flattened trainable parameters (stages 1 and 2)."""
+        """Number of elements in this rank's part of the flat parameters (stages 1 and 2)."""
         return math.ceil(self.trained / self.ranks)
 
     @property
@@ -341,12 +342,12 @@ class Costing:
 
     @property
     def largest(self) -> int:
-        """Number P of elements in the largest trainable parameter."""
+        """Number of elements in the largest trainable parameter."""
         return self.model.largest_trainable
 
     @property
     def states(self) -> float:
-        """Optimizer states per element, as a number of fp32 values."""
+        """Size of the optimizer states of one element, in fp32 values."""
         plan, choice = self.resolved.plan, self.resolved.optimizer
         if choice is not None:
             return entry_of(choice.name).states_per_weight(choice.params)
@@ -355,7 +356,7 @@ class Costing:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes per master weight; also per gradient if the optimizer is offloaded."""
+        """Bytes per master weight, and per gradient if the optimizer is offloaded."""
         return 2 if self._low_precision("master_weights_and_grads") else 4
 
     @property
@@ -399,13 +400,13 @@ class Costing:
 
     @property
     def checks_gradients(self) -> bool:
-        """Whether DeepSpeed checks each gradient that moves to an optimizer in host memory."""
+        """Whether DeepSpeed checks gradients for overflow before a host optimizer uses them."""
         resolved = self.resolved
         offloads = resolved.offload_optimizer != "none"
         return resolved.uses_deepspeed and offloads and not self.steps_in_one_pass
 
     def host_gradients(self, blocks: Iterable[float], pin: bool, note: str) -> Iterator[MemoryItem]:
-        """Yield the host memory of gradients, for blocks with the given numbers of elements."""
+        """Yield the host memory for gradients, in blocks with the given numbers of elements."""
         blocks, master = tuple(blocks), self.master_bytes
         wide = [master * block for block in blocks]
         if not (self.reduces_nothing and self.element < master):
@@ -418,19 +419,19 @@ class Costing:
 
     @property
     def pins_exactly(self) -> bool:
-        """Whether page-locked blocks have their exact size."""
+        """Whether page-locked blocks keep their exact size instead of being rounded up."""
         stated = self.workload.exact_pinning
         return pins_exactly(self.resolved.platform) if stated is None else stated
 
     @property
     def deepspeed_pins_exactly(self) -> bool:
-        """Whether blocks that DeepSpeed page-locks have their exact size."""
+        """Whether blocks that DeepSpeed page-locks keep their exact size."""
         return self.pins_exactly or (
             self.workload.exact_pinning is None and pins_natively(self.resolved.platform)
         )
 
     def place(self, offload: str) -> Place:
-        """Return the place for an offload device ``"none"``, ``"cpu"`` or ``"nvme"``."""
+        """Return where the offload device ``"none"``, ``"cpu"`` or ``"nvme"`` stores its data."""
         places: dict[str, Place] = {"none": self.device, "cpu": "host", "nvme": "nvme"}
         return places[offload]
 
@@ -462,7 +463,7 @@ class Costing:
         *,
         by_torch: bool = False,
     ) -> MemoryItem:
-        """Return a page-locked component, whose blocks are rounded up as the allocator does.
+        """Return a page-locked component; its blocks are rounded up as the allocator rounds them.
 
         Args:
             component: Name of the component.
@@ -571,7 +572,7 @@ def _plain_beside_the_device(case: Costing) -> Iterator[MemoryItem]:
     # A gradient leaves once it is a sum: of one micro batch, of one rank.
     waits = case.ranks > 1 or (case.resolved.gradient_accumulation_steps or 1) > 1
     kept = 4 * count if waits else 8 * case.largest
-    note = "fp32" if waits else "fp32, the two that are being copied to the host"
+    note = "fp32" if waits else "fp32, the two gradients that are being copied to the host"
     yield case.item("gradients", case.device, min(kept, 4 * count), BACKWARD, note)
     for component in ("master weights", "gradients"):
         if pin:
@@ -807,7 +808,8 @@ def _weights_in_files(
     yield case.item("weights", "nvme", case.element * swapped, note=case.resolved.precision)
     yield case.item("weights", "host", case.element * stays, note="too small to swap")
     size, count = int(section.buffer_size or 0), int(section.buffer_count or 0)
-    yield case.locked("swap buffers", case.element * size * count, f"{count} of {size:,} elements")
+    note = f"{count} buffers of {size:,} elements"
+    yield case.locked("swap buffers", case.element * size * count, note)
     yield case.locked(
         "swap buffers", case.element * _largest_group(case), "the largest sub-group's weights"
     )
@@ -905,7 +907,7 @@ def _optimizer_in_files(case: Costing, section: OffloadSection | None) -> Iterat
     yield case.locked(
         "swap buffers",
         4 * group * count,
-        f"{count} of {group:,} elements, the size of the largest sub-group",
+        f"{count} buffers of {group:,} elements, the size of the largest sub-group",
     )
 
 
@@ -960,7 +962,7 @@ def with_gradients_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
 
     Args:
         estimate: Estimate of the streaming plan.
-        usable: Bytes of host memory for each rank.
+        usable: Bytes of host memory that each rank may use.
     """
     resolved = estimate.resolved
     if resolved.model is None or resolved.streaming is None:
@@ -998,7 +1000,7 @@ def streamed(case: Costing) -> Iterator[MemoryItem]:
     note = f"room for {capacity / (element * units.total or 1):.0%} of {len(units.units)} units"
     yield case.item("streamed weights", case.device, capacity, TRAINING, note)
     coming = (1 + GRADIENTS_UNDER_WAY) * max(units.trained, default=0) + units.resident_trained
-    note = "of units, before the copy to the host"
+    note = "gradients of units before the copy to the host"
     yield case.item("gradients", case.device, element * coming, BACKWARD, note)
     if (case.resolved.gradient_accumulation_steps or 1) > 1:
         note = "the largest gradient, and the sum that it is added to"
@@ -1024,8 +1026,8 @@ def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
         key="streamed.memory",
         before=resolved.streaming.memory,
         after=memory,
-        reason=f"other components need {format_size(others)} of {format_size(usable)} of usable "
-        f"device memory; all units together need {format_size(total)}",
+        reason=f"other components need {format_size(others)} of the {format_size(usable)} of "
+        f"usable device memory; all units together need {format_size(total)}",
     )
     return attrs.evolve(
         resolved,
@@ -1175,7 +1177,7 @@ def sample_size(
 
 
 def sides(resolution: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
-    """Return height and width in pixels of a resolution."""
+    """Return a resolution's height and width in pixels."""
     if resolution is None:
         return None, None
     pair: Any = (resolution, resolution) if isinstance(resolution, int) else resolution
@@ -1286,7 +1288,7 @@ def _around_the_engine(case: Costing) -> Iterator[MemoryItem]:
     work = case.workload
     yield case.item("frozen parts", case.device, work.frozen_bytes, note="VAE, text encoders")
     if not case.on_cpu:
-        note = "during loading, whole on every rank"
+        note = "during loading, in full on every rank"
         yield case.item("frozen parts", "host", work.frozen_bytes, INITIALIZATION, note)
     if work.ema != "none":
         place = case.device if work.ema == "device" else work.ema
@@ -1303,7 +1305,7 @@ def _notes(case: Costing) -> Iterator[str]:
     if work.height is None:
         yield "activations are not included: no resolution was given"
     elif case.model.activations is None:
-        yield "activations are not included: they are unknown for this model; use model_facts()"
+        yield "activations are not included: they are unknown for this model (see model_facts)"
     elif case.model.frames_per_latent is not None and work.frames is None:
         yield "activations are those of one frame: no frame count was given for this video model"
     elif work.gradient_checkpointing and case.model.activations.checkpointed is None:

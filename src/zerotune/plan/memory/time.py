@@ -45,52 +45,53 @@ def _rate_field() -> Any:
 
 @attrs.frozen(kw_only=True)
 class Rates:
-    """Speeds, per second, that a single process reaches on an idle machine."""
+    """Speeds that a single process reaches on an idle machine; every rate is per second."""
 
     products: float = _rate_field()
-    """Floating-point operations of matrix products in bf16 or fp16, forward and backward; a
-    multiply-add counts as two."""
+    """FLOP/s of matrix products in bf16 or fp16, forward and backward; a multiply-add counts as
+    two."""
     products_fp32: float = _rate_field()
     """The same in fp32."""
     convolutions: float = _rate_field()
-    """Floating-point operations of convolutions in bf16 or fp16."""
+    """FLOP/s of convolutions in bf16 or fp16."""
     convolutions_fp32: float = _rate_field()
     """The same in fp32."""
     attention: float = _rate_field()
-    """Floating-point operations of attention in bf16 or fp16."""
+    """FLOP/s of attention in bf16 or fp16."""
     attention_fp32: float = _rate_field()
     """The same in fp32."""
     product_calls: float = _rate_field()
-    """Tiny matrix products in bf16 or fp16, one after another."""
+    """Tiny matrix products per second in bf16 or fp16, one after another."""
     product_calls_fp32: float = _rate_field()
     """The same in fp32."""
     attention_calls: float = _rate_field()
-    """Tiny attention operators in bf16 or fp16, forward and backward together."""
+    """Tiny attention operators per second in bf16 or fp16, forward and backward together."""
     attention_calls_fp32: float = _rate_field()
     """The same in fp32."""
     device_memory: float = _rate_field()
-    """Bytes that norms, activations and sums in bf16 or fp16 read and write on the device. The rate
-    is lower than in fp32 on processors that compute element by element."""
+    """Bytes per second that norms, activations and sums in bf16 or fp16 read and write on the
+    device. On processors that compute them element by element, the rate is lower than in fp32."""
     device_memory_fp32: float = _rate_field()
     """The same in fp32."""
     to_host: float = _rate_field()
-    """Bytes copied from the device to page-locked memory."""
+    """Bytes per second copied from the device to page-locked memory."""
     to_device: float = _rate_field()
-    """Bytes copied from page-locked memory to the device."""
+    """Bytes per second copied from page-locked memory to the device."""
     host_memory: float = _rate_field()
-    """Bytes that a copy in host memory reads and writes."""
+    """Bytes per second that a copy in host memory reads and writes."""
     new_memory: float = _rate_field()
-    """Bytes written to newly allocated host memory for the first time."""
+    """Bytes per second written to newly allocated host memory for the first time."""
     operators: float = _rate_field()
-    """Launches of operators other than matrix products and attention, one after another."""
+    """Operators launched per second, one after another, except matrix products and attention."""
     host_step: float = _rate_field()
-    """Bytes that an optimizer in host memory reads and writes."""
+    """Bytes per second that an optimizer in host memory reads and writes."""
     coded_step: float = _rate_field()
-    """Weights whose 8-bit moments an optimizer in host memory decodes, updates and encodes."""
+    """Weights per second whose 8-bit moments an optimizer in host memory decodes, updates and
+    encodes."""
     disk_read: float = _rate_field()
-    """Bytes read from swap files."""
+    """Bytes per second read from swap files."""
     disk_write: float = _rate_field()
-    """Bytes written to swap files."""
+    """Bytes per second written to swap files."""
     measured: frozenset[str] = frozenset()
     """Names of the rates that were measured on this machine; others are catalogued."""
     origin: str = "given"
@@ -159,8 +160,8 @@ CARDS: Final = tuple(
         ("RTX 3050", 6, 14, 7, 168, 16),
     )
 )
-"""Rates of matrix products are those of bf16 (fp16 on cards without bf16) with fp32 accumulation
-and without sparsity."""
+"""Cards with published figures. Matrix products are in bf16 (fp16 on cards without bf16) with fp32
+accumulation and without sparsity."""
 _REACHED: Final = {"products": 0.6, "convolutions": 0.45, "attention": 0.45, "memory": 0.8}
 """Shares of the published figures that real models reach."""
 _BUS_REACHED: Final = 0.8
@@ -190,7 +191,7 @@ _CALLS_ON_CORE: Final[Mapping[str, Any]] = dict.fromkeys(_CALLS, 2e4)
 def catalogued_rates(platform: Platform) -> Rates:
     """Return the rates expected from the published figures of the machine's card.
 
-    An unlisted card counts as the listed card with the nearest memory size.
+    An unlisted card gets the rates of the listed card with the nearest memory size.
     """
     if platform.accelerator == "cpu":
         return _of_processor(platform)
@@ -322,7 +323,7 @@ class SwapTraffic:
     written: int
 
     def seconds(self, *, read_rate: float, write_rate: float) -> float:
-        """Return the minimum seconds of disk I/O in a step, without overlap.
+        """Return the minimum time of a step's disk I/O in seconds, without overlap.
 
         Args:
             read_rate: Bytes per second, shared by the ranks of a machine.
@@ -378,12 +379,11 @@ class StepTraffic:
     """Bytes that one rank moves in one optimizer step, by purpose."""
 
     gradients: int
-    """Gradients copied over the bus to an optimizer on the host, in the backward pass."""
+    """Bytes of gradients that the backward pass copies over the bus to an optimizer on the host."""
     parameters: int
-    """Parameters copied over the bus in the forward and backward passes, if they are on the
-    host."""
+    """Bytes of parameters on the host that the forward and backward passes copy over the bus."""
     weights: int
-    """Updated weights copied over the bus to the device, in the optimizer step."""
+    """Bytes of updated weights that the optimizer step copies over the bus to the device."""
     optimizer: int
     """Host memory traffic of an optimizer that runs on the CPU."""
     ema: int
@@ -404,7 +404,7 @@ class StepTraffic:
 
     @property
     def bus(self) -> int:
-        """All bytes over the bus; 0 if the accelerator is the CPU."""
+        """Total bytes copied over the bus; 0 if the accelerator is the CPU."""
         return self.gradients + self.parameters + self.weights
 
 
@@ -642,7 +642,7 @@ class StepTime:
         return found
 
     def scheduled(self, schedule: Schedule) -> float:
-        """Return the predicted seconds of a step with the given schedule of the optimizer.
+        """Return the predicted seconds of a step whose optimizer runs according to ``schedule``.
 
         An optimizer on the device never overlaps with the passes.
 
@@ -701,7 +701,7 @@ class StepTime:
 
     @property
     def expected(self) -> float:
-        """Seconds of a step with the plan's schedule."""
+        """Seconds of a step with the plan's optimizer schedule."""
         return self.scheduled(self.schedule)
 
     @property
@@ -729,7 +729,7 @@ def step_time(estimate: MemoryEstimate, rates: Rates) -> StepTime | None:
     """Predict the time of one optimizer step.
 
     Args:
-        estimate: Estimate with an image resolution, of a plan that was resolved with its model.
+        estimate: Estimate for an image resolution; its plan must be resolved with a model.
         rates: Speeds of the machine.
 
     Returns:
