@@ -489,6 +489,6 @@ class TestPlatforms:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
         monkeypatch.setattr(fcntl, "flock", unsupported)
-        with pytest.raises(OffloadError, match="offers no file locks"):
+        with pytest.raises(OffloadError, match="does not support file locks"):
             OffloadManager(root=tmp_path).lease(swapping_plan()).__enter__()
         assert list(tmp_path.iterdir()) == []

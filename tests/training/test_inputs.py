@@ -159,7 +159,7 @@ def no_batch(model: Any, generator: Any) -> torch.Tensor:
         ("non_finite", "skip", r"is not a valid NonFinitePolicy.*SkipNonFinite\(\)"),
         ("non_finite", SkipNonFinite, "is a class"),
         ("activations", True, r"ActivationOffload\(\)"),
-        ("offload", "cpu", r"set in the plan what to offload"),
+        ("offload", "cpu", r"set what to offload in the plan"),
         ("run", {"steps": 3}, "RunFacts"),
         ("platform", "cuda", r"detect_platform\(\)"),
         ("plan", None, "is not a plan"),

@@ -78,7 +78,7 @@ def test_when_nothing_fits_it_says_what_would():
 def test_memory_that_the_plan_does_not_take_is_not_blamed_on_it():
     found = told(MemoryError(), situation(ram=512))
     assert "host memory ran out" in str(found)
-    assert "check whether other processes" in str(found)
+    assert "is used by other processes" in str(found)
     assert found.plan is None
 
 

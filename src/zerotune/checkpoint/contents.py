@@ -36,8 +36,8 @@ Tensors = Mapping[str, torch.Tensor]
 class ShadowLike(Protocol):
     """Protocol for objects that are saved with the weights, such as ``zerotune.ema.EMAShadow``.
 
-    Tensors for fragments of the master weights are fp32 and are named by ``FragmentAddress.key``.
-    All other tensors are equal on every rank.
+    A tensor that belongs to a fragment of the master weights is fp32, and its name is the
+    fragment's ``FragmentAddress.key``. All other tensors are equal on every rank.
     """
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -54,7 +54,7 @@ class ShadowLike(Protocol):
 
 
 def shadow_key(shadow: str, key: str) -> str:
-    """Return the key, in a rank's file, of a shadow tensor that belongs to no fragment."""
+    """Return a rank file's key for a shadow tensor that belongs to no fragment."""
     return f"{SHADOW}{shadow}/{key}"
 
 
@@ -118,7 +118,7 @@ class RankContents:
     shadows: Mapping[str, Tensors]
     """Maps each shadow's name to its fragment tensors, by ``FragmentAddress.key``."""
     others: Tensors
-    """Buffers, generator states and the other shadow tensors, for this rank's file."""
+    """Buffers, generator states and shadow tensors without a fragment, for this rank's file."""
     metadata: Mapping[str, str]
     rank: int = 0
     world_size: int = 1
@@ -127,7 +127,7 @@ class RankContents:
 
     @classmethod
     def of(cls, engine: Engine, *, shadows: Mapping[str, ShadowLike], rng: bool) -> RankContents:
-        """Describe this rank's part of an engine, without reading weights.
+        """Describe what this rank saves of an engine, without reading weights.
 
         Args:
             engine: Engine to save.
@@ -177,7 +177,7 @@ class RankContents:
         )
 
     def share(self) -> RankShare:
-        """Return the sizes that all ranks need for the layout of the files."""
+        """Return the sizes from which all ranks compute the layout of the files."""
         return RankShare(parts=self.parts, counters=self.counters, nbytes=self.file().nbytes)
 
     def read(self, engine: Engine) -> Iterator[Piece]:
@@ -368,7 +368,7 @@ def versions() -> dict[str, str]:
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Map the other names of each tied parameter to its first name."""
+    """Map each additional name of a tied parameter to its first name."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in every if first[id(p)] != name}

@@ -55,7 +55,7 @@ def convert(
     dtype: str = "fp32",
     base: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Convert a zerotune checkpoint to a model folder, or another folder to a checkpoint.
+    """Convert a zerotune checkpoint to a model folder, or another format to a checkpoint.
 
     ================================  ==============================================
     ``source``                        ``target``
@@ -301,8 +301,8 @@ def _write_checkpoint(
 
 _AVERAGE: Final = Subject(kind="shadow", of="ema")
 _LEFT_OUT: Final = {
-    "random_states_*": "other training loops draw noise differently, so zerotune draws noise from "
-    "seed and step",
+    "random_states_*": "other training loops draw noise differently, so the noise generator is "
+    "reseeded from seed and step",
     "scheduler*": "the file contains a step number but no schedule, so the plan's schedule "
     "continues at this step",
     "sampler*": "other training loops order data differently, so training starts at the beginning "
@@ -461,7 +461,7 @@ class StateFolder:
             return {"state": loaded["state"], "param_groups": loaded["param_groups"]}
         except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError) as error:
             raise CheckpointCorruptError(
-                f"is not an optimizer that accelerate saved ({error})", key=str(path)
+                f"is not an optimizer file that accelerate saved ({error})", key=str(path)
             ) from error
 
 

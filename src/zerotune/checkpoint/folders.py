@@ -172,8 +172,8 @@ def check_space(folder: Path, nbytes: int) -> None:
 def find_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, Manifest]:
     """Return a checkpoint's folder and its manifest.
 
-    The folder is usually ``directory`` itself. If a process was killed while it replaced the
-    checkpoint, the folder is that of the newest complete checkpoint with a temporary name.
+    The folder is usually ``directory`` itself. If a process was killed while replacing the
+    checkpoint, the newest complete checkpoint under a temporary name is returned.
     """
     path = checked_path(directory)
     if (located := _located(path)) is not None:
@@ -312,8 +312,8 @@ def remove_leftovers(parent: Path, *, name: str | None = None) -> None:
 
     Args:
         parent: Folder that contains the checkpoints.
-        name: Name of the checkpoint whose leftovers are deleted; by default those of all
-            checkpoints are.
+        name: Name of the checkpoint whose leftovers are deleted; by default, leftovers of all
+            checkpoints.
     """
     for path in _leftovers(parent, name=name):
         base = parent / _base(path)
@@ -417,7 +417,7 @@ def _retire(former: Path, successor: Path) -> None:
             target = successor / path.relative_to(former)
             if os.path.lexists(target):
                 target = target.with_name(f"{target.name}.former-{secrets.token_hex(6)}")
-            logger.info("keeping %s, which is not part of the replaced files", target)
+            logger.info("keeping %s, which does not belong to the replaced files", target)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
     _remove(former)
@@ -541,7 +541,7 @@ def check_apart(path: Path, base: Path) -> None:
     """Check that an export does not replace the folder that it is made from."""
     if path.resolve() == base.resolve():
         raise CheckpointError(
-            "exists and is not replaced: the export is made from it",
+            "exists and is not replaced, because the export is made from it",
             key=str(path),
             fix="choose a different name for the export",
         )
@@ -595,9 +595,9 @@ class RootHold(Closable):
     """Lock on a checkpoint folder, so that only this process saves and prunes in the folder.
 
     Without the lock, a job that is started twice would delete its own checkpoints. Reading,
-    resuming and exporting need no lock. The lock of a killed process is replaced. If other machines
-    cannot see file locks, the lock of a run on another machine is replaced as well; that run's next
-    save then fails (``confirm``).
+    resuming and exporting need no lock. The lock of a killed process is replaced. If file locks are
+    not visible to other machines, a run on another machine loses its lock too, and its next save
+    fails (``confirm``).
 
     Not collective: create a ``RootHold`` on rank 0. One process may lock the same folder several
     times::
@@ -736,8 +736,8 @@ class _Hold:
             if not ownership.lacks_locks(error):
                 raise
             self._note(
-                "this file system offers no file locks, so starting the same job twice may be "
-                "detected only at the next save"
+                "this file system does not support file locks, so starting the same job twice may "
+                "be detected only at the next save"
             )
             return
         if not locked:

@@ -1,6 +1,6 @@
 """Load a checkpoint into an engine: check everything, then fill the engine's fragments.
 
-The module contains, in this order, the file reader, the fragment filler, the comparison of
+The module's sections are, in order: the file reader, the fragment filler, the comparison of
 checkpoint and engine, the conversion of counters and generators for a different plan, and
 ``load_checkpoint``.
 """
@@ -416,7 +416,7 @@ def restart_generators(tensors: Mapping[str, torch.Tensor], *, rank: int) -> Non
 
     Args:
         tensors: Saved generator states of one rank, from which the seed is derived.
-        rank: This rank; each rank gets a different seed, and the same seed in every resume.
+        rank: This rank; each rank gets its own seed, which is the same in every resume.
     """
     digest = hashlib.sha256(f"rank {rank}".encode())
     for name in sorted(tensors):
@@ -531,7 +531,7 @@ def load_checkpoint(
     rng: bool = True,
     timeout_s: float | None = None,
 ) -> CheckpointContents:
-    """Load a checkpoint into an engine, whose plan may differ from that of the saved run.
+    """Load a checkpoint into an engine, even if its plan differs from the saved run's plan.
 
     Collective: every rank must call ``load_checkpoint`` with the same arguments. Files and model
     are checked before anything is loaded, so a checkpoint of a different model leaves the engine

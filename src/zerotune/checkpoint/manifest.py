@@ -28,7 +28,7 @@ class FileRecord:
     """Name, kind, size and hash of a file in a checkpoint."""
 
     name: str
-    """Name of the file inside the folder."""
+    """Name of the file in the checkpoint's folder."""
     kind: str
     """``"weights"``, ``"optimizer"`` or ``"shadow"`` for full tensors by parameter name; ``"rank"``
     for the data of one rank."""
@@ -114,7 +114,7 @@ class Manifest:
     frozen: tuple[TensorRecord, ...] = attrs.field(converter=tuple[Any, ...], default=())
     """Frozen parameters; their values are not in the checkpoint."""
     aliases: Mapping[str, str] = attrs.field(factory=dict)
-    """Maps the other names of a tied parameter to its saved name."""
+    """Maps each additional name of a tied parameter to its saved name."""
     buffers: tuple[TensorRecord, ...] = attrs.field(converter=tuple[Any, ...])
     """The model's persistent buffers; each rank saves its own values."""
     files: tuple[FileRecord, ...] = attrs.field(converter=tuple[Any, ...])

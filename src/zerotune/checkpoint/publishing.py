@@ -195,7 +195,7 @@ def publish(
         raise CheckpointError(
             f"the upload failed; the repository is unchanged ({type(error).__name__}: {reason})",
             key=repo_id,
-            fix="try again; files that have arrived are not sent again",
+            fix="try again; files that were already uploaded are not sent again",
         ) from error
     return Published(url=done.commit_url, commit=done.oid, files=(*sorted(uploads), CARD))
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 SHARD_SIZE: Final = 4 * 2**30
-"""Maximum size of a shared file in bytes; ranks verify different files at the same time."""
+"""Maximum size of a shared file in bytes, so that ranks can verify different files in parallel."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -267,10 +267,10 @@ def save_checkpoint(
     timeout_s: float | None = None,
     allow_not_finite: bool = False,
 ) -> Path:
-    """Save everything that is needed to continue training, with the same plan or any other.
+    """Save everything that is needed to continue training, with the same or a different plan.
 
     Collective: every rank must call ``save_checkpoint`` with the same arguments. Weights, optimizer
-    states and shadows are saved as safetensors files, as full tensors under the parameters' names.
+    states and shadows are saved in safetensors files, as full tensors named after the parameters.
     Every rank writes its fragments directly into the files. No tensor is gathered, so saving needs
     additional memory for only one fragment. The folder gets its final name only after all files are
     read back and verified; until then a previous checkpoint of this name is kept.
@@ -423,7 +423,7 @@ class PendingCheckpoint:
 class BackgroundSaver(Closable):
     """Saves checkpoints in a background thread on each rank while training continues.
 
-    This rank's weights, states and shadows are first copied into host memory. With Adam and an EMA,
+    Each rank first copies its weights, states and shadows into host memory. With Adam and an EMA,
     the copy needs 16 bytes per fp32 weight::
 
         with BackgroundSaver(engine=engine) as saver:
@@ -463,7 +463,9 @@ class BackgroundSaver(Closable):
         timeout_s: float | None = None,
         allow_not_finite: bool = False,
     ) -> PendingCheckpoint:
-        """Copy everything and start writing. Collective; arguments as in ``save_checkpoint``.
+        """Copy the state to host memory and start writing.
+
+        Collective; arguments as in ``save_checkpoint``.
 
         Args:
             directory: Folder of the checkpoint.
@@ -477,8 +479,7 @@ class BackgroundSaver(Closable):
             The pending checkpoint.
 
         Raises:
-            ZeroTuneError: Writing the previous checkpoint failed, or one of the checks that precede
-                writing failed.
+            ZeroTuneError: Writing the previous checkpoint failed, or a check before writing failed.
         """
         self.wait()
         writing = _agreed_writing(
@@ -512,7 +513,7 @@ class BackgroundSaver(Closable):
 
     @override
     def close(self) -> None:
-        """Wait for the pending checkpoint and stop. May be called repeatedly."""
+        """Wait for the pending checkpoint, then close the saver. May be called repeatedly."""
         try:
             self.wait()
         finally:

@@ -1,6 +1,6 @@
 """Delete leftovers of dead runs from a swap root.
 
-The module contains, in this order, the clean-up with its report, the handling of DeepSpeed's swap
+The module's sections are, in order: the clean-up with its report, the handling of DeepSpeed's swap
 files without a lease, and the search for processes that may use these files.
 """
 
@@ -318,7 +318,7 @@ class BareSwap:
 
 
 def is_bare(name: str) -> bool:
-    """Return whether a name inside a root is that of a folder in DeepSpeed's layout."""
+    """Return whether a name in a swap root denotes a folder in DeepSpeed's layout."""
     return _LAYOUT_NAME.fullmatch(name) is not None or name.startswith(ADOPTED_PREFIX)
 
 
@@ -410,8 +410,8 @@ def _put_back(root: int, aside: str, name: str) -> None:
         os.rename(aside, name, src_dir_fd=root, dst_dir_fd=root)
         return
     raise OffloadError(
-        "a process started using the folder during its removal, and a newer folder has taken its "
-        f"name, so the folder is now called {aside}; nothing was deleted",
+        "a process began to use the folder during its removal, so nothing was deleted; the folder "
+        f"is now called {aside}, because a newer folder has its old name",
         key="cleanup_stale_swap",
         value=name,
         fix="stop both runs, and create a separate swap folder for each run with OffloadManager",

@@ -1,6 +1,6 @@
 """Ownership of a swap folder: its record, its lock, and how a lease is found and ended.
 
-A lease is a swap folder that belongs to one run. The module contains, in this order, the record,
+A lease is a swap folder that belongs to one run. The module's sections are, in order: the record,
 the lock on one folder, the search for leases in a root, the end of a lease, and the safe
 measurement and removal of folders.
 """
@@ -58,8 +58,8 @@ class LeaseRecord(OwnerRecord):
     """One rank's record in a lease: the owning process, its start time and its plan.
 
     The lock of the lease shows whether the process is alive. The record identifies the process and
-    contains the maximum swap size. On file systems with unreliable locks, the record helps to
-    detect a dead process.
+    contains the maximum swap size. On file systems with unreliable locks, it also helps to detect a
+    dead process.
     """
 
     rank: int
@@ -102,7 +102,7 @@ class LeaseRecord(OwnerRecord):
         )
 
     def write(self, folder: Path) -> None:
-        """Write the record to ``rank<N>.json`` in the lease's ``folder``, atomically.
+        """Write the record atomically to ``rank<N>.json`` in the lease's ``folder``.
 
         Raises:
             OSError: The file cannot be written.
@@ -281,7 +281,7 @@ def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool
         return ownership.try_lock(descriptor, exclusive=exclusive, patience=patience)
     except OSError as error:
         if ownership.lacks_locks(error):
-            raise _no_locks("this file system offers no file locks") from error
+            raise _no_locks("this file system does not support file locks") from error
         raise
 
 
@@ -683,7 +683,7 @@ def folder_bytes(folder: int) -> int:
         while above:
             facts, names = above[-1]
             if not os.path.samestat(os.fstat(here), facts):
-                raise OSError(errno.ESTALE, "was moved while it was measured")
+                raise OSError(errno.ESTALE, "was moved while its size was being measured")
             if names:
                 try:
                     child = open_folder(names.pop(), within=here)

@@ -61,7 +61,7 @@ class Lease(Readable):
     paths: Mapping[Target, Path] = attrs.field(factory=lambda: MappingProxyType({}))
     """Swap folder of each kind of data on NVMe, by ``"param"`` and ``"optimizer"``."""
     roots: tuple[SwapRoot, ...] = ()
-    """The checked roots of these folders."""
+    """Verified swap roots that contain the run's folders."""
     run_id: str | None = None
     """Run id, shared by all ranks; ``None`` without NVMe."""
     decisions: tuple[Decision, ...] = ()
@@ -83,7 +83,7 @@ class Lease(Readable):
 
     @property
     def path(self) -> Path | None:
-        """Folder of the parameters, or else of the optimizer states; ``None`` without NVMe."""
+        """Parameter swap folder, otherwise optimizer swap folder; ``None`` without NVMe."""
         return self.paths.get("param", self.paths.get("optimizer"))
 
     def _carrying(self) -> Lease:
@@ -170,7 +170,7 @@ class Invitation:
 
 
 def local_ranks(resolved: ResolvedPlan, environ: Mapping[str, str] | None = None) -> int:
-    """Return the number of ranks on this machine: ``LOCAL_WORLD_SIZE``, or else all ranks."""
+    """Return the number of ranks on this machine: ``LOCAL_WORLD_SIZE`` if set, otherwise all."""
     written = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "")
     count = int(written) if written.isdecimal() else resolved.world_size
     return min(max(count, 1), resolved.world_size)
@@ -213,7 +213,7 @@ class OffloadManager:
     plan's ``nvme_path``, or an environment variable. The paths in the trainer's configuration are
     ``offload_param_path`` and ``offload_optimizer_path``. The environment variables are, in order,
     ``ZEROTUNE_OFFLOAD_PARAM_PATH``, ``ZEROTUNE_OFFLOAD_OPTIMIZER_PATH`` and ``ZEROTUNE_SWAP_ROOT``.
-    If no path is set, zerotune warns and uses a folder in the system's temporary folder.
+    If no path is set, zerotune warns and uses a folder in the system's temporary directory.
 
     Args:
         root: Root for parameters and optimizer states.
@@ -277,8 +277,8 @@ class OffloadManager:
         Raises:
             UnresolvedPlanError: The plan is not fully resolved.
             OffloadError: Host memory is too small for the plan, a root is unusable or too small, or
-                the system has no file locks. The error is also raised if the ranks' plans differ,
-                or do not match ``rank`` and ``world_size``. At the end of the block,
+                the system does not support file locks. The error is also raised if the ranks' plans
+                differ, or do not match ``rank`` and ``world_size``. At the end of the block,
                 ``OffloadError`` means that the folder was deleted during the run or cannot be
                 deleted.
         """

@@ -77,7 +77,7 @@ class RootChoice:
     key: str
     """Name of the setting that contains the path, such as ``"OffloadManager.root"``."""
     fallback: bool = False
-    """Whether no setting names a root, so that zerotune chose a temporary folder."""
+    """Whether zerotune chose a temporary folder because no setting names a root."""
     passed_over: tuple[str, ...] = ()
     """Overridden settings, each as ``setting = path``."""
 

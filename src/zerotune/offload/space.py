@@ -73,7 +73,7 @@ class SwapNeeds:
         free = space.f_bavail * space.f_frsize
         others = sum(_still_to_come(folder, run_id) for folder in folders)
         said = f"{disk_size(nbytes)} for {ranks} rank(s), {disk_size(per_rank.nbytes)} each"
-        taken = f", {disk_size(others)} of it reserved by other runs" if others else ""
+        taken = f", of which other runs have reserved {disk_size(others)}" if others else ""
         if nbytes > free - others:
             raise OffloadError(
                 f"the plan swaps {said}, but only {disk_size(free)} ({free} bytes) are "
@@ -284,7 +284,7 @@ _PINNED_SECTIONS: Final = ("offload_optimizer", "offload_param")
 
 @attrs.frozen(kw_only=True)
 class HostBudget:
-    """Host memory that a plan needs, and that is available, on one machine."""
+    """Host memory that a plan needs on one machine, and the memory that is available there."""
 
     per_rank: int
     """Peak host memory of one rank in bytes, including page-locked memory."""

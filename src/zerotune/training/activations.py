@@ -1,7 +1,7 @@
-"""Measure activation memory, and choose gradient checkpointing and activation offload.
+"""Measure activation memory, and decide on gradient checkpointing and activation offload.
 
 Activations are measured on the ``meta`` device at the training resolution. Blocks are recomputed if
-the caller or an ``Advice`` requests recomputation, or if memory requires it.
+the caller or an ``Advice`` requests it, or if memory is too small otherwise.
 """
 
 from __future__ import annotations
@@ -264,8 +264,8 @@ def _needed(engine: Engine, data: Any) -> tuple[bool, str]:
     positions = input_positions(model, size, frames) * plan.micro_batch_size * _samples_each(data)
     if room >= positions * _PER_POSITION:
         return False, (
-            f"{format_size(room)} of memory is free, more than any model's activations at "
-            f"{positions} input positions"
+            f"{format_size(room)} of memory is free, more than any model's activations need "
+            f"at {positions} input positions"
         )
     measured = known_activations(model, data, batch=plan.micro_batch_size, checkpointed=False)
     if measured.facts is None:

@@ -79,8 +79,8 @@ class Averages:
         """Return an EMA.
 
         Args:
-            name: Name of an EMA, an EMA of the trainer, ``True`` for the first EMA, or ``False``,
-                which returns ``None``.
+            name: An EMA's name, one of the trainer's EMAs, ``True`` for the first EMA, or ``False``
+                for none.
         """
         if name is False:
             return None
@@ -102,8 +102,8 @@ class Averages:
         """Return the EMA to export.
 
         Args:
-            weights: Name of an EMA, an EMA of the trainer, ``None`` for the first EMA, or
-                ``"trained"``, which returns ``None``.
+            weights: An EMA's name, one of the trainer's EMAs, ``None`` for the first EMA, or
+                ``"trained"`` for none.
         """
         if weights is None or weights == "trained":
             return self.named(weights is None)
@@ -126,6 +126,6 @@ class Averages:
         return "\n".join(f"{name}: {shadow.explain()}" for name, shadow in self.shadows.items())
 
     def close(self) -> None:
-        """Finish an update that runs in the background."""
+        """Wait for a background update to finish."""
         if isinstance(self._ema, BackgroundEMA):
             self._ema.close()

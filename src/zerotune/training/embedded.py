@@ -82,7 +82,7 @@ class EmbeddedPlan(Closing):
         run: Values for the fields that are ``"auto"`` in the plan, as ``RunFacts`` or as the
             script's parsed flags. The script's flags must have the same names as in diffusers'
             scripts.
-        platform: The machine; detected by default.
+        platform: The machine to run on; detected by default.
         timeout_s: Timeout of collectives in seconds.
 
     Raises:
@@ -267,13 +267,13 @@ class EmbeddedPlan(Closing):
         return accelerate_optimizer(self.plan, model), EngineSchedule(self)
 
     def accelerator(self, **arguments: Any) -> Any:
-        """Return an ``accelerate.Accelerator`` for an otherwise unchanged script.
+        """Return an ``accelerate.Accelerator`` for a script that needs no other change.
 
         The accelerator's ``prepare`` replaces the script's optimizer and schedule with those of the
         plan, records these replacements as decisions, and attaches the engine. ``save_state`` and
         ``load_state`` write and read portable checkpoints, which contain each EMA passed to
-        ``register_for_checkpointing``. The script's hooks for saving and loading are not called.
-        ``get_state_dict`` returns the whole model on rank 0 at every stage. ``save_state``,
+        ``register_for_checkpointing``. Save and load hooks that the script registers are not
+        called. ``get_state_dict`` returns the whole model on rank 0 at every stage. ``save_state``,
         ``load_state`` and ``get_state_dict`` are collective. ``end_training`` closes the run.
 
         Args:
@@ -303,8 +303,8 @@ class EmbeddedPlan(Closing):
 
         Raises:
             EngineError: An object has an unsupported class, or no engine is attached yet.
-            EMAError: An EMA has already taken steps without the engine, or belongs to a different
-                model.
+            EMAError: An EMA was updated before it was attached to the engine, or belongs to a
+                different model.
         """
         for each in averages:
             if not isinstance(each, EMAModel | EMAShadow):
@@ -348,7 +348,7 @@ class EmbeddedPlan(Closing):
         only one tensor at a time.
 
         Returns:
-            CPU tensors by name; an empty dict on other ranks.
+            CPU tensors by name on rank 0; an empty dict on other ranks.
         """
         engine = self.engine
         dtypes = {name: p.dtype for name, p in engine.module.named_parameters()}

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 PHASES: Final = ("data", "forward", "backward", "optimizer", "ema")
-"""Phases into which step time is split."""
+"""Phases into which the time of a step is divided."""
 
 
 @attrs.frozen(kw_only=True)
 class StepMetrics:
-    """Metrics of one step; times and memory are measured on this rank, other values are global."""
+    """Metrics of one step. Times and memory are this rank's; all other values are global."""
 
     step: int
     """Number of optimizer steps taken, including this step."""
@@ -50,7 +50,8 @@ class StepMetrics:
     host_peak: int
     """Peak RAM of this process in bytes."""
     device_peak: int | None
-    """Peak GPU memory of this process in bytes, context included; ``None`` without a GPU."""
+    """Peak GPU memory of this process in bytes, including the CUDA context; ``None`` without a
+    GPU."""
 
 
 class Callback:
@@ -134,7 +135,7 @@ class Callback:
 
         Args:
             trainer: The trainer that sampled the images.
-            name: Name of the images.
+            name: Name under which the images are logged.
             images: Images (n, c, h, w), or clips (n, c, frames, h, w), in [-1, 1].
         """
 
@@ -260,7 +261,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[StepMetrics]:
     """Read ``path``, a file written by ``MetricsFile``.
 
     Raises:
-        DataError: The file cannot be read, or a line is invalid; the message gives its number.
+        DataError: The file cannot be read, or a line is invalid; the message gives the line number.
     """
     with system_errors(DataError, path, "metrics cannot be read"):
         return [metrics for _, metrics in _lines(Path(path))]

@@ -1,4 +1,4 @@
-"""Expected and measured memory of a run, and helpful errors when memory runs out."""
+"""Expected and measured memory of a run, and errors that suggest a plan when memory runs out."""
 
 from __future__ import annotations
 
@@ -127,12 +127,12 @@ def counted_apart(
 ) -> bool:
     """Return whether the system's memory figure for this process omits page-locked memory.
 
-    The result depends on the driver. If the driver maps page-locked memory as device memory, the
-    figure omits it; if as shared or anonymous pages, the figure includes it. The test page-locks 16
-    MiB.
+    The result depends on the driver. The figure omits page-locked memory that the driver maps as
+    device memory, but includes memory that it maps as shared or anonymous pages. The test
+    page-locks 16 MiB.
 
     Args:
-        count: Function that returns the system's figure in bytes.
+        count: Function that returns the system's memory figure for this process in bytes.
         lock: Function that allocates the given number of bytes as page-locked memory.
     """
     before = count()
@@ -200,7 +200,8 @@ def _others(device: torch.device) -> int:
 def device_peak(device: torch.device) -> int | None:
     """Return this process's peak GPU memory in bytes; ``None`` without a GPU.
 
-    The value includes the context and all libraries, so a GPU needs at least this much memory.
+    The value includes the context and all libraries, so the run needs a GPU with at least this much
+    memory.
     """
     return DeviceFigures.now(device).peak if device.type == "cuda" else None
 
@@ -329,7 +330,7 @@ class Limits:
             place: ``"host"`` or ``"device"``.
         """
         if place == "device" and self.device is not None:
-            held = "" if self.allocated is None else f"torch held {format_size(self.allocated)}, "
+            held = "" if self.allocated is None else f"torch held {format_size(self.allocated)}; "
             free = "" if self.device_free is None else f", {format_size(self.device_free)} is free"
             return f"{held}this process can use up to {format_size(self.device)}{free}"
         peak, free = format_size(host_peak()), format_size(self.host_free)
@@ -354,8 +355,8 @@ class Limits:
         if peak < has // 2:
             return (
                 f"the plan needs only {format_size(peak)} of the {format_size(has)} available "
-                "to this rank; check whether other processes, the objective, tensors kept "
-                "between steps, or the batch use the rest"
+                "to this rank; check whether the rest is used by other processes, the objective, "
+                "the batch, or tensors kept between steps"
             ), None
         # What has just failed does not fit, whatever was expected of it.
         if counted == "device":

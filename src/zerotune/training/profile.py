@@ -32,7 +32,7 @@ class Profile:
     steps: int = 3
     """Number of traced steps."""
     warmup: int = 1
-    """Number of untraced warm-up steps before the trace, for caches to fill and kernels to
+    """Number of untraced warm-up steps before the trace, in which caches fill and kernels
     compile."""
     ranks: tuple[int, ...] = attrs.field(default=(0,), converter=tuple[int, ...])
     """Ranks to trace; each of these ranks writes a file."""
@@ -58,7 +58,7 @@ class Operator:
     seconds: float
     """Self time per step in seconds, without nested calls, on the device that ran the operator."""
     share: float
-    """Share of the time of all operators, 0 to 1."""
+    """Share of the total time of all operators, from 0 to 1."""
     nbytes: int = 0
     """Net bytes allocated per step; 0 unless memory was recorded."""
 

@@ -91,7 +91,7 @@ class DelayedStreams:
             yield
 
     def delay(self) -> None:
-        """Queue an operation of random length on the current stream."""
+        """Queue work of random duration on the current stream."""
         for _ in range(self._chance.randrange(20) if self._chance.random() < 0.3 else 0):
             self._work.mul_(1.0)
 
@@ -318,7 +318,7 @@ class Bench:
         return self.left[run]
 
     def take(self, run: Run) -> dict[str, str]:
-        """Train with the settings in ``run``, and return results as ``left_by`` does."""
+        """Train with the settings in ``run``, and return results in the format of ``left_by``."""
         model = _Chain()
         engine = self._small_engine(model, run)
         ema = EMAShadow(decay=0.9).attach(engine)
@@ -538,7 +538,7 @@ class Check:
     """One check that compares a fast path with the plain path."""
 
     name: str
-    """Name of the path in ``zerotune.backend.proof.PATHS``."""
+    """Name of the fast path in ``zerotune.backend.proof.PATHS``."""
     run: Callable[[Bench], float | None]
     """Function that runs the check; may return the seconds to record as its duration."""
     on_streams: bool = False
@@ -571,7 +571,7 @@ def prove(*, platform: Platform | None = None, seconds: float = SECONDS) -> Proo
     """Run every check that this machine supports.
 
     Args:
-        platform: This machine; detected by default.
+        platform: The machine to check; detected by default.
         seconds: Seconds after which no further check starts, not counting imports and compilation.
 
     Returns:
@@ -616,7 +616,8 @@ def run_check(check: Check, benches: Sequence[Bench]) -> Outcome:
 
     Args:
         check: The check.
-        benches: Benches to use, in order; a check without streams runs only on the last bench.
+        benches: Benches to use, in order; a check without ``on_streams`` runs only on the last
+            bench.
     """
     began, counted = time.perf_counter(), None
     passed: bool | None = True

@@ -60,7 +60,8 @@ class Report(Readable):
     host_peak: int
     """Peak RAM of this process in bytes, libraries included."""
     device_peak: int | None
-    """Peak GPU memory of this process in bytes, context included; ``None`` without a GPU."""
+    """Peak GPU memory of this process in bytes, including the CUDA context; ``None`` without a
+    GPU."""
     estimate: MemoryEstimate | None
     """The plan's memory estimate per rank; ``None`` if the plan was resolved without a model."""
     copy_rate: float | None = None
@@ -106,7 +107,7 @@ class Report(Readable):
         return rows
 
     def measured_memory(self) -> dict[Place, int]:
-        """Return the measured peak in bytes per place."""
+        """Return the measured peak bytes of host memory and, with a GPU, of device memory."""
         peaks: dict[Place, int] = {"host": self.host_peak}
         return peaks if self.device_peak is None else peaks | {"device": self.device_peak}
 
@@ -229,11 +230,11 @@ class Report(Readable):
 
 
 def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
-    """Plot memory by place and step time by phase, as a PNG file.
+    """Plot host and device memory, and step time by phase, as a PNG file.
 
-    Bars show the components of the memory estimate, with a line at the measured peak; without an
-    estimate the bars show measured values. On a CPU, the component ``runtime`` is the memory
-    measured before the engine was built.
+    Bars show the components of the memory estimate, and a line marks the measured peak. Without an
+    estimate, bars show measured values. On a CPU, the component ``runtime`` is the memory measured
+    before the engine was built.
 
     Args:
         path: Path of the file; a missing folder is created.
@@ -308,7 +309,7 @@ class Record(Callback):
             self._phases[name] += seconds
 
     def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
-        """Discard the values of earlier steps."""
+        """Discard the values recorded before the resume."""
         self._first_step = trainer.step
         self._clear()
 
@@ -421,7 +422,7 @@ class Bound:
     seconds: float
     """Seconds per step."""
     share: float
-    """Share of the step, 0 to 1."""
+    """Share of the step time, from 0 to 1."""
     nbytes: int = 0
     """Minimum number of bytes that the phase moves per step and rank; 0 if unknown."""
     reference: float | None = None
@@ -519,8 +520,8 @@ def bounds(
 def copy_rate() -> float:
     """Measure host memory bandwidth in bytes per second: reads plus writes of a plain copy.
 
-    The result is the rate of the fastest of four copies, with torch's current number of threads.
-    It is cached for each number of threads.
+    The result is the rate of the fastest of four copies, with torch's current number of threads. It
+    is cached per number of threads.
     """
     return _copy_rate_with(torch.get_num_threads())
 

@@ -43,10 +43,9 @@ _TRAINER_ENTRY: Final = "trainer"
 class SaveEvery(Callback):
     """Saves a checkpoint ``root/step-…`` every few steps or minutes, and at the end of every run.
 
-    When ``fit`` starts, leftovers of killed runs are deleted from ``root``. While ``fit`` runs, no
-    other process may save to ``root``: a second job with the same folder fails before its first
-    step (see ``RootHold``). Checkpoints beyond ``keep`` are deleted after each save and when
-    ``fit`` ends.
+    When ``fit`` starts, leftovers of killed runs are deleted from ``root``. While ``fit`` runs,
+    ``root`` is locked, so a second job that saves to it fails before its first step (see
+    ``RootHold``). Checkpoints beyond ``keep`` are deleted after each save and when ``fit`` ends.
 
     Args:
         steps: Optimizer steps between two checkpoints.
@@ -269,8 +268,7 @@ def resumed(
     """Load a checkpoint into engine, EMAs, stream and generator; return the decisions. Collective.
 
     A checkpoint without trainer state, such as a converted checkpoint, has no data position and may
-    lack EMAs. Parts that are missing from the checkpoint start anew, and a decision records each of
-    them.
+    lack EMAs. State that is missing from the checkpoint is initialised, and a decision says so.
     """
     group = engine.group
     group.barrier(f"resuming from {os.fspath(path)}")
@@ -350,11 +348,11 @@ def _begin_decisions(data: bool, shadows: list[str]) -> tuple[Decision, ...]:
     return tuple(begun_anew(key, reason) for key, reason in reasons.items())
 
 
-SHADOW_BEGINS: Final = "the checkpoint lacks this EMA, which starts from the loaded weights"
+SHADOW_BEGINS: Final = "the checkpoint lacks this EMA, so it starts from the loaded weights"
 
 
 def begun_anew(key: str, reason: str) -> Decision:
-    """Return a decision about a part that starts anew because the checkpoint lacks it."""
+    """Return a decision about state that is initialised because the checkpoint lacks it."""
     return Decision(key=key, before=None, after="anew", reason=reason, severity="warning")
 
 

@@ -73,13 +73,13 @@ def prepare(
     Args:
         model: The model in fp32, or a result of ``load_pretrained``.
         plan: A plan, a DeepSpeed configuration as a dict, or the path of a configuration; a
-            ``ResolvedPlan`` is used unchanged. Defaults to the plan of ``load_pretrained``.
+            ``ResolvedPlan`` is used unchanged. Default: the plan passed to ``load_pretrained``.
         resolver: Resolves optimizer and schedule; default ``OptimizerResolver()``. Ignored if a
             resolved plan already contains an optimizer.
         offload: Creates the swap folders; default ``OffloadManager()``.
         run: Values for the fields that are ``"auto"`` in the plan.
-        platform: The machine; detected by default.
-        deepspeed: ``False`` selects the plain engine.
+        platform: The machine to run on; detected by default.
+        deepspeed: ``False`` trains without DeepSpeed, with a ``PlainEngine``.
         compile: Whether to compile the forward pass, or ``Compilation`` options for it.
         timeout_s: Timeout of collectives in seconds.
         **unknown: Rejected with an error; the optimizer belongs in the plan, not in ``optimizer=``.
@@ -105,7 +105,7 @@ def prepare(
         offload,
         OffloadManager,
         key="offload",
-        write="OffloadManager(), and set in the plan what to offload: "
+        write="OffloadManager(), and set what to offload in the plan: "
         'DeepSpeedPlan.build(offload="cpu")',
     )
     check_kind(run, RunFacts, key="run", write="RunFacts(…), or omit run")
@@ -377,7 +377,7 @@ def refuse_unknown(arguments: Mapping[str, Any], call: str) -> None:
 
     Raises:
         InvalidValueError: An argument is named ``optimizer``; the optimizer belongs in the plan.
-        TypeError: There is an unknown argument with a different name.
+        TypeError: An argument with any other name is given.
     """
     if isinstance(arguments.get("optimizer"), OptimizerResolver):
         raise InvalidValueError(

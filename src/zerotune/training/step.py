@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class StepClock:
     """Measures the time of each phase of a step.
 
-    On a GPU the host runs ahead of the device, so the clock times phases with CUDA events. The
-    clock synchronises only in ``finish``.
+    On a GPU the host runs ahead of the device, so the clock times phases with CUDA events, and
+    synchronises only in ``finish``.
     """
 
     def __init__(
@@ -378,8 +378,8 @@ class RaiseNonFinite:
 class SkipNonFinite:
     """Policy that drops a non-finite step on all ranks and continues with the next step.
 
-    A dropped step leaves weights, optimizer, schedule and EMA unchanged. Like an fp16 step whose
-    gradients overflowed, a dropped step counts as skipped (``metrics.applied`` is ``False``).
+    A dropped step leaves weights, optimizer, schedule and EMA unchanged. It counts as skipped
+    (``metrics.applied`` is ``False``), like an fp16 step whose gradients overflowed.
 
     Args:
         most_in_a_row: Maximum number of consecutive dropped steps; one more raises an error.

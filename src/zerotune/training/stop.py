@@ -208,7 +208,7 @@ class Goal:
             stream: Stream of micro batches.
             steps: Optimizer step at which training ends.
             epochs: Passes over the data, converted to the step at which training ends.
-            time_limit: Seconds or a ``timedelta``.
+            time_limit: Time limit in seconds or as a ``timedelta``.
         """
         if steps is None and epochs is None and time_limit is None:
             raise InvalidValueError(
@@ -247,7 +247,7 @@ class Stopping:
         """Why the latest ``fit`` ended early; ``None`` if it reached its goal."""
 
     def begin(self, goal: Goal) -> None:
-        """Clear earlier requests, and start the clock of the time limit."""
+        """Clear earlier requests, and start the clock for the time limit."""
         self._request = self.reason = None
         self._limit = goal.seconds or 0.0
         self._deadline = None if goal.seconds is None else time.monotonic() + goal.seconds

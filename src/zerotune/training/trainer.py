@@ -110,8 +110,8 @@ class Trainer(Closing, Readable):
             ``StopOnSignals`` if the callbacks contain none.
         non_finite: Policy for a non-finite loss or gradient; default ``RaiseNonFinite()``.
         run: Values for the fields that are ``"auto"`` in the plan.
-        platform: The machine; detected by default.
-        deepspeed: ``False`` selects the plain engine.
+        platform: The machine to run on; detected by default.
+        deepspeed: ``False`` trains without DeepSpeed, with a ``PlainEngine``.
         seed: Seed of data order, noise, time steps and the global generators.
         timeout_s: Timeout of collectives in seconds.
         options: ``compile``, ``gradient_checkpointing``, ``threads``, ``workers``, ``pin``,
@@ -237,9 +237,9 @@ class Trainer(Closing, Readable):
         Args:
             steps: Optimizer step at which training ends.
             epochs: Passes over the data; the data must have a length.
-            time_limit: Seconds or a ``timedelta`` from now; the first rank to reach the limit
-                stops all ranks. Leave a margin: the run overshoots the limit by up to one step and
-                a checkpoint.
+            time_limit: Time limit from now, in seconds or as a ``timedelta``; the first rank to
+                reach it stops all ranks. Leave a margin: the run overshoots the limit by up to one
+                step and a checkpoint.
 
         Returns:
             Times, memory and losses of the run.
@@ -318,7 +318,9 @@ class Trainer(Closing, Readable):
         )
 
     def note_saved(self, path: Path, *, step: int) -> None:
-        """Notify callbacks of a custom checkpoint with ``extra_state``. Call on every rank.
+        """Notify callbacks that a custom checkpoint with ``extra_state`` was saved.
+
+        Call on every rank.
 
         Args:
             path: Folder of the checkpoint.
@@ -385,7 +387,7 @@ class Trainer(Closing, Readable):
         """Pass images sampled at this step to the callbacks.
 
         Args:
-            name: Name of the images.
+            name: Name under which the images are logged.
             images: Images (n, c, h, w), or clips (n, c, frames, h, w), in [-1, 1].
         """
         self._tell("on_images", name, images)
@@ -406,8 +408,8 @@ class Trainer(Closing, Readable):
         Args:
             path: Folder of the export. For a pipeline, a path that ends in ``.safetensors`` selects
                 a single file in ComfyUI's layout.
-            weights: ``"trained"``, the name of an EMA such as ``"ema"``, or the EMA itself. By
-                default the first EMA is exported; without an EMA, the trained weights are exported.
+            weights: ``"trained"``, the name of an EMA such as ``"ema"``, or the EMA itself.
+                Default: the first EMA, or the trained weights if there is no EMA.
             dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype.
 
         Returns:
@@ -732,12 +734,13 @@ class _GroupStops(Callback):
                 key=f"optimizer.groups.{group.name}",
                 before="frozen" if not due else "trained",
                 after="trained" if not due else "frozen",
-                reason=f"the group trains until step {group.until}; steps taken so far: {taken}",
+                reason=f"the group trains until step {group.until}, and {taken} steps have "
+                "been taken",
             )
             trainer.decisions += (decision,)
             announce((decision,), rank=trainer.engine.group.rank)
 
 
 RunView = Trainer
-"""Type of a callback's ``trainer``; any object with the attributes that the callback uses is
-valid."""
+"""Type of the ``trainer`` argument of callbacks: any object with the attributes that the callback
+uses."""

@@ -165,8 +165,8 @@ class ValidationLoss(Validation):
         batches: Number of batches; by default all batches of a list, or 8 batches of a dataset.
         batch_size: Samples per batch of a dataset; by default the plan's micro batch size.
         seed: Seed of the noise.
-        ema: Weights to use: ``True`` for the first EMA, a name for the EMA of that name, ``False``
-            for the trained weights.
+        ema: Weights to use: ``True`` for the first EMA, the name of an EMA, or ``False`` for the
+            trained weights.
 
     Attributes:
         history: Step and mean loss of each validation.
@@ -255,8 +255,8 @@ class SampleOptions(TypedDict, total=False):
     seed: int
     """Seed of the images; default 0."""
     ema: bool | str
-    """Weights to use: ``True``, the default, for the first EMA, if any; a name for the EMA of that
-    name; ``False`` for the trained weights."""
+    """Weights to use: ``True`` (default) for the first EMA, if there is one; the name of an EMA; or
+    ``False`` for the trained weights."""
     shape: tuple[int, int, int]
     size: tuple[int, int]
     frames: int

@@ -214,13 +214,12 @@ class Watchdog(Callback):
 
     The watchdog adds no hooks to the model and no work to the training thread. A separate thread
     reads the stacks of the other threads a few times per timeout period. If a rank fails, the
-    watchdog ends the other ranks about ten seconds later. The watchdog detects a killed or stopped
-    rank by its missing heartbeats. On the same machine, the watchdog also checks the state of the
-    rank's process.
+    watchdog ends the other ranks about ten seconds later. A killed or stopped rank is detected by
+    its missing heartbeats and, on the same machine, by the state of its process.
 
     Args:
-        timeout_s: Seconds after which the run ends if no rank makes progress and at least one rank
-            is in a step. ``None`` uses four fifths of the trainer's ``timeout_s``, so that the
+        timeout_s: The run ends if no rank makes progress for this many seconds while at least one
+            rank is in a step. ``None`` uses four fifths of the trainer's ``timeout_s``, so that the
             watchdog reports before a collective times out.
         end: Function that is called on each rank with the watchdog's message. By default the
             message is logged and the process ends, because Python cannot interrupt a thread that
@@ -432,12 +431,12 @@ def _message(beats: list[Beat], world: int, timeout_s: float) -> str:
         return f"a rank failed, and the other ranks are waiting: {where}"
     places = {(beat.position.step, beat.position.phase, beat.position.module) for beat in beats}
     why = (
-        "The ranks are in different places: all ranks must run the same modules equally often "
-        "in the same order; check for branches that depend on the rank or the data, and for "
-        "unequal numbers of batches."
+        "The ranks are in different places: all ranks must run the same modules in the same order. "
+        "Check for branches that depend on the rank or the data, and for unequal numbers of "
+        "batches."
         if len(places) > 1 or any(beat.done for beat in beats)
-        else "All ranks are at the same place, where the work takes longer than the timeout: check "
-        "the network and the disks, or raise Watchdog(timeout_s=...)."
+        else "All ranks are in the same place, and the work there takes longer than the timeout. "
+        "Check the network and the disks, or raise Watchdog(timeout_s=...)."
     )
     return f"no rank of {world} has moved for {timeout_s:g} s: {where}. {why}"
 

@@ -132,7 +132,9 @@ class Judgement:
             return ()
         if self._steps == 0:
             return (
-                self._decision(still, "no optimizer step was taken, so the file has no effect"),
+                self._decision(
+                    still, "no optimizer step was taken, so the adapters have no effect"
+                ),
             )
         for component in {of for of, _ in still}:
             every = [layer for layer in self._moved if layer[0] == component]
@@ -229,8 +231,8 @@ def export_adapters(
     changed the adapters.
 
     Args:
-        path: A folder for the file ``pytorch_lora_weights.safetensors``, or the path of a file,
-            ending in ``.safetensors``. An earlier export is replaced.
+        path: A folder for the file ``pytorch_lora_weights.safetensors``, or the path of a
+            ``.safetensors`` file. An earlier export is replaced.
         engine: Engine of a model or ``TrainedParts`` with adapters.
         weights: As in ``export_model``.
         dtype: Dtype of the tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch
@@ -585,8 +587,8 @@ class _Foreign(_Draft):
             key="adapters.alpha",
             before="separate from the factors",
             after="in the factors",
-            reason=f"with {self._layout} files, the factors are multiplied by alpha / rank, and "
-            f"{str(self._dtype).removeprefix('torch.')} rounds the products",
+            reason=f"{self._layout} files store the factors multiplied by alpha / rank, rounded to "
+            f"{str(self._dtype).removeprefix('torch.')}",
             severity="warning",
         )
 

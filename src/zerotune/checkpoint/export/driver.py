@@ -266,7 +266,8 @@ class ExportWriter:
         """Compare the files on disk with the written data, then rename them.
 
         Args:
-            check: For a single file, called with its temporary path before it is renamed.
+            check: Function that is called with a single file's temporary path before the file is
+                renamed.
         """
         self.records = self._writer.confirm(self._files, self._writer.written)
         self._writer.close()

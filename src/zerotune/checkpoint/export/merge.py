@@ -266,7 +266,7 @@ def merge_adapters(
     """Merge a LoRA file into a model folder, without an engine. Not collective.
 
     Args:
-        adapters: The file, or a folder with the file ``pytorch_lora_weights.safetensors``.
+        adapters: The LoRA file, or a folder that contains ``pytorch_lora_weights.safetensors``.
         path: Path of the folder to write, as in ``export_model``.
         base: Folder of the model that the adapters were trained on, such as ``<pipeline>/unet``.
         component: Name of the model in the LoRA file.

@@ -242,7 +242,7 @@ def checked_checkpoint(
 
 
 def records_of(manifest: Manifest) -> tuple[ParameterRecord | TensorRecord, ...]:
-    """Return a manifest's records of all of the model's parameters and buffers."""
+    """Return the records of all parameters and buffers in a manifest."""
     return (*manifest.parameters, *manifest.frozen, *manifest.buffers)
 
 
@@ -316,7 +316,7 @@ def specs_of(
     aliases: Mapping[str, str],
     dtype: torch.dtype,
 ) -> list[TensorSpec]:
-    """Return a ``TensorSpec`` for every name of each of a model's tensors.
+    """Return a ``TensorSpec`` for each of a model's tensors, and for each alias.
 
     Args:
         records: The manifest's records of the tensors.

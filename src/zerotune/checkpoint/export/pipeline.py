@@ -61,10 +61,9 @@ def export_pipeline(
     If the path ends in ``.safetensors``, a single file is written in the layout of the model's
     original release. ComfyUI and diffusers' ``from_single_file`` read this layout. If ``base`` is a
     single file, the export keeps the tensor names and untrained tensors of ``base``, but omits EMA
-    weights (``model_ema``). If ``base`` is a folder, files of Stable Diffusion 1 and XL also
-    contain the text encoders and the VAE. Files of SD3 also contain the VAE. Files of Flux and
-    other models contain only the transformer. The file gets its final name only after it is
-    verified with diffusers' converters.
+    weights (``model_ema``). If ``base`` is a folder, the single file contains the trained model.
+    For SD3 it also contains the VAE, and for Stable Diffusion 1 and XL the VAE and the text
+    encoders. The file gets its final name only after it is verified with diffusers' converters.
 
     Args:
         path: Path of the folder or of the single file.

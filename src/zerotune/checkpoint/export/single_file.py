@@ -55,7 +55,7 @@ class Trained:
     """Class of the model."""
     config: Mapping[str, Any]
     specs: Mapping[str, TensorSpec]
-    """Descriptions of the tensors to write, by name in the model."""
+    """Descriptions of the tensors to write, by their names in the model."""
 
     @classmethod
     def by(cls, engine: Engine, dtype: torch.dtype) -> Trained:
@@ -109,7 +109,7 @@ class Layout:
     others: Callable[[], Named]
     """Yields the tensors of the untrained parts."""
     check: Callable[[Path], None] | None = None
-    """Called with the temporary path of the file before it is renamed."""
+    """Function that is called with the file's temporary path before the file is renamed."""
 
 
 class SingleFileDraft:
