@@ -439,7 +439,7 @@ def test_a_file_of_others_tells_who_converted_it(runs, tmp_path):
     told = load_adapters(adapted.base(), file).decisions[0]
     assert told.key == "adapters.format"
     assert "StableDiffusionXLPipeline.lora_state_dict" in told.reason
-    with pytest.raises(CheckpointMismatchError, match="pass pipeline="):
+    with pytest.raises(CheckpointMismatchError, match="set pipeline="):
         load_adapters(KINDS["sd3"].base(), file)
 
 

@@ -207,8 +207,8 @@ def known_figures():
     candidates = DeepSpeedPlan.advise("sdxl", vram="12GiB", ram="64GiB").candidates
     lines = re.findall(r"^\| .*(?:SDXL|sdxl|FLUX|flux).*\| (\d+) \|", EMBEDDED, re.M)
     return [
-        ("CHANGELOG.md", r"(\d+) rules, each", len(all_rules())),
-        ("CHANGELOG.md", r"figures of (\d+) cards", len(CARDS)),
+        ("CHANGELOG.md", r"(\d+) rules check a plan", len(all_rules())),
+        ("CHANGELOG.md", r"figures for (\d+) cards", len(CARDS)),
         ("README.md", r"\((\d+) of \d+ tests fail", oldest["failed"]),
         ("README.md", r"\(\d+ of (\d+) tests fail", sum(oldest[key] for key in OUTCOMES)),
         ("README.md", r"(\d+) combinations tested", sum(map(int, cells))),
