@@ -23,10 +23,13 @@ NOTES = (
     (
         "`save` is the time until the call returns, and `save to disk` the time until the files "
         "are on the disk (`fsync`). zerotune's call returns only when every byte is on the disk "
-        "and was read back. "
+        "and has been read back. "
         "`resume` reads files from the page cache."
     ),
-    "`memory` is the growth of anonymous memory during save or resume, whichever is larger.",
+    (
+        "`memory growth` is the growth of anonymous memory during the save or the resume, "
+        "whichever is larger."
+    ),
 )
 
 
@@ -108,9 +111,9 @@ BENCHMARK = Benchmark(
         Goal(f"{case}: {what}", case, OURS, quantity, limit, BY_HAND)
         for case in PLANS
         for what, quantity, limit in (
-            ("a save is on the disk no later than DeepSpeed's", "save_to_disk_seconds", 1.0),
+            ("a save reaches the disk no later than DeepSpeed's", "save_to_disk_seconds", 1.0),
             ("a resume takes no longer than DeepSpeed's", "resume_seconds", 1.0),
-            ("saving and resuming grow memory by at most half as much as DeepSpeed's",
+            ("saving and resuming need at most half as much additional memory as DeepSpeed",
              "memory_bytes", 0.5),
         )
     ),

@@ -108,7 +108,7 @@ BENCHMARK = Benchmark(
     cases=cases,
     ours=(BUCKETS,),
     goals=(
-        Goal("buckets of files give at least 0.95 of the images of a plain loader from memory",
+        Goal("buckets yield at least 0.95 times as many images per second as a plain loader",
              "pixels", BUCKETS, "images_per_second", 0.95, MEMORY),
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The same training three times: zerotune's ``Trainer``, DeepSpeed by hand, accelerate by hand.
+"""The same training three times: zerotune's ``Trainer``, and hand-written DeepSpeed and accelerate.
 
 Same model, same configuration, same batches, same random numbers. Each lives in a process of its
 own, because engines share global state.
@@ -266,8 +266,8 @@ class AccelerateLoop(ByHand):
 
 
 LOOPS: Mapping[str, type[Loop]] = {
-    "DeepSpeed by hand": DeepSpeedLoop,
+    "hand-written DeepSpeed": DeepSpeedLoop,
     "zerotune Trainer": TrainerLoop,
-    "accelerate by hand": AccelerateLoop,
+    "hand-written accelerate": AccelerateLoop,
 }
 BY_HAND, OURS, _ = LOOPS

@@ -20,9 +20,13 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3},
-    "stage 2, RAM": {"stage": 2, "offload": "cpu"},
-    "stage 3, RAM": {"stage": 3, "offload": "cpu"},
-    "stage 3, RAM with parameters": {"stage": 3, "offload": "cpu", "offload_param": "cpu"},
+    "stage 2, optimizer in RAM": {"stage": 2, "offload": "cpu"},
+    "stage 3, optimizer in RAM": {"stage": 3, "offload": "cpu"},
+    "stage 3, optimizer and parameters in RAM": {
+        "stage": 3,
+        "offload": "cpu",
+        "offload_param": "cpu",
+    },
 }
 SMALL: dict[str, Any] = {
     "_class_name": "UNet2DConditionModel",
@@ -50,7 +54,7 @@ _MMAP_THRESHOLD = -3
 def cases(quick: bool) -> Sequence[Case]:
     model = {"model": "tiny", "side": 32} if quick else {"model": "small", "side": 128}
     size = {**model, "batch": 2 if quick else 4, "steps": 2}
-    names = ["stage 2, RAM"] if quick else list(PLANS)
+    names = ["stage 2, optimizer in RAM"] if quick else list(PLANS)
     return tuple(
         Case(f"{name}, batch {size['batch']}", measure, {"plan": dict(PLANS[name]), **size})
         for name in names
@@ -157,14 +161,14 @@ def _filled(value: Any, engine: Any) -> Any:
 
 
 _ABOVE = "the estimate is at most 10 % above the peak of the process"
-_BELOW = "what is in use, without freed blocks, is at most 3 % above the estimate"
+_BELOW = "memory in use, without freed blocks, is at most 3 % above the estimate"
 
 BENCHMARK = Benchmark(
     name="memory",
     title="peak memory of real steps, compared with the memory estimate",
     cases=cases,
     ours=(ESTIMATED,),
-    better="the nearer the estimate is to what is in use, the better",
+    better="the closer the estimate is to the memory in use, the better",
     goals=tuple(
         Goal(f"{name}: {text}", f"{name}, batch 4", one, "host_bytes", limit, other)
         for text, one, limit, other in (

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 _TITLES: Final = {
     "seconds": "time", "bytes_per_second": "rate", "images_per_second": "images",
-    "host_bytes": "host memory", "memory_bytes": "memory it grew by",
+    "host_bytes": "host memory", "memory_bytes": "memory growth",
 }  # fmt: skip
 _SECONDS: Final = {1.0: "s", 1e-3: "ms", 1e-6: "µs"}
 _BYTES: Final = {2.0**30: "GiB", 2.0**20: "MiB", 2.0**10: "KiB", 1.0: "B"}
@@ -38,8 +38,8 @@ def machine(result: Mapping[str, Any]) -> str:
     """The hardware it was measured on."""
     found = result["hardware"]
     devices = [f"{device['name']} ({device['gib']:g} GiB)" for device in found["devices"]]
-    host = f"{found['usable_cores']} cores of {found['processor']}"
-    return ", ".join([*devices, host, f"{found['host_gib']:g} GiB of RAM"])
+    cores = f"{found['usable_cores']} {found['processor']} cores"
+    return ", ".join([*devices, f"{cores} with {found['host_gib']:g} GiB of RAM"])
 
 
 def case_table(case: Mapping[str, Any]) -> str:

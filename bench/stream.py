@@ -17,15 +17,15 @@ from bench.ema import Stack
 from bench.runner import Benchmark, Case, Goal, Measured, alternate, timed
 from bench.workers import Worker, resolved, together
 
-RESIDENT, WAITS, HIDDEN = "arithmetic alone", "waits", "weights on the device, hidden step"
+RESIDENT, WAITS, HIDDEN = "computation alone", "no overlap", "weights on the device, hidden step"
 STREAMED, EAGER = "streamed, hidden step", "streamed, eager steps"
 PLAIN, ALL_HERE, ZERO_2 = "plain engine with offload", "streamed, all units stay", "ZeRO-2"
 REAL: Final = "real steps on the CPU"
 REGIMES: Final[Mapping[str, tuple[float, float, float, float, float]]] = {
-    "host pass of half the arithmetic": (0.30, 0.90, 0.23, 0.23, 0.60),
-    "host pass of nine tenths of the arithmetic": (0.30, 0.90, 0.23, 0.23, 1.08),
-    "host pass of twice the arithmetic": (0.30, 0.90, 0.23, 0.23, 2.40),
-    "a bus of 1.5 times the forward pass": (0.30, 0.90, 0.45, 0.45, 0.60),
+    "optimizer pass half as long as the computation": (0.30, 0.90, 0.23, 0.23, 0.60),
+    "optimizer pass 0.9 times as long as the computation": (0.30, 0.90, 0.23, 0.23, 1.08),
+    "optimizer pass twice as long as the computation": (0.30, 0.90, 0.23, 0.23, 2.40),
+    "transfers 1.5 times as long as the forward pass": (0.30, 0.90, 0.45, 0.45, 0.60),
 }
 """Seconds of a step: forward, backward, weights to the device once, gradients off it, host pass."""
 _MODES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -276,7 +276,7 @@ class RealSteps:
 
 BENCHMARK = Benchmark(
     name="stream",
-    title="streamed weights with simulated arithmetic, bus and optimizer passes, and in real steps",
+    title="steps with streamed weights, both real and with simulated computation and transfers",
     cases=cases,
     ours=(STREAMED, EAGER, ALL_HERE),
     goals=(
@@ -284,14 +284,16 @@ BENCHMARK = Benchmark(
             goal
             for case in REGIMES
             for goal in (
-                Goal(f"{case}: at most 1.10 of the bound", case, EAGER, "times_the_bound", 1.10),
-                Goal(f"{case}: no late fetch", case, EAGER, "late_fetches", 0.0),
-                Goal(f"{case}: at most 0.60 of waits", case, EAGER, "seconds", 0.60, WAITS),
-                Goal(f"{case}: at most 0.85 of the hidden step", case, EAGER, "seconds", 0.85,
-                     HIDDEN),
+                Goal(f"{case}: a step takes at most 1.10 times the lower bound", case, EAGER,
+                     "times_the_bound", 1.10),
+                Goal(f"{case}: no weights arrive late", case, EAGER, "late_fetches", 0.0),
+                Goal(f"{case}: a step takes at most 0.60 times as long as without overlap",
+                     case, EAGER, "seconds", 0.60, WAITS),
+                Goal(f"{case}: a step takes at most 0.85 times as long as with a hidden optimizer "
+                     "step", case, EAGER, "seconds", 0.85, HIDDEN),
             )
         ),
-        Goal("all units on the device: at most 1.03 of the plain engine", REAL, ALL_HERE,
-             "seconds", 1.03, PLAIN),
+        Goal("all units on the device: a step takes at most 3 % longer than on the plain engine",
+             REAL, ALL_HERE, "seconds", 1.03, PLAIN),
     ),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -69,8 +70,19 @@ def accessible(
     )
 
 
+def described(app: Any, what: str, name: str, method: Any, options: Any, lines: list[str]) -> None:
+    """Describe a method's parameters as the class that it overrides or implements does."""
+    del app, options
+    function = getattr(method, "__func__", method)
+    if what == "method" and inspect.isfunction(function):
+        owner = generate_api.owner_of(name.rpartition(".")[0])
+        lines[:] = generate_api.with_arguments(owner, function, "\n".join(lines)).splitlines()
+
+
 def setup(app: Any) -> None:
     """Write the pages of the API before pages are read."""
+    # Before napoleon, which turns sections into fields.
+    app.connect("autodoc-process-docstring", described, priority=400)
     # Behind the theme's own, which makes the navigation.
     app.connect("html-page-context", accessible, priority=900)
     app.connect("builder-inited", lambda app: generate_api.write(Path(app.srcdir) / "api"))

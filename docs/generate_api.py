@@ -8,8 +8,10 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Container, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +173,7 @@ FRONT_ENDS = "zerotune.front_ends"
 FOR_FRONT_ENDS = {
     "zerotune.decisions": "Decision Log worst_first",
     f"{_PLAN}.source": "parse_any read_text tolerated with_named_files wrapper_of",
-    f"{_PLAN}.read": "plan_from_mapping read_partly read_whole",
+    f"{_PLAN}.read": "canonical_path plan_from_mapping read_partly read_whole",
     f"{_PLAN}.write": "format_of in_order launchable write_whole",
     f"{_PLAN}.model": "AUTO OFFLOAD_DEVICES PRECISIONS STORAGES REMOVED REMOVED_ZERO ZERO_ALIASES "
     "Boolean Context join modelled read_launch with_launch",
@@ -406,6 +408,88 @@ def _index(packages: tuple[str, ...]) -> str:
             *("```{toctree}", ":hidden:", "", *packages, FRONT_ENDS, "```", ""),
         ]
     )
+
+
+def undescribed(method: Any, docstring: str) -> list[str]:
+    """Return the parameters of a function that ``docstring`` does not name."""
+    named = {
+        *re.findall(r"^ +\*{0,2}(\w+):", docstring, re.M),
+        *re.findall(r"``\*{0,2}(\w+)``", docstring),
+    }
+    return [name for name in _parameters(method) if name not in named]
+
+
+def with_arguments(owner: type, method: Any, docstring: str) -> str:
+    """Complete a method's docstring by the arguments of the method that it overrides.
+
+    A class that implements a protocol without inheriting from it is documented like the protocol,
+    if the parameters have the same names.
+
+    Args:
+        owner: Class of the method.
+        method: The function.
+        docstring: The method's docstring.
+    """
+    if not undescribed(method, docstring):
+        return docstring
+    name, parameters = method.__name__, _parameters(method)
+    overridden = [vars(base)[name] for base in owner.__mro__ if name in vars(base)]
+    for each in (*overridden, _described().get((name, tuple(parameters)))):
+        section = _arguments(inspect.getdoc(each) or "")
+        if section and not undescribed(method, section):
+            # Before what follows the arguments.
+            behind = re.search(r"^(?:Returns|Raises|Yields):$", docstring, re.M)
+            at = behind.start() if behind else len(docstring)
+            return f"{docstring[:at].rstrip()}\n\n{section}\n\n{docstring[at:]}"
+    return docstring
+
+
+def methods(owner: type) -> Iterator[Any]:
+    """Yield the functions of a class's own public methods."""
+    for name, value in vars(owner).items():
+        function = getattr(value, "__func__", value)
+        if not name.startswith("_") and inspect.isfunction(function):
+            yield function
+
+
+def classes() -> list[type]:
+    """Return every documented class."""
+    values = (_value(path) for path in sorted(documented()) if _resolves(path))
+    return list(dict.fromkeys(value for value in values if inspect.isclass(value)))
+
+
+def owner_of(path: str) -> type:
+    """Return the class at ``path``, the name of its module and its own."""
+    owner: type = _value(path)
+    return owner
+
+
+def _resolves(path: str) -> bool:
+    # Constants are documented where their stub says, and not every stub names a module.
+    module, _, name = path.rpartition(".")
+    return hasattr(importlib.import_module(module), name)
+
+
+@cache
+def _described() -> dict[tuple[str, tuple[str, ...]], Any]:
+    """Return documented methods that describe all parameters, by name and parameters."""
+    found: dict[tuple[str, tuple[str, ...]], Any] = {}
+    for owner in (base for one in classes() for base in one.__mro__):
+        for method in methods(owner):
+            section = _arguments(inspect.getdoc(method) or "")
+            if section and not undescribed(method, section):
+                found.setdefault((method.__name__, tuple(_parameters(method))), method)
+    return found
+
+
+def _parameters(method: Any) -> list[str]:
+    names = inspect.signature(method).parameters
+    return [name for name in names if name not in ("self", "cls") and not name.startswith("_")]
+
+
+def _arguments(docstring: str) -> str:
+    found = re.search(r"^Args:\n(?: .*\n?|\n(?= ))+", inspect.cleandoc(docstring) + "\n", re.M)
+    return found[0].rstrip() if found else ""
 
 
 def missing(listed: Container[str]) -> list[str]:

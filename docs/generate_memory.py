@@ -27,27 +27,26 @@ from zerotune.platform import Platform
 TARGET = Path(__file__).parent / "fits.md"
 
 INTRODUCTION = """\
-The tables show the predicted seconds of a training step with the fastest plan that fits, and a
-letter for where the plan keeps optimizer and weights. All plans are for one GPU with {host} of host
-memory and an NVMe disk, with batch 1 and {side} x {side} pixels (for clips, the size in the table).
-All plans use AdamW in bf16 with fp32 master weights, and an EMA in host memory. No figure was
-measured on a GPU: memory comes from [the memory model](memory.md), and seconds come from [published
+For the fastest plan that fits, the tables show the predicted seconds per training step, and a
+letter for where the plan keeps the optimizer and the weights. All plans are for one GPU, {host} of
+host memory and an NVMe disk, with batch 1 and {side} x {side} pixels (clips: as in the table),
+AdamW in bf16 with fp32 master weights, and an EMA in host memory. No figure was measured on a GPU:
+memory comes from [the memory model](memory.md), times from [published
 figures](memory.md#how-long-a-step-takes) of {cards}.
 
 The letters mean: {letters}. An asterisk (\\*) means that blocks are recomputed in the backward pass
 (gradient checkpointing); two asterisks mean that the blocks' inputs are also kept in host memory. A
-dash means that no plan fits. To get the plan for your own machine, run `zerotune plan advise
---family sdxl --vram 24 --ram 64`, if needed with `--nvme 2TB`, `--lora {rank}` or `--base-dtype
-nf4` (QLoRA)."""
+dash means that no plan fits. For your own machine, run `zerotune plan advise --family sdxl --vram
+24 --ram 64`, also with `--nvme 2TB`, `--lora {rank}` or `--base-dtype nf4` (QLoRA)."""
 
 STREAMING = """\
-[Streaming](streaming.md) moves weights through the GPU block by block. You must enable streaming
-with `streamed=True`; streaming has not been measured on a GPU.
+[Streaming](streaming.md) moves weights through the GPU block by block. Streaming is off unless you
+set `streamed=True`, and has not been measured on a GPU.
 
-The table shows the predicted seconds of a step on a GPU with 24 GiB, for increasing host memory,
-without NVMe or EMA, and with gradient clipping. The first figure in a cell is for the fastest plan
-without streaming, and the second for the fastest plan with streaming. A dash means that no plan
-fits."""
+The table shows the predicted seconds per step on a 24 GiB GPU for different amounts of host
+memory, without NVMe or an EMA, and with gradient clipping. The first figure in a cell is for the
+fastest plan without streaming, and the second for the fastest plan with streaming. A dash means
+that no plan fits."""
 
 FOREMOST = (
     *("sd15", "sdxl", "sd35-medium", "sd35-large", "flux", "flux2", "qwen-image", "z-image"),
@@ -68,7 +67,7 @@ SIDE = 1024
 UNBROKEN = "\N{NO-BREAK SPACE}"
 LETTERS = {
     "A": "everything on the GPU",
-    "B": "optimizer on the GPU as far as it fits, the rest in host memory",
+    "B": "as much of the optimizer as fits on the GPU, the rest in host memory",
     "C": "optimizer in host memory",
     "D": "optimizer and weights in host memory",
     "E": "optimizer on NVMe",
@@ -262,7 +261,7 @@ def proof_page() -> str:
 def _passes() -> str:
     passes = json.loads(RESULT.read_text(encoding="utf-8"))
     rows = [
-        "| pass | counted | estimated | error | on the host | error | reserved |",
+        "| pass | counted | estimated | error | in RAM | error | reserved |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     return "\n".join([*rows, *map(_pass, passes)])

@@ -14,8 +14,8 @@ from zerotune.optimizers.catalogue import OPTIMIZERS
 PAGE = Path(__file__).with_name("optimizers.md")
 BEGIN, END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
 _LEGEND = (
-    "✓ means that the optimizer works, ◐ that it works with a change that `capability(…)` names, "
-    "✗ that it cannot work, and · that it was not run. Every combination with ✓ or ◐ was run."
+    "✓: works; ◐: works with a change that `capability(…)` names; ✗: cannot work; ·: not run. "
+    "Every combination with ✓ or ◐ was run."
 )
 
 

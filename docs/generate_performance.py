@@ -31,53 +31,55 @@ UNMEASURED = "not measured yet"
 
 # Per row: benchmark, case, contestant, quantity, with what it is compared, and its name here.
 GAINS = (
-    ("step", "ZeRO-3 with EMA", "zerotune", "seconds", "DeepSpeed by hand",
+    ("step", "ZeRO-3 with EMA", "zerotune", "seconds", "hand-written DeepSpeed",
      "a training step with an EMA, ZeRO-3"),
-    ("step", "ZeRO-2 with EMA", "zerotune", "seconds", "DeepSpeed by hand",
+    ("step", "ZeRO-2 with EMA", "zerotune", "seconds", "hand-written DeepSpeed",
      "a training step with an EMA, ZeRO-2"),
-    ("step", "step alone", "one pass, one EMA", "seconds", "DeepSpeed's chain, one EMA",
+    ("step", "step alone", "one pass, one EMA", "seconds", "DeepSpeed's separate passes, one EMA",
      "Adam and the EMA in host memory, one pass"),
     ("checkpoint", "ZeRO-2, optimizer in RAM", "zerotune Trainer", "resume_seconds",
-     "DeepSpeed by hand", "a resume, ZeRO-2"),
-    ("checkpoint", "ZeRO-3", "zerotune Trainer", "resume_seconds", "DeepSpeed by hand",
+     "hand-written DeepSpeed", "a resume, ZeRO-2"),
+    ("checkpoint", "ZeRO-3", "zerotune Trainer", "resume_seconds", "hand-written DeepSpeed",
      "a resume, ZeRO-3"),
     ("checkpoint", "ZeRO-2, optimizer in RAM", "zerotune Trainer", "save_to_disk_seconds",
-     "DeepSpeed by hand", "a save, until it is on the disk, ZeRO-2"),
-    ("checkpoint", "ZeRO-3", "zerotune Trainer", "save_to_disk_seconds", "DeepSpeed by hand",
-     "a save, until it is on the disk, ZeRO-3"),
+     "hand-written DeepSpeed", "a save flushed to disk, ZeRO-2"),
+    ("checkpoint", "ZeRO-3", "zerotune Trainer", "save_to_disk_seconds", "hand-written DeepSpeed",
+     "a save flushed to disk, ZeRO-3"),
     ("ema", "update", "EMAShadow", "seconds", "diffusers EMAModel, foreach", "an EMA update"),
     ("ema", "update", "EMAShadow", "seconds", "timm ModelEmaV3, foreach", "an EMA update"),
 )  # fmt: skip
 COSTS = (
-    ("overhead", "ZeRO-2, optimizer in RAM", "zerotune Trainer", "seconds", "DeepSpeed by hand",
-     "a step of the Trainer without an EMA, ZeRO-2"),
-    ("overhead", "ZeRO-3", "zerotune Trainer", "seconds", "DeepSpeed by hand",
-     "a step of the Trainer without an EMA, ZeRO-3"),
-    ("overhead", "ZeRO-2, optimizer in RAM", "zerotune Trainer", "host_bytes", "DeepSpeed by hand",
-     "host memory of that run, ZeRO-2"),
-    ("overhead", "ZeRO-3", "zerotune Trainer", "host_bytes", "DeepSpeed by hand",
-     "host memory of that run, ZeRO-3"),
+    ("overhead", "ZeRO-2, optimizer in RAM", "zerotune Trainer", "seconds",
+     "hand-written DeepSpeed", "a Trainer step without an EMA, ZeRO-2"),
+    ("overhead", "ZeRO-3", "zerotune Trainer", "seconds", "hand-written DeepSpeed",
+     "a Trainer step without an EMA, ZeRO-3"),
+    ("overhead", "ZeRO-2, optimizer in RAM", "zerotune Trainer", "host_bytes",
+     "hand-written DeepSpeed", "host memory of this step, ZeRO-2"),
+    ("overhead", "ZeRO-3", "zerotune Trainer", "host_bytes", "hand-written DeepSpeed",
+     "host memory of this step, ZeRO-3"),
     ("data", "pixels", "BucketStream of an ImageFolder", "images_per_second",
      "DataLoader, files in memory", "images per second from a folder"),
 )  # fmt: skip
 """Rows of the page's tables; each is a goal or a comparison of its benchmark."""
 
 METHOD = """\
-Each benchmark consists of cases, in which several implementations are compared. The
-implementations of a case run alternately, round by round, on one machine, so that a slowdown of
-the machine affects all of them. A ratio is the median of the ratios of single rounds. The interval
-in brackets contains the median ratio with a confidence of 95 %, whatever the distribution (order
-statistics). With five rounds, the interval reaches from the lowest to the highest ratio, and has a
-confidence of 94 %. A figure without an interval was measured once. A goal is met or missed if the
-whole interval is on one side of the goal. If the interval contains the goal, the noise is larger
-than the difference, and the page says on which side of the goal the median is. The JSON files
-contain medians, quartiles, settings and versions.
+Each benchmark consists of cases, and each case compares several implementations. The
+implementations of a case run alternately, round by round, on one machine, so that a slowdown of the
+machine affects all of them. A ratio is the median of the ratios of all rounds. If the machine's
+speed changes from round to round, this ratio differs from the quotient of the two medians in the
+table, and may even be on the other side of 1; the ratio is the fairer figure. The interval in
+brackets is a 95 % confidence interval of the median ratio; it is based on order statistics, so it
+holds for any distribution. With five rounds, the interval reaches from the lowest to the highest
+ratio, and its confidence is 94 %. A figure without an interval was measured once. A goal counts as
+met or missed if the whole interval is on one side of it. If the interval contains the goal, the
+table says on which side of it the median is, and that the difference is within the noise. The
+JSON files contain medians, quartiles, settings and versions.
 
-Estimates of memory are compared with two measurements. Memory *in use* is the size of the
-process's live blocks. The *peak of the process* also contains freed blocks that the C library
-keeps for later; on a CPU, freed blocks add up to a fifth. An estimate may be at most 3 % below the
-memory in use, and at most 10 % above the peak of the process. An estimate is **not** an upper
-bound of the peak of the process."""
+Memory estimates are compared with two measurements. Memory *in use* is the size of the process's
+live blocks. The *peak of the process* also contains freed blocks that the C library keeps for
+reuse; on a CPU, they can raise the peak by a fifth. An estimate may be at most 3 % below the memory
+in use, and at most 10 % above the peak of the process. An estimate is **not** an upper bound on the
+peak of the process."""
 
 # The reference system's own figures, as published: SDXL's full U-Net, ZeRO-2 with the optimizer
 # in RAM, on an RTX 4090 with 24 GB.
@@ -91,13 +93,13 @@ PUBLISHED = (
 # 2.567 billion parameters, 25.4 TFLOP per sample.
 SDXL_PARAMETERS, SDXL_FLOPS = 2.567e9, 8 * 25.4e12
 LEAST = (
-    ("arithmetic", f"{SDXL_FLOPS / 1e12:.0f} TFLOP"),
+    ("computation", f"{SDXL_FLOPS / 1e12:.0f} TFLOP"),
     (
-        "over the bus, ZeRO-2 with the optimizer in RAM: fp32 gradients down, bf16 weights up",
+        "bus, ZeRO-2 with the optimizer in RAM: fp32 gradients to RAM, bf16 weights to the device",
         f"{6 * SDXL_PARAMETERS / 1e9:.1f} GB",
     ),
     (
-        "host memory, Adam: weights, gradient and moments read, all but the gradient written",
+        "host memory, Adam: reads weights, gradients and moments; writes weights and moments",
         f"{28 * SDXL_PARAMETERS / 1e9:.1f} GB",
     ),
 )
@@ -111,12 +113,14 @@ REASONS: Mapping[tuple[str, str], str] = {
         "zerotune's save also reads every byte back and hashes it"
     ),
     ("checkpoint", "ZeRO-3: a save"): "zerotune's save also reads every byte back and hashes it",
-    ("stream", "host pass of nine tenths"): (
-        "the simulated arithmetic alone takes 1.04 of its ideal time on these cores, and the "
-        "passes of the last units run after the arithmetic, where nothing can hide them"
+    ("stream", "optimizer pass 0.9 times"): (
+        "on these cores, the simulated computation alone takes 1.04 times its ideal time, and "
+        "the optimizer passes of the last units run after it, in parallel with nothing"
     ),
-    ("stream", "host pass of twice"): "the bound itself is 0.58 of the time with waits",
-    ("stream", "a bus of 1.5 times"): "the bound itself is 0.85 of the hidden step",
+    ("stream", "optimizer pass twice"): "the lower bound is 0.58 times the time without overlap",
+    ("stream", "transfers 1.5 times"): (
+        "the lower bound is 0.85 times the time with a hidden optimizer step"
+    ),
 }
 """Reasons for missed goals, by benchmark and the beginning of the goal's text."""
 
@@ -127,25 +131,26 @@ least:"""
 
 ABOUT = """\
 A ratio below 1 means that zerotune needed less time or memory than the reference. zerotune and the
-reference ran alternately. The interval in brackets has a confidence of 95 %
+reference ran alternately. The brackets contain a 95 % confidence interval
 ([method](measurements.md#method))."""
 
 ONE_PASS = """\
 zerotune runs Adam, unscaling, clipping and every EMA in one pass over host memory; DeepSpeed and a
 separate EMA need several passes. On a GPU, zerotune uses the single pass unless a check (at the
-first start, or by `zerotune doctor --prove`) has found different results
+first start, or by `zerotune doctor --prove`) has found that its results differ
 ([proven on this machine](diagnostics.md#proven-on-this-machine))."""
 
 NOT_ON_A_GPU = """\
 No figure on this page was measured on a GPU. The costs of offload over a bus, the overlap with
-computation on a device, and the device's memory are predictions ([memory](memory.md)). On a GPU of
-at least 24 GiB, `python -m bench.gpu` measures the costs of offload. `bench.gpu` trains SDXL's full
-U-Net alternately with zerotune and with the configuration of the published figures, which come from
-an RTX 4090 with 24 GB:"""
+computation on a device, and the device's memory are predictions ([memory](memory.md)). On a GPU
+with at least 24 GiB, `python -m bench.gpu` measures the costs of offload. It trains SDXL's full
+U-Net alternately with zerotune and with the configuration behind the published figures, which come
+from an RTX 4090 with 24 GB:"""
 
 REPEAT = """\
-`python -m pip install nox && nox -s bench -- all` runs all measurements, in about half an hour on a
-quiet machine. For every figure, goal, method and command, see [measurements](measurements.md)."""
+`python -m pip install nox && nox -s bench -- all` runs all measurements, which takes about half an
+hour on an idle machine. For all figures and goals, the method and the commands, see
+[measurements](measurements.md)."""
 
 EVERYTHING = """\
 This page contains all results of zerotune's benchmarks. `docs/generate_performance.py` writes this
@@ -167,12 +172,11 @@ def page() -> str:
     """Return docs/performance.md."""
     results = stored()
     days = sorted(case["measured"][:10] for result in results.values() for case in result["cases"])
-    machines = "; ".join(dict.fromkeys(machine(result) for result in results.values()))
-    period = f"from {days[0]} to {days[-1]}"
+    period = f"between {days[0]} and {days[-1]}"
     parts = [
         WRITTEN_BY,
         "# Performance",
-        f"The figures on this page were measured {period}, without a GPU, on {machines}.",
+        f"The figures on this page were measured {period}, without a GPU, on {_machines(results)}.",
         ABOUT,
         f"![Time of zerotune relative to each reference](images/{PICTURE.name})",
         "## Gains",
@@ -190,6 +194,10 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _machines(results: Mapping[str, Any]) -> str:
+    return "; ".join(dict.fromkeys(machine(result) for result in results.values()))
+
+
 def measurements() -> str:
     """Return docs/measurements.md."""
     results = stored()
@@ -198,6 +206,7 @@ def measurements() -> str:
         "# Measurements",
         EVERYTHING,
         "## Goals",
+        f"All goals were measured on {_machines(results)}.",
         _headline(results),
         "## Method",
         METHOD,
@@ -238,7 +247,7 @@ def _estimates(result: Mapping[str, Any]) -> str:
         of_use.append(100 * (estimated / in_use - 1))
         of_peak.append(100 * (estimated / peak - 1))
     return (
-        f"For {len(of_use)} plans, the estimate of memory differs by {_range(of_use)} from the "
+        f"For {len(of_use)} plans, the memory estimate differs by {_range(of_use)} from the "
         f"memory in use, and by {_range(of_peak)} from the peak of the process."
     )
 
@@ -253,7 +262,10 @@ def draw() -> None:
         low, high = goal["interval"]
         axis.barh(line, goal["reached"], color=OURS, height=0.6)
         axis.plot([low, high], [line, line], color="black", linewidth=1)
-        axis.text(max(goal["reached"], high) + 0.02, line, f"{goal['reached']:.2f}", va="center")
+        # The line of the reference must not cross a figure.
+        words = f"{goal['reached']:.2f}"
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axis.text(max(goal["reached"], high) + 0.02, line, words, va="center", bbox=box)
     labels = [f"{words}\ncompared with {goal['against']}" for words, goal in found]
     axis.axvline(1, color=BASELINE, linewidth=1.5)
     axis.set_yticks(range(len(found)), labels, fontsize=8)
@@ -311,12 +323,11 @@ def _published() -> str:
 
 def _headline(results: Mapping[str, Any]) -> str:
     rows = [
-        "| goal | reference | zerotune | ratio (95 %) | met | hardware |",
-        "|---|--:|--:|--:|---|---|",
+        "| goal | reference | zerotune | ratio (95 %) | met |",
+        "|---|--:|--:|--:|---|",
     ]
     for name, result in results.items():
         cases = {case["name"]: case["contestants"] for case in result["cases"]}
-        cores = f"{result['hardware']['usable_cores']} CPU cores"
         for goal in result["goals"]:
             if goal["limit"] is None:
                 continue
@@ -329,7 +340,7 @@ def _headline(results: Mapping[str, Any]) -> str:
             most = "at most " + amount(goal["limit"], quantity)
             cells = [
                 goal["text"] + _reason(name, goal), medians[against] if against else most,
-                medians[goal["contestant"]], _spread(goal) if against else "", met(goal), cores,
+                medians[goal["contestant"]], _spread(goal) if against else "", met(goal),
             ]  # fmt: skip
             rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
@@ -372,9 +383,9 @@ def _commands(results: Mapping[str, Any]) -> str:
 
 def _memory(result: Mapping[str, Any]) -> Iterator[str]:
     cores = result["hardware"]["usable_cores"]
-    yield f"The table compares the memory estimates of plans with real steps on {cores} CPU cores:"
+    yield f"The table compares memory estimates with the memory of real steps on {cores} CPU cores:"
     rows = [
-        "| plan | peak of the process | in use | estimated | to what is in use | to the peak |",
+        "| plan | peak of the process | in use | estimated | against in use | against the peak |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for case in result["cases"]:
@@ -384,8 +395,8 @@ def _memory(result: Mapping[str, Any]) -> Iterator[str]:
         rows.append("| " + " | ".join(cells) + " |")
     yield "\n".join(rows)
     yield (
-        "On a CPU, the C library keeps freed blocks of up to 32 MiB for later. The peak of the "
-        "process contains freed blocks, so leave additional memory free for freed blocks."
+        "On a CPU, the C library keeps freed blocks of up to 32 MiB for reuse. The peak of the "
+        "process includes these blocks, so leave some additional memory free for them."
     )
 
 
@@ -396,8 +407,8 @@ def _details(results: Mapping[str, Any]) -> Iterator[str]:
             f"{package} {number}" for package, number in result["versions"].items()
         )
         yield (
-            f"The subject of the benchmark `{name}` is {result['title']}. The benchmark ran on "
-            f"{machine(result)}. The versions were {packages}. To repeat the benchmark, run "
+            f"The benchmark `{name}` measures {result['title']}. It ran on "
+            f"{machine(result)}. The installed versions were {packages}. To repeat it, run "
             f"`{result['command']}`."
         )
         yield f"![{result['title']}](results/{name}.png)"

@@ -108,7 +108,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     height = line * sum(lines) + rest
     figure = empty_figure(figsize=(8.0, height), dpi=100, layout="constrained")
     marks = "bar: median, line: quartiles; orange: zerotune, dark: reference"
-    heading = textwrap.fill(f"{result['title']}. {machine(result)}; {marks}", 90)
+    title = result["title"][0].upper() + result["title"][1:]
+    heading = f"{textwrap.fill(title, 100)}\n{machine(result)}; {marks}"
     figure.suptitle(heading, fontsize=9)
     axes = figure.subplots(len(drawn), 1, height_ratios=lines, squeeze=False)[:, 0]
     for axis, (quantity, cases) in zip(axes, drawn.items(), strict=True):
@@ -151,7 +152,8 @@ def _draw_panel(
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
     more = "higher is better" if more_is_better(quantity) else "lower is better"
-    named = ", ".join(filter(None, (title(quantity), unit)))
+    per_second = f"{title(quantity)} per second"
+    named = per_second if unit == "/s" else ", ".join(filter(None, (title(quantity), unit)))
     axis.set_title(f"{named} ({result['better'] or more})", fontsize=8.5, loc="left")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from zerotune.plan.rules import Rule, all_rules
@@ -11,8 +12,8 @@ TARGET = Path(__file__).with_name("rules.md")
 HEAD = """\
 # Rules
 
-`plan.check()` applies the rules on this page to a plan. `plan.resolve()` applies the same rules
-before it fills in any value. A finding is an error, a warning or a note. An *error* stops
+`plan.check()` applies the rules on this page to a plan. `plan.resolve()` applies them before
+it fills in any value. A finding is an error, a warning or a note. An *error* stops
 `resolve()`, a *warning* becomes a recorded decision, and only `check()` reports a *note*. Every
 finding names the key, the value, the reason and the fix:
 
@@ -38,8 +39,8 @@ MEANING = {
 
 STRICTER = {
     r"(aio|optimizer|scheduler|flops_profiler|activation_checkpointing|data_types)"
-    r"|data_efficiency(\.data_sampling|\.data_routing)?": "DeepSpeed ignores keys it does not know,"
-    " so a misspelt setting has no effect",
+    r"|data_efficiency(\.data_sampling|\.data_routing)?": "DeepSpeed ignores unknown keys, so a"
+    " misspelt setting would have no effect",
     r"(aio|optimizer|scheduler)\..*": "DeepSpeed does not check the value before the engine uses"
     " it",
     r"zero_optimization\..*|fp16\..*": "pydantic accepts `true` as 1, numbers beyond 64 bits, and"
@@ -50,30 +51,42 @@ STRICTER = {
     r"(sequence|tensor|expert)_parallel.*|pipeline\.stages|hybrid_engine\.inference_tp_size": (
         "zerotune supports data parallelism only"
     ),
-    r"expert_parallel|flops_profiler\.enabled|timers|torch_autocast\..*": "DeepSpeed accepts values"
-    " that are neither objects, lists nor booleans as empty or true",
+    r"expert_parallel|flops_profiler\.enabled|timers|torch_autocast\..*": "DeepSpeed treats values"
+    " that are neither objects, lists nor booleans as empty or as true",
 }
-"""Keys that zerotune refuses and ``DeepSpeedConfig`` accepts, with the reason."""
+"""Regular expressions of keys that only zerotune refuses, with the reason."""
 LAXER = {
-    r"aio\.use_gds": "zerotune checks files on machines without the CUDA device too",
+    r"aio\.use_gds": "zerotune also checks files on machines without a CUDA device",
     r"autotuning\..*|data_efficiency\..*": "only `deepspeed --autotuning` and DeepSpeed's own data"
-    " loader read these sections, so only their structure is checked",
+    " loader read these sections, so zerotune checks only their structure",
     r"train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps"
     r"|wall_clock_breakdown": '`resolve()` fills in `"auto"` and missing values',
     r"(seq_parallel_)?communication_data_type": '`resolve()` refuses `"auto"`',
     r"vocabulary_size|zero_optimization\.zenflow\..*_interval": (
         "zerotune accepts a number written as text"
     ),
-    r"zero_optimization\.compute_grad_norm": "zerotune accepts 0 as false; a rule checks false",
+    r"zero_optimization\.compute_grad_norm": (
+        "zerotune reads 0 as false, which the rule `gradient-norm` then checks"
+    ),
     r"zero_optimization\.offload_optimizer\.ratio": "at stage 0 `resolve()` omits the section",
 }
-"""Keys that zerotune accepts and ``DeepSpeedConfig`` refuses, with the reason."""
+"""Regular expressions of keys that only ``DeepSpeedConfig`` refuses, with the reason."""
+
+VALUES = {
+    "`asked` processes": "as many processes as the file requests",
+    "`world_size`": "the world size",
+    "`run_steps`": "the number of optimizer steps in the run",
+    "`half_the_run`": "half the number of optimizer steps in the run",
+    "at least `need`": "at least the number that the pool needs",
+    "`number`": "the number without quotes",
+}
+"""Placeholders in fixes, and what they stand for."""
 
 AGREEMENT = """\
 ## Differences from DeepSpeed's own checks
 
-A test passes every key, with values of every kind, to zerotune and to DeepSpeed's own
-`DeepSpeedConfig`. The test also passes combinations of stages, offload, precision and reduction.
+A test passes every key, with values of every type, to zerotune and to DeepSpeed's own
+`DeepSpeedConfig`. It also passes combinations of stages, offload, precision and reduction.
 The table lists the configurations that only zerotune or only DeepSpeed refuses:
 
 | difference | keys | reason |
@@ -92,7 +105,7 @@ def page() -> str:
     parts.append(
         AGREEMENT
         + "\n".join(
-            f"| {what} | `{_cell(keys)}` | {why} |"
+            f"| {what} | {', '.join(f'`{key}`' for key in _paths(keys))} | {why} |"
             for what, reasons in rows
             for keys, why in reasons.items()
         )
@@ -102,7 +115,25 @@ def page() -> str:
 
 
 def _row(rule: Rule) -> str:
-    return f"| `{rule.id}` | {_cell(rule.summary)} | {_cell(rule.advice)} |"
+    advice = _cell(rule.advice)
+    for placeholder, meaning in VALUES.items():
+        advice = advice.replace(placeholder, meaning)
+    return f"| `{rule.id}` | {_cell(rule.summary)} | {advice} |"
+
+
+def _paths(keys: str) -> list[str]:
+    """Return the paths that the regular expression ``keys`` matches, with ``*`` as a wildcard."""
+    group = re.search(r"\(([^()]*)\)(\??)", keys)
+    if group is None:
+        return [path.replace(".*", "*").replace("\\", "") for path in keys.split("|")]
+    # Each alternative takes the place of its group within one top-level alternative.
+    start = keys.rfind("|", 0, group.start()) + 1
+    end = keys.find("|", group.end())
+    end = len(keys) if end < 0 else end
+    choices = [*group[1].split("|")]
+    choices = ["", *choices] if group[2] else choices
+    expanded = (keys[start : group.start()] + one + keys[group.end() : end] for one in choices)
+    return _paths(keys[:start] + "|".join(expanded) + keys[end:])
 
 
 def _cell(text: str) -> str:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from zerotune.cli import doctor
 from zerotune.cli.doctor import Checkup
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, PlatformError
+from zerotune.plan.families import family_names
 from zerotune.platform import Platform
 from zerotune.platform.facts import GIB, DeepSpeedSupport
 from zerotune.platform.toolchain import LibAio, Tool, Toolchain
@@ -361,8 +363,35 @@ class TestThisMachine:
         )
         assert "Traceback" not in done.stderr
 
+    def test_no_op_is_missing_that_does_not_exist(self):
+        done = run("doctor", "--build-missing", "cpu_adm")
+
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.endswith("no such op. Fix: did you mean cpu_adam.\n")
+
     def test_a_contradicting_variable_is_the_verdict(self):
         done = run("doctor", DS_ACCELERATOR="xpu")
 
         assert done.returncode == 1
         assert "DS_ACCELERATOR=xpu" in done.stdout.splitlines()[-1]
+
+
+def test_help_breaks_no_name_at_its_hyphen(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "advise", "--help"])
+    printed = capsys.readouterr().out
+    assert not re.search(r"\w-\n", printed)
+    for name in family_names():
+        assert name in printed
+
+
+def test_messages_end_their_lines_where_the_terminal_does(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for say, mark in ((cli.tell, "zerotune: "), (cli.complain, "error: ")):
+        say("word " * 30)
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0].startswith(mark)
+        assert all(line.startswith(" " * len(mark)) for line in lines[1:])
+        assert 30 < max(map(len, lines)) <= 40

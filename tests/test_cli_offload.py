@@ -74,7 +74,7 @@ def test_status_as_json(tmp_path, dead, capsys):
 def test_clean_can_be_tried_first(tmp_path, dead, capsys):
     code, out, _ = run(capsys, "clean", tmp_path, "--dry-run")
     assert code == 0
-    assert "would go (lease)" in out
+    assert "would be removed (lease)" in out
     assert dead.exists()
     code, out, _ = run(capsys, "clean", tmp_path)
     assert code == 0

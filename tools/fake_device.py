@@ -30,7 +30,7 @@ from zerotune.diffusion.passes import fuses_norm
 from zerotune.plan.families import family_names, model_family
 from zerotune.plan.model import ModelFacts
 
-Keeping = Literal["everything", "block inputs", "block inputs on the host"]
+Keeping = Literal["everything", "block inputs", "block inputs in RAM"]
 """What a forward pass keeps for the backward pass."""
 _ALIGNMENT: Final = 512
 """Bytes that every size on a CUDA device is rounded up to."""
@@ -141,7 +141,7 @@ class FakeDevice:
 
     @contextlib.contextmanager
     def _kept(self, keeping: Keeping, transfers: FakeTransfers) -> Iterator[None]:
-        if keeping == "block inputs on the host":
+        if keeping == "block inputs in RAM":
             with ActivationOffload(transfers=transfers).attach(self.model):
                 yield
             return
@@ -438,7 +438,7 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
             )
             pixels = facts.positions(height=side, width=side, frames=frames)
             on_device, on_host = estimate(facts, batch=batch, pixels=pixels, keeping=keeping)
-            size = f"{side}²{'' if frames is None else f' x {frames}'} batch {batch}"
+            size = f"{side}²{'' if frames is None else f' x {frames}'}, batch {batch}"
             yield {
                 "pass": f"{name}, {keeping}, {size}", "weights": weights,
                 "counted": taken.peak, "estimated": on_device,

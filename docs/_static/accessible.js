@@ -37,5 +37,9 @@ addEventListener("DOMContentLoaded", () => {
   }
   const sizes = new ResizeObserver((entries) => entries.forEach((one) => reach(one.target)));
   // A folded table has its size once it is unfolded.
-  document.querySelectorAll(WIDE).forEach((element) => sizes.observe(element));
+  for (const element of document.querySelectorAll(WIDE)) {
+    // The observer answers a frame later, when a reader may be here already.
+    reach(element);
+    sizes.observe(element);
+  }
 });

@@ -1,7 +1,7 @@
-"""ZeRO-offloaded diffusion training that tells what it does.
+"""Train diffusion models with ZeRO offload, and explain every automatic choice.
 
-Every object works alone in your own loop; ``Trainer`` is their wiring. Names are loaded on first
-use: importing zerotune loads neither torch nor deepspeed and changes nothing in the process.
+Each object works on its own in your training loop; ``Trainer`` combines them. Names are loaded on
+first use: importing zerotune loads neither torch nor deepspeed and changes nothing in the process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Records of automatic choices, findings and errors about settings, and a log for them.
 
-Readers and resolvers receive a ``Log``. They record decisions in it, and also errors after which
-they can continue, so that a user sees every error at once.
+Readers and resolvers receive a ``Log``. They record decisions in it, as well as errors that do not
+stop them, so that a user sees all errors at once.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ _announced: set[tuple[str, str, str]] = set()
 
 @attrs.frozen(kw_only=True)
 class Decision:
-    """A record about one setting: its old and new value, the reason, and the fix.
+    """A record about one setting: its old and new values, the reason, and the fix.
 
-    A decision is an automatic choice, the finding of a rule (``zerotune.plan.rules.Finding`` is
-    this class), or the error of a later step.
+    A decision is an automatic choice, a finding of a rule (``zerotune.plan.rules.Finding`` is an
+    alias of this class), or an error from a later step.
     """
 
     key: str
     """Path of the setting in DeepSpeed's spelling (``"zero_optimization.stage"``); empty for the
     whole plan."""
     before: Any
-    """The value as given; ``None`` if it was missing."""
+    """The original value; ``None`` if it was not set."""
     after: Any
-    """The value that will be used; ``None`` if the setting is removed, ``before`` if it stays."""
+    """The value that will be used; ``None`` if the setting is removed, ``before`` if it is kept."""
     reason: str
     """The reason, in one sentence."""
     severity: Severity = "note"
-    """``"error"`` stops the plan; ``"warning"`` is likely unwanted; otherwise ``"note"``."""
+    """``"error"``: the plan cannot run; ``"warning"``: probably unintended; ``"note"``: anything
+    else."""
     fix: str = ""
     """What to write instead, if anything."""
     rule: str = ""
@@ -80,7 +81,7 @@ class Decision:
 
     @property
     def value(self) -> Any:
-        """The value that a finding is about: ``before``, or ``UNSET``."""
+        """The value that a finding is about (same as ``before``); ``UNSET`` if there is none."""
         return self.before
 
     @property
@@ -90,7 +91,7 @@ class Decision:
 
     @property
     def is_shown(self) -> bool:
-        """Whether reports show the record. Unchanged values are hidden unless they are warnings."""
+        """Whether reports show the record. Notes about unchanged values are hidden."""
         return self.severity != "note" or self.before != self.after
 
     @property
@@ -142,8 +143,8 @@ def precedence(*, nothing: Any = None, **said: Any) -> list[tuple[Any, str]]:
 
     Args:
         nothing: The value that means "not set".
-        **said: Values by source: ``override``, ``written`` in the configuration, ``run``,
-            ``launched``.
+        **said: Values by source: ``override`` (the caller), ``written`` (the configuration),
+            ``run`` (the training script) and ``launched`` (the launcher's file).
     """
     every = ((said.get(place, nothing), who) for place, who in _WHO.items())
     return [(value, who) for value, who in every if value is not nothing]
@@ -153,7 +154,8 @@ def precedence(*, nothing: Any = None, **said: Any) -> list[tuple[Any, str]]:
 
 
 Names = Mapping[str, str]
-"""Maps the path of a setting to its name in the file, if that differs (accelerate's, a trainer's).
+"""Maps the path of a setting to its name in the user's file (accelerate's or a trainer's) if the
+two differ.
 """
 
 
@@ -175,20 +177,43 @@ class Log:
     also_known: frozenset[str] = frozenset()
     """Paths of unknown keys to pass through."""
     names: dict[str, str] = attrs.field(factory=dict)
-    """Names of settings in the current file, by path; applies to records added later."""
+    """Names of settings in the current file, by path; used for records added later."""
     decisions: list[Decision] = attrs.field(factory=list)
     mistakes: list[ZeroTuneError] = attrs.field(factory=list)
 
     def decide(
         self, key: str, before: Any, after: Any, reason: str, severity: Severity = "note"
     ) -> None:
-        """Record a decision."""
+        """Record a decision.
+
+        Args:
+            key: Path of the setting.
+            before: The value as given; ``None`` if it was missing.
+            after: The value that will be used; ``None`` if the setting is removed.
+            reason: The reason, in one sentence.
+            severity: ``"note"``, or ``"warning"`` if the choice is likely unwanted.
+        """
         written = name_of(key, self.names)
         one = Decision(key=key, before=before, after=after, reason=reason, severity=severity)
         self.decisions.append(attrs.evolve(one, written=written) if written else one)
 
+    def warn(self, key: str, reason: str, fix: str) -> None:
+        """Record a warning that leaves the task of ``fix`` to the user.
+
+        Args:
+            key: Path of the setting, or name of the file.
+            reason: What is wrong.
+            fix: What to write instead.
+        """
+        error = PlanConflictError(reason, key=key, fix=fix)
+        self.decisions.append(Decision.of(error, severity="warning"))
+
     def refuse(self, error: ZeroTuneError) -> None:
-        """Record an error and continue; after too many errors, raise this error."""
+        """Record ``error`` and continue; raise it instead if too many errors are recorded.
+
+        Args:
+            error: The error.
+        """
         if self._holds(error):
             raise error
         self._keep(error)
@@ -196,7 +221,12 @@ class Log:
             raise self.mistakes[-1] from None
 
     def attempt(self, work: Callable[..., T], *arguments: Any) -> T | None:
-        """Return the result of ``work``; if it raises, record the error and return ``None``."""
+        """Return the result of ``work``; if it raises, record the error and return ``None``.
+
+        Args:
+            work: Function to call.
+            arguments: Its arguments.
+        """
         try:
             return work(*arguments)
         except ZeroTuneError as error:
@@ -204,7 +234,12 @@ class Log:
             return None
 
     def outcome(self, work: Callable[..., T], *arguments: Any) -> T | None:
-        """Return the result of ``work``, or ``None`` if it raises. Every error is recorded."""
+        """Return the result of ``work``, or ``None`` if it raises. Every error is recorded.
+
+        Args:
+            work: Function to call.
+            arguments: Its arguments.
+        """
         try:
             return work(*arguments)
         except ZeroTuneError as error:
@@ -213,7 +248,12 @@ class Log:
             return None
 
     def whole(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of ``work``; raise the first recorded error, if any."""
+        """Return the result of ``work``; raise the first recorded error, if any.
+
+        Args:
+            work: Function to call.
+            arguments: Its arguments.
+        """
         result = self.outcome(work, *arguments)
         raise_all(self.mistakes)
         return cast("T", result)
@@ -238,7 +278,7 @@ def announce(decisions: Iterable[Decision], *, rank: int | None = None) -> None:
 
     Args:
         decisions: Decisions to log; those already logged in this process are skipped.
-        rank: Global rank of this process; default from ``RANK``.
+        rank: Global rank of this process; by default the environment variable ``RANK``.
     """
     if rank is None:
         rank = int(os.environ.get("RANK", "0"))

@@ -28,8 +28,9 @@
     │   └── CheckpointMismatchError  wrong model, or a missing part
     └── MissingDependencyError (ImportError)
 
-Every message reads ``key = value: reason. Fix: what to do``; the parts are also attributes. What is
-read says all its mistakes at once, each in a line: the first is the error, ``others`` has the rest.
+Every message reads ``key = value: reason. Fix: what to do``; the parts are also attributes. All
+mistakes in one input are reported together, one per line: the first is the raised error, and its
+``others`` are the rest.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _pieces(value: object, longest: int, depth: int = 0) -> Iterator[str]:
 
 
 def readable(name: str) -> str:
-    """Return a key or path for messages: of bounded length, without control characters."""
+    """Return a key or path for messages; escape control characters, and truncate long names."""
     if len(name) > _LONGEST_NAME:
         name = f"{name[: _LONGEST_NAME - 1]}…"
     if name.isprintable():
@@ -108,7 +109,9 @@ def both_names(key: str, written: str | None) -> tuple[str, str]:
     """Return a setting's name in the user's file, and the setting's path if it differs."""
     if written is None:
         return readable(key), ""
-    alike = f".{written.lstrip('-')}".endswith(f".{key.removeprefix('launch.')}")
+    # A command's option has a hyphen for each underscore of the key.
+    bare = written[2:].replace("-", "_") if written.startswith("--") else written.lstrip("-")
+    alike = f".{bare}".endswith(f".{key.removeprefix('launch.')}")
     return readable(written), "" if alike else f" ({readable(key)})"
 
 
@@ -125,14 +128,17 @@ class ZeroTuneError(Exception):
 
     Attributes:
         key: Path of the offending setting (``"zero_optimization.stage"``), or ``None``.
-        written: Name in the user's file if it differs from ``key``; messages show both.
+        written: Name of the setting in the user's file if it differs from ``key``; messages show
+            both.
         value: The offending value; ``UNSET`` if there is none.
         reason: What is wrong.
         fix: What to write or do instead, or ``None``.
         others: Other errors found in the same input.
         rank: Rank on which the error occurred; ``None`` if it occurred in this process.
+        shell_fix: ``fix`` for a command line, if ``fix`` is only possible in Python.
     """
 
+    shell_fix: str | None = None
     written: str | None = None
     others: tuple[ZeroTuneError, ...] = ()
     rank: int | None = None
@@ -144,11 +150,14 @@ class ZeroTuneError(Exception):
         key: str | None = None,
         value: Any = UNSET,
         fix: str | None = None,
+        shell_fix: str | None = None,
     ) -> None:
         self.key = key
         self.value = value
         self.reason = reason
         self.fix = fix
+        if shell_fix is not None:
+            self.shell_fix = shell_fix
         super().__init__(self._message())
 
     def each(self) -> tuple[ZeroTuneError, ...]:
@@ -164,8 +173,14 @@ class ZeroTuneError(Exception):
         """Return a copy of this error with ``written``, the setting's name in the user's file."""
         return _rebuild(type(self), {**self.__dict__, "written": written})
 
+    def in_shell(self) -> Self:
+        """Return a copy of this error that names command-line options, not Python arguments."""
+        if self.shell_fix is None:
+            return self
+        return _rebuild(type(self), {**self.__dict__, "fix": self.shell_fix})
+
     def below(self, section: str) -> Self:
-        """Return a copy of this error whose key starts with ``section``."""
+        """Return a copy of this error with ``section`` prepended to its key."""
         if not section or self.key is None:
             return self
         return _rebuild(type(self), {**self.__dict__, "key": f"{section}.{self.key}"})
@@ -282,13 +297,13 @@ class NothingFitsError(PlanError):
         self.nearest = nearest
         self.remedies = remedies
         self.more = fix
-        fixes = [fix, *(each.in_python() for each in remedies)]
-        super().__init__(reason, key=key, value=value, fix="; ".join(fixes))
-
-    def in_shell(self) -> Self:
-        """Return a copy of this error that names command-line options, not Python arguments."""
-        fixes = [self.more, *(each.in_shell() for each in self.remedies)]
-        return _rebuild(type(self), {**self.__dict__, "fix": "; ".join(fixes)})
+        super().__init__(
+            reason,
+            key=key,
+            value=value,
+            fix="; ".join([fix, *(each.in_python() for each in remedies)]),
+            shell_fix="; ".join([fix, *(each.in_shell() for each in remedies)]),
+        )
 
 
 class OptimizerError(ZeroTuneError, ValueError):
@@ -320,7 +335,7 @@ class TrainingError(ZeroTuneError, RuntimeError):
 
 
 class OutOfMemoryError(ZeroTuneError, RuntimeError):
-    """Memory ran out during start or training.
+    """Memory ran out during startup or training.
 
     Attributes:
         original: Exception raised by torch or Python.

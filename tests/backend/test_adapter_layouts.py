@@ -180,7 +180,7 @@ def test_lycoris_keeps_its_alpha_where_a_factor_is_a_product():
             f"transformer.{layer}.{key.rpartition('.')[2]}" for key in found
         }
     flux = model_of("FluxTransformer2DModel")
-    with pytest.raises(CheckpointMismatchError, match="which LoKr and LoHa cannot represent"):
+    with pytest.raises(CheckpointMismatchError, match="LoKr and LoHa cannot represent joined"):
         write_lycoris(
             {"transformer_blocks.0.attn.to_q": split},
             model=flux,

@@ -48,8 +48,8 @@ def tampered(module: Any, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "key", "reason"),
     [
-        ("unfreeze", "model.frozen.weight", "nothing would train"),
-        ("add", "adapter", "nothing would train"),
+        ("unfreeze", "model.frozen.weight", "would not be trained"),
+        ("add", "adapter", "would not be trained"),
     ],
 )
 def test_a_parameter_that_nothing_trains_is_named(stage, what, key, reason):

@@ -117,7 +117,7 @@ def test_groups_of_another_model_are_refused() -> None:
     assert [
         len(group["params"]) for group in parameter_groups(choice_of("bias", "weight"), named)
     ] == [2]
-    with pytest.raises(EngineError, match="not trained here"):
+    with pytest.raises(EngineError, match="the model does not train"):
         parameter_groups(choice_of("weight", "bias", "gone"), named)
     with pytest.raises(EngineError, match="is in no group"):
         parameter_groups(choice_of("weight"), named)

@@ -194,7 +194,7 @@ def test_a_step_is_hidden_by_default_with_its_proof() -> None:
     store_proof(passed())
     decision, done = hides()
     assert done == ["hidden"]
-    assert "a proof passed on this device" in decision.reason
+    assert "the proof passed on this device" in decision.reason
     assert hides(ranks=2)[1] == ["hidden"]
 
 

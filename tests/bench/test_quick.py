@@ -91,7 +91,7 @@ def test_stream(tmp_path):
     cases = measured("stream", tmp_path)
     assert [len(case["contestants"]) for case in cases.values()] == [5, 3]
     late = next(iter(cases.values()))["contestants"]
-    assert late["waits"]["late_fetches"]["median"] > 0, "it fetches when it needs"
+    assert late["no overlap"]["late_fetches"]["median"] > 0, "it fetches when it needs"
     assert late["streamed, eager steps"]["late_fetches"]["median"] == 0
 
 

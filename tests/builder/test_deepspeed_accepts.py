@@ -63,7 +63,7 @@ def test_deepspeed_accepts_all_that_can_run():
             refused_by_us[case] = preview.messages[0]
             continue
         emitted[f"{case} as saved"] = preview.plan.to_deepspeed()
-        emitted[f"{case} as it runs"] = preview.running
+        emitted[f"{case} as it runs"] = preview.running_config
     # What is not emitted is refused for one of two reasons, and says so.
     for case, message in refused_by_us.items():
         stage, *devices, _, _ = case

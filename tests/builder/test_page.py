@@ -225,6 +225,34 @@ def test_a_broken_configuration_is_repaired_in_the_form(page):
     assert page.config() == {**PLAN, "gradient_clipping": 0.5, "_note": "<b>ours</b>"}
 
 
+def test_a_button_makes_every_change_that_its_fix_asks_for(page):
+    """One key is replaced, one moves below a section, and one becomes an object."""
+    page.open_text(
+        json.dumps(
+            {
+                "mixed_precision": "bf16",
+                "optimizer": {"lr": 0.0001, "type": "AdamW"},
+                "zero_optimization": 2,
+            }
+        )
+    )
+    page.tab.wait_for_selector("#open-dialog", state="hidden")
+    for name in (
+        "Remove mixed_precision, set bf16.enabled to true, for mixed_precision",
+        "Move to optimizer.params.lr, for optimizer.lr",
+        'Write {"stage": 2}, for zero_optimization',
+    ):
+        page.settle()
+        page.tab.get_by_role("button", name=name, exact=True).click()
+    page.settle()
+    assert page.tab.locator(".message[data-severity=error]").count() == 0
+    assert page.config() == {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}},
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True},
+    }
+
+
 def test_what_is_opened_is_what_is_shown(page):
     config = {
         "train_batch_size": "auto",
@@ -319,6 +347,16 @@ FOCUS_EACH = """() => {
 }"""
 
 
+def test_messages_of_one_field_name_their_settings_in_order(page):
+    page.tab.select_option("#optimizer-type", "Muon")
+    page.settle()
+    texts = page.tab.locator("#optimizer-messages > .message").all_text_contents()
+    assert "without zerotune" in texts[0].lower()
+    given = next(at for at, text in enumerate(texts) if "the reason given at" in text)
+    assert "zero_force_ds_cpu_optimizer:" in texts[given]
+    assert any("zero_allow_untested_optimizer:" in text for text in texts[:given])
+
+
 def test_frames_are_asked_for_where_clips_are_trained(page):
     frames = page.tab.locator("#setup-frames")
     assert frames.is_hidden()
@@ -331,10 +369,24 @@ def test_frames_are_asked_for_where_clips_are_trained(page):
     page.tab.select_option("#setup-family", '"sdxl"')
     page.tab.wait_for_selector("text=1024 x 1024")
     assert frames.is_hidden()
+    page.tab.click("#fit-button")
+    assert page.tab.locator("#fit-frames").is_hidden()
+    page.tab.select_option("#fit-family", label="Wan 2.1 1.3B")
+    assert page.tab.locator("#fit-frames").is_visible()
 
 
 def test_fit_my_card_offers_plans_to_click(page):
     page.tab.click("#fit-button")
+    page.tab.select_option("#fit-base-dtype", '"nf4"')
+    page.tab.click("#fit-do")
+    line = page.tab.locator("#fit-results .error-line")
+    line.wait_for()
+    assert line.text_content() == (
+        "Base dtype: a quantized model can only be trained through LoRA adapters. "
+        "Fix: set lora to 16, or remove base_dtype."
+    )
+    assert page.tab.evaluate("document.activeElement.id") == "fit-base-dtype"
+    page.tab.select_option("#fit-base-dtype", '""')
     page.tab.fill("#fit-vram", "4")
     page.tab.press("#fit-vram", "Enter")
     page.tab.wait_for_selector("#fit-results .candidate")
@@ -825,6 +877,15 @@ def test_nothing_is_cut_off_on_a_narrow_screen(chromium, address):
                 .map((each) => `${each.tagName} ${each.id || each.className}`)"""
         )
         assert page.tab.evaluate("document.documentElement.scrollWidth") <= width, wide
+        broken = page.tab.locator("table.parts td:last-child").evaluate_all(
+            """cells => cells.filter((cell) => {
+                cell.style.overflowWrap = "normal";
+                const out = cell.scrollWidth > cell.clientWidth;
+                cell.style.overflowWrap = "";
+                return out;
+            }).map((cell) => cell.textContent)"""
+        )
+        assert broken == [], "no word of a note is broken"
     context.close()
 
 
@@ -958,13 +1019,18 @@ def test_the_journey_of_qwen_image_lora_on_24_gib(page):
     page.tab.fill("#fit-vram", "24")
     page.tab.fill("#fit-ram", "32")
     page.tab.press("#fit-ram", "Enter")
-    page.tab.get_by_role("button", name="Train adapters instead").click()
+    first = page.tab.locator("#fit-results .row").first
+    assert "fits: no partitioning" in first.text_content(), "what fits comes first"
+    assert first.locator("button.primary").count() == 1
+    assert page.tab.locator("#fit-results .row button.primary").count() == 1
+    page.tab.get_by_role("button", name="Train LoRA adapters").click()
     page.tab.wait_for_selector("#fit-results .candidate[data-fits=true]")
     assert page.tab.input_value("#fit-lora") == "16"
     assert page.tab.input_value("#fit-base-dtype") == '"nf4"'
     page.tab.locator("#fit-results .candidate button").first.click()
     page.settle()
     assert page.tab.locator("#verdict").text_content() == "Runs and fits."
+    assert page.tab.locator("#title").text_content().startswith("No partitioning")
     asked = page.config()
     page.use_builtin_over("Qwen-Image LoRA of rank 16 on 24 GB")
     assert page.tab.locator("#verdict").text_content() == "Runs and fits."

@@ -228,7 +228,7 @@ def test_only_loopback_needs_no_token():
 
 
 def test_a_body_that_does_not_come_is_refused(monkeypatch):
-    monkeypatch.setattr(security, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(security, "BODY_TIMEOUT_S", 0.05)
     sent = []
 
     async def receive():

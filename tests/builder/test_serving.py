@@ -60,9 +60,9 @@ def test_a_missing_extra_is_named(missing, monkeypatch, capsys):
 
 
 def test_whoever_comes_once_the_address_is_known_is_not_refused():
-    from zerotune.builder.serving import bound_socket
+    from zerotune.builder.serving import open_socket
 
-    with bound_socket("127.0.0.1", 0) as listening:
+    with open_socket("127.0.0.1", 0) as listening:
         socket.create_connection(listening.getsockname(), timeout=120).close()
 
 
@@ -94,16 +94,16 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     with pytest.raises(
         InvalidValueError, match=r"--token-file.*contains no readable token .No such file"
     ):
-        read_token(given=None, file=file)
+        read_token(token=None, file=file)
     file.write_text(" \n")
-    with pytest.raises(InvalidValueError, match="holds no token"):
-        read_token(given=None, file=file)
+    with pytest.raises(InvalidValueError, match="contains no token"):
+        read_token(token=None, file=file)
     file.write_text("s3cret\n")
-    assert read_token(given=None, file=file) == "s3cret"
-    assert read_token(given=None, file=None) is None
+    assert read_token(token=None, file=file) == "s3cret"
+    assert read_token(token=None, file=None) is None
     monkeypatch.setenv("ZEROTUNE_BUILDER_TOKEN", "other")
-    assert read_token(given=None, file=None) == "other"
-    assert read_token(given=None, file=file) == "s3cret"
+    assert read_token(token=None, file=None) == "other"
+    assert read_token(token=None, file=file) == "s3cret"
 
 
 @pytest.mark.parametrize("token", ["", "s3cret"])
@@ -129,7 +129,7 @@ def test_no_token_comes_into_a_command_line_of_ours_or_of_a_browser(
     address = capsys.readouterr().out.split()[4]
     assert address.endswith("?token=s3cret" if token else "/")
     assert opened == ([] if token else [address])
-    assert [config.http for config in served] == [serving.PatientProtocol]
+    assert [config.http for config in served] == [serving.HeaderTimeoutProtocol]
 
 
 @pytest.mark.parametrize(
@@ -139,14 +139,14 @@ def test_a_half_open_connection_is_closed(monkeypatch, sent):
     uvicorn = needs("uvicorn")
     from zerotune.builder import serving
 
-    monkeypatch.setattr(serving, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(serving, "HEADER_TIMEOUT_S", 0.2)
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
     async def closed():
-        http = serving.PatientProtocol
+        http = serving.HeaderTimeoutProtocol
         config = uvicorn.Config(app, http=http, lifespan="off", log_level="warning")
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
@@ -162,3 +162,25 @@ def test_a_half_open_connection_is_closed(monkeypatch, sent):
             await running
 
     asyncio.run(closed())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--host", "999.1.1.1"), "error: --host = '999.1.1.1': is not an address of this machine"),
+        (("--plan", "{folder}"), "error: --plan = '{folder}': is a folder."),
+        (("--root", "{folder}/none"), "error: --root = '{folder}/none': is not a folder."),
+        (("--token", ""), "error: --token = '': is empty."),
+    ],
+)
+def test_a_wrong_option_is_named_before_anything_is_served(tmp_path, capsys, options, message):
+    given = [each.format(folder=tmp_path) for each in options]
+    assert main(["builder", "--no-browser", "--port", "0", *given]) == 2
+    assert capsys.readouterr().err.startswith(message.format(folder=tmp_path))
+
+
+def test_a_port_is_at_most_65535(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["builder", "--port", "65536"])
+    assert ended.value.code == 2
+    assert "'65536' is not a port from 0 to 65535" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 
 from tests.builder.states import CHOSEN, PLAN, state
 from zerotune.builder.forms import FormState
-from zerotune.builder.templates import BUILTIN, Template, TemplateStore, checked_name, user_folder
+from zerotune.builder.templates import BUILTIN, Template, TemplateStore, normalise_name, user_folder
 from zerotune.errors import InvalidValueError, PlanConflictError
 from zerotune.plan.families import family_names
 
@@ -30,7 +30,7 @@ def template(name="mine", clipping=1.0):
 )  # fmt: skip
 def test_names_that_are_no_file_names_are_refused(name, store):
     with pytest.raises(InvalidValueError):
-        checked_name(name)
+        normalise_name(name)
     with pytest.raises(InvalidValueError):
         store.get(name)
 
@@ -39,11 +39,11 @@ def test_names_that_are_no_file_names_are_refused(name, store):
 def test_names_people_give_are_kept(name, store):
     stored = store.put(template(name), version=None)
     assert store.get(name) == stored
-    assert [each.name for each in store.all()] == [checked_name(name)]
+    assert [each.name for each in store.all()] == [normalise_name(name)]
 
 
 def test_both_spellings_of_an_accent_are_one_name():
-    assert checked_name("e\u0301te") == "éte"
+    assert normalise_name("e\u0301te") == "éte"
 
 
 def test_a_second_tab_does_not_overwrite_the_first(store):

@@ -10,12 +10,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "resume-matrix.md"
 
 _HEAD = """# Resuming every plan under every plan
 
-`nox -s nightly` generates this page with real processes and real engines. Each cell shows one run.
-The run is saved after 5 optimizer steps under the plan of the row, and resumed for 20 steps under
-the plan of the column. In the names of plans, x1 and x2 mean one and two processes, which share one
-batch. Each cell gives the largest relative difference between the losses of the resumed run and of
-an uninterrupted run under the plan of the row. After loading, weights, both moments of Adam,
-counters and the EMA equal those of the checkpoint bit for bit in every cell.
+`nox -s nightly` generates this page with real processes and real engines. For each cell, a run is
+saved after 5 optimizer steps under the row's plan, and resumed for 20 steps under the column's
+plan. In plan names, x1 and x2 stand for one and two processes, which share one batch. Each cell
+gives the largest relative difference between the losses of the resumed run and those of an
+uninterrupted run under the row's plan. In every cell, the loaded weights, Adam's moments, counters
+and EMA equal those of the checkpoint bit for bit.
 
 """
 

@@ -439,7 +439,7 @@ def test_a_file_of_others_tells_who_converted_it(runs, tmp_path):
     told = load_adapters(adapted.base(), file).decisions[0]
     assert told.key == "adapters.format"
     assert "StableDiffusionXLPipeline.lora_state_dict" in told.reason
-    with pytest.raises(CheckpointMismatchError, match="pass pipeline="):
+    with pytest.raises(CheckpointMismatchError, match="set pipeline="):
         load_adapters(KINDS["sd3"].base(), file)
 
 
@@ -548,7 +548,7 @@ def test_the_layout_must_hold_what_is_trained(runs, tmp_path):
     sd3, _ = runs("sd3")
     with pytest.raises(CheckpointMismatchError, match="does not support DoRA"):
         export_adapters(tmp_path / "x", engine=dora, layout="kohya")
-    with pytest.raises(CheckpointMismatchError, match="adapters of a single model"):
+    with pytest.raises(CheckpointMismatchError, match="adapters of only one model"):
         export_adapters(tmp_path / "x", engine=text, layout="peft")
     with pytest.raises(InvalidValueError, match="cannot read SD3Transformer2DModel"):
         export_adapters(tmp_path / "x", engine=sd3, layout="comfyui")

@@ -102,7 +102,7 @@ def test_a_model_folder_becomes_a_checkpoint_and_a_model_folder_again(tmp_path):
 
 def test_what_is_no_model_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(CheckpointError, match="contains no safetensors weights of a model"):
+    with pytest.raises(CheckpointError, match="contains no model weights in safetensors"):
         convert(tmp_path, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -195,7 +195,7 @@ def test_what_plain_accelerate_saved_goes_on_in_an_embedded_run(tmp_path, caplog
         checkpoint = convert(tmp_path / "state", tmp_path / "portable")
     left_out = verify_checkpoint(checkpoint).extra["left_out"]
     assert sorted(left_out) == ["random_states_0.pkl", "scheduler.bin"]
-    assert "convert.scheduler.bin: 'saved' -> unset (the file has a position" in caplog.text
+    assert "convert.scheduler.bin: 'saved' -> unset (the file contains a step number" in caplog.text
     (actual,) = run_ranks(gone_on_embedded, str(checkpoint))
     assert (actual["step"], actual["ema"]) == (3, 3)
     assert actual["losses"] == pytest.approx(expected["losses"][3:], rel=5e-5)

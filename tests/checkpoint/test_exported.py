@@ -98,27 +98,27 @@ def test_files_of_others_in_an_export_stay(tmp_path):
 
 def edited_config(folder: Path) -> str:
     (folder / "config.json").write_text(json.dumps({**CONFIG, "mine": 1}))
-    return "config.json in it has changed"
+    return "config.json has changed"
 
 
 def resaved_weights(folder: Path) -> str:
     file = min(folder.glob("*.safetensors"))
     save_file(load_file(file), file, metadata={"format": "pt"})
-    return f"{file.name} in it has changed"
+    return f"{file.name} has changed"
 
 
 def another_export(folder: Path) -> str:
     other = export(folder.parent / "other.safetensors", 5.0)
     file = max(folder.glob("*.safetensors"))
     other.replace(file)
-    return f"{file.name} in it has changed"
+    return f"{file.name} has changed"
 
 
 def replaced_by_a_link(folder: Path) -> str:
     file = folder / "config.json"
     file.rename(folder.parent / "config.json")
     file.symlink_to(folder.parent / "config.json")
-    return "config.json in it has changed"
+    return "config.json has changed"
 
 
 def of_diffusers(folder: Path) -> str:
@@ -197,7 +197,7 @@ def test_parts_of_a_pipeline_know_the_rest(tmp_path):
     assert values(pipeline / "text_encoder") == {4.0}
     assert [path.name for path in pipeline.rglob("*former*")] == []
     (pipeline / "unet" / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"is not replaced: .* in it has changed"):
+    with pytest.raises(CheckpointError, match=r"is not replaced: .* has changed"):
         write("text_encoder", 5.0, base)
 
 

@@ -67,7 +67,7 @@ def test_a_second_process_is_told_who_the_first_is(tmp_path, holder):
     with pytest.raises(CheckpointError) as caught:
         RootHold(tmp_path)
     assert f"process {first.pid} on {os.uname().nodename} (since 20" in caught.value.reason
-    assert caught.value.reason.endswith("saves checkpoints in this folder and still runs")
+    assert caught.value.reason.endswith("saves checkpoints in this folder and is still running")
     assert caught.value.key == str(tmp_path)
     assert "started twice" in caught.value.fix
     assert latest_checkpoint(tmp_path) == step_folder(tmp_path, 2), "looking needs no hold"
@@ -117,7 +117,7 @@ def test_one_process_may_hold_a_folder_twice(tmp_path):
 def test_who_lives_without_its_lock_is_left_alone(tmp_path, holder):
     first = holder(tmp_path)
     (tmp_path / OWNER_LOCK).unlink()
-    with pytest.raises(CheckpointError, match=rf"process {first.pid} on .* still runs"):
+    with pytest.raises(CheckpointError, match=rf"process {first.pid} on .* is still running"):
         RootHold(tmp_path)
 
 
@@ -173,9 +173,9 @@ def test_without_locks_the_record_alone_is_asked(tmp_path, monkeypatch, holder):
 
     monkeypatch.setattr(mechanism, "try_lock", none)
     with RootHold(tmp_path / "new") as hold:
-        assert "no file locks" in hold.decisions[0].reason
+        assert "does not support file locks" in hold.decisions[0].reason
     first = holder(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"process {first.pid} on .* still runs"):
+    with pytest.raises(CheckpointError, match=rf"process {first.pid} on .* is still running"):
         RootHold(tmp_path)
 
 

@@ -216,7 +216,7 @@ def test_files_that_cannot_be_read_are_refused_with_what_to_give(folders, tmp_pa
     big = {f"{MODEL}joint_blocks.37.x_block.mlp.fc1.weight": torch.ones(2, 2)}
     message = refusal(big, config=None)
     assert "stabilityai/stable-diffusion-3.5-large cannot be downloaded" in message
-    assert "pass a downloaded folder of stabilityai/stable-diffusion-3.5-large" in message
+    assert "pass a local copy of stabilityai/stable-diffusion-3.5-large" in message
 
 
 @ranks(1)

@@ -77,7 +77,7 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path, capsys):
         assert "is not a checkpoint" in err
     code, _, err = run(capsys, "convert", tmp_path, tmp_path / "new")
     assert code == 2
-    assert "contains no safetensors weights" in err
+    assert "contains no model weights in safetensors" in err
 
 
 def test_without_torch_one_line_says_so(tmp_path, capsys, monkeypatch):

@@ -70,7 +70,7 @@ class TestWhatIsWritten:
         assert (found["LORA"], found["STEPS"], found["EVERY"]) == (0, 2000, 500)
         printed = capsys.readouterr().out
         assert advised.chosen.title in printed
-        assert "8 pictures, with captions" in printed
+        assert "8 images, with captions" in printed
         assert f"Train with: python {tmp_path / 'run' / 'train.py'}\n" in printed
         text = (tmp_path / "run" / "train.py").read_text()
         assert f"Path({str(photos)!r})" in text
@@ -113,7 +113,7 @@ class TestWhatIsWritten:
 
         assert init(*CARD, pictures=pictures) == 0
 
-        assert "1 picture, without captions" in capsys.readouterr().out
+        assert "1 image, without captions" in capsys.readouterr().out
         assert constants(tmp_path / "run" / "train.py")["PROMPTS"] == ["a photo"]
 
 
@@ -206,3 +206,12 @@ def test_the_script_runs_as_it_is_and_goes_on(init, tmp_path, lora):
 
     assert re.search(r"^1 steps? in ", said, re.MULTILINE), "it went on from step 2"
     assert latest_checkpoint(where / "checkpoints").name.endswith("3")
+
+
+def test_images_are_looked_for_before_a_plan_is(tmp_path, capsys):
+    command = ["init", str(tmp_path / "run"), "--family", "sdxl", "--photos"]
+    assert cli.main([*command, str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.startswith("error: --photos = ")
+    (tmp_path / "empty").mkdir()
+    assert cli.main([*command, str(tmp_path / "empty")]) == 2
+    assert "contains no readable image" in capsys.readouterr().err

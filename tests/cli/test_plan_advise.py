@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 from zerotune import cli
 from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.text import WIDTH
 from zerotune.platform.facts import GIB
 
 ROOMY = ("--vram", "24GiB", "--ram", "128GiB")
@@ -97,7 +99,16 @@ class TestWhenSomethingFits:
         printed = capsys.readouterr()
         memory = json.loads(printed.out)["streamed"]["memory"]
         assert memory > 12 * GIB
-        assert f"plan.resolve(streamed=Streaming(units=(), window=3, memory={memory}" in printed.err
+        assert "enable it in your script (docs/streaming.md)" in printed.err
+        assert "plan.resolve(" not in printed.err
+
+    def test_a_sentence_of_a_reason_is_printed_once(self, capsys):
+        assert advise("--vram", "12", "--ram", "64", "--all") == 0
+        printed = capsys.readouterr().out
+        assert printed.count("chosen only if streaming is requested") == 1
+        assert printed.count("fits; ") == 0
+        needed = re.findall(r"device memory is needed most [^;]*", " ".join(printed.split()))
+        assert len(needed) == len(set(needed)) > 3
 
     def test_without_clipping_larger_models_fit(self, capsys):
         qwen = ("--family", "qwen-image", "--vram", "24GiB", "--ram", "128GiB", "--streamed")
@@ -202,3 +213,44 @@ def test_help_lists_the_families(verb, capsys):
         cli.main(["plan", verb, "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert ", ".join(family_names()) in shown.replace("- ", "-")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            ("--family", "qwen"),
+            (
+                "error: --family = 'qwen': is not a known model family. Fix: did you mean "
+                "'qwen-image' or 'qwen-image-controlnet' or 'qwen-image-edit'?\n"
+            ),
+        ),
+        (
+            ("--family", "sdxl", "--base-dtype", "nf4", "--vram", "24", "--ram", "64"),
+            (
+                "error: --base-dtype = 'nf4': a quantized model cannot be trained; only adapters "
+                "on it can. Fix: add adapters, such as --lora 16, or omit --base-dtype.\n"
+            ),
+        ),
+        (
+            ("--family", "sdxl", "--model", "folder"),
+            (
+                "error: --model = 'folder': has no effect without --family module:Class. Fix: "
+                "remove this option, or pass the family's class.\n"
+            ),
+        ),
+    ],
+)
+def test_advice_about_a_mistake_is_in_shell_words_and_nothing_else_is_printed(
+    wrong, message, capsys
+):
+    assert cli.main(["plan", "advise", *wrong]) == 2
+    assert capsys.readouterr().err == message
+
+
+def test_the_message_that_nothing_fits_ends_its_lines_where_the_page_does(capsys):
+    assert cli.main(["plan", "advise", "--family", "flux", "--vram", "8", "--ram", "32"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("error: memory = ")
+    assert max(map(len, printed.splitlines())) <= WIDTH
+    assert "--lora 16" in printed

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -243,3 +244,40 @@ def test_what_nobody_can_mean_is_an_error(check, wrong, said):
     except SystemExit as ended:
         status = ended.code
     assert status == 2
+
+
+def test_the_number_of_processes_is_by_default_what_the_launchers_file_says(tmp_path, capsys):
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: bf16\n"
+        "deepspeed_config:\n  zero_stage: 2\n  gradient_clipping: 1.0\n"
+    )
+    assert cli.main(["plan", "check", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "at 2 processes" in printed
+    assert "world-size" not in printed
+    assert cli.main(["plan", "check", str(path), "--world-size", "4"]) == 0
+    assert "num_processes = 2: the launcher's file requests 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("text", "kind"), [("null", "null"), ("[1]", "a list"), ("3", "a number")])
+def test_a_file_that_is_no_object_is_said_in_jsons_words(check, text, kind):
+    status, out, _ = check(text)
+    assert status == 1
+    assert f"[error] read: ds.json must contain an object, not {kind}. " in out
+
+
+def test_trailing_commas_are_a_warning_with_a_fix(check):
+    status, out, _ = check(json.dumps(CLEAN)[:-1] + ",}")
+    assert status == 0
+    assert re.search(
+        r"\[warning\] read: ds.json: contains a trailing comma at line 1, column \d+, which strict "
+        r"JSON and accelerate reject. Fix: remove it.\n",
+        out,
+    )
+
+
+def test_a_file_that_is_too_large_is_answered_in_shell_words(check):
+    status, _, err = check(json.dumps(CLEAN), "--max-size", "10B")
+    assert status == 2
+    assert err.endswith("or raise the limit with --max-size SIZE.\n")

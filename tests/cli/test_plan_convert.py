@@ -154,3 +154,16 @@ def test_precision_accumulation_and_clipping_are_said_in_deepspeeds_words(folder
         "gradient_clipping": 0.5,
         "bf16": {"enabled": True},
     }
+
+
+def test_a_setting_that_no_launcher_has_cannot_be_dropped(folder, capsys):
+    status = cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed", "--lossy", "bogus"])
+    assert status == 2
+    assert "error: --lossy = 'bogus': is not a launch setting" in capsys.readouterr().err
+
+
+def test_each_default_of_the_launcher_that_is_dropped_is_named(folder, capsys):
+    (folder / "a.yaml").write_text(YAML.replace("{", "{compute_environment: LOCAL_MACHINE, ", 1))
+    assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed"]) == 0
+    dropped = "launch.compute_environment: 'LOCAL_MACHINE' -> unset (it is the launcher's default)"
+    assert dropped in capsys.readouterr().err

@@ -106,7 +106,7 @@ def test_nothing_is_encoded_twice_and_nothing_stale_is_read(images, sdxl, tmp_pa
 
 def test_without_parts_there_is_nothing_to_encode_with(images, sdxl, tmp_path):
     family = load_pretrained(sdxl, parts=False).family
-    with pytest.raises(DataError, match="neither VAE nor text encoders"):
+    with pytest.raises(DataError, match="neither a VAE nor text encoders"):
         encode_dataset(images, family=family, folder=tmp_path / "cache", progress=False)
 
 

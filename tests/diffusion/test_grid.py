@@ -48,7 +48,7 @@ def test_without_pyav_clips_are_animated_pngs_and_mp4_names_the_extra(monkeypatc
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     format_, decision = clip_format(24)
     assert format_ == AnimatedPNG(fps=24)
-    assert "PyAV is not installed" in decision.reason
+    assert "PyAV, which is not installed" in decision.reason
     with pytest.raises(MissingDependencyError, match=r"zerotune\[video\]"):
         MP4().encode(clips_to_grid(CLIPS, columns=1))
 

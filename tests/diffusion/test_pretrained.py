@@ -215,8 +215,8 @@ def test_engines_train_the_same_bits_from_weights_that_waited(sharded, world_siz
     for case, (same, told) in zip(cases, found, strict=True):
         assert same, case
         if case.deepspeed:
-            how = "each rank reads only its part" if case.stage == 3 else "one at a time"
-            assert f"tensors read in {case.precision}, {how}" in told
+            how = "each rank reads only its part" if case.stage == 3 else "one tensor at a time"
+            assert f"tensors read in {case.precision}; {how}" in told
 
 
 @ranks(2)

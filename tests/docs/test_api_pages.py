@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 import re
@@ -38,18 +39,60 @@ def test_every_public_name_has_one_entry(api, tmp_path):
 
 
 def test_every_function_describes_its_parameters(api):
-    silent = []
-    front_ends = [
-        f"{m}.{name}" for m, names in api.FOR_FRONT_ENDS.items() for name in names.split()
+    functions = {path: api._value(path) for path in api.documented() if api._resolves(path)}
+    silent = [
+        f"{path}: {name}"
+        for path, function in functions.items()
+        if inspect.isfunction(function)
+        for name in api.undescribed(function, inspect.getdoc(function) or "")
     ]
-    for path in (*api.homes(), *front_ends):
-        if not inspect.isfunction(function := api._value(path)):
-            continue
-        text = inspect.getdoc(function) or ""
-        named = {*re.findall(r"^ +\*{0,2}(\w+):", text, re.M), *re.findall(r"``(\w+)``", text)}
-        left = {name for name in inspect.signature(function).parameters if name not in named}
-        silent += [f"{path}: {name}" for name in sorted(left)]
     assert silent == []
+
+
+def test_every_method_describes_its_parameters_or_what_it_overrides_does(api):
+    """Methods of protocols and abstract classes too."""
+    owners, silent = api.classes(), []
+    assert {"NonFinitePolicy", "Callback", "Family", "Trainer"} <= {one.__name__ for one in owners}
+    for owner in owners:
+        for method in api.methods(owner):
+            text = inspect.getdoc(getattr(owner, method.__name__)) or ""
+            left = api.undescribed(method, api.with_arguments(owner, method, text))
+            silent += [f"{owner.__module__}.{owner.__name__}.{method.__name__}: {n}" for n in left]
+    assert silent == []
+
+
+def test_arguments_of_an_overridden_method_come_before_what_it_returns(api):
+    class Base:
+        def work(self, size):
+            """Work.
+
+            Args:
+                size: Its size.
+            """
+
+    class Derived(Base):
+        def work(self, size):
+            """Work harder.
+
+            Returns:
+                Nothing.
+            """
+
+    found = api.with_arguments(Derived, Derived.work, inspect.getdoc(Derived.work))
+    assert found == "Work harder.\n\nArgs:\n    size: Its size.\n\nReturns:\n    Nothing."
+    assert api.with_arguments(Base, Base.work, inspect.getdoc(Base.work)).count("Args:") == 1
+
+
+def test_no_property_begins_with_what_would_be_read_as_its_type(api):
+    """Sphinx takes words before a colon on the first line for a type."""
+    found = [
+        f"{owner.__name__}.{name}"
+        for owner in api.classes()
+        for name, value in vars(owner).items()
+        if isinstance(value, property | functools.cached_property) and not name.startswith("_")
+        if re.match(r"[^`\n]*: ", inspect.getdoc(value) or "")
+    ]
+    assert found == []
 
 
 def test_the_builder_imports_documented_names_only(api):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 from typing import Any
@@ -24,7 +25,12 @@ from tests.docs.pages import (
 )
 from tests.support.ranks import ranks
 from zerotune import cli
+from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.memory.time import CARDS
+from zerotune.plan.rules import all_rules
 
+OUTCOMES = ("passed", "failed", "skipped")
+EMBEDDED = (DOCS / "embedding.md").read_text()
 MODEL = ("Model",)
 ENGINE = ("Model", "An engine")
 TRAINER = ("Model", "A trainer")
@@ -185,12 +191,41 @@ def test_the_catch_that_is_shown_is_what_the_command_says(page, tmp_path, monkey
 @pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=lambda page: page.name)
 def test_the_gain_that_is_told_is_what_was_measured(page):
     measured = (DOCS / "performance.md").read_text()
-    row = r"^\| a training step with an EMA, ZeRO-{} \| DeepSpeed by hand \| ([\d.]+) "
+    row = r"^\| a training step with an EMA, ZeRO-{} \| hand-written DeepSpeed \| ([\d.]+) "
     two, three = (
         float(re.search(row.format(stage), measured, re.MULTILINE)[1]) for stage in (2, 3)
     )
     told = " ".join(page.read_text().split())
     assert f"takes {two:.2f} (ZeRO-2) and {three:.2f} (ZeRO-3) of the time" in told
+
+
+def known_figures():
+    """Figures that a page tells, as a pattern in its text, and what code or results say."""
+    records = json.loads((DOCS / "results" / "versions.json").read_text())
+    oldest = max((one for one in records.values() if one["failed"]), key=lambda one: one["failed"])
+    cells = re.findall(r"of (\d+) cells", (DOCS / "resume-matrix.md").read_text())
+    candidates = DeepSpeedPlan.advise("sdxl", vram="12GiB", ram="64GiB").candidates
+    lines = re.findall(r"^\| .*(?:SDXL|sdxl|FLUX|flux).*\| (\d+) \|", EMBEDDED, re.M)
+    return [
+        ("CHANGELOG.md", r"(\d+) rules check a plan", len(all_rules())),
+        ("CHANGELOG.md", r"figures for (\d+) cards", len(CARDS)),
+        ("README.md", r"\((\d+) of \d+ tests fail", oldest["failed"]),
+        ("README.md", r"\(\d+ of (\d+) tests fail", sum(oldest[key] for key in OUTCOMES)),
+        ("README.md", r"(\d+) combinations tested", sum(map(int, cells))),
+        ("README.md", r"\((\d+) lines for SDXL", int(lines[0])),
+        ("README.md", r"(\d+) for FLUX.1 LoRA\)", int(lines[1])),
+        ("docs/status.md", r"under every plan, (\d+) pairs", sum(map(int, cells))),
+        ("docs/status.md", r"`, (\d+) candidates", len(candidates)),
+        ("docs/rules.md", r"^\| `[\w-]+` \|", len(all_rules())),
+    ]
+
+
+def test_figures_are_those_of_the_code_and_of_the_results():
+    for page, pattern, figure in known_figures():
+        text = (DOCS.parent / page).read_text()
+        found = re.findall(pattern, text if "^" in pattern else " ".join(text.split()), re.M)
+        told = len(found) if "^" in pattern else int(found[0])
+        assert told == figure, (page, pattern)
 
 
 def test_no_page_with_code_is_left_out():

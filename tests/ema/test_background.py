@@ -101,7 +101,7 @@ def test_what_fails_in_the_background_stops_the_next_optimizer_step(monkeypatch)
     step(model, optimizer, 0)
     monkeypatch.setattr(torch.Tensor, "lerp_", lambda self, *_: self)
     background.step()
-    with pytest.raises(EMAError, match="changed the distance of the shadow from"):
+    with pytest.raises(EMAError, match="changed the shadow's distance to the weights from"):
         step(model, optimizer, 1)
     background.close()
 

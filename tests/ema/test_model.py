@@ -255,7 +255,7 @@ def test_old_keywords_mean_what_they_mean_in_diffusers():
     ours, theirs = pair(model, max_value=0.8, min_value=0.1, device="cpu")
     assert (ours.decay, ours.min_decay) == (theirs.decay, theirs.min_decay) == (0.8, 0.1)
     assert ours.shadow.device.type == "cpu"
-    with pytest.warns(FutureWarning, match="old name; use decay"):
+    with pytest.warns(FutureWarning, match="deprecated in diffusers; use decay"):
         EMAModel(model.parameters(), max_value=0.8)
     with pytest.raises(InvalidValueError, match=r"EMAModel\(beta\).*no such argument"):
         EMAModel(model.parameters(), beta=0.8)

@@ -202,7 +202,7 @@ def test_what_an_accelerator_of_the_plan_puts_in_place_is_said():
         for (_, weight), average in zip(weights, averages, strict=True):
             torch.testing.assert_close(average, torch.lerp(weight, torch.full_like(weight, 0.5), d))
         assert "already has an engine" in error_of(lambda: run.attach(model))
-        assert "differ from the engine's parameters" in error_of(lambda: register(other))
+        assert "do not match the engine's parameters" in error_of(lambda: register(other))
         assert accelerator.gradient_accumulation_steps == 2
         explained = run.engine.explain()
         for said in ("SGD(lr=0.5)", "ConstantLR", "pre_hook", "Accelerator.gradient_accumulation"):

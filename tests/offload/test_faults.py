@@ -106,7 +106,7 @@ def test_a_root_deleted_under_a_living_run_is_one_clear_error(tmp_path):
     root = tmp_path / "swap"
     ((kind, said, reached),) = run_ranks(fails, str(root), str(tmp_path / "none"), "step 0")
     assert kind == "OffloadError"
-    assert "this run's swap folder was deleted during the run" in said
+    assert "the swap folder was deleted during the run" in said
     assert "end" not in reached
 
 

@@ -415,7 +415,7 @@ class TestRanks:
         with self.lease(tmp_path, wire, 0) as first:
             other = self.lease(tmp_path, wire, 1, plan=swapping_plan(lr=3e-4, world_size=2))
             with pytest.raises(
-                OffloadError, match="rank 1 has a different plan than rank 0"
+                OffloadError, match="rank 1 has a different plan from rank 0"
             ) as caught:
                 other.__enter__()
             assert "optimizer.params.lr: rank 0: 0.0001, rank 1: 0.0003" in caught.value.reason
@@ -428,7 +428,7 @@ class TestRanks:
             wire.text = wire.text.split()[0]
             other = self.lease(tmp_path, wire, 1, plan=swapping_plan(lr=3e-4, world_size=2))
             with pytest.raises(
-                OffloadError, match="rank 1 has a different plan than rank 0"
+                OffloadError, match="rank 1 has a different plan from rank 0"
             ) as caught:
                 other.__enter__()
             (record,) = tmp_path.glob("*/rank0.json")
@@ -489,6 +489,6 @@ class TestPlatforms:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
         monkeypatch.setattr(fcntl, "flock", unsupported)
-        with pytest.raises(OffloadError, match="offers no file locks"):
+        with pytest.raises(OffloadError, match="does not support file locks"):
             OffloadManager(root=tmp_path).lease(swapping_plan()).__enter__()
         assert list(tmp_path.iterdir()) == []

@@ -63,7 +63,7 @@ def test_a_file_as_parent_is_refused(tmp_path):
 
 def test_a_link_to_nothing_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "unmounted")
-    assert "symbolic link without a target" in refused(tmp_path / "link")
+    assert "symbolic link to a missing target" in refused(tmp_path / "link")
     assert not (tmp_path / "unmounted").exists()
 
 

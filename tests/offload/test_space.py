@@ -130,7 +130,7 @@ def test_what_another_run_will_write_is_taken(small):
     reserved = swap_needs(plan).of("param", "optimizer").nbytes
     with OffloadManager(root=small).lease(plan) as first:
         (first.path / "half.swp").write_bytes(b"x" * 3 * MIB)
-        with pytest.raises(OffloadError, match="reserved by other runs"):
+        with pytest.raises(OffloadError, match="other runs have reserved"):
             OffloadManager(root=small).lease(swapping_plan(model=facts(700_000))).__enter__()
         assert reserved > 7 * MIB
         assert [path.name for path in small.iterdir()] == [first.path.name]

@@ -88,7 +88,7 @@ def test_a_place_that_does_not_exist_is_refused():
 
 
 def test_a_model_without_hidden_matrices_is_an_error(resolve):
-    with pytest.raises(OptimizerError, match="Muon can update no parameter of this model"):
+    with pytest.raises(OptimizerError, match="no parameter of this model is selected for Muon"):
         resolve(shapes=SHAPES[:1])
 
 

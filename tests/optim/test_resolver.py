@@ -387,7 +387,7 @@ def test_zerotunes_own_implementation_is_a_recorded_decision(resolve, decisions_
         "zerotune",
     )
     (decision,) = decisions_for(resolution, "optimizer.implementation")
-    assert "only has a CUDA kernel" in decision.reason
+    assert "has only a CUDA kernel" in decision.reason
 
 
 def test_what_sets_its_own_pace_gets_no_schedule_unless_asked(resolve, monkeypatch):

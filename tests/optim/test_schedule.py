@@ -263,7 +263,7 @@ def test_whole_floats_are_counts(schedule):
 def test_one_value_per_group_is_unpacked_and_more_are_refused(schedule):
     resolution = schedule("WarmupLR", {"warmup_max_lr": [1e-4], "warmup_num_steps": 10})
     assert resolution.scheduler.params["warmup_max_lr"] == 1e-4
-    with pytest.raises(InvalidValueError, match="one group"):
+    with pytest.raises(InvalidValueError, match="one parameter group"):
         schedule("WarmupLR", {"warmup_max_lr": [1e-4, 1e-5]})
 
 

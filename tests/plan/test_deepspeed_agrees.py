@@ -213,7 +213,7 @@ def test_the_places_of_the_offload_keys_are_deepspeeds(deepspeed):
         here = set(deepspeed[place]) - set(deepspeed[other])
         for key in here & names(OffloadSection):
             config = {"zero_optimization": {other: {key: "auto" if key != "ratio" else 1.0}}}
-            with pytest.raises(ValueError, match=f"belongs to {place}"):
+            with pytest.raises(ValueError, match=f"move it to {place}"):
                 DeepSpeedPlan.from_dict(config)
 
 

@@ -38,7 +38,7 @@ def findings(config):
         ({"offload_optimizer": {"device": "cpu"}}, "'zero_optimization.offload_optimizer'"),
         ({"stage": 2}, "'zero_optimization.stage'"),
         ({"reduce_bucket_size": 1}, "'zero_optimization.reduce_bucket_size'"),
-        ({"mixed_precision": "bf16"}, '"bf16": {"enabled": true}'),
+        ({"mixed_precision": "bf16"}, "set bf16.enabled to true"),
         ({"fp16": {"enabled": True, "loss_scale": "dynamic"}}, "(0 means dynamic)"),
         ({"zero_optimization": 2}, 'write {"stage": 2}'),
         ({"zero_optimization": "3"}, 'write {"stage": 3}'),
@@ -86,7 +86,7 @@ def test_an_argument_too_many_never_gets_an_empty_fix(name):
     resolved = plan.resolve(platform=Platform.synthetic("cuda"))
     text = message(lambda: OptimizerResolver().settled(resolved))
     assert text.endswith(
-        "Fix: remove it: it accepts no arguments." if name == "constant" else "_type."
+        "Fix: remove it: constant accepts no arguments." if name == "constant" else "_type."
     )
 
 

@@ -69,7 +69,7 @@ def test_the_configuration_stands_before_the_run_and_says_so(config, used):
 def test_a_cpu_that_would_emulate_bf16_says_so():
     (decision,) = decide(AUTO, CPU)[1]
     assert (decision.key, decision.after) == ("precision", "fp32")
-    assert "would emulate" in decision.reason
+    assert "emulated bf16" in decision.reason
     off = {"bf16": {"enabled": False}, "fp16": {"enabled": "auto"}}
     assert decide(off, CPU)[1][0].reason == "the configuration disables bf16"
 

@@ -87,7 +87,7 @@ def test_evolving_a_section_runs_its_checks_again():
 def test_sections_made_in_code_take_canonical_values_only():
     with pytest.raises(InvalidValueError, match="reduce_bucket_size"):
         ZeroSection(reduce_bucket_size=2e8)
-    with pytest.raises(UnknownKeyError, match="belongs to offload_param"):
+    with pytest.raises(UnknownKeyError, match="move it to offload_param"):
         ZeroSection(offload_optimizer=OffloadSection(device="nvme", buffer_size=5))
     with pytest.raises(InvalidValueError, match="must be a Bf16Section"):
         DeepSpeedPlan(bf16={"enabled": True})
@@ -201,7 +201,7 @@ def test_comments_in_a_file_are_a_warning(tmp_path):
     plan = DeepSpeedPlan.from_json(file)
     assert plan.stage == 2
     assert [d.severity for d in plan.decisions] == ["warning"]
-    assert "trailing comma at line 1, column 34" in plan.decisions[0].before
+    assert "trailing comma at line 1, column 34" in plan.decisions[0].reason
 
 
 def test_json_text_is_read_like_a_file(reference_a):

@@ -212,7 +212,7 @@ def test_nvme_needs_a_folder_before_it_is_rendered():
 
 def test_a_folder_for_a_part_that_does_not_swap_is_refused(tmp_path):
     resolved = resolve("reference_a_cuda", tmp_path)
-    with pytest.raises(InvalidValueError, match="does not swap"):
+    with pytest.raises(InvalidValueError, match="does not use NVMe"):
         resolved.with_nvme_path(optimizer="/x")
     assert resolved.with_nvme_path() == resolved
 

@@ -155,7 +155,7 @@ def test_a_file_that_switches_deepspeed_off_trains_at_stage_0(off, key):
     assert (plan.stage, plan.precision) == (0, "bf16")
     (found, _) = plan.decisions
     assert (found.key, found.severity) == (key, "warning")
-    assert "trains without DeepSpeed" in found.reason
+    assert "train without DeepSpeed" in found.reason
 
 
 WITHOUT = {
@@ -177,7 +177,7 @@ def test_a_trainers_file_without_deepspeed_is_told_so_once(dashes, tmp_path, cap
     with pytest.raises(InvalidValueError) as caught:
         DeepSpeedPlan.load(file)
     (error,) = caught.value.each()
-    assert "it trains without DeepSpeed" in error.reason
+    assert "training without DeepSpeed" in error.reason
     assert 'add "deepspeed_config": {"zero_optimization"' in error.fix
     assert cli.main(["plan", "check", str(file)]) == 1
     assert "config.json: 1 error at" in capsys.readouterr().out

@@ -315,5 +315,5 @@ def test_what_accelerate_reads_in_a_block_only_is_told_where_it_trains_without_d
     document = plan_document(plan, "accelerate", lossy=["deepspeed_hostfile"])
     assert "deepspeed_hostfile" not in document.text
     assert [(each.key, each.before) for each in document.decisions] == [
-        ("launch", "deepspeed_hostfile")
+        ("launch.deepspeed_hostfile", None)
     ]

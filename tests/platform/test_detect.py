@@ -406,7 +406,7 @@ class TestEnvironment:
         found = detect(environment={"DS_ACCELERATOR": requested})
 
         assert not found.deepspeed.available
-        assert "not a name that DeepSpeed knows" in found.deepspeed.reason
+        assert "not an accelerator that DeepSpeed supports" in found.deepspeed.reason
 
 
 class TestMemoryAndCores:

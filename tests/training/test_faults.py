@@ -189,7 +189,7 @@ def test_the_watchdog_finds_a_stopped_rank_without_its_last_word(tmp_path, lost)
         run_ranks(faulty.losing, str(tmp_path), lost, faulty.STOP, True, world_size=2)
     pid, message = (tmp_path / "pid").read_text(), (tmp_path / "ended").read_text()
     assert message.startswith(
-        f"rank {lost} stopped or exited without an error and the other ranks wait"
+        f"rank {lost} stopped or exited without an error, and the other ranks are waiting"
     )
     assert f"rank {lost} is stopped (process {pid}); it was" in message
     assert "kill -CONT" in message
@@ -201,7 +201,7 @@ def test_no_watchdog_takes_another_one_that_ended_its_rank_for_the_fault(tmp_pat
     for rank in (0, 2):
         message = (tmp_path / f"ended-{rank}").read_text()
         assert message.startswith(
-            "rank 1 stopped or exited without an error and the other ranks wait"
+            "rank 1 stopped or exited without an error, and the other ranks are waiting"
         )
 
 

@@ -159,7 +159,7 @@ def no_batch(model: Any, generator: Any) -> torch.Tensor:
         ("non_finite", "skip", r"is not a valid NonFinitePolicy.*SkipNonFinite\(\)"),
         ("non_finite", SkipNonFinite, "is a class"),
         ("activations", True, r"ActivationOffload\(\)"),
-        ("offload", "cpu", r"set what is offloaded in the plan"),
+        ("offload", "cpu", r"set what to offload in the plan"),
         ("run", {"steps": 3}, "RunFacts"),
         ("platform", "cuda", r"detect_platform\(\)"),
         ("plan", None, "is not a plan"),
@@ -236,7 +236,7 @@ def test_a_plan_is_built_with_a_name_and_a_rate() -> None:
         ({"optimizer": "AdmaW"}, "did you mean AdamW"),
         ({"optimizer": torch.optim.AdamW}, 'write optimizer="AdamW", lr='),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, 'write optimizer="SGD"'),
-        ({"optimizer": section, "lr": 1e-4}, "lr = 0.0001: the optimizer's params have one too"),
+        ({"optimizer": section, "lr": 1e-4}, "lr = 0.0001: is also set in the optimizer's params"),
         ({"optimizer": None, "lr": 1e-4}, "no optimizer is set"),
     ]
     for arguments, words in refused:
@@ -260,7 +260,7 @@ def test_a_model_of_texts_or_labels_is_not_trained_without_an_objective_for_it()
 @pytest.mark.parametrize(
     ("sample", "words"),
     [
-        (PICTURE, r"PreparedImages over DatasetImages\(dataset, image=lambda"),
+        (PICTURE, r"PreparedImages\(DatasetImages\(dataset, image=lambda"),
         ((PICTURE, 3), r"tuple of Image, int.*DatasetImages\(dataset, image=0"),
         ((IMAGES[0], 3), r'tuple of Tensor, int.*"images".*ImageTensors'),
         (IMAGES[0], r"ImageTensors\(images="),

@@ -100,7 +100,7 @@ def test_when_memory_runs_out_the_error_names_what_fits(kind):
     message = found["message"]
     assert f"{kind} memory ran out in forward of optimizer step 2" in message
     assert "the plan expected" in message
-    assert "this process held up to" in message
+    assert "this process used up to" in message
     assert found["step"] == 1
     cause = {"device": "OutOfMemoryError", "host": "RuntimeError"}[kind]
     assert found["cause"] == cause
@@ -131,7 +131,7 @@ def test_blocks_are_recomputed_where_the_memory_demands_it(data, monkeypatch):
     plenty = Engine(vram=2**36)
     (decision,) = set_recomputing(plenty, data, "auto")
     assert decision.after is False
-    assert "exceed any model's activations at 256 input positions" in decision.reason
+    assert "more than any model's activations need at 256 input positions" in decision.reason
     needed = 291_216
     for room, wanted in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr(activations, "_room", lambda _engine, room=room: room)

@@ -49,7 +49,7 @@ def test_the_plan_that_fits_is_ready_to_paste():
     text = str(found)
     assert "device memory ran out in backward of optimizer step 12 (CUDA out of memory." in text
     assert "the plan expected 53.11 GiB in the optimizer step" in text
-    assert "this process can have 24.00 GiB" in text
+    assert "this process can use up to 24.00 GiB" in text
     call = text.split("Trainer(plan=")[1].rstrip(".").removesuffix(")")
     call = call.removesuffix(", gradient_checkpointing=True")
     pasted = eval(call, {"DeepSpeedPlan": DeepSpeedPlan})
@@ -78,7 +78,7 @@ def test_when_nothing_fits_it_says_what_would():
 def test_memory_that_the_plan_does_not_take_is_not_blamed_on_it():
     found = told(MemoryError(), situation(ram=512))
     assert "host memory ran out" in str(found)
-    assert "check whether other processes" in str(found)
+    assert "is used by other processes" in str(found)
     assert found.plan is None
 
 

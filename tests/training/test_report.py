@@ -91,7 +91,7 @@ def test_the_prediction_lies_beside_what_was_measured():
     assert list(rows) == ["forward", "backward", "optimizer", "ema", "step"]
     assert rows["step"] == [f"{1000 * found.predicted.seconds:.1f} ms", "500.0 ms"]
     assert rows["forward"][1] == "125.0 ms"
-    assert "predicted and measured, per step; rates: catalogued" in found.render()
+    assert "predicted and measured time per step (rates: catalogued" in found.render()
     assert found.to_dict()["predicted"]["seconds"] == found.predicted.seconds
 
 

@@ -74,7 +74,7 @@ def test_messages_name_everyone():
     assert "different places" in text
     assert "raise Watchdog(timeout_s=...)" in _message([beat(0, 9), beat(1, 9)], 2, 8)
     failed = _message([beat(0, 9), beat(1, 0, failed="ValueError: no")], 2, 8)
-    assert failed.startswith("rank 1 failed and the other ranks wait for it")
+    assert failed.startswith("rank 1 failed, and the other ranks are waiting")
     assert "rank 1 failed: ValueError: no; it was in forward of a.b at step 12" in failed
 
 

@@ -19,11 +19,12 @@ _FIXES: Final = {
         (errno.ENOSPC, errno.EDQUOT), "free space on this disk, or choose a different disk"
     ),
     **dict.fromkeys(
-        (errno.EACCES, errno.EPERM), "give this user access to the path, or choose a different path"
+        (errno.EACCES, errno.EPERM),
+        "give the current user access to the path, or choose a different path",
     ),
     errno.EROFS: "choose a path on a writable file system",
     errno.ENOENT: "check the path",
-    errno.EIO: "check the kernel's log, because the disk may be failing",
+    errno.EIO: "check the kernel log: the disk may be failing",
 }
 
 

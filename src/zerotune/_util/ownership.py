@@ -229,11 +229,11 @@ class OwnerRecord:
             # One kernel mounts such a disk at a time, so its locks reach every user of it.
             return None
         if not self.owner.visible():
-            seen = f" (which its owner saw as {self.filesystem})" if self.filesystem else ""
+            seen = f" (which the owner saw as {self.filesystem})" if self.filesystem else ""
             return (
-                f"the lock was taken on host {self.owner.host}, in a different container or before "
-                f"a restart, and locks on {kind or 'this file system'}{seen} do not prove that the "
-                "owner has ended"
+                f"the owner took the lock on host {self.owner.host} (in a different container, or "
+                f"before a restart), and on {kind or 'this file system'}{seen} a free lock does "
+                "not prove that the owner has ended"
             )
         return None
 

@@ -228,7 +228,10 @@ _UNITS: Final[dict[str, int]] = {
 }
 _SHOWN_UNITS: Final = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 _LARGEST_SIZE: Final = 2**63 - 1
-_FORMS: Final = 'write a size such as "12GiB" (2^30 bytes each) or "24 GB" (10^9), or whole bytes'
+_FORMS: Final = (
+    'write a size such as "12GiB" (2^30 bytes per GiB) or "24 GB" (10^9 bytes per GB), or a '
+    "whole number of bytes"
+)
 # No exponents: "1e999999999 GB" would take for ever to multiply out.
 _WRITTEN_SIZE: Final = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)", re.ASCII)
 
@@ -248,7 +251,7 @@ def parse_size(value: int | float | str, *, key: str) -> int:
     """
     reason, nbytes = _read_size(value)
     if reason is None and not 0 <= nbytes <= _LARGEST_SIZE:
-        reason = "is not an amount of memory"
+        reason = "is not between 0 and 2^63 - 1 bytes"
     if reason is not None:
         raise InvalidValueError(reason, key=key, value=value, fix=_FORMS)
     return nbytes

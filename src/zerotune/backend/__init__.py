@@ -1,1 +1,1 @@
-"""Engines, verification and master weights: all code that uses deepspeed and accelerate."""
+"""Engines, verification and master weights. All code that uses deepspeed or accelerate is here."""

@@ -1,10 +1,10 @@
-"""A model's adapters: names of their tensors in the model and in files, and initial values.
+"""Adapter tensors of a model: their names in the model and in files, and their initial values.
 
 Adapters follow peft: a layer ``X`` becomes ``X.base_layer``, with factors ``X.lora_A.<adapter>``,
-``X.lokr_w1.<adapter>`` and so on. This module only parses names and does not import peft.
-diffusers and peft use the model's layer names. ComfyUI and kohya use those of the model's original
-publication, where one layer may combine three projections. diffusers' ``lora_state_dict`` reads
-the files, and also checks each written file before it gets its final name.
+``X.lokr_w1.<adapter>`` and so on. This module parses these names without importing peft. diffusers
+and peft use the model's own layer names. ComfyUI and kohya use the layer names of the original
+release, where one layer may combine three projections. zerotune reads such files with diffusers'
+``lora_state_dict``, and checks each LoRA export with it before writing the file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PARAMETER: Final = re.compile(
 _EMPTYING: Final = re.compile(r"lora_B|lora_embedding_A|lokr_\w+|hada_\w+|oft_R|oft_embedding_R")
 """Factors that disable the whole adapter while they are zero."""
 BASE: Final = "base_layer"
-"""peft's attribute name of the layer that an adapter wraps."""
+"""Name of the attribute under which peft stores the wrapped layer."""
 
 
 @attrs.frozen(kw_only=True)
@@ -170,7 +170,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 def adapter_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield name and module of each layer that an adapter wraps."""
+    """Yield the name and the module of each layer that an adapter wraps."""
     for name, module in model.named_modules():
         if hasattr(module, BASE) and hasattr(module, "adapter_layer_names"):
             yield name, module
@@ -183,9 +183,9 @@ LORA_FILE: Final = "pytorch_lora_weights.safetensors"
 """File name that diffusers expects in a LoRA folder."""
 PEFT_FILE: Final = "adapter_model.safetensors"
 PEFT_CONFIG: Final = "adapter_config.json"
-"""File name of the configuration that peft expects in an adapter folder."""
+"""Name of the configuration file that peft expects in an adapter folder."""
 SETTINGS: Final = "lora_adapter_metadata"
-"""Header key under which diffusers stores rank, alpha and further settings."""
+"""Header key under which diffusers stores the rank, alpha and other settings."""
 
 _COMFYUI: Final = "diffusion_model."
 _KOHYA: Final = "lora_unet_"
@@ -280,20 +280,22 @@ class Factors:
 
 @attrs.frozen
 class Published:
-    """Layer names of a model's original publication; ComfyUI and kohya use these names."""
+    """Layer names of a model's original release, which ComfyUI and kohya use."""
 
     pipeline: str
     """Name of the diffusers pipeline whose ``lora_state_dict`` reads files with these names."""
     layouts: tuple[Layout, ...]
     """File formats that the pipeline reads."""
     layers: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
-    """Original name to diffusers' names, with ``#`` for a block's number. Several diffusers layers
-    are joined along the outputs. If empty, both names are equal."""
+    """Maps each original name to diffusers' names, with ``#`` for a block's number. If a name maps
+    to several diffusers layers, the original layer concatenates their outputs. Empty if diffusers
+    uses the original names."""
     reader: Layout | None = attrs.field(default=None, kw_only=True)
-    """Format to convert files to before diffusers reads them; ``None``: no conversion needed."""
+    """Format to which files are converted before diffusers reads them; ``None`` for no
+    conversion."""
 
     def theirs(self, layer: str) -> tuple[str, tuple[str, ...]]:
-        """Return a layer's original name, and the diffusers layers that the original layer joins.
+        """Return the name of the original layer, and all diffusers layers that it combines.
 
         Args:
             layer: Name of the layer in diffusers.
@@ -354,7 +356,7 @@ class Published:
 
 
 def numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
-    """Replace the first number in a dotted name by ``#``; return the pattern and the number.
+    """Replace the first number in a dotted name with ``#``; return the pattern and the number.
 
     Args:
         layer: Name of a layer.
@@ -368,7 +370,7 @@ def numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
 
 
 def with_number(pattern: str, number: str | None) -> str:
-    """Replace ``#`` in a pattern by a number."""
+    """Replace ``#`` in a pattern with a number."""
     return pattern if number is None else pattern.replace("#", number, 1)
 
 
@@ -502,7 +504,7 @@ PUBLISHED: Final[Mapping[str, Published]] = {
     "HiDreamImageTransformer2DModel": Published("HiDreamImagePipeline", _COMFYUI_ALONE),
     "Krea2Transformer2DModel": Published("Krea2Pipeline", _COMFYUI_ALONE, _KREA_2),
 }
-"""Original names by the model's class name."""
+"""Original layer names, by the model's class name."""
 
 _TEXT_ENCODERS: Final = Published("StableDiffusionXLPipeline", ("kohya",))
 
@@ -546,15 +548,16 @@ def write_lora(
     """Return the tensors of a LoRA file in ComfyUI's or kohya's format.
 
     kohya's format stores the factors unchanged, with an ``alpha`` in fp32. ComfyUI's format has no
-    scale, so the scale is multiplied into the second factor before the cast to ``dtype``.
+    field for the scale, so the scale is multiplied into the second factor before the cast to
+    ``dtype``.
 
     Args:
         layers: Trained factors in fp32, by the layer's name.
         model: The model that contains the layers.
         form: Format, ``"comfyui"`` or ``"kohya"``.
         component: Name of the model in its pipeline, such as ``"transformer"``.
-        outputs: Called with the name of an untrained layer that the format joins with trained
-            layers; returns the layer's number of outputs.
+        outputs: Function that takes a layer's name and returns the layer's number of outputs. It is
+            called for untrained layers that the format joins with trained ones.
         dtype: Dtype of the file's tensors.
     """
     known = published(model, form, component)
@@ -583,11 +586,11 @@ def write_lycoris(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a LoKr or LoHa file in ComfyUI's or LyCORIS' format.
 
-    LyCORIS scales a factorised product by ``alpha / rank``. A LoKr of two unfactorised matrices
-    has no scale, so the scale is multiplied into the first matrix.
+    LyCORIS scales a factorised product by ``alpha / rank``. The format cannot store the scale
+    of a LoKr of two unfactorised matrices, so the scale is multiplied into the first matrix.
 
     Args:
-        layers: Trained tensors in fp32, by the layer's name and peft's name of the factor.
+        layers: Trained tensors in fp32, by layer name and then by peft's name of the factor.
         model: The model that contains the layers.
         form: Format, ``"comfyui"`` or ``"kohya"``.
         component: Name of the model in its pipeline, such as ``"transformer"``.
@@ -600,7 +603,8 @@ def write_lycoris(
         theirs, ours = known.theirs(layer)
         if len(ours) > 1:
             raise CheckpointMismatchError(
-                f"this format joins the layer into {theirs}, which LoKr and LoHa cannot represent",
+                f"this format joins the layer with others into {theirs}, but LoKr and LoHa cannot "
+                "represent joined layers",
                 key=layer,
                 fix='train LoRA, or export with layout="peft"',
             )
@@ -682,7 +686,7 @@ def _joined_factors(
 
 @attrs.frozen(kw_only=True)
 class Read:
-    """A LoRA file of another trainer, converted to diffusers' names."""
+    """A LoRA file from another trainer, converted to diffusers' names."""
 
     tensors: dict[str, torch.Tensor]
     """Tensors by diffusers' names, such as ``<component>.<layer>.lora_A.weight``."""
@@ -735,21 +739,23 @@ def read_others(
     component: str,
     pipeline: Any = None,
 ) -> Read:
-    """With diffusers' ``lora_state_dict``, convert a LoRA file to diffusers' names.
+    """Convert a LoRA file to diffusers' names with diffusers' ``lora_state_dict``.
 
     Args:
         state: The file's tensors, by their names in the file.
         model: The model that the LoRA is for.
         component: Name of the model in its pipeline, such as ``"transformer"``.
-        pipeline: A pipeline or its class; default: the known pipeline of the model's class.
+        pipeline: A pipeline or its class; default: the one that zerotune knows for the model's
+            class.
     """
     kind, known = type(model).__name__, _publication(model, component)
     if known is None and pipeline is None:
         raise CheckpointMismatchError(
-            f"the file does not use diffusers' names, and zerotune knows no other format of {kind}",
+            f"the file does not use diffusers' names, and {kind} has no other format that zerotune "
+            "knows",
             key="adapters",
             value=next(iter(state), None),
-            fix="pass pipeline=, a pipeline whose load_lora_weights reads the file",
+            fix="set pipeline= to a pipeline whose load_lora_weights reads the file",
         )
     plain = None if known is None else _plain_lycoris(state, known, model, component)
     if plain is not None:
@@ -822,7 +828,7 @@ def compare(
 ) -> bool:
     """Check that a file contains the trained factors; return whether they match bit for bit.
 
-    Columns of zeros are ignored, because joined layers contain such columns.
+    Zero columns are ignored, because joined layers contain them.
 
     Args:
         read: The file as diffusers reads it.
@@ -842,11 +848,13 @@ def compare(
         exact = exact and same
     for name, extra in there.items():
         if bool(extra.up.any()) and bool(extra.down.any()):
-            raise _differs(name, f"{read.reader} reads this layer, which was not trained")
+            raise _differs(name, f"{read.reader} finds this layer, although it was not trained")
     return exact
 
 
 def _differs(layer: str, reason: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(
-        reason, key=layer, fix='export with layout="diffusers"; every tool can convert this format'
+        reason,
+        key=layer,
+        fix='export with layout="diffusers", which uses the layer names of diffusers',
     )

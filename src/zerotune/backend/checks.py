@@ -29,7 +29,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 
 
 def checked_dtype(dtype: str | torch.dtype, *, key: str = "dtype") -> torch.dtype:
-    """Return the torch dtype for a torch dtype, or for a dtype's name in zerotune.
+    """Convert zerotune's name for a dtype to the torch dtype; return a torch dtype unchanged.
 
     Args:
         dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a floating-point torch dtype.
@@ -71,21 +71,21 @@ def check_quantized(model: torch.nn.Module, plan: ResolvedPlan) -> None:
             "store weights in the plan's precision",
             key="zero_optimization.offload_param.device",
             value=f"nvme, and {key} is {storage}",
-            fix='write "cpu"; a quantized base needs little host memory',
+            fix='write "cpu"; a quantized base model needs little host memory',
         )
 
 
 def is_torchao(parameter: torch.Tensor) -> bool:
-    """Return whether a weight is a torchao tensor; its ``dtype`` is that of the decoded values."""
+    """Return whether a weight is a torchao tensor, whose ``dtype`` describes dequantized values."""
     return type(parameter).__module__.partition(".")[0] == "torchao"
 
 
 def check_model_dtype(model: torch.nn.Module, plan: ResolvedPlan) -> None:
-    """Raise an error if the plan trains in fp32, but bf16 or fp16 weights would not be cast.
+    """Raise an error if the plan trains in fp32 but would not cast bf16 or fp16 weights.
 
-    DeepSpeed casts a model to bf16 or fp16, and at stage 3 to fp32. Below stage 3, an fp32 plan
-    does not cast weights, and a layer with fp32 inputs fails with "mat1 and mat2 must have the
-    same dtype".
+    DeepSpeed casts a model to bf16 or fp16 at every stage, but to fp32 only at stage 3. Below stage
+    3, an fp32 plan leaves half-precision weights as they are, and their layers fail on fp32 inputs
+    with "mat1 and mat2 must have the same dtype".
 
     Args:
         model: The model.
@@ -117,7 +117,7 @@ COMPARED_ARGUMENTS = ("lr", "betas", "eps", "weight_decay", "momentum", "use_muo
 
 @attrs.frozen(kw_only=True)
 class RunningGroup:
-    """Arguments and members of one parameter group."""
+    """Optimizer arguments and parameter names of one parameter group."""
 
     params: Mapping[str, Any]
     """Arguments by name."""
@@ -135,7 +135,7 @@ class RunningGroup:
         Args:
             group: The entry.
             members: The group's parameters.
-            names: Dotted names by the parameters' ``id``.
+            names: Dotted names, by the ``id`` of the parameter.
         """
         return cls(
             params={key: group[key] for key in COMPARED_ARGUMENTS if key in group},
@@ -150,8 +150,8 @@ def expected_groups(
 ) -> tuple[RunningGroup, ...]:
     """Return the parameter groups that the running engine must have.
 
-    The result contains the plan's groups. With mup, the result contains the groups of ``client``
-    instead, because mup divides groups by width when its optimizer is created.
+    These are the plan's groups. With mup, they are the groups of ``client`` instead, because mup
+    splits groups by width when it creates its optimizer.
 
     Args:
         choice: The plan's optimizer.
@@ -214,7 +214,7 @@ class Checks:
         steps_taken: int = 0,
         groups: Sequence[RunningGroup] = (),
     ) -> None:
-        """Compare the class and every group's lr, betas, eps, weight decay and decay mode.
+        """Compare the class, the decay mode, and each group's lr, betas, eps and weight decay.
 
         Args:
             choice: The plan's optimizer.
@@ -309,12 +309,12 @@ class Checks:
             f"the engine that {engine} built differs from the plan ({differences})",
             key=first.key,
             value=first.actual,
-            fix="change these settings of the plan, or report a bug; training has not started",
+            fix="change these settings in the plan, or report a bug; training has not started",
         )
 
 
 def check_alike(plan: ResolvedPlan, model: torch.nn.Module, group: ProcessGroup) -> None:
-    """Raise an error that lists all differences of model and plan between ranks. Collective.
+    """Raise an error that lists any differences between the ranks' models or plans. Collective.
 
     Args:
         plan: The resolved plan.
@@ -332,7 +332,7 @@ def check_alike(plan: ResolvedPlan, model: torch.nn.Module, group: ProcessGroup)
 
 
 def check_same_plan(plan: ResolvedPlan, group: ProcessGroup) -> None:
-    """Raise an error with key and values if ranks have different plans. Collective.
+    """Raise an error that lists the differences if ranks have different plans. Collective.
 
     Args:
         plan: The resolved plan.
@@ -343,7 +343,7 @@ def check_same_plan(plan: ResolvedPlan, group: ProcessGroup) -> None:
 
 
 def weight_decay_mode(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return ``"decoupled"``, ``"l2"``, or ``None`` if the optimizer's mode is unknown.
+    """Return an optimizer's decay mode, ``"decoupled"`` or ``"l2"``; ``None`` if it is unknown.
 
     Args:
         optimizer: The optimizer.

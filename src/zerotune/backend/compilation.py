@@ -1,10 +1,11 @@
-"""``torch.compile`` in a way that works with every ZeRO stage.
+"""Apply ``torch.compile`` in a way that works at every ZeRO stage.
 
 zerotune compiles a module's ``forward``, not its ``__call__``, so that hooks stay outside the
 graph; stage 3 gathers and releases weights in hooks. Below stage 3, the whole model can be one
-graph. At stage 3, a graph must not contain modules that gather their own weights, so the plan's
-leaf modules are compiled one by one: DeepSpeed gathers each of them as a whole. Compiling
-``__call__`` would break the graph at every hook, 61 times for a U-Net of 50,000 parameters.
+graph. At stage 3, a graph must not contain modules that gather their own weights, so zerotune
+compiles the plan's leaf modules one by one; DeepSpeed gathers each leaf module as a whole.
+Compiling ``__call__`` would break the graph at every hook: 61 graph breaks for a U-Net of 50,000
+parameters.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ _compiled_for: weakref.WeakKeyDictionary[Any, Compiled] = weakref.WeakKeyDiction
 
 @attrs.frozen(kw_only=True)
 class Compilation:
-    """Options of compiling; all fields except ``blocks`` are arguments of ``torch.compile``."""
+    """Compile options; all fields except ``blocks`` are arguments of ``torch.compile``."""
 
     blocks: tuple[str, ...] | None = attrs.field(
         default=None, converter=attrs.converters.optional(tuple)
     )
     """Classes of blocks to compile one by one, such as ``("BasicTransformerBlock",)``; ``()``
-    compiles the whole model. Default: the repeated blocks that diffusers declares for the model,
-    or the whole model."""
+    compiles the whole model. Default: the repeated blocks that diffusers declares for the model; if
+    it declares none, the whole model."""
     backend: str = "inductor"
     mode: str | None = None
     dynamic: bool | None = None
@@ -52,7 +53,7 @@ class Compilation:
 
     @classmethod
     def of(cls, wanted: bool | Mapping[str, Any] | Compilation) -> Compilation | None:
-        """Return the options for a value of ``compile=``.
+        """Convert a value of ``compile=`` to options.
 
         Args:
             wanted: ``False`` (returns ``None``), ``True`` (defaults), a mapping, or options.
@@ -110,8 +111,8 @@ class Compilation:
             f"{f'only {have}' if have else 'none for this model'}",
             key=KEY,
             value=self,
-            fix="add classes of blocks with positional inputs to zero_optimization.leaf_module."
-            f"classes in the plan, such as {_repeated_classes(model)}",
+            fix="add classes of blocks with positional inputs, such as "
+            f"{_repeated_classes(model)}, to zero_optimization.leaf_module.classes in the plan",
         )
 
     def _check_toolchain(self, plan: ResolvedPlan) -> None:
@@ -123,7 +124,7 @@ class Compilation:
         elif self.backend == "inductor" and plan.platform.accelerator == "cpu":
             compiler = os.environ.get("CXX", "g++")
             if shutil.which(compiler) is None and shutil.which("clang++") is None:
-                reason = f"inductor needs a C++ compiler on a CPU, and {compiler} is missing"
+                reason = f"inductor needs a C++ compiler on a CPU, but {compiler} is missing"
                 fix = "install a C++ compiler (apt install g++)"
         elif self.backend == "inductor" and importlib.util.find_spec("triton") is None:
             reason = "inductor needs triton, which is not installed"
@@ -136,7 +137,7 @@ class Compiled:
     """A model whose forward passes are compiled until ``undo`` is called.
 
     Args:
-        wanted: Options of compiling.
+        wanted: Compile options.
         model: The model, before or after the engine starts.
         plan: The resolved plan, which gives the stage and the leaf modules.
     """
@@ -189,7 +190,7 @@ class Compiled:
         return _graphs_and_breaks()[1] - self._before[1]
 
     def verify(self) -> Decision:
-        """After a training step, return a decision with the numbers of graphs and graph breaks.
+        """Return a decision with the numbers of graphs and breaks; call this after a training step.
 
         Raises:
             VerificationError: No graph was compiled.
@@ -227,7 +228,7 @@ class Compiled:
 
 
 def compiled_for(engine: Engine) -> Compiled | None:
-    """Return the compilation of an engine's model; ``None`` if it is not compiled.
+    """Return the ``Compiled`` object of an engine's model; ``None`` if the model is not compiled.
 
     Args:
         engine: The engine.

@@ -1,4 +1,4 @@
-"""Set OpenMP threads and cores of a rank whose optimizer runs on the CPU; restore them afterwards.
+"""Set a rank's OpenMP threads and CPU cores if its optimizer runs on the CPU; restore them later.
 
 torch and DeepSpeed's CPU optimizers share one OpenMP runtime (torch's ``libgomp``), so
 ``torch.set_num_threads`` applies to both. ``DataLoader`` workers use one thread each.
@@ -46,7 +46,7 @@ class ThreadFacts:
     threads: int
     """Number of torch's OpenMP threads."""
     defaults: frozenset[int]
-    """Possible defaults of torch: the physical or logical cores that this process may use."""
+    """Numbers of threads that torch may use by default, such as this process's number of cores."""
     environ: Mapping[str, str]
 
     @classmethod
@@ -66,7 +66,7 @@ class ThreadFacts:
 
     @property
     def chosen_by(self) -> str | None:
-        """The user's setting of the number of threads; ``None`` if the user did not set it."""
+        """How the user has set the number of threads; ``None`` if the user has not."""
         given = self.environ.get(VARIABLE)
         if given is not None and self.launcher is None:
             return f"{VARIABLE}={given} in the environment"
@@ -77,7 +77,7 @@ class ThreadFacts:
 
     @property
     def launcher(self) -> str | None:
-        """The launcher that has set one thread by default; ``None`` if there is none."""
+        """The launcher that set the number of threads to 1 by default; ``None`` if none did."""
         several = self.environ.get("LOCAL_WORLD_SIZE", self.environ.get("WORLD_SIZE", "1")) != "1"
         if self.environ.get(VARIABLE) != "1" or not several:
             return None
@@ -95,7 +95,7 @@ def cpu_threads(
 
     Args:
         plan: The resolved plan; nothing changes unless the model or the optimizer is on the CPU.
-        group: All ranks; ranks on the same host divide the host's cores.
+        group: Process group of all ranks; ranks on the same host share its cores.
         wanted: Number of threads; default: chosen automatically.
         workers: Number of data workers of this rank.
 

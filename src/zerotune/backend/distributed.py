@@ -51,7 +51,7 @@ _PULSE_S: Final = 1.0
 _SILENCE_S: Final = 5.0
 """Seconds without a heartbeat after which a rank counts as lost, once a collective has failed."""
 LOOK_S: Final = 0.5
-"""Seconds between two checks of whether the processes of missing ranks are alive."""
+"""Seconds between checks that the processes of missing ranks are still alive."""
 _NOBODY_SENDS: Final = 1 << 30
 """A tag that no message has."""
 _NO_START: Final = "all ranks arrived, but the process group could not start"
@@ -132,17 +132,17 @@ def communication_backend(accelerator: str) -> str:
 
 
 class ProcessGroup:
-    """The default process group of torch, with errors that name the missing rank.
+    """torch's default process group, with errors that name the missing rank.
 
     Args:
         backend: Backend such as ``"gloo"`` or ``"nccl"``, used if no group exists yet.
         launch: This process's rank and world size; default: read from the environment.
         timeout_s: Seconds after which a collective raises an error.
 
-    An existing group (the user's, or accelerate's) is used and never destroyed. All
-    ``ProcessGroup`` objects share a group that zerotune creates; closing the last object destroys
-    the group. Under a launcher the group lasts until the process exits, because a second rendezvous
-    in the launcher's store is unreliable.
+    An existing group (the user's, or accelerate's) is used and never destroyed. If zerotune creates
+    the group, all ``ProcessGroup`` objects share it, and closing the last of them destroys it.
+    Under a launcher the group lasts until the process exits, because a second rendezvous in the
+    launcher's store is unreliable.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class ProcessGroup:
 
     @classmethod
     def alone(cls) -> ProcessGroup:
-        """Return a group of this process only, without creating a torch process group."""
+        """Return a group of only this process, without creating a torch process group."""
         group = cls.__new__(cls)
         group._timeout = timedelta(seconds=_DEFAULT_TIMEOUT_S)
         group._owned = False
@@ -176,7 +176,7 @@ class ProcessGroup:
         return group
 
     def another(self) -> ProcessGroup:
-        """Return a group of the same processes with separate connections, for another thread.
+        """Return a group of the same processes for another thread, with separate connections.
 
         Collective: every rank must call it.
         """
@@ -229,7 +229,7 @@ class ProcessGroup:
         """Return rank ``source``'s value on every rank.
 
         Args:
-            value: Picklable value; ignored on the remaining ranks.
+            value: Picklable value; ignored on all ranks except ``source``.
             source: Rank whose value is sent.
             purpose: Name of the operation, for the error message.
         """
@@ -419,9 +419,9 @@ class ProcessGroup:
             looking.join()
 
     def close(self) -> None:
-        """Leave the group; the last user destroys a group that zerotune created. Repeatable.
+        """Leave the group; if zerotune created it, the last user destroys it. Repeatable.
 
-        Separate connections are closed at once, so a rank that waits on them notices.
+        Separate connections are closed at once, so that ranks waiting on them notice.
         """
         if self._control is not None:
             self._roll.close()
@@ -436,7 +436,7 @@ class ProcessGroup:
 def end_groups(groups: list[Any]) -> None:
     """Destroy gloo groups of this process, with their threads and file descriptors.
 
-    NCCL groups are not destroyed, because destroying them would wait for all ranks, even lost ones.
+    NCCL groups are left alone, because destroying one waits for all ranks, even lost ones.
 
     Args:
         groups: torch's groups; the list is emptied.
@@ -634,7 +634,7 @@ class DeepSpeedGroups:
         self._groups: list[Any] = []
 
     def join(self) -> None:
-        """Count an engine as a user of the groups until ``leave`` removes the engine."""
+        """Count an engine as a user of the groups until it calls ``leave``."""
         self._users += 1
 
     def leave(self) -> None:
@@ -891,7 +891,7 @@ def own_store(store: Any = None) -> Any:
 
 
 class Asking:
-    """Run functions with a timeout, because a function may call a store that has stopped."""
+    """Run functions with a timeout, because a function may call a store that no longer answers."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -904,7 +904,7 @@ class Asking:
     def ask(self, question: Callable[[], T], *, seconds: float) -> T | None:
         """Run a function in a thread and return its result; ``None`` if it fails or times out.
 
-        After a timeout the thread keeps running; no further function starts before the thread ends.
+        After a timeout the thread keeps running; no further function starts before it ends.
 
         Args:
             question: The function.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zerotune.plan.model import ResolvedPlan
 
 GONE: Final = "_zerotune_gone"
-"""Attribute of a module that lost its weights when its engine closed: the reason."""
+"""Name of the attribute that says why a module lost its weights when its engine closed."""
 
 E = TypeVar("E", bound="Engine")
 P = ParamSpec("P")
@@ -38,7 +38,7 @@ class StepOutcome:
     """Result of one call of ``Engine.step``."""
 
     applied: bool
-    """Whether the weights changed: at a boundary, unless the loss scale overflowed."""
+    """Whether the weights changed; true at a boundary unless the step was skipped."""
     boundary: bool
     """Whether the call ended an accumulation window of ``gradient_accumulation_steps`` calls."""
     grad_norm: float | None = None
@@ -54,7 +54,7 @@ class EngineState:
     micro_step: int
     """Number of micro batches."""
     skipped_steps: int
-    """Number of steps not applied: loss scale overflow, a non-finite gradient, or ``discard``."""
+    """Number of steps skipped by a loss scale overflow, a non-finite gradient or ``discard``."""
     scheduler: dict[str, Any]
     loss_scaler: dict[str, Any]
 
@@ -62,7 +62,7 @@ class EngineState:
 def naming_the_lost(
     method: Callable[Concatenate[E, P], R],
 ) -> Callable[Concatenate[E, P], R]:
-    """Wrap an engine's method so that its error names any rank that is lost during the call.
+    """Wrap an engine's method so that its errors name any rank lost during the call.
 
     Args:
         method: The method.
@@ -86,10 +86,10 @@ class Engine(Closing):
         outcome = engine.step()
 
     ``backward`` divides the loss by the accumulation steps. Call ``step`` once per micro batch; it
-    updates the weights at the end of an accumulation window. ``close`` releases the buffers, and
-    the process group if this engine created the group. After that, ``close`` closes ``resources``.
+    updates the weights at the end of an accumulation window. ``close`` releases the buffers and
+    then closes ``resources``, which include the engine's process group.
 
-    At its start, a subclass sets the private attributes below, and then verifies the running
+    When it starts, a subclass sets the private attributes below and then verifies the running
     engine.
     """
 
@@ -187,12 +187,12 @@ class Engine(Closing):
         If a gradient is not finite, the step is skipped, even where DeepSpeed would not skip it.
 
         Raises:
-            EngineError: ``backward`` was not called before.
+            EngineError: ``backward`` has not been called since the last step.
         """
 
     @abstractmethod
     def discard(self) -> None:
-        """Instead of the last ``step`` of an accumulation window, drop the window's gradients.
+        """Drop an accumulation window's gradients; call this instead of the window's last ``step``.
 
         Weights, optimizer, schedule and loss scale do not change. The window counts as a skipped
         step. Collective: every rank must drop the same window.
@@ -251,7 +251,7 @@ class Engine(Closing):
             if parameter.requires_grad and id(parameter) not in self._trained:
                 raise EngineError(
                     "this parameter requires a gradient, but was frozen or absent when the engine "
-                    "started, so nothing would train it",
+                    "started, so it would not be trained",
                     key=f"model.{name}",
                     value="requires_grad=True",
                     fix="add or unfreeze the parameter before the engine starts; parameters "
@@ -273,7 +273,7 @@ class Engine(Closing):
 
 
 class StartedEngine(Engine):
-    """An engine that initializes training itself, and releases everything if that fails."""
+    """An engine whose constructor starts it, and releases everything if the start fails."""
 
     _open: ClassVar[weakref.WeakSet[StartedEngine]] = weakref.WeakSet()
     """All started engines that are still referenced."""
@@ -297,7 +297,7 @@ class StartedEngine(Engine):
             gc.collect()  # An engine that was dropped without being closed is none.
         if others := self._claimed_elsewhere(named):
             raise EngineError(
-                "an engine that is still open already trains this parameter",
+                "another open engine already trains this parameter",
                 key="model",
                 value=f"{type(model).__name__}.{named[next(iter(others))]}",
                 fix="close the first trainer or engine (call trainer.close(), or use a with "

@@ -29,9 +29,9 @@ _BEGIN_AT: Final[Mapping[str, float]] = {"mu_product": 1.0}
 
 
 class OptimizerStates:
-    """The optimizer's states and step counter of one tensor.
+    """Optimizer states and step counter of one tensor.
 
-    Each property reads the optimizer's state only when the property is accessed.
+    Each property reads the optimizer's state on access.
 
     Args:
         optimizer: A ``torch.optim.Optimizer`` or an optimizer of DeepSpeed; ``None`` for weights
@@ -51,7 +51,7 @@ class OptimizerStates:
 
         States are fp32, unless the optimizer stores fewer bits (``AdamWBF16States``). For a
         non-contiguous tensor, or one with one-byte states (``AdamW8BitStates``), the values are
-        copies; ``write_back`` writes them to the optimizer.
+        copies; ``write_back`` writes them back to the optimizer.
         """
         if self._coder is not None:
             if not self._copies:
@@ -82,7 +82,7 @@ class OptimizerStates:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """States of one element, such as NAdam's ``mu_product``, by name."""
+        """One-element states, such as NAdam's ``mu_product``, by name."""
         return {
             name: float(value)
             for name, value in self._state_tensors()
@@ -103,7 +103,7 @@ class OptimizerStates:
     def described_on_nvme(self) -> bool:
         """Whether the other properties are correct while the tensors are on NVMe.
 
-        DeepSpeed empties all swapped tensors, so a step counter in a tensor looks like a state.
+        Swapped tensors are empty, so a step counter stored as a tensor would look like a state.
         """
         counted = not isinstance(self._state.get("step"), torch.Tensor)
         return counted and self._state.keys() <= _OF_ADAM and len(self.tensors) in (0, 2)
@@ -112,8 +112,8 @@ class OptimizerStates:
     def step(self) -> int | None:
         """Number of updates; ``None`` if the optimizer has no step counter.
 
-        FusedAdam stores a group's counter only on the group's last tensor that has a gradient.
-        Therefore the largest counter of the group is correct.
+        FusedAdam stores a group's counter only on the group's last tensor that has a gradient. The
+        property therefore returns the group's largest counter.
         """
         if self._optimizer is None:
             return None
@@ -153,7 +153,7 @@ class OptimizerStates:
             state["step"] = self._counter(step)
 
     def set_scalars(self, scalars: Mapping[str, float]) -> None:
-        """Set states of one element, by name."""
+        """Set one-element states, by name."""
         state = self._writable
         for name, value in scalars.items():
             if isinstance(state.get(name), torch.Tensor):
@@ -273,21 +273,21 @@ class Fragment:
 
     @property
     def scalars(self) -> Mapping[str, float]:
-        """States of one element, such as NAdam's ``mu_product``, by name."""
+        """One-element states, such as NAdam's ``mu_product``, by name."""
         return self._slab.states.scalars
 
     @property
     def other_states(self) -> tuple[str, ...]:
-        """Names of states that cannot be sharded like the weights; ``states`` lacks them."""
+        """Names of states that cannot be sharded like the weights; not in ``states``."""
         return self._slab.states.others
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class EditableFragment(Fragment):
-    """A fragment whose weights and states may be written in place or created."""
+    """A fragment whose weights and states can be written, and missing states created."""
 
     def ensure_states(self, names: tuple[str, ...]) -> Mapping[str, torch.Tensor]:
-        """Return the states; if any state is missing, first create zeros for the whole flat tensor.
+        """Return the states; if any is missing, first create zeros for the whole flat tensor.
 
         Args:
             names: States that must exist.
@@ -304,11 +304,11 @@ class EditableFragment(Fragment):
         self._slab.states.set_step(step)
 
     def set_scalars(self, scalars: Mapping[str, float]) -> None:
-        """Set states of one element, by name, for the flat tensor that contains this fragment."""
+        """Set one-element states, by name, for the flat tensor that contains this fragment."""
         self._slab.states.set_scalars(scalars)
 
     def begin_scalars_anew(self) -> None:
-        """Reset states of one element to their values before the first update."""
+        """Reset one-element states to their values before the first update."""
         self._slab.states.begin_scalars_anew()
 
 
@@ -370,11 +370,11 @@ class MasterLayout(ABC):
         """The flat tensors in the optimizer's parameter groups; their data may be on NVMe."""
 
     def masters_of(self, address: FragmentAddress, part: slice) -> torch.Tensor:
-        """Return some fp32 weights of a loaded fragment, 1-D. Do not write to the result.
+        """Return a slice of a loaded fragment's fp32 weights, 1-D. Do not write to the result.
 
         Args:
             address: The fragment.
-            part: Elements of the fragment to return.
+            part: Slice of the fragment to return.
         """
         return _narrow(self.tensors[address.slab].reshape(-1), address)[part]
 
@@ -396,7 +396,7 @@ class MasterLayout(ABC):
         """See ``MasterWeights.expect``."""
 
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:  # noqa: ARG002
-        """Return a fragment's weights in the model, 1-D, in the dtype that the model computes with.
+        """Return a fragment's weights from the model, 1-D, in the model's compute dtype.
 
         Args:
             address: The fragment.
@@ -517,15 +517,15 @@ class MasterWeights:
     def settle(self) -> None:
         """Wait until a pending optimizer step has written every weight and state.
 
-        Only code that accesses DeepSpeed's buffers directly must call ``settle``: zerotune's
-        methods wait on their own.
+        Only code that accesses DeepSpeed's buffers directly needs to call ``settle``; zerotune's
+        methods call it themselves.
         """
         self._layout.settle()
 
     def expect(self, followers: Sequence[Follower]) -> None:
-        """Announce averages to update with a step that begins during the next backward pass.
+        """Announce which averages the next step must update if it begins in the backward pass.
 
-        The call has no effect if the step begins only after the backward pass.
+        The call has no effect on a step that begins later.
 
         Args:
             followers: The averages; pass the same ones to ``follow`` after the step.
@@ -538,8 +538,8 @@ class MasterWeights:
         Call ``settle`` before reading the averages.
 
         Args:
-            followers: The averages. An empty sequence announces that a later step may have
-                averages.
+            followers: The averages. An empty sequence announces that a later step may have averages
+                to update.
 
         Returns:
             Whether the step will update the averages; ``False`` if no step is pending.
@@ -550,11 +550,11 @@ class MasterWeights:
     def check_model(self, sample: int) -> None:
         """Compare a sample of the model's weights with the master weights. Not collective.
 
-        A difference means that code outside the engine has replaced or written the model's weights.
+        A difference means that code outside the engine has replaced or changed the model's weights.
         The optimizer does not notice such a change.
 
         Args:
-            sample: Seed of the sample of elements.
+            sample: Seed for choosing the sample.
         """
         self.settle()
         if self._layout.edited:
@@ -587,7 +587,7 @@ class MasterWeights:
                 worst = int((~alike).nonzero()[0])
                 raise EngineError(
                     "the model's weights differ from the optimizer's master weights: other code "
-                    "replaced or wrote them, and the next step would undo or ignore the change",
+                    "replaced or changed them, and the next step would undo or ignore this",
                     key=address.name,
                     value=f"{float(there[worst]):g}, master weight {float(here[worst]):g}",
                     fix="write weights through engine.master_weights.editing(), and restore "
@@ -602,7 +602,7 @@ class MasterWeights:
                     yield Fragment(address=address, value=_narrow(slab.value, address), slab=slab)
 
     def describe(self) -> Iterator[tuple[FragmentAddress, OptimizerStates]]:
-        """For each of this rank's fragments, yield the address and the optimizer states.
+        """Yield the address and optimizer states of each of this rank's fragments.
 
         Use only names, dtypes and counters of the states: their values may still be on NVMe.
         """
@@ -692,9 +692,9 @@ class MasterWeights:
         Collective: every rank must exhaust the iterator.
 
         Args:
-            source: Returns the tensor to gather for a fragment, such as a state or the same part
-                of an EMA; 1-D with ``fragment.address.numel`` elements. Default:
-                ``fragment.value``.
+            source: Function that takes a fragment and returns the tensor to gather in its place,
+                such as a state or the same part of an EMA: 1-D, with ``fragment.address.numel``
+                elements. Default: ``fragment.value``.
 
         Yields:
             Name and full fp32 tensor in the parameter's shape, on the CPU.
@@ -769,7 +769,7 @@ def require_trainable(module: torch.nn.Module) -> Named:
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-    """Return the L2 norm of all gradients, computed as in gradient clipping, but clip nothing."""
+    """Return the L2 norm of all gradients, computed as in gradient clipping, without clipping."""
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
@@ -838,8 +838,8 @@ class ResidentLayout(MasterLayout):
 
 
 UNDER_WAY: Final = "zerotune_step"
-"""Attribute of a ZeRO wrapper or an optimizer: an object with ``settle`` and ``follow``, whose step
-may still be pending after ``step`` returns."""
+"""Name of the attribute that marks ZeRO wrappers and optimizers whose step may still be pending
+after ``step`` returns. Its value has the methods ``settle`` and ``follow``."""
 
 
 class SteppedLayout(MasterLayout):

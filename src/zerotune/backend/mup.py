@@ -1,6 +1,6 @@
 """Maximal-update parametrisation: base shapes from a narrow model of the same class.
 
-The module serves ``MuAdam``, ``MuAdamW`` and ``MuSGD`` (Yang et al. 2022,
+The module supports ``MuAdam``, ``MuAdamW`` and ``MuSGD`` (Yang et al. 2022,
 https://arxiv.org/abs/2203.03466), and needs the extra ``zerotune[mup]``.
 """
 
@@ -21,7 +21,7 @@ class BaseShapes:
     """Result of ``set_base_shapes``."""
 
     width_multipliers: Mapping[str, float]
-    """Ratio of each parameter's width to the base model's; 1 if its shape has no width."""
+    """Ratio of each parameter's width to the base model's; 1 if no dimension is a width."""
     readouts: tuple[str, ...]
     """Names of output layers whose input is divided by their width multiplier."""
 
@@ -33,7 +33,7 @@ def set_base_shapes(
     delta: Mapping[str, Any] | torch.nn.Module,
     rescale: bool = True,
 ) -> BaseShapes:
-    """On every parameter, record which dimensions are widths and how wide the base model is.
+    """Record on every parameter which dimensions are widths, and their sizes in the base model.
 
     Call ``set_base_shapes`` directly after building the model, before creating an engine. An output
     layer maps a width to a fixed size. The input of every output layer is divided by the width
@@ -92,7 +92,7 @@ def _of_other_width(model: Any, changes: Mapping[str, Any] | torch.nn.Module) ->
         return changes
     if not hasattr(model, "from_config") or not hasattr(model, "config"):
         raise EngineError(
-            "changes to a configuration need a diffusers model",
+            "configuration changes are possible only for a diffusers model",
             key="model",
             value=type(model).__name__,
             fix="pass modules as base and delta",
@@ -107,8 +107,8 @@ def _check_same(model: torch.nn.Module, narrow: torch.nn.Module, wider: torch.nn
     odd = (names[0] ^ names[1]) | (names[1] ^ names[2])
     if odd:
         raise EngineError(
-            "model, base and delta must have the same parameters, but one of the models lacks "
-            "this parameter",
+            "model, base and delta must have the same parameters, but one of them lacks this "
+            "parameter",
             key=sorted(odd)[0],
             fix="use the same number of blocks and layers in all three models",
         )

@@ -74,7 +74,7 @@ def summary(error: BaseException) -> str:
 
 
 def diagnose_build(output: str) -> Diagnosis | None:
-    """Find a failed build's root cause in the build's output; ``None`` if no known pattern matches.
+    """Find the root cause of a failed build in its output; ``None`` if no known pattern matches.
 
     Args:
         output: Message of torch's exception, with the output of ninja and the compiler.
@@ -148,7 +148,7 @@ _CAUSES: Final[tuple[tuple[str, str, str | Mapping[str, str] | None], ...]] = (
     ),
     (
         r"undefined symbol: (\S+)",
-        "the compiled library lacks the symbol {}: it was built for a different torch",
+        "the compiled library lacks the symbol {}: it was built for a different torch version",
         "delete the op's folder in the torch extensions directory, and build the op again",
     ),
     (
@@ -172,7 +172,7 @@ header also makes ninja report a failed command."""
 
 
 def build_folder(name: str) -> Path:
-    """Return torch's build folder of an extension, without creating the folder.
+    """Return the folder in which torch builds an extension, without creating it.
 
     Args:
         name: Name of the extension.
@@ -222,7 +222,7 @@ def why_stale(folder: Path) -> str | None:
     if explained is None:
         return "ninja would compile the library again"
     changed = "command line" in explained.group(1)
-    hint = "; a different ninja version or different flags cause this" if changed else ""
+    hint = "; the ninja version or the flags differ from the last build" if changed else ""
     return f"ninja reports: {explained.group(1)}{hint}"
 
 
@@ -234,7 +234,7 @@ class BuildLock:
     age: float
     """Seconds since the lock was acquired."""
     holder: int | None
-    """Id of the process that holds the lock; ``None`` if invisible, such as on a different host."""
+    """Id of the process that holds the lock; ``None`` if it is not visible on this host."""
 
     @classmethod
     def on(cls, folder: Path) -> BuildLock | None:
@@ -259,7 +259,7 @@ class BuildLock:
 
     @property
     def abandoned(self) -> bool:
-        """Whether the lock's process has probably ended, in which case waiting would never end."""
+        """Whether the process that locked the op has probably ended without releasing the lock."""
         return self.holder is None and self.age > _ABANDONED_AFTER
 
     def diagnose(self) -> Diagnosis:
@@ -297,13 +297,13 @@ def missing_for_loading(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
             return Diagnosis(
                 cause=f"the {missing} of libaio is missing",
                 fix="install libaio-dev (Debian, Ubuntu), libaio-devel (Fedora, RHEL) or "
-                "libaio (Arch, conda); if installed elsewhere, set CPATH and LIBRARY_PATH",
+                "libaio (Arch, conda); if it is installed elsewhere, set CPATH and LIBRARY_PATH",
             )
     return _deepspeeds_refusal(builder)
 
 
 def missing_ninja(toolchain: Toolchain) -> Diagnosis | None:
-    """Return why torch cannot find ninja, which loading an op requires; ``None`` if torch can.
+    """Return why torch cannot find ninja, which it needs to load an op; ``None`` if it finds ninja.
 
     Args:
         toolchain: Compilers and libraries of the machine.
@@ -383,7 +383,7 @@ def _builds_for_cuda(builder: Any) -> bool:
 
 
 def doubt(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
-    """If nvcc and torch have different CUDA versions, return why building an op may fail.
+    """Return a diagnosis if nvcc and torch have different major CUDA versions; a build may fail.
 
     Args:
         builder: DeepSpeed's builder of the op.
@@ -411,7 +411,7 @@ def _install_cuda() -> str:
 
 
 SILENT_FOR: Final = 5.0
-"""Seconds of waiting for a lock after which a warning is logged."""
+"""Seconds to wait for a lock before a warning is logged."""
 _AGAIN_AFTER: Final = 60.0
 _BEFORE_REMOVAL: Final = 0.2
 """Seconds between two checks of torch's lock, which torch closes shortly before deleting it."""
@@ -421,7 +421,7 @@ logger = logging.getLogger("zerotune")
 
 
 class LivingLock:
-    """A replacement of torch's ``FileBaton`` whose lock ends with the process that holds it."""
+    """Replacement for torch's ``FileBaton``; its lock is released if the holding process ends."""
 
     def __init__(self, lock_file_path: str, wait_seconds: float = 0.1, **_: Any) -> None:
         self._path = Path(lock_file_path)
@@ -429,7 +429,7 @@ class LivingLock:
         self._held: int | None = None
 
     def try_acquire(self) -> bool:
-        """Wait until the lock's holder has finished or ended, and acquire the lock.
+        """Wait until the lock's holder has finished compiling or exited, and acquire the lock.
 
         If the holder has finished, ninja has nothing left to compile.
         """
@@ -500,10 +500,10 @@ def _host_and_process(path: Path) -> list[str]:
 
 
 def remove_if_dead(path: Path) -> None:
-    """Remove a lock file whose process on this host has ended.
+    """Remove a lock file if the process that created it ran on this host and has ended.
 
     Args:
-        path: The lock file, torch's or a ``LivingLock``'s.
+        path: Lock file of torch or of a ``LivingLock``.
     """
     record = _host_and_process(path)
     # Another host's lock may be invisible from here on a shared file system.
@@ -521,7 +521,7 @@ def remove_if_dead(path: Path) -> None:
             elif time.time() - os.fstat(descriptor).st_mtime > _OPENING and _is_alone(descriptor):
                 time.sleep(_BEFORE_REMOVAL)
                 if _is_alone(descriptor):
-                    _take_over(path, descriptor, "the process")
+                    _take_over(path, descriptor, "a process")
         finally:
             os.close(descriptor)
 
@@ -547,7 +547,7 @@ def _take_over(path: Path, descriptor: int, who: str) -> None:
     if os.path.samestat(os.fstat(descriptor), path.stat()):
         path.unlink()
         logger.warning(
-            "op %s: %s that was compiling the op has ended; its lock is removed",
+            "op %s: %s ended while compiling the op; its lock has been removed",
             path.parent.name,
             who,
         )
@@ -564,11 +564,11 @@ class OpStatus:
     purpose: str
     """Uses of the op in zerotune."""
     state: OpState
-    """``"installed"``: compiled into the deepspeed package. ``"built"``: already compiled and up
-    to date. ``"stale"``: already compiled, but will be compiled again. ``"buildable"``: will be
-    compiled on first use. ``"locked"``: a different process is compiling the op, or ended while it
-    did. ``"blocked"``: this machine lacks something. ``"absent"``: DeepSpeed has no implementation
-    for this accelerator."""
+    """``"installed"``: compiled into the deepspeed package. ``"built"``: already compiled and up to
+    date. ``"stale"``: already compiled, but will be compiled again. ``"buildable"``: will be
+    compiled on first use. ``"locked"``: another process is compiling the op, or ended while
+    compiling it. ``"blocked"``: this machine lacks something. ``"absent"``: DeepSpeed has no
+    implementation for this accelerator."""
     cause: str | None = None
     """Why the op is stale, locked, blocked or absent, or why building it may fail."""
     fix: str | None = None
@@ -618,7 +618,7 @@ class OpStatus:
 
 @contextmanager
 def naming_the_cause(op: str) -> Iterator[None]:
-    """Turn an error of the compiler, linker or loader inside the block into a ``PlatformError``.
+    """Turn a compiler, linker or loader error inside the block into a ``PlatformError``.
 
     Args:
         op: Name of the op.
@@ -673,7 +673,7 @@ OP_NAMES: Final = tuple(op.name for op in _OPS)
 
 
 def op_report(*, toolchain: Toolchain | None = None) -> tuple[OpStatus, ...]:
-    """Report which of zerotune's ops are built or can be built, and why the others cannot.
+    """Report which of the ops that zerotune uses are built or can be built, and why others cannot.
 
     Nothing is compiled except a test program for libaio. The call imports deepspeed, which selects
     DeepSpeed's accelerator for the whole process.
@@ -687,14 +687,9 @@ def op_report(*, toolchain: Toolchain | None = None) -> tuple[OpStatus, ...]:
         return tuple(_op_status(op, accelerator, found) for op in _OPS)
 
 
-def build_op(name: str) -> OpStatus:
-    """Load one op, compile it if needed, and return its new status.
-
-    Args:
-        name: Name of the op, one of ``OP_NAMES``.
-    """
-    op = next((op for op in _OPS if op.name == name), None)
-    if op is None:
+def check_op_name(name: str) -> None:
+    """Raise an error that suggests names if DeepSpeed has no op ``name``."""
+    if name not in OP_NAMES:
         close = did_you_mean(name, OP_NAMES, count=1)
         raise InvalidValueError(
             "no such op",
@@ -702,6 +697,16 @@ def build_op(name: str) -> OpStatus:
             value=name,
             fix=f"did you mean {close[0]}" if close else f"use one of {', '.join(OP_NAMES)}",
         )
+
+
+def build_op(name: str) -> OpStatus:
+    """Load one op, compile it if needed, and return its new status.
+
+    Args:
+        name: Name of the op, one of ``OP_NAMES``.
+    """
+    check_op_name(name)
+    op = next(op for op in _OPS if op.name == name)
     with building():
         accelerator, toolchain = _deepspeeds_accelerator(), detect_toolchain()
         folders = _build_folders(op, accelerator)
@@ -728,9 +733,9 @@ def building() -> Iterator[None]:
 def same_ninja() -> AbstractContextManager[None]:
     """Put the ninja of this Python environment first on ``PATH`` inside the block.
 
-    Different ninja versions invalidate each other's build log. Suppose that one script is started
-    as ``.venv/bin/python``, and another in the activated environment. If the scripts found
-    different versions, every run would recompile the same op.
+    Different ninja versions invalidate each other's build log. A script started as
+    ``.venv/bin/python`` may find a different version from a script started in the activated
+    environment. Alternating between them would then recompile an op in every run.
     """
     folder = Path(sys.executable).parent
     own = shutil.which("ninja", path=str(folder))

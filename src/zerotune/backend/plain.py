@@ -1,4 +1,4 @@
-"""Training without DeepSpeed, on accelerate alone."""
+"""Train with accelerate, without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -79,9 +79,10 @@ _ALIGNED: Final = 16
 class PlainEngine(CountingEngine):
     """An ``Engine`` without ZeRO: the parameters are the fp32 master weights.
 
-    bf16 and fp16 use autocast over fp32 weights. With several processes, the engine uses
-    ``DistributedDataParallel``. With optimizer offload, the model's fp32 weights are on the device;
-    a second fp32 copy and the moments are in host memory. Adam and AdamW then use a fused step.
+    For bf16 and fp16, the forward pass runs under autocast, and the weights stay in fp32. With
+    several processes, the engine uses ``DistributedDataParallel``. With optimizer offload, the
+    model's fp32 weights are on the device; a second fp32 copy and the moments are in host memory.
+    Adam and AdamW then use a fused step.
 
     Args:
         model: The model, in fp32; moved to the device in place.
@@ -356,7 +357,7 @@ class PlainEngine(CountingEngine):
 
 
 class HostWeights:
-    """fp32 master weights, in host memory, of a model that computes on a device.
+    """fp32 master weights in host memory for a model on a device.
 
     Gradients are copied to the host during the backward pass. All norms are read with one
     synchronisation per step.
@@ -364,7 +365,7 @@ class HostWeights:
     Args:
         named: Names and parameters, fp32.
         pin: Whether to page-lock the memory.
-        early: Returns whether a gradient may be copied as soon as it is accumulated.
+        early: Function that returns whether a gradient may be copied as soon as it is accumulated.
     """
 
     def __init__(self, named: Named, *, pin: bool, early: Callable[[], bool]) -> None:
@@ -397,7 +398,7 @@ class HostWeights:
 
     @property
     def flat(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each master weight with the parameter on the device, both 1-D."""
+        """Yield each master weight with its parameter on the device, both 1-D."""
         for (_, master), parameter in zip(self.named, self._parameters, strict=True):
             yield master.data.view(-1), parameter.data.view(-1)
 
@@ -602,5 +603,5 @@ def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
                 f"accelerate rejected the plan ({error})",
                 key="precision",
                 value=plan.precision,
-                fix="use the same precision for all plain engines of a process, or use DeepSpeed",
+                fix="use the same precision for all plain engines in a process, or use DeepSpeed",
             ) from error

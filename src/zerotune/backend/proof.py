@@ -55,7 +55,7 @@ PATHS: Final[Mapping[FastPath, tuple[str, ...]]] = {
     "native page-locking": ("native page-locking",),
     "streaming": (*_IN_HOST_MEMORY, "page-locked copies", "streaming"),
 }
-"""The checks that a fast path requires."""
+"""Names of the checks that each fast path requires."""
 _NONE_YET: Final = (
     "nothing is proven yet for this combination of device, driver, torch, DeepSpeed and zerotune"
 )
@@ -87,10 +87,10 @@ class Combination:
     """Hardware and versions that a proof is valid for."""
 
     device: str
-    """Name and capability of the device; the processor if training runs on the CPU."""
+    """Name and compute capability of the device; the CPU's name if training runs on the CPU."""
     driver: str
     processor: str
-    """The CPU, on which the optimizer step in host memory runs."""
+    """Name of the CPU, which runs the optimizer step in host memory."""
     torch: str
     deepspeed: str
     zerotune: str
@@ -124,7 +124,7 @@ class Combination:
 
     @property
     def key(self) -> str:
-        """Digest of the combination, which is the stem of the proof's file name."""
+        """Digest of the combination; the stem of the proof's file name."""
         text = json.dumps(attrs.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -188,7 +188,7 @@ class Proof:
     error: str | None = None
     """Why the checks could not be run; ``None`` if they were."""
     finished: str = attrs.field(factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
-    """Date and time in UTC."""
+    """Date and time at which the proof was made, in UTC."""
 
     @property
     def seconds(self) -> float:
@@ -241,7 +241,7 @@ def load_proof(combination: Combination) -> Proof | str:
         combination: The combination.
 
     Returns:
-        The proof, or a text that says why there is no valid one.
+        The proof, or the reason why there is no valid one.
     """
     path = proof_path(combination)
     try:
@@ -344,7 +344,7 @@ def why_disproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
         accelerator: Kind of accelerator, such as ``"cuda"``.
 
     Returns:
-        The reason; ``None`` without a failed proof.
+        The reason; ``None`` if no check of the path has failed.
     """
     if proof_setting() == "off":
         return None
@@ -444,7 +444,7 @@ def _prove_here(accelerator: Accelerator, *, anew: bool) -> None:
             proof_path(combination).unlink(missing_ok=True)
         logger.warning(
             "first start on %s: proving the fast paths takes up to half a minute, plus imports "
-            "and compiling (to skip, set %s=off or ask)", combination.device, VARIABLE,
+            "and compiling (to skip the proof, set %s to off or ask)", combination.device, VARIABLE,
         )  # fmt: skip
         problem = _run_command(accelerator)
         proof = load_proof(combination)

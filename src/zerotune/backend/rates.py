@@ -1,6 +1,6 @@
 """Measure within seconds how fast this machine computes and moves data.
 
-The rates are those of ``zerotune.plan.memory.time``, one for each kind of work in a step.
+``zerotune.plan.memory.time`` uses these rates, one for each kind of work in a step.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ class _Attention(torch.nn.Module):
 
 
 def copy_rate(*, scale: float = 1.0, now: Callable[[], float] = time.perf_counter) -> float:
-    """Return the bytes per second that the fastest of four host memory copies reads and writes.
+    """Return the rate of the fastest of four host memory copies: bytes read and written per second.
 
     Args:
         scale: Factor for the usual size; tests use a small factor.

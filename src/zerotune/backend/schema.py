@@ -1,10 +1,10 @@
 """``plan_schema``: every parameter of the installed DeepSpeed, as JSON Schema.
 
-DeepSpeed declares its keys in three ways. Pydantic models contain types and defaults. Further
-sections name their keys only in calls, ``get_scalar_param(section, NAME, NAME_DEFAULT)`` or
+DeepSpeed declares its keys in three ways. Pydantic models contain types and defaults. The keys of
+other sections appear only in calls such as ``get_scalar_param(section, NAME, NAME_DEFAULT)`` or
 ``section.get(NAME, NAME_DEFAULT)``. ``python -m tools.deepspeed_keys`` records these calls in
-``data/keys.json``, and the constants of the installed release give the values. This module defines
-all remaining keys.
+``data/keys.json``, and the constants of the installed release give the defaults. This module
+defines all remaining keys.
 """
 
 from __future__ import annotations
@@ -100,21 +100,21 @@ READ: Final[tuple[tuple[str, str], ...]] = (
     (_CHECKPOINT, "checkpoint_dict"),
     (_CHECKPOINT, "writer_dict"),
 )
-"""Every module and variable whose keys ``data/keys.json`` contains."""
+"""Modules and variables whose keys ``data/keys.json`` records."""
 
 
 def plan_schema() -> dict[str, Any]:
     """Return every parameter of the installed DeepSpeed as JSON Schema (draft 2020-12).
 
     The schema is derived from DeepSpeed's pydantic models, constants and code, without building ops
-    or using a device. Each key has its type, ``default``, ``description`` and ``deprecated``. Under
-    ``x-zerotune``, each key has ``modelled``, ``stages``, ``replaced_by`` and ``alias_of``.
-    ``modelled`` says whether zerotune reads and fills the key; all other keys are passed through.
-    ``stages`` lists the ZeRO stages at which the key has an effect, if they are known. Types are
-    DeepSpeed's, plus ``"auto"`` where zerotune or DeepSpeed accepts ``"auto"``. ``zerotune.plan``
-    also accepts looser spellings.
+    or using a device. Each key has its type, ``default``, ``description`` and ``deprecated``, as
+    far as they are known. Under ``x-zerotune``, a key may have ``modelled``, ``stages``,
+    ``replaced_by`` and ``alias_of``. ``modelled`` says whether zerotune reads and fills the key;
+    all other keys are passed through. ``stages`` lists the ZeRO stages at which the key has an
+    effect, if they are known. Types are DeepSpeed's, plus ``"auto"`` where zerotune or DeepSpeed
+    accepts ``"auto"``. ``zerotune.plan`` also accepts looser spellings.
 
-    ``zerotune.plan.schema`` reads the result without DeepSpeed.
+    ``zerotune.plan.schema`` uses a stored copy of the result and does not need DeepSpeed.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed or cannot be imported.
@@ -330,7 +330,7 @@ def of_type(annotation: Any) -> Schema:
 
 
 def any_of(*schemas: Schema) -> Schema:
-    """Return a schema that accepts any of several schemas; empty if one of them is empty.
+    """Return a schema for values that match any of several schemas; empty if one of them is empty.
 
     Args:
         schemas: The schemas.
@@ -341,7 +341,7 @@ def any_of(*schemas: Schema) -> Schema:
 
 
 def of_model(model: Any) -> Schema:
-    """Return the schema of a pydantic model; the schema forbids further keys.
+    """Return the schema of a pydantic model; it forbids unknown keys.
 
     Fields also accept ``"auto"``, because DeepSpeed removes ``"auto"`` before validation.
 
@@ -395,10 +395,10 @@ def with_auto(schema: Schema) -> Schema:
 
 
 def of_kind(kind: Any) -> Schema:
-    """Return the schema of one of zerotune's kinds of settings.
+    """Return the schema of a setting, given its type in ``zerotune.plan.model``.
 
     Args:
-        kind: The kind, such as ``Integer`` or ``Choice``.
+        kind: The type, such as an ``Integer`` or a ``Choice``.
     """
     if isinstance(kind, kinds.Boolean):
         schema: Schema = {"type": "boolean"}
@@ -442,7 +442,7 @@ def is_json(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value's subclasses (such as DeepSpeed's ``pp_int``) and enums to plain types."""
+    """Convert enums and instances of subclasses (such as DeepSpeed's ``pp_int``) to plain types."""
     if isinstance(value, enum.Enum):
         return plain(value.value)
     if hasattr(value, "model_dump"):

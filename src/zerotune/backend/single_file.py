@@ -1,8 +1,8 @@
-"""Models in a single file, in the layout of their original publication, which ComfyUI reads too.
+"""Single-file models in the layout of their original release, which ComfyUI also reads.
 
 diffusers converts from this layout to its own, but not back. To find the mapping, zerotune runs
-diffusers' converter on small tensors of row numbers instead of weights. The result gives the
-position in the file of each row of each tensor of the model, for reading and for writing.
+diffusers' converter on small tensors of row numbers instead of weights. The converted row numbers
+show where each row of each model tensor lies in the file, for reading and writing.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from zerotune.platform.detect import first_line
 Shapes = Mapping[str, tuple[int, ...]]
 
 SUFFIX: Final = ".safetensors"
-"""Suffix of a single file's name."""
+"""File name suffix of a single-file model."""
 INDEX: Final = "model_index.json"
-"""File that every folder of a diffusers pipeline contains."""
+"""Name of the file that every folder of a diffusers pipeline contains."""
 
 _MODEL: Final = "model.diffusion_model."
 _VAES: Final = ("first_stage_model.", "vae.")
@@ -56,13 +56,13 @@ class Run:
 
 
 Places = Mapping[str, tuple[Run, ...]]
-"""Position in the file of each of a model's tensors, by its name in the model."""
+"""Positions of the rows of each model tensor in the file, by the tensor's name in the model."""
 
 
 def place_rows(
     kind: type[Any], config: Mapping[str, Any], *, model: Shapes, file: Shapes
 ) -> Places:
-    """With diffusers' converter, find where a file contains a model's tensors.
+    """Find where a file stores a model's tensors, using diffusers' converter.
 
     Args:
         kind: The model's class.
@@ -95,7 +95,7 @@ def place_rows(
                 name,
                 "the tensor is not in the file"
                 if numbers is None
-                else f"the number of rows differs from {list(shape)}",
+                else f"the number of rows does not match the shape {list(shape)}",
             )
         places[name] = tuple(_runs(numbers.flatten(), begins, keys))
         for run in places[name]:
@@ -131,7 +131,7 @@ def _converted(
             f"diffusers cannot convert a single file to {kind.__name__}",
             key="single file",
             value=kind.__name__,
-            fix="load and export the model as a folder of a pipeline",
+            fix="load and export the model as a pipeline folder",
         )
     if set(names) == set(given):
         return given
@@ -159,7 +159,7 @@ def _other_model(name: str, reason: str) -> CheckpointMismatchError:
 
 @attrs.frozen(kw_only=True)
 class SingleFile:
-    """A safetensors file, and the folder of a pipeline that contains the model's configuration."""
+    """A safetensors file, and the pipeline folder that contains the model's configuration."""
 
     path: Path
     config: Path
@@ -188,7 +188,7 @@ class SingleFile:
 
     @property
     def published(self) -> str:
-        """Hub name of the pipeline that diffusers recognises by the file's keys.
+        """Hub name of the pipeline that diffusers infers from the file's keys.
 
         Raises:
             InvalidValueError: diffusers does not recognise the keys.
@@ -202,7 +202,7 @@ class SingleFile:
                 "diffusers does not recognise this file's model by its keys",
                 key="source",
                 value=str(self.path),
-                fix="pass config=, the folder of a pipeline with the same model sizes",
+                fix="set config= to the folder of a pipeline with the same model sizes",
             )
         found: str = theirs.DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]["pretrained_model_name_or_path"]
         return found
@@ -239,7 +239,7 @@ class SingleFile:
         ]
 
     def weights(self, places: Places, model: Shapes) -> dict[str, StoredWeight]:
-        """Return the positions of a model's weights in the file, for reading the weights later.
+        """Return the positions of a model's weights in the file, for reading them later.
 
         Args:
             places: Result of ``place_rows``.
@@ -282,7 +282,7 @@ class SingleFile:
         }
 
     def without(self, parts: Iterable[str]) -> dict[str, Any]:
-        """Return options of ``from_pretrained`` that load only some components.
+        """Return ``from_pretrained`` options that load only some components.
 
         Args:
             parts: Names of the components to load.
@@ -360,10 +360,10 @@ class Original:
     prefix: str
     """Prefix of the file's names."""
     names: Callable[[list[str], Config], dict[str, str]]
-    """Returns the file's names without prefix, by the component's names."""
+    """Function that maps the component's names to the file's names, without the prefix."""
 
     def keys(self, names: list[str], config: Config) -> dict[str, tuple[str, ...]]:
-        """For each tensor of the file, return the names of the joined component tensors, in order.
+        """Map each of the file's tensors to the component tensors that it joins, in order.
 
         Args:
             names: Names of the component's tensors.
@@ -423,7 +423,7 @@ def _unet_names(names: list[str], config: Config) -> dict[str, str]:
     top = {ours: theirs for table in tables.values() for ours, theirs in table.items()}
     if not isinstance(config["layers_per_block"], int):
         raise InvalidValueError(
-            "a single file has no names for U-Net blocks of different depths",
+            "the single-file format has no names for U-Net blocks with different numbers of layers",
             key="layers_per_block",
             value=config["layers_per_block"],
             fix="export the model to a folder",
@@ -693,8 +693,8 @@ ORIGINALS: Final[Mapping[str, Mapping[str, Original]]] = {
     "QwenImageEditPlusPipeline": {"transformer": Original("", _by_layers({}))},
     "HiDreamImagePipeline": {"transformer": Original("", _by_layers({}))},
 }
-"""Components in a single file and their names there, by the pipeline's class.
+"""Components that a single file contains, with their names in the file, by pipeline class.
 
-Text encoders of SD3 and Flux are published as separate files. From SD3's file, diffusers does not
-read CLIP's projection.
+Text encoders of SD3 and Flux are published as separate files. diffusers does not read CLIP's
+projection from SD3's file.
 """

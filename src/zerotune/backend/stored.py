@@ -1,4 +1,4 @@
-"""Read safetensors files piece by piece, and load models whose weights stay in files at first.
+"""Read safetensors files piece by piece, and build models whose weights are read only later.
 
 A model built inside ``without_weights`` has its shapes and buffers, but its parameters use no
 memory: they are on the ``meta`` device, and each records its position in a file. The engine reads
@@ -73,7 +73,7 @@ def read_at(descriptor: int, into: memoryview, offset: int) -> int:
 
 
 class OpensFiles(Closable):
-    """Base class that opens each file only once, and keeps the file open until ``close``."""
+    """Base class that opens each file only once, and keeps it open until ``close``."""
 
     def __init__(self, mode: int) -> None:
         self._mode = mode
@@ -272,7 +272,7 @@ def stamp_of(found: os.stat_result) -> tuple[int, int]:
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Inside the block, new models get parameters on the ``meta`` device, but buffers with values.
+    """Inside the block, build models with parameters on ``meta`` and initialised buffers.
 
     Unlike with ``torch.device("meta")``, computed buffers that are in no file keep their values.
     Unlike with accelerate's ``init_empty_weights``, tied parameters stay tied.
@@ -295,7 +295,7 @@ def without_weights() -> Iterator[None]:
 
 
 def leave_in_file(parameter: torch.nn.Parameter, weight: StoredWeight) -> None:
-    """Record where a file contains the values of a parameter on the ``meta`` device.
+    """Record where in a file the values of a parameter on the ``meta`` device are stored.
 
     Args:
         parameter: The parameter.
@@ -305,18 +305,18 @@ def leave_in_file(parameter: torch.nn.Parameter, weight: StoredWeight) -> None:
 
 
 def stored_weight(parameter: torch.Tensor) -> StoredWeight | None:
-    """Return where a file contains a parameter's values; ``None`` if the values are loaded."""
+    """Return where in a file a parameter's values are stored; ``None`` if they are loaded."""
     weight: StoredWeight | None = getattr(parameter, _WAITING, None)
     return weight
 
 
 def waiting(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters of a module whose values are still in files."""
+    """Return a module's parameters whose values are still in files."""
     return [each for each in module.parameters() if stored_weight(each) is not None]
 
 
 def dtype_at_rest(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's values; if the values are not loaded, the file's dtype."""
+    """Return a parameter's dtype, or its dtype in the file if its values are not loaded."""
     weight = stored_weight(parameter)
     return parameter.dtype if weight is None else weight.tensor.dtype
 

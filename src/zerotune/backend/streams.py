@@ -1,7 +1,7 @@
 """Detect data races between streams, copies and host threads.
 
-A ``Recorder`` sees every torch operation inside its block. It has a vector clock for each stream
-and host thread, which synchronise only through events, waits, and starting or joining threads. An
+A ``Recorder`` sees every torch operation inside its block. Each stream and each host thread has a
+vector clock. Only events, waits, and starting or joining threads synchronise these clocks. An
 access that is not ordered after a conflicting access is recorded as a fault. On a GPU the recorder
 uses real streams and events. Without a GPU, the same code runs with simulated streams, on tensors
 that are declared to be on a device.
@@ -62,7 +62,7 @@ class _Memory:
 
 
 class RecordedEvent:
-    """Replacement of a device event; records how the event is used."""
+    """Replacement for a device event; records how it is used."""
 
     def __init__(self, recorder: Recorder, **options: Any) -> None:
         self._recorder = recorder
@@ -96,7 +96,7 @@ class RecordedEvent:
 
 
 class RecordedStream:
-    """Replacement of a device stream; records how the stream is used."""
+    """Replacement for a device stream; records how it is used."""
 
     def __init__(self, recorder: Recorder, name: str, real: Any = None) -> None:
         self._recorder, self.name, self.real = recorder, name, real
@@ -131,10 +131,11 @@ class RecordedStream:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replacement of a device's stream module; records every torch operation.
+    """Replacement for a device's stream module; records every torch operation.
 
     Args:
-        otherwise: Without a GPU, assumed place of tensors that are not declared with ``lie``.
+        otherwise: Kind of memory assumed for tensors that are not declared with ``lie``; not used
+            on a GPU.
         simulated: Whether to simulate streams even if there is a GPU.
     """
 
@@ -173,7 +174,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return RecordedEvent(self, **options)
 
     def current_stream(self, _device: Any = None) -> RecordedStream:
-        """Return the stream on which work is queued now."""
+        """Return the stream on which work is currently queued."""
         return self._current[-1]
 
     @contextmanager
@@ -192,7 +193,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- Declarations of tests.
 
     def lie(self, place: Place, *tensors: torch.Tensor) -> None:
-        """Declare the kind of memory that contains the given tensors; not needed on a GPU.
+        """Declare which kind of memory the tensors are in; not needed on a GPU.
 
         Args:
             place: Device, page-locked or pageable memory.
@@ -203,7 +204,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def page_locking(self) -> Iterator[None]:
-        """Inside the block, let ``is_pinned`` follow the declared memory; not needed on a GPU."""
+        """Inside the block, make ``is_pinned`` reflect the declared memory; not needed on a GPU."""
 
         def is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
             return self._of(tensor).place == "locked"

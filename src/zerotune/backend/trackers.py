@@ -23,7 +23,7 @@ _TRACKER_PACKAGES: Final = {"comet_ml": "comet-ml"}
 
 
 class Tracker:
-    """Wrapper of an accelerate tracker; an error disables the tracker, and training continues.
+    """Wrapper around an accelerate tracker; an error disables the tracker, and training continues.
 
     Args:
         inner: accelerate's tracker.
@@ -43,7 +43,7 @@ class Tracker:
         self._try(lambda inner: inner.log(dict(values), step=step))
 
     def text(self, name: str, text: str, *, step: int) -> None:
-        """Log a text, if the tracker supports texts.
+        """Log text, if the tracker supports it.
 
         Args:
             name: Name of the text.
@@ -64,7 +64,7 @@ class Tracker:
         self._try(lambda inner: inner.store_init_configuration(dict(values)))
 
     def images(self, name: str, images: torch.Tensor, *, step: int) -> None:
-        """Log images, if the tracker supports images.
+        """Log images, if the tracker supports them.
 
         Args:
             name: Name of the images.
@@ -152,7 +152,7 @@ def _make_tracker(
     known = {str(kind): maker for kind, maker in tracking.LOGGER_TYPE_TO_CLASS.items()}
     if name not in known:
         raise InvalidValueError(
-            "accelerate has no tracker of this name",
+            "accelerate has no tracker with this name",
             key="trackers",
             value=name,
             fix=f"use one of {', '.join(sorted(known))}",

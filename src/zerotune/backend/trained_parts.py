@@ -1,8 +1,8 @@
 """Several models that one engine trains, such as a U-Net and its text encoders.
 
-DeepSpeed trains a single module, so a container module holds all models. Its ``forward`` passes a
-call to one of the parts. Every call therefore goes through the engine, which at stage 3 gathers the
-weights.
+DeepSpeed trains a single module, so a container module holds all models. Its ``forward`` passes
+each call to one of the models. Every call therefore goes through the engine, which at stage 3
+gathers the weights.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class TrainedParts(torch.nn.Module):
             states = engine(input_ids=ids, part="text_encoder").last_hidden_state
             noise = engine(noisy, timesteps, encoder_hidden_states=states).sample
 
-    All parts share one plan, optimizer, EMA and checkpoint. Parameters are named
-    ``<part>.<name>``. To set a part's learning rate, use a pattern of an optimizer group, such as
-    ``text_encoder.*``.
+    The models, called parts, share one plan, optimizer, EMA and checkpoint. Parameters are named
+    ``<part>.<name>``. To set a part's learning rate, write an optimizer group with a pattern such
+    as ``text_encoder.*``.
 
     Args:
-        parts: The models by the names of the pipeline's components.
+        parts: The models, by the names of the pipeline's components.
 
     Raises:
         InvalidValueError: There is no part, a name is invalid, or a module is passed twice.
@@ -50,7 +50,7 @@ class TrainedParts(torch.nn.Module):
         for name, part in parts.items():
             if hasattr(self, name) or keyword.iskeyword(name) or name == "part":
                 raise InvalidValueError(
-                    "is not a valid name of a part",
+                    "is not a valid part name",
                     key="parts",
                     value=name,
                     fix="use the pipeline's component names",
@@ -190,7 +190,7 @@ def components(
 def frozen(engine: Engine) -> Iterator[torch.nn.Module]:
     """Inside the block, gradients flow through an engine's model, but not into its weights.
 
-    Use ``frozen`` if the loss of one engine depends on the model of a second engine. For example, a
+    Use ``frozen`` if one engine's loss depends on another engine's model. For example, a
     generator's loss may depend on a critic. Run both the forward and the backward pass inside the
     block::
 

@@ -1,7 +1,7 @@
 """The config builder: a page that builds, explains and saves a plan.
 
-Needs the extra ``zerotune[builder]``. Everything is served from this package: no CDN, no fonts,
-no telemetry.
+Needs the extra ``zerotune[builder]``. The package serves everything itself, without CDNs, web fonts
+or telemetry.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the page asks the server: JSON in, JSON out, nothing but the plan's own answers."""
+"""JSON endpoints that the page calls; the plan computes every answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from zerotune.builder.preview import (
     understand,
 )
 from zerotune.builder.repairs import repairs, with_repairs
-from zerotune.builder.session import Opened, Session, open_file, open_text
+from zerotune.builder.session import OpenedConfig, Session, open_file, open_text
 from zerotune.builder.templates import (
     BUILTIN,
     Template,
@@ -66,29 +66,29 @@ class Api:
     machines: Machines = attrs.field(factory=Machines)
 
     def routes(self) -> list[Route]:
-        """The routes, to be mounted under ``/api``."""
+        """Return the routes to mount under ``/api``."""
         return [
-            _reading("/start", self._start),
-            _reading("/catalogue", lambda _: catalogue()),
-            _reading("/schema", lambda _: schema_data()),
-            _reading("/machine", self._machine),
-            _reading("/optimizers", self._optimizers),
-            _reading("/path", self._path),
-            _writing("/preview", self._preview),
-            _writing("/advise", lambda sent: advise(_state(sent), self.machines)),
-            _writing("/open", self._open),
-            _writing("/apply", self._apply),
-            _writing("/save", self._save),
-            _reading("/templates", self._list_templates),
-            _writing("/templates/use", self._use_template),
-            _writing("/templates/save", self._save_template),
-            _writing("/templates/rename", self._rename_template),
-            _writing("/templates/delete", self._delete_template),
-            _writing("/templates/import", self._import_template),
+            _get_route("/start", self._start),
+            _get_route("/catalogue", lambda _: catalogue()),
+            _get_route("/schema", lambda _: schema_data()),
+            _get_route("/machine", self._machine),
+            _get_route("/optimizers", self._optimizers),
+            _get_route("/path", self._path),
+            _post_route("/preview", self._preview),
+            _post_route("/advise", lambda payload: advise(_state(payload), self.machines)),
+            _post_route("/open", self._open),
+            _post_route("/apply", self._apply),
+            _post_route("/save", self._save),
+            _get_route("/templates", self._list_templates),
+            _post_route("/templates/use", self._use_template),
+            _post_route("/templates/save", self._save_template),
+            _post_route("/templates/rename", self._rename_template),
+            _post_route("/templates/delete", self._delete_template),
+            _post_route("/templates/import", self._import_template),
         ]
 
     def _start(self, _: Data) -> Data:
-        return self.session.opening()
+        return self.session.start_data()
 
     def _machine(self, _: Data) -> Data:
         machine = self.machines.this
@@ -101,11 +101,11 @@ class Api:
             "versions": dict(machine.versions),
         }
 
-    def _optimizers(self, asked: Data) -> Data:
-        setup, _ = read_setup({"this_machine": asked.get("machine") == "this"})
+    def _optimizers(self, query: Data) -> Data:
+        setup, _ = read_setup({"this_machine": query.get("machine") == "this"})
 
         def choice(name: str, default: str, choices: tuple[str, ...]) -> str:
-            return as_choice(asked.get(name, default), name, choices=choices)
+            return as_choice(query.get(name, default), name, choices=choices)
 
         found = capabilities(
             self.machines.of(setup),
@@ -115,25 +115,25 @@ class Api:
         )
         return {"optimizers": found}
 
-    def _path(self, asked: Data) -> Data:
-        return attrs.asdict(self.session.root.facts(asked.get("path")))
+    def _path(self, query: Data) -> Data:
+        return attrs.asdict(self.session.root.facts(query.get("path")))
 
-    def _preview(self, sent: Data) -> Data:
-        state = _state(sent)
+    def _preview(self, payload: Data) -> Data:
+        state = _state(payload)
         preview = understand(state, self.machines)
         data = preview_data(preview, applied=self.session.applied)
         found = repairs(preview, state, self.machines)
         return {**data, "messages": with_repairs(data["messages"], found)}
 
-    def _open(self, sent: Data) -> Data:
-        if "path" in sent:
-            return _opened_data(open_file(sent["path"], self.session.root))
-        text = as_text(sent.get("text"), "text", longest=1 << 20)
-        name = as_text(sent.get("name") or "the text", "name", longest=255)
-        return _opened_data(open_text(text, name=name, root=self.session.root))
+    def _open(self, payload: Data) -> Data:
+        if "path" in payload:
+            return _config_data(open_file(payload["path"], self.session.root))
+        text = as_text(payload.get("text"), "text", longest=1 << 20)
+        name = as_text(payload.get("name") or "the text", "name", longest=255)
+        return _config_data(open_text(text, name=name, root=self.session.root))
 
-    def _apply(self, sent: Data) -> Data:
-        preview = understand(_state(sent), self.machines)
+    def _apply(self, payload: Data) -> Data:
+        preview = understand(_state(payload), self.machines)
         if preview.plan is None or not preview.verdict.runs:
             worst = preview.messages[0]
             raise PlanConflictError(
@@ -144,30 +144,30 @@ class Api:
         try:
             return self.session.apply(
                 preview.plan,
-                like=preview.written,
-                version=_version(sent),
+                like=preview.form_config,
+                version=_version(payload),
                 processes=preview.setup.world_size,
             )
         except ZeroTuneError:
             raise
         except Exception as error:
-            # The callback is the host's; its failure must reach the page, whatever it is.
+            # The trainer's callback may raise anything; the page must show the failure.
             logger.exception("the trainer's apply callback failed")
             raise _CallbackError(error) from error
 
-    def _save(self, sent: Data) -> Data:
-        state = _state(sent)
+    def _save(self, payload: Data) -> Data:
+        state = _state(payload)
         reading = read_plan(state)
         if reading.plan is None:
             raise reading.errors[0]
-        path = self.session.root.inside(sent.get("path"), key="path")
-        format_ = sent.get("format")
+        path = self.session.root.inside(payload.get("path"), key="path")
+        format_ = payload.get("format")
         return self.session.save(
             reading.plan,
             path,
             like=state.config,
             format_=None if format_ is None else as_text(format_, "format", longest=20),
-            version=_version(sent),
+            version=_version(payload),
             processes=read_setup(state.setup)[0].world_size,
         )
 
@@ -181,37 +181,37 @@ class Api:
             "folder": str(self.templates.folder),
         }
 
-    def _use_template(self, sent: Data) -> Data:
-        if "name" in sent:
-            template = self.templates.get(sent["name"])
+    def _use_template(self, payload: Data) -> Data:
+        if "name" in payload:
+            template = self.templates.get(payload["name"])
             return {"state": template.state.data(), "template": _template_data(template)}
-        found = builtin_template(as_text(sent.get("id"), "id", longest=60))
-        around = as_mapping(sent.get("setup"), "setup")
+        found = builtin_template(as_text(payload.get("id"), "id", longest=60))
+        around = as_mapping(payload.get("setup"), "setup")
         advice = advise(starting_state(found, around), self.machines)
         if not advice["fits"]:
             return {"state": None, **advice}
         chosen = advice["chosen"]
         return {"state": chosen["state"], "title": chosen["title"], "reason": chosen["reason"]}
 
-    def _save_template(self, sent: Data) -> Data:
+    def _save_template(self, payload: Data) -> Data:
         template = Template(
-            name=as_text(sent.get("name"), "name", longest=255),
-            description=as_text(sent.get("description") or "", "description", longest=500),
-            state=_state(sent),
+            name=as_text(payload.get("name"), "name", longest=255),
+            description=as_text(payload.get("description") or "", "description", longest=500),
+            state=_state(payload),
         )
-        return _template_data(self.templates.put(template, version=_version(sent)))
+        return _template_data(self.templates.put(template, version=_version(payload)))
 
-    def _rename_template(self, sent: Data) -> Data:
+    def _rename_template(self, payload: Data) -> Data:
         return _template_data(
-            self.templates.rename(sent.get("name"), sent.get("to"), version=_version(sent))
+            self.templates.rename(payload.get("name"), payload.get("to"), version=_version(payload))
         )
 
-    def _delete_template(self, sent: Data) -> Data:
-        self.templates.delete(sent.get("name"), version=_version(sent))
-        return {"deleted": sent.get("name")}
+    def _delete_template(self, payload: Data) -> Data:
+        self.templates.delete(payload.get("name"), version=_version(payload))
+        return {"deleted": payload.get("name")}
 
-    def _import_template(self, sent: Data) -> Data:
-        text = as_text(sent.get("text"), "text", longest=1 << 20)
+    def _import_template(self, payload: Data) -> Data:
+        text = as_text(payload.get("text"), "text", longest=1 << 20)
         template = read_template(text, name="the file")
         return _template_data(self.templates.put(template, version=None))
 
@@ -220,16 +220,16 @@ class _CallbackError(Exception):
     """The trainer that mounted the builder could not apply a plan."""
 
 
-def _state(sent: Data) -> FormState:
-    return FormState.of_request(sent.get("state"))
+def _state(payload: Data) -> FormState:
+    return FormState.of_request(payload.get("state"))
 
 
-def _version(sent: Data) -> str | None:
-    version = sent.get("version")
+def _version(payload: Data) -> str | None:
+    version = payload.get("version")
     return None if version is None else as_text(version, "version", longest=64)
 
 
-def _opened_data(opened: Opened) -> Data:
+def _config_data(opened: OpenedConfig) -> Data:
     return {
         "state": opened.state.data(),
         "messages": [message_data(one) for one in opened.messages],
@@ -241,31 +241,31 @@ def _template_data(template: Template) -> Data:
     return {**template.data(), "version": template.version}
 
 
-def _reading(path: str, answer: Callable[[Data], Any]) -> Route:
+def _get_route(path: str, answer: Callable[[Data], Any]) -> Route:
     async def endpoint(request: Request) -> Response:
-        return await _answered(answer, dict(request.query_params))
+        return await _respond(answer, dict(request.query_params))
 
     return Route(path, endpoint, methods=["GET"])
 
 
-def _writing(path: str, answer: Callable[[Data], Any]) -> Route:
+def _post_route(path: str, answer: Callable[[Data], Any]) -> Route:
     async def endpoint(request: Request) -> Response:
         body = await request.body()
         try:
-            sent = as_mapping(parse_request(body.decode("utf-8")), "request")
+            payload = as_mapping(parse_request(body.decode("utf-8")), "request")
         except UnicodeDecodeError:
             return _error(400, InvalidValueError("is not UTF-8", key="request"))
         except ZeroTuneError as error:
             return _error(400, error)
-        return await _answered(answer, sent)
+        return await _respond(answer, payload)
 
     return Route(path, endpoint, methods=["POST"])
 
 
-async def _answered(answer: Callable[[Data], Any], sent: Data) -> Response:
-    """Run an endpoint in a worker thread: detecting, importing and fsync all take their time."""
+async def _respond(answer: Callable[[Data], Any], payload: Data) -> Response:
+    """Run an endpoint in a worker thread, because detection, imports and fsync block."""
     try:
-        data = await run_in_threadpool(answer, sent)
+        data = await run_in_threadpool(answer, payload)
     except ZeroTuneError as error:
         status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 422)
         return _error(status, error)

@@ -1,4 +1,4 @@
-"""``create_app``: the builder as an ASGI application, alone or inside another trainer."""
+"""Create the builder as an ASGI application, standalone or mounted in a trainer."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def create_app(
         plan: Initial plan of the form; default ZeRO-2 with CPU offload, bf16 and AdamW.
         plan_file: File that *Apply* writes and that every newly opened page reads.
         root: The only folder that the page may access; default the working directory.
-        on_apply: Function called with the plan, in a worker thread, when the user applies the plan.
-            If the function returns a text, the page shows the text.
-        token: Secret that every request must carry: a bearer token, or the cookie that is set when
-            a page is opened with ``?token=``.
-        hosts: Accepted names in ``Host`` headers, without ports. Add the name under
-            which your own server is reached.
+        on_apply: Function that is called with the plan, in a worker thread, when the user clicks
+            *Apply*. The page shows the string that it returns, if any.
+        token: Secret that every request must send as a bearer token or as a cookie. Opening the
+            page with ``?token=`` sets the cookie.
+        hosts: Accepted names in ``Host`` headers, without ports. Add the host name of your own
+            server.
         templates_folder: Folder of the user's templates; default a folder in the user's
             configuration directory.
         largest_body: Maximum size of a request, in bytes.

@@ -1,8 +1,8 @@
-"""What the page offers: the fields of its form, and what can be typed into them.
+"""Fields of the page's form, and the values that they accept.
 
-Each field is described once, and the page is rendered from that. What a choice writes into the
-configuration is said here, so that the page holds no rules of its own: a script that reads
-``sets`` needs to know nothing of DeepSpeed.
+Each field is declared once, and the page is rendered from these declarations. ``Option.sets`` lists
+the values that a choice writes into the configuration, so the page's scripts need no knowledge of
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ STAGES: Final[Mapping[int, tuple[str, str]]] = {
     3: (
         "+ weights",
         (
-            "Weights are partitioned as well and gathered layer by layer. Use stage 3 if the "
-            "16-bit weights do not fit on the GPU, to offload parameters, or to use NVMe."
+            "Weights are partitioned as well and gathered layer by layer. Use stage 3 to offload "
+            "parameters, to use NVMe, or if the GPU cannot hold all 16-bit weights."
         ),
     ),
 }
-"""Name of each ZeRO stage, and a sentence about its partitioning."""
+"""Name and description of each ZeRO stage."""
 
 
 @attrs.frozen(kw_only=True)
@@ -80,10 +80,10 @@ class Option:
 
 @attrs.frozen(kw_only=True)
 class Field:
-    """One control of the page."""
+    """A control of the page."""
 
     path: str
-    """Path of the setting; messages about this path appear at the control."""
+    """Path of the setting; messages about this path appear next to the control."""
     label: str
     kind: Kind = "value"
     hint: str = ""
@@ -92,12 +92,12 @@ class Field:
 
     @property
     def id(self) -> str:
-        """Name of the control in the page."""
+        """HTML id of the control."""
         return f"{self.store}-{self.path}".replace(".", "-").replace("_", "-")
 
 
 def _segments(path: str, label: str, *choices: tuple[str, Any, str]) -> Field:
-    """A choice of one setting among labels, each with its value and a hint."""
+    """Return a choice field; each choice is a label, a value and a hint."""
     options = tuple(
         Option(label=name, sets={path: value}, hint=hint) for name, value, hint in choices
     )
@@ -154,7 +154,7 @@ def _label_of(name: str) -> str:
 
 
 def _plain(doc: str) -> str:
-    """A sentence of the documentation without its markup."""
+    """Strip the markup from a docstring."""
     plain = doc.replace("``", "").removeprefix("ZeRO++: ")
     return f"{plain[:1].upper()}{plain[1:]}"
 
@@ -162,7 +162,7 @@ def _plain(doc: str) -> str:
 def _setup_field(
     path: str, label: str, hint: str = "", *, options: Mapping[str, Any] | None = None
 ) -> Field:
-    """A field of what is planned for; ``options``: label to value."""
+    """Return a field of the setup; ``options`` maps labels to values."""
     choices = tuple(
         Option(label=name, sets={path: value}) for name, value in (options or {}).items()
     )
@@ -217,13 +217,20 @@ def page_fields() -> Mapping[str, Any]:
     }
 
 
+def setup_labels() -> Mapping[str, str]:
+    """Return the label of each field of *Model and machine*, without its unit."""
+    page = page_fields()
+    fields = (*page["setup"], page["world"], *page["machine"])
+    return {field.path: field.label.partition(",")[0] for field in fields}
+
+
 _BATCH_FIELDS: Final = (
     ("train_micro_batch_size_per_gpu", "Micro batch", "Samples per GPU and forward pass."),
     ("gradient_accumulation_steps", "Accumulation", "Forward passes per optimizer step."),
     (
         "train_batch_size",
         "Whole batch",
-        "Micro batch times accumulation times processes. Leave empty to compute it.",
+        "Micro batch times accumulation times processes; computed if left empty.",
     ),
     (
         "gradient_clipping",
@@ -253,10 +260,10 @@ def _workload_fields() -> tuple[Field, ...]:
         _setup_field(
             "gradient_checkpointing",
             "Gradient checkpointing",
-            options={"yes, recompute": True, "no, keep all": False},
+            options={"yes, recompute activations": True, "no, keep activations": False},
         ),
         _setup_field(
-            "total_steps", "Steps of the run", "Length of schedules that do not set a length."
+            "total_steps", "Steps of the run", "Length of a schedule that does not set its own."
         ),
     )
 
@@ -273,7 +280,7 @@ def _machine_fields() -> tuple[Field, ...]:
 
 
 def _card_field() -> Field:
-    """A card by name; the card sets memory and rates."""
+    """Return the field for the card, which sets memory and rates."""
     options = [Option(label="another card", sets={"card": ""})]
     for card in CARDS:
         label = f"{card.name}, {card.memory} GiB"
@@ -282,7 +289,7 @@ def _card_field() -> Field:
         path="card",
         label="Card",
         kind="select",
-        hint="Sets VRAM. Predicted times use the rates of the chosen card.",
+        hint="Sets VRAM. Predicted times use this card's rates.",
         options=tuple(options),
         store="setup",
     )
@@ -347,7 +354,7 @@ def schema_data() -> dict[str, Any]:
     try:
         schema = plan_schema()
     except ZeroTuneError as error:
-        removed = _removed(frozenset())
+        removed = _removed_parameters(frozenset())
         return {
             "available": False,
             "reason": str(error),
@@ -366,12 +373,12 @@ def schema_data() -> dict[str, Any]:
         "fields": [
             {"path": path, "id": field.id, "label": field.label} for path, field in fields.items()
         ],
-        "removed": _removed(known),
+        "removed": _removed_parameters(known),
     }
 
 
 def _config_fields() -> Iterator[Field]:
-    """The fields of the form that write the configuration."""
+    """Yield the fields that are stored in the configuration."""
     pending = list(page_fields().values())
     while pending:
         each = pending.pop()
@@ -382,8 +389,8 @@ def _config_fields() -> Iterator[Field]:
             pending.extend(each)
 
 
-def _removed(known: Collection[str]) -> list[dict[str, str]]:
-    """What older releases of DeepSpeed read, for who searches for it; not what this one knows."""
+def _removed_parameters(known: Collection[str]) -> list[dict[str, str]]:
+    """Return the parameters of older DeepSpeed releases that the installed one lacks."""
     gone = {
         **{key: f"DeepSpeed 0.19 removed {what}" for key, what in REMOVED.items()},
         **{join(ZERO, key): f"DeepSpeed 0.19 removed {what}" for key, what in REMOVED_ZERO.items()},
@@ -396,7 +403,7 @@ def _removed(known: Collection[str]) -> list[dict[str, str]]:
 
 
 def _schema_parameter(each: SchemaParameter) -> dict[str, Any] | None:
-    # A section is not a value to type in, and optimizers and schedules have a part of their own.
+    # Sections take no value, and optimizers and schedules have their own part of the page.
     if each.types == ("object",) or each.path.startswith(("optimizer.", "scheduler.")):
         return None
     return {

@@ -1,8 +1,8 @@
-"""The state of the form and the plan it says, one into the other without loss.
+"""Convert between the form's state and a plan without loss.
 
-The state *is* a plain DeepSpeed configuration beside the launch settings, so there is no key the
-form could drop, no ``"auto"`` it could turn into a number and no stage 0 it could turn into 1. It
-travels between the page and Python as JSON, large integers included.
+The state is a plain DeepSpeed configuration plus launch settings, so the form neither
+drops keys nor changes values such as ``"auto"`` or stage 0. The page and the server exchange it as
+JSON, including integers that JavaScript cannot represent.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from zerotune.plan.write import in_order
 _ChoiceT = TypeVar("_ChoiceT")
 
 DEEPEST: Final = 24
-"""Levels of nesting a page may send; a DeepSpeed configuration has about five."""
+"""Maximum nesting depth of a request; a DeepSpeed configuration has about five levels."""
 MOST_VALUES: Final = 20_000
-"""Values it may send at once, aliases of a YAML file counted each time they are used."""
+"""Maximum number of values in a request; each use of a YAML alias counts."""
 INTEGER: Final = "$int"
-"""Key of an object that stands for an integer which JavaScript cannot hold."""
+"""Key of an object that represents an integer beyond JavaScript's exact range."""
 
 _INTEGER: Final = re.compile(r"-?[0-9]{1,40}")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
@@ -41,11 +41,11 @@ _SAFE: Final = 2**53 - 1
 
 
 def parse_request(text: str) -> Any:
-    """Read JSON that a page sent."""
+    """Parse the JSON of a request."""
     try:
         value = json_of(text)
     except ValueError as error:
-        raise _refused_request(f"is not JSON ({error})") from None
+        raise _request_error(f"is not JSON ({error})") from None
     check_content(value)
     return from_wire(value)
 
@@ -57,24 +57,24 @@ def check_content(value: Any) -> None:
         item, depth = pending.pop()
         seen += 1
         if depth > DEEPEST or seen > MOST_VALUES:
-            raise _refused_request("is too large or too deeply nested for a configuration")
+            raise _request_error("is too large or too deeply nested for a configuration")
         if isinstance(item, Mapping):
             pending.extend((part, depth + 1) for pair in item.items() for part in pair)
         elif isinstance(item, list | tuple):
             pending.extend((part, depth + 1) for part in item)
         elif isinstance(item, str) and _SURROGATE.search(item):
-            raise _refused_request("contains text that is not Unicode")
+            raise _request_error("contains text that is not Unicode")
         elif isinstance(item, float) and not math.isfinite(item):
-            raise _refused_request("contains a number that is not finite")
+            raise _request_error("contains a number that is not finite")
 
 
 def from_wire(value: Any) -> Any:
-    """Convert data of the page to Python values."""
+    """Convert JSON data from the page to Python values."""
     if isinstance(value, dict):
         if value.keys() == {INTEGER}:
             written = value[INTEGER]
             if not isinstance(written, str) or not _INTEGER.fullmatch(written):
-                raise _refused_request(f"contains {written!r} instead of an integer")
+                raise _request_error(f"contains {written!r} instead of an integer")
             return int(written)
         return {key: from_wire(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -83,7 +83,7 @@ def from_wire(value: Any) -> Any:
 
 
 def to_wire(value: Any) -> Any:
-    """Convert any value to JSON that JavaScript reads exactly; other objects become text."""
+    """Convert a value to JSON data that JavaScript reads exactly; other objects become strings."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -125,11 +125,11 @@ def as_choice(value: Any, key: str, *, choices: tuple[_ChoiceT, ...]) -> _Choice
     return choices[choices.index(value)]
 
 
-def _refused_request(reason: str) -> InvalidValueError:
+def _request_error(reason: str) -> InvalidValueError:
     return InvalidValueError(reason, key="request", fix="send a configuration")
 
 
-# -- The state of the form, and the plan it says.
+# -- The state of the form, and its plan.
 
 
 @attrs.frozen(kw_only=True)
@@ -159,7 +159,7 @@ class FormState:
         setup: Mapping[str, Any] | None = None,
         like: Mapping[str, Any] | None = None,
     ) -> FormState:
-        """Return the form of a plan, with its keys in the order of ``like``."""
+        """Return the form state of a plan, with the keys in the order of ``like``."""
         launch = plan.launch.to_dict() if plan.launch else {}
         around = dict(setup or {})
         if isinstance(launch.get("num_processes"), int) and launch["num_processes"] > 0:
@@ -172,7 +172,7 @@ class FormState:
         return {name: to_wire(getattr(self, name)) for name in ("config", "launch", "setup")}
 
 
-def told_as_lost(plan: DeepSpeedPlan) -> tuple[str, ...]:
+def droppable_settings(plan: DeepSpeedPlan) -> tuple[str, ...]:
     """Return the launch settings that DeepSpeed's JSON cannot contain, except the precision."""
     launch = plan.launch.to_dict() if plan.launch else {}
     return tuple(key for key in launch if key != "mixed_precision")
@@ -180,14 +180,14 @@ def told_as_lost(plan: DeepSpeedPlan) -> tuple[str, ...]:
 
 @attrs.frozen(kw_only=True)
 class Reading:
-    """A plan read from the form, and the errors."""
+    """Result of reading a form: the plan and the errors."""
 
     plan: DeepSpeedPlan | None
     """The plan; ``None`` if the form has errors."""
-    rest: DeepSpeedPlan | None = None
-    """The plan without its invalid settings, for finding further errors."""
+    partial_plan: DeepSpeedPlan | None = None
+    """The plan without its invalid settings, which is checked for further errors."""
     errors: tuple[ZeroTuneError, ...] = ()
-    """Every error that could be identified."""
+    """All errors that were found."""
 
 
 def read_plan(state: FormState) -> Reading:
@@ -196,7 +196,7 @@ def read_plan(state: FormState) -> Reading:
     def read(log: Log) -> DeepSpeedPlan:
         wrapper = wrapper_of(state.config)
         if wrapper is not None:
-            # Reading it could open any file of this machine; only `open_text` does, in the root.
+            # Following the reference could open any file; only `open_text` does, inside the root.
             raise InvalidValueError(
                 "contains another configuration",
                 key=wrapper,
@@ -206,7 +206,7 @@ def read_plan(state: FormState) -> Reading:
         return with_launch(plan, read_launch(state.launch, log))
 
     plan, errors = read_partly(read)
-    return Reading(plan=None if errors else plan, rest=plan, errors=errors)
+    return Reading(plan=None if errors else plan, partial_plan=plan, errors=errors)
 
 
 def is_written(config: Any, key: str) -> bool:

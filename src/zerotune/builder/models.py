@@ -1,4 +1,4 @@
-"""What people call the models, and what they are listed under."""
+"""Usual names of the model families, and their groups in the page's list."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ MODEL_NAMES: Final[Mapping[str, tuple[str, str]]] = {
     "flux2-klein-4b": ("FLUX.2 klein 4B", "FLUX.2 and Krea 2"),
     "flux2-klein-9b": ("FLUX.2 klein 9B", "FLUX.2 and Krea 2"),
     "krea2": ("Krea 2", "FLUX.2 and Krea 2"),
-    "aura-flow": ("AuraFlow", "More models of images"),
-    "hidream": ("HiDream-I1", "More models of images"),
-    "lumina2": ("Lumina Image 2.0", "More models of images"),
-    "pixart-alpha": ("PixArt-alpha", "More models of images"),
-    "pixart-sigma": ("PixArt-Sigma", "More models of images"),
-    "sana": ("Sana 1.6B", "More models of images"),
-    "wan-1.3b": ("Wan 1.3B (2.1)", "Wan, LTX-Video and HunyuanVideo"),
-    "wan-14b": ("Wan 14B (2.1, or an expert of 2.2)", "Wan, LTX-Video and HunyuanVideo"),
-    "wan-14b-i2v": ("Wan 14B from an image", "Wan, LTX-Video and HunyuanVideo"),
+    "aura-flow": ("AuraFlow", "Other image models"),
+    "hidream": ("HiDream-I1", "Other image models"),
+    "lumina2": ("Lumina Image 2.0", "Other image models"),
+    "pixart-alpha": ("PixArt-alpha", "Other image models"),
+    "pixart-sigma": ("PixArt-Sigma", "Other image models"),
+    "sana": ("Sana 1.6B", "Other image models"),
+    "wan-1.3b": ("Wan 2.1 1.3B", "Wan, LTX-Video and HunyuanVideo"),
+    "wan-14b": ("Wan 2.1 or 2.2 14B", "Wan, LTX-Video and HunyuanVideo"),
+    "wan-14b-i2v": ("Wan I2V 14B", "Wan, LTX-Video and HunyuanVideo"),
     "ltx-video": ("LTX-Video", "Wan, LTX-Video and HunyuanVideo"),
     "hunyuan-video": ("HunyuanVideo", "Wan, LTX-Video and HunyuanVideo"),
-    "hunyuan-video-i2v": ("HunyuanVideo from an image", "Wan, LTX-Video and HunyuanVideo"),
-    "sdxl-controlnet": ("ControlNet of SDXL", "ControlNets"),
-    "sd3-controlnet": ("ControlNet of SD3.5 Medium", "ControlNets"),
-    "flux-controlnet": ("ControlNet of FLUX.1", "ControlNets"),
-    "qwen-image-controlnet": ("ControlNet of Qwen-Image", "ControlNets"),
+    "hunyuan-video-i2v": ("HunyuanVideo I2V", "Wan, LTX-Video and HunyuanVideo"),
+    "sdxl-controlnet": ("SDXL ControlNet", "ControlNets"),
+    "sd3-controlnet": ("SD3.5 Medium ControlNet", "ControlNets"),
+    "flux-controlnet": ("FLUX.1 ControlNet", "ControlNets"),
+    "qwen-image-controlnet": ("Qwen-Image ControlNet", "ControlNets"),
 }
 """Usual name and group of each family, in the order of the page's list."""
 

@@ -1,4 +1,4 @@
-"""Everything zerotune has to say about a form, each at the key it is about."""
+"""Check, resolve and estimate a form, and collect messages by key."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from zerotune.builder.forms import (
     FormState,
     Reading,
     as_choice,
+    droppable_settings,
     is_written,
     read_plan,
-    told_as_lost,
 )
 from zerotune.builder.models import model_name
 from zerotune.decisions import Decision, worst_first
@@ -34,7 +34,7 @@ from zerotune.optim import OptimizerResolver
 from zerotune.optim.capability import Situation, installed_packages, missing_package
 from zerotune.optimizers.catalogue import OPTIMIZERS
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, Workload, plan_document
-from zerotune.plan.advise import Candidate, Remedy
+from zerotune.plan.advise import Advice, Candidate, Remedy
 from zerotune.plan.families import as_facts, family_names, model_family
 from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate, sample_size
 from zerotune.plan.memory.time import CARDS, StepTime, known_rates, step_time
@@ -59,7 +59,7 @@ from zerotune.platform import Platform, detect_platform
 
 def message_data(one: Decision) -> dict[str, str]:
     """Return a choice, finding or error as data for the page."""
-    change = f"{_shown_value(one.before)} → {_shown_value(one.after)}"
+    change = f"{_format_value(one.before)} → {_format_value(one.after)}"
     return {
         "severity": one.severity,
         "key": one.key,
@@ -70,7 +70,7 @@ def message_data(one: Decision) -> dict[str, str]:
     }
 
 
-def told_of(
+def notable_decisions(
     decisions: Iterable[Decision], *, findings: Collection[Decision] = ()
 ) -> list[Decision]:
     """Return the decisions that are neither DeepSpeed's defaults nor among ``findings``."""
@@ -81,13 +81,13 @@ def told_of(
     return unique
 
 
-def _stopped(reason: str) -> Decision:
+def _plan_error(reason: str) -> Decision:
     return Decision(key="", before=UNSET, after=UNSET, reason=reason, severity="error")
 
 
-def _shown_value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
-        return "not written"
+        return "not set"
     text = repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
 
@@ -103,7 +103,7 @@ class Setup:
     """The model, the workload of one step, and the machine."""
 
     family: str = "sdxl"
-    """Model family; ``""`` for any other model, whose memory is not estimated."""
+    """Model family; ``""`` for a model without a family, whose memory is not estimated."""
     resolution: int | None = None
     """Side of the image in pixels; default the family's native size."""
     frames: int | None = None
@@ -114,7 +114,7 @@ class Setup:
     lora: int | None = None
     """Rank of LoRA adapters; ``None`` trains the whole model."""
     base_dtype: str | None = None
-    """Quantization of the base model under adapters; default the plan's precision."""
+    """Quantization of the base model under adapters; ``None`` uses the plan's precision."""
     ema: EMAPlace = "none"
     gradient_checkpointing: bool = True
     activation_offload: bool = False
@@ -123,15 +123,25 @@ class Setup:
     card: str | None = None
     """Card with known rates, such as "RTX 4090, 24 GiB"; default the card nearest in memory."""
     vram: int = 24 * 2**30
-    """Bytes of each GPU."""
+    """GPU memory in bytes, per GPU."""
     ram: int = 64 * 2**30
-    """Bytes of RAM, for all ranks."""
+    """RAM in bytes, shared by all ranks."""
     nvme: int = 0
-    """Bytes of disk for swap files, for all ranks."""
+    """Disk space for swap files in bytes, shared by all ranks."""
+
+    def check_base(self) -> None:
+        """Raise an error for a quantized base model without adapters."""
+        if self.base_dtype is not None and self.lora is None:
+            raise InvalidValueError(
+                "a quantized model can only be trained through LoRA adapters",
+                key="setup.base_dtype",
+                value=self.base_dtype,
+                fix="set setup.lora to 16, or remove setup.base_dtype",
+            )
 
     @property
     def frames_of_clips(self) -> int | None:
-        """Frames of a clip; ``None`` for an image model, although the form keeps the value."""
+        """Number of frames per clip; ``None`` for an image model, even if the form has a value."""
         takes_clips = bool(self.family) and model_family(self.family).frames is not None
         return self.frames if takes_clips else None
 
@@ -139,21 +149,21 @@ class Setup:
 def read_setup(raw: Mapping[str, Any]) -> tuple[Setup, list[ZeroTuneError]]:
     """Read a setup from the page; return the valid values and the errors."""
     errors: list[ZeroTuneError] = []
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, read in _SETUP_READERS.items():
         value = raw.get(name)
         if value is None or value == "":
             if name == "family" and value == "":
-                given[name] = ""
+                values[name] = ""
             continue
         try:
-            given[name] = read(value, key=f"setup.{name}")
+            values[name] = read(value, key=f"setup.{name}")
         except ZeroTuneError as error:
             errors.append(error)
-    return Setup(**given), errors
+    return Setup(**values), errors
 
 
-_READ_AS: Final[Mapping[str, Callable[[Setup], str]]] = {
+_FALLBACK_TEXTS: Final[Mapping[str, Callable[[Setup], str]]] = {
     "family": lambda setup: model_name(setup.family),
     "resolution": lambda setup: f"{model_family(setup.family).resolution} pixels",
     "frames": lambda setup: f"{model_family(setup.family).frames} frames",
@@ -166,18 +176,19 @@ _READ_AS: Final[Mapping[str, Callable[[Setup], str]]] = {
     "nvme": lambda _: "no NVMe",
     "card": lambda _: "a card of that memory",
 }
-"""What is planned for in place of a setting that cannot be read."""
+"""Description of the default that replaces each invalid setting."""
 
 
-def drawn_for(setup: Setup, wrong: Collection[str]) -> str:
-    """If part of the form's setup is invalid, say which setup the estimate is for."""
-    words = [words(setup) for name, words in _READ_AS.items() if f"setup.{name}" in wrong]
+def fallback_sentence(setup: Setup, wrong: Collection[str]) -> str:
+    """Say which defaults the estimate uses for invalid settings; empty if there are none."""
+    words = [words(setup) for name, words in _FALLBACK_TEXTS.items() if f"setup.{name}" in wrong]
     if not words:
         return ""
-    return f"Estimated for {_listed(words)}, because the value in the form is invalid."
+    invalid = "value is" if len(words) == 1 else "values are"
+    return f"Estimated for {_join_words(words)}, because the form's {invalid} invalid."
 
 
-def _listed(words: list[str]) -> str:
+def _join_words(words: list[str]) -> str:
     """``"a, b and c"``."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
@@ -210,7 +221,7 @@ class Machines:
         return attrs.evolve(platform, devices=tuple(named))
 
     def sizes(self, setup: Setup) -> dict[str, int | None]:
-        """Return the bytes of one GPU's memory, and of RAM and swap space for all ranks."""
+        """Return sizes in bytes: memory of one GPU, and RAM and swap space of all ranks."""
         if not setup.this_machine:
             return {"device": setup.vram, "host": setup.ram, "nvme": setup.nvme}
         return {
@@ -221,7 +232,7 @@ class Machines:
 
 
 def _whole_number(value: Any, *, key: str, least: int = 1, most: int) -> int:
-    """A whole number, or the text of one."""
+    """Parse a whole number, given as a number or as text."""
     number = as_number(value)
     if isinstance(number, float) and number.is_integer():
         number = int(number)
@@ -256,30 +267,30 @@ _SETUP_READERS: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 ASSUMED_LR: Final = 1e-4
-"""Assumed learning rate if the training script sets it."""
+"""Learning rate that is assumed if the training script sets it."""
 
-LEASED: Final = "(leased for each run)"
+LEASE_PLACEHOLDER: Final = "(a temporary folder for each run)"
 """Placeholder for a swap folder that is not set."""
 
 _DECISIVE: Final = frozenset(
     {"zero_optimization", "zero_optimization.stage", "zero_optimization.offload_optimizer.device"}
 )
-"""Settings without which it is not known which optimizers can run."""
+"""Settings that decide which optimizers can run."""
 
-_TOO_LARGE: Final = "A number is too large for calculations."
+_TOO_LARGE: Final = "The form contains a number that is too large to calculate with."
 _TEXT_FORMATS: Final = (("deepspeed", "json"), ("accelerate", "yaml"), ("python", "python"))
 _PLACE_LABELS: Final = {"device": "GPU", "host": "RAM", "nvme": "NVMe"}
 
 
 @attrs.frozen(kw_only=True)
 class Verdict:
-    """Whether a plan runs and fits; every part of the page shows this verdict."""
+    """Whether a plan runs and fits in memory; every part of the page shows this verdict."""
 
     kind: Literal["fits", "unknown", "short", "stopped"]
     brief: str
     """Short text for a label."""
     text: str
-    """The verdict in full."""
+    """Full text."""
 
     @property
     def runs(self) -> bool:
@@ -313,7 +324,7 @@ class Verdict:
 
 @attrs.frozen(kw_only=True)
 class Preview:
-    """A form, understood."""
+    """Result of checking, resolving and estimating a form."""
 
     plan: DeepSpeedPlan | None
     resolved: ResolvedPlan | None
@@ -322,14 +333,14 @@ class Preview:
     setup: Setup
     platform: Platform
     estimate: MemoryEstimate | None = None
-    """Memory that the plan needs, if known."""
+    """Memory that the plan needs; ``None`` if it cannot be estimated."""
     fit: tuple[Fit, ...] = ()
     """Required and available bytes of each kind of memory."""
-    running: dict[str, Any] = attrs.field(factory=dict)
+    running_config: dict[str, Any] = attrs.field(factory=dict)
     """Configuration that DeepSpeed receives; empty if the plan cannot run."""
-    written: Mapping[str, Any] = attrs.field(factory=dict)
+    form_config: Mapping[str, Any] = attrs.field(factory=dict)
     """The configuration in the form, including invalid settings."""
-    readable: DeepSpeedPlan | None = None
+    partial_plan: DeepSpeedPlan | None = None
     """The plan without the invalid settings."""
 
     @property
@@ -338,15 +349,15 @@ class Preview:
         return Verdict.of(self.messages, self.resolved, self.fit)
 
     def _outputs(self) -> dict[str, Any]:
-        # Whatever is wrong, what is written can be read and repaired as text.
-        outputs: dict[str, Any] = {"json": {"text": _as_json(self.written), "messages": []}}
+        # Even an invalid configuration can be read and corrected as text.
+        outputs: dict[str, Any] = {"json": {"text": _as_json(self.form_config), "messages": []}}
         leased = [
             Decision(
                 key=f"zero_optimization.offload_{part}.nvme_path",
                 before=UNSET,
                 after=UNSET,
-                reason="zerotune leases a folder for each run; to train without zerotune, write "
-                "a folder",
+                reason="zerotune uses a temporary folder for each run; to train without zerotune, "
+                "set a folder",
             )
             for part, folder in (self.resolved.nvme_paths if self.resolved else {}).items()
             if folder is None
@@ -357,20 +368,20 @@ class Preview:
                 if format_ == "accelerate":
                     plan = launchable(plan, processes=self.setup.world_size)
                 try:
-                    document = plan_document(plan, format_, lossy=told_as_lost(plan))
+                    document = plan_document(plan, format_, lossy=droppable_settings(plan))
                 except ZeroTuneError as error:
                     outputs[name] = {"text": None, "messages": [message_data(Decision.of(error))]}
                     continue
                 notes = [*map(message_data, document.decisions), *map(message_data, leased)]
                 outputs[name] = {"text": document.text, "messages": notes}
-        if self.running and self.verdict.runs:
-            text = _as_json(self.running)
+        if self.running_config and self.verdict.runs:
+            text = _as_json(self.running_config)
             outputs["running"] = {"text": text, "messages": list(map(message_data, leased))}
         return outputs
 
     def _effective(self) -> dict[str, Any]:
-        """What is used where the form says nothing, by path."""
-        found = dict(_leaf_values(self.running, "")) if self.verdict.runs else {}
+        """Return the values that apply where the form sets none, by path."""
+        found = dict(_leaf_values(self.running_config, "")) if self.verdict.runs else {}
         if self.setup.family:
             known = model_family(self.setup.family)
             found["setup.resolution"] = known.resolution
@@ -385,22 +396,22 @@ class Preview:
                 "subject": subject(estimate).replace(
                     self.setup.family, model_name(self.setup.family), 1
                 ),
-                "outdated": drawn_for(self.setup, wrong),
+                "outdated": fallback_sentence(self.setup, wrong),
                 **_memory_bars(estimate, self.fit),
             }
         if self.resolved is not None and self.resolved.model is None:
-            return {"reason": "Choose a model family to see what training needs."}
-        return {"reason": "The memory is estimated when the plan can run."}
+            return {"reason": "Choose a model family to estimate the memory."}
+        return {"reason": "The memory can be estimated once the plan can run."}
 
     def _time(self) -> dict[str, str] | None:
-        """What a step takes, and by which rates."""
+        """Return the predicted time of a step, and the rates behind it."""
         if self.estimate is None or not self.verdict.runs:
             return None
         time = step_time(self.estimate, known_rates(self.platform))
         return None if time is None else time_texts(time)
 
     def _optimizers(self) -> list[dict[str, Any]]:
-        resolved, plan = self.resolved, self.plan or self.readable
+        resolved, plan = self.resolved, self.plan or self.partial_plan
         if resolved is not None:
             stage, precision = resolved.stage, resolved.precision
         elif plan is None or any(
@@ -430,41 +441,41 @@ def understand(state: FormState, machines: Machines) -> Preview:
     form = _Form(state=state, setup=setup, platform=machines.of(setup), reading=reading)
     messages = [Decision.of(error) for error in (*wrong, *reading.errors)]
     resolved: ResolvedPlan | None = None
-    running: dict[str, Any] = {}
+    running_config: dict[str, Any] = {}
     if reading.plan is not None:
         try:
             resolved, more = form.resolve(reading.plan)
-            running = {} if resolved is None else _running_config(resolved)
+            running_config = {} if resolved is None else _running_config(resolved)
         except ZeroTuneError as error:
             resolved, more = None, [Decision.of(error)]
         except (OverflowError, RecursionError):
-            more = [_stopped(_TOO_LARGE)]
+            more = [_plan_error(_TOO_LARGE)]
         messages += more
-    elif reading.rest is not None:
-        messages += form.also_wrong(reading.rest)
-    estimate, refused = _estimated(resolved, setup)
-    messages += refused
+    elif reading.partial_plan is not None:
+        messages += form.remaining_errors(reading.partial_plan)
+    estimate, problems = _estimate_memory(resolved, setup)
+    messages += problems
     limits: dict[Any, int] = {
         place: size for place, size in machines.sizes(setup).items() if size is not None
     }
     return Preview(
         plan=reading.plan,
         resolved=resolved,
-        messages=tuple(_said_once(worst_first(messages))),
+        messages=tuple(_merge_repeated_reasons(worst_first(messages))),
         setup=setup,
         platform=form.platform,
-        running=running,
-        written=state.config,
-        readable=reading.rest,
+        running_config=running_config,
+        form_config=state.config,
+        partial_plan=reading.partial_plan,
         estimate=estimate,
         fit=() if estimate is None else fits(estimate, rank_budget(limits, estimate)),
     )
 
 
-def _estimated(
+def _estimate_memory(
     resolved: ResolvedPlan | None, setup: Setup
 ) -> tuple[MemoryEstimate | None, list[Decision]]:
-    """What a plan needs, and why that cannot be said."""
+    """Estimate a plan's memory; return the estimate and the errors."""
     if resolved is None or resolved.model is None:
         return None, []
     try:
@@ -483,19 +494,19 @@ def _estimated(
         )
         return resolved.estimate(work), []
     except ZeroTuneError as error:
-        return None, [Decision.of(_about_setup(error))]
+        return None, [Decision.of(_setup_error(error))]
     except (OverflowError, RecursionError):
-        return None, [_stopped(_TOO_LARGE)]
+        return None, [_plan_error(_TOO_LARGE)]
 
 
-def _about_setup(error: ZeroTuneError) -> ZeroTuneError:
-    """An error about an argument that the page has a field for, at that field."""
+def _setup_error(error: ZeroTuneError) -> ZeroTuneError:
+    """Assign an error to the field of the setup that has its key, if there is one."""
     return error.below("setup") if error.key in _SETUP_READERS else error
 
 
 @attrs.frozen(kw_only=True)
 class _Form:
-    """A form and what was read of it."""
+    """A form with its setup, machine and plan."""
 
     state: FormState
     setup: Setup
@@ -511,32 +522,26 @@ class _Form:
         found = plan.inspect(context, settle=OptimizerResolver(platform=self.platform).settled)
         messages = [*found.refusals, *found.findings]
         if found.resolved is None:
-            # What would be chosen or assumed is not told of a plan that cannot run.
-            return None, [*messages, *told_of(plan.decisions, findings=found.findings)]
-        told = told_of(found.resolved.decisions, findings=found.findings)
-        return found.resolved, [*messages, *assumed, *told]
+            # A plan that cannot run has no choices or assumptions to report.
+            return None, [*messages, *notable_decisions(plan.decisions, findings=found.findings)]
+        notable = notable_decisions(found.resolved.decisions, findings=found.findings)
+        return found.resolved, [*messages, *assumed, *notable]
 
     def _model(self) -> ModelFacts | None:
         setup = self.setup
         if not setup.family:
             return None
-        if setup.base_dtype is not None and setup.lora is None:
-            raise InvalidValueError(
-                "a quantized model cannot be trained, but LoRA adapters on it can",
-                key="setup.base_dtype",
-                value=setup.base_dtype,
-                fix="set setup.lora to 16, or remove setup.base_dtype",
-            )
+        setup.check_base()
         try:
             return as_facts(setup.family, lora=setup.lora, base_dtype=setup.base_dtype)
         except ZeroTuneError as error:
-            raise _about_setup(error) from None
+            raise _setup_error(error) from None
 
-    def also_wrong(self, rest: DeepSpeedPlan) -> list[Decision]:
-        """Return the errors that remain after a plan's unreadable settings are removed."""
-        run, _ = self._assumed_run(rest)
+    def remaining_errors(self, partial_plan: DeepSpeedPlan) -> list[Decision]:
+        """Return the errors that remain after a plan's invalid settings are removed."""
+        run, _ = self._assumed_run(partial_plan)
         try:
-            found = rest.inspect(
+            found = partial_plan.inspect(
                 Context(world_size=self.setup.world_size),
                 settle=OptimizerResolver(platform=self.platform).settled,
                 resolve_in=Context(
@@ -545,12 +550,12 @@ class _Form:
                 mistakes=self.reading.errors,
             )
         except (OverflowError, RecursionError):
-            return [_stopped(_TOO_LARGE)]
+            return [_plan_error(_TOO_LARGE)]
         every = (*found.findings, *found.refusals)
         return [each for each in every if is_written(self.state.config, each.key)]
 
     def _assumed_run(self, plan: DeepSpeedPlan) -> tuple[RunFacts, list[Decision]]:
-        """What a training script would say, where the plan leaves it to one."""
+        """Assume the values that the plan leaves to the training script."""
         params = (plan.optimizer.params if plan.optimizer else None) or {}
         scheduled = (plan.scheduler.params if plan.scheduler else None) or {}
         automatic = AUTO in scheduled.values()
@@ -596,8 +601,10 @@ def _as_json(config: Mapping[str, Any]) -> str:
 
 
 def _running_config(resolved: ResolvedPlan) -> dict[str, Any]:
-    """What will run, the optimizer and schedule that the engine builds itself included."""
-    missing = {part: LEASED for part, folder in resolved.nvme_paths.items() if folder is None}
+    """Return what runs, including the optimizer and schedule that the engine builds."""
+    missing = {
+        part: LEASE_PLACEHOLDER for part, folder in resolved.nvme_paths.items() if folder is None
+    }
     config = resolved.with_nvme_path(**missing).to_deepspeed()
     for name, choice in (("optimizer", resolved.optimizer), ("scheduler", resolved.scheduler)):
         if choice is not None and name not in config:
@@ -666,34 +673,34 @@ def capabilities(
     return found
 
 
-_NEEDS: Final = " needs it: "
+_NEEDS: Final = " needs this value: "
 
 
-def _said_once(messages: Iterable[Decision]) -> Iterator[Decision]:
-    """``messages``; where a warning has given a reason already, its key stands for it.
+def _merge_repeated_reasons(messages: Iterable[Decision]) -> Iterator[Decision]:
+    """Replace a reason that an earlier warning gave with a reference to that warning's key.
 
-    Errors and notes keep theirs: each is read beside its own field.
+    Errors keep their reasons, because each is read next to its own field.
     """
-    given: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for message in messages:
         if message.severity == "error":
             yield message
             continue
         owner, needs, reason = message.reason.rpartition(_NEEDS)
-        before = given.get(reason.casefold())
+        before = owners.get(reason.casefold())
         if before is not None and before != message.key:
-            start = f"{owner} needs it, for" if needs else "For"
+            start = f"{owner} needs this value, for" if needs else "For"
             yield attrs.evolve(message, reason=f"{start} the reason given at {before}")
             continue
         if message.severity != "note":
-            given.setdefault(reason.casefold(), message.key)
+            owners.setdefault(reason.casefold(), message.key)
         yield message
 
 
 # -- ``Fit my card``: what is advised for a form, and the form each candidate leads to.
 
 
-_FROM_ADVICE: Final = ("zero_optimization", "aio")
+_ADVISED_SECTIONS: Final = ("zero_optimization", "aio")
 
 
 def advise(state: FormState, machines: Machines) -> dict[str, Any]:
@@ -707,6 +714,7 @@ def advise(state: FormState, machines: Machines) -> dict[str, Any]:
             key="setup.family",
             fix="choose a model family",
         )
+    setup.check_base()
     sizes = machines.sizes(setup)
     try:
         advice = DeepSpeedPlan.advise(
@@ -722,62 +730,73 @@ def advise(state: FormState, machines: Machines) -> dict[str, Any]:
             ema=setup.ema,
             platform=machines.this if setup.this_machine else None,
             rates=known_rates(machines.of(setup)),
-            **_asked_of_advice(state),
+            **_advice_kwargs(state),
         )
     except NothingFitsError as error:
-        return {
-            "fits": False,
-            "reason": error.reason,
-            "fix": error.more,
-            "nearest": _offered_form(error.nearest, state, setup),
-            "remedies": [_remedy_data(one, state) for one in error.remedies],
-        }
+        return _no_fit_data(error, state, setup)
     except ZeroTuneError as error:
-        raise _about_setup(error) from None
-    # A configuration file cannot say that weights are streamed.
+        raise _setup_error(error) from None
+    return _advice_data(advice, state, setup)
+
+
+def _no_fit_data(error: NothingFitsError, state: FormState, setup: Setup) -> dict[str, Any]:
+    """Return the nearest plan and the remedies; remedies that fit come first."""
+    remedies = [_remedy_data(one, state) for one in error.remedies]
+    return {
+        "fits": False,
+        "reason": error.reason,
+        "fix": error.more,
+        "nearest": _candidate_form(error.nearest, state, setup),
+        "remedies": sorted(remedies, key=lambda one: not one["fits"]),
+    }
+
+
+def _advice_data(advice: Advice, state: FormState, setup: Setup) -> dict[str, Any]:
+    """Return the plans that a configuration file can express, each with its form."""
+    # A configuration file cannot express streamed weights.
     kept = tuple(one for one in advice.candidates if one.streamed is None)
     advice = attrs.evolve(advice, candidates=kept)
     shown = foremost(advice, FOREMOST)
 
-    def offered(candidate: Candidate) -> dict[str, Any]:
-        # By identity: two candidates may be equal in all that they hold.
+    def form_data(candidate: Candidate) -> dict[str, Any]:
+        # Compare by identity, because two different candidates may be equal.
         first = any(candidate is one for one in shown)
-        return {**_offered_form(candidate, state, setup), "foremost": first}
+        return {**_candidate_form(candidate, state, setup), "foremost": first}
 
     return {
         "fits": True,
-        "chosen": offered(advice.chosen),
-        "runners_up": [offered(one) for one in advice.runners_up],
-        "rejected": [offered(one) for one in advice.rejected],
+        "chosen": form_data(advice.chosen),
+        "runners_up": [form_data(one) for one in advice.runners_up],
+        "rejected": [form_data(one) for one in advice.rejected],
     }
 
 
-def _asked_of_advice(state: FormState) -> dict[str, Any]:
-    """What of the form advice has to respect: batch, accumulation, precision, optimizer."""
+def _advice_kwargs(state: FormState) -> dict[str, Any]:
+    """Return the form's batch, accumulation, precision and optimizer for ``advise``."""
     reading = read_plan(state)
-    plan = reading.plan or reading.rest
+    plan = reading.plan or reading.partial_plan
     if plan is None:
         return {}
     sizes = {
         "batch": plan.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
     }
-    asked: dict[str, Any] = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    kwargs: dict[str, Any] = {name: size for name, size in sizes.items() if isinstance(size, int)}
     if plan.precision in PRECISIONS:
-        asked["precision"] = plan.precision
+        kwargs["precision"] = plan.precision
     if plan.optimizer_name is not None:
-        asked["optimizer"] = plan.optimizer_name
-    return asked
+        kwargs["optimizer"] = plan.optimizer_name
+    return kwargs
 
 
 def _remedy_data(remedy: Remedy, state: FormState) -> dict[str, Any]:
-    """What would fit, with the form that asks for it; a file cannot say that weights stream."""
+    """Return a remedy and its form; a remedy that streams weights has no form."""
     settings = dict(remedy.settings)
     label, gain = remedy.what, remedy.gain
     if settings.pop("streamed", False):
         about = ", ".join(f"{name}={value!r}" for name, value in remedy.settings.items())
-        words = f"{label} ({about}), only possible in a script, not in a configuration file"
-        return {"label": f"{words}{f': {gain}' if gain else ''}", "state": None}
+        words = f"{label} ({about}), only possible in a training script"
+        return {"label": f"{words}{f': {gain}' if gain else ''}", "fits": False, "state": None}
     optimizer = settings.pop("optimizer", None)
     config = state.config
     if optimizer is not None:
@@ -787,20 +806,23 @@ def _remedy_data(remedy: Remedy, state: FormState) -> dict[str, Any]:
         label = f"Use the optimizer {optimizer}"
     elif "lora" in settings:
         base = settings.get("base_dtype")
-        beside = f", the model beside them in {base}" if base else ""
-        label = f"Train adapters instead: LoRA of rank {settings['lora']}{beside}"
-    asked = attrs.evolve(state, config=config, setup={**state.setup, **settings})
-    return {"label": label, "gain": gain, "state": asked.data()}
+        beside = f", with the base model in {base}" if base else ""
+        label = f"Train LoRA adapters of rank {settings['lora']} instead{beside}"
+        gain = f"fits: {gain}"
+    remedy_form = attrs.evolve(state, config=config, setup={**state.setup, **settings})
+    fits = "lora" in remedy.settings
+    return {"label": label, "gain": gain, "fits": fits, "state": remedy_form.data()}
 
 
-def _offered_form(candidate: Candidate, state: FormState, setup: Setup) -> dict[str, Any]:
-    """A candidate, with the form that has its stage, offload and batch; all else stays as it is.
+def _candidate_form(candidate: Candidate, state: FormState, setup: Setup) -> dict[str, Any]:
+    """Return a candidate and a form with its stage, offload and batch; other settings are kept.
 
-    The ZeRO section is replaced as a whole: a bucket size of before would undo what was counted.
+    The ZeRO section is replaced as a whole, because an old bucket size would invalidate the
+    estimate.
     """
     data = candidate_data(candidate)
     advised = data.pop("plan")
-    kept = {key: value for key, value in state.config.items() if key not in _FROM_ADVICE}
+    kept = {key: value for key, value in state.config.items() if key not in _ADVISED_SECTIONS}
     config = in_order({**advised, **kept}, state.config)
     zero = state.config.get("zero_optimization")
     before = zero if isinstance(zero, dict) else {}

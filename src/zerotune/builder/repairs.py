@@ -1,8 +1,9 @@
-"""Buttons for what is wrong: each does what a fix says, and is offered only if that mends it.
+"""Buttons that apply the fixes of messages; a button is offered only if its change works.
 
-A fix is a sentence for people. What it asks for (a value, another name, no such key) is read from
-its words and tried on a copy of the form: what leaves the finding standing, or makes another one
-where it wrote, is not offered. So a sentence that is misread costs a button, never a wrong one.
+A fix is an English sentence. Its words are parsed into changes that set, rename or remove a
+setting, and each change is tried on a copy of the form. It is not offered if the message remains or
+if it causes an error at a changed setting. A misread sentence can therefore cost a button, but
+never adds a wrong one.
 """
 
 from __future__ import annotations
@@ -10,23 +11,25 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
 
+from zerotune.builder.fields import setup_labels
 from zerotune.builder.forms import FormState, is_written, to_wire
 from zerotune.builder.preview import Machines, Preview, understand
 from zerotune.decisions import Decision
 from zerotune.errors import UNSET
 from zerotune.optimizers.catalogue import OPTIMIZERS
 from zerotune.optimizers.schedules import SCHEDULERS
-from zerotune.plan.model import ZERO_ALIASES
+from zerotune.plan.model import AUTO
+from zerotune.plan.read import canonical_path
 
-MOST_BUTTONS: Final = 4
+MAX_BUTTONS: Final = 4
 """Maximum number of buttons of one finding."""
-_MOST_TRIED: Final = 8
-_MOST_FINDINGS: Final = 20
+_MAX_ATTEMPTS: Final = 8
+_MAX_FINDINGS: Final = 20
 """Maximum number of findings with buttons; the worst come first."""
 
 
@@ -43,14 +46,14 @@ class Edit:
 
     def apply(self, state: FormState) -> None:
         """Change ``state`` in place."""
-        held: dict[str, Any] = getattr(state, self.store)
+        section: dict[str, Any] = getattr(state, self.store)
         if self.to:
-            value = _taken_out(held, self.path.split("."))
-            _put(held, self.to.split("."), value)
+            value = _remove(section, self.path.split("."))
+            _put(section, self.to.split("."), value)
         elif self.value is UNSET:
-            _taken_out(held, self.path.split("."))
+            _remove(section, self.path.split("."))
         else:
-            _put(held, self.path.split("."), self.value)
+            _put(section, self.path.split("."), self.value)
 
     def data(self) -> dict[str, Any]:
         """Return the data for the page."""
@@ -60,27 +63,27 @@ class Edit:
         return data if self.value is UNSET else {**data, "value": to_wire(self.value)}
 
 
-def _taken_out(held: dict[str, Any], names: list[str]) -> Any:
-    if names[0] not in held:
+def _remove(section: dict[str, Any], names: list[str]) -> Any:
+    if names[0] not in section:
         return None
     if len(names) == 1:
-        return held.pop(names[0])
-    below = held[names[0]]
+        return section.pop(names[0])
+    below = section[names[0]]
     if not isinstance(below, dict):
         return None
-    found = _taken_out(below, names[1:])
+    found = _remove(below, names[1:])
     if not below:
         # A section that becomes empty goes with its last key: an empty one means something else.
-        del held[names[0]]
+        del section[names[0]]
     return found
 
 
-def _put(held: dict[str, Any], names: list[str], value: Any) -> None:
+def _put(section: dict[str, Any], names: list[str], value: Any) -> None:
     for name in names[:-1]:
-        if not isinstance(held.get(name), dict):
-            held[name] = {}
-        held = held[name]
-    held[names[-1]] = value
+        if not isinstance(section.get(name), dict):
+            section[name] = {}
+        section = section[name]
+    section[names[-1]] = value
 
 
 @attrs.frozen(kw_only=True)
@@ -100,88 +103,119 @@ def repairs(preview: Preview, state: FormState, machines: Machines) -> list[list
     found: list[list[Repair]] = []
     for message in preview.messages:
         wanted = bool(message.fix) or message.severity == "error"
-        worth = wanted and sum(map(bool, found)) < _MOST_FINDINGS
-        found.append(list(_that_mend(message, preview, state, machines)) if worth else [])
+        worth = wanted and sum(map(bool, found)) < _MAX_FINDINGS
+        found.append(list(_find_repairs(message, preview, state, machines)) if worth else [])
     return found
 
 
-def _that_mend(
+def _find_repairs(
     message: Decision, preview: Preview, state: FormState, machines: Machines
 ) -> Iterator[Repair]:
     seen: list[tuple[Edit, ...]] = []
     labels: set[str] = set()
-    for repair in _proposed(message, state):
-        if repair.edits in seen or len(seen) >= _MOST_TRIED or len(labels) >= MOST_BUTTONS:
+    for repair in _propose(message, state):
+        if repair.edits in seen or len(seen) >= _MAX_ATTEMPTS or len(labels) >= MAX_BUTTONS:
             continue
         seen.append(repair.edits)
-        if repair.label not in labels and _mends(repair, message, preview, state, machines):
+        if repair.label not in labels and _is_effective(repair, message, preview, state, machines):
             labels.add(repair.label)
             yield repair
     if not labels:
-        yield from _taking_away(message, preview, state, machines)
+        yield from _find_removal(message, preview, state, machines)
 
 
-def _taking_away(
+def _find_removal(
     message: Decision, preview: Preview, state: FormState, machines: Machines
 ) -> Iterator[Repair]:
-    """What is left where a fix asks for something only the user knows: to write nothing."""
-    store, path = _stored_at(message.key)
-    for edit in (Edit(store=store, path=path), Edit(store=store, path=path.rpartition(".")[0])):
-        if not edit.path or not is_written(getattr(state, store), edit.path):
-            continue
-        word = "Clear" if store == "setup" else "Remove"
-        repair = Repair(label=f"{word} {_label_of_path(edit.path)}", edits=(edit,))
-        if _mends(repair, message, preview, state, machines):
+    """Offer to remove the setting, if only the user knows the value that the fix needs.
+
+    Notes get no such button, and the ZeRO section is never removed as a whole.
+    """
+    store, path = _locate(message.key, state)
+    above = path.rpartition(".")[0]
+    paths = (path, "" if above == "zero_optimization" else above)
+    for one in (one for one in paths if one and message.severity != "note"):
+        repair = _remove_repair(store, one)
+        if is_written(getattr(state, store), one) and _is_effective(
+            repair, message, preview, state, machines
+        ):
             yield repair
             return
 
 
-def _mends(
+def _is_effective(
     repair: Repair, message: Decision, preview: Preview, state: FormState, machines: Machines
 ) -> bool:
     after = copy.deepcopy(state)
     for edit in repair.edits:
         edit.apply(after)
-    left = understand(after, machines).messages
-    if any(_same(one, message) for one in left):
+    remaining = understand(after, machines).messages
+    if any(_is_same_message(one, message) for one in remaining):
         return False
-    touched = [_key(edit.store, edit.to or edit.path) for edit in repair.edits]
-    new = [one for one in left if not any(_same(one, before) for before in preview.messages)]
+    changed = [_message_key(edit.store, edit.to or edit.path) for edit in repair.edits]
+    new = [
+        one
+        for one in remaining
+        if not any(_is_same_message(one, before) for before in preview.messages)
+    ]
     return not any(
         one.severity == "error" and (one.key.startswith(key) or key.startswith(one.key))
         for one in new
-        for key in touched
+        for key in changed
     )
 
 
-def _same(one: Decision, other: Decision) -> bool:
-    # Not the reason: where another message gives it already, it only points there.
+def _is_same_message(one: Decision, other: Decision) -> bool:
+    # Reasons are not compared, because a repeated reason is replaced by a reference.
     return all(getattr(one, name) == getattr(other, name) for name in ("key", "rule", "fix"))
 
 
 # -- Where a setting is.
 
 
-def _stored_at(key: str) -> tuple[str, str]:
-    """The part of the form a key is in, and its path there."""
+def _locate(key: str, state: FormState) -> tuple[str, str]:
+    """Return the store of a key, and its path in the user's spelling."""
+    key = key.partition("[")[0]  # An item of a list is changed with its list.
     for store in ("setup", "launch"):
         if key.startswith(f"{store}."):
             return store, key.removeprefix(f"{store}.")
-    return "config", key
+    path = _user_spelling(key, state.config)
+    if is_written(state.launch, key) and not is_written(state.config, path):
+        return "launch", key
+    return "config", path
 
 
-def _key(store: str, path: str) -> str:
-    return path if store == "config" else f"{store}.{path}"
+def _user_spelling(key: str, config: Any) -> str:
+    """Return a setting's path as ``config`` spells it, with aliases such as ``bfloat16``."""
+    spelled: list[str] = []
+    here, path = config, ""
+    for name in key.split("."):
+        path = f"{path}.{name}" if path else name
+        written = here if isinstance(here, dict) else {}
+        others = (one for one in written if canonical_path(".".join([*spelled, one])) == path)
+        spelled.append(name if name in written else next(others, name))
+        here = written.get(spelled[-1])
+    return ".".join(spelled)
 
 
-def _label_of_path(path: str) -> str:
-    """A path as a button has room for it: its last two names."""
-    return ".".join(path.split(".")[-2:]).removeprefix("zero_optimization.")
+def _message_key(store: str, path: str) -> str:
+    return canonical_path(path) if store == "config" else f"{store}.{path}"
+
+
+def _label_of(store: str, path: str) -> str:
+    """Return a short label: the field's name, or the last two names of the path."""
+    if store == "setup":
+        return setup_labels().get(path, path)
+    whole = path if store == "config" else f"{store}.{path}"
+    return ".".join(whole.split(".")[-2:]).removeprefix("zero_optimization.")
+
+
+_SECTIONS: Final = ("setup.", "zero_optimization.", "optimizer.", "bf16.", "fp16.")
 
 
 def _paths(name: str, key: str) -> Iterator[str]:
-    """Where a fix may mean a setting that it calls ``name``, beside or around ``key``."""
-    if name.startswith(("setup.", "zero_optimization.")):
+    """Yield the paths that ``name`` may refer to in a fix for ``key``."""
+    if name.startswith(_SECTIONS):
         yield name
         return
     section = key
@@ -193,138 +227,202 @@ def _paths(name: str, key: str) -> Iterator[str]:
     yield f"zero_optimization.offload_optimizer.{name}"
 
 
-# -- What a fix asks for, by its words.
+# -- What a fix asks for: verbs with their objects, joined by "and" or "or".
 
 
-_IN_QUOTES: Final = re.compile(r"\"([^\"]*)\"|'([^']*)'")
+_NAME: Final = r"'?[a-z_][\w.]*'?"
+_VERB: Final = re.compile(
+    r"(?:^|(?P<both>, and | and )|, or | or |; |, |: |(?<=\d) )"
+    r"(?P<verb>did you mean|set|write|use|remove|omit|move|start)\b ?"
+)
 _SET: Final = re.compile(
-    r"(?:\b(?:set|or|and)|,) (?:the )?([A-Za-z_][\w.]*) to "
-    r"(\"[^\"]*\"|[-+]?\d[\d.e+-]*\d|\d|true|false)"
+    rf"(?P<both>and )?(?:the )?(?P<names>{_NAME}(?: or {_NAME})*) to "
+    r"(?P<value>\"[^\"]*\"|[-+]?\d[\d.e+-]*\d|\d|true|false)(?P<auto>(?: or|, or) \"auto\")?"
 )
 _EQUAL: Final = re.compile(r"([a-z_]\w*) = (\d+)")
-_REMOVE: Final = re.compile(r"\b(?:remove|leave) (it|this key|the key|the section|[a-z_][\w.]*)")
+_REMOVE: Final = re.compile(rf"(it|this key|the key|the section|{_NAME}(?: or {_NAME})*)")
 _VALUE: Final = re.compile(
     r"\"([^\"]*)\"|'([^']*)'|(?<![\w.\"'-])([-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?)(?![\w.])"
     r"|\b(true|false|bf16|fp16|fp32)\b|\b(\w+)\b"
 )
-_UNTIL: Final = re.compile(r";| to | for | instead| which | if | unless |, or remove|, or leave|\?")
-_WRITE: Final = re.compile(r"\b(?:write|use|one of) ((?!for example).+)")
+_UNTIL: Final = re.compile(r"; | to | for | instead| which | if | unless |, or leave|\?")
 
 
-def _proposed(message: Decision, state: FormState) -> Iterator[Repair]:
-    """What the words of a fix may ask for, most specific first."""
-    fix = message.fix
-    meant = re.search(r"did you mean (.+?)\?", fix)
-    if meant:
-        yield from _other_names(message, meant[1], state)
-    belongs = re.search(r"it belongs to (.+)", fix)
-    if belongs:
-        yield from _moved_to(message, belongs[1])
-    for name, value in _SET.findall(fix):
-        yield from _written(message, name, json.loads(value))
-    for name, value in _EQUAL.findall(fix):
-        yield _setting("config", name, int(value))
-    yield from _kept_alone(message, state)
-    store, path = _stored_at(message.key)
-    if store != "setup" and not meant:
-        yield from _values(message)
-    unknown = ["it"] if meant and not path.endswith(".type") else []
-    for what in (*unknown, *_REMOVE.findall(fix)):
-        yield from _without(message, what, state)
-    if "switch one of them off" in fix:
-        for name in ("fp16", "bf16"):
-            yield _setting("config", f"{name}.enabled", False)
+def _propose(message: Decision, state: FormState) -> Iterator[Repair]:
+    """Yield the repairs that a fix may mean; changes joined by "and" form one repair."""
+    before: list[Repair] = []
+    for both, verb, objects in _commands(message.fix):
+        found = list(_READERS[verb](message, objects, state))
+        if both:
+            before = [_combine(first, then) for first in before for then in found]
+        else:
+            yield from before
+            before = found
+    yield from before
+    if "did you mean" in message.fix and not message.key.endswith(".type"):
+        yield from _read_remove(message, "it", state)
 
 
-def _setting(store: str, path: str, value: Any, *, bare: bool = False) -> Repair:
+def _commands(fix: str) -> Iterator[tuple[bool, str, str]]:
+    """Yield for each verb of a fix: whether "and" precedes it, the verb, and its objects."""
+    starts = list(_VERB.finditer(fix))
+    ends = [*(one.start() for one in starts[1:]), len(fix)]
+    for start, end in zip(starts, ends, strict=False):
+        yield bool(start["both"]), start["verb"], fix[start.end() : end]
+
+
+def _combine(first: Repair, then: Repair) -> Repair:
+    label = f"{first.label}, {then.label[0].lower()}{then.label[1:]}"
+    return Repair(label=label, edits=(*first.edits, *then.edits))
+
+
+def _set_repair(store: str, path: str, value: Any, *, bare: bool = False) -> Repair:
     shown = value if isinstance(value, str) else json.dumps(value)
-    label = f"Write {shown}" if bare else f"Set {_label_of_path(path)} to {shown}"
+    label = f"Write {shown}" if bare else f"Set {_label_of(store, path)} to {shown}"
     return Repair(label=label, edits=(Edit(store=store, path=path, value=value),))
 
 
-def _other_names(message: Decision, words: str, state: FormState) -> Iterator[Repair]:
-    store, path = _stored_at(message.key)
-    quoted = [one or other for one, other in _IN_QUOTES.findall(words)]
-    names = quoted or re.split(r" or |, ", words)
-    if path.endswith(".type"):
-        for name in names:
-            yield _setting(store, path, name, bare=True)
-        return
+def _remove_repair(store: str, path: str) -> Repair:
+    word = "Clear" if store == "setup" else "Remove"
+    edit = Edit(store=store, path=path)
+    return Repair(label=f"{word} {_label_of(store, path)}", edits=(edit,))
+
+
+def _read_set(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
+    """Parse ``A or B to VALUE``, once or several times."""
+    before: list[Repair] = []
+    for one in _SET.finditer(objects):
+        values = [json.loads(one["value"]), *([AUTO] if one["auto"] else [])]
+        found = [
+            _set_repair(*_locate(path, state), value)
+            for name in one["names"].split(" or ")
+            for value in values
+            for path in _paths(name, message.key)
+        ]
+        if one["both"]:
+            before = [_combine(first, then) for first in before for then in found]
+        else:
+            yield from before
+            before = found
+    yield from before
+
+
+def _read_rename(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
+    """Parse ``'a', 'b' or 'c'``: other names of a key, or values of a ``type``."""
+    store, path = _locate(message.key, state)
+    names = [one.strip("'") for one in re.findall(r"'[^']*'|[\w.]+", objects.partition("?")[0])]
     section = path.rpartition(".")[0]
     for name in names:
-        beside = f"{section}.{name}" if section else name
-        for target in dict.fromkeys((beside, name)):
-            if is_written(getattr(state, store), target):
-                continue
-            edit = Edit(store=store, path=path, to=target)
-            yield Repair(label=f"Rename to {_label_of_path(target)}", edits=(edit,))
+        if path.endswith(".type"):
+            yield _set_repair(store, path, name, bare=True)
+            continue
+        for target in dict.fromkeys((f"{section}.{name}" if section else name, name)):
+            yield from _move_repair(target, store, path, state)
 
 
-def _moved_to(message: Decision, words: str) -> Iterator[Repair]:
-    store, path = _stored_at(message.key)
-    name = path.rpartition(".")[2]
-    for section in re.findall(r"[a-z_][\w.]*", words):
-        target = section if section.endswith(name) else f"{section}.{name}"
-        edit = Edit(store=store, path=path, to=target)
-        yield Repair(label=f"Move to {target}", edits=(edit,))
-
-
-def _written(message: Decision, name: str, value: Any) -> Iterator[Repair]:
-    for path in _paths(name, message.key):
-        store, inside = _stored_at(path)
-        yield _setting(store, inside, value)
-
-
-def _kept_alone(message: Decision, state: FormState) -> Iterator[Repair]:
-    """One of two spellings, or one of two settings, that say the same."""
-    kept = re.search(r"keep only '?([\w.]+)'?", message.fix)
-    if not kept:
+def _move_repair(target: str, store: str, path: str, state: FormState) -> Iterator[Repair]:
+    """Move a setting to ``target``, unless that path is already set."""
+    if is_written(getattr(state, store), target):
         return
-    store, path = _stored_at(message.key)
+    beside = target.rpartition(".")[0] == path.rpartition(".")[0]
+    label = f"Rename to {_label_of(store, target)}" if beside else f"Move to {target}"
+    yield Repair(label=label, edits=(Edit(store=store, path=path, to=target),))
+
+
+def _read_move(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
+    """Parse ``it to SECTION or SECTION``, or ``it to NAME``."""
+    store, path = _locate(message.key, state)
     section, _, name = path.rpartition(".")
-    others = [old for old, new in ZERO_ALIASES.items() if new == name]
-    for other in (*others, *([name] if name != kept[1] else [])):
-        whole = f"{section}.{other}" if section else other
-        if is_written(getattr(state, store), whole):
-            edit = Edit(store=store, path=whole)
-            yield Repair(label=f"Remove {_label_of_path(whole)}", edits=(edit,))
+    for word in re.findall(r"[a-z_][\w.]*", objects.removeprefix("it to ")):
+        beside = f"{section.rpartition('.')[0]}.{word}".removeprefix(".")
+        for target in (f"{beside}.{name}", word):
+            yield from _move_repair(target, store, path, state)
 
 
-def _values(message: Decision) -> Iterator[Repair]:
-    store, path = _stored_at(message.key)
-    for clause in _WRITE.findall(message.fix):
-        for quoted, single, number, word, name in _VALUE.findall(_UNTIL.split(clause)[0]):
-            if number or word in ("true", "false"):
-                yield _setting(store, path, json.loads(number or word), bare=True)
-            elif word:
-                yield _precision(word)
-            elif quoted or single:
-                yield _setting(store, path, quoted or single, bare=True)
-            elif path.endswith(".type") and (name in OPTIMIZERS or name in SCHEDULERS):
-                yield _setting(store, path, name, bare=True)
-    stage = re.search(r"\bat stage (\d)", message.fix)
+def _read_write(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
+    """Parse ``VALUE, VALUE or VALUE``, ``KEY = VALUE or KEY = VALUE``, or an object."""
+    store, path = _locate(message.key, state)
+    for name, value in _EQUAL.findall(objects):
+        yield _set_repair("config", name, int(value))
+    whole = re.search(r"[{\[].*", objects)
+    if whole:
+        yield from _object_repair(store, path, whole[0])
+        return
+    if objects.startswith("one of ") and objects.count(", ") >= MAX_BUTTONS:
+        return  # Only the user can choose among so many.
+    if store != "setup":
+        yield from _value_repairs(store, path, _UNTIL.split(_inclusive_bound(objects))[0])
+    stage = re.search(r"\b(?:at|use) stage (\d)", message.fix)
     if stage:
-        yield _setting("config", "zero_optimization.stage", int(stage[1]))
+        yield _set_repair("config", "zero_optimization.stage", int(stage[1]))
 
 
-def _precision(name: str) -> Repair:
+def _inclusive_bound(objects: str) -> str:
+    """Replace "more than N" in ``objects`` with "at least N + 1"."""
+    above = r"integer of more than (\d+)"
+    return re.sub(above, lambda one: f"integer of at least {int(one[1]) + 1}", objects)
+
+
+def _object_repair(store: str, path: str, text: str) -> Iterator[Repair]:
+    try:
+        yield _set_repair(store, path, json.loads(text), bare=True)
+    except ValueError:
+        return  # Only the user knows what the object holds.
+
+
+def _value_repairs(store: str, path: str, objects: str) -> Iterator[Repair]:
+    for quoted, single, number, word, name in _VALUE.findall(objects):
+        if number.startswith("-"):
+            continue  # A negative bound stands for a special value.
+        if number or word in ("true", "false"):
+            yield _set_repair(store, path, json.loads(number or word), bare=True)
+        elif word:
+            yield _precision_repair(word)
+        elif quoted or single:
+            yield _set_repair(store, path, quoted or single, bare=True)
+        elif path.endswith(".type") and (name in OPTIMIZERS or name in SCHEDULERS):
+            yield _set_repair(store, path, name, bare=True)
+
+
+def _precision_repair(name: str) -> Repair:
     edits = tuple(Edit(path=f"{one}.enabled", value=one == name) for one in ("bf16", "fp16"))
     return Repair(label=f"Use {name}", edits=edits)
 
 
-def _without(message: Decision, what: str, state: FormState) -> Iterator[Repair]:
-    store, path = _stored_at(message.key)
-    if what in ("it", "this key", "the key"):
-        paths: Iterable[str] = (path,)
-    elif what == "the section":
-        paths = (path.rpartition(".")[0], path)
+def _read_remove(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
+    """Parse ``it``, ``the section``, or the name of another setting."""
+    what = _REMOVE.match(objects)
+    if what is None:
+        return
+    if what[1] in ("it", "this key", "the key"):
+        keys = [message.key]
+    elif what[1] == "the section":
+        keys = [message.key.rpartition(".")[0], message.key]
     else:
-        paths = (_stored_at(one)[1] for one in _paths(what, message.key))
-    for one in paths:
-        if one and is_written(getattr(state, store), one):
-            yield Repair(
-                label=f"Remove {_label_of_path(one)}", edits=(Edit(store=store, path=one),)
-            )
+        names = (name.strip("'") for name in what[1].split(" or "))
+        keys = [path for name in names for path in _paths(name, message.key)]
+    for key in filter(None, keys):
+        store, path = _locate(key, state)
+        for one in dict.fromkeys((key, path) if store == "config" else (path,)):
+            if is_written(getattr(state, store), one):
+                yield _remove_repair(store, one)
+
+
+def _read_start(_: Decision, objects: str, __: FormState) -> Iterator[Repair]:
+    """Parse ``N processes``."""
+    count = re.match(r"(\d+) processes", objects)
+    if count:
+        yield _set_repair("setup", "world_size", int(count[1]))
+
+
+_READERS: Final[Mapping[str, Callable[[Decision, str, FormState], Iterator[Repair]]]] = {
+    "did you mean": _read_rename,
+    "set": _read_set,
+    **dict.fromkeys(("write", "use"), _read_write),
+    **dict.fromkeys(("remove", "omit"), _read_remove),
+    "move": _read_move,
+    "start": _read_start,
+}
 
 
 def with_repairs(data: list[dict[str, Any]], found: list[list[Repair]]) -> list[Mapping[str, Any]]:

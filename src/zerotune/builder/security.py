@@ -1,8 +1,8 @@
-"""Who may talk to the builder: ASGI middleware around everything it serves.
+"""ASGI middleware that decides which requests reach the builder.
 
-A page on ``localhost`` can be reached by any site the user visits: through DNS rebinding (the
-``Host`` is then the attacker's), through forms and ``fetch`` from another origin, or by being
-framed. Each is refused here, before any of the application runs.
+Any site that the user visits can send requests to a page on ``localhost``: through DNS rebinding
+(the ``Host`` is then the attacker's), through forms and ``fetch``, or by framing the page. The
+middleware refuses such requests before the application runs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 LARGEST_BODY: Final = 1 << 20
-"""Bytes of a request; the largest public configurations are about ten thousand."""
-PATIENCE_S: Final = 20.0
-"""Seconds in which the body of a request must have come."""
+"""Maximum size of a request in bytes; the largest public configurations have about 10,000."""
+BODY_TIMEOUT_S: Final = 20.0
+"""Seconds within which the body of a request must arrive."""
 COOKIE: Final = "zerotune_builder"
 _PORT: Final = re.compile(r"(?<=.):[0-9]+\Z")
-_MOST_FIELDS: Final = 20
-"""Of an address that is searched for the token."""
+_MAX_QUERY_FIELDS: Final = 20
+"""Maximum number of query fields in an address that is searched for the token."""
 
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -43,11 +43,11 @@ _SAFETY_HEADERS: Final = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
-_READING: Final = frozenset({"GET", "HEAD"})
+_SAFE_METHODS: Final = frozenset({"GET", "HEAD"})
 
 
 class Guard:
-    """Middleware that checks host, origin, token and size of requests and adds security headers."""
+    """Check the host, origin, token and size of each request, and add security headers."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Guard:
         self._largest = largest_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or pass the request on."""
+        """Refuse a request, or pass it to the application."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -75,9 +75,11 @@ class Guard:
             await answer(scope, receive, sender)
             return
         try:
-            body = await asyncio.wait_for(_body(receive, self._largest), PATIENCE_S)
+            body = await asyncio.wait_for(_read_body(receive, self._largest), BODY_TIMEOUT_S)
         except asyncio.TimeoutError:
-            late = _refuse(408, f"the whole request must arrive within {PATIENCE_S:.0f} seconds")
+            late = _refuse(
+                408, f"the whole request must arrive within {BODY_TIMEOUT_S:.0f} seconds"
+            )
             late.headers["connection"] = "close"
             await late(scope, receive, sender)
             return
@@ -97,13 +99,15 @@ class Guard:
         if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
             return _refuse(403, "requests from other sites are refused")
         site = headers.get("sec-fetch-site", "same-origin")
-        navigation = headers.get("sec-fetch-mode") == "navigate" and scope["method"] in _READING
+        navigation = (
+            headers.get("sec-fetch-mode") == "navigate" and scope["method"] in _SAFE_METHODS
+        )
         if site not in {"same-origin", "none"} and not navigation:
             return _refuse(403, "requests from other sites are refused")
-        if scope["method"] not in _READING:
+        if scope["method"] not in _SAFE_METHODS:
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
-                # A form of another site cannot send this type without asking first.
+                # Another site's form cannot send this type without a CORS preflight.
                 return _refuse(415, "send application/json")
             if headers.get("content-length", "0").isdecimal() and (
                 int(headers.get("content-length", "0")[:18]) > self._largest
@@ -112,7 +116,7 @@ class Guard:
         return None
 
     def _token_answer(self, scope: Scope) -> Response | None:
-        """A refusal, or the redirect that turns the token of an address into a cookie."""
+        """Return a refusal, or a redirect that moves the token from the address into a cookie."""
         if self._token is None:
             return None
         headers = Headers(scope=scope)
@@ -125,11 +129,11 @@ class Guard:
                 return None
         try:
             query = scope.get("query_string", b"").decode("latin-1")
-            asked = parse_qs(query, max_num_fields=_MOST_FIELDS)
+            asked = parse_qs(query, max_num_fields=_MAX_QUERY_FIELDS)
         except ValueError:
-            return _refuse(400, f"a query may contain {_MOST_FIELDS} fields at most")
-        if scope["method"] in _READING and self._is_token(*asked.get("token", [])[:1]):
-            # Out of the address bar, the history and every log of addresses.
+            return _refuse(400, f"a query may contain {_MAX_QUERY_FIELDS} fields at most")
+        if scope["method"] in _SAFE_METHODS and self._is_token(*asked.get("token", [])[:1]):
+            # This removes the token from the address bar, the history and the logs.
             # Two slashes at the start would name another host.
             here = "/" + scope["path"].lstrip("/")
             answer = RedirectResponse(here, status_code=303)
@@ -155,8 +159,8 @@ def _refuse(status: int, reason: str) -> Response:
     return JSONResponse({"error": reason}, status_code=status)
 
 
-async def _body(receive: Receive, largest: int) -> bytes | None:
-    """The whole body, or ``None`` once it is too large."""
+async def _read_body(receive: Receive, largest: int) -> bytes | None:
+    """Return the whole body, or ``None`` if it is too large."""
     parts, size = [], 0
     while True:
         message = await receive()

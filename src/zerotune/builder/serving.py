@@ -1,4 +1,4 @@
-"""Serving the builder to one user's browser."""
+"""Serve the builder to one user's browser."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from zerotune.builder.security import LOOPBACK
 from zerotune.errors import InvalidValueError
 
 TOKEN_VARIABLE: Final = "ZEROTUNE_BUILDER_TOKEN"  # noqa: S105 - the name of a variable
-PATIENCE_S: Final = 20.0
-"""Seconds in which the head of a request must have come."""
+HEADER_TIMEOUT_S: Final = 20.0
+"""Seconds within which the headers of a request must arrive."""
 
 
 def serve(
@@ -43,7 +43,8 @@ def serve(
     with a token is printed but not opened, because every user of the machine can read the browser's
     command line.
     """
-    token = read_token(given=token, file=token_file)
+    token = read_token(token=token, file=token_file)
+    _check_paths(plan_file, root)
     if not is_loopback(host) and not token:
         token = secrets.token_urlsafe(24)
     if plan_file is not None and root is None:
@@ -51,14 +52,14 @@ def serve(
     app = create_app(
         plan_file=plan_file, root=root, token=token, hosts={*LOOPBACK, *host_names(host)}
     )
-    listening = bound_socket(host, port)
+    listening = open_socket(host, port)
     address = page_address(host, listening.getsockname()[1], token)
     sys.stdout.write(f"The builder is at {address}\nStop it with Ctrl-C.\n")
     sys.stdout.flush()
     if open_browser and not token:
         threading.Timer(0.5, webbrowser.open, (address,)).start()
     config = uvicorn.Config(
-        app, http=PatientProtocol, log_level="warning", access_log=False, server_header=False
+        app, http=HeaderTimeoutProtocol, log_level="warning", access_log=False, server_header=False
     )
     try:
         uvicorn.Server(config).run(sockets=[listening])
@@ -66,10 +67,26 @@ def serve(
         listening.close()
 
 
-def read_token(*, given: str | None, file: Path | None) -> str | None:
-    """Read the token: ``token``, the content of a file, or ``ZEROTUNE_BUILDER_TOKEN``."""
-    if given is not None:
-        return given
+def _check_paths(plan_file: Path | None, root: Path | None) -> None:
+    """Raise an error if the plan is a folder or the root is not a folder."""
+    if plan_file is not None and plan_file.is_dir():
+        raise InvalidValueError(
+            "is a folder", key="--plan", value=str(plan_file), fix="pass the path of a file"
+        )
+    if root is not None and not root.is_dir():
+        raise InvalidValueError(
+            "is not a folder", key="--root", value=str(root), fix="pass an existing folder"
+        )
+
+
+def read_token(*, token: str | None, file: Path | None) -> str | None:
+    """Return the token: ``token``, else the content of ``file``, else the environment variable."""
+    if token is not None:
+        if not token.strip():
+            raise InvalidValueError(
+                "is empty", key="--token", value=token, fix="pass a secret, or omit the option"
+            )
+        return token
     if file is None:
         return os.environ.get(TOKEN_VARIABLE) or None
     try:
@@ -84,13 +101,13 @@ def read_token(*, given: str | None, file: Path | None) -> str | None:
         ) from error
     if not token:
         raise InvalidValueError(
-            "holds no token", key="--token-file", value=str(file), fix="write one into it"
+            "contains no token", key="--token-file", value=str(file), fix="write a token to it"
         )
     return token
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can only be reached from this machine."""
+    """Whether an address can be reached only from this machine."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -116,7 +133,7 @@ def page_address(host: str, port: int, token: str | None) -> str:
     return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
+def open_socket(host: str, port: int) -> socket.socket:
     """Open a listening socket, so that the printed address accepts connections at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
@@ -124,6 +141,14 @@ def bound_socket(host: str, port: int) -> socket.socket:
     try:
         listening.bind((host, port))
         listening.listen()
+    except socket.gaierror as error:
+        listening.close()
+        raise InvalidValueError(
+            f"is not an address of this machine ({error.strerror})",
+            key="--host",
+            value=host,
+            fix="pass an address of this machine, such as 127.0.0.1 or 0.0.0.0",
+        ) from error
     except (OSError, OverflowError) as error:
         listening.close()
         raise InvalidValueError(
@@ -135,18 +160,18 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return listening
 
 
-class PatientProtocol(H11Protocol):
+class HeaderTimeoutProtocol(H11Protocol):
     """HTTP protocol that closes a connection if a request's headers arrive too slowly."""
 
     _waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Wait for the first request."""
+        """Start the timeout for the first request."""
         super().connection_made(transport)
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """Continue waiting while the headers are incomplete."""
+        """Stop the timeout once the headers are complete."""
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:
             self._wait()
@@ -154,21 +179,21 @@ class PatientProtocol(H11Protocol):
             self._stop_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting for the headers."""
+        """Stop the timeout."""
         self._stop_waiting()
         super().connection_lost(exc)
 
     def _wait(self) -> None:
         if self._waiting is None:
-            self._waiting = self.loop.call_later(PATIENCE_S, self._give_up)
+            self._waiting = self.loop.call_later(HEADER_TIMEOUT_S, self._close_idle)
 
     def _stop_waiting(self) -> None:
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.cancel()
 
-    def _give_up(self) -> None:
+    def _close_idle(self) -> None:
         self._waiting = None
-        # A response may be under way to a request whose next one has begun.
+        # The response to a request may still be on its way when the next request begins.
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
             self.transport.close()

@@ -1,4 +1,4 @@
-"""The files a page may touch: one folder, the plan file in it, and what is opened there."""
+"""File access of the page: the root folder, the plan file and opened configurations."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import attrs
 
 from zerotune._util.files import fix_of
 from zerotune._util.text import format_size
-from zerotune.builder.forms import FormState, check_content, read_plan, told_as_lost
-from zerotune.builder.preview import message_data, told_of
+from zerotune.builder.forms import FormState, check_content, droppable_settings, read_plan
+from zerotune.builder.preview import message_data, notable_decisions
 from zerotune.decisions import Decision, Log
 from zerotune.errors import (
     InvalidValueError,
@@ -31,9 +31,9 @@ from zerotune.plan.source import parse_any, read_text, tolerated, with_named_fil
 from zerotune.plan.write import format_of, launchable
 
 LARGEST_FILE: Final = 1 << 20
-"""Bytes of a configuration that is opened."""
+"""Maximum size of a configuration file, in bytes."""
 _LONGEST_PART: Final = 255
-"""Bytes of a name inside a folder, on every file system in use."""
+"""Maximum length of a file name in bytes, on all common file systems."""
 _TYPICAL: Final = (
     *("zero_optimization", "optimizer", "bf16", "fp16"),
     *("train_batch_size", "train_micro_batch_size_per_gpu"),
@@ -41,7 +41,7 @@ _TYPICAL: Final = (
 """A mapping with any of these keys is a DeepSpeed configuration."""
 
 
-# -- The one folder the page may look into.
+# -- The only folder that the page may access.
 
 
 @attrs.frozen(kw_only=True)
@@ -49,12 +49,12 @@ class PathFacts:
     """Facts about the path in a field of the page."""
 
     path: str
-    """Absolute, symbolic links resolved."""
+    """Absolute path without symbolic links."""
     exists: bool
     folder: bool
     """Whether the path is a folder."""
     writable: bool
-    """Whether the user may create files in the folder, or create the missing folder."""
+    """Whether the user may create files in the folder, or the folder itself if it is missing."""
     free: int
     """Free bytes on the path's file system for an unprivileged user."""
     total: int
@@ -71,8 +71,9 @@ class PathFacts:
         if exists and not path.is_dir():
             sentence = "This is a file; swap files need a folder."
         elif not writable:
-            refused = "exists, but" if exists else "does not exist, and"
-            sentence = f"The folder {refused} this user may not write to it."
+            refused = "exists, but this user may not write to it"
+            missing = "does not exist, and this user may not create it"
+            sentence = f"The folder {refused if exists else missing}."
         else:
             there = "exists" if exists else "will be created"
             free, total = format_size(usage.free), format_size(usage.total)
@@ -93,15 +94,15 @@ class Root:
     """The only folder that the page may access; symbolic links are resolved first."""
 
     folder: Path
-    """Absolute, symbolic links resolved."""
+    """Absolute path without symbolic links."""
 
     def inside(self, written: Any, *, key: str) -> Path:
-        """Resolve the path ``written``; a relative path starts at the root."""
+        """Resolve the path that the user typed; a relative path starts at the root."""
         if not isinstance(written, str) or not written.strip() or "\0" in written:
             raise InvalidValueError("is not a path", key=key, value=written, fix="write a path")
         try:
             path = (self.folder / Path(written.strip()).expanduser()).resolve()
-            path.exists()  # The system refuses what is too long for it, where it looks at all.
+            path.exists()  # Raises an error for a path that the system considers too long.
             if any(len(os.fsencode(part)) > _LONGEST_PART for part in path.parts):
                 raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         except (OSError, ValueError, RuntimeError) as error:
@@ -128,20 +129,20 @@ class Root:
             ) from None
 
 
-# -- What somebody pasted, uploaded or named: anything the readers of a plan accept.
+# -- Opening a configuration that was pasted, uploaded or named.
 
 
 @attrs.frozen(kw_only=True)
-class Opened:
-    """An opened configuration as a form, with the decisions made while reading."""
+class OpenedConfig:
+    """A configuration that was opened as a form, with the messages from reading it."""
 
     state: FormState
     messages: tuple[Decision, ...]
     source: str
 
 
-def open_file(written: Any, root: Root) -> Opened:
-    """Open the configuration file ``written``, which must lie inside the root."""
+def open_file(written: Any, root: Root) -> OpenedConfig:
+    """Open a configuration file, which must lie inside the root."""
     path = root.inside(written, key="path")
     try:
         size = path.stat().st_size if path.is_file() else 0
@@ -159,17 +160,17 @@ def open_file(written: Any, root: Root) -> Opened:
     return open_text(read_text(path, key="path"), name=str(path), root=root, folder=path.parent)
 
 
-def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -> Opened:
+def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -> OpenedConfig:
     """Open the text of a configuration.
 
-    A configuration with invalid settings opens nevertheless, so that the user can correct them in
-    the form. Text that is not JSON, YAML or a configuration raises an error.
+    A configuration with invalid settings is still opened, so that the user can correct them in the
+    form. Text that is not JSON, YAML or a configuration raises an error.
 
     Args:
         text: JSON or accelerate's YAML.
         name: Name of the file; messages show it, and its suffix selects the format.
         root: Folder that must contain every file that the text names.
-        folder: Folder that relative paths in the text start at; default the root.
+        folder: Folder that relative paths in the text refer to; default the root.
     """
     content, sentences = parse_any(text, source=name)
     check_content(content)
@@ -193,14 +194,14 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
             raise
         config = {str(key): value for key, value in content.items()}
         wrong = tuple(map(Decision.of, error.each()))
-        return Opened(state=FormState(config=config), messages=wrong, source=name)
-    messages = tuple(told_of(plan.decisions))
-    state = FormState.of_plan(plan, like=_unwrapped(content))
-    return Opened(state=state, messages=messages, source=name)
+        return OpenedConfig(state=FormState(config=config), messages=wrong, source=name)
+    messages = tuple(notable_decisions(plan.decisions))
+    state = FormState.of_plan(plan, like=_inner_config(content))
+    return OpenedConfig(state=state, messages=messages, source=name)
 
 
-def _unwrapped(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration inside a trainer's file, where it stands there as an object."""
+def _inner_config(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration that a trainer's file contains, or the file's own content."""
     inside = content.get(wrapper_of(content) or "")
     return inside if isinstance(inside, Mapping) else content
 
@@ -248,8 +249,8 @@ class Session:
         """Whether *Apply* has a target: a plan file or a trainer."""
         return self.plan_file is not None or self._on_apply is not None
 
-    def opening(self) -> dict[str, Any]:
-        """Return the data of a newly opened page."""
+    def start_data(self) -> dict[str, Any]:
+        """Return the data that a newly opened page needs."""
         state, messages = self._initial, []
         version = None
         if self.plan_file is not None:
@@ -282,8 +283,8 @@ class Session:
         """Write the plan file, then pass the plan to the trainer that mounted the builder.
 
         Args:
-            plan: What to apply.
-            like: The configuration of the form; its order of keys is kept.
+            plan: Plan to apply.
+            like: The form's configuration, whose key order is kept.
             processes: Number of processes for accelerate's launcher if the plan does not set it.
             version: Expected version of the plan file; ``None`` overwrites any version.
         """
@@ -316,11 +317,11 @@ class Session:
         """Write a file inside the root.
 
         Args:
-            plan: What to write.
-            like: The configuration of the form; its order of keys is kept.
+            plan: Plan to write.
+            like: The form's configuration, whose key order is kept.
             processes: Number of processes for accelerate's launcher if the plan does not set it.
-            path: The file, which ``Root.inside`` has checked.
-            format_: The ``format`` of ``DeepSpeedPlan.save``.
+            path: File to write, already checked by ``Root.inside``.
+            format_: File format, as in ``DeepSpeedPlan.save``.
             version: Expected version of the file; ``None`` overwrites any version.
         """
         with self._lock:
@@ -341,12 +342,12 @@ class Session:
         processes: int,
         format_: str | None = None,
     ) -> dict[str, Any]:
-        """Save a plan, and no file outside the root: a trainer's file may name another one."""
+        """Save a plan; refuse a trainer's file that names a configuration outside the root."""
         here = version_of(path)
         if version not in (None, here):
             new = version == ABSENT
             raise PlanConflictError(
-                "already exists" if new else "was changed since this page read it",
+                "already exists" if new else "has changed since this page read it",
                 key=str(path),
                 fix=f"{'choose a different name' if new else 'open the file again'}, or overwrite "
                 "the file",
@@ -355,7 +356,7 @@ class Session:
         if chosen == "accelerate":
             plan = launchable(plan, processes=processes)
         existing = path if chosen == "trainer" and path.exists() else None
-        lossy = told_as_lost(plan)
+        lossy = droppable_settings(plan)
         for beside in plan_document(plan, chosen, existing=existing, lossy=lossy).beside:
             self.root.inside(str(beside.resolve()), key="deepspeed_config")
         saved = plan.save(path, format=chosen, lossy=lossy, like=like)
@@ -376,5 +377,5 @@ def version_of(path: Path) -> str:
 
 
 def version_of_content(content: bytes) -> str:
-    """Return the version of some content: its hash."""
+    """Return the version of a file's content: its hash."""
     return hashlib.sha256(content).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Templates: forms under a name.
+"""Templates: named forms.
 
-The user's own are one plain JSON file each, in the user's configuration directory; those that come
-with the builder are a machine and a model, for which ``advise`` makes the form when they are used.
+Each of the user's templates is a JSON file in the user's configuration directory. A built-in
+template names a model and a machine; ``advise`` creates its form when the template is used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Template:
     state: FormState
     description: str = ""
     version: str = ""
-    """Version of the content; a page sends the version back that it has loaded."""
+    """Version of the content; the page sends it back, so that concurrent changes are detected."""
 
     def data(self) -> dict[str, Any]:
         """Return the template as data to send, store and export."""
@@ -58,7 +58,7 @@ def user_folder() -> Path:
     return home / "zerotune" / "templates"
 
 
-def checked_name(name: Any) -> str:
+def normalise_name(name: Any) -> str:
     """Check and normalise a template's name, so that every system accepts it as a file name."""
     plain = unicodedata.normalize("NFC", name).strip() if isinstance(name, str) else ""
     good = _NAME_PATTERN.fullmatch(plain) and not _RESERVED.fullmatch(plain)
@@ -67,7 +67,7 @@ def checked_name(name: Any) -> str:
             "is not a valid template name",
             key="name",
             value=name,
-            fix="write letters, digits, blanks and , . ( ) + - _, beginning with a letter or digit",
+            fix="write letters, digits, spaces and , . ( ) + - _, and begin with a letter or digit",
         )
     return plain
 
@@ -80,7 +80,7 @@ class TemplateStore:
         self._lock = threading.Lock()
 
     def all(self) -> list[Template]:
-        """Return every readable template, by name."""
+        """Return every readable template, sorted by name."""
         found = []
         for path in self._files():
             try:
@@ -90,8 +90,8 @@ class TemplateStore:
         return sorted(found, key=lambda template: template.name.casefold())
 
     def get(self, name: Any) -> Template:
-        """One template."""
-        path = self._find(checked_name(name))
+        """Return a template by its name."""
+        path = self._find(normalise_name(name))
         if path is None:
             raise PlanFileError(
                 "is not the name of a template", key="name", value=name, fix="reload the list"
@@ -100,24 +100,26 @@ class TemplateStore:
 
     def put(self, template: Template, *, version: str | None) -> Template:
         """Store a template; replace an existing template only if its version is ``version``."""
-        name = checked_name(template.name)
-        with self._writing():
+        name = normalise_name(template.name)
+        with self._exclusive_access():
             path = self._find(name)
-            self._refuse_changed(path, version, name)
+            self._check_version(path, version, name)
             if path is None and len(self._files()) >= _MOST_TEMPLATES:
-                raise PlanConflictError("are too many", key="templates", fix="delete a template")
+                raise PlanConflictError(
+                    f"there are already {_MOST_TEMPLATES}", key="templates", fix="delete a template"
+                )
             return self._write(attrs.evolve(template, name=name), path)
 
     def rename(self, name: Any, to: Any, *, version: str | None) -> Template:
         """Rename a template."""
-        old, new = checked_name(name), checked_name(to)
-        with self._writing():
+        old, new = normalise_name(name), normalise_name(to)
+        with self._exclusive_access():
             path = self._find(old)
             template = self.get(old)
-            self._refuse_changed(path, version, old)
+            self._check_version(path, version, old)
             taken = self._find(new)
             if taken is not None and taken != path:
-                raise _taken(new)
+                raise _name_conflict(new)
             renamed = self._write(attrs.evolve(template, name=new), None)
             if path is not None and path.stem != new:
                 path.unlink(missing_ok=True)
@@ -125,15 +127,15 @@ class TemplateStore:
 
     def delete(self, name: Any, *, version: str | None) -> None:
         """Delete a template."""
-        plain = checked_name(name)
-        with self._writing():
+        plain = normalise_name(name)
+        with self._exclusive_access():
             self.get(plain)
             path = self._find(plain)
-            self._refuse_changed(path, version, plain)
+            self._check_version(path, version, plain)
             if path is not None:
                 path.unlink(missing_ok=True)
 
-    def _refuse_changed(self, path: Path | None, version: str | None, name: str) -> None:
+    def _check_version(self, path: Path | None, version: str | None, name: str) -> None:
         if path is None:
             if version:
                 raise PlanConflictError(
@@ -144,7 +146,7 @@ class TemplateStore:
                 )
             return
         if version is None:
-            raise _taken(name)
+            raise _name_conflict(name)
         if version_of(path) != version:
             raise PlanConflictError(
                 "was changed in another tab",
@@ -170,16 +172,16 @@ class TemplateStore:
         return attrs.evolve(template, version=version_of_content(content))
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Alone among the threads of this process and, where the system can, among processes."""
+    def _exclusive_access(self) -> Iterator[None]:
+        """Lock the folder against other threads and, if the system can, other processes."""
         with self._lock:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise PlanFileError(
-                    f"cannot be made ({error.strerror})",
+                    f"cannot be created ({error.strerror})",
                     key=str(self.folder),
-                    fix="set XDG_CONFIG_HOME to a folder you may write to",
+                    fix="set XDG_CONFIG_HOME to a folder that you may write to",
                 ) from error
             try:
                 import fcntl
@@ -205,7 +207,7 @@ def read_template(text: str, *, name: str) -> Template:
         )
     description = data.get("description", "")
     return Template(
-        name=checked_name(data.get("name")),
+        name=normalise_name(data.get("name")),
         description=description if isinstance(description, str) else "",
         state=FormState.of_request(data.get("state")),
     )
@@ -222,7 +224,7 @@ def _read_stored(path: Path) -> Template:
     return attrs.evolve(template, name=path.stem, version=version_of_content(content))
 
 
-def _taken(name: str) -> PlanConflictError:
+def _name_conflict(name: str) -> PlanConflictError:
     return PlanConflictError(
         "is already the name of a template",
         key="name",
@@ -236,22 +238,22 @@ def _taken(name: str) -> PlanConflictError:
 
 @attrs.frozen(kw_only=True)
 class BuiltinTemplate:
-    """A template for a model and a machine: the fastest plan that fits."""
+    """A template that finds the fastest plan for a model and a machine."""
 
     id: str
     name: str
     description: str
     group: str
-    """Group in the list: the model."""
+    """Heading in the page's list."""
     setup: Mapping[str, Any]
-    """Settings of the setup; empty for the page's setup."""
+    """Values for ``preview.Setup``; empty to use the page's setup."""
 
 
 _ON_ONE_CARD: Final = {
     "this_machine": False,
     "world_size": 1,
     "nvme": "0",
-    # What was planned for before is not meant any more.
+    # Clear the settings of the previous setup.
     "lora": "",
     "base_dtype": "",
     "card": "",
@@ -278,7 +280,7 @@ def _for_card(
 
 def _for_lora(family: str, vram: int, ram: int, base: str = "") -> BuiltinTemplate:
     kind = f"LoRA of rank {_LORA_RANK} on {vram} GB"
-    quantized = f", the model beside the adapters in {base}" if base else ""
+    quantized = f", with the base model in {base}" if base else ""
     about = f"One {vram} GB card and {ram} GB of RAM{quantized}."
     more = {"lora": _LORA_RANK, "base_dtype": base}
     return _for_card(f"{family}-lora", family, vram, ram, kind, about, **more)

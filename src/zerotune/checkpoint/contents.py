@@ -1,4 +1,4 @@
-"""Contents of a checkpoint: what each rank writes, and the manifest's data about the engine."""
+"""Contents of a checkpoint: each rank's tensors, and the manifest entries for the engine."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 SHADOW: Final = "shadow/"
 BUFFER: Final = "buffer/"
 GENERATOR: Final = "rng/"
-"""Prefix of generator tensors in a tensor file."""
+"""Name prefix of the tensors with generator states in a rank's file."""
 GENERATOR_TEXT: Final = "rng"
-"""Metadata key for values that are not tensors."""
+"""Metadata key for generator values that are not tensors."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 @runtime_checkable
 class ShadowLike(Protocol):
-    """Protocol of objects that are saved with the weights, such as ``zerotune.ema.EMAShadow``.
+    """Protocol for objects that are saved with the weights, such as ``zerotune.ema.EMAShadow``.
 
-    A tensor for a fragment of the master weights is fp32, and its name is ``FragmentAddress.key``.
-    All other tensors are equal on every rank.
+    A tensor that belongs to a fragment of the master weights is fp32, and its name is the
+    fragment's ``FragmentAddress.key``. All other tensors are equal on every rank.
     """
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -45,7 +45,7 @@ class ShadowLike(Protocol):
         ...
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Copy the tensors of a state, one tensor at a time.
+        """Load a saved state, one tensor at a time.
 
         Args:
             state: Tensors by name; each access reads a tensor from disk.
@@ -54,12 +54,12 @@ class ShadowLike(Protocol):
 
 
 def shadow_key(shadow: str, key: str) -> str:
-    """Return the name in a rank's file for a shadow's tensor that belongs to no fragment."""
+    """Return a rank file's key for a shadow tensor that belongs to no fragment."""
     return f"{SHADOW}{shadow}/{key}"
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's persistent buffers by dotted name; a shared buffer has only one name."""
+    """Return a model's persistent buffers by dotted name; a shared buffer appears only once."""
     buffers: dict[int, tuple[str, torch.Tensor]] = {}
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
@@ -78,7 +78,7 @@ class Part:
 
     @classmethod
     def of(cls, address: FragmentAddress) -> Part:
-        """Return the part of the parameter that a fragment contains."""
+        """Return the part of a parameter that a fragment covers."""
         return cls(name=address.name, start=address.start, numel=address.numel)
 
 
@@ -97,7 +97,7 @@ class RankShare:
     parts: Mapping[Subject, tuple[Part, ...]]
     counters: Mapping[str, Counters]
     nbytes: int
-    """Bytes of the file that contains only this rank's data."""
+    """Size in bytes of this rank's own file."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -116,18 +116,18 @@ class RankContents:
     parts: Mapping[Subject, tuple[Part, ...]]
     counters: Mapping[str, Counters]
     shadows: Mapping[str, Tensors]
-    """Tensors of each shadow that belong to a fragment, by ``FragmentAddress.key``."""
+    """Maps each shadow's name to its fragment tensors, by ``FragmentAddress.key``."""
     others: Tensors
-    """Buffers, generator states and the other shadow tensors, for this rank's file."""
+    """Buffers, generator states and shadow tensors without a fragment, for this rank's file."""
     metadata: Mapping[str, str]
     rank: int = 0
     world_size: int = 1
     pieces: tuple[Piece, ...] | None = None
-    """Copies of everything in ``parts``; ``None`` if the engine is read while files are written."""
+    """Copies of everything in ``parts``; ``None`` if writing reads from the engine directly."""
 
     @classmethod
     def of(cls, engine: Engine, *, shadows: Mapping[str, ShadowLike], rng: bool) -> RankContents:
-        """Describe this rank's part of an engine, without reading weights.
+        """Describe what this rank saves of an engine, without reading weights.
 
         Args:
             engine: Engine to save.
@@ -168,7 +168,7 @@ class RankContents:
         )
 
     def file(self) -> TensorFile:
-        """Return the layout of the file that contains only this rank's data."""
+        """Return the layout of this rank's own file."""
         return TensorFile.of(
             f"rank-{self.rank:05d}-of-{self.world_size:05d}.safetensors",
             Subject(kind="rank", of=str(self.rank)),
@@ -177,7 +177,7 @@ class RankContents:
         )
 
     def share(self) -> RankShare:
-        """Return the sizes that all ranks need for the layout of the files."""
+        """Return the sizes from which all ranks compute the layout of the files."""
         return RankShare(parts=self.parts, counters=self.counters, nbytes=self.file().nbytes)
 
     def read(self, engine: Engine) -> Iterator[Piece]:
@@ -198,7 +198,7 @@ class RankContents:
                 yield Piece(subject=subject, part=part, tensor=tensor)
 
     def copied(self, engine: Engine) -> RankContents:
-        """Copy the contents to host memory, so that training can continue during the writing."""
+        """Copy the contents to host memory, so that training can continue during writing."""
         pieces = tuple(
             attrs.evolve(piece, tensor=_copy(piece.tensor)) for piece in self.read(engine)
         )
@@ -227,10 +227,10 @@ def _optimized(engine: Engine) -> tuple[dict[Subject, tuple[Part, ...]], dict[st
 def _checked_states(states: OptimizerStates, name: str) -> tuple[str, ...]:
     if states.others:
         raise CheckpointError(
-            f"the optimizer has the states {', '.join(states.others)}, which checkpoints cannot "
-            "shard like the weights",
+            f"the optimizer states {', '.join(states.others)} cannot be sharded like the weights, "
+            "so they cannot be saved",
             key=name,
-            fix="use an optimizer whose states have one number per weight, such as AdamW",
+            fix="use an optimizer whose states have one element per weight, such as AdamW",
         )
     tensors = states.tensors
     for state, tensor in tensors.items():
@@ -245,7 +245,7 @@ def _checked_states(states: OptimizerStates, name: str) -> tuple[str, ...]:
 
 
 def plain_data(value: Any, key: str) -> Any:
-    """Convert a value to JSON data: dicts with text keys, lists, text and finite numbers.
+    """Convert a value to JSON data: dicts with string keys, lists, strings and finite numbers.
 
     Args:
         value: The value.
@@ -255,7 +255,7 @@ def plain_data(value: Any, key: str) -> Any:
         for name in value:
             if not isinstance(name, str):
                 raise CheckpointError(
-                    "is not text, but JSON keys must be text",
+                    "is not a string, but JSON keys must be strings",
                     key=key,
                     value=name,
                     fix=f"write {str(name)!r}",
@@ -270,7 +270,7 @@ def plain_data(value: Any, key: str) -> Any:
         "cannot be saved as JSON",
         key=key,
         value=value,
-        fix="use finite numbers, text, lists and dicts; save tensors in a shadow",
+        fix="use finite numbers, strings, lists and dicts; save tensors in a shadow",
     )
 
 
@@ -368,7 +368,7 @@ def versions() -> dict[str, str]:
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Map the other names of each tied parameter to its first name."""
+    """Map each additional name of a tied parameter to its first name."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in every if first[id(p)] != name}
@@ -388,7 +388,7 @@ def capture_generators() -> tuple[dict[str, torch.Tensor], str]:
     """Capture the state of torch's, numpy's and Python's global generators.
 
     Returns:
-        1-D uint8 tensors by name, and the remaining numbers as JSON text.
+        1-D uint8 tensors by name, and the remaining values as JSON text.
     """
     tensors = {"torch_cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -416,7 +416,7 @@ def restore_generators(tensors: Mapping[str, torch.Tensor], text: str) -> None:
 
 
 def check_generators(tensors: Mapping[str, torch.Tensor], text: str) -> tuple[Any, Any]:
-    """Parse the states for Python's and numpy's generators, and test them on new generators."""
+    """Parse the saved states of Python's and numpy's generators, and try them on new generators."""
     try:
         numbers = json_of(text)
         kind, position, has_gauss, cached = numbers["numpy"]

@@ -55,7 +55,7 @@ def convert(
     dtype: str = "fp32",
     base: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Convert a zerotune checkpoint to a model folder, or another folder to a checkpoint.
+    """Convert a zerotune checkpoint to a model folder, or another format to a checkpoint.
 
     ================================  ==============================================
     ``source``                        ``target``
@@ -72,22 +72,22 @@ def convert(
     checkpoint's ``extra["left_out"]``.
 
     Args:
-        source: Folder to convert. A folder of accelerate's ``save_state`` may contain DeepSpeed's
-            format in ``pytorch_model``. If such a folder was saved without DeepSpeed, assigning
-            Adam's states to parameters requires the model's class.
+        source: Folder to convert. A folder written by accelerate's ``save_state`` may contain a
+            DeepSpeed checkpoint in ``pytorch_model``. If such a folder was saved without DeepSpeed,
+            assigning Adam's states to parameters requires the model's class.
         target: Path to write; must not exist.
         shadow: For a zerotune checkpoint, name of the EMA shadow to write instead of the trained
             weights.
         dtype: Dtype of the tensors in the model folder: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         base: For a zerotune checkpoint with frozen parameters, the model folder that training
-            started from. For a folder of accelerate's ``save_state``, ``base`` is a model folder
-            whose ``config.json`` names the model's class.
+            started from. For a folder written by accelerate's ``save_state``, ``base`` is a model
+            folder whose ``config.json`` names the model's class.
 
     Returns:
         The absolute path of the result.
 
     Raises:
-        CheckpointError: ``source`` has none of these formats, or ``target`` exists.
+        CheckpointError: ``source`` is in none of these formats, or ``target`` exists.
         CheckpointCorruptError: A file is damaged.
         CheckpointMismatchError: ``source`` lacks the shadow, or ``base`` lacks a frozen parameter.
     """
@@ -301,15 +301,16 @@ def _write_checkpoint(
 
 _AVERAGE: Final = Subject(kind="shadow", of="ema")
 _LEFT_OUT: Final = {
-    "random_states_*": "other training loops draw noise differently, so zerotune draws noise from "
-    "seed and step",
-    "scheduler*": "the file has a position but no curve, so the plan's schedule continues at the "
-    "same step",
-    "sampler*": "other training loops order data differently, so the data start at the beginning",
-    "dl_state_dict*": "other training loops order data differently, so the data start at the "
-    "beginning",
+    "random_states_*": "other training loops draw noise differently, so the noise generator is "
+    "reseeded from seed and step",
+    "scheduler*": "the file contains a step number but no schedule, so the plan's schedule "
+    "continues at this step",
+    "sampler*": "other training loops order data differently, so training starts at the beginning "
+    "of the data",
+    "dl_state_dict*": "other training loops order data differently, so training starts at the "
+    "beginning of the data",
     "scaler.pt": "the loss scale starts at the plan's value",
-    "custom_checkpoint_*": "only the class of the script's object can read this file",
+    "custom_checkpoint_*": "only the script's own class can load this file",
 }
 """Files that are not converted, by accelerate's file names, with reasons."""
 
@@ -414,14 +415,16 @@ class StateFolder:
         if not states:
             why = "the file contains no states"
         elif not all({"step", *_ADAM_STATES} == each.keys() for each in states):
-            why = f"the states are not Adam's but {', '.join(map(str, states[0]))}"
+            why = f"the optimizer's states are {', '.join(map(str, states[0]))}, not Adam's"
         elif names is None:
             why = (
-                "the states have numbers instead of names, and no config.json names the "
-                "model's class; pass base=, a folder of this model"
+                "the states are numbered, not named, and no config.json names the model's class; "
+                "pass base=, a folder of this model"
             )
         elif [shapes.get(name) for name in names] != [tuple(s["exp_avg"].shape) for s in states]:
-            why = "only some of the model's parameters were trained, without their names"
+            why = (
+                "only some of the model's parameters were trained, and the file does not name them"
+            )
         else:
             return dict(zip(names, states, strict=True))
         self.left_out[_ACCELERATES_OPTIMIZER] = f"{why}: the optimizer starts with fresh states"
@@ -458,7 +461,7 @@ class StateFolder:
             return {"state": loaded["state"], "param_groups": loaded["param_groups"]}
         except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError) as error:
             raise CheckpointCorruptError(
-                f"is not an optimizer that accelerate saved ({error})", key=str(path)
+                f"is not an optimizer file that accelerate saved ({error})", key=str(path)
             ) from error
 
 

@@ -1,9 +1,9 @@
 """Names and locks of checkpoint and export folders.
 
 A checkpoint is written as ``<name>.tmp-<id>`` and renamed when it is complete. An existing
-checkpoint of the same name is first renamed to ``<name>.old-<id>`` and deleted last. At every
-moment a complete checkpoint exists under one of the three names, all of which ``find_checkpoint``
-checks.
+checkpoint of the same name is first renamed to ``<name>.old-<id>`` and deleted last. While a
+checkpoint is replaced, a complete one always exists under one of these three names;
+``find_checkpoint`` checks all of them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _FREE_MARGIN: Final = 2**24
 
 
 def step_folder(root: str | os.PathLike[str], step: int) -> Path:
-    """Return the folder for the checkpoint of optimizer step ``step``: ``<root>/step-00001234``."""
+    """Return the folder below ``root`` for optimizer step ``step``: ``<root>/step-00001234``."""
     return Path(root) / f"step-{step:08d}"
 
 
@@ -136,7 +136,7 @@ class ExportStaging(Staging):
     """A folder with a temporary name that will become the export ``final``.
 
     If the file system can exchange two folders atomically, the new export replaces the old export
-    in one operation. Readers therefore always find an export under its final name.
+    in one operation. Readers then always find an export under its final name.
     """
 
     @override
@@ -163,22 +163,22 @@ def check_space(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes + _FREE_MARGIN:
         raise CheckpointError(
-            f"the checkpoint needs {disk_size(nbytes)}, but only {disk_size(free)} are free",
+            f"needs {disk_size(nbytes)} of disk space, but only {disk_size(free)} are free",
             key=str(folder),
             fix="free disk space, keep fewer checkpoints (prune), or save to a different disk",
         )
 
 
 def find_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, Manifest]:
-    """Return the folder of the checkpoint ``directory``, and its manifest.
+    """Return a checkpoint's folder and its manifest.
 
-    The folder is usually ``directory``. If a process was killed while it replaced the checkpoint,
-    the folder is the newest complete checkpoint under a temporary name.
+    The folder is usually ``directory`` itself. If a process was killed while replacing the
+    checkpoint, the newest complete checkpoint under a temporary name is returned.
     """
     path = checked_path(directory)
     if (located := _located(path)) is not None:
         return located
-    fix = "use a folder written by save_checkpoint, such as <root>/step-00001234"
+    fix = "pass the folder of one checkpoint, such as <root>/step-00001234"
     if path.is_dir() and ((path / "latest").exists() or any(path.glob("*zero_pp_rank*"))):
         fix = f"convert DeepSpeed's checkpoint with `zerotune checkpoint convert {path} NEW`"
     elif path.is_dir() and (newest := latest_checkpoint(path)) is not None:
@@ -208,16 +208,16 @@ def _located(path: Path) -> tuple[Path, Manifest] | None:
     raise CheckpointError(
         "does not exist",
         key=str(path),
-        fix="use an existing checkpoint; latest_checkpoint(root) returns the newest in a folder",
+        fix="use an existing checkpoint; latest_checkpoint(root) finds the newest in a folder",
     )
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete ``step-…`` checkpoint in ``root``.
 
-    A checkpoint is complete if its manifest is intact and every file has the recorded size. The
-    contents of files are verified when the checkpoint is loaded. Incomplete or unreadable folders
-    and symbolic links are skipped with a warning.
+    A checkpoint is complete if its manifest is intact and every file has the recorded size. File
+    contents are verified only when the checkpoint is loaded. Incomplete or unreadable folders and
+    symbolic links are skipped with a warning.
 
     Returns:
         The path of the checkpoint; ``None`` if ``root`` contains no complete checkpoint.
@@ -249,7 +249,7 @@ def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
     kept for inspection, and symbolic links are ignored.
 
     Args:
-        root: The folder of checkpoints.
+        root: Folder that contains the checkpoints.
         keep: Number of checkpoints to keep, at least 1.
 
     Returns:
@@ -307,12 +307,13 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 def remove_leftovers(parent: Path, *, name: str | None = None) -> None:
     """Delete leftovers of killed saves in ``parent``.
 
-    Folders in use are kept. A complete leftover is kept if its checkpoint is missing, because the
-    leftover then replaces the checkpoint. A leftover that cannot be deleted causes a warning.
+    Folders in use are kept. A complete leftover is kept if its checkpoint is missing, because it
+    then serves as the checkpoint. A leftover that cannot be deleted causes a warning.
 
     Args:
-        parent: The folder of checkpoints.
-        name: Name of the checkpoint whose leftovers are deleted; by default all checkpoints.
+        parent: Folder that contains the checkpoints.
+        name: Name of the checkpoint whose leftovers are deleted; by default, leftovers of all
+            checkpoints.
     """
     for path in _leftovers(parent, name=name):
         base = parent / _base(path)
@@ -353,8 +354,7 @@ def _entries(folder: Path) -> list[Path]:
         raise CheckpointError(
             f"cannot be read ({error.strerror})",
             key=str(folder),
-            fix="give this user permission to read the folder, or pass a different folder of "
-            "checkpoints",
+            fix="give this user permission to read the folder, or pass a different folder",
         ) from error
 
 
@@ -417,7 +417,7 @@ def _retire(former: Path, successor: Path) -> None:
             target = successor / path.relative_to(former)
             if os.path.lexists(target):
                 target = target.with_name(f"{target.name}.former-{secrets.token_hex(6)}")
-            logger.info("%s does not belong to this folder and is kept", target)
+            logger.info("keeping %s, which does not belong to the replaced files", target)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
     _remove(former)
@@ -487,8 +487,8 @@ class Mark:
     """
 
     files: Mapping[str, str | None]
-    """SHA-256 (hex) by path from the top of the export; ``None`` for weights, which contain the
-    mark."""
+    """SHA-256 (hex) of each file, by path relative to the export's top folder; ``None`` for weight
+    files, which contain the mark."""
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -529,7 +529,7 @@ def check_replaceable(path: Path) -> None:
             return
     reason = "zerotune did not write it"
     if changed is not None:
-        reason = f"{changed} in it has changed since zerotune wrote it"
+        reason = f"{changed} has changed since zerotune wrote it"
     raise CheckpointError(
         f"exists and is not replaced: {reason}",
         key=str(path),
@@ -541,7 +541,7 @@ def check_apart(path: Path, base: Path) -> None:
     """Check that an export does not replace the folder that it is made from."""
     if path.resolve() == base.resolve():
         raise CheckpointError(
-            "exists and is not replaced: the export is made from it",
+            "exists and is not replaced, because the export is made from it",
             key=str(path),
             fix="choose a different name for the export",
         )
@@ -595,9 +595,9 @@ class RootHold(Closable):
     """Lock on a checkpoint folder, so that only this process saves and prunes in the folder.
 
     Without the lock, a job that is started twice would delete its own checkpoints. Reading,
-    resuming and exporting need no lock. A lock of a killed process is replaced. If file locks are
-    not visible on other machines, the lock of a run on another machine is replaced as well. The
-    next save of that run then fails (``confirm``).
+    resuming and exporting need no lock. The lock of a killed process is replaced. If file locks are
+    not visible to other machines, a run on another machine loses its lock too, and its next save
+    fails (``confirm``).
 
     Not collective: create a ``RootHold`` on rank 0. One process may lock the same folder several
     times::
@@ -736,15 +736,15 @@ class _Hold:
             if not ownership.lacks_locks(error):
                 raise
             self._note(
-                "this file system offers no file locks, so a second start of the same job may "
-                "be detected only when the job saves"
+                "this file system does not support file locks, so starting the same job twice may "
+                "be detected only at the next save"
             )
             return
         if not locked:
             record = None
             with suppress(FileNotFoundError, CheckpointError):
                 record = _Saver.read(self._root / OWNER_RECORD)
-            raise _other_saves(self._root, record, "still runs")
+            raise _other_saves(self._root, record, "is still running")
 
     def _judge(self) -> None:
         """Look whose it was: the lock is free, which may prove nothing."""
@@ -758,7 +758,7 @@ class _Hold:
         if former.owner == ProcessIdentity.current():
             return
         if former.owner.visible() and former.owner.alive():
-            raise _other_saves(self._root, former, "still runs")
+            raise _other_saves(self._root, former, "is still running")
         doubt = former.doubt(filesystem_kind(self._root))
         if doubt is None:
             self._note(
@@ -807,7 +807,7 @@ _THREADS: Final = 4
 
 
 def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
-    """Verify size and hash of every file of the checkpoint ``directory``. Not collective.
+    """Verify the size and hash of every file in the checkpoint ``directory``. Not collective.
 
     Raises:
         CheckpointError: ``directory`` is not a checkpoint.
@@ -820,7 +820,7 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
 
 
 def finite_checkpoint(root: Path) -> Path | None:
-    """Return the newest complete ``step-…`` checkpoint in ``root`` without NaN or infinity.
+    """Return the newest complete ``step-…`` checkpoint in ``root`` that has no NaN or infinity.
 
     If the manifest does not record whether the tensors are finite, the files are read and checked.
     Not collective.

@@ -1,6 +1,6 @@
-"""Load a checkpoint into an engine: compare everything, then fill fragment by fragment.
+"""Load a checkpoint into an engine: check everything, then fill the engine's fragments.
 
-The module contains, in this order, the file reader, the fragment filler, the comparison of
+The module's sections are, in order: the file reader, the fragment filler, the comparison of
 checkpoint and engine, the conversion of counters and generators for a different plan, and
 ``load_checkpoint``.
 """
@@ -60,7 +60,7 @@ class CheckpointReader(Closable):
         self._readers: dict[Subject, TensorReader] = {}
 
     def of(self, subject: Subject) -> TensorReader:
-        """Return the reader for one kind of tensors; file headers are read at first use."""
+        """Return the reader for tensors of one kind; file headers are read at first use."""
         if subject not in self._readers:
             records = self._manifest.files_of(subject.kind, subject.of)
             files = [self._folder / record.name for record in records]
@@ -98,7 +98,7 @@ class CheckpointReader(Closable):
 
 
 class ShadowTensors(Mapping[str, torch.Tensor]):
-    """A mapping that reads a shadow's tensors for this rank's fragments one at a time."""
+    """A mapping that reads this rank's part of a shadow, one tensor at a time."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class ShadowTensors(Mapping[str, torch.Tensor]):
         return into
 
     def holds(self, key: str, like: torch.Tensor) -> bool:
-        """Return whether the checkpoint has this tensor, without reading the tensor.
+        """Return whether the checkpoint contains a tensor, without reading its elements.
 
         Args:
             key: Name of the tensor.
@@ -151,7 +151,7 @@ def _rank_subject(rank: int) -> Subject:
 
 
 class Filler:
-    """Fills an engine's fragments one by one, for any partitioning of the checkpoint.
+    """Fills an engine's fragments one by one; the saved run may have been partitioned differently.
 
     Args:
         reader: Reader of the checkpoint.
@@ -168,7 +168,7 @@ class Filler:
         self._steps: dict[int, int] = {}
 
     def fill(self, fragment: EditableFragment) -> None:
-        """Overwrite weights and optimizer states of ``fragment`` with those of the checkpoint."""
+        """Overwrite a fragment's weights and optimizer states with the saved ones."""
         address = fragment.address
         record = self._records[address.name]
         self._reader.of(WEIGHTS).fill(fragment.value, address.name, address.start)
@@ -232,15 +232,15 @@ def check_accumulation(engine: Engine) -> None:
     if left := engine.state.micro_step % steps:
         raise CheckpointError(
             f"{left} of {steps} micro batches are accumulated, and their gradients would be "
-            "added to the loaded weights",
+            "applied to the loaded weights",
             key="gradient_accumulation_steps",
             value=steps,
-            fix="load before training starts, or when engine.step() has returned boundary=True",
+            fix="load before training starts, or after engine.step() returns boundary=True",
         )
 
 
 def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
-    """Return a decision for each setting in which the running plan differs from the saved plan."""
+    """Return a decision for each setting that differs between the saved and the running plan."""
     saved, running = manifest.plan, plan_record(engine)
     if saved is None:
         return ()
@@ -332,7 +332,7 @@ _SAME_STATES: Final = (frozenset({"Adam", "AdamW", "AdamWBF16States", "AdamW8Bit
 """Sets of optimizers whose states have the same names and meanings."""
 _ROUNDED: Final[Mapping[str, str]] = {
     "AdamWBF16States": ", rounded to bf16",
-    "AdamW8BitStates": ", rounded to the nearest of 256 codes by blocks of 256",
+    "AdamW8BitStates": ", rounded to the nearest of 256 codes in blocks of 256 elements",
 }
 """Rounding by optimizers that load fp32 states of other optimizers."""
 _POSITION: Final = "last_batch_iteration"
@@ -357,7 +357,9 @@ def optimizer_decisions(manifest: Manifest, engine: Engine) -> tuple[Decision, .
         reason += _ROUNDED.get(running or "", "")
         return (_load_decision("optimizer.type", saved, running, reason), *split)
     if saved is None:
-        reason = "the checkpoint contains no optimizer states, so the optimizer starts anew"
+        reason = (
+            "the checkpoint contains no optimizer states, so the optimizer starts with fresh states"
+        )
         return (_load_decision("optimizer.states", None, "anew", reason, warning=True), *split)
     reason = (
         "the states of the two optimizers are incompatible, so weights and shadows are loaded, "
@@ -372,9 +374,9 @@ def _split_masters(engine: Engine) -> tuple[Decision, ...]:
     if not isinstance(streamed, Streaming) or not streamed.split_masters:
         return ()
     reason = (
-        "master weights exactly halfway between two bf16 numbers, at most one in 131,072, may "
-        "become one unit in the last place larger; master weights that were saved split keep "
-        "every bit"
+        "fp32 master weights exactly halfway between two bf16 numbers (at most one in 131,072) "
+        "may become one unit in the last place larger; weights that were saved in split form "
+        "keep every bit"
     )
     return (_load_decision("streamed.split_masters", "fp32", "bf16 and the low 16 bits", reason),)
 
@@ -396,7 +398,7 @@ def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
         position = state.global_step - state.skipped_steps - 1
         state = attrs.evolve(state, scheduler={_POSITION: position})
         reason = (
-            "the checkpoint has no schedule, so the plan's schedule continues at the number of "
+            "the checkpoint has no schedule, so the plan's schedule continues from the number of "
             "steps taken"
         )
         schedule = (_load_decision("scheduler.position", None, position + 1, reason, warning=True),)
@@ -413,8 +415,8 @@ def restart_generators(tensors: Mapping[str, torch.Tensor], *, rank: int) -> Non
     """Seed the global generators of a rank that did not exist in the saved run.
 
     Args:
-        tensors: Generator states of a rank of the saved run, from which the seed is derived.
-        rank: Number of this rank; seeds differ between ranks and are equal in every resume.
+        tensors: Saved generator states of one rank, from which the seed is derived.
+        rank: This rank; each rank gets its own seed, which is the same in every resume.
     """
     digest = hashlib.sha256(f"rank {rank}".encode())
     for name in sorted(tensors):
@@ -433,8 +435,9 @@ def world_decisions(manifest: Manifest, engine: Engine, *, rng: bool) -> tuple[D
     decisions = []
     if rng and manifest.rng:
         reason = (
-            "the ranks of the saved run continue with their random state, and additional ranks "
-            "are seeded from rank 0's state, so the run differs from an uninterrupted run"
+            "ranks that existed in the saved run continue with their random states, and "
+            "additional ranks are seeded from rank 0's state, so the run differs from an "
+            "uninterrupted run"
         )
         decisions.append(_load_decision("rng", saved, running, reason, warning=True))
     if manifest.buffers:
@@ -462,13 +465,13 @@ def carried_loss_scale(
     running: PlanRecord,
     fresh: Mapping[str, Any],
 ) -> Adapted:
-    """Return the saved state with the running engine's loss scale, and a decision.
+    """Return the saved state with its loss scale adapted to the running engine, and a decision.
 
     Args:
         state: The saved state.
-        saved: Record of the saved plan; ``None`` for a checkpoint of weights only.
+        saved: Record of the saved plan; ``None`` if the checkpoint contains only weights.
         running: Record of the running plan.
-        fresh: Loss scaler of the running engine.
+        fresh: State of the running engine's loss scaler.
     """
     if saved is not None and (saved.precision, saved.engine) == (running.precision, running.engine):
         return state, ()
@@ -483,7 +486,7 @@ def carried_loss_scale(
     else:
         key = "cur_scale" if "cur_scale" in fresh else "scale"
         after, scaler = before, {**fresh, key: before}
-        reason = "the saved loss scale is used; the steps since its last change are counted anew"
+        reason = "the saved loss scale is used; the count of steps since its last change is reset"
     state = attrs.evolve(state, loss_scaler=scaler)
     if before is None and after is None:
         return state, ()
@@ -528,7 +531,7 @@ def load_checkpoint(
     rng: bool = True,
     timeout_s: float | None = None,
 ) -> CheckpointContents:
-    """Load a checkpoint into an engine, with the plan of the saved run or any other plan.
+    """Load a checkpoint into an engine, even if its plan differs from the saved run's plan.
 
     Collective: every rank must call ``load_checkpoint`` with the same arguments. Files and model
     are checked before anything is loaded, so a checkpoint of a different model leaves the engine
@@ -541,7 +544,7 @@ def load_checkpoint(
         engine: An engine of the same model.
         shadows: EMA shadows attached to the engine, by their saved names.
         rng: Also restore the states of the random number generators.
-        timeout_s: Seconds to wait for the other ranks; default the group's timeout.
+        timeout_s: Seconds to wait for the other ranks; defaults to the group's timeout.
 
     Returns:
         The caller's ``extra`` data, the manifest and the decisions.

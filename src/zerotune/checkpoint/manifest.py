@@ -28,12 +28,12 @@ class FileRecord:
     """Name, kind, size and hash of a file in a checkpoint."""
 
     name: str
-    """Name of the file inside the folder."""
+    """Name of the file in the checkpoint's folder."""
     kind: str
     """``"weights"``, ``"optimizer"`` or ``"shadow"`` for full tensors by parameter name; ``"rank"``
     for the data of one rank."""
     of: str
-    """Name of the optimizer state or of the shadow, or the rank's number; empty for weights."""
+    """Name of the optimizer state or shadow, or the rank; empty for weights."""
     nbytes: int
     sha256: str
 
@@ -67,7 +67,7 @@ class ParameterRecord:
 
 @attrs.frozen(kw_only=True)
 class PlanRecord:
-    """The plan of a saved run: the values that loading compares with the current plan."""
+    """Settings of a saved plan that loading compares with the current plan."""
 
     engine: str
     """``"deepspeed"`` or ``"plain"``."""
@@ -101,11 +101,11 @@ class Manifest:
     versions: Mapping[str, str]
     """Versions of zerotune, torch, deepspeed, …"""
     origin: str = "save_checkpoint"
-    """Origin: ``save_checkpoint``, or the format from which the checkpoint was converted."""
+    """``save_checkpoint``, or the format from which the checkpoint was converted."""
     world_size: int
     """Number of training processes; each has a rank file."""
     plan: PlanRecord | None
-    """``None`` for a checkpoint of weights only."""
+    """Record of the saved plan; ``None`` if the checkpoint contains only weights."""
     state: EngineState
     model: Mapping[str, Any] | None = None
     """The model's configuration, as in diffusers' ``config.json``."""
@@ -114,9 +114,9 @@ class Manifest:
     frozen: tuple[TensorRecord, ...] = attrs.field(converter=tuple[Any, ...], default=())
     """Frozen parameters; their values are not in the checkpoint."""
     aliases: Mapping[str, str] = attrs.field(factory=dict)
-    """Maps the other names of a tied parameter to its saved name."""
+    """Maps each additional name of a tied parameter to its saved name."""
     buffers: tuple[TensorRecord, ...] = attrs.field(converter=tuple[Any, ...])
-    """The model's persistent buffers; each rank saves its buffers."""
+    """The model's persistent buffers; each rank saves its own values."""
     files: tuple[FileRecord, ...] = attrs.field(converter=tuple[Any, ...])
     shadows: tuple[str, ...] = attrs.field(converter=tuple[Any, ...])
     """Names of the saved shadows."""
@@ -134,7 +134,7 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensor files."""
+        """Total size of the tensor files in bytes."""
         return sum(file.nbytes for file in self.files)
 
     def files_of(self, kind: str, of: str = "") -> tuple[FileRecord, ...]:

@@ -37,14 +37,14 @@ class Card:
     base_model: str | None = None
     """Hub id of the base model."""
     license: str | None = None
-    """License in the Hub's spelling (``"apache-2.0"``, ``"other"``)."""
+    """License id on the Hub (``"apache-2.0"``, ``"other"``)."""
     tags: tuple[str, ...] = attrs.field(default=(), converter=tuple)
     plan: ResolvedPlan | None = None
     """Plan of the run: ``trainer.engine.plan``."""
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=tuple)
     """Decisions of the run: ``engine.decisions``, ``exported.decisions``."""
     data: Mapping[str, Any] = attrs.field(factory=dict)
-    """Facts about the data for readers: ``{"images": 1200, "size": "1024 x 1024"}``."""
+    """Facts about the data to show in the card: ``{"images": 1200, "size": "1024 x 1024"}``."""
     samples: Mapping[str, str | os.PathLike[str]] = attrs.field(factory=dict)
     """Maps each caption to an image or clip file, which is uploaded with the card."""
     text: str = ""
@@ -130,10 +130,10 @@ def publish(
 ) -> Published:
     """Upload an export and its model card in one commit. Not collective.
 
-    Call ``publish`` on one rank. Uploaded files become visible together, when all files have
-    arrived and one commit adds them. The commit fails if the repository has changed since the
-    upload began. An interrupted upload leaves the repository unchanged, and the next upload sends
-    only missing files.
+    Call ``publish`` on one rank. All files become visible at once, through a single commit after
+    the upload. The commit fails if the repository has changed since the upload began. An
+    interrupted upload leaves the repository unchanged, and the next upload sends only missing
+    files.
 
     Args:
         folder: Output of ``export_model``, ``export_pipeline``, ``export_adapters`` or
@@ -143,8 +143,8 @@ def publish(
         card: Content of the model card; loading instructions are added.
         private: Whether a new repository is private.
         message: Commit message.
-        token: Hub token; by default the token of the user's stored login.
-        endpoint: Address of the Hub; by default huggingface_hub's address.
+        token: Hub token; by default the user's stored token.
+        endpoint: URL of the Hub; by default huggingface_hub's endpoint.
 
     Returns:
         The commit and the published files.
@@ -195,7 +195,7 @@ def publish(
         raise CheckpointError(
             f"the upload failed; the repository is unchanged ({type(error).__name__}: {reason})",
             key=repo_id,
-            fix="try again; files that have arrived are not sent again",
+            fix="try again; files that were already uploaded are not sent again",
         ) from error
     return Published(url=done.commit_url, commit=done.oid, files=(*sorted(uploads), CARD))
 

@@ -53,19 +53,19 @@ if TYPE_CHECKING:
 
 
 SHARD_SIZE: Final = 4 * 2**30
-"""Maximum bytes of a shared file; several files let the ranks verify at the same time."""
+"""Maximum size of a shared file in bytes, so that ranks can verify different files in parallel."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Filing:
-    """Files that all ranks of a checkpoint write together, and the layout of these files."""
+    """Layout of the files that all ranks write together, and the records of the parameters."""
 
     files: tuple[TensorFile, ...]
     parameters: tuple[ParameterRecord, ...]
     nbytes: int
-    """Bytes of all files except the manifest."""
+    """Total size in bytes of all files except the manifest."""
 
     @classmethod
     def of(
@@ -111,8 +111,8 @@ def _check_covered(subject: Subject, spec: TensorSpec, parts: list[Part]) -> Non
         position += part.numel
     if position != math.prod(spec.shape) or sum(part.numel for part in parts) != position:
         raise CheckpointError(
-            f"the ranks' fragments do not contain each of the tensor's {math.prod(spec.shape)} "
-            "elements exactly once",
+            f"the ranks' fragments do not cover the tensor's {math.prod(spec.shape)} elements "
+            "exactly once",
             key=f"{subject.prefix}/{spec.key}",
             fix="report this as a bug, with the model's class and the plan",
         )
@@ -267,23 +267,23 @@ def save_checkpoint(
     timeout_s: float | None = None,
     allow_not_finite: bool = False,
 ) -> Path:
-    """Save everything that is needed to continue training with this plan or any other plan.
+    """Save everything that is needed to continue training, with the same or a different plan.
 
     Collective: every rank must call ``save_checkpoint`` with the same arguments. Weights, optimizer
-    states and shadows are saved as safetensors files, by parameter name and in full shape. Every
-    rank writes its fragments directly into the files. No tensor is gathered, so saving needs
-    additional memory for only one fragment. The folder gets its name after all files are read back
-    and verified; until then a previous checkpoint of this name is kept.
+    states and shadows are saved in safetensors files, as full tensors named after the parameters.
+    Every rank writes its fragments directly into the files. No tensor is gathered, so saving needs
+    additional memory for only one fragment. The folder gets its final name only after all files are
+    read back and verified; until then a previous checkpoint of this name is kept.
 
     Args:
         directory: Folder of the checkpoint, on a file system shared by all ranks.
         engine: Engine whose master weights, optimizer states, counters and buffers are saved.
             Frozen parameters are not saved.
-        extra: JSON-serialisable data of the caller, such as a data position; ``load_checkpoint``
-            returns these data.
+        extra: JSON-serialisable data to save, such as a position in the data; ``load_checkpoint``
+            returns it.
         shadows: EMA shadows by name.
         rng: Also save the states of every rank's random number generators.
-        timeout_s: Seconds to wait for the other ranks; default the group's timeout.
+        timeout_s: Seconds to wait for the other ranks; defaults to the group's timeout.
         allow_not_finite: Allow NaN and infinity in the checkpoint, for debugging; rollbacks skip
             such a checkpoint.
 
@@ -291,8 +291,8 @@ def save_checkpoint(
         The folder's absolute path.
 
     Raises:
-        CheckpointError: Micro batches are accumulated, ``extra`` is not JSON-serialisable, the disk
-            is too small, or the folder exists and is not a checkpoint.
+        CheckpointError: The engine has accumulated micro batches, ``extra`` is not
+            JSON-serialisable, the disk is too small, or the folder exists and is not a checkpoint.
         CheckpointNotFiniteError: Weights, states or shadows contain NaN or infinity, or a buffer
             contains NaN; no checkpoint is saved.
         CheckpointCorruptError: The data on disk differ from the written data; the message names the
@@ -367,7 +367,7 @@ def _check_savable(engine: Engine, shadows: Iterable[str]) -> None:
             "their gradients would be lost",
             key="gradient_accumulation_steps",
             value=steps,
-            fix="save when engine.step() has returned boundary=True",
+            fix="save after engine.step() returns boundary=True",
         )
     for name in shadows:
         if not _SHADOW_NAME.fullmatch(name):
@@ -393,26 +393,26 @@ class PendingCheckpoint:
 
     @property
     def done(self) -> bool:
-        """Whether the writing has finished or failed."""
+        """Whether writing has finished or failed."""
         return self._written.done()
 
     @property
     def failed(self) -> bool:
-        """Whether the writing failed; ``wait`` raises the error."""
+        """Whether writing has failed; ``wait`` raises the error."""
         return self.done and self._written.exception() is not None
 
     def wait(self, *, timeout_s: float | None = None) -> Path:
         """Wait until the checkpoint is written, verified and renamed.
 
         Args:
-            timeout_s: Timeout in seconds; by default ``wait`` has no timeout.
+            timeout_s: Timeout in seconds; by default there is no timeout.
 
         Returns:
             The path of the checkpoint.
 
         Raises:
-            CheckpointError: The writing has not finished within the timeout, or has failed.
-            ZeroTuneError: The error with which this rank or another rank failed.
+            CheckpointError: Writing has not finished within the timeout, or has failed.
+            ZeroTuneError: Writing failed on this rank or another.
         """
         wait_for([self._written], timeout_s)
         if not self.done:
@@ -421,9 +421,9 @@ class PendingCheckpoint:
 
 
 class BackgroundSaver(Closable):
-    """Saves checkpoints in a thread of each rank, while training continues.
+    """Saves checkpoints in a background thread on each rank while training continues.
 
-    This rank's weights, states and shadows are first copied into host memory. With Adam and an EMA,
+    Each rank first copies its weights, states and shadows into host memory. With Adam and an EMA,
     the copy needs 16 bytes per fp32 weight::
 
         with BackgroundSaver(engine=engine) as saver:
@@ -432,7 +432,7 @@ class BackgroundSaver(Closable):
             ...
 
     Only one checkpoint is written at a time. ``save`` and the end of the block wait for the pending
-    checkpoint, and raise an error if writing the checkpoint has failed.
+    checkpoint, and raise an error if writing it failed.
 
     Args:
         engine: Engine to save.
@@ -463,14 +463,23 @@ class BackgroundSaver(Closable):
         timeout_s: float | None = None,
         allow_not_finite: bool = False,
     ) -> PendingCheckpoint:
-        """Copy everything and start writing. Collective; arguments as in ``save_checkpoint``.
+        """Copy the state to host memory and start writing.
+
+        Collective; arguments as in ``save_checkpoint``.
+
+        Args:
+            directory: Folder of the checkpoint.
+            extra: JSON-serialisable data of the caller.
+            shadows: EMA shadows by name.
+            rng: Also save the states of every rank's random number generators.
+            timeout_s: Seconds to wait for the other ranks; default the group's timeout.
+            allow_not_finite: Allow NaN and infinity in the checkpoint, for debugging.
 
         Returns:
             The pending checkpoint.
 
         Raises:
-            ZeroTuneError: The previous checkpoint has failed, or ``save_checkpoint`` would raise an
-                error before it writes.
+            ZeroTuneError: Writing the previous checkpoint failed, or a check before writing failed.
         """
         self.wait()
         writing = _agreed_writing(
@@ -490,7 +499,7 @@ class BackgroundSaver(Closable):
         """Wait for the pending checkpoint, if any.
 
         Raises:
-            ZeroTuneError: The checkpoint has failed.
+            ZeroTuneError: Writing the checkpoint failed.
         """
         pending = self._pending
         if pending is None:
@@ -504,7 +513,7 @@ class BackgroundSaver(Closable):
 
     @override
     def close(self) -> None:
-        """Wait for the pending checkpoint and stop. May be called repeatedly."""
+        """Wait for the pending checkpoint, then close the saver. May be called repeatedly."""
         try:
             self.wait()
         finally:

@@ -1,12 +1,12 @@
 """Read and write safetensors files piece by piece, without a second copy of the weights.
 
-``safetensors.torch.save_file`` needs every tensor in memory at once; ``safe_open`` gives no byte
-offsets and only reads into new memory. A safetensors file consists of an 8-byte length, a JSON
-header that depends only on names, dtypes and shapes, and the tensors' bytes in sequence. Rank 0
-therefore writes the header first, and every process writes its bytes directly into the file.
+``safetensors.torch.save_file`` needs every tensor in memory at once; ``safe_open`` provides no byte
+offsets and reads only into newly allocated memory. A safetensors file consists of an 8-byte length,
+a JSON header that depends only on names, dtypes and shapes, and the tensors' bytes in sequence. The
+header can therefore be written first, and every process can write its bytes directly into the file.
 
-For every part the writer computes a checksum of the data in memory. The finished file is read back
-once, compared with these checksums and hashed.
+The writer computes a checksum of each part while the part is in memory. The finished file is read
+back once, compared with these checksums and hashed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's elements."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def cast(self, dtype: torch.dtype) -> TensorSpec:
@@ -73,11 +73,11 @@ class Subject:
     """``"weights"``, ``"optimizer"``, ``"shadow"`` or ``"rank"``; ``"export"`` outside of
     checkpoints."""
     of: str = ""
-    """Name of the optimizer state or the shadow, or the rank."""
+    """Name of the optimizer state or shadow, or the rank; empty for weights and exports."""
 
     @property
     def prefix(self) -> str:
-        """Beginning of the names of all files of this kind, such as ``optimizer.exp_avg``."""
+        """Prefix of the names of all files of this kind, such as ``optimizer.exp_avg``."""
         return f"{self.kind}.{self.of}" if self.of else self.kind
 
     def label(self, name: str) -> str:
@@ -138,13 +138,13 @@ class TensorFile:
         *,
         metadata: Mapping[str, str] = _METADATA,
     ) -> TensorFile:
-        """Lay out a file with several tensors in sequence.
+        """Lay out tensors in a file, one after another.
 
         Args:
             name: Name of the file.
             subject: Kind of the tensors.
             specs: Tensors of the file, in the order in which they are stored.
-            metadata: Text values for ``__metadata__`` in the safetensors header.
+            metadata: String values for ``__metadata__`` in the safetensors header.
         """
         named: dict[str, TensorSpec] = {}
         entries: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -202,7 +202,7 @@ def split(specs: Iterable[TensorSpec], most: int | None) -> list[list[TensorSpec
 
 
 def shard_name(stem: str, index: int, count: int) -> str:
-    """Return the name of file number ``index`` of ``count`` files; the first number is 1."""
+    """Return the name of file ``index`` of ``count``, counted from 1."""
     return f"{stem}-{index:05d}-of-{count:05d}.safetensors"
 
 
@@ -250,7 +250,7 @@ class TensorWriter(OpensFiles):
             raise CheckpointError(
                 f"{subject.prefix} changed while it was saved",
                 key=name,
-                fix="do not train while a checkpoint is saved",
+                fix="do not train while a checkpoint is being saved",
             )
         offset = first = file.offsets[name] + start * spec.dtype.itemsize
         crc, sound, path = 0, True, self._folder / file.name
@@ -268,7 +268,7 @@ class TensorWriter(OpensFiles):
 
     @property
     def written(self) -> tuple[Written, ...]:
-        """The ranges of bytes that were written so far."""
+        """The byte ranges that have been written so far."""
         return tuple(self._written)
 
     @property
@@ -319,7 +319,7 @@ def _element_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryv
 
 
 def confirm(folder: Path, file: TensorFile, written: Iterable[Written]) -> FileRecord:
-    """Read a finished file once, and compare its checksums with the written data.
+    """Read a finished file once, and compare it with the checksums of the written data.
 
     Args:
         folder: Folder of the file.
@@ -386,7 +386,7 @@ class TensorReader(OpensFiles):
             self.metadata.append(metadata)
 
     def stored(self, name: str) -> StoredTensor:
-        """Return dtype, full shape and byte offset of a tensor."""
+        """Return the dtype, full shape and byte offset of a tensor."""
         if name not in self.tensors:
             raise CheckpointCorruptError(
                 "is in no file",

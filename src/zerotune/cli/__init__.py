@@ -1,7 +1,7 @@
-"""The ``zerotune`` command, and what every command prints with.
+"""The ``zerotune`` command and its printing functions.
 
-Exit status: 0 when all is well, 1 when a command worked and has bad news, 2 for an error or
-wrong usage, 130 when interrupted.
+Exit status: 0 on success, 1 if a command reports a problem, 2 for an error or wrong usage, 130 if
+interrupted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def print_page(page: Page, *, width: int | None = None) -> None:
 
     Args:
         page: The report.
-        width: Columns of a line in a pipe; ``None``: lines stay whole.
+        width: Columns per line if the output is not a terminal; ``None`` does not wrap lines.
     """
     page.print(sys.stdout, width=width)
 
@@ -58,28 +58,34 @@ def print_json(data: Any) -> None:
 
 
 def tell(text: str) -> None:
-    """Say something that is not part of the report."""
-    sys.stderr.write(f"zerotune: {text}\n")
+    """Print a message that is not part of the report to standard error."""
+    _to_stderr("zerotune: ", text)
 
 
 def complain(text: str) -> None:
-    """Say what is wrong: lines end where the terminal does, and stay whole in a pipe."""
+    """Print an error to standard error."""
+    _to_stderr(_ERROR, text)
+
+
+def _to_stderr(mark: str, text: str) -> None:
+    """Write a message to standard error, wrapped only at a terminal."""
     if sys.stderr.isatty():
         import shutil
         import textwrap
 
         text = textwrap.fill(
             text,
-            max(_NARROWEST, shutil.get_terminal_size().columns - len(_ERROR)),
-            subsequent_indent=" " * len(_ERROR),
+            max(_NARROWEST, shutil.get_terminal_size().columns),
+            initial_indent=mark,
+            subsequent_indent=" " * len(mark),
             break_long_words=False,
             break_on_hyphens=False,
-        )
-    sys.stderr.write(f"{_ERROR}{text}\n")
+        ).removeprefix(mark)
+    sys.stderr.write(f"{mark}{text}\n")
 
 
 class Below(ABC):
-    """A command below another one."""
+    """A subcommand."""
 
     summary: ClassVar[str]
 
@@ -89,26 +95,38 @@ class Below(ABC):
     @staticmethod
     @abstractmethod
     def configure(parser: argparse.ArgumentParser) -> None:
-        """Add its arguments."""
+        """Add the command's arguments."""
 
     @abstractmethod
     def run(self) -> int:
-        """Do the work and return the exit status."""
+        """Run the command and return the exit status."""
+
+
+class _WholeNames(argparse.HelpFormatter):
+    """Breaks no line at a hyphen, so that a family's name can be copied from the help."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        import textwrap
+
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 class LazyParser(argparse.ArgumentParser):
-    """Adds its arguments when it parses, so that one command loads nothing for another."""
+    """Parser that adds its arguments when it parses, so that unused commands import nothing."""
 
     configure: Callable[[argparse.ArgumentParser], None] | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": _WholeNames, **kwargs})
+
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong in the usage, first, and how it is used."""
+        """Print the error and the usage, and exit."""
         complain(message)
         self.print_usage(sys.stderr)
         self.exit(2)
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``argparse`` does."""
+        """Add the arguments before the first parse."""
         configure, self.configure = self.configure, None
         if configure is not None:
             configure(self)
@@ -116,7 +134,7 @@ class LazyParser(argparse.ArgumentParser):
 
 
 def add_commands(parser: argparse.ArgumentParser, **commands: type[Below]) -> None:
-    """Add commands below one, by name."""
+    """Add subcommands, by name."""
     below = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
     )
@@ -127,9 +145,9 @@ def add_commands(parser: argparse.ArgumentParser, **commands: type[Below]) -> No
 
 
 class Command(Protocol):
-    """What a module of this package, named as its subcommand, offers.
+    """Interface of a module that defines a subcommand.
 
-    Importing one must stay light: all of them are imported to print the help.
+    Importing such a module must be cheap, because the help imports all of them.
     """
 
     NAME: str
@@ -139,17 +157,17 @@ class Command(Protocol):
         """Add the command's arguments."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do the work and return the exit status."""
+        """Run the command and return the exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status.
 
     Args:
-        argv: Arguments without the program's name; those of the process by default.
+        argv: Arguments without the program's name; default ``sys.argv[1:]``.
     """
     for stream in (sys.stdout, sys.stderr):
-        # What a terminal has no sign for is written as an escape; a report never fails on it.
+        # Characters that the terminal cannot encode are escaped, so no report fails on them.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv
@@ -164,20 +182,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         for each in error.each():
             option = f"--{each.key}".replace("_", "-")
             given = any(argument.partition("=")[0] == option for argument in argv)
-            complain(" ".join(str(each.called(option) if given else each).split()))
+            shown = (each.called(option) if given else each).in_shell()
+            complain(" ".join(str(shown).split()))
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("zerotune: interrupted\n")
         return 130
     except BrokenPipeError:
-        # Whoever read our output has left (`| head`); Python would complain once more at exit.
+        # The reader of our output has exited (`| head`); Python would print an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status
 
 
 def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of the command that ``argv`` names, else of all of them."""
+    """Return the parser for the command that ``argv`` names, or for all commands."""
     parser = LazyParser(
         prog="zerotune", description="ZeRO-offloaded diffusion training around DeepSpeed."
     )

@@ -9,18 +9,19 @@ from typing import Final
 
 NAME: Final = "builder"
 SUMMARY: Final = "Open a page that builds, explains and saves a plan."
+_HIGHEST_PORT: Final = 65535
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "--plan", type=Path, metavar="FILE", help="the file that the page opens and Apply writes"
+        "--plan", type=Path, metavar="FILE", help="file that the page opens and that Apply writes"
     )
     parser.add_argument(
         "--root",
         type=Path,
         metavar="DIR",
-        help="the only folder the page may access; default the plan's folder, or the working "
+        help="the only folder that the page may access; default the plan's folder, or the working "
         "directory",
     )
     parser.add_argument(
@@ -30,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=int,
+        type=_port,
         default=8265,
         metavar="N",
         help="port of the server; default 8265, 0 selects a free port",
@@ -39,24 +40,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="file with the secret; default the variable ZEROTUNE_BUILDER_TOKEN; without both, "
-        "a secret is created if --host is not this machine's own address",
+        help="file that contains the token; default the environment variable "
+        "ZEROTUNE_BUILDER_TOKEN; if neither is set, a token is created unless --host is loopback",
     )
     parser.add_argument(
         "--token",
         metavar="TEXT",
-        help="the secret itself, which every user of this machine can read in the process list",
+        help="the token itself; every user of this machine can read it in the process list",
     )
     parser.add_argument(
         "--no-browser",
         action="store_true",
-        help="print the address and open no browser; with a token, none is ever opened",
+        help="print the address without opening a browser (the default with a token)",
     )
+
+
+def _port(text: str) -> int:
+    """Parse a port for ``argparse``."""
+    if not text.isdecimal() or int(text) > _HIGHEST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to {_HIGHEST_PORT}")
+    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    # By name: the builder is an extra, and both are entry points that do not know each other.
+    # Imported by name, because the builder is an optional extra.
     importlib.import_module("zerotune.builder").serve(
         host=arguments.host,
         port=arguments.port,

@@ -1,4 +1,4 @@
-"""``zerotune checkpoint``: what is in a checkpoint, whether it is whole, and other formats."""
+"""``zerotune checkpoint``: show, verify and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUMMARY: Final = "Show, verify or convert checkpoints."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the commands below ``checkpoint``."""
+    """Add the subcommands of ``checkpoint``."""
     add_commands(parser, show=_Show, verify=_Verify, convert=_ConvertCheckpoint)
 
 
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Show(Below):
-    summary: ClassVar[str] = "Print the contents of a checkpoint; reads only its manifest."
+    summary: ClassVar[str] = "Print the contents of a checkpoint, as listed in its manifest."
 
     configure = staticmethod(_add_path)
 
@@ -108,7 +108,7 @@ class _Show(Below):
             import attrs
 
             content = attrs.asdict(manifest)
-            # The text of a run's generators and the like is for the run, not for a reader.
+            # Only the run needs these values, such as generator states.
             content["extra"] = sorted(manifest.extra)
             print_json({"path": str(folder), "nbytes": manifest.nbytes, **content})
         else:
@@ -117,7 +117,7 @@ class _Show(Below):
 
 
 class _Verify(Below):
-    summary: ClassVar[str] = "Verify size and hash of every file."
+    summary: ClassVar[str] = "Verify the size and hash of every file."
 
     configure = staticmethod(_add_path)
 
@@ -133,7 +133,7 @@ class _Verify(Below):
             print_text("\n".join(f"{each.key}: {each.reason}" for each in damage))
         else:
             print_text(
-                f"{counted(len(manifest.files), 'file')}, {disk_size(manifest.nbytes)}: whole"
+                f"{counted(len(manifest.files), 'file')}, {disk_size(manifest.nbytes)}: intact"
             )
         return 1 if damage else 0
 

@@ -1,4 +1,4 @@
-"""``zerotune doctor``: what this machine is, and whether DeepSpeed and its ops work on it."""
+"""``zerotune doctor``: describe this machine, and check DeepSpeed and its ops."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Checkup:
 
     @property
     def _cpu_adam(self) -> OpStatus | None:
-        """The op that offloading stands on, when it is blocked."""
+        """Return the op that offloading requires, if it is unusable."""
         return next((op for op in self.ops if op.name == "cpu_adam" and not op.usable), None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -202,21 +202,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--build-missing",
         nargs="*",
         metavar="OP",
-        help="compile the named ops (default: all ops), unless they are compiled already or "
-        "cannot be compiled",
+        help="compile the named ops (default: all ops); ops that are compiled already or cannot "
+        "be compiled are skipped",
     )
     parser.add_argument(
         "--rates",
         action="store_true",
-        help="measure for some seconds how fast this machine computes and moves bytes, and "
+        help="measure for a few seconds how fast this machine computes and moves bytes, and "
         "save the rates for predictions",
     )
     parser.add_argument(
         "--prove",
         action="store_true",
-        help="compare each fast path with the plain one on small models, for up to half a "
-        "minute, and save the result: fast paths are used by default on a device only "
-        "after this proof",
+        help="compare each fast path with the plain path on small models (up to half a minute) "
+        "and save the result; by default, a device uses fast paths only after this proof",
     )
     parser.add_argument(
         "--allow-rocm", action="store_true", help="allow DeepSpeed on ROCm (untested)"
@@ -224,17 +223,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-mps", action="store_true", help="allow DeepSpeed on Apple GPUs")
 
 
+def _check_op_names(names: list[str]) -> None:
+    if names:
+        from zerotune.backend.ops import check_op_name
+
+        for name in names:
+            check_op_name(name)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Examine the machine and print the result.
 
     Returns:
-        0 if DeepSpeed runs and can offload the optimizer and a requested proof passes, else 1.
+        0 if DeepSpeed runs and can offload the optimizer, and if a requested proof passes; else 1.
     """
     # DeepSpeed and its builders print; what we print on stdout may be read by a program.
     with redirect_stdout(sys.stderr):
         platform = detect_platform(
             allow_rocm=arguments.allow_rocm, allow_mps=arguments.allow_mps, log=False
         )
+        _check_op_names([*arguments.build, *(arguments.build_missing or ())])
         _build(arguments.build, platform)
         if arguments.build_missing is not None and platform.deepspeed.available:
             from zerotune.backend.ops import op_report
@@ -278,7 +286,7 @@ def _build(names: Iterable[str], platform: Platform) -> None:
 
 
 def _prove(platform: Platform) -> bool:
-    """Run the checks and keep what comes of them; whether no fast path differs."""
+    """Run the checks, save the results, and return whether every fast path passes."""
     from zerotune.backend.proof import report_path, store_proof
     from zerotune.training.proving import prove
 

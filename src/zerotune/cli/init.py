@@ -19,7 +19,7 @@ from zerotune.cli.plan import (
     machine_of,
     model_of,
 )
-from zerotune.errors import InvalidValueError, PlanFileError
+from zerotune.errors import DataError, InvalidValueError, PlanFileError
 
 if TYPE_CHECKING:
     from zerotune.plan.advise import Advice
@@ -49,7 +49,7 @@ _PIPELINES: Final = {
     "sd35-medium": "stabilityai/stable-diffusion-3.5-medium",
     "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
 }
-"""Where a family's weights lie on the hub, when ``--model`` does not say it."""
+"""Hub id of each family's pipeline, if ``--model`` is not given."""
 
 _SCRIPT: Final = Path("examples", "finetune.py")
 """Lies inside an installed package, and beside its sources in a clone."""
@@ -84,14 +84,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="side of the image in pixels; default the model's native size",
     )
     training.add_argument(
-        "--steps", type=at_least_one, metavar="N", default=2000, help="optimizer steps; 2000"
+        "--steps",
+        type=at_least_one,
+        metavar="N",
+        default=2000,
+        help="optimizer steps; default 2000",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write train.py and plan.json, or neither."""
-    from zerotune.plan.families import family_names, model_family
-
     folder = Path(arguments.folder)
     plan, script = folder / "plan.json", folder / "train.py"
     for path in (plan, script):
@@ -109,42 +111,37 @@ def run(arguments: argparse.Namespace) -> int:
             value=family,
             fix="start from the ControlNet recipe (docs/recipes.md)",
         )
-    known = model_of(arguments) if ":" in family or family in family_names() else None
-    known = model_family(known) if isinstance(known, str) else known
-    if known is not None and known.frames is not None:
+    known = model_of(arguments)
+    if known.frames is not None:
         raise InvalidValueError(
             "is trained on clips, but the generated script reads images",
             key="--family",
             value=family,
-            fix="choose an image model, or write the script by hand (docs/families.md)",
+            fix="choose an image model, or write your own script (docs/families.md)",
         )
     model = _model(arguments)
-    advice = _advice(arguments, known or family)
     count, captions = _images(arguments.photos)
-    resolution = arguments.resolution or (known.resolution if known else 0)
+    advice = _advice(arguments, known)
+    resolution = arguments.resolution or known.resolution
     text = _script(arguments, advice, model=model, captions=captions, resolution=resolution)
     _write({plan: advice.plan.to_json().rstrip("\n") + "\n", script: text})
     captioned = "with captions" if captions else "without captions"
     print_text(
         f"{plan}: {advice.chosen.title}\n"
         f"{script}: {counted(arguments.steps, 'step')} of {model} on "
-        f"{counted(count, 'picture')}, {captioned}\n"
+        f"{counted(count, 'image')}, {captioned}\n"
         f"\nTrain with: python {script}\n"
-        "The same command goes on after a stop."
+        "To resume an interrupted run, run the same command again."
     )
     return 0
 
 
 def _model(arguments: argparse.Namespace) -> str:
-    """The pipeline to load; a folder by its whole path, so that the script runs from anywhere."""
+    """Return the pipeline to load, with an absolute path if it is a folder."""
     given = arguments.model
     if given is None:
-        from zerotune.plan.families import family_names
-
-        own = ":" in arguments.family
-        if arguments.family in _PIPELINES or not (own or arguments.family in family_names()):
-            # A family that does not exist is refused by the advice, which lists those that do.
-            return _PIPELINES.get(arguments.family, "")
+        if arguments.family in _PIPELINES:
+            return _PIPELINES[arguments.family]
         raise InvalidValueError(
             f"{arguments.family} has no known pipeline on the hub",
             key="--model",
@@ -157,7 +154,7 @@ def _model(arguments: argparse.Namespace) -> str:
                 "contains no model_index.json, so it is not a pipeline",
                 key="--model",
                 value=given,
-                fix="pass a folder written by save_pretrained of a whole pipeline",
+                fix="pass a folder that a pipeline's save_pretrained wrote",
             )
         return str(folder.resolve())
     if folder.is_absolute() or given.startswith((".", "~")):
@@ -167,7 +164,7 @@ def _model(arguments: argparse.Namespace) -> str:
     return str(given)
 
 
-def _advice(arguments: argparse.Namespace, model: ModelFamily | str) -> Advice:
+def _advice(arguments: argparse.Namespace, model: ModelFamily) -> Advice:
     from zerotune.plan import DeepSpeedPlan
 
     rate = _LEARNING_RATE["adapters" if arguments.lora else "all"]
@@ -183,10 +180,18 @@ def _advice(arguments: argparse.Namespace, model: ModelFamily | str) -> Advice:
 
 
 def _images(folder: str) -> tuple[int, list[str]]:
-    """How many there are, and some of their captions."""
+    """Return the number of images, and their captions without duplicates."""
     from zerotune.diffusion.data import ImageFolder
 
-    images = ImageFolder(Path(folder).expanduser(), check="header")
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise InvalidValueError(
+            "is not a folder", key="--photos", value=folder, fix="pass a folder of images"
+        )
+    try:
+        images = ImageFolder(path, check="header")
+    except DataError as error:
+        raise DataError(error.reason, key="--photos", value=folder, fix=error.fix) from error
     captions = dict.fromkeys(images.item(index).caption.strip() for index in range(len(images)))
     return len(images), [caption for caption in captions if caption]
 
@@ -235,15 +240,15 @@ def _docstring(arguments: argparse.Namespace, advice: Advice) -> str:
     export = "adapters" if arguments.lora else "pipeline"
     return f"""Train {arguments.family} on a folder of images.
 
-This script was written by ``zerotune init``; you can edit the script. To start training, run
+``zerotune init`` wrote this script, and you can edit it. To start training, run
 
     python train.py
 
 On several GPUs, run ``torchrun --nproc-per-node 2 train.py``. The script writes to its own folder:
 ``cache`` (latents and embeddings), ``checkpoints``, ``validation`` (images sampled during training)
 and, at the end, ``{export}``. Ctrl-C stops training, and the same command resumes from the newest
-checkpoint. After the end, larger STEPS continue the run. ``--help`` lists the options that override
-the constants below.
+checkpoint. To extend a finished run, increase STEPS. ``--help`` lists the options that override the
+constants below.
 
 The plan in plan.json was chosen for
 {memory}:

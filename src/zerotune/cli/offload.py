@@ -1,4 +1,4 @@
-"""``zerotune offload``: what lies in a swap root, and what of it is dead."""
+"""``zerotune offload``: show and clean up a swap root."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Clean(Below):
             print_json(report.to_dict())
         else:
             groups = (
-                ("would go" if report.dry_run else "removed", report.removed),
+                ("would be removed" if report.dry_run else "removed", report.removed),
                 ("kept", report.kept),
                 ("failed", report.failures),
             )
@@ -70,14 +70,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the selected subcommand.
 
     Returns:
-        0 on success; 1 if ``status`` finds the folder of a dead process, ``clean`` could not delete
-        a folder, or a folder of DeepSpeed has no owner.
+        0 on success; 1 if ``status`` finds a dead process's folder, if ``clean`` cannot delete a
+        folder, or if a DeepSpeed folder has no owner.
     """
     return int(arguments.command(arguments).run())
 
 
 class _Status(Below):
-    summary: ClassVar[str] = "List the leases in a root with their owners, without changes."
+    summary: ClassVar[str] = "List the leases in a swap root and their owners; nothing is changed."
 
     configure = staticmethod(_add_root)
 

@@ -1,4 +1,4 @@
-"""``zerotune plan``: what can be done with a plan without training."""
+"""``zerotune plan``: commands that work on a plan without training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SUMMARY: Final = "Check, convert and explain DeepSpeed configurations."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the commands below ``plan``."""
+    """Add the subcommands of ``plan``."""
     add_commands(
         parser, check=_Check, convert=_ConvertPlan, explain=_Explain, diff=_Diff, advise=_Advise
     )
@@ -70,12 +70,23 @@ def at_least_one(text: str) -> int:
     return number
 
 
+def _gradient_norm(text: str) -> float:
+    """Parse a maximum norm of at least 0 for ``argparse``."""
+    try:
+        norm = float(text)
+    except ValueError:
+        norm = -1.0
+    if not 0 <= norm < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return norm
+
+
 def number_of_processes(text: str) -> int:
     """Parse a number of processes for ``argparse``."""
     number = at_least_one(text)
     if number > _MOST_PROCESSES:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is more than {_MOST_PROCESSES:,} processes, the most that is accepted"
+            f"{text!r} is more than the maximum of {_MOST_PROCESSES:,} processes"
         )
     return number
 
@@ -83,7 +94,7 @@ def number_of_processes(text: str) -> int:
 def _add_reading(parser: argparse.ArgumentParser) -> None:
     """Add the options for reading a file."""
     parser.add_argument(
-        "--max-size", metavar="SIZE", help="largest file to read; default 16MiB, for YAML 128KiB"
+        "--max-size", metavar="SIZE", help="largest file to read; default 16MiB, or 128KiB for YAML"
     )
     parser.add_argument(
         "--also-known",
@@ -95,19 +106,34 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_file(parser: argparse.ArgumentParser) -> None:
-    """Add the file to read, and how it is read."""
+    """Add the file to read, and the options for reading it."""
     parser.add_argument("file", metavar="FILE", help=_FILE_HELP)
     _add_reading(parser)
 
 
-def _add_workload(parser: argparse.ArgumentParser) -> None:
-    """Add what a step works on."""
+_WORLD_SIZE_HELP: Final = "number of processes; default FILE's num_processes, or 1"
+
+
+def _set_world_size(arguments: argparse.Namespace, plan: DeepSpeedPlan | None) -> int:
+    """Return ``--world-size``; the default is the launcher file's number of processes."""
+    if arguments.world_size is None:
+        launch = plan.launch if plan is not None else None
+        asked = launch.num_processes if launch is not None else None
+        known = isinstance(asked, int) and 1 <= asked <= _MOST_PROCESSES
+        arguments.world_size = asked if known else 1
+    return int(arguments.world_size)
+
+
+def _add_workload(
+    parser: argparse.ArgumentParser, world_size: int | None = 1, about: str = "processes; default 1"
+) -> None:
+    """Add the workload options."""
     from zerotune.plan.memory.estimate import EMAPlace
     from zerotune.plan.model import STORAGES
 
     group = parser.add_argument_group("workload")
     group.add_argument(
-        "--world-size", type=number_of_processes, default=1, metavar="N", help="processes"
+        "--world-size", type=number_of_processes, default=world_size, metavar="N", help=about
     )
     group.add_argument(
         "--ema",
@@ -123,22 +149,46 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the training options of ``advise``."""
+    from zerotune.plan.model import AUTO, PRECISIONS
+
+    training = parser.add_argument_group("training")
+    _add_sample(training)
+    training.add_argument("--optimizer", default="AdamW", metavar="NAME", help="default AdamW")
+    training.add_argument(
+        "--precision",
+        choices=(AUTO, *PRECISIONS),
+        default=AUTO,
+        help="default auto: chosen for the device",
+    )
+    training.add_argument(
+        "--gradient-clipping",
+        type=_gradient_norm,
+        default=1.0,
+        metavar="NORM",
+        help="maximum gradient norm; default 1, 0 disables clipping",
+    )
+
+
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    """Add the forms of the report."""
+    """Add the output options."""
     group = parser.add_argument_group("output")
     forms = group.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
     forms.add_argument("--markdown", action="store_true", help="print Markdown")
     group.add_argument(
-        "--chart", metavar="FILE", help="draw the memory per rank in this .png, .pdf or .svg file"
+        "--chart",
+        metavar="FILE",
+        help="write a chart of the memory per rank to this .png, .pdf or .svg file",
     )
 
 
 def _add_sample(group: argparse._ArgumentGroup) -> None:
-    """Add what a batch is."""
+    """Add the options for the samples of a batch."""
     for name, what in (
         ("batch", "samples per rank and forward pass; default 1"),
-        ("resolution", "side in pixels; default the model's native size"),
+        ("resolution", "image side in pixels; default the model's native size"),
         ("frames", "frames per clip; default the model's own"),
     ):
         group.add_argument(f"--{name}", type=at_least_one, metavar="N", help=what)
@@ -177,7 +227,7 @@ def add_family(group: Any, *, what: str, required: bool = False) -> None:
         "--family",
         metavar="NAME",
         required=required,
-        help=f"{what}: {names}; or a class of yours, module:Class",
+        help=f"{what}: {names}; or your own class, as module:Class",
     )
 
 
@@ -190,11 +240,25 @@ def add_configuration(group: Any) -> None:
     )
 
 
-def model_of(arguments: argparse.Namespace) -> str | ModelFamily:
-    """Return the model to estimate: a family's name, or facts counted from the user's class."""
+def _estimated_model(arguments: argparse.Namespace) -> ModelFamily:
+    """Return the model to estimate; refuse ``--model`` without a class."""
+    if arguments.model is not None and ":" not in arguments.family:
+        raise InvalidValueError(
+            "has no effect without --family module:Class",
+            key="--model",
+            value=arguments.model,
+            fix="remove this option, or pass the family's class",
+        )
+    return model_of(arguments)
+
+
+def model_of(arguments: argparse.Namespace) -> ModelFamily:
+    """Return the model to estimate: a known family, or facts counted from the user's class."""
     name: str = arguments.family
     if ":" not in name:
-        return name
+        from zerotune.plan.families import model_family
+
+        return model_family(name)
     from zerotune.diffusion.facts import family_facts
     from zerotune.diffusion.models.pipeline_family import PipelineFamily
     from zerotune.diffusion.pretrained import named_family
@@ -205,7 +269,7 @@ def model_of(arguments: argparse.Namespace) -> str | ModelFamily:
             "has a hand-written forward pass, so the model's inputs are unknown",
             key="--family",
             value=name,
-            fix="pass ModelFacts to DeepSpeedPlan.advise (docs/own-model.md)",
+            fix="describe the model with ModelFacts in Python (docs/own-model.md)",
         )
     folder = arguments.model
     return family_facts(kind, folder=folder if folder and Path(folder).is_dir() else None)
@@ -219,7 +283,12 @@ def _draw_chart(
 
         folder = Path(arguments.chart).resolve().parent
         new = not folder.exists()
-        plot_memory(estimate, arguments.chart, budget=budget)
+        try:
+            plot_memory(estimate, arguments.chart, budget=budget)
+        except InvalidValueError as error:
+            raise InvalidValueError(
+                error.reason, key="--chart", value=arguments.chart, fix=error.fix
+            ) from error
         if new:
             tell(f"created the folder {folder} for the chart")
 
@@ -240,15 +309,11 @@ class _Check(Below):
     def configure(parser: argparse.ArgumentParser) -> None:
         _add_file(parser)
         parser.add_argument(
-            "--world-size",
-            type=number_of_processes,
-            default=1,
-            metavar="N",
-            help="number of training processes",
+            "--world-size", type=number_of_processes, metavar="N", help=_WORLD_SIZE_HELP
         )
         parser.add_argument("--json", action="store_true", help="print the findings as JSON")
         parser.add_argument(
-            "--strict", action="store_true", help="exit with an error on warnings too"
+            "--strict", action="store_true", help="exit with an error if there are warnings"
         )
 
     def run(self) -> int:
@@ -296,7 +361,7 @@ class _Check(Below):
         return status if failed else 0
 
     def _problems(self) -> tuple[list[Decision], Mapping[str, str]]:
-        """Everything that is wrong with the plan, and what the file calls its settings."""
+        """Return the plan's problems, and the names that the file uses for its settings."""
         import attrs
 
         from zerotune.decisions import Decision, raise_all
@@ -304,7 +369,6 @@ class _Check(Below):
         from zerotune.plan.rules import RuleContext
         from zerotune.platform import Platform
 
-        world_size = self.arguments.world_size
         plan, mistakes = read.read_partly(
             lambda log: read.load_plan(self.arguments.file, log),
             also_known=self.arguments.also_known,
@@ -312,12 +376,13 @@ class _Check(Below):
         if any(isinstance(error, PlanFileError | PlanSyntaxError) for error in mistakes):
             raise_all(mistakes)
         refused = [Decision.of(error, rule="read") for error in mistakes]
+        world_size = _set_world_size(self.arguments, plan)
         if plan is None:
             return refused, {}
         inspection = plan.inspect(
             RuleContext(world_size=world_size),
             settle=_settle_written,
-            # The rules look at the file alone, resolving needs a machine: one that can do
+            # Rules need only the file; resolving needs a machine, so assume one that supports
             # everything.
             resolve_in=RuleContext(
                 world_size=world_size,
@@ -334,10 +399,10 @@ class _Check(Below):
         return [*problems, *(each for each in later if each.key not in keys)], plan.names
 
     def _key_lines(self, names: Mapping[str, str]) -> Mapping[str, int]:
-        """The line of each key of the file, and of each setting that it calls otherwise.
+        """Return the line of each key, and of each setting that the file names differently.
 
         Args:
-            names: What the file calls its settings, by path.
+            names: Names of the settings in the file, by path.
         """
         from zerotune.plan.source import key_lines, read_text
 
@@ -351,7 +416,7 @@ class _Check(Below):
 
 
 def _line_of(one: Decision, lines: Mapping[str, int]) -> int | None:
-    """The line of the file, from 1 on: where it is no JSON or YAML, else that of the key."""
+    """Return the line, counted from 1, of the syntax error or else of the key."""
     of_key = lines.get(one.written or one.key, lines.get(one.key))
     return getattr(one.error, "line", None) or of_key
 
@@ -382,7 +447,7 @@ def _settle_written(resolved: ResolvedPlan) -> ResolvedPlan:
 
 
 def _open_run(plan: DeepSpeedPlan) -> Any:
-    """A run that knows what the plan leaves to it, and says nothing else."""
+    """Return a run with assumed values for what the plan leaves to the script."""
     from zerotune.plan import RunFacts
     from zerotune.plan.model import AUTO
 
@@ -400,7 +465,9 @@ def _open_run(plan: DeepSpeedPlan) -> Any:
 
 
 class _ConvertPlan(Below):
-    summary: ClassVar[str] = "Convert a configuration to another format; training does not change."
+    summary: ClassVar[str] = (
+        "Convert a configuration to another format without changing the training."
+    )
 
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
@@ -412,7 +479,7 @@ class _ConvertPlan(Below):
             "-o",
             "--output",
             metavar="OUT",
-            help="file to write; an existing file is kept as OUT.bak; default: print the result",
+            help="file to write (default: print the result); an existing file is kept as OUT.bak",
         )
         parser.add_argument(
             "--num-processes",
@@ -437,7 +504,7 @@ class _ConvertPlan(Below):
         plan = DeepSpeedPlan.load(self.arguments.file, also_known=self.arguments.also_known)
         if self.arguments.to == "accelerate":
             plan = launchable(plan, processes=self.arguments.num_processes)
-        lossy = self.arguments.lossy.split(",")
+        lossy = _launch_settings(self.arguments.lossy)
         if self.arguments.output is None:
             document = plan_document(plan, self.arguments.to, lossy=lossy)
             _tell_decisions((*plan.decisions, *document.decisions))
@@ -450,6 +517,22 @@ class _ConvertPlan(Below):
         for backup in saved.backups:
             tell(f"kept {backup}")
         return 0
+
+
+def _launch_settings(text: str) -> list[str]:
+    """Parse ``--lossy``: names of launch settings, separated by commas."""
+    from zerotune.plan.accelerate import LAUNCH_IN_BLOCK, TOP_LEVEL
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in TOP_LEVEL | LAUNCH_IN_BLOCK:
+            raise InvalidValueError(
+                "is not a launch setting",
+                key="--lossy",
+                value=name,
+                fix="write names such as num_processes,gpu_ids",
+            )
+    return names
 
 
 def _tell_decisions(decisions: Iterable[Decision]) -> None:
@@ -493,7 +576,7 @@ class _Explain(Below):
             "to plan for a different machine, describe it; the default is this machine",
         )
         machine.add_argument("--accelerator", choices=ACCELERATORS, help="accelerator for training")
-        _add_workload(parser)
+        _add_workload(parser, None, _WORLD_SIZE_HELP)
         _add_output(parser)
 
     def run(self) -> int:
@@ -501,6 +584,7 @@ class _Explain(Below):
         from zerotune.plan import DeepSpeedPlan
 
         plan = DeepSpeedPlan.load(self.arguments.file, also_known=self.arguments.also_known)
+        _set_world_size(self.arguments, plan)
         if self.arguments.family is None:
             for name in _NEED_A_MODEL:
                 if getattr(self.arguments, name) not in (None, False):
@@ -537,7 +621,7 @@ class _Explain(Below):
             sizes = {"vram": platform.vram, "ram": platform.host_memory.limit, **sizes}
         given = {name: getattr(self.arguments, name) for name in ("batch", "resolution", "frames")}
         estimate = plan.estimate(
-            model_of(self.arguments),
+            _estimated_model(self.arguments),
             platform=platform,
             world_size=self.arguments.world_size,
             ema=self.arguments.ema,
@@ -568,14 +652,14 @@ class _Explain(Below):
 
 
 def _by_place(sizes: Mapping[str, int | None]) -> dict[Place, int]:
-    """Bytes of memory by the place they are at, as far as they are limited."""
+    """Return the memory limits in bytes by place, without unlimited places."""
     places: dict[Place, str] = {"device": "vram", "host": "ram", "nvme": "nvme"}
     limits = {place: sizes.get(name) for place, name in places.items()}
     return {place: size for place, size in limits.items() if size is not None}
 
 
 def _described_machine(arguments: argparse.Namespace) -> Platform | None:
-    """The machine the arguments speak of; ``None`` when they do not."""
+    """Return the machine that the arguments describe; ``None`` if they describe none."""
     from zerotune.platform import Platform
 
     sizes: dict[str, Any] = sizes_of(arguments)
@@ -632,26 +716,17 @@ class _Advise(Below):
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
         from zerotune.plan.advise import PREFERENCES
-        from zerotune.plan.model import AUTO, PRECISIONS
 
         add_family(parser, what="the model", required=True)
         add_configuration(parser)
         add_machine(parser)
-        training = parser.add_argument_group("training")
-        _add_sample(training)
-        training.add_argument("--optimizer", default="AdamW", metavar="NAME", help="default AdamW")
-        training.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO)
-        training.add_argument(
-            "--gradient-clipping",
-            type=float,
-            default=1.0,
-            metavar="NORM",
-            help="maximum gradient norm; 0 disables clipping, default 1",
-        )
+        _add_training(parser)
         parser.add_argument(
             "--prefer",
+            type=lambda text: text.replace("-", " "),
             choices=PREFERENCES,
             default=PREFERENCES[0],
+            metavar=f"{{{','.join(each.replace(' ', '-') for each in PREFERENCES)}}}",
             help="how to choose among the plans that fit; default: by predicted seconds per step",
         )
         parser.add_argument(
@@ -676,10 +751,11 @@ class _Advise(Below):
         from zerotune.plan import DeepSpeedPlan
 
         optimizer = parse_optimizer_name(self.arguments.optimizer, key="--optimizer").canonical
+        model = _estimated_model(self.arguments)
         machine = machine_of(self.arguments)
         try:
             advice = DeepSpeedPlan.advise(
-                model_of(self.arguments),
+                model,
                 **machine,
                 batch=self.arguments.batch or 1,
                 resolution=self.arguments.resolution,
@@ -722,19 +798,23 @@ class _Advise(Below):
             kept = "".join(f"; the replaced file is kept as {backup}" for backup in saved.backups)
             tell(f"the plan is saved in {self.arguments.output}{kept}")
             if advice.streamed is not None:
-                tell(f"to stream the weights, call plan.resolve(streamed={advice.streamed!r})")
+                tell(
+                    "the file cannot express streaming: enable it in your script "
+                    "(docs/streaming.md)"
+                )
 
     def _report_nothing(self, error: NothingFitsError, machine: Mapping[str, Any]) -> None:
+        from zerotune._util.table import Line, Page
         from zerotune.plan.text import WIDTH, candidate_data, nearest_budget, nearest_page
 
         nearest = error.nearest
         budget = _by_place({**machine, "vram": machine["vram"] or 0})
         _draw_chart(nearest.estimate, nearest_budget(nearest, budget=budget), self.arguments)
+        said = str(error.in_shell())
         if self.arguments.json:
-            said = str(error.in_shell())
             print_json({"fits": False, "reason": said, "nearest": candidate_data(nearest)})
         else:
-            print_text(str(error.in_shell()))
+            print_page(Page(blocks=(Line(said, mark="error:", style="error"),)), width=WIDTH)
             print_text("")
             print_page(nearest_page(nearest, budget=budget), width=WIDTH)
 

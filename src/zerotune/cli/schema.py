@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from zerotune.cli import tell
+
 NAME = "schema"
 SUMMARY = "Print all parameters of the installed DeepSpeed as JSON Schema for editors."
 
@@ -33,4 +35,5 @@ def run(arguments: argparse.Namespace) -> int:
     from zerotune.plan.write import write_whole
 
     write_whole(arguments.output, text.encode())
+    tell(f"wrote {arguments.output}")
     return 0

@@ -1,7 +1,7 @@
 """Activation offload: keep activations in host memory and prefetch them one block ahead.
 
 ``ActivationOffload`` decides which tensors are offloaded and when they are prefetched.
-``Transfers`` copy tensors between a device and page-locked memory.
+Implementations of ``Transfers`` copy tensors between device and host.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Stored:
     device: torch.device
     """Device of the original tensor."""
     buffer: torch.Tensor | None = None
-    """Block of the pool that contains ``tensor``."""
+    """Pool block that contains ``tensor``; ``None`` without a pool."""
     event: Any = None
     """Event recorded after the copy; ``None`` if copies are synchronous."""
     is_copy: bool = True
-    """Whether the copy is independent of later changes to the device tensor."""
+    """Whether ``tensor`` is a copy, which later changes to the device tensor do not affect."""
 
 
 @attrs.define(kw_only=True)
@@ -53,11 +53,11 @@ class Loading:
     """The copy on the device; do not read it before ``Transfers.finish``."""
     event: Any = None
     waiting: Any = None
-    """Stream that may use the tensor after ``event``."""
+    """Stream that must wait for ``event`` before it uses the tensor."""
 
 
 class Transfers(Protocol):
-    """Interface of copies between device and host that overlap with the computation.
+    """Interface for copies between device and host that overlap with the computation.
 
     "The computation" is the work queued on the device's current stream.
     """
@@ -156,11 +156,11 @@ class WaitingTransfers:
 class BlockPool:
     """Pool of reusable blocks of host memory.
 
-    The total size of all blocks never exceeds the peak of bytes in use. If the sizes change, for
-    example when resolutions alternate, idle blocks of previous sizes are freed.
+    The total size of all blocks never exceeds the peak number of bytes in use. If the sizes change,
+    for example when resolutions alternate, idle blocks of previous sizes are freed.
 
     Args:
-        allocate: Function that allocates a block of a number of bytes.
+        allocate: Function that allocates a block of the given number of bytes.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
@@ -195,7 +195,7 @@ class BlockPool:
 
 
 class StreamTransfers:
-    """Asynchronous copies between a GPU and page-locked memory on one side stream.
+    """Asynchronous copies between a GPU and page-locked host memory, all on a single side stream.
 
     Because copies in both directions share the side stream, a host block is never overwritten
     before its previous content has been read. Device tensors are always allocated on the
@@ -254,7 +254,7 @@ class StreamTransfers:
         return loading.tensor
 
     def release(self, stored: Stored) -> None:
-        """Return the block to the pool; the side stream runs later copies after this copy."""
+        """Return the block to the pool; a copy that reuses it runs later on the side stream."""
         # The device tensor may be dropped at the same time, and its memory reused.
         self._computation().wait_event(stored.event)
         if stored.buffer is not None:
@@ -265,7 +265,7 @@ class StreamTransfers:
 
 
 def stored_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return strides for a copy of ``tensor`` without gaps in memory."""
+    """Return the strides of a gap-free copy of ``tensor``."""
     if torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
         return tensor.stride()
     return torch.empty(tensor.shape, device="meta").stride()
@@ -288,7 +288,7 @@ def _dense_parts(
 
 
 def transfers_for(device: torch.device) -> Transfers:
-    """Return transfers; they are asynchronous if a GPU has passed ``zerotune doctor --prove``."""
+    """Return a device's transfers; asynchronous if a GPU passed ``zerotune doctor --prove``."""
     if device.type not in ("cuda", "xpu"):
         return KeptTransfers()
     unproven = why_unproven("activation offload", accelerator=cast(Accelerator, device.type))
@@ -304,7 +304,7 @@ _FLAG, _HOOK = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 @attrs.define(kw_only=True)
 class OffloadCounts:
-    """Transfers made by an ``ActivationOffload``."""
+    """Counts of transfers made by an ``ActivationOffload``."""
 
     stored: int = 0
     """Tensors copied to the host."""
@@ -325,7 +325,7 @@ class ActivationOffload(Closable):
     until the backward pass. This class copies the activations of each block, except the last, to
     page-locked host memory while the next block runs. In the backward pass, the activations of a
     block are copied back while the following block of the model is recomputed. Results are bitwise
-    equal to training without offload. On the CPU, nothing is copied. ::
+    identical to those without offload. On the CPU, nothing is copied. ::
 
         with ActivationOffload().attach(unet):
             loss = objective(unet, batch, generator)
@@ -336,9 +336,10 @@ class ActivationOffload(Closable):
 
     Args:
         smallest: Minimum size of offloaded tensors, in bytes or as text such as ``"1MiB"``. Tensors
-            without gradient, which all blocks share, always stay on the device.
+            that require no gradient, such as conditioning shared by all blocks, always stay on the
+            device.
         ahead: Number of blocks to prefetch.
-        transfers: Object that copies tensors; by default chosen by the device's type.
+        transfers: Object that copies tensors; by default chosen according to the device type.
 
     Raises:
         InvalidValueError: ``smallest`` is not a valid size, or ``ahead`` is below 1.
@@ -373,7 +374,7 @@ class ActivationOffload(Closable):
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Return the decision on where activations are stored; empty before the first forward."""
+        """Decision on where activations are stored; empty before the first forward pass."""
         if self._transfers is None:
             return ()
         if isinstance(self._transfers, KeptTransfers):
@@ -386,7 +387,7 @@ class ActivationOffload(Closable):
         return (Decision(key=KEY, before="device", after=where, reason=why),)
 
     def attach(self, model: torch.nn.Module) -> Self:
-        """Enable gradient checkpointing of ``model`` with offload.
+        """Enable gradient checkpointing with activation offload for ``model``.
 
         Args:
             model: A diffusers model with ``enable_gradient_checkpointing``; pass an engine's
@@ -425,7 +426,7 @@ class ActivationOffload(Closable):
         return self
 
     def detach(self) -> None:
-        """Restore the model's previous gradient checkpointing; repeated calls have no effect."""
+        """Restore the model's previous checkpointing settings; repeated calls have no effect."""
         for module, values in self._before:
             for name in (_FLAG, _HOOK):
                 vars(module).pop(name, None)
@@ -573,7 +574,7 @@ class _Saved:
                 "had run",
                 key="activations",
                 value=tuple(tensor.shape),
-                fix="replace the operation by an out-of-place one, or train without "
+                fix="replace the operation with an out-of-place one, or train without "
                 "ActivationOffload",
             )
 

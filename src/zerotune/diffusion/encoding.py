@@ -1,4 +1,4 @@
-"""Encoding of a whole dataset before training, so that VAE and text encoders leave the device."""
+"""Encode a whole dataset before training, so that VAE and text encoders can leave the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Ranks(Protocol):
-    """Protocol: processes that share the work, such as an engine's ``group``."""
+    """Protocol of a group of processes that share the work, such as an engine's ``group``."""
 
     rank: int
     world_size: int
@@ -39,8 +39,8 @@ class Ranks(Protocol):
         """Wait for all ranks.
 
         Args:
-            purpose: Reason of the wait, for the error message.
-            timeout_s: Timeout in seconds; default the group's timeout.
+            purpose: Reason for waiting, shown in the error message.
+            timeout_s: Timeout in seconds; by default the group's timeout.
         """
         ...
 
@@ -58,23 +58,25 @@ def encode_dataset(
 ) -> CachedImages | Mixture | PreferencePairs:
     """Cache latents and text embeddings of all images, and move the frozen parts to the host.
 
-    Collective with several ranks: each rank encodes its share. Entries in ``folder`` from an
-    earlier run with the same settings are reused; see ``cache_latents``.
+    With several ranks, call this function on every rank; each rank encodes its share. Entries in
+    ``folder`` from an earlier run with the same settings are reused; see ``cache_latents``.
 
     Args:
         images: Images with captions, a ``Mixture`` of such datasets, or ``PreferencePairs``.
         family: Family whose frozen parts (VAE, text encoders) encode the dataset.
         folder: Folder for the caches.
-        ranks: Processes that share the work, such as an engine's ``group``. The default, all
-            processes of the launcher, requires that no engine exists yet.
-        device: Device of the encoders; default CUDA if available.
+        ranks: Processes that share the work, such as an engine's ``group``. By default, all
+            processes of the launcher share the work; in that case, call this function before you
+            create an engine.
+        device: Device of the encoders; by default CUDA if available.
         batch_size: Number of images or texts per batch.
         progress: Whether to show a progress bar on rank 0.
-        timeout_s: Seconds that a finished rank waits for the slowest rank. The death of a rank is
+        timeout_s: Seconds that a finished rank waits for the slowest rank. A rank that dies is
             detected immediately.
 
     Returns:
-        The dataset to train on, a mixture or pairs if ``images`` is one.
+        The dataset to train on: a ``Mixture`` or ``PreferencePairs`` if ``images`` is one,
+        otherwise ``CachedImages``.
 
     Raises:
         DataError: The family has no frozen parts, or an image is broken.

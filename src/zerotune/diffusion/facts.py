@@ -1,4 +1,4 @@
-"""Facts about a model: its weights, and the activations and arithmetic of a training step.
+"""Facts about a model: its weights, and the activation memory and arithmetic of a training step.
 
 The model runs on the ``meta`` device, where nothing is computed or allocated.
 """
@@ -61,11 +61,11 @@ _LATENT: Final = 8
 
 
 def example_inputs(module: torch.nn.Module) -> Callable[..., Mapping[str, Any]]:
-    """Return a function from batch, height and width in pixels to the arguments of ``forward``.
+    """Return a function that maps batch size, height and width in pixels to ``forward`` arguments.
 
-    Texts have the maximum length of the family's pipelines: 77 tokens for CLIP, 333 for SD3, 512
-    for Flux. For a declared family, the function returns the arguments that the pipeline passes to
-    its model. For a video family, the function has a further argument ``frames``, default 1.
+    Texts have the pipeline's default maximum length: 77 tokens for CLIP, 333 for SD3, 512 for Flux.
+    For a declared family, the function returns the arguments that the pipeline passes to its model.
+    For a video family, the function also accepts ``frames``, by default 1.
 
     Args:
         module: Model on the ``meta`` device.
@@ -78,20 +78,21 @@ def example_inputs(module: torch.nn.Module) -> Callable[..., Mapping[str, Any]]:
             "zerotune does not know the arguments of this model's forward",
             key="module",
             value=name,
-            fix="pass inputs=, a function from batch, height and width to keyword arguments",
+            fix="pass inputs=, a function that maps batch size, height and width in pixels to "
+            "keyword arguments of forward",
         )
     make, config = _MAKERS[name], module.config
     return lambda batch, height, width: make(_ForwardInputs(config, batch, height, width))
 
 
 def latent_scale(module: torch.nn.Module) -> int:
-    """Return the number of image pixels per latent pixel, along one side, for a model's class."""
+    """Return the model's number of image pixels per latent pixel along one side."""
     family = family_of_model(module)
     return _LATENT if family is None else family.usual_scale
 
 
 def frames_per_latent(module: torch.nn.Module) -> int | None:
-    """Return the number of frames per latent frame for a model's class; ``None`` for images."""
+    """Return the model's number of frames per latent frame; ``None`` for image models."""
     family = family_of_model(module)
     return family.usual_frames if family is not None and family.clips else None
 
@@ -123,8 +124,8 @@ def _captured_inputs(
 
     if not diffusers.utils.is_transformers_available():
         raise MissingDependencyError(
-            f"{pipeline_name(kind.pipeline)}, which provides the inputs of "
-            f"{type(module).__name__}, needs transformers",
+            f"the inputs of {type(module).__name__} come from {pipeline_name(kind.pipeline)}, "
+            "which needs transformers",
             fix="run pip install transformers, or pass inputs= or activations=False",
         )
     family = kind(blueprint=blueprint or Blueprint.usual(pipeline_class(kind.pipeline)))
@@ -230,7 +231,7 @@ _MAKERS: Final[dict[str, Callable[[_ForwardInputs], dict[str, Any]]]] = {
 
 
 MakeInputs = Callable[[int, int, int], Mapping[str, Any]]
-"""Function from batch, height and width in pixels to keyword arguments of ``forward``."""
+"""Function that maps batch size, height and width in pixels to keyword arguments of ``forward``."""
 
 _POINTS: Final = ((2, 256), (2, 1024), (8, 256), (4, 512))
 """Batch and side in pixels of the measured passes. A batch of one would use different reduction
@@ -246,14 +247,15 @@ def model_facts(
 ) -> ModelFacts:
     """Return the names and shapes of a model's parameters, and its activation memory.
 
-    zerotune contains the facts of the configurations in ``zerotune.plan.families.family_names()``.
-    The facts of any other configuration are measured in a few seconds, and stored in the user's
-    cache folder.
+    zerotune includes the facts of the families in ``zerotune.plan.families.family_names()``. The
+    facts of any other configuration are measured in a few seconds, and stored in the user's cache
+    folder.
 
     Args:
-        source: A module on any device, a diffusers configuration (a mapping with ``_class_name``),
-            a ``config.json``, or a folder that contains a ``config.json``. A configuration needs no
-            memory for weights, because its model is built on the ``meta`` device.
+        source: A module (on the ``meta`` device unless ``activations=False``), a diffusers
+            configuration (a mapping with ``_class_name``), a ``config.json``, or a folder that
+            contains a ``config.json``. A configuration needs no memory for weights, because its
+            model is built on the ``meta`` device.
         inputs: Function that creates the arguments of ``forward`` on the ``meta`` device.
             ``inputs`` is not needed for diffusers' U-Nets, SD3 and Flux transformers, and models of
             declared families.
@@ -261,7 +263,7 @@ def model_facts(
         name: Name in reports; by default the class name.
 
     Raises:
-        InvalidValueError: The class or file does not exist, or ``inputs`` is needed.
+        InvalidValueError: The class or file does not exist, or ``inputs`` is required but missing.
         MissingDependencyError: transformers, which the model's pipeline needs, is not installed.
     """
     if isinstance(source, torch.nn.Module):
@@ -276,7 +278,7 @@ def model_facts(
 def count_facts(
     config: Mapping[str, Any], *, family: type[PipelineFamily] | None = None
 ) -> ModelFacts:
-    """Measure the facts of a configuration, without looking up known facts.
+    """Measure the facts of a configuration, even if they are built in or cached.
 
     Args:
         config: Configuration of a diffusers model.
@@ -288,12 +290,12 @@ def count_facts(
 def family_facts(
     kind: type[PipelineFamily], *, folder: str | os.PathLike[str] | None = None
 ) -> ModelFamily:
-    """Return the facts about a custom family that planning needs.
+    """Return the facts that planning needs about a custom family.
 
     Args:
         kind: The family.
-        folder: Pipeline folder with the model's configuration; by default the class ``kind.model``
-            with its default configuration.
+        folder: Pipeline folder that contains the model's configuration; without a folder, the
+            default configuration of the class ``kind.model`` is used.
 
     Raises:
         InvalidValueError: ``kind.model`` is empty, and ``folder`` is ``None``.
@@ -304,7 +306,7 @@ def family_facts(
             "does not name the model's class",
             key=f"{kind.__name__}.model",
             value=kind.model,
-            fix="set the family's attribute model to the name of a diffusers class, or pass a "
+            fix="set the family's model attribute to the name of a diffusers class, or pass a "
             "pipeline folder (--model FOLDER)",
         )
     pipeline = pipeline_class(kind.pipeline)
@@ -327,7 +329,7 @@ def family_facts(
 
 
 def configuration_digest(config: Mapping[str, Any]) -> str:
-    """Return a digest of a diffusers configuration after adding its class's defaults."""
+    """Return a digest of a diffusers configuration, including the defaults of its class."""
     return _Configuration(config).digest
 
 
@@ -399,7 +401,7 @@ class _Configuration:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(facts_to_json(facts)).encode())
         except OSError as error:
-            _facts_log.info("the facts of %s are not cached: %s", facts.name, error)
+            _facts_log.info("the facts of %s could not be cached: %s", facts.name, error)
         return facts
 
     def count(
@@ -459,10 +461,11 @@ def _facts_of_module(
 def measure_step(
     module: torch.nn.Module, *, inputs: MakeInputs | None = None
 ) -> tuple[ActivationFacts, ArithmeticFacts]:
-    """Measure the memory and arithmetic of a training step by passes of several sizes.
+    """Measure the memory and arithmetic of a training step with inputs of several sizes.
 
     Args:
-        module: A module on the ``meta`` device; it is cast to bf16, and its checkpointing disabled.
+        module: A module on the ``meta`` device; it is cast to bf16, and its gradient checkpointing
+            is disabled.
         inputs: Function that creates the arguments of ``forward``, as in ``model_facts``.
     """
     make = inputs or _of_clips(example_inputs(module), frames_per_latent(module))

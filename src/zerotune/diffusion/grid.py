@@ -36,7 +36,8 @@ def images_to_grid(
     Args:
         images: Images (n, c, h, w) with 1 or 3 channels; values are clamped to [-1, 1].
         columns: Number of images per row.
-        row_labels: Text to the left of each row; rows without a text have no label.
+        row_labels: Labels to the left of the rows; later rows have no label if there are fewer
+            labels than rows.
         upscale: Integer factor by which the images are enlarged.
         gap: Number of pixels between images.
 
@@ -44,13 +45,13 @@ def images_to_grid(
         A grayscale or RGB ``PIL.Image``; ``.save("grid.png")`` writes it.
 
     Raises:
-        InvalidValueError: ``images`` has a different shape or is empty.
+        InvalidValueError: ``images`` has the wrong shape or is empty.
     """
     from PIL import Image as Pillow
 
     if images.ndim != 4 or images.shape[1] not in (1, 3) or len(images) == 0:
         raise InvalidValueError(
-            "must have the shape (n, 1 or 3, h, w) with n of at least 1",
+            "must have the shape (n, 1 or 3, h, w) with n at least 1",
             key="images",
             value=tuple(images.shape),
             fix="decode latents to images first",
@@ -97,14 +98,18 @@ class ClipFormat(Protocol):
 
 @attrs.frozen(kw_only=True)
 class AnimatedPNG:
-    """A lossless PNG animation, which browsers play; encoding requires only Pillow."""
+    """A lossless PNG animation that browsers can play; encoding requires only Pillow."""
 
     fps: float = attrs.field(default=16.0, validator=validated(positive, fix="write 16"))
     """Frames per second."""
     suffix: str = attrs.field(default=".png", init=False)
 
     def encode(self, frames: Sequence[Image]) -> bytes:
-        """Return the content of a PNG file with the given frames."""
+        """Return the content of a PNG file with the given frames.
+
+        Args:
+            frames: RGB images of one size.
+        """
         content = io.BytesIO()
         first, *others = frames
         first.save(
@@ -154,11 +159,11 @@ class MP4:
 
 
 def clip_format(fps: float) -> tuple[ClipFormat, Decision]:
-    """Return the default clip format of this installation, and a decision with the reason."""
+    """Return this installation's default clip format, and a decision that gives the reason."""
     if _has_av():
         reason = "PyAV is installed"
         return MP4(fps=fps), _format_decision(".mp4", reason)
-    reason = "PyAV is not installed, which MP4 needs (zerotune[video])"
+    reason = "MP4 needs PyAV, which is not installed (zerotune[video])"
     return AnimatedPNG(fps=fps), _format_decision("animated .png", reason)
 
 
@@ -170,7 +175,7 @@ def clips_to_grid(clips: torch.Tensor, *, columns: int) -> list[Image]:
         columns: Number of clips per row.
 
     Raises:
-        InvalidValueError: ``clips`` has a different shape or is empty.
+        InvalidValueError: ``clips`` has the wrong shape or is empty.
     """
     if clips.ndim != 5:
         raise InvalidValueError(

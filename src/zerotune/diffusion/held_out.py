@@ -1,4 +1,4 @@
-"""Loss on held-out data with fixed noise, so that values are comparable."""
+"""Loss on held-out data, with fixed noise so that steps and runs are comparable."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class FixedNoise:
 
 @attrs.frozen(kw_only=True)
 class HeldOutLoss:
-    """Mean squared errors on held-out data, in total and per noise level."""
+    """Mean squared errors on held-out data, overall and per noise level."""
 
     mean: float
     """Mean over all samples and quantiles."""
     by_quantile: Mapping[float, float]
-    """Mean over all samples for each quantile, from little noise to much."""
+    """Mean over all samples for each quantile, from least to most noise."""
     samples: int
 
 
@@ -70,7 +70,7 @@ def validation_loss(
         batches: Sequence of all held-out batches, the same on every rank. Each rank reads only its
             share.
         seed: Seed of the noise.
-        quantiles: Noise levels from 0 (little noise) to 1 (much noise). Each level requires one
+        quantiles: Noise levels from 0 (least noise) to 1 (most noise). Each level requires one
             forward pass per batch.
 
     Raises:
@@ -131,7 +131,7 @@ def _check_levels(
             "cannot compute the loss at a given noise level",
             key="objective",
             value=type(objective).__name__,
-            fix="add the method losses_at of LevelObjective to the objective",
+            fix="implement losses_at in the objective, as LevelObjective requires",
         )
     if not levels or not all(0.0 <= level <= 1.0 for level in levels):
         raise InvalidValueError(

@@ -1,4 +1,4 @@
-"""LoRA and related adapters, which train a few matrices added to a frozen model.
+"""LoRA and related adapters: small trainable matrices added to a frozen model.
 
 The adapters come from peft and become part of the model. Engines need no special support, because
 the frozen parameters of the model simply require no gradient.
@@ -73,15 +73,15 @@ class Adapters:
 
     targets: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
     """Layers to adapt: suffixes of dotted names (``"to_q"``, ``"to_out.0"``), such as a family's
-    ``lora_targets``, or one regular expression for whole names. Default: the attention
-    projections."""
+    ``lora_targets``, or one regular expression that must match the whole name. Default: the
+    attention projections."""
     exclude: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
     """Layers to exclude, written like ``targets``."""
     name: str = attrs.field(default="default")
     """Name of the adapter in the model; adapter files do not contain this name."""
 
     peft_names: ClassVar[Mapping[str, str]]
-    """Names in peft's configuration by the names of settings, without targets and exclude."""
+    """Name of each setting in peft's configuration, except ``targets`` and ``exclude``."""
 
     @name.validator
     def _check_name(self, _attribute: Any, value: str) -> None:
@@ -98,12 +98,12 @@ class Adapters:
         return f"{type(self).__name__}Config"
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of peft's configuration, without targets and excluded layers."""
+        """Return the arguments of peft's configuration, except targets and excluded layers."""
         found = {theirs: getattr(self, name) for name, theirs in self.peft_names.items()}
         return {name: dict(v) if isinstance(v, dict) else v for name, v in found.items()}
 
     def config_in(self, model: torch.nn.Module) -> Any:
-        """Return peft's configuration of the adapters, with targets checked against ``model``."""
+        """Check the targets against ``model``, and return the adapters' peft configuration."""
         layers, kind = _Layers.of(model), type(self).__name__
         targets = self.targets or layers.projections()
         layers.require(targets, key=f"{kind}.targets")
@@ -117,7 +117,7 @@ class Adapters:
         return self.config(targets)
 
     def config(self, targets: tuple[str, ...] | str | None) -> Any:
-        """Return peft's configuration of the adapters, for the layers ``targets``."""
+        """Return the adapters' peft configuration for the target layers ``targets``."""
         target, exclude = (
             list(layers) if isinstance(layers, tuple) else layers
             for layers in (targets, self.exclude)
@@ -205,8 +205,8 @@ class LoKr(_Ranked):
     """
 
     factor: int = -1
-    """Size of the first factor, if it divides the layer's size. -1 chooses about the square root of
-    the layer's size."""
+    """Size of the first factor, used if it divides the layer's size. -1 chooses a size near the
+    square root of the layer's size."""
     decompose_both: bool = False
     """Whether the first factor is also a product of low-rank matrices, if its size allows this."""
 
@@ -227,7 +227,7 @@ class OFT(Adapters):
     """Adapters that rotate blocks of the inputs of each adapted weight (Qiu et al., 2023)."""
 
     block_size: int = attrs.field(default=32, validator=_POSITIVE)
-    """Number of inputs per block; peft uses the nearest number that divides the layer's inputs."""
+    """Number of inputs per block; peft uses the nearest divisor of the layer's input size."""
 
     peft_names: ClassVar[Mapping[str, str]] = {"block_size": "oft_block_size"}
 
@@ -303,7 +303,7 @@ def add_lora(
     Call ``add_lora`` before ``zerotune.prepare`` or ``Trainer``. The adapters are in fp32, because
     all engines require trained weights in fp32. With a bf16 plan, DeepSpeed computes with bf16
     copies of the adapters. DeepSpeed also casts the frozen weights to the plan's precision, and
-    partitions them at stage 3. With DeepSpeed, ``base_dtype`` therefore only applies until the
+    partitions them at stage 3. With DeepSpeed, ``base_dtype`` therefore applies only until the
     engine starts.
 
     Args:
@@ -314,7 +314,7 @@ def add_lora(
             dtype; by default unchanged.
 
     Returns:
-        Facts about the adapters; the model stores a copy, which exports read.
+        Facts about the adapters; the model stores a copy for exports.
 
     Raises:
         InvalidValueError: A target matches no layer, the model already has adapters, or a setting
@@ -352,7 +352,7 @@ def add_lora(
 
 
 def _read_for_magnitudes(model: torch.nn.Module) -> tuple[Decision, ...]:
-    """Read unread base weights, because DoRA's magnitudes start as norms of base weights."""
+    """Read unread base weights, because DoRA's magnitudes are initialised to their norms."""
     if not bring_weights(model):
         return ()
     return (
@@ -360,7 +360,7 @@ def _read_for_magnitudes(model: torch.nn.Module) -> tuple[Decision, ...]:
             key="model.weights",
             before="read from their files by the engine",
             after="read whole on every rank",
-            reason="DoRA's magnitudes start as norms of the base weights",
+            reason="DoRA's magnitudes are initialised to the norms of the base weights",
             severity="warning",
         ),
     )
@@ -478,23 +478,23 @@ def load_adapters(
     base_dtype: str | torch.dtype | None = None,
     pipeline: Any = None,
 ) -> AdapterFacts:
-    """Freeze a model and load adapters from a file into it, in place, to continue their training.
+    """Freeze a model in place, and load adapters from a file to continue their training.
 
     Weights, rank, alpha and targets come from the file. Dropout is 0, because adapter files do not
-    contain it. Files of ComfyUI, kohya's trainers and others are converted by ``lora_state_dict``
-    of a diffusers pipeline. The conversion may multiply alpha / rank into the factors. The returned
-    ``AdapterFacts.decisions`` name the pipeline.
+    contain it. A diffusers pipeline's ``lora_state_dict`` converts files from ComfyUI, kohya's
+    trainers and other programs. The conversion may fold ``alpha / rank`` into the factors. The
+    returned ``AdapterFacts.decisions`` record which pipeline was used.
 
     Args:
         model: A diffusers model or a transformers text encoder, without adapters.
-        path: A file, a folder that contains a file with diffusers' usual name, or a folder written
-            by peft.
+        path: A file, a folder that contains a file with diffusers' default name, or a folder
+            written by peft.
         component: Name of the model in the file (``"unet"``, ``"text_encoder_2"``); by default
             derived from the model's class.
         name: Name of the adapter in the model.
         base_dtype: Dtype of the frozen weights, as in ``add_lora``.
-        pipeline: Pipeline, or pipeline class, whose ``lora_state_dict`` converts files of other
-            programs; by default chosen by the model's class.
+        pipeline: Pipeline, or pipeline class, whose ``lora_state_dict`` converts files from other
+            programs; by default chosen according to the model's class.
 
     Returns:
         Facts about the adapters.
@@ -524,7 +524,7 @@ def load_adapters(
             f"the file has {expected} tensors for {part!r}, but only {facts.tensors} of them fit "
             "the model",
             key=os.fspath(path),
-            fix="load the file into the model with which it was trained",
+            fix="load the file into the model on which its adapters were trained",
         )
     return facts
 
@@ -644,7 +644,7 @@ class _AdapterFile:
             raise CheckpointMismatchError(
                 f"the file has {len(result.unexpected_keys)} tensors that the model does not have",
                 key=result.unexpected_keys[0],
-                fix="load the file into the model with which it was trained",
+                fix="load the file into the model on which its adapters were trained",
             )
 
 

@@ -1,4 +1,4 @@
-"""Losses: errors of a prediction, optionally with weights and masks."""
+"""Losses: the error of a prediction, optionally weighted and masked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerotune.diffusion.data.preparation import LOSS_MASKS, shrunk
 from zerotune.errors import DataError, InvalidValueError
 
 LOSS_WEIGHTS = "loss_weights"
-"""Batch key of each sample's loss weight, (b,)."""
+"""Batch key for the loss weights, one per sample: (b,)."""
 
 _SCHEDULES = ("constant", "exponential", "snr")
 
@@ -24,21 +24,24 @@ _SCHEDULES = ("constant", "exponential", "snr")
 
 @attrs.frozen(kw_only=True, eq=False)
 class Level:
-    """Noise level of each sample of a batch."""
+    """Noise level of each sample in a batch."""
 
     time: torch.Tensor | None = None
     """(b,), fp32: time step as a fraction of all steps, 0 to 1; ``None`` for EDM."""
     noise_to_signal: torch.Tensor | None = None
-    """(b,), fp32: noise deviation divided by the factor of the clean sample; ``None`` for flow
-    matching."""
+    """(b,), fp32: standard deviation of the noise divided by the scale of the clean sample;
+    ``None`` for flow matching."""
 
 
 @runtime_checkable
 class Loss(Protocol):
-    """Protocol: computes an error per value. Any object with a method ``errors`` is accepted."""
+    """Protocol: computes the error of each predicted value.
+
+    Any object with a method ``errors`` is accepted.
+    """
 
     def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
-        """Return the errors, fp32, in the shape of the prediction (b, c, h, w).
+        """Return the errors in fp32, with the shape of the prediction (b, c, h, w).
 
         Args:
             prediction: Output of the model, fp32.
@@ -77,11 +80,11 @@ class _ScheduledThreshold(ABC):
     threshold: float = attrs.field(default=0.1, validator=_check_positive)
     """Threshold at the noisiest time step; ``huber_c`` of sd-scripts."""
     schedule: Literal["constant", "exponential", "snr"] = "snr"
-    """How the threshold depends on the noise: not at all; exponentially falling from ``scale`` at
+    """How the threshold depends on the noise: not at all; falling exponentially from ``scale`` at
     the first time step (not with EDM); or following the signal-to-noise ratio from 1 (not with flow
     matching)."""
     scale: float = attrs.field(default=1.0, validator=_check_positive)
-    """Factor of the threshold; not with ``"snr"``."""
+    """Multiplier for the threshold; not with ``"snr"``."""
 
     def __attrs_post_init__(self) -> None:
         if self.schedule not in _SCHEDULES:
@@ -101,7 +104,7 @@ class _ScheduledThreshold(ABC):
 
     @abstractmethod
     def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
-        """Return the errors in the shape of the prediction."""
+        """Return one error per predicted value."""
 
     def thresholds(self, level: Level) -> torch.Tensor:
         """Return the threshold of each sample (b,), or one threshold for all samples (1,)."""
@@ -125,7 +128,7 @@ class _ScheduledThreshold(ABC):
 
 @attrs.frozen(kw_only=True)
 class Huber(_ScheduledThreshold):
-    """Pseudo-Huber loss: quadratic for small and linear for large errors, so outliers count less.
+    """Pseudo-Huber loss: quadratic for small errors, linear for large ones, so outliers count less.
 
     With the threshold ``c``, the error of a difference ``d`` is ``2 c (sqrt(d² + c²) - c)``, which
     is close to ``d²`` if ``|d|`` is far below ``c``.
@@ -135,7 +138,7 @@ class Huber(_ScheduledThreshold):
     """
 
     def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
-        """Return the errors in the shape of the prediction."""
+        """Return one error per predicted value."""
         distances, c = self._rooted(prediction, target, level)
         return 2 * c * distances
 
@@ -151,7 +154,7 @@ class SmoothL1(_ScheduledThreshold):
     """
 
     def errors(self, prediction: torch.Tensor, target: torch.Tensor, level: Level) -> torch.Tensor:
-        """Return the errors in the shape of the prediction."""
+        """Return one error per predicted value."""
         return 2 * self._rooted(prediction, target, level)[0]
 
 
@@ -171,7 +174,7 @@ class Comparison:
     weights: torch.Tensor | None = None
     """Loss weights of the objective, (b,)."""
     errors: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    """Error per value of prediction and target in fp32; default squared error."""
+    """Function that computes the error of each value in fp32; by default the squared error."""
 
     def mean(self) -> torch.Tensor:
         """Return the mean of the weighted errors over the batch: a scalar, fp32."""
@@ -200,7 +203,7 @@ class Comparison:
 
 
 def weighted_mean(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the mean of losses (b,), multiplied by the sample weights of the batch."""
+    """Return the mean of losses (b,) after multiplying them by the batch's sample weights."""
     return _weighed(losses, batch).mean()
 
 
@@ -213,7 +216,7 @@ def _weighed(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.T
             f"must contain one weight per sample: a tensor of shape ({len(losses)},)",
             key=f"batch[{LOSS_WEIGHTS!r}]",
             value=tuple(given.shape),
-            fix="add a weight, a tensor of shape (), to each sample of the dataset",
+            fix="add a scalar weight, a tensor of shape (), to each sample of the dataset",
         )
     return losses * given.to(losses.device, torch.float32)
 

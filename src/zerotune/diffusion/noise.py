@@ -18,12 +18,12 @@ from zerotune.errors import InvalidValueError
 
 @attrs.frozen(kw_only=True, eq=False)
 class DrawnNoise:
-    """Noise for one batch of samples, in the shape of the batch."""
+    """Noise for one batch, with the shape of the samples."""
 
     target: torch.Tensor
     """Noise that the model must predict."""
     added: torch.Tensor
-    """Noise in the model's input; only with ``InputPerturbation`` it differs from the target."""
+    """Noise in the model's input; differs from the target only with ``InputPerturbation``."""
 
 
 @runtime_checkable
@@ -62,7 +62,7 @@ class GaussianNoise:
 
 @attrs.frozen(kw_only=True)
 class OffsetNoise:
-    """Noise plus a random offset per sample and channel, so that the model learns brightness.
+    """Noise plus a random offset per sample and channel, which helps the model learn brightness.
 
     Source: ``noise_offset`` of diffusers' ``examples/text_to_image/train_text_to_image.py``.
     """
@@ -82,7 +82,7 @@ class OffsetNoise:
 
 @attrs.frozen(kw_only=True)
 class InputPerturbation:
-    """Extra noise in the input but not in the target, so that the model tolerates its own errors.
+    """Extra noise in the input but not the target, which makes the model robust to its own errors.
 
     Source: ``input_perturbation`` of diffusers' ``examples/text_to_image/train_text_to_image.py``,
     after https://arxiv.org/abs/2301.11706.
@@ -112,11 +112,11 @@ def _check_discount(_instance: object, attribute: Any, value: float) -> None:
 
 @attrs.frozen(kw_only=True)
 class MultiResolutionNoise:
-    """Sum of noise at decreasing resolutions, so that the model learns large shapes.
+    """Sum of noise at decreasing resolutions, which helps the model learn large shapes.
 
-    Each iteration reduces the resolution by a factor of 2 to 4 and enlarges the drawn noise
-    bilinearly. The sum is normalised to standard deviation 1 over the batch. The frames of a clip
-    have independent noise.
+    Each iteration reduces the resolution by a factor of 2 to 4, and upsamples its noise bilinearly
+    to the full size. The sum is normalised to standard deviation 1 over the batch. The frames of a
+    clip have independent noise.
 
     Source: ``pyramid_noise_like`` (``--multires_noise_iterations``, ``--multires_noise_discount``)
     of kohya-ss/sd-scripts, ``library/custom_train_functions.py``, after
@@ -126,9 +126,9 @@ class MultiResolutionNoise:
     iterations: int = attrs.field(
         default=6, validator=validated(whole, least=1, fix="write 6 to 10")
     )
-    """Maximum number of resolutions; there are fewer if a side reaches one pixel."""
+    """Maximum number of resolutions; drawing stops earlier if a side reaches one pixel."""
     discount: float = attrs.field(default=0.3, validator=_check_discount)
-    """Factor of the strength from one resolution to the next."""
+    """Factor by which the noise strength is multiplied at each lower resolution."""
     noise: Noise = attrs.field(factory=GaussianNoise)
     """Noise to which coarser noise is added."""
 

@@ -1,7 +1,8 @@
-"""Noise schedules: schedulers of diffusers, the trained range, and the shift by resolution.
+"""Noise schedules: diffusers schedulers, the trained range, and resolution-dependent shifts.
 
-Training and sampling share a scheduler but must not change it for each other. Training uses a copy
-from ``own_copy`` or ``adding_scheduler``; sampling uses a copy from ``drawing_scheduler``.
+Training and sampling often share a scheduler, but neither may change it for the other. Training
+uses a copy from ``own_copy`` or ``adding_scheduler``; sampling uses a copy from
+``drawing_scheduler``.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def adding_scheduler(scheduler: Any) -> Any:
 
     As in diffusers' training scripts, DDPM with the same configuration replaces Euler, DPM-Solver
     and similar schedulers. The replaced schedulers scale noise differently and do not support
-    velocity.
+    velocity targets.
     """
     if not hasattr(scheduler, "alphas_cumprod"):
         fix = "use DDPMScheduler, or FlowMatchingObjective for flow matching"
@@ -116,8 +117,8 @@ def replacement_decision(scheduler: Any, adding: Any) -> tuple[Decision, ...]:
             key="objective.scheduler",
             before=type(scheduler).__name__,
             after=type(adding).__name__,
-            reason=f"{type(scheduler).__name__} only samples; {type(adding).__name__} adds noise "
-            "with the same schedule",
+            reason=f"{type(scheduler).__name__} can only sample; {type(adding).__name__} adds "
+            "noise with the same schedule",
         ),
     )
 
@@ -125,7 +126,7 @@ def replacement_decision(scheduler: Any, adding: Any) -> tuple[Decision, ...]:
 def drawing_scheduler(scheduler: Any, trained_with: Any = None) -> Any:
     """Return a copy of a scheduler for sampling, with the prediction type and shift of training.
 
-    If the training schedule ends in pure noise, sampling starts in pure noise
+    If the training schedule ends in pure noise, sampling starts from pure noise
     (``timestep_spacing="trailing"``). DDIM replaces a scheduler that does not support a schedule
     ending in pure noise; a decision reports the replacement.
 
@@ -133,7 +134,7 @@ def drawing_scheduler(scheduler: Any, trained_with: Any = None) -> Any:
         scheduler: A diffusers scheduler; not changed.
         trained_with: Scheduler of the training objective; ``None`` keeps ``scheduler``'s settings.
 
-    Source: Lin et al., "Common Diffusion Noise Schedules and Sample Steps are Flawed", 3.3.
+    Source: Lin et al., "Common Diffusion Noise Schedules and Sample Steps are Flawed", section 3.3.
     """
     changed = {} if trained_with is None else trained_with.config
     kept = {name: changed[name] for name in _FROM_TRAINING if name in changed}
@@ -173,7 +174,7 @@ def _ddim_instead_of(kind: type[Any]) -> type[Any]:
 
 @runtime_checkable
 class Shift(Protocol):
-    """Interface of noise-level shifts, which depend on the shape of the samples."""
+    """Interface for shifts of the noise levels that depend on the shape of the samples."""
 
     def mu(self, shape: tuple[int, ...], config: Any) -> float:
         """Return the value that a diffusers pipeline passes to ``set_timesteps(mu=...)``.
@@ -194,8 +195,8 @@ class ResolutionShift:
     """
 
     patch_size: int = attrs.field(default=2)
-    """Side of a token in latent pixels: the transformer's ``patch_size``, or 2 for pipelines that
-    pack latents, such as Flux's."""
+    """Side length of a token in latent pixels: the transformer's ``patch_size``, or 2 for pipelines
+    that pack latents, such as Flux."""
 
     @patch_size.validator
     def _check_patch(self, _attribute: Any, value: int) -> None:
@@ -251,7 +252,8 @@ def noise_levels(scheduler: Any, shape: tuple[int, ...], shift: Shift | None) ->
     """Return all noise levels of a flow-matching scheduler for samples of one shape.
 
     Args:
-        scheduler: A scheduler with its training tables, before any ``set_timesteps``.
+        scheduler: A scheduler on which ``set_timesteps`` has not been called, so that it still has
+            its training tables.
         shape: Shape of the clean samples.
         shift: Shift for schedulers with ``use_dynamic_shifting``; ``None`` leaves sigmas unchanged.
     """
@@ -266,12 +268,12 @@ def noise_levels(scheduler: Any, shape: tuple[int, ...], shift: Shift | None) ->
 
 
 def at_quantile(quantile: float, count: int) -> int:
-    """Return the index of the entry at a quantile in [0, 1] of ``count`` entries."""
+    """Return the index that corresponds to a quantile in [0, 1] among ``count`` entries."""
     return min(int(quantile * count), count - 1)
 
 
 def check_range(_instance: object, attribute: Any, value: tuple[float, float]) -> None:
-    """Check that a range of noise levels has ``0 <= low < high <= 1``."""
+    """Check that a range of noise levels satisfies ``0 <= low < high <= 1``."""
     low, high = value
     if not 0.0 <= low < high <= 1.0:
         raise InvalidValueError(
@@ -284,7 +286,7 @@ def check_range(_instance: object, attribute: Any, value: tuple[float, float]) -
 
 
 def bounds(steps: int, share: tuple[float, float]) -> tuple[int, int]:
-    """Return the start and the exclusive end of a range of the schedule, as indices."""
+    """Convert a range of the schedule to a start index and an exclusive end index."""
     low, high = round(share[0] * steps), round(share[1] * steps)
     if low == high:
         raise _no_levels(share)

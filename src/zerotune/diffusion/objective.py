@@ -1,4 +1,4 @@
-"""Training objectives that predict noise, velocity or the clean image with diffusers' schedulers.
+"""Training objectives for noise, velocity and image prediction with diffusers' schedulers.
 
 All random numbers come from a CPU generator that the caller passes, so they are the same on every
 device.
@@ -51,7 +51,7 @@ _WEIGHTINGS = ("none", "sigma_sqrt", "cosmap")
 
 @runtime_checkable
 class Objective(Protocol):
-    """Interface of an objective, which computes the loss.
+    """Interface of a training objective, which computes the loss.
 
     Training accepts any callable with the signature of ``__call__``; sampling also needs the
     attributes ``family`` and ``scheduler``.
@@ -85,8 +85,8 @@ class LevelObjective(Objective, Protocol):
     ) -> torch.Tensor:
         """Return the mean squared error at each of q quantiles: a tensor (q,) in fp32.
 
-        The errors use the batch's loss weights, but not the objective's weighting, so the errors of
-        different objectives are comparable.
+        The errors include the batch's loss weights but not the objective's weighting, so they are
+        comparable across objectives.
 
         Args:
             model: Model that predicts.
@@ -104,7 +104,7 @@ class LevelObjective(Objective, Protocol):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Inputs:
-    """A batch's clean samples, conditioning and noise, to combine at any noise level."""
+    """A batch's clean samples, conditioning and noise, which can be combined at any noise level."""
 
     batch: Mapping[str, torch.Tensor]
     clean: torch.Tensor
@@ -180,7 +180,7 @@ class SchedulerObjective(ABC):
             generator: CPU generator for all random numbers.
 
         Returns:
-            Noise levels, which can be indexed by sample.
+            Noise levels that can be indexed by sample.
         """
 
     def compare(self, model: Denoiser, inputs: Inputs, levels: Any) -> Comparison:
@@ -243,11 +243,11 @@ class DenoisingObjective(SchedulerObjective):
     snr_gamma: float | None = attrs.field(default=None)
     """Clip value of min-SNR weighting, 5 in the paper; ``None`` weights all time steps equally."""
     weighting: Literal["none", "debiased_estimation"] = "none"
-    """``"debiased_estimation"`` multiplies the loss, after any min-SNR weighting, by the weights of
-    debiased estimation."""
+    """``"debiased_estimation"`` multiplies the loss by the weights of debiased estimation, in
+    addition to any min-SNR weights."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
-    """Trained range of the schedule, from little noise to much. ``(0.0, 0.2)`` trains a refiner for
-    the last fifth of sampling."""
+    """Trained range of the schedule, from 0 (least noise) to 1 (most noise). ``(0.0, 0.2)`` trains
+    a refiner for the last fifth of sampling."""
     _adding: Any = attrs.field(
         init=False, default=attrs.Factory(lambda self: adding_scheduler(self.scheduler), True)
     )
@@ -363,12 +363,12 @@ class DenoisingObjective(SchedulerObjective):
 
 @attrs.frozen(kw_only=True, eq=False)
 class FlowMatchingObjective(SchedulerObjective):
-    """Rectified flow: straight paths from data to noise, and squared error of the velocity.
+    """Rectified flow: straight paths from data to noise; the loss is the squared velocity error.
 
     The model receives ``noisy = (1 - sigma) * clean + sigma * noise`` and predicts the velocity
-    ``noise - clean``. Sigmas and time steps come from the scheduler, shifted by its ``shift``. If
-    the scheduler sets ``use_dynamic_shifting``, each batch's sigmas are shifted by its resolution,
-    as in sampling. A batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the
+    ``noise - clean``. The scheduler provides the sigmas and time steps, with its ``shift`` applied.
+    If the scheduler sets ``use_dynamic_shifting``, the shift depends on each batch's resolution, as
+    in sampling. A batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the
     error.
 
     Source: diffusers' ``examples/dreambooth/train_dreambooth_sd3.py``.
@@ -385,19 +385,20 @@ class FlowMatchingObjective(SchedulerObjective):
     loss: Loss | None = None
     """``Huber``, ``SmoothL1`` or a custom loss; by default squared error."""
     precondition_outputs: bool = False
-    """Compare clean samples, ``noisy - sigma * prediction``, in place of velocities; this weights
-    errors by ``sigma ** 2``. The SD3 paper compares velocities; diffusers' SD3 scripts compare
-    clean samples by default. ``losses_at`` always compares velocities."""
+    """Compute the loss on clean samples (``noisy - sigma * prediction``) instead of velocities,
+    which weights errors by ``sigma ** 2``. The SD3 paper compares velocities; diffusers' SD3
+    scripts compare clean samples by default. ``losses_at`` always compares velocities."""
     density: Literal["uniform", "logit_normal", "mode"] = "uniform"
     """Distribution from which time steps are drawn (SD3 paper, section 3.1)."""
     logit_mean: float = 0.0
-    """Mean of the density ``"logit_normal"``; values above 0 draw less noise."""
+    """Mean of the logit for ``density="logit_normal"``; values above 0 favour lower noise
+    levels."""
     logit_std: float = 1.0
-    """Standard deviation of the density ``"logit_normal"``."""
+    """Standard deviation of the logit for ``density="logit_normal"``."""
     mode_scale: float = 1.29
     """Scale of the density ``"mode"``."""
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
-    """Loss weight as a function of sigma. With ``density="uniform"``, the value equals diffusers'
+    """Loss weight as a function of sigma. With ``density="uniform"``, each value matches diffusers'
     ``weighting_scheme`` of the same name."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
     """Trained range of sigmas, after any shift; the density is rescaled to this range."""
@@ -538,7 +539,7 @@ class FlowMatchingObjective(SchedulerObjective):
 
 @attrs.frozen(kw_only=True, eq=False)
 class EDMObjective(SchedulerObjective):
-    """EDM: noise has standard deviation sigma; the error compares denoised and clean samples.
+    """EDM: the noise has standard deviation sigma; the loss compares denoised with clean samples.
 
     The scheduler's methods precondition inputs, noise levels and outputs. A batch's
     ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.
@@ -571,7 +572,7 @@ class EDMObjective(SchedulerObjective):
     """``"edm"`` is the paper's weighting, which makes the loss of an untrained model equal at all
     sigmas. With ``density="uniform"``, its weights are far from 1: up to 250,000 at sigma 0.002."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
-    """Trained range of the scheduler's sigmas, from little noise to much."""
+    """Trained range of the scheduler's sigma table, from 0 (least noise) to 1 (most noise)."""
 
     def __attrs_post_init__(self) -> None:
         for name, known in (("density", ("uniform", "log_normal")), ("weighting", ("none", "edm"))):
@@ -671,7 +672,7 @@ def min_snr_weights(scheduler: Any, timesteps: torch.Tensor, *, gamma: float) ->
         gamma: Signal-to-noise ratio at which weights are clipped; 5 in the paper.
 
     Returns:
-        (b,), fp32, on the device of ``timesteps``.
+        Weights (b,), fp32, on the device of ``timesteps``.
 
     Source: https://arxiv.org/abs/2303.09556 and ``snr_gamma`` of diffusers'
     ``examples/text_to_image/train_text_to_image.py``.
@@ -699,7 +700,7 @@ def debiased_weights(scheduler: Any, timesteps: torch.Tensor) -> torch.Tensor:
         timesteps: Integer time steps (b,).
 
     Returns:
-        (b,), fp32, on the device of ``timesteps``.
+        Weights (b,), fp32, on the device of ``timesteps``.
 
     Source: https://arxiv.org/abs/2310.08442; for velocity, ``--debiased_estimation_loss`` of
     kohya-ss/sd-scripts (``library/custom_train_functions.py``).

@@ -1,7 +1,7 @@
-"""Count the memory and arithmetic of one forward and backward pass without data.
+"""Measure the memory and arithmetic of a forward and backward pass without real data.
 
 The model runs on the ``meta`` device, and every storage is tracked from allocation to release. An
-operator that is fused on a GPU counts with the memory that its fused version keeps.
+operator that is fused on a GPU is counted with the memory of its fused version.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from zerotune.backend.rates import moves_memory
 from zerotune.diffusion.activations import Loading, Stored, stored_strides
 
 KINDS: Final = ("products", "convolutions", "attention", "moved")
-"""Counted kinds of work: floating-point operations of matrix products, convolutions and attention
-(a multiplication and an addition are two), and bytes that all other operators read and write."""
+"""Kinds of work: floating-point operations of matrix products, convolutions and attention, and
+bytes read and written by all other operators. A multiplication and an addition count as two
+operations."""
 CALLS: Final = {"products": "product_calls", "attention": "attention_calls"}
-"""Names of counted calls, by the kind of work whose operators are counted."""
+"""Names of the counters of operator calls, by kind of work."""
 _META: Final = torch.device("meta")
 
 
@@ -42,7 +43,7 @@ class Pass:
     operators: tuple[str, ...]
     """Names of the operators, in order of execution."""
     forward: Mapping[str, int]
-    """Work of the forward pass, by the names in ``KINDS`` and ``CALLS``."""
+    """Work of the forward pass, keyed by the names in ``KINDS`` and ``CALLS``."""
     backward: Mapping[str, int]
     """Work of the backward pass, including recomputation."""
     first: int
@@ -69,12 +70,12 @@ def activation_peak(module: torch.nn.Module, arguments: Mapping[str, Any]) -> in
 
 @contextlib.contextmanager
 def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
-    """Yield a function that counts one forward and backward pass of a ``meta`` module.
+    """Yield a function that measures one forward and backward pass of a ``meta`` module.
 
-    Gradients of parameters are freed immediately, because estimates count gradients separately. In
-    a long list of equal blocks, only a few blocks at the start and the end run. Each other block
-    counts like an inner block that runs. If a first forward pass shows that the blocks differ, all
-    blocks run.
+    Gradients of parameters are freed immediately, because estimates count gradients separately. If
+    the module has a long list of identical blocks, only a few at the start and the end run. Every
+    other block is counted like one of the inner blocks that run. If a first forward pass shows that
+    the blocks differ, all blocks run.
     """
 
     def drop(parameter: torch.Tensor) -> None:
@@ -129,11 +130,11 @@ def both_passes(
     *,
     checkpointed: bool = True,
 ) -> tuple[list[Pass], list[Pass] | None]:
-    """Count one pass per set of arguments, without and with gradient checkpointing.
+    """Measure one pass per set of arguments, without and with gradient checkpointing.
 
     Args:
-        module: A module on the ``meta`` device; afterwards its checkpointing is disabled.
-        arguments: Arguments of each pass.
+        module: A module on the ``meta`` device; its checkpointing is disabled afterwards.
+        arguments: Arguments of ``forward`` for each pass.
         count: Function that ``counting`` yields for the module.
         checkpointed: ``False`` omits passes with checkpointing; the second result is then ``None``.
     """
@@ -234,7 +235,7 @@ class CountedTransfers:
         self.away, self._at, self._count = [], {}, count
 
     def store(self, tensor: torch.Tensor) -> Stored:
-        """Record that a copy of ``tensor`` to the host starts."""
+        """Record the start of a copy of ``tensor`` to the host."""
         with _disable_current_modes():
             shape, strides = tensor.shape, stored_strides(tensor)
             host = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
@@ -247,7 +248,7 @@ class CountedTransfers:
         self._at[id(stored.tensor)].begins = self._count()
 
     def load(self, stored: Stored) -> Loading:
-        """Record that a copy back to the device starts."""
+        """Record the start of a copy back to the device."""
         self._at[id(stored.tensor)].ends = self._count()
         source = stored.tensor
         target = torch.empty_strided(
@@ -493,7 +494,7 @@ class _UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class SizesOnly(_UncompiledMode):  # type: ignore[no-untyped-call]
-    """Mode in which an operator computes only sizes if one of its inputs has no data."""
+    """Dispatch mode in which an operator with a ``meta`` input computes only sizes."""
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -527,7 +528,7 @@ def _to_meta(leaf: Any) -> Any:
 def sizes_only() -> Iterator[None]:
     """Let operators combine meta tensors with other tensors inside the ``with`` block.
 
-    A mask without data selects every element.
+    Indexing with a ``meta`` mask selects every element.
     """
     before = symbolic.meta_nonzero_assume_all_nonzero
     symbolic.meta_nonzero_assume_all_nonzero = True

@@ -1,4 +1,4 @@
-"""Preference objective for pairs of images with one caption."""
+"""Preference objective for pairs of images that share a caption."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class PreferenceObjective:
 
     The loss is ``-log sigmoid(-beta / 2 * ((e_w - e_l) - (r_w - r_l)))``. ``e_w`` and ``e_l`` are
     the model's errors for the preferred and the rejected image; ``r_w`` and ``r_l`` are the errors
-    of a reference model. Both images of a pair share noise and time step. A batch of
+    of a reference model. Both images of a pair use the same noise and time step. A batch of
     ``PreferencePairs`` contains ``images`` and ``rejected_images``, or ``latents`` and
     ``rejected_latents``. One forward pass processes both images of each pair. ``"loss_masks"``
-    multiply the errors of both images; ``"loss_weights"`` (b,) multiply the losses of pairs.
+    multiply the errors of both images; ``"loss_weights"`` (b,) multiply the loss of each pair.
 
     The errors use the noise levels, loss and weighting of ``objective``. With a
     ``FlowMatchingObjective``, the loss is that of Flow-DPO with a constant ``beta``.
@@ -42,14 +42,14 @@ class PreferenceObjective:
     """
 
     objective: SchedulerObjective
-    """``DenoisingObjective``, ``EDMObjective`` or ``FlowMatchingObjective``, which determines
-    prediction and noise levels."""
+    """``DenoisingObjective``, ``EDMObjective`` or ``FlowMatchingObjective``, which determines the
+    prediction type and the noise levels."""
     beta: float = attrs.field(default=5000.0, validator=validated(positive))
     """Strength of the pull towards the reference model. diffusers' script uses 5000 for SDXL and
     2500 for Stable Diffusion 1.5."""
     reference: Any = None
-    """Reference model: a frozen copy, which is moved to the trained model's device. The default is
-    the trained model with its adapters disabled, without a second copy."""
+    """Reference model: a frozen copy, which is moved to the trained model's device. By default, the
+    trained model with its adapters disabled, which needs no second copy."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.objective, SchedulerObjective):
@@ -139,7 +139,7 @@ class PreferenceObjective:
                 f"images have {tuple(clean.shape)}",
                 key="batch",
                 value=sorted(beside),
-                fix="resize both images of a pair to one size, as PreferencePairs does",
+                fix="resize both images of a pair to the same size, as PreferencePairs does",
             )
         masks = {LOSS_MASKS: _twice(batch[LOSS_MASKS])} if LOSS_MASKS in batch else {}
         return Inputs(

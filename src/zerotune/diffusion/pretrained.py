@@ -161,8 +161,8 @@ class Pretrained:
     """Result of ``load_pretrained``."""
 
     model: torch.nn.Module
-    """The model to train, in training mode, unpartitioned, on the host. With a plan, its weights
-    are still unread; the engine reads them."""
+    """The model to train: unpartitioned, on the host and in training mode. With a plan, the weights
+    are not read yet; the engine reads them."""
     family: Family
     """Family that calls the model; contains the frozen parts if they were loaded."""
     scheduler: Any
@@ -277,7 +277,7 @@ def load_pretrained(
         frozen_dtype: Dtype of the VAE, the text encoders, and the frozen model that a ControlNet
             controls.
         family: A custom family for an unsupported pipeline, or a name. A name selects a known
-            family of this pipeline (``"sdxl"``), a class (``"module:Class"``) or ``"controlnet"``.
+            family of the pipeline (``"sdxl"``), a class (``"module:Class"``) or ``"controlnet"``.
             ``"controlnet"`` trains a ControlNet, and freezes the pipeline's model.
         controlnet: Folder of an existing ControlNet, or the ControlNet itself; by default a new
             ControlNet is initialised from the pipeline's model.
@@ -285,7 +285,7 @@ def load_pretrained(
         text_encoders: Text encoders to train with the model, by their names in the pipeline;
             ``True`` selects all CLIP text encoders. With trained text encoders,
             ``Pretrained.model`` is a ``TrainedParts``, and captions are encoded in each step.
-        leave_out: Components to omit, such as ``("text_encoder_3", "tokenizer_3")`` of SD3.
+        leave_out: Components to omit, such as ``("text_encoder_3", "tokenizer_3")`` for SD3.
         revision: Revision of the hub repository.
         variant: Variant of the weight files, such as ``"fp16"``.
         local_files_only: Do not access the hub.
@@ -295,9 +295,9 @@ def load_pretrained(
         Model, family, training scheduler and the local folder.
 
     Raises:
-        InvalidValueError: ``source`` cannot be loaded, its family is unknown or fails the test of
-            ``probe``, its scheduler does not add denoising diffusion's noise, the quantization is
-            not available, or the weights' names or shapes do not match the model.
+        InvalidValueError: ``source`` cannot be loaded, or its weights' names or shapes do not match
+            the model. The family is unknown or fails the test of ``probe``. The scheduler cannot
+            add the noise with which the model was trained. The quantization is not available.
         MissingDependencyError: A package that the text encoders or the quantization require is not
             installed.
     """
@@ -436,7 +436,7 @@ def _single_file(
             f"cannot be downloaded from the hub ({first_line(error)})",
             key="config",
             value=config,
-            fix=f"pass a downloaded folder of {wanted} that contains all .json and .txt files, and "
+            fix=f"pass a local copy of {wanted} that contains all .json and .txt files, and "
             "the weights of the parts that the file lacks",
         ) from error
     if config is not None:
@@ -582,7 +582,7 @@ class _StoredPipeline:
                 )
         if (wanted and not chosen) or (chosen and not parts):
             raise InvalidValueError(
-                "are trained together with the pipeline's tokenizers and VAE"
+                "can be trained only with the pipeline's tokenizers and VAE"
                 if chosen
                 else "the pipeline has no CLIP",
                 key="text_encoders",
@@ -654,15 +654,15 @@ class _StoredPipeline:
         except (ImportError, AttributeError, OSError, ValueError) as error:
             if kind.reads_references and find_spec("torchvision") is None:
                 raise MissingDependencyError(
-                    f"the processor of {made.__name__} reads images, for which "
-                    "transformers requires torchvision",
+                    f"the image processor of {made.__name__} needs torchvision, which is not "
+                    "installed",
                     key="torchvision",
                     fix="run pip install torchvision, or pass parts=False to train from caches",
                 ) from error
             if single is not None and isinstance(error, OSError):
                 raise InvalidValueError(
                     "the folder does not contain the frozen parts that the file lacks "
-                    f"({first_line(error)}); of the frozen parts, the file contains "
+                    f"({first_line(error)}); frozen parts in the file: "
                     f"{listing(sorted(single.parts))}",
                     key="config",
                     value=str(self.folder),
@@ -704,7 +704,8 @@ class _StoredPipeline:
             key="scheduler",
             before=f"{stored}, flow_shift={shift:g}",
             after=f"{kind.__name__}, shift={shift:g}",
-            reason=f"{stored} only samples; training draws noise levels with the same shift",
+            reason=f"{stored} supports only sampling; training uses {kind.__name__} with the same "
+            "shift",
         )
         return kind.from_config(known | {"shift": float(shift)}), (decision,)
 
@@ -726,7 +727,7 @@ class _StoredPipeline:
         elif not hasattr(own, "alphas_cumprod"):
             why = "the scheduler has no alphas_cumprod, which denoising diffusion needs"
         elif ddpm is None and not adds_noise(own):
-            why = "the scheduler only samples, and DDPM has a different noise schedule"
+            why = "the scheduler supports only sampling, and DDPM has a different noise schedule"
         if why:
             raise InvalidValueError(
                 f"{why}; training cannot add the noise with which the model was trained",
@@ -744,8 +745,8 @@ class _StoredPipeline:
             before, after, middle = after, before, len(own.alphas_cumprod) // 2
             share = float(own.alphas_cumprod[middle])
             reason = (
-                "DDPM with the same settings has a different noise schedule; training uses the "
-                f"folder's scheduler (alphas_cumprod[{middle}] is {share:.4g})"
+                "DDPM with the same settings has a different noise schedule, so training uses the "
+                f"folder's scheduler, whose alphas_cumprod[{middle}] is {share:.4g}"
             )
         decision = Decision(key="scheduler", before=before, after=after, reason=reason)
         return own if ddpm is None else ddpm, (decision,)
@@ -808,8 +809,7 @@ def _spare_the_vae(parts: FrozenParts) -> tuple[Decision, ...]:
             key="vae.dtype",
             before=before,
             after="float32",
-            reason="the VAE's configuration sets force_upcast, because it overflows in half "
-            "precision",
+            reason="the VAE overflows in half precision, as force_upcast in its configuration says",
         ),
     )
 

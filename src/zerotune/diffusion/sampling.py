@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def evaluating(model: Any) -> AbstractContextManager[None]:
-    """Switch to evaluation mode without gradients for the duration of a ``with`` block.
+    """Switch a model to evaluation mode, without gradients, inside a ``with`` block.
 
     Args:
         model: An ``Engine`` or a ``torch.nn.Module``.
@@ -107,7 +107,7 @@ def shared(group: Gathering | None, purpose: str, work: Callable[[], T]) -> list
 
 
 def group_of(model: Any) -> Group | None:
-    """Return the processes of an engine; ``None`` for a model without an engine."""
+    """Return an engine's process group, or ``None`` for a model without an engine."""
     return cast("Group | None", getattr(model, "group", None))
 
 
@@ -160,27 +160,29 @@ def sample(
         model: An ``Engine`` or a diffusers model, in evaluation mode during the call.
         scheduler: Diffusers scheduler, such as ``DDIMScheduler``; sampling uses a copy. For a
             text-to-image family, the default is the pipeline's scheduler.
-        family: Family that calls the model; default ``Unconditional()``.
+        family: Family that calls the model; by default ``Unconditional()``.
         prompts: Prompts for a text-to-image family; see ``TextToImage.draw``.
         negative_prompt: Negative prompt for guidance; only with prompts.
         labels: Labels (n,) for a class-conditional family.
         count: Number of images; required if neither labels nor prompts are given.
-        shape: Shape (c, h, w) of a sample, only without prompts; default from the model's
+        shape: Shape (c, h, w) of a sample, only without prompts; by default taken from the model's
             configuration.
-        size: Height and width in pixels, only with prompts; default the model's native size.
-        frames: Number of frames per clip, only with a video family; default the pipeline's number.
+        size: Height and width in pixels, only with prompts; by default the model's native size.
+        frames: Number of frames per clip, only with a video family; by default the pipeline's
+            number.
         references: Images to edit, (n, 3, height, width) in [-1, 1], only with an editing family.
             Families with several references per image also accept (n, r, 3, height, width).
         steps: Number of denoising steps.
         guidance_scale: Classifier-free guidance scale; 1 disables guidance.
         trained_with: Scheduler of the training objective, only with prompts; the pipeline's
             scheduler then adopts the prediction type of ``trained_with``.
-        generator: CPU generator in the same state on every rank; default a generator with seed 0.
-        batch_size: Number of images per forward pass and rank; default all images of the rank.
+        generator: CPU generator in the same state on every rank; by default a generator with seed
+            0.
+        batch_size: Number of images per forward pass and rank; by default all images of the rank.
 
     Returns:
-        fp32 images on the CPU, (n, c, h, w), or clips (n, c, frames, h, w), nominally in [-1, 1],
-        not clamped.
+        fp32 images (n, c, h, w) or clips (n, c, frames, h, w) on the CPU. Values are nominally in
+        [-1, 1], but not clamped.
 
     Raises:
         InvalidValueError: An argument is missing or does not apply to the family.
@@ -389,7 +391,7 @@ def _count_images(
             "no images are requested",
             key="count",
             value=wanted,
-            fix="pass prompts=, labels= or count= with at least one image",
+            fix="pass at least one prompt or label, or set count to 1 or more",
         )
     return wanted
 

@@ -1,4 +1,4 @@
-"""Exponential moving averages on the fp32 master weights, on the rank that owns them."""
+"""Exponential moving averages of the fp32 master weights, computed on the ranks that own them."""
 
 from __future__ import annotations
 

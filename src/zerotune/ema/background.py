@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class BackgroundEMA(Closable):
     """Updates one or several shadows in a thread, with the same results as without a thread.
 
-    Between two optimizer steps the fp32 master weights do not change, so the thread reads the
-    weights without a copy. The next optimizer step, and all code that reads the shadow or edits the
+    Between two optimizer steps the fp32 master weights do not change, so the thread can read them
+    without a copy. The next optimizer step, and all code that reads the shadow or edits the
     weights, wait for the update::
 
         ema = EMAShadow(decay=0.9999)
@@ -40,7 +40,7 @@ class BackgroundEMA(Closable):
 
     Args:
         shadow: An ``EMAShadow`` or ``EMAShadows``.
-        optimizer: The optimizer that changes the weights; required only if the weights belong to a
+        optimizer: The optimizer that updates the weights; required only if the weights belong to a
             module without an engine.
     """
 
@@ -66,7 +66,7 @@ class BackgroundEMA(Closable):
         return self._master is not None
 
     def attach(self, source: Any) -> Self:
-        """Attach the shadow if necessary, and watch for changes of the weights.
+        """Attach the shadow if necessary, and watch for changes to the weights.
 
         Args:
             source: As in ``EMAShadow.attach``.
@@ -102,8 +102,9 @@ class BackgroundEMA(Closable):
         """Start an update after one applied optimizer step.
 
         Raises:
-            EMAError: The shadow is not attached or is swapped in, the previous update failed, or
-                the optimizer's step was not observed, so weights could change during an update.
+            EMAError: The shadow is not attached or is swapped in, or the previous update failed.
+                Also raised if no optimizer step was observed, because the weights could then change
+                during an update.
         """
         if self._master is None:
             raise EMAError(

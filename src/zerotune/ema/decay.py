@@ -13,13 +13,13 @@ from zerotune.errors import InvalidValueError
 
 @runtime_checkable
 class DecaySchedule(Protocol):
-    """Protocol of decay schedules; any object with this method is accepted."""
+    """Protocol for decay schedules; any object with a method ``at`` is accepted."""
 
     def at(self, step: int) -> float:
-        """Return the decay of a step.
+        """Return the decay for an optimizer step.
 
         Args:
-            step: Number of the optimizer step since averaging began, from 0.
+            step: Optimizer step since averaging began, counting from 0.
 
         Returns:
             The decay, in [0, 1); 0 makes the shadow a copy of the weights.
@@ -31,7 +31,7 @@ def _check_share(value: Any, *, key: str) -> None:
     number = finite(value, key=key)
     if number == 1:
         raise InvalidValueError(
-            "a decay of 1 or more never updates the shadow",
+            "a decay of 1 never updates the shadow",
             key=key,
             value=value,
             fix="write 0.999 for an average over thousands of steps, or 0.9999 for tens of "
@@ -107,7 +107,7 @@ class RampDecay:
 
 @attrs.frozen(kw_only=True)
 class HalfLife:
-    """A constant decay, given by the time in which a step's share of the average halves.
+    """A constant decay, defined by the half-life of a step's share of the average.
 
     Pass ``steps``, or ``samples`` with ``batch_size``::
 
@@ -120,7 +120,7 @@ class HalfLife:
     samples: float | None = attrs.field(default=None, validator=_optional_above_zero)
     """Half-life in training samples."""
     batch_size: float | None = attrs.field(default=None, validator=_optional_above_zero)
-    """Samples per optimizer step of all ranks together; required with ``samples``."""
+    """Samples per optimizer step over all ranks; required with ``samples``."""
 
     def __attrs_post_init__(self) -> None:
         if (self.steps is None) == (self.samples is None):
@@ -167,14 +167,14 @@ def as_schedule(decay: DecaySchedule | float) -> DecaySchedule:
 def decay_of_update(
     schedule: DecaySchedule, *, step: int, update_every: int = 1, start_after: int = 0
 ) -> float:
-    """Return the decay of one update for the last ``update_every`` optimizer steps.
+    """Return the decay of one update that covers the last ``update_every`` optimizer steps.
 
     The result is the product of the steps' decays (``decay ** update_every`` for a constant decay),
     so the half-life does not depend on ``update_every``.
 
     Args:
-        schedule: Decay of single steps.
-        step: Number of the current optimizer step, from 1.
+        schedule: Schedule of the decay per optimizer step.
+        step: Current optimizer step, counting from 1.
         update_every: Number of optimizer steps per update.
         start_after: Number of initial steps during which the shadow is a copy of the weights.
 

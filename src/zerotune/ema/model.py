@@ -1,4 +1,4 @@
-"""``EMAModel``: diffusers' interface of the same name, based on ``EMAShadow``."""
+"""``EMAModel``: a replacement for diffusers' class of the same name, based on ``EMAShadow``."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _SETTINGS = {
 class EMAModel:
     """A replacement for ``diffusers.training_utils.EMAModel`` that supports all ZeRO stages.
 
-    In a loop without DeepSpeed only the import changes. With DeepSpeed the fp32 weights belong to
-    the engine, so the constructor receives the engine instead of the parameters::
+    In a script without DeepSpeed, only the import changes. With DeepSpeed, the fp32 weights belong
+    to the engine, so the constructor receives the engine instead of the parameters::
 
         unet, optimizer, ... = accelerator.prepare(unet, optimizer, ...)
         ema_unet = EMAModel(unet, decay=0.9999, model_cls=..., model_config=...)
@@ -52,8 +52,8 @@ class EMAModel:
     Names and semantics are those of diffusers; the EMA page of the documentation lists each
     difference. The shadow is always fp32, starts on the CPU, and averages only trainable
     parameters; frozen parameters are copied from the model. Unlike in diffusers, a wrong number or
-    shape of parameters always raises an error. Under ZeRO all methods except ``step`` and ``store``
-    are collective; if a rank does not call a method, an error names the rank.
+    shape of parameters always raises an error. Under ZeRO, all methods except ``step`` and
+    ``store`` are collective; if a rank omits a call, an error names that rank.
 
     Args:
         parameters: Parameters, a module, a zerotune engine or a ``deepspeed.DeepSpeedEngine``.
@@ -66,7 +66,7 @@ class EMAModel:
         foreach: Ignored; accepted for compatibility with diffusers.
         model_cls: A diffusers model class, for ``save_pretrained``.
         model_config: Configuration of the model, for ``save_pretrained``.
-        store: Storage of the shadow; default host memory.
+        store: Storage of the shadow; by default host memory.
         legacy: Deprecated arguments of diffusers, accepted with a ``FutureWarning``: ``max_value``
             (now ``decay``), ``min_value`` (now ``min_decay``) and ``device`` (now ``to(device)``).
 
@@ -106,7 +106,7 @@ class EMAModel:
             self.to(device=old["device"])
 
     def follow(self, source: Any) -> None:
-        """From now on, average the weights of ``source``, the model's engine. Collective.
+        """Switch to averaging the weights of ``source``, the model's engine. Collective.
 
         Use ``follow`` in a script that creates its EMA before ``prepare``. The script may create
         the EMA from the model or, as diffusers' scripts do, from a copy of the model. The average
@@ -121,9 +121,9 @@ class EMAModel:
         if not tracked.are(self._tracked.parameters):
             if not self._tracked.are_masters or not tracked.alike(self._tracked.parameters):
                 raise EMAError(
-                    "averages parameters that differ from the engine's parameters",
+                    "the averaged parameters do not match the engine's parameters",
                     key="EMAModel.follow",
-                    fix="create the EMAModel from the model to prepare, or from its copy",
+                    fix="create the EMAModel from the model that is prepared, or from a copy of it",
                 )
             copied = self._live()
         if not self._tracked.are_masters:
@@ -149,7 +149,7 @@ class EMAModel:
 
     @property
     def optimization_step(self) -> int:
-        """Number of optimizer steps that the EMA has counted; settable."""
+        """Number of optimizer steps that the EMA has counted; can be set."""
         return self._shadow.steps
 
     @optimization_step.setter
@@ -158,7 +158,7 @@ class EMAModel:
 
     @property
     def shadow_params(self) -> list[torch.Tensor]:
-        """Full fp32 averages by position; settable to tensors of the same number and shapes.
+        """Full fp32 averages in parameter order; can be set to tensors of the same shapes.
 
         An EMA of parameters returns the shadow's tensors, which later updates modify, as in
         diffusers. An EMA of an engine returns gathered copies on the CPU, which need as much memory
@@ -176,7 +176,7 @@ class EMAModel:
 
     @property
     def temp_stored_params(self) -> list[torch.Tensor] | None:
-        """Weights saved by ``store``, on the CPU, or ``None``; settable.
+        """CPU copies of the weights saved by ``store``, or ``None``; can be set.
 
         An EMA of an engine stores this rank's fragments.
         """
@@ -190,7 +190,7 @@ class EMAModel:
         """Return the decay of the update that follows an optimizer step.
 
         Args:
-            optimization_step: Number of the optimizer step, from 1.
+            optimization_step: Optimizer step, counting from 1.
         """
         schedule: WarmupDecay | RampDecay = RampDecay(decay=self.decay, min_decay=self.min_decay)
         if self.use_ema_warmup:
@@ -292,12 +292,13 @@ class EMAModel:
             non_blocking: Ignored.
 
         Raises:
-            InvalidValueError: ``dtype`` is not fp32; rounding would keep a bf16 shadow unchanged.
+            InvalidValueError: ``dtype`` is not fp32. In bf16, rounding would keep the shadow
+                unchanged.
         """
         del non_blocking
         if dtype not in (None, torch.float32):
             raise InvalidValueError(
-                "is not supported, because with a decay near 1 rounding would keep the shadow "
+                "is not supported, because with a decay near 1, rounding would keep the shadow "
                 "unchanged",
                 key="dtype",
                 value=str(dtype),
@@ -358,8 +359,11 @@ class EMAModel:
     def save_pretrained(self, path: str | Path) -> None:
         """Write a diffusers model folder with the averages; its config includes the EMA settings.
 
-        Rank 0 writes the folder. With sharded averages all ranks must call ``save_pretrained``, and
-        no rank continues before the folder exists.
+        Rank 0 writes the folder. With sharded averages, all ranks must call ``save_pretrained``,
+        and no rank continues before the folder exists.
+
+        Args:
+            path: Folder to write.
 
         Raises:
             EMAError: ``model_cls`` or ``model_config`` is missing, or this rank or rank 0 cannot
@@ -487,7 +491,7 @@ def _legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
             )
         if value is not None:
             today = "to(device=...)" if name == "device" else _LEGACY[name]
-            message = f"EMAModel({name}=...) is diffusers' old name; use {today}"
+            message = f"EMAModel({name}=...) is deprecated in diffusers; use {today}"
             warnings.warn(message, FutureWarning, stacklevel=3)
     return {_LEGACY[name]: value for name, value in arguments.items() if value is not None}
 
@@ -502,7 +506,7 @@ class TrackedParameters:
     parameters: tuple[torch.nn.Parameter, ...]
     """The parameters, in the order of ``module.parameters()``."""
     names: tuple[str, ...]
-    """Names in the master weights."""
+    """Names of the parameters in the master weights."""
     master: MasterWeights
     are_masters: bool = False
     """Whether the parameters are the fp32 weights; ``False`` for the parameters of an engine."""

@@ -1,7 +1,7 @@
-"""``EMAShadow``, an fp32 average of this rank's master weights, and ``EMAShadows`` for several.
+"""``EMAShadow``: an fp32 average of this rank's master weights; ``EMAShadows``: several averages.
 
 An update reads each fragment of the master weights once, even for several shadows. The first
-updates are verified: a shadow that does not move closer to the weights raises an error.
+updates are verified: an error is raised if a shadow does not move closer to the weights.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class EMAShadow(Readable):
         start_after: Number of initial optimizer steps during which the shadow is a copy of the
             weights.
         store: Storage of the shadow: ``HostStore()``, ``DeviceStore()`` or
-            ``FileStore(folder=...)``; default host memory.
+            ``FileStore(folder=...)``; by default host memory.
 
     Attributes:
         name: Name for exports: ``"ema"``, or the shadow's name in ``EMAShadows``.
@@ -128,7 +128,7 @@ class EMAShadow(Readable):
 
     @property
     def shadows(self) -> tuple[EMAShadow, ...]:
-        """A tuple with this shadow, as in ``EMAShadows``."""
+        """A tuple that contains only this shadow, for compatibility with ``EMAShadows``."""
         return (self,)
 
     @property
@@ -149,7 +149,7 @@ class EMAShadow(Readable):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's shadow."""
+        """Size of this rank's shadow in bytes."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def step(self) -> None:
@@ -191,7 +191,7 @@ class EMAShadow(Readable):
         """Return the update that follows an optimizer step, or ``None`` if no update is due.
 
         Args:
-            step: Number of the optimizer step, from 1.
+            step: Optimizer step, counting from 1.
         """
         if step % self._update_every:
             return None
@@ -208,13 +208,14 @@ class EMAShadow(Readable):
     def swapped_in(self) -> Iterator[None]:
         """Run the model with averaged weights inside the block.
 
-        Master weights and shadow are exchanged in place, without a third copy. The end of the block
+        Master weights and shadow are exchanged in place, without a third copy. Leaving the block
         restores weights and shadow bit for bit, even after an error. Collective: every rank must
         enter and leave the block.
 
         Raises:
             EMAError: The shadow is not attached, or is already swapped in.
-            CollectiveError: A rank did not enter the block, as in ``if trainer.is_main: ...``.
+            CollectiveError: A rank did not enter the block, for example because of ``if
+                trainer.is_main: ...``.
         """
         master = self._ready("swapped_in()")
         # Before anything moves: a rank that waits for others must still have its own weights.
@@ -230,12 +231,13 @@ class EMAShadow(Readable):
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the full average of every trainable parameter.
 
-        Only one average is in memory at a time.
+        Only one full average is in memory at a time.
 
         Collective: every rank must iterate to the end.
 
         Yields:
-            Name and fp32 CPU tensor in the parameter's shape, in the same order on all ranks.
+            Name, and fp32 CPU tensor with the parameter's shape. The order is the same on all
+            ranks.
         """
         master = self._attached()
 
@@ -245,7 +247,7 @@ class EMAShadow(Readable):
         yield from master.gather(averaged)
 
     def distance(self) -> float:
-        """Return the relative L2 distance of shadow and master weights over all ranks.
+        """Return the relative L2 distance between shadow and master weights over all ranks.
 
         Collective: every rank must call ``distance``.
 
@@ -265,7 +267,7 @@ class EMAShadow(Readable):
         return math.sqrt(apart / norm) if norm else math.sqrt(apart)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return ``steps``, and views of this rank's fragments by ``name[start:stop]``.
+        """Return ``steps``, and views of this rank's fragments, keyed by ``name[start:stop]``.
 
         Raises:
             EMAError: The shadow is not attached, or is swapped in and thus contains the trained
@@ -284,8 +286,8 @@ class EMAShadow(Readable):
 
         Raises:
             EMAError: The shadow is not attached, is swapped in, or has different fragments; the
-                shadow is unchanged. A fragment of a different size raises the error after earlier
-                fragments were loaded.
+                shadow is unchanged. If a fragment has a different size, earlier fragments are
+                already loaded when the error is raised.
         """
         self._ready("load_state_dict()")
         self._check_parts({*self._tensors, "steps"}, set(state), key="state")
@@ -317,8 +319,8 @@ class EMAShadow(Readable):
         """Move the shadow to ``store``; the move needs memory for a second copy.
 
         Raises:
-            EMAError: The shadow is not attached or is swapped in, or the new storage has no space;
-                the shadow stays where it was.
+            EMAError: The shadow is not attached or is swapped in, or the new storage has too little
+                space. The shadow then stays where it was.
         """
         master = self._ready("move()")
         tensors = room_for(master, as_store(store))
@@ -336,7 +338,7 @@ class EMAShadow(Readable):
         return self._attached(settled=False)
 
     def follow(self, source: Any) -> None:
-        """From now on, average different weights with the same names and shapes.
+        """Switch to averaging different weights with the same names and shapes.
 
         Args:
             source: As in ``attach``, for example a reloaded model.
@@ -356,7 +358,8 @@ class EMAShadow(Readable):
     def settle_with(self, settle: Callable[[], None] | None) -> None:
         """Set the function that finishes a pending update before the shadow is read.
 
-        ``None`` removes the function.
+        Args:
+            settle: The function; ``None`` removes it.
         """
         self._settle = settle
 
@@ -369,7 +372,7 @@ class EMAShadow(Readable):
     def brief(self) -> str:
         """Summarise decay, storage and steps in one line."""
         attached = (
-            "not attached" if self._master is None else f"{counted(self._steps, 'step')} seen"
+            "not attached" if self._master is None else f"{counted(self._steps, 'step')} counted"
         )
         return f"{self._schedule!r} {self._store}, {attached}"
 
@@ -386,9 +389,9 @@ class EMAShadow(Readable):
         if self._master is not None:
             elements = sum(tensor.numel() for tensor in self._tensors.values())
             lines.append(
-                f"  {elements:,} fp32 elements of this rank {self._store} "
-                f"({disk_size(self.nbytes)}), {counted(self._steps, 'step')} seen, "
-                f"decay now {self.decay:.6g}"
+                f"  this rank averages {elements:,} fp32 elements {self._store} "
+                f"({disk_size(self.nbytes)}); {counted(self._steps, 'step')} counted, "
+                f"current decay {self.decay:.6g}"
             )
         return "\n".join(lines)
 
@@ -482,7 +485,7 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         with emas["slow"].swapped_in(): ...
 
     Args:
-        shadows: Shadows that are not attached yet, by name.
+        shadows: Unattached shadows by name.
 
     Raises:
         InvalidValueError: There is no shadow, or a shadow has two names.
@@ -520,12 +523,12 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
 
     @property
     def shadows(self) -> tuple[EMAShadow, ...]:
-        """All shadows, in the given order."""
+        """All shadows, in the order in which they were passed."""
         return tuple(self._shadows.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's shadows."""
+        """Total size of this rank's shadows in bytes."""
         return sum(shadow.nbytes for shadow in self._shadows.values())
 
     def explain(self) -> str:
@@ -581,7 +584,7 @@ class ShadowUpdate:
 
     @property
     def follower(self) -> Follower | None:
-        """The update in a form for the optimizer's step; ``None`` if there is no such form."""
+        """The update as a ``Follower`` of the optimizer's step; ``None`` if that is impossible."""
         if self.watched or not all(
             each.device.type == "cpu" and each.is_contiguous() for each in self.tensors.values()
         ):
@@ -604,8 +607,8 @@ class ShadowUpdate:
             )
         if after > allowed:
             raise EMAError(
-                f"an update with decay {self.decay:.6g} changed the distance of the "
-                f"shadow from {before:.4g} to {after:.4g}; expected {allowed:.4g}",
+                f"an update with decay {self.decay:.6g} changed the shadow's distance to the "
+                f"weights from {before:.4g} to {after:.4g}; expected at most {allowed:.4g}",
                 key="ema.step()",
                 fix="make sure that nothing else writes to the shadow or the weights during "
                 "the update",
@@ -628,7 +631,7 @@ def update_together(*shadows: EMAShadow) -> None:
 
 
 def expect_together(*shadows: EMAShadow) -> None:
-    """Announce to the engine one update of several shadows of the same weights.
+    """Announce to the engine one joint update of several shadows.
 
     Args:
         shadows: Shadows attached to the same engine or model.
@@ -723,7 +726,7 @@ _BYTES = 4
 
 @runtime_checkable
 class ShadowStore(Protocol):
-    """Protocol of storage for one rank's fragments of a shadow."""
+    """Protocol for the storage of one rank's shadow fragments."""
 
     def allocate(self, numel: int, *, device: torch.device) -> torch.Tensor:
         """Return an uninitialised fp32 tensor of shape ``(numel,)``.
@@ -741,7 +744,7 @@ class ShadowStore(Protocol):
 
 @attrs.frozen(kw_only=True)
 class HostStore:
-    """Storage of a shadow in host memory that is not page-locked; the default.
+    """Storage of a shadow in pageable host memory; the default.
 
     With master weights in host memory, updates transfer nothing between host and device.
     """
@@ -775,8 +778,8 @@ class DeviceStore:
 class FileStore:
     """Storage of a shadow in a memory-mapped file, which the kernel caches in memory.
 
-    The file is unlinked as soon as it is mapped, so a killed run leaves no file, and other runs
-    cannot open the file. The file occupies the disk until the shadow is freed. All ranks may use
+    The file is unlinked as soon as it is mapped, so a killed run leaves no file behind, and other
+    runs cannot open it. The file occupies disk space until the shadow is freed. All ranks may use
     the same folder; with several machines, use a folder on each machine's local disk::
 
         EMAShadow(store=FileStore(folder=lease.path))
@@ -830,7 +833,7 @@ def as_store(store: Any) -> ShadowStore:
 
 
 def room_for(master: MasterWeights, store: ShadowStore) -> dict[str, torch.Tensor]:
-    """Allocate in ``store`` an uninitialised 1-D fp32 tensor for every fragment of this rank.
+    """Allocate an uninitialised 1-D fp32 tensor in ``store`` for every fragment of this rank.
 
     Returns:
         Tensors by the fragment's key.

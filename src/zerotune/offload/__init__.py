@@ -1,6 +1,6 @@
 """Swap folders: each run creates and locks a separate folder inside a shared root.
 
-This package needs neither torch nor DeepSpeed: it manages paths and locks.
+This package needs neither torch nor DeepSpeed: it only manages paths and locks.
 """
 
 from __future__ import annotations

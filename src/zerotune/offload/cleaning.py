@@ -1,6 +1,6 @@
 """Delete leftovers of dead runs from a swap root.
 
-The module contains, in this order, the clean-up with its report, the handling of DeepSpeed's swap
+The module's sections are, in order: the clean-up with its report, the handling of DeepSpeed's swap
 files without a lease, and the search for processes that may use these files.
 """
 
@@ -61,7 +61,7 @@ class CleanupReport:
 
     root: Path
     dry_run: bool
-    """Whether nothing was deleted; ``removed`` then lists what the clean-up would delete."""
+    """Whether this was a dry run; ``removed`` then lists what would be deleted."""
     removed: tuple[Leftover, ...] = ()
     kept: tuple[Leftover, ...] = ()
     failures: tuple[Leftover, ...] = ()
@@ -87,7 +87,7 @@ class CleanupReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-serialisable data; bytes are integers."""
+        """Return JSON-serialisable data; sizes are integers in bytes."""
         return {
             "root": str(self.root),
             "dry_run": self.dry_run,
@@ -110,7 +110,7 @@ def _cleanup_decision(one: Leftover, verb: str, *, gone: bool) -> Decision:
 
 
 Cleaner = Callable[[Path], CleanupReport]
-"""Function that an ``OffloadManager`` calls with each root before it creates a swap folder."""
+"""Function that an ``OffloadManager`` calls with a root after it creates a swap folder there."""
 
 
 def cleanup_stale_swap(
@@ -118,11 +118,11 @@ def cleanup_stale_swap(
 ) -> CleanupReport:
     """Delete swap folders of provably dead runs from a swap root.
 
-    Only folders created by zerotune are deleted, and only if no process locks the folder and no
-    recorded owner is alive. Folders in DeepSpeed's layout (``zero_stage_3/…/rankN``) have no
-    recorded owner, so they are only reported, unless ``adopt`` is set. Symbolic links are not
-    followed, and mounts are not entered. Several processes may clean the same root at once, while
-    runs start and end. An interrupted clean-up can be repeated.
+    A folder is deleted only if zerotune created it, no process locks it, and no recorded owner is
+    alive. Folders in DeepSpeed's layout (``zero_stage_3/…/rankN``) have no recorded owner, so they
+    are only reported, unless ``adopt`` is set. Symbolic links are not followed, and mounts are not
+    entered. Several processes may clean the same root at once, while runs start and end. An
+    interrupted clean-up can be repeated.
 
     Args:
         root: The swap root.
@@ -205,7 +205,7 @@ class _Sweep:
             said = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
             other = _other_owner(root, name) if isinstance(error, PermissionError) else None
             if other is not None:
-                said = f"belongs to user {other}, whose runs delete it ({said})"
+                said = f"belongs to user {other}, whose own runs delete it ({said})"
             # No folder of ours at all: a link, a file, a mount.
             foreign = isinstance(error, NotADirectoryError)
             foreign = foreign or getattr(error, "errno", None) == errno.ELOOP
@@ -294,7 +294,7 @@ def _other_owner(root: int, name: str) -> int | None:
 # -- Swap files that DeepSpeed wrote straight into a root, without a lease.
 
 ADOPTED_PREFIX: Final = ".zerotune-adopted-"
-"""Prefix of a folder in DeepSpeed's layout during its removal."""
+"""Name prefix of a folder in DeepSpeed's layout while the folder is being removed."""
 
 _LAYOUT_NAME: Final = re.compile(r"zero_stage_\d+", re.ASCII)
 # Names of DeepSpeed 0.19.8: runtime/swap_tensor/partitioned_param_swapper.py, optimizer_utils.py.
@@ -314,11 +314,11 @@ class BareSwap:
     last_written: float
     """Latest modification time of the files and folders, in seconds since 1970."""
     foreign: str | None
-    """Path of a file that DeepSpeed did not write; ``None`` without such a file."""
+    """Path of a file that DeepSpeed did not write; ``None`` if there is none."""
 
 
 def is_bare(name: str) -> bool:
-    """Return whether a name inside a root belongs to a folder in DeepSpeed's layout."""
+    """Return whether a name in a swap root denotes a folder in DeepSpeed's layout."""
     return _LAYOUT_NAME.fullmatch(name) is not None or name.startswith(ADOPTED_PREFIX)
 
 
@@ -365,7 +365,7 @@ def doubt_about(swap: BareSwap, kind: str | None) -> str | None:
 
     Args:
         swap: Contents of the folder.
-        kind: File system of the folder.
+        kind: Type of the folder's file system.
     """
     if swap.foreign is not None:
         return f"contains {swap.foreign}, which is not a swap file of DeepSpeed"
@@ -374,7 +374,7 @@ def doubt_about(swap: BareSwap, kind: str | None) -> str | None:
     try:
         return users_of(swap.files, last_written=swap.last_written).doubt()
     except OSError as error:
-        return f"the processes that use the folder are unknown ({error.strerror or error})"
+        return f"the processes that use the folder cannot be determined ({error.strerror or error})"
 
 
 def remove_bare(root: int, name: str, *, kind: str | None, removed: Removed) -> str | None:
@@ -386,7 +386,7 @@ def remove_bare(root: int, name: str, *, kind: str | None, removed: Removed) -> 
     Args:
         root: Descriptor of the swap root.
         name: Name of the folder.
-        kind: File system of the folder.
+        kind: Type of the folder's file system.
         removed: Progress counter.
     """
     with _locked_against_cleaners(root, name) as folder:
@@ -410,11 +410,11 @@ def _put_back(root: int, aside: str, name: str) -> None:
         os.rename(aside, name, src_dir_fd=root, dst_dir_fd=root)
         return
     raise OffloadError(
-        "a process began to use the folder during its removal, and a newer folder has the same "
-        f"name, so the folder is now called {aside}; nothing was deleted",
+        "a process began to use the folder during its removal, so nothing was deleted; the folder "
+        f"is now called {aside}, because a newer folder has its old name",
         key="cleanup_stale_swap",
         value=name,
-        fix="end both runs, and create a separate swap folder for each run with OffloadManager",
+        fix="stop both runs, and create a separate swap folder for each run with OffloadManager",
     )
 
 
@@ -449,7 +449,7 @@ class Users:
     swapping: tuple[int, ...] = ()
     """Ids of processes that use DeepSpeed's aio without a lease and were running when the files
     were last written. DeepSpeed opens a swap file only to read or write it, so such a process may
-    own closed files."""
+    own files that are closed now."""
     hidden: tuple[int, ...] = ()
     """Ids of processes that this user may not inspect."""
 
@@ -460,7 +460,7 @@ class Users:
         if self.swapping:
             return (
                 f"process {listing(self.swapping, most=5)} may own the folder: it uses "
-                "DeepSpeed's aio without a lease and was running at the folder's last write"
+                "DeepSpeed's aio without a lease and was running when the folder was last written"
             )
         if self.hidden:
             return (
@@ -481,13 +481,13 @@ def users_of(
     Args:
         files: Device and inode of each file.
         last_written: Time of the last write to the files, in seconds since 1970.
-        proc: Mount point of the kernel's process information.
+        proc: Mount point of the proc file system.
     """
     wanted = frozenset(files)
     lines = (proc / "stat").read_text("ascii").splitlines()
     booted = next((float(line.split()[1]) for line in lines if line.startswith("btime ")), None)
     if booted is None:
-        raise OSError("the machine's start time is unknown")
+        raise OSError("the machine's boot time is unknown")
     open_in, swapping, hidden = [], [], []
     # A kernel that hides other users' processes hides the first one as well.
     if not (proc / "1").exists():

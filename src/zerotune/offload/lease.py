@@ -1,8 +1,8 @@
 """Ownership of a swap folder: its record, its lock, and how a lease is found and ended.
 
-A lease is a swap folder that belongs to one run. The module contains, in this order, the record,
-the lock on one folder, the search for leases in a root, the end of a lease, and safe measuring and
-removal of folders.
+A lease is a swap folder that belongs to one run. The module's sections are, in order: the record,
+the lock on one folder, the search for leases in a root, the end of a lease, and the safe
+measurement and removal of folders.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class LeaseRecord(OwnerRecord):
     """One rank's record in a lease: the owning process, its start time and its plan.
 
     The lock of the lease shows whether the process is alive. The record identifies the process and
-    contains the maximum swap size. On file systems with unreliable locks, the record helps to
-    detect a dead process.
+    contains the maximum swap size. On file systems with unreliable locks, it also helps to detect a
+    dead process.
     """
 
     rank: int
@@ -88,7 +88,12 @@ class LeaseRecord(OwnerRecord):
     @classmethod
     @override
     def damaged(cls, text: str, reason: str) -> OffloadError:
-        """Return the error for an invalid record."""
+        """Return the error for an invalid record.
+
+        Args:
+            text: Content of the record's file.
+            reason: What is wrong with it.
+        """
         return OffloadError(
             reason,
             key="lease record",
@@ -97,7 +102,7 @@ class LeaseRecord(OwnerRecord):
         )
 
     def write(self, folder: Path) -> None:
-        """Write the record to ``rank<N>.json`` in the lease's ``folder``, atomically.
+        """Write the record atomically to ``rank<N>.json`` in the lease's ``folder``.
 
         Raises:
             OSError: The file cannot be written.
@@ -137,7 +142,7 @@ class LeaseRecord(OwnerRecord):
             other = LeaseRecord.read(file)
             if other.plan_digest != self.plan_digest:
                 raise OffloadError(
-                    f"rank {self.rank} has a different plan than rank {other.rank}, which wrote "
+                    f"rank {self.rank} has a different plan from rank {other.rank}, which wrote "
                     f"this record: {self.plan_digest[:12]} instead of {other.plan_digest[:12]}",
                     key="lease record",
                     value=str(file),
@@ -180,7 +185,7 @@ class LeaseRecord(OwnerRecord):
 
 LOCK_FILE: Final = "lease.lock"
 DRAFT_PREFIX: Final = ".zerotune-new-"
-"""Prefix of an incomplete lease, during whose creation its creator locks the root."""
+"""Name prefix of an incomplete lease; its creator locks the root until the lease is complete."""
 
 _JOIN_PATIENCE: Final = 5.0
 _LEAVE_PATIENCE: Final = 0.5
@@ -231,7 +236,7 @@ class SwapDirectory:
             raise _lease_error(path, "cannot be created or joined", error) from error
         if lock is None:
             raise OffloadError(
-                "was deleted while this rank was locking the folder",
+                "was deleted while this rank was locking it",
                 key="offload.root",
                 value=str(path),
                 fix="start the run again",
@@ -265,7 +270,7 @@ class SwapDirectory:
 
 
 def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool:
-    """Lock an open file, and return whether the lock was obtained.
+    """Try to lock an open file, and return whether the lock was obtained.
 
     Args:
         descriptor: Descriptor of the file.
@@ -276,7 +281,7 @@ def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool
         return ownership.try_lock(descriptor, exclusive=exclusive, patience=patience)
     except OSError as error:
         if ownership.lacks_locks(error):
-            raise _no_locks("this file system offers no file locks") from error
+            raise _no_locks("this file system does not support file locks") from error
         raise
 
 
@@ -341,7 +346,7 @@ def _remove_own(path: Path, lock: int) -> Removal:
                 "is no longer the folder that this run created, so nothing in it was deleted",
                 key="offload.root",
                 value=str(path),
-                fix="inspect the folder, and delete it by hand if its contents are yours",
+                fix="inspect the folder, and delete it yourself if its contents are yours",
             )
         dismantle(folder, Removed())
     finally:
@@ -395,8 +400,8 @@ class FoundLease:
     """Id of the run that created the folder."""
     state: LeaseState
     """``"live"``: a process locks the folder. ``"stale"``: the owner is provably dead. ``"empty"``:
-    the removal is in progress, or was interrupted at the last step. ``"unknown"``: the owner may be
-    alive, so the folder is kept."""
+    the removal of the folder is in progress, or was interrupted at the last step. ``"unknown"``:
+    the owner may be alive, so the folder is kept."""
     reason: str
     """Why the folder is in this state."""
     size: int
@@ -411,13 +416,13 @@ class FoundLease:
 
     @property
     def still_to_come(self) -> int:
-        """Reserved bytes that are not written yet."""
+        """Reserved bytes that have not been written yet."""
         return max(0, self.reserved - self.size)
 
 
 @attrs.frozen(kw_only=True)
 class Verdict:
-    """State of an open lease, valid while the caller locks the lease."""
+    """State of an open lease, valid while the caller holds the lease's lock."""
 
     state: LeaseState
     reason: str
@@ -426,6 +431,9 @@ class Verdict:
 
 def find_leases(root: Path) -> tuple[FoundLease, ...]:
     """Return every lease inside a swap root, sorted by name, without changing any file.
+
+    Args:
+        root: The swap root.
 
     Raises:
         OffloadError: The root cannot be listed.
@@ -481,7 +489,7 @@ def judged(folder: int, kind: str | None) -> Iterator[Verdict]:
 
     Args:
         folder: Descriptor of the lease's folder.
-        kind: File system of the folder.
+        kind: Type of the folder's file system.
     """
     try:
         lock = open_regular(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW, within=folder)
@@ -532,7 +540,10 @@ def _doubt(records: tuple[LeaseRecord, ...], kind: str | None) -> str | None:
     """Why a free lock is no proof of death here, or ``None`` when it is."""
     if not records and kind not in LOCAL_FILESYSTEMS:
         where = kind or "this file system"
-        return f"the folder has no record, and a free lock proves nothing on {where}"
+        return (
+            f"the folder has no record, and on {where} a free lock does not prove that the run has "
+            "ended"
+        )
     return next((doubt for record in records if (doubt := record.doubt(kind))), None)
 
 
@@ -542,7 +553,7 @@ def _doubt(records: tuple[LeaseRecord, ...], kind: str | None) -> str | None:
 def release(
     directories: tuple[SwapDirectory, ...], barrier: Callable[[], None] | None
 ) -> tuple[tuple[Decision, ...], tuple[OffloadError, ...]]:
-    """Leave the folders of a successful run, and delete them.
+    """Release a successful run's locks on its folders, and delete the folders.
 
     Args:
         directories: Folders of the run.
@@ -586,7 +597,7 @@ def release(
 
 
 def abandon(directories: tuple[SwapDirectory, ...]) -> tuple[Decision, ...]:
-    """Leave a run's folders after a failure, without waiting for other ranks.
+    """Release a run's folders after a failure, without waiting for other ranks.
 
     A folder that cannot be deleted is reported as a decision, not an error, so that the original
     failure stays visible.
@@ -601,7 +612,7 @@ def holds_folders() -> bool:
 
 
 def abandon_held() -> None:
-    """Leave every swap folder that this process still locks, before the process ends."""
+    """Release and delete the swap folders that this process still locks, before it ends."""
     abandon(tuple(_directories_held))
 
 
@@ -617,7 +628,7 @@ def deleted_under(directories: tuple[SwapDirectory, ...]) -> OffloadError | None
     for directory in directories:
         if directory.held and not directory.path.exists():
             return OffloadError(
-                "this run's swap folder was deleted during the run, so its contents are lost",
+                "the swap folder was deleted during the run, so its contents are lost",
                 key="offload.root",
                 value=str(directory.path),
                 fix="resume from the last checkpoint; to clean a root use `zerotune offload "
@@ -656,7 +667,7 @@ def open_folder(path: str | Path, *, within: int | None = None) -> int:
 
     Args:
         path: Path of the folder.
-        within: Descriptor of the folder to which the path is relative.
+        within: Descriptor of the folder that ``path`` is relative to.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, dir_fd=within)
@@ -672,7 +683,7 @@ def folder_bytes(folder: int) -> int:
         while above:
             facts, names = above[-1]
             if not os.path.samestat(os.fstat(here), facts):
-                raise OSError(errno.ESTALE, "was moved while it was measured")
+                raise OSError(errno.ESTALE, "was moved while its size was being measured")
             if names:
                 try:
                     child = open_folder(names.pop(), within=here)
@@ -740,7 +751,7 @@ def remove_entry(folder: int, name: str, home: tuple[int, str | None], removed: 
 
 
 DEEP_PREFIX: Final = ".zerotune-deep-"
-"""Prefix of a deeply nested folder that is moved up during removal."""
+"""Name prefix of a deeply nested folder that is moved to the top during removal."""
 
 _DEEPEST_EMPTIED: Final = 64
 

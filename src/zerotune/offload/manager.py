@@ -59,9 +59,9 @@ class Lease(Readable):
     plan: ResolvedPlan
     """The plan, with NVMe paths inside the swap folders."""
     paths: Mapping[Target, Path] = attrs.field(factory=lambda: MappingProxyType({}))
-    """Swap folders by ``"param"`` and ``"optimizer"``; only data on NVMe have a folder."""
+    """Swap folder of each kind of data on NVMe, by ``"param"`` and ``"optimizer"``."""
     roots: tuple[SwapRoot, ...] = ()
-    """The checked roots of these folders."""
+    """Verified swap roots that contain the run's folders."""
     run_id: str | None = None
     """Run id, shared by all ranks; ``None`` without NVMe."""
     decisions: tuple[Decision, ...] = ()
@@ -83,7 +83,7 @@ class Lease(Readable):
 
     @property
     def path(self) -> Path | None:
-        """Folder of the parameters, or else of the optimizer states; ``None`` without NVMe."""
+        """Parameter swap folder, otherwise optimizer swap folder; ``None`` without NVMe."""
         return self.paths.get("param", self.paths.get("optimizer"))
 
     def _carrying(self) -> Lease:
@@ -163,14 +163,14 @@ class Invitation:
         if self.plan and mine != self.plan:
             difference = differences({0: self.plan, rank: mine})
             raise OffloadError(
-                f"rank {rank} has a different plan than rank 0 ({difference})",
+                f"rank {rank} has a different plan from rank 0 ({difference})",
                 key="resolved plan",
                 fix="give every rank the same configuration and arguments",
             )
 
 
 def local_ranks(resolved: ResolvedPlan, environ: Mapping[str, str] | None = None) -> int:
-    """Return the number of ranks on this machine: ``LOCAL_WORLD_SIZE``, or else all ranks."""
+    """Return the number of ranks on this machine: ``LOCAL_WORLD_SIZE`` if set, otherwise all."""
     written = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "")
     count = int(written) if written.isdecimal() else resolved.world_size
     return min(max(count, 1), resolved.world_size)
@@ -183,7 +183,7 @@ def check_ranks(resolved: ResolvedPlan, rank: int, world_size: int | None) -> No
             f"the plan was resolved for {resolved.world_size} ranks",
             key="world_size",
             value=world_size,
-            fix="resolve the plan with the number of ranks that run it",
+            fix="resolve the plan for the number of ranks in this run",
         )
     if not 0 <= rank < resolved.world_size:
         raise OffloadError(
@@ -199,7 +199,7 @@ def need_share(share: Share | None) -> Share:
     if share is not None:
         return share
     raise OffloadError(
-        "several ranks need the same run id, but there is no function that shares it",
+        "several ranks need the same run id, but no function that shares it was passed",
         key="OffloadManager.share",
         value=None,
         fix="pass share=, a function that returns rank 0's string on every rank",
@@ -213,14 +213,14 @@ class OffloadManager:
     plan's ``nvme_path``, or an environment variable. The paths in the trainer's configuration are
     ``offload_param_path`` and ``offload_optimizer_path``. The environment variables are, in order,
     ``ZEROTUNE_OFFLOAD_PARAM_PATH``, ``ZEROTUNE_OFFLOAD_OPTIMIZER_PATH`` and ``ZEROTUNE_SWAP_ROOT``.
-    If no path is set, zerotune warns, and the root is a folder in the system's temporary folder.
+    If no path is set, zerotune warns and uses a folder in the system's temporary directory.
 
     Args:
         root: Root for parameters and optimizer states.
         offload_param_path: Root for parameters.
         offload_optimizer_path: Root for optimizer states; by default the root for parameters.
         share: Collective that returns rank 0's string on every rank; required with several ranks.
-        cleaner: Function that is called with each root before a folder is created in the root;
+        cleaner: Function that is called with each root after this run's folder is created there;
             ``partial(cleanup_stale_swap, dry_run=True)`` only reports leftovers.
 
     Raises:
@@ -254,19 +254,19 @@ class OffloadManager:
         barrier: Barrier | None = None,
         share: Share | None = None,
     ) -> Iterator[Lease]:
-        """Create this run's swap folder, and delete the folder at the end of the ``with`` block.
+        """Create this run's swap folder, and delete it at the end of the ``with`` block.
 
         Close the engine before the block ends. Without NVMe offload no folder is created, and only
-        host memory is checked. Before the folder is created, leftovers of dead runs are deleted
-        from the root, and the plan's swap size is compared with the free space. After all ranks
-        have left the block, the rank that created the folder deletes it. After an exception, or
-        without ``barrier``, the last rank that leaves the block deletes the folder. If a run is
-        killed, the next ``lease`` in the same root deletes the killed run's folder.
+        host memory is checked. After the folder is created, leftovers of dead runs are deleted from
+        the root, and the plan's swap size is compared with the free space. After all ranks have
+        left the block, the rank that created the folder deletes it. After an exception, or without
+        ``barrier``, the last rank that leaves the block deletes the folder. If a run is killed, the
+        next ``lease`` in the same root deletes the killed run's folder.
 
         Args:
             resolved: The plan to run, with its optimizer resolved.
             rank: Global rank of this process.
-            world_size: Number of ranks; by default the plan's number.
+            world_size: Number of ranks; defaults to the plan's number of ranks.
             barrier: Function that waits for all ranks; called if the block ends without an
                 exception.
             share: As in ``OffloadManager``; used if the manager has no ``share``.
@@ -277,9 +277,10 @@ class OffloadManager:
         Raises:
             UnresolvedPlanError: The plan is not fully resolved.
             OffloadError: Host memory is too small for the plan, a root is unusable or too small, or
-                the system has no file locks. Also raised if the ranks' plans differ, or do not
-                match ``rank`` and ``world_size``. At the end of the block, ``OffloadError`` means
-                that the folder was deleted during the run or cannot be deleted.
+                the system does not support file locks. The error is also raised if the ranks' plans
+                differ, or do not match ``rank`` and ``world_size``. At the end of the block,
+                ``OffloadError`` means that the folder was deleted during the run or cannot be
+                deleted.
         """
         check_ranks(resolved, rank, world_size)
         resolved, fitted = fit_host_memory(resolved, ranks=local_ranks(resolved))
@@ -439,7 +440,7 @@ def _path_decisions(resolved: ResolvedPlan, paths: Mapping[Target, Path]) -> tup
             before=resolved.nvme_paths.get(target),
             after=str(path),
             reason="this run gets a separate folder, because DeepSpeed uses the same file names "
-            "for every run and deletes existing files at the start",
+            "for every run and deletes existing files at startup",
         )
         for target, path in paths.items()
     )

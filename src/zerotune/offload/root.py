@@ -77,7 +77,7 @@ class RootChoice:
     key: str
     """Name of the setting that contains the path, such as ``"OffloadManager.root"``."""
     fallback: bool = False
-    """Whether zerotune chose the temporary folder because no setting contains a root."""
+    """Whether zerotune chose a temporary folder because no setting names a root."""
     passed_over: tuple[str, ...] = ()
     """Overridden settings, each as ``setting = path``."""
 
@@ -86,7 +86,7 @@ class RootChoice:
         if given.is_symlink():
             if not given.exists():
                 raise self._unusable(
-                    "is a symbolic link without a target; check that its disk is mounted"
+                    "is a symbolic link to a missing target; check that its disk is mounted"
                 )
             # Whoever may change the link could move the next run's clean-up to any folder.
             raise self._unusable(
@@ -99,7 +99,7 @@ class RootChoice:
         length = len(os.fsencode(path)) + _ROOM_FOR_SWAP_FILES
         if length > _MOST_PATH_BYTES:
             raise self._unusable(
-                f"is too long: paths of the swap files would have {length} bytes, but the "
+                f"is too long: the paths of swap files would have {length} bytes, but the "
                 f"system allows {_MOST_PATH_BYTES}"
             )
         given.mkdir(parents=True, exist_ok=True, mode=0o700 if self.fallback else 0o777)
@@ -118,7 +118,7 @@ class RootChoice:
             asked = ", ".join((ROOT_VARIABLE, *PATH_VARIABLES.values()))
             reason = (
                 "no swap root is set (argument root, offload_param_path, nvme_path, "
-                f"{asked}), so the temporary folder is used"
+                f"{asked}), so a temporary folder is used"
             )
         return Decision(
             key="offload.root",
@@ -137,13 +137,13 @@ def choose_root(
 ) -> RootChoice:
     """Choose a swap root: argument, configuration, environment, or temporary folder.
 
-    Without a setting for optimizer states, optimizer states use the root of parameters. Blank
-    paths and ``"none"``, which launchers write for a missing path, count as missing.
+    If no setting names a root for optimizer states, they use the root for parameters. A blank path
+    counts as missing, and so does ``"none"``, which launchers write for a missing path.
 
     Args:
         target: Kind of swapped data.
         arguments: Paths that were passed to ``OffloadManager``.
-        resolved: The plan. ``offload_param_path`` of the trainer's configuration overrides
+        resolved: The plan. ``offload_param_path`` in the trainer's configuration overrides
             DeepSpeed's ``nvme_path``.
         environ: Environment variables.
     """
@@ -158,7 +158,7 @@ def choose_root(
             path = str(Path(tempfile.gettempdir()) / f"zerotune-swap-{os.getuid()}")
         except FileNotFoundError as error:
             raise OffloadError(
-                "no setting contains a swap root, and no temporary folder is writable",
+                "no swap root is set, and no temporary folder is writable",
                 key="OffloadManager.root",
                 fix=_FIX,
             ) from error
@@ -173,14 +173,14 @@ def choose_root(
 # -- Whether it can be used.
 
 PROBE_PREFIX: Final = ".zerotune-probe-"
-"""Prefix of a short-lived file, during whose existence its creator locks the root."""
+"""Name prefix of a short-lived test file; its creator locks the root while the file exists."""
 
 _MOST_PATH_BYTES: Final = 4096
 # "/zerotune-<28>/zero_stage_3/optimizer/rank<N>/<id>_gradient_<offset>_<length>.tensor.swp" with
 # every number as long as a 64-bit integer can be (names in DeepSpeed 0.19.8, swap_tensor/).
 _ROOM_FOR_SWAP_FILES: Final = 224
 _SPINNING: Final = (
-    "the root is on a rotating disk, but a step reads and writes tens of bytes per parameter; "
+    "the root is on a rotating disk, but each step reads and writes tens of bytes per parameter; "
     "measure the disk with DeepSpeed's `ds_nvme_tune`"
 )
 
@@ -192,7 +192,7 @@ class SwapRoot:
     path: Path
     """Absolute path without symbolic links."""
     filesystem: str | None
-    """Kernel's name of the file system; ``None`` outside Linux."""
+    """The kernel's name for the type of the file system; ``None`` outside Linux."""
     free_bytes: int
     """Free bytes that an unprivileged user may use."""
     free_inodes: int
@@ -260,12 +260,11 @@ def _about_filesystem(kind: str | None) -> str | None:
         "memory": f"{kind} stores its files in RAM, so swapping frees no memory; use a root on a "
         "disk",
         "overlay": "overlay is a container's writable layer, which may be slow, small, or stored "
-        "in RAM; mount a volume of a local disk",
-        "network": f"{kind} is a shared file system whose locks may not reach other machines, so "
-        "this machine never cleans up files of other machines; use a separate root for each "
-        "machine",
+        "in RAM; mount a local disk as a volume",
+        "network": f"{kind} is a shared file system, and other machines may not see its locks, so "
+        "this machine never cleans up other machines' files; use a separate root for each machine",
         "unknown": kind
-        and f"{kind} may not be a local file system, so its locks may not reach other machines; "
+        and f"{kind} may not be a local file system, and other machines may not see its locks; "
         "use a separate root for each machine",
     }.get(locality_of(kind))
 
@@ -314,8 +313,8 @@ def usable_settings(root: Path) -> tuple[Mapping[str, int], tuple[Decision, ...]
         if (measured.get("host", host), measured.get("device", device)) != (host, device):
             settings = {}
             reason = (
-                f"the settings were measured on {measured['host']}, on a different disk or before "
-                "the disk was remounted"
+                "the settings were measured for another machine or disk, or before the disk was "
+                f"remounted (on host {measured['host']})"
             )
     decision = Decision(
         key="aio", before=str(path), after=settings or None, reason=reason, severity=severity
@@ -334,7 +333,7 @@ def _tuned_settings(measured: Mapping[str, Any]) -> dict[str, int]:
 
 
 def with_settings(resolved: ResolvedPlan, settings: Mapping[str, Any]) -> ResolvedPlan:
-    """Return the plan with measured values for the ``aio`` settings that the user did not write."""
+    """Return the plan with measured values for the ``aio`` settings that the user did not set."""
     written = resolved.requested.aio
     chosen = {
         name: settings[name]

@@ -43,7 +43,7 @@ class SwapFiles:
         return SwapFiles(nbytes=self.nbytes + other.nbytes, count=self.count + other.count)
 
     def times(self, factor: int) -> SwapFiles:
-        """Return number and size of the swap files of ``factor`` ranks."""
+        """Return the number and the size, both multiplied by ``factor``."""
         return SwapFiles(nbytes=self.nbytes * factor, count=self.count * factor)
 
 
@@ -54,7 +54,11 @@ class SwapNeeds:
     files: Mapping[Target, SwapFiles]
 
     def of(self, *targets: Target) -> SwapFiles:
-        """Return the total number and size of swap files for several kinds of data."""
+        """Return the total number and size of swap files for several kinds of data.
+
+        Args:
+            targets: Kinds of data that are swapped.
+        """
         return sum((self.files.get(target, SwapFiles()) for target in targets), SwapFiles())
 
     def _check_disk(
@@ -69,7 +73,7 @@ class SwapNeeds:
         free = space.f_bavail * space.f_frsize
         others = sum(_still_to_come(folder, run_id) for folder in folders)
         said = f"{disk_size(nbytes)} for {ranks} rank(s), {disk_size(per_rank.nbytes)} each"
-        taken = f", {disk_size(others)} of it reserved by other runs" if others else ""
+        taken = f", of which other runs have reserved {disk_size(others)}" if others else ""
         if nbytes > free - others:
             raise OffloadError(
                 f"the plan swaps {said}, but only {disk_size(free)} ({free} bytes) are "
@@ -96,13 +100,16 @@ class SwapNeeds:
 
 
 def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
-    """Return the maximum bytes and files that DeepSpeed swaps per rank for a plan.
+    """Return the maximum number and size of the swap files that one rank writes for a plan.
 
     The calculation follows DeepSpeed 0.19.8 (``runtime/swap_tensor``). Tensors smaller than 1 MiB
     or smaller than an aio block stay in memory. Each parameter's partition is one file. Each
     sub-group of the optimizer has one file for its master weights and one for each state. The
-    gradients of each parameter are a separate file. Sizes are rounded up to 1024 bytes per aio
-    thread.
+    gradients of each parameter form a separate file. Sizes are rounded up to a multiple of 1024
+    bytes times the number of aio threads.
+
+    Args:
+        resolved: The plan, resolved with the shapes of a model.
 
     Returns:
         The files of one rank; ``None`` if the plan was resolved without a model.
@@ -203,7 +210,7 @@ def _still_to_come(root: Path, run_id: str) -> int:
 
 
 class SpaceWatch:
-    """Watches whether the swap files that a run must still create fit on the disk.
+    """Watches whether the disk has room for the swap files that a run must still create.
 
     DeepSpeed creates its swap files during the first steps, and then rewrites the same blocks. If
     another program fills the disk during the first steps, a failed write ends the process with
@@ -277,10 +284,10 @@ _PINNED_SECTIONS: Final = ("offload_optimizer", "offload_param")
 
 @attrs.frozen(kw_only=True)
 class HostBudget:
-    """Host memory that a plan needs on one machine, and host memory that is available."""
+    """Host memory that a plan needs on one machine, and the memory that is available there."""
 
     per_rank: int
-    """Peak host memory of one rank in bytes, page-locked memory included."""
+    """Peak host memory of one rank in bytes, including page-locked memory."""
     pinned: int
     """Page-locked bytes in ``per_rank``, including the rounding of torch's allocator."""
     locked: int
@@ -306,7 +313,7 @@ class HostBudget:
 
     @property
     def lock_fits(self) -> bool:
-        """Whether each rank may lock the bytes in ``locked``."""
+        """Whether each rank may lock ``locked`` bytes."""
         return self.lockable is None or self.locked <= self.lockable
 
     def __str__(self) -> str:
@@ -367,7 +374,7 @@ def host_budget(
     Args:
         resolved: The plan.
         ranks: Number of ranks on this machine.
-        held: Bytes that one rank already uses; by default the RAM of this process.
+        held: Bytes that one rank already uses; by default this process's resident memory.
         environ: Environment variables; by default ``os.environ``.
     """
     import psutil
@@ -396,7 +403,7 @@ def host_budget(
 def fit_host_memory(
     resolved: ResolvedPlan, *, ranks: int, held: int | None = None
 ) -> tuple[ResolvedPlan, tuple[Decision, ...]]:
-    """Check that a plan fits in this machine's host memory; disable pinning if the plan then fits.
+    """Check that a plan fits in host memory, and disable pinning if that makes the plan fit.
 
     Pinning is disabled only if the user did not set ``pin_memory`` and the run has one rank,
     because several ranks could decide differently.
@@ -404,7 +411,7 @@ def fit_host_memory(
     Args:
         resolved: The plan.
         ranks: Number of ranks on this machine.
-        held: Bytes that one rank already uses; by default the RAM of this process.
+        held: Bytes that one rank already uses; by default this process's resident memory.
 
     Returns:
         The plan, possibly without pinning, and decisions.
@@ -437,7 +444,7 @@ def fit_host_memory(
         f"the plan needs more host memory than is available: {budget}",
         key=KEY,
         value=budget.needed,
-        fix=f"use one of these settings, with their memory per rank: {'; '.join(others)}"
+        fix=f"use one of these settings (shown with memory per rank): {'; '.join(others)}"
         if others
         else "offload less, or find a plan that fits with DeepSpeedPlan.advise",
     )

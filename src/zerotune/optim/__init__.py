@@ -1,4 +1,4 @@
-"""Resolve optimizers and schedules: which can run, and which will run.
+"""Decide which optimizers can run, and choose the optimizer and the schedule of a run.
 
 This package imports neither torch nor deepspeed.
 """

@@ -1,9 +1,9 @@
 """Decide whether an optimizer can run in a situation, and which class implements it.
 
 ``Situation`` contains everything that the answer depends on. ``implementation_of`` returns the
-class, its decay mode and who builds it. ``capability_of`` applies the rules, and then compares the
-result with measured cells (``data/capabilities.json``), which take precedence. ``check`` and
-``reject_unknown`` validate arguments.
+class, the library that provides it and the decay mode. ``capability_of`` applies the rules; if they
+allow an optimizer that failed in a measurement (``data/capabilities.json``), the measurement takes
+precedence. ``check`` and ``reject_unknown`` validate arguments.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ class Situation:
     precision: str = "fp32"
     """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
     accelerator: str = "cpu"
-    """DeepSpeed's accelerator (``"cuda"``, ``"cpu"``, ``"xpu"``, ``"mps"``); for the plain engine
-    the platform's."""
+    """DeepSpeed's name for the accelerator (``"cuda"``, ``"cpu"``, ``"xpu"``, ``"mps"``), or with
+    the plain engine the platform's name for it."""
     versions: Mapping[str, str] = attrs.field(factory=dict)
     """Installed versions by package."""
     allow_untested: bool | None = None
-    """``zero_allow_untested_optimizer`` of the configuration; ``None`` if missing."""
+    """``zero_allow_untested_optimizer`` in the configuration; ``None`` if not set."""
     force_cpu: bool | None = None
-    """``zero_force_ds_cpu_optimizer`` of the configuration; ``None`` if missing."""
+    """``zero_force_ds_cpu_optimizer`` in the configuration; ``None`` if not set."""
     bf16_states: bool = False
     """Whether ``bf16.bf16_optimizer_states`` stores the states in bf16."""
     packages: frozenset[str] | None = None
-    """Installed optional packages; ``None`` if unknown, which counts as all installed."""
+    """Installed optional packages; if ``None``, all count as installed."""
     world_size: int = 1
     """Number of processes."""
     zenflow: bool = False
@@ -80,7 +80,11 @@ class Situation:
 
     @classmethod
     def of(cls, resolved: ResolvedPlan) -> Situation:
-        """Derive the situation from a resolved plan."""
+        """Derive the situation from a resolved plan.
+
+        Args:
+            resolved: The resolved plan.
+        """
         platform = resolved.platform
         accelerator: str = platform.accelerator
         if resolved.uses_deepspeed and platform.deepspeed.accelerator:
@@ -241,7 +245,7 @@ class Situation:
                 "sets zero_allow_untested_optimizer: false"
             )
         config: dict[str, Any] = {"zero_allow_untested_optimizer": True}
-        parts = [reason, "it is not on DeepSpeed's list of optimizers tested with ZeRO"]
+        parts = [reason, "DeepSpeed does not list the optimizer as tested with ZeRO"]
         if entry.package == "torchao.optim":
             parts.append(TORCHAO_BLOCKS)
         if self.offloaded:
@@ -279,7 +283,7 @@ def implementation_of(
     """Return the class that implements ``entry`` with ``params`` in ``situation``.
 
     Args:
-        entry: An optimizer that can run there.
+        entry: Catalogue entry of an optimizer that can run in ``situation``.
         params: Arguments of the optimizer; only ``adam_w_mode``, ``torch_adam`` and
             ``decoupled_weight_decay`` matter.
         situation: Situation in which the optimizer runs.
@@ -310,13 +314,13 @@ _8BIT_STATES: Final = "AdamW8BitStates"
 _OWN: Final[Mapping[str, str]] = {
     _8BIT_STATES: "no other library updates 8-bit moments in host memory unit by unit",
     _BF16_STATES: "DeepSpeed stores states in bf16 only if the master weights are bf16 too",
-    "Lion": "without CPU offload DeepSpeed only has a CUDA kernel for it",
-    "Lamb": "DeepSpeed only has a CUDA kernel for fp16, and ZeRO passes it flat partitions "
-    "without the layers that its trust ratio needs; this one sums the norms of whole "
-    "parameters over their shards",
+    "Lion": "without CPU offload, DeepSpeed has only a CUDA kernel for it",
+    "Lamb": "DeepSpeed has only a CUDA kernel for fp16, and ZeRO passes it flat partitions, "
+    "although the trust ratio needs whole parameters; zerotune's version sums each "
+    "parameter's norms over its shards",
     "Muon": "DeepSpeed's own version chooses parameters by name, omits convolutions, and does "
-    "not support stage 3 in its default configuration; this one joins sharded matrices "
-    "and behaves equally at every stage",
+    "not support stage 3 in its default configuration; zerotune's version joins sharded "
+    "matrices and works the same at every stage",
 }
 """Optimizers for which zerotune has a torch implementation, and why."""
 
@@ -329,7 +333,7 @@ _CPU_KERNELS: Final[Mapping[str, frozenset[str]]] = {
 
 
 def decay_mode(entry: OptimizerEntry, params: Mapping[str, Any]) -> WeightDecay | None:
-    """Return the decay mode of an Adam-like optimizer with ``params``, otherwise ``None``."""
+    """Return the decay mode of an Adam-like optimizer, or ``None`` for other optimizers."""
     # The classes of packages do not tell, so it could not be verified.
     if not entry.adam_like or entry.family == "package":
         return None
@@ -377,15 +381,16 @@ class Cell:
     offload: str
     precision: str
     outcome: Status
-    """``"cannot"`` also if it ran but the weights did not move or the loss did not decrease."""
+    """Result; ``"cannot"`` also if the optimizer ran but some weights did not change or the loss
+    did not decrease."""
     reason: str = ""
-    """Why it cannot run, as reported by the engine; else empty."""
+    """Why the optimizer cannot run, as reported by the engine; empty if it can."""
     implementation: str = ""
     """Class that performed the update."""
     first_loss: float | None = None
-    """Mean of the first losses."""
+    """Mean loss of the first three steps."""
     last_loss: float | None = None
-    """Mean of the last losses."""
+    """Mean loss of the last three steps."""
 
     @property
     def key(self) -> tuple[str, int, str, str]:
@@ -418,7 +423,11 @@ class CapabilityTable:
 
     @classmethod
     def from_json(cls, text: str) -> CapabilityTable:
-        """Parse the output of ``to_json``."""
+        """Parse the output of ``to_json``.
+
+        Args:
+            text: JSON text.
+        """
         content = json.loads(text)
         cells = [Cell(**cell) for cell in content.pop("cells")]
         return cls(**content, cells=cells)
@@ -469,17 +478,17 @@ class Capability:
     """Whether one optimizer can run in one situation."""
 
     status: Status
-    """``"works"``, ``"works with"`` (a change) or ``"cannot"``."""
+    """``"works"``, ``"works with"`` (``reason`` states the change) or ``"cannot"``."""
     reason: str = ""
-    """The change, or the reason why it cannot run."""
+    """The change, or why the optimizer cannot run."""
     alternative: str | None = None
-    """The closest optimizer that runs, if it cannot."""
+    """The closest optimizer that can run, if this one cannot."""
     config: Mapping[str, Any] = attrs.field(factory=dict)
-    """Top-level keys that the configuration needs for it (the change)."""
+    """Top-level configuration keys that the optimizer requires, with their values."""
     implementation: str | None = None
-    """Class that performs the update with default arguments; ``None`` if it cannot run."""
+    """Class that performs the update with default arguments; ``None`` for status ``"cannot"``."""
     verified: bool = False
-    """Whether it was run on the real engine, and not only derived from the code."""
+    """Whether a run on the real engine confirmed the result; otherwise it follows from rules."""
 
     @property
     def runs(self) -> bool:
@@ -518,8 +527,8 @@ def missing_package(entry: OptimizerEntry, situation: Situation) -> str | None:
 LOW_BIT: Final = frozenset({"AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"})
 
 TORCHAO_BLOCKS: Final = (
-    "torchao keeps a partition's states in fp32 unless its size is a multiple of "
-    "block_size, which ZeRO does not ensure, so memory may not be saved"
+    "torchao keeps states in fp32 unless the size of the partition is a multiple of block_size; "
+    "ZeRO does not ensure that, so the optimizer may save no memory"
 )
 
 
@@ -565,7 +574,7 @@ def read(parameter: Parameter, value: Any, *, section: str) -> Reading:
 
 
 def check(parameter: Parameter, value: Any, *, section: str) -> Any:
-    """Convert the value of an argument to the argument's type.
+    """Convert a value to the type of its argument, and check it.
 
     Args:
         parameter: The argument.
@@ -590,7 +599,7 @@ def reject_unknown(
         there_are = (
             f"use one of {', '.join(accepted)}"
             if accepted
-            else "remove it: it accepts no arguments"
+            else f"remove it: {owner} accepts no arguments"
         )
         log.refuse(
             UnknownKeyError(

@@ -1,7 +1,7 @@
 """Assign arguments to parameters by ordered patterns over names and shapes; the first match wins.
 
 Users write ``ParameterGroups`` and ``MuonPatterns``. ``group_parameters`` and ``muon_groups`` apply
-them to a model's facts, and later the engine applies them to the parameters.
+them to a model's facts; later, the engine applies the resulting groups to the parameters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check_pattern(pattern: Any, *, key: str) -> str:
                 f"is not a valid regular expression ({error})",
                 key=key,
                 value=pattern,
-                fix="correct the expression, or write a glob without the prefix re:",
+                fix="correct the expression, or write a glob without the re: prefix",
             ) from error
     return pattern
 
@@ -49,9 +49,10 @@ def matches(pattern: str, name: str) -> bool:
     """Return whether ``pattern`` matches the parameter ``name``.
 
     Args:
-        pattern: ``"re:…"`` searches a regular expression. With ``*``, ``?`` or ``[`` the pattern is
-            a glob over the whole name (``*`` also matches dots). Anything else is a parameter or a
-            module that contains it (``"unet.conv_in"``).
+        pattern: ``"re:…"`` is a regular expression that may match any part of the name. With ``*``,
+            ``?`` or ``[`` the pattern is a glob over the whole name (``*`` also matches dots).
+            Anything else is the name of a parameter, or of a module (``"unet.conv_in"``), which
+            matches all its parameters.
         name: Dotted name as in ``named_parameters()``.
     """
     if pattern.startswith(REGEX):
@@ -87,20 +88,20 @@ class ParameterGroup:
     name: str = attrs.field()
     """Name of the group in reports."""
     patterns: tuple[str, ...] = attrs.field(default=("*",), converter=as_texts)
-    """Globs, module names or ``"re:…"``; one match suffices. Default all parameters."""
+    """Globs, module names or ``"re:…"``; one match suffices. By default, all parameters match."""
     max_ndim: int | None = None
-    """Only match parameters with at most this many dimensions: 1 matches biases and norm weights.
-    """
+    """Maximum number of dimensions of matching parameters; 1 matches biases and norm weights."""
     params: Mapping[str, Any] = attrs.field(factory=dict)
     """The group's own arguments (``{"lr": 1e-5, "weight_decay": 0.0}``); others come from the
     optimizer."""
     lr_scale: float | None = attrs.field(default=None)
-    """Factor on the optimizer's learning rate, instead of an ``lr``."""
+    """Multiplier for the optimizer's learning rate, as an alternative to ``lr``."""
     until: int | None = attrs.field(default=None)
-    """Optimizer steps after which the group's rate is 0; a trainer then also freezes it."""
+    """Number of optimizer steps after which the learning rate is 0; a trainer then freezes the
+    group."""
     optional: bool = False
-    """Whether earlier rules may match all its parameters; otherwise that is an error. A pattern
-    that matches no parameter at all is always an error."""
+    """Whether the group may be empty because earlier rules match all its parameters; if ``False``,
+    an empty group is an error. A pattern that matches no parameter at all is always an error."""
 
     @name.validator
     def _check_name(self, _attribute: Any, value: Any) -> None:
@@ -127,11 +128,11 @@ class ParameterGroup:
                 "must be a number > 0",
                 key=f"{_RULES_KEY}.{self.name}.lr_scale",
                 value=value,
-                fix="freeze parameters (requires_grad_(False)) that must not be trained",
+                fix="to exclude parameters from training, freeze them with requires_grad_(False)",
             )
         if "lr" in self.params:
             raise InvalidValueError(
-                "lr and lr_scale are both set, but a group has either a learning rate or a factor",
+                "lr and lr_scale are both set, but a group accepts only one of them",
                 key=f"{_RULES_KEY}.{self.name}.lr_scale",
                 value=value,
                 fix="omit one of them",
@@ -170,7 +171,7 @@ class ParameterGroup:
             parameter = entry.parameter(key)
             if parameter is None or key not in _PER_GROUP:
                 raise InvalidValueError(
-                    "the optimizer reads this argument once for all groups",
+                    "the optimizer has one value of this argument for all groups",
                     key=f"{section}.{key}",
                     value=value,
                     fix="write it under optimizer.params",
@@ -357,7 +358,7 @@ def same_group(
 
 
 def describe(group: GroupChoice) -> str:
-    """Describe a group in one line: its size, and arguments that differ from the optimizer's."""
+    """Describe a group in one line: its size and its optimizer arguments."""
     arguments = ", ".join(
         f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in group.params.items()
@@ -386,10 +387,10 @@ def _check_empty(
         raise OptimizerError(
             f"earlier groups match all of its parameters ({', '.join(rivals)})"
             if rivals
-            else f"no parameter it matches has {rule.max_ndim} dimensions or fewer",
+            else f"max_ndim {rule.max_ndim} excludes all parameters that match its patterns",
             key=f"{KEY}.{rule.name}",
             value=rule.patterns,
-            fix="move it before them, because the first match wins" if rivals else "omit max_ndim",
+            fix="move this group before them: the first match wins" if rivals else "omit max_ndim",
         )
 
 
@@ -406,7 +407,7 @@ def _groups_decision(chosen: Sequence[GroupChoice]) -> Decision:
 
 
 AUXILIARY_LR: Final = 3e-4
-"""Default learning rate of the auxiliary Adam if Muon's own is larger."""
+"""Upper limit for the default learning rate of Muon's auxiliary Adam."""
 
 _POSITIONS: Final = ("@vectors", "@first", "@last")
 
@@ -437,9 +438,10 @@ class MuonPatterns:
     """
 
     rules: tuple[tuple[str, bool], ...] = attrs.field(default=MUON_DEFAULTS, converter=_muon_rules)
-    """Pairs of a pattern (as in ``ParameterGroup``) and whether it selects Muon. Three patterns
-    select by shape and position: ``"@vectors"`` (fewer than two dimensions), ``"@first"`` and
-    ``"@last"`` (the model's first and last matrix). Adam updates all others."""
+    """Pairs of a pattern (as in ``ParameterGroup``) and a boolean: true selects Muon, false Adam.
+    Three patterns select by shape and position: ``"@vectors"`` (fewer than two dimensions),
+    ``"@first"`` and ``"@last"`` (the model's first and last matrix). Adam updates parameters that
+    no pattern matches."""
 
     @rules.validator
     def _check_rules(self, _attribute: Any, value: tuple[tuple[str, bool], ...]) -> None:
@@ -507,7 +509,7 @@ def muon_groups(
     selected = patterns.select(model.trainable)
     if not selected:
         raise OptimizerError(
-            "Muon can update no parameter of this model",
+            "no parameter of this model is selected for Muon",
             key="use_muon",
             fix="select parameters with OptimizerResolver(muon=MuonPatterns(rules=…)), or use "
             "AdamW",
@@ -541,7 +543,7 @@ def _adam_rate(
         key="optimizer.params.adam_lr",
         before=None,
         after=lr,
-        reason=f"Muon's learning rate of {choice.lr:g} is far too large for the Adam that updates "
+        reason=f"Muon's learning rate of {choice.lr:g} is far too large for Adam, which updates "
         "the other parameters; set adam_lr to change Adam's learning rate",
         severity="warning",
     )
@@ -558,7 +560,7 @@ def _convolutions_decision(
         key="use_muon",
         before=None,
         after=f"{count} convolutions",
-        reason="Muon treats a convolution as a matrix of (out, in x height x width), as its "
+        reason="Muon treats a convolution as a matrix of shape (out, in x height x width), as its "
         'authors do; to use Adam for convolutions, put ("re:pattern", False) first',
     )
     return (decision,)

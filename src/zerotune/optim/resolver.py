@@ -1,8 +1,8 @@
-"""``OptimizerResolver`` chooses optimizer and schedule before anything is loaded.
+"""``OptimizerResolver`` chooses the optimizer and the schedule before anything is loaded.
 
-The resolver first replaces optimizers that cannot run, then fills in arguments, and then makes the
-choice. Every change is recorded with its reason. The schedule follows from the optimizer; its unit
-is optimizer steps.
+The resolver replaces an optimizer that cannot run, fills in the arguments, and then chooses the
+class that performs the update. Every change is recorded with its reason. The schedule depends on
+the optimizer and counts optimizer steps.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ class OptimizerResolution:
     optimizer: OptimizerChoice
     """The optimizer that will run, with every argument explicit."""
     scheduler: SchedulerChoice | None
-    """Its schedule; ``None`` for a constant learning rate."""
+    """The learning-rate schedule; ``None`` for a constant learning rate."""
     states: tuple[str, ...]
-    """Names of the fp32 tensors the optimizer keeps per parameter."""
+    """Names of the fp32 tensors that the optimizer keeps for each parameter."""
     situation: Situation
-    """The situation in which it runs."""
+    """The situation in which the optimizer runs."""
     decisions: tuple[Decision, ...]
     """All automatic choices."""
 
@@ -138,15 +138,16 @@ class OptimizerResolution:
 
 @attrs.frozen(kw_only=True)
 class OptimizerResolver:
-    """Chooses optimizer and schedule for a resolved plan.
+    """Chooses the optimizer and the schedule for a resolved plan.
 
-    Every automatic choice is recorded as a ``Decision``. An unknown optimizer name raises an error;
-    AdamW never replaces an unknown optimizer.
+    Every automatic choice is recorded as a ``Decision``. Unknown optimizer names raise an error and
+    never fall back to AdamW.
     """
 
     on_unsupported: Policy = attrs.field(default="fallback")
-    """What to do if a known optimizer cannot run here, or lacks an argument: ``"fallback"`` (AdamW
-    with translated arguments and a warning) or ``"error"``."""
+    """What to do if an optimizer cannot run here, or does not accept an argument. ``"fallback"``
+    switches to AdamW with translated arguments, or removes the argument, and warns; ``"error"``
+    raises an error."""
     overrides: Mapping[str, Any] | None = None
     """Values that override the configuration and the run: ``{"lr": 3e-5}``,
     ``{"scheduler.params.warmup_num_steps": 100}``, ``{"optimizer.type": "Lion"}``,
@@ -156,11 +157,11 @@ class OptimizerResolver:
     muon: MuonPatterns = attrs.field(default=MuonPatterns())
     """Parameters that Muon updates; ignored by other optimizers."""
     platform: Platform | None = None
-    """``Platform`` for ``capability`` without a plan."""
+    """Machine that ``capability`` assumes; ``resolve`` uses the plan's."""
     table: CapabilityTable | None = None
-    """Measured cells; default the table that ships with zerotune."""
+    """Measured results; by default the table that ships with zerotune."""
     deepspeed_version: str | None = None
-    """DeepSpeed release for ``capability``, instead of the platform's."""
+    """DeepSpeed release that ``capability`` assumes; by default the platform's."""
 
     @on_unsupported.validator
     def _check_policy(self, _attribute: Any, value: str) -> None:
@@ -180,7 +181,8 @@ class OptimizerResolver:
                 stage, offload and precision are read.
 
         Raises:
-            OptimizerError: The name is unknown, or the optimizer cannot run here under ``"error"``.
+            OptimizerError: The name is unknown, or the optimizer cannot run here and has no
+                fallback.
             UnknownKeyError: An argument is unknown.
             InvalidValueError: An argument has the wrong type or is out of range.
         """
@@ -237,7 +239,7 @@ class OptimizerResolver:
 
         Args:
             resolved: The plan.
-            steps: Number of steps; default the run's ``total_steps``, or 1000.
+            steps: Number of steps; by default the run's ``total_steps``, or 1000 if it is unknown.
 
         Raises:
             OptimizerError: As in ``resolve``.
@@ -249,12 +251,12 @@ class OptimizerResolver:
     def plot_schedule(
         self, resolved: ResolvedPlan, path: str | os.PathLike[str], *, steps: int | None = None
     ) -> Path:
-        """Plot ``schedule_curve`` as a PNG file. Requires the extra ``zerotune[plot]``.
+        """Save a plot of ``schedule_curve`` as a PNG file. Requires the extra ``zerotune[plot]``.
 
         Args:
             resolved: The resolved plan.
             path: Path of the PNG file.
-            steps: Number of steps; default the run's ``total_steps``, or 1000.
+            steps: Number of steps; by default the run's ``total_steps``, or 1000 if it is unknown.
 
         Raises:
             MissingDependencyError: matplotlib is not installed.
@@ -427,7 +429,7 @@ class _Asked:
         before: Any = section.type if section and overridden else None
         severity: Severity = "warning" if overridden else "note"
         if overridden:
-            reason = "overrides disable the schedule: the learning rate stays constant"
+            reason = "an override disables the schedule, so the learning rate stays constant"
         elif settled.entry.own_schedule:
             reason = (
                 f"no scheduler is configured, and {settled.choice.name} adapts its own "
@@ -435,8 +437,8 @@ class _Asked:
             )
         elif warmup:
             key, before, severity = "run.warmup_steps", warmup, "warning"
-            reason = "no scheduler is configured, so the learning rate stays constant and nothing "
-            reason += 'warms up; write scheduler.type = "WarmupLR", or "auto"'
+            reason = "no scheduler is configured, so the learning rate stays constant without "
+            reason += 'a warm-up; write scheduler.type = "WarmupLR", or "auto"'
         else:
             reason = (
                 "no scheduler is configured, so the learning rate stays constant, as in DeepSpeed"
@@ -491,13 +493,13 @@ class Settling:
     asked: Request
     situation: Situation
     overrides: Mapping[str, Any]
-    """Arguments that still apply, also after a fallback."""
+    """Arguments that override the request, even after a fallback."""
     suggestions: Mapping[str, Suggestion]
     policy: Policy
     table: CapabilityTable | None = None
     log: Log = attrs.field(init=False, factory=Log)
     request: Request = attrs.field(init=False)
-    """The request that this machine supports."""
+    """The request that can run here: ``asked``, or AdamW after a fallback."""
     capability: Capability = attrs.field(init=False)
     filled: Filled = attrs.field(init=False)
 
@@ -615,11 +617,11 @@ class Settling:
         name = self.asked.name.canonical
         text = f"{name} cannot run on {self.situation}: {self.capability.reason}"
         if self.capability.alternative not in (None, DEFAULT_OPTIMIZER):
-            text += f"; closer than {DEFAULT_OPTIMIZER} is {self.capability.alternative}"
+            text += f"; a closer alternative is {self.capability.alternative}"
         if self.asked.entry.lr_scale and "lr" in self.asked.params:
             text += (
-                f"; the learning rate is unchanged, although {name}'s is usually "
-                f"{self.asked.entry.lr_scale} than {DEFAULT_OPTIMIZER}'s: check it"
+                f"; the learning rate is unchanged: check it, because {name}'s is usually "
+                f"{self.asked.entry.lr_scale} than {DEFAULT_OPTIMIZER}'s"
             )
         return text
 
@@ -687,8 +689,8 @@ class Settling:
             reason = "torch.optim.Adam decays weights by L2"
             self.filled.change(OPTIMIZER, "adam_w_mode", False, reason)
             return
-        reason = "DeepSpeed's Adam runs AdamW's decoupled decay unless adam_w_mode is false; write "
-        reason += "type AdamW, or adam_w_mode false for Adam's L2 decay"
+        reason = "DeepSpeed's Adam applies AdamW's decoupled decay unless adam_w_mode is false; "
+        reason += "write type AdamW, or adam_w_mode false for Adam's L2 decay"
         # Without decay the two are the same algorithm.
         severity: Severity = "warning" if values["weight_decay"] > 0 else "note"
         self.filled.change(OPTIMIZER, "adam_w_mode", True, reason, severity)
@@ -721,10 +723,10 @@ class Settling:
         key = f"{OPTIMIZER}.{parameter.name}"
         reason = (
             f"{implementation.implementation}, which performs the update here, has no "
-            f"such argument ({', '.join(sorted(parameter.only))} would)"
+            f"such argument (accepted only by {' and '.join(sorted(parameter.only))})"
         )
         if self.policy == "error":
-            fix = 'set "torch_adam": true' if parameter.name == "amsgrad" else "omit it"
+            fix = "set torch_adam to true" if parameter.name == "amsgrad" else "omit it"
             raise OptimizerError(reason, key=key, value=value, fix=fix)
         self.filled.decide(key, value, None, reason, "warning")
 
@@ -775,7 +777,7 @@ class Settling:
                 key,
                 written.get(key),
                 value,
-                f"{self.request.name.canonical} needs it: {self.capability.reason}",
+                f"{self.request.name.canonical} needs this value: {self.capability.reason}",
                 "warning",
             )
 
@@ -786,7 +788,7 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
             f"{entry.name} with nesterov needs momentum > 0 and dampening 0",
             key=f"{OPTIMIZER}.nesterov",
             value=True,
-            fix='write, for example, "momentum": 0.9, "dampening": 0',
+            fix="set momentum to 0.9 and dampening to 0",
         )
     if entry.name == "Rprop" and not values["etas"][0] < 1 < values["etas"][1]:
         raise InvalidValueError(
@@ -801,9 +803,9 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
 
 
 DEFAULT_WARMUP: Final = 500
-"""Warm-up steps if the run's length is unknown, and their maximum otherwise."""
+"""Default number of warm-up steps if the run's length is unknown; otherwise its upper limit."""
 WARMUP_SHARE: Final = 20
-"""The default warm-up is at most one in this many steps."""
+"""The default warm-up is at most the run's length divided by this number."""
 
 
 @attrs.frozen(kw_only=True)
@@ -856,7 +858,7 @@ class ScheduleSettling:
             self._check_one_cycle()
         filled.record_defaults(SCHEDULER, entry.name, filled.defaulted)
         if entry.source == "zerotune":
-            reason = "DeepSpeed has no such class; zerotune steps diffusers' curve once for each "
+            reason = "DeepSpeed has no such class; zerotune applies diffusers' curve at each "
             filled.decide(SCHEDULER_TYPE, entry.name, entry.name, f"{reason}optimizer step")
         choice = SchedulerChoice(name=entry.name, params=filled.values, source=entry.source)
         return choice, tuple(filled.decisions)
@@ -902,8 +904,8 @@ class ScheduleSettling:
             if isinstance(value, (list, tuple)):
                 if len(value) != 1:
                     raise InvalidValueError(
-                        "expected one value per parameter group, and "
-                        f"{self.optimizer.name} has one group",
+                        f"expected one value, because {self.optimizer.name} has one "
+                        "parameter group",
                         key=f"{SCHEDULER}.{key}",
                         value=value,
                         fix="write one number",
@@ -969,7 +971,7 @@ class ScheduleSettling:
         values["warmup_num_steps"] = 1
         reason = "DeepSpeed rejects 0; 1 is its minimum"
         if entry.name == "WarmupDecayLR":
-            reason += ", and keeps warmup_min_lr for the first two updates"
+            reason += ", so the first two updates run at warmup_min_lr"
         severity: Severity = "note" if self.request.written is None else "warning"
         self.filled.decide(f"{SCHEDULER}.warmup_num_steps", 0, 1, reason, severity)
         floor = {"WarmupLR": "warmup_min_lr", "WarmupCosineLR": "warmup_min_ratio"}.get(entry.name)
@@ -978,7 +980,7 @@ class ScheduleSettling:
         peak = values["warmup_max_lr"] if entry.name == "WarmupLR" else 1.0
         reason = "no warm-up: the schedule starts at its peak"
         if entry.name == "WarmupCosineLR":
-            reason += "; DeepSpeed still runs the very first update at 0"
+            reason += "; DeepSpeed still runs the first update at a learning rate of 0"
         self.filled.change(SCHEDULER, floor, peak, reason, "note")
 
     def _compare_lengths(self) -> None:
@@ -990,8 +992,8 @@ class ScheduleSettling:
         )
         if values.get("lr_end") is not None and total == warmup:
             raise InvalidValueError(
-                "polynomial divides by the number of steps after the warm-up, but the "
-                "warm-up is the whole schedule",
+                "the polynomial schedule divides by the number of steps after the warm-up, "
+                "which is zero",
                 key=f"{SCHEDULER}.{key}",
                 value=total,
                 fix="make the schedule longer than its warm-up",
@@ -1010,7 +1012,7 @@ class ScheduleSettling:
         values = self.filled.values
         betas = self.optimizer.params.get("betas")
         if values["cycle_momentum"] and betas is None:
-            reason = f"{self.optimizer.name} has no betas, and DeepSpeed cycles nothing else"
+            reason = f"DeepSpeed cycles only betas, which {self.optimizer.name} does not have"
             self.filled.change(SCHEDULER, "cycle_momentum", False, reason)
         elif values["cycle_momentum"]:
             self.filled.decide(
@@ -1045,7 +1047,7 @@ def per_group_schedule(
         before=choice.name,
         after=choice.name,
         reason=f"{why}, but DeepSpeed's {choice.name} would set one rate for all of them; "
-        "zerotune steps the same curve, scaled for each group",
+        "zerotune applies the same curve, scaled for each group",
     )
     return attrs.evolve(choice, source="zerotune"), (decision,)
 
@@ -1055,18 +1057,18 @@ def per_group_schedule(
 
 @attrs.frozen(kw_only=True)
 class Suggestion:
-    """A value for an unset argument, and the source of the value."""
+    """A value for an unset argument, and its source."""
 
     value: Any
     source: str
     """Name of the source; completes "taken from …"."""
     yields: bool = False
-    """Do not warn when an explicit value overrides it."""
+    """Whether an explicit value overrides it without a warning."""
 
 
 @attrs.frozen(kw_only=True)
 class Sources:
-    """Possible sources of the arguments of one optimizer or schedule."""
+    """Possible sources of argument values for one optimizer or schedule."""
 
     owner: str
     """Canonical name of the optimizer or schedule, for reasons."""
@@ -1079,11 +1081,11 @@ class Sources:
     suggestions: Mapping[str, Suggestion]
     """Values that the run provides."""
     plain_defaults: bool = False
-    """Use ``Parameter.default`` for missing keys too, instead of the default of DeepSpeed's class.
-    """
+    """Whether a missing key gets ``Parameter.default``, like a key set to ``"auto"``, instead of
+    the default of DeepSpeed's class."""
 
     def fill(self, parameters: Collection[Parameter]) -> Filled:
-        """Give every parameter a checked value; optional parameters without a value are omitted."""
+        """Return checked values for the parameters; omit optional parameters without a value."""
         filled = Filled()
         for parameter in parameters:
             filled.attempt(self._fill_one, parameter, filled)
@@ -1118,8 +1120,9 @@ class Sources:
         if who == WRITTEN and rival is not None and not rival.yields:
             other = check(parameter, rival.value, section=self.section)
             if other != value:
-                wins = f"the configuration's explicit value overrides the one from {rival.source}"
-                filled.decide(key, other, value, f'{wins}; write "auto" to use that one', "warning")
+                wins = f"the configuration overrides the value from {rival.source}"
+                wins += '; write "auto" to use that value'
+                filled.decide(key, other, value, wins, "warning")
         filled.values[name] = value
 
     def _default(self, parameter: Parameter, filled: Filled) -> Any:
@@ -1151,7 +1154,7 @@ class Sources:
 
 @attrs.define(kw_only=True)
 class Filled(Log):
-    """Values by argument, with decisions; ``defaulted`` names the arguments that have defaults."""
+    """Values by argument, with decisions; ``defaulted`` names arguments filled from defaults."""
 
     values: dict[str, Any] = attrs.field(factory=dict)
     defaulted: set[str] = attrs.field(factory=set)
@@ -1171,7 +1174,7 @@ class Filled(Log):
         self.decide(f"{section}.{name}", before, value, reason, severity)
 
     def record_defaults(self, section: str, owner: str, keys: Collection[str]) -> None:
-        """Record one decision that lists the values of ``keys``, the defaults of ``owner``."""
+        """Record in one decision that the values of ``keys`` are the defaults of ``owner``."""
         values = {key: value for key, value in self.values.items() if key in keys}
         if values:
             self.decide(
@@ -1179,7 +1182,7 @@ class Filled(Log):
                 None,
                 values,
                 f"the configuration does not set these arguments; the defaults of {owner} "
-                "are written because defaults change between releases",
+                "are written out, because defaults change between releases",
             )
 
 
@@ -1198,10 +1201,12 @@ def _not_saved(settled: Settled) -> tuple[Decision, ...]:
     """What is said of states that are not saved."""
     name = settled.choice.name
     if name in LOW_BIT:
-        reason = "checkpoints do not support states in 8 or 4 bits, so saving will fail"
+        reason = "checkpoints do not support 8-bit or 4-bit states, so saving will fail"
     elif settled.entry.own_schedule:
-        reason = "its values for all weights together are not saved in checkpoints: a resumed "
-        reason += "run resets them"
+        reason = (
+            "checkpoints omit the values that the optimizer keeps for all weights together, so "
+        )
+        reason += "a resumed run resets them"
         if name == "AdamWScheduleFree":
             reason += "; evaluation, EMA and exports use the trained weights, not their average"
     else:
@@ -1221,7 +1226,7 @@ _BUILDER: Final = {
 }
 
 _DECAY: Final = {
-    "decoupled": "decoupled from the gradient, as AdamW",
+    "decoupled": "decoupled from the gradient, as in AdamW",
     "l2": "L2, added to the gradient as in Adam",
 }
 

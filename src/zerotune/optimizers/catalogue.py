@@ -1,12 +1,12 @@
 """All optimizers by name: arguments, states, requirements and aliases.
 
 The plan, its rules and its estimates use ``canonical`` instead of comparing spellings. This module
-only contains facts. ``zerotune.optim.capability`` decides whether an optimizer can run *here* and
+contains only facts. ``zerotune.optim.capability`` decides whether an optimizer can run *here* and
 which class implements it; ``zerotune.optim.resolver`` checks values.
 
 Sources: DeepSpeed 0.19.8 (``runtime/engine.py``, ``ops/``), ``torch.optim`` of torch 2.13, and the
-packages' constructors. They are written down so that reading a plan needs none of them; a test
-compares the entries with the real constructors.
+packages' constructors. The facts are copied here so that reading a plan imports none of these
+packages; a test compares the entries with the real constructors.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class Parameter:
     nullable: bool = False
     """Whether ``None`` is allowed."""
     optional: bool = False
-    """Whether it is omitted unless written (a switch that does not affect results)."""
+    """Whether it has no value unless the configuration sets it (a switch that does not affect
+    results)."""
     only: frozenset[str] = frozenset()
-    """Classes whose constructor accepts it; empty for all."""
+    """Classes whose constructor accepts it; empty if all do."""
 
     @property
     def unwritten(self) -> Any:
@@ -132,18 +133,18 @@ class OptimizerEntry(Entry):
     """Catalogue entry of an optimizer: arguments, states and requirements."""
 
     family: Family
-    """``"deepspeed"`` for names of DeepSpeed's configuration, ``"torch"`` for classes of
+    """``"deepspeed"`` for names in DeepSpeed's configuration, ``"torch"`` for classes of
     ``torch.optim`` that DeepSpeed looks up by name, ``"package"`` for optional packages,
     ``"zerotune"`` for zerotune's own."""
     states: tuple[str, ...] = ()
     """Tensors per parameter, each of the parameter's size; fp32 unless ``summary`` says otherwise.
     """
     conditional_states: Mapping[str, str] = attrs.field(factory=dict)
-    """Additional states, by the argument that enables each if it is not zero or false."""
+    """Additional states, by the argument that enables them if it is true or nonzero."""
     fp32_per_weight: float | None = None
-    """fp32 numbers per weight for the states, if it is not one for each."""
+    """Size of all states per weight, counted in fp32 numbers; ``None`` means one for each state."""
     refusal: str | None = None
-    """Why it cannot run anywhere; AdamW or nothing replaces it."""
+    """Why the optimizer cannot run anywhere; ``None`` for all others."""
     instead: str | None = None
     """The closest alternative to an optimizer that cannot run anywhere."""
     adam_like: bool = False
@@ -153,20 +154,20 @@ class OptimizerEntry(Entry):
     package: str | None = None
     """Module of the optional package that provides it (``"prodigyopt"``, ``"mup"``)."""
     implementation: str | None = None
-    """Its class there, if it differs from ``name``."""
+    """Class name in the package, if it differs from ``name``."""
     extra: str | None = None
     """The zerotune extra that installs the package."""
     own_schedule: bool = False
-    """Whether it adapts its own learning rate, so that no schedule is the default."""
+    """Whether it adapts its own learning rate; if so, no schedule is used by default."""
     renamed: Mapping[str, str] = attrs.field(factory=dict)
-    """Arguments that correspond to AdamW's, for a fallback."""
+    """Maps this optimizer's argument names to AdamW's where they differ, for a fallback."""
     lr_scale: str | None = None
     """How its usual learning rate differs from AdamW's; ``None`` if it does not."""
     streams: bool = False
     """Whether it can update streamed weights unit by unit in host memory."""
 
     def states_for(self, params: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of the fp32 states of each parameter for the arguments ``params``."""
+        """Return the names of each parameter's fp32 states, given the arguments ``params``."""
         extra = tuple(state for key, state in self.conditional_states.items() if params.get(key))
         return self.states + extra
 
@@ -174,7 +175,7 @@ class OptimizerEntry(Entry):
         """Return the size of the states per weight, counted in fp32 numbers of 4 bytes.
 
         Args:
-            params: The optimizer's arguments; momentum and AMSGrad need more.
+            params: The optimizer's arguments; momentum and AMSGrad add states.
         """
         if self.fp32_per_weight is not None:
             return self.fp32_per_weight
@@ -204,8 +205,8 @@ class OptimizerEntry(Entry):
 
 
 ADAM_LR: Final = 1e-4
-"""Default peak learning rate for Adam and relatives, as in diffusers' examples; others use their
-own class's default."""
+"""Default peak learning rate for Adam and its relatives, as in diffusers' examples; other
+optimizers use the default of their class."""
 
 FUSED_ADAM: Final = frozenset({"FusedAdam"})
 CPU_ADAM: Final = frozenset({"DeepSpeedCPUAdam", "ZenFlowCPUAdam"})
@@ -283,7 +284,7 @@ _ADAM_FAMILY: Final = (
     OptimizerEntry(
         name="Adam",
         family="deepspeed",
-        summary="Adam; DeepSpeed runs AdamW's decay unless adam_w_mode is false",
+        summary="Adam; DeepSpeed applies decoupled decay unless adam_w_mode is false",
         parameters=(lr(ADAM_LR), betas(), eps(), weight_decay(), *_ADAM_SWITCHES),
         states=("exp_avg", "exp_avg_sq"),
         conditional_states={"amsgrad": "max_exp_avg_sq"},
@@ -506,7 +507,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
     OptimizerEntry(
         name="Adadelta",
         family="torch",
-        summary="Step sizes from running averages of squared steps",
+        summary="Step sizes from running averages of squared gradients and squared steps",
         parameters=(
             lr(1.0),
             number("rho", 0.9, high=1),
@@ -555,7 +556,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
             *torch_switches("foreach", "maximize"),
         ),
         fp32_per_weight=0.01,
-        requires=("whole matrices, which ZeRO's flat partitions are not",),
+        requires=("whole matrices instead of ZeRO's flat partitions",),
     ),
     OptimizerEntry(
         name="LBFGS",
@@ -586,7 +587,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
     OptimizerEntry(
         name="AdamW8bit",
         family="package",
-        summary="AdamW with its moments in 8 bits, by blocks (bitsandbytes)",
+        summary="AdamW with 8-bit moments, quantised in blocks (bitsandbytes)",
         parameters=(
             lr(ADAM_LR),
             betas(),
@@ -598,7 +599,10 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         states=("state1", "state2"),
         fp32_per_weight=0.52,
         adam_like=True,
-        requires=("the package bitsandbytes", "from 0.50 on without CUDA or with offload"),
+        requires=(
+            "the package bitsandbytes",
+            "bitsandbytes 0.50 or later without CUDA or with offload",
+        ),
         package="bitsandbytes.optim",
         extra=_EXTRA,
     ),
@@ -606,7 +610,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         OptimizerEntry(
             name=f"TorchAO{kind}",
             family="package",
-            summary=f"AdamW with its moments in {bits} bits, by blocks (torchao)",
+            summary=f"AdamW with {bits}-bit moments, quantised in blocks (torchao)",
             parameters=(
                 lr(ADAM_LR),
                 betas(),
@@ -629,7 +633,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
     OptimizerEntry(
         name="Prodigy",
         family="package",
-        summary="Adam that estimates the learning rate; lr is a factor on the estimate",
+        summary="Adam that estimates the learning rate; lr multiplies the estimate",
         parameters=(
             lr(1.0),
             betas(),
@@ -649,7 +653,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         package="prodigyopt",
         extra=_EXTRA,
         own_schedule=True,
-        lr_scale="1 (a factor on the rate that the optimizer estimates), thousands of times larger",
+        lr_scale="1 (a multiplier for the estimated rate), thousands of times larger",
     ),
     OptimizerEntry(
         name="AdamWScheduleFree",
@@ -682,7 +686,7 @@ OWN_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
     OptimizerEntry(
         name="AdamWBF16States",
         family="zerotune",
-        summary="AdamW with fp32 master weights and its moments in bf16, stochastically rounded",
+        summary="AdamW with fp32 master weights and stochastically rounded bf16 moments",
         parameters=(lr(ADAM_LR), betas(), eps(), weight_decay(1e-2)),
         states=("exp_avg", "exp_avg_sq"),
         fp32_per_weight=1.0,
@@ -692,7 +696,7 @@ OWN_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
     OptimizerEntry(
         name="AdamW8BitStates",
         family="zerotune",
-        summary="AdamW with fp32 master weights and its moments in 8 bits, by blocks of 256",
+        summary="AdamW with fp32 master weights and 8-bit moments, quantised in blocks of 256",
         parameters=(lr(ADAM_LR), betas(), eps(), weight_decay(1e-2)),
         states=("exp_avg", "exp_avg_sq"),
         # Two codes, and a scale for each block of either.
@@ -748,7 +752,7 @@ SPELLINGS: Final[Mapping[str, str]] = MappingProxyType(
         "aoadamw4bit": "TorchAOAdamW4bit",
     }
 )
-"""Aliases of names, normalised by ``squash``; they mean exactly the same."""
+"""Exact aliases of optimizer names, normalised by ``squash``."""
 
 IMPLEMENTATION_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -767,7 +771,7 @@ IMPLEMENTATION_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "muonwithauxadam": "Muon",
     }
 )
-"""Class names: DeepSpeed chooses the class itself, so they stand for an optimizer name."""
+"""Class names, each read as an optimizer name because DeepSpeed chooses the class itself."""
 
 
 BY_WORD: Final[Mapping[str, str]] = {
@@ -795,7 +799,7 @@ class OptimizerName:
     written: str
     """As given."""
     origin: Origin = "plain"
-    """Its prefix: none, ``torch.optim.``, ``deepspeed.`` or a package's."""
+    """Kind of prefix: none, ``torch.optim.``, ``deepspeed.`` or the name of a package."""
     implementation: bool = False
     """Whether it names a class (``FusedAdam``) instead of an optimizer."""
 
@@ -831,7 +835,7 @@ def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None
         "clipping is not an argument of the optimizer in DeepSpeed",
         key="optimizer.params.max_grad_norm",
         value=params["max_grad_norm"],
-        fix="write gradient_clipping at the top level instead",
+        fix="move it to gradient_clipping at the top level",
     )
 
 
@@ -849,14 +853,14 @@ def normalise_optimizer_name(name: str) -> str:
     """Return the canonical name of an optimizer.
 
     Args:
-        name: In any case, with ``-``, ``_`` or spaces, with a ``torch.optim.`` or
+        name: Name in upper or lower case, with ``-``, ``_`` or spaces, with a ``torch.optim.`` or
             ``deepspeed.ops.`` prefix, or an alias (``"1-bit adam"``, ``"FusedAdam"``).
 
     Returns:
         A key of ``OPTIMIZERS``.
 
     Raises:
-        OptimizerError: The name is unknown; the message suggests the closest.
+        OptimizerError: The name is unknown; the message suggests the closest name.
         InvalidValueError: ``name`` is not text.
     """
     return parse_optimizer_name(name).canonical
@@ -867,7 +871,7 @@ def parse_optimizer_name(name: Any, *, key: str = OPTIMIZER_TYPE) -> OptimizerNa
 
     Args:
         name: The name as written.
-        key: Path of the setting with the name, for messages.
+        key: Path of the setting that contains the name, for messages.
     """
     if not isinstance(name, str) or not name.strip():
         raise InvalidValueError(
@@ -952,7 +956,7 @@ class GroupChoice:
     numel: int
     """Number of elements of these parameters."""
     until: int | None = None
-    """Optimizer steps after which they are no longer trained."""
+    """Number of optimizer steps after which the group is no longer trained."""
 
 
 @attrs.frozen(kw_only=True)
@@ -967,16 +971,16 @@ class OptimizerChoice:
     """Class that performs the update: ``"FusedAdam"``, ``"DeepSpeedCPUAdam"``, ``"AdamW"`` …
     (``type(optimizer).__name__``)."""
     source: OptimizerSource = "deepspeed"
-    """``"deepspeed"``: DeepSpeed builds it from the rendered configuration. For the others the
-    engine builds it and passes it to DeepSpeed: a class of ``torch.optim``, of zerotune, or of an
-    optional package."""
+    """``"deepspeed"``: DeepSpeed builds it from the rendered configuration. Otherwise, the engine
+    builds it from a class of ``torch.optim``, zerotune or an optional package, and passes it to
+    DeepSpeed."""
     weight_decay_mode: WeightDecay | None = None
     """Decay mode of Adam-like optimizers, ``None`` for others."""
     package: str | None = None
     """Module of the class if ``source`` is ``"package"`` (``"prodigyopt"``)."""
     groups: tuple[GroupChoice, ...] = ()
-    """Parameter groups, in order, which together contain all trainable parameters; empty for one
-    group."""
+    """Parameter groups, in order, which together contain all trainable parameters; empty if there
+    is only one group."""
 
     @property
     def lr(self) -> float:
@@ -989,9 +993,9 @@ class SchedulerChoice:
     """The learning-rate schedule, counted in optimizer steps."""
 
     name: str
-    """Canonical name, of DeepSpeed (``"WarmupLR"``) or diffusers (``"cosine"``)."""
+    """Canonical name from DeepSpeed (``"WarmupLR"``) or diffusers (``"cosine"``)."""
     params: Mapping[str, Any]
     """All arguments, explicit and without ``"auto"``."""
     source: SchedulerSource = "deepspeed"
-    """Who steps it: DeepSpeed's own class, or zerotune's curve, which uses the same formula and
-    scales it for each parameter group."""
+    """``"deepspeed"`` if DeepSpeed's class sets the learning rate; ``"zerotune"`` if zerotune does,
+    with the same formula scaled for each parameter group."""

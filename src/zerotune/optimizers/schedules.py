@@ -1,6 +1,6 @@
-"""Learning-rate schedules by name: DeepSpeed's five and diffusers' six, in optimizer steps.
+"""Learning-rate schedules by name: five from DeepSpeed and six from diffusers.
 
-They are also available as functions of the step: ``schedule_curve`` returns the whole curve without
+Each is also a function of the optimizer step: ``schedule_curve`` returns the whole curve without
 training.
 """
 
@@ -44,7 +44,8 @@ class SchedulerEntry(Entry):
     """One schedule and its arguments; ``name`` is DeepSpeed's class or diffusers' name."""
 
     source: SchedulerSource = "deepspeed"
-    """Who steps it: DeepSpeed's class, or zerotune's curve."""
+    """``"deepspeed"`` if DeepSpeed's class sets the learning rate, ``"zerotune"`` if zerotune
+    does."""
     peak: str | None = None
     """Argument with the peak learning rate; ``None`` if the schedule scales the optimizer's own."""
 
@@ -155,8 +156,8 @@ _DIFFUSERS: Final = (
     ),
     SchedulerEntry(
         name="polynomial",
-        summary="The learning rate rises to the optimizer's rate, then falls to lr_end as a power "
-        "function",
+        summary="The learning rate rises to the optimizer's rate, then falls to lr_end along a "
+        "polynomial",
         parameters=(
             _WARMUP_0,
             _TRAINING_STEPS,
@@ -174,7 +175,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerEntry]] = MappingProxyType(
 
 _BY_WORD: Final = {squash(name): name for name in SCHEDULERS}
 
-_CONSTANT: Final = "WarmupLR with warmup_num_steps 0, which holds the learning rate"
+_CONSTANT: Final = "WarmupLR with warmup_num_steps 0, which keeps the learning rate constant"
 _COSINE: Final = "cosine or WarmupCosineLR"
 
 _FOREIGN: Final[Mapping[str, str]] = {
@@ -193,7 +194,7 @@ _FOREIGN: Final[Mapping[str, str]] = {
     "multisteplr": "WarmupDecayLR",
     "exponentiallr": "WarmupDecayLR",
     "piecewiseconstant": "WarmupDecayLR",
-    "reducelronplateau": "WarmupDecayLR (no schedule here looks at the loss)",
+    "reducelronplateau": "WarmupDecayLR (no schedule here depends on the loss)",
     "lambdalr": "one of DeepSpeed's schedules",
     "sequentiallr": "one of DeepSpeed's schedules",
 }
@@ -213,11 +214,12 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
     """Return the canonical name of a schedule, ignoring case and punctuation.
 
     Args:
-        name: As written (``"warmup_lr"``, ``"WarmupLR"``).
-        key: Path of the setting with the name, for messages.
+        name: Name as written (``"warmup_lr"``, ``"WarmupLR"``).
+        key: Path of the setting that contains the name, for messages.
 
     Raises:
-        OptimizerError: The name belongs to torch or is unknown; the message suggests the closest.
+        OptimizerError: The name belongs to torch or is unknown; the message suggests the closest
+            name.
         InvalidValueError: ``name`` is not text.
     """
     if not isinstance(name, str) or not name.strip():
@@ -229,8 +231,8 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
         return canonical
     if _word(name) in _FOREIGN:
         raise OptimizerError(
-            "the name is a torch schedule, and DeepSpeed's engine does not step torch "
-            "schedules with ZeRO",
+            "this is a schedule of torch or transformers, which DeepSpeed's engine does not step "
+            "with ZeRO",
             key=key,
             value=name,
             fix=f"write {_FOREIGN[_word(name)]}",
@@ -282,11 +284,11 @@ def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
     Args:
         choice: The schedule; ``None`` for a constant learning rate.
         step: 0-based optimizer step (applied updates, not micro batches).
-        base_lr: Learning rate of the parameter group. ``WarmupCosineLR`` scales ``base_lr``; a
-            warm-up with ``warmup_max_lr=None`` also scales ``base_lr``.
+        base_lr: Learning rate of the parameter group. ``WarmupCosineLR``, diffusers' schedules and
+            warm-ups with ``warmup_max_lr=None`` scale it; all others ignore it.
 
     Returns:
-        The learning rate, bitwise equal to DeepSpeed's.
+        The learning rate, bitwise equal to that of DeepSpeed or diffusers.
     """
     _check_step(step)
     if choice is None:
@@ -590,11 +592,11 @@ def schedule_curve(
 
 
 def plot_curve(curve: ScheduleCurve, path: str | os.PathLike[str]) -> Path:
-    """Plot the curve as PNG, written atomically.
+    """Plot the curve to a PNG file, which is written atomically.
 
     Args:
         curve: Curve to plot.
-        path: The file; its folder must exist.
+        path: Path of the PNG file; its folder must exist.
 
     Returns:
         The path of the file.

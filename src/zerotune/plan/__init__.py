@@ -1,6 +1,6 @@
-"""Plans: what a DeepSpeed configuration says, what will run, and why.
+"""Plans: what a DeepSpeed configuration requests, what will run, and why.
 
-Values only: nothing here loads torch or deepspeed. Names are loaded on first use.
+This package imports neither torch nor deepspeed. Its modules are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Read the settings of ``accelerate config`` as a plan.
 
-Keys have the effect that ``accelerate launch`` and ``DeepSpeedPlugin`` of accelerate 1.15 give them
-(``utils/launch.py``, ``utils/dataclasses.py``). Settings that accelerate would lose are kept, with
-a decision.
+Each key has the same effect as in ``accelerate launch`` and ``DeepSpeedPlugin`` of accelerate 1.15
+(``utils/launch.py``, ``utils/dataclasses.py``). Settings that accelerate would discard are kept,
+and a decision records each of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zerotune.plan.source import read_named, tolerated
 BLOCK = "deepspeed_config"
 FILE = "deepspeed_config_file"
 DEFAULT_STAGE = 2
-"""Stage that ``DeepSpeedPlugin`` uses if none is set."""
+"""ZeRO stage that ``DeepSpeedPlugin`` uses if none is set."""
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 STEPS: Final = "gradient_accumulation_steps"
 DEEPSPEED_IN_BLOCK = frozenset({STEPS, "gradient_clipping"})
@@ -42,7 +42,7 @@ OF_THE_SCRIPT: Final = (
     "train_micro_batch_size_per_gpu",
     *sorted(DEEPSPEED_IN_BLOCK),
 )
-"""Settings of DeepSpeed that accelerate takes from the script if its block has none."""
+"""DeepSpeed settings that accelerate takes from the script if the block does not set them."""
 ZERO_IN_BLOCK = frozenset(
     {
         "zero_stage",
@@ -54,7 +54,7 @@ ZERO_IN_BLOCK = frozenset(
     }
 )
 LAUNCH_IN_BLOCK = known_keys.ACCELERATE_BLOCK - DEEPSPEED_IN_BLOCK - ZERO_IN_BLOCK
-"""Keys of the block that never reach DeepSpeed."""
+"""Keys of the ``deepspeed_config`` block that are not passed to DeepSpeed."""
 TOP_LEVEL = frozenset(
     {
         "distributed_type",
@@ -67,17 +67,17 @@ TOP_LEVEL = frozenset(
         *(known_keys.LAUNCH - known_keys.ACCELERATE_BLOCK),
     }
 )
-"""Keys that accelerate accepts outside the block."""
+"""Keys that accelerate accepts outside the ``deepspeed_config`` block."""
 
 
 def is_accelerate(content: Mapping[Any, Any]) -> bool:
-    """Whether a mapping with ``deepspeed_config`` comes from accelerate, not from a trainer."""
+    """Whether a mapping is accelerate's; a trainer's may also contain ``deepspeed_config``."""
     return BLOCK in content and ("distributed_type" in content or "compute_environment" in content)
 
 
 WITHOUT_DEEPSPEED = (
-    "this file trains without DeepSpeed: stage 0 neither partitions nor offloads, and "
-    "resolve(deepspeed=False) avoids the engine too"
+    "accelerate would train without DeepSpeed, so the plan uses stage 0, which neither partitions "
+    "nor offloads"
 )
 _LAUNCHABLE: Final = {
     "mixed_precision": ("launch.mixed_precision", Choice(choices=("no", "fp16", "bf16", "fp8"),
@@ -89,16 +89,16 @@ _LAUNCHABLE: Final = {
 
 @attrs.frozen(kw_only=True)
 class Translated:
-    """Settings of accelerate under DeepSpeed's keys, for ``zerotune.plan.read``."""
+    """accelerate's settings, translated to DeepSpeed's keys for ``zerotune.plan.read``."""
 
     config: Mapping[str, Any]
-    """DeepSpeed's configuration, not yet read as a plan."""
+    """DeepSpeed configuration, before it is read as a plan."""
     launch: LaunchSection
     """Launch settings."""
     source: str
     """Origin of ``config``, for messages."""
     folder: Path | None
-    """Folder in which a relative path of ``config`` is searched first."""
+    """Folder in which relative paths in ``config`` are looked up first."""
 
 
 def translate(
@@ -113,10 +113,11 @@ def translate(
 
     Args:
         content: The settings as a mapping.
-        log: Log that receives changed spellings, and settings that accelerate would discard.
-        source: Name of the settings' origin in messages.
-        folder: Folder in which a relative ``deepspeed_config_file`` is searched first.
-        spelled: Names of keys in messages, if they differ from the keys of the file.
+        log: Log for decisions about changed spellings and about settings that accelerate would
+            discard.
+        source: Origin of the settings, for messages.
+        folder: Folder in which a relative ``deepspeed_config_file`` is looked up first.
+        spelled: Names of keys to show in messages, if they differ from the keys in ``content``.
     """
     block = content.get(BLOCK)
     if not isinstance(block, Mapping):
@@ -201,7 +202,7 @@ class _Translation:
             key=BLOCK,
             before=dict(self.block),
             after="stage 0",
-            reason=f"distributed_type is {written}, so accelerate ignores the block: "
+            reason=f"distributed_type is {written}, so accelerate ignores the block; "
             f"{WITHOUT_DEEPSPEED}. Set distributed_type: DEEPSPEED to use the block",
             severity="warning",
         )
@@ -242,8 +243,8 @@ class _Translation:
                 key=STEPS,
                 before=AUTO,
                 after="kept",
-                reason='accelerate converts "auto" to a number and fails, unless the script passes '
-                "a gradient_accumulation_plugin; omit the key",
+                reason='accelerate fails to convert "auto" to a number unless the script passes a '
+                "gradient_accumulation_plugin; omit the key",
                 severity="warning",
             )
         inline = {
@@ -297,7 +298,8 @@ class _Translation:
         beside = sorted(key for key in self.block if key in ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK)
         if beside:
             raise PlanConflictError(
-                f"accelerate rejects other settings together with a file: {', '.join(beside)}",
+                "accelerate rejects these settings together with a configuration file: "
+                f"{', '.join(beside)}",
                 key=f"{BLOCK}.{FILE}",
                 value=self.block[FILE],
                 fix="move these settings to the file",
@@ -312,8 +314,8 @@ class _Translation:
                     key=f"zero_optimization.offload_{part}.nvme_path",
                     before=path,
                     after=path,
-                    reason="`accelerate launch` does not pass this path on, and accelerate would"
-                    ' swap into a folder called "none"; zerotune keeps the path',
+                    reason="`accelerate launch` does not pass this path on, so accelerate would"
+                    ' swap to a folder named "none"; zerotune keeps the path',
                 )
         clipping = self.block.get("gradient_clipping")
         if isinstance(clipping, int | float) and clipping == 0:
@@ -321,8 +323,8 @@ class _Translation:
                 key="gradient_clipping",
                 before=clipping,
                 after=0,
-                reason="accelerate treats 0 as missing, so DeepSpeed clips at its default; "
-                "zerotune does not clip",
+                reason="accelerate treats 0 as missing, so DeepSpeed would clip at its default "
+                "norm; zerotune does not clip",
                 severity="warning",
             )
 
@@ -340,7 +342,7 @@ class _Translation:
             before=None,
             after="DEEPSPEED",
             reason="accelerate rejects a file without distributed_type; zerotune reads the file "
-            f"because of its {BLOCK}",
+            f"because it contains {BLOCK}",
             severity="warning",
         )
 
@@ -351,8 +353,8 @@ class _Translation:
                 key="launch.mixed_precision",
                 before=written,
                 after="kept",
-                reason=f"accelerate rejects mixed_precision together with a {FILE}, unless "
-                '--mixed_precision is given too; zerotune uses the value for "auto"',
+                reason=f"accelerate rejects mixed_precision together with a {FILE} unless "
+                '--mixed_precision is also given; zerotune uses this value in place of "auto"',
                 severity="warning",
             )
 
@@ -388,7 +390,7 @@ def _launchable(settings: Mapping[Any, Any], log: Log) -> dict[Any, Any]:
         if value is None:
             continue
         if isinstance(value, bool) and key == "mixed_precision":
-            why = "accelerate's launcher fails on YAML's false for an unquoted no: write 'no'"
+            why = "YAML reads an unquoted no as false, which accelerate rejects; write 'no'"
             log.decide(path, value, "no", why, "warning")
             continue
         try:
@@ -438,7 +440,7 @@ def _merge(merged: dict[str, Any], key: Any, value: Any, log: Log) -> None:
 
 
 def plan_keys() -> frozenset[str]:
-    """Return DeepSpeed's top-level keys."""
+    """Return all top-level keys of a DeepSpeed configuration, including aliases."""
     names = {attribute.name for attribute in modelled(DeepSpeedPlan)}
     return frozenset(names | DeepSpeedPlan.passed_through | DeepSpeedPlan.aliases.keys())
 
@@ -539,7 +541,7 @@ def _with_parallelism(found: Translated, environ: Mapping[str, str]) -> Translat
 
 
 def missing_folders(plan: DeepSpeedPlan, log: Log) -> None:
-    """Record a warning for each swap folder that the environment does not contain."""
+    """Record a warning for each swap folder that the environment does not name."""
     zero = plan.zero_optimization
     sections = {
         "optimizer": zero.offload_optimizer if zero else None,
@@ -551,9 +553,9 @@ def missing_folders(plan: DeepSpeedPlan, log: Log) -> None:
                 key=f"zero_optimization.offload_{part}.nvme_path",
                 before=None,
                 after=None,
-                reason="`accelerate launch` does not pass the YAML's path on, and accelerate would"
-                ' swap into a folder called "none"; pass the path to zerotune, or each run creates'
-                " a temporary folder",
+                reason="`accelerate launch` does not pass on the path in its YAML, so accelerate"
+                ' would swap to a folder named "none"; set nvme_path in the plan, or each run'
+                " creates a temporary folder",
                 severity="warning",
             )
 
@@ -563,7 +565,7 @@ def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None
     beside = sorted(fields & (ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK | {"mixed_precision"}))
     if beside:
         raise PlanConflictError(
-            "accelerate rejects other settings of its YAML together with the file: "
+            "accelerate rejects these settings of its YAML together with a configuration file: "
             f"{', '.join(beside)}",
             key=_FILE_VARIABLE,
             value=written,
@@ -590,7 +592,7 @@ def _fill_automatic(config: dict[str, Any], block: dict[str, str], log: Log) -> 
                 path,
                 value,
                 before,
-                "accelerate reads this key only from the file, and ignores its command line",
+                "accelerate reads this key only from the file, not from its command line",
                 "warning",
             )
     return config

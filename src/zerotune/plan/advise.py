@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 Preference = Literal["fastest", "least offload"]
-"""Criterion for the choice among plans that fit."""
+"""Criterion for choosing among plans that fit."""
 PREFERENCES: Final[tuple[Preference, ...]] = get_args(Preference)
 
 
@@ -63,11 +63,11 @@ class Budget:
     nvme: int = 0
     """Disk space for swap files on one machine, for all its ranks; 0: none."""
     reserve: float = 0.05
-    """Share of device and host memory to keep free, for other processes and for fragmentation of
-    the allocator, which needs 0.6 to 3.8 % (docs/memory-proof.md)."""
+    """Fraction of device and host memory to keep free for other processes and for allocator
+    fragmentation, which takes 0.6 to 3.8 % (docs/memory-proof.md)."""
 
     def usable(self, place: Place) -> int:
-        """Return the maximum bytes that a plan may use in ``place``.
+        """Return how many bytes of device memory, host memory or NVMe a plan may use.
 
         Args:
             place: ``"device"``, ``"host"`` or ``"nvme"``.
@@ -88,13 +88,14 @@ class Candidate:
     gradient_checkpointing: bool
     fits: bool
     shortfalls: Mapping[Place, int]
-    """Missing bytes by place; per machine for host and NVMe; empty if the plan fits."""
+    """Missing bytes of device memory (per rank), and of host memory and NVMe (per machine); empty
+    if the plan fits."""
     reason: str
     """Why the plan was chosen, not preferred, or rejected."""
     activation_offload: bool = False
     """Whether host memory stores the inputs of recomputed blocks (``ActivationOffload``)."""
     time: StepTime | None = None
-    """Predicted time of a step; ``None`` if the model's arithmetic is unknown."""
+    """Predicted time of a step; ``None`` if the model's operation counts are unknown."""
     streamed: Streaming | None = None
     """Options for ``plan.resolve(streamed=...)``; ``None`` if weights are not streamed."""
 
@@ -170,7 +171,7 @@ class Advice(Readable):
 
     @property
     def headroom(self) -> dict[Place, int]:
-        """Unused bytes of the budget: device memory of each rank, RAM and NVMe of the machine."""
+        """Unused bytes of the budget, of device memory per rank and of RAM and NVMe per machine."""
         needs = machine_needs(self.estimate)
         return {
             "device": self.budget.device - needs["device"],
@@ -187,7 +188,7 @@ class Advice(Readable):
 
     @override
     def page(self) -> Page:
-        """Return the choice with its reason, and up to five candidates, as a report."""
+        """Return a report of the choice, its reason and up to five candidates."""
         from zerotune.plan import text
 
         return text.advice_page(self, most=text.FOREMOST)
@@ -212,7 +213,7 @@ class Advice(Readable):
 
 
 def machine_needs(estimate: MemoryEstimate) -> dict[Place, int]:
-    """Return the bytes needed: device memory per rank, RAM and NVMe of all ranks of a machine."""
+    """Return the bytes needed: device memory per rank, and RAM and NVMe per machine."""
     ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
     return {
         "device": estimate.device,
@@ -235,9 +236,9 @@ class Layout:
     fills_device: bool = False
     """Whether the device keeps as much of the optimizer as fits."""
     streams: bool = False
-    """Whether weights are streamed; as many units as fit stay on the device."""
+    """Whether weights are streamed; the device keeps as many units as fit."""
     splits: bool = False
-    """Whether only the low halves of master weights are stored."""
+    """Whether each fp32 master weight is stored as its bf16 weight and the low 16 bits."""
 
     @property
     def title(self) -> str:
@@ -281,15 +282,15 @@ LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
     (Layout(stage=3, optimizer="nvme", parameters="cpu"),),
     (Layout(stage=3, optimizer="nvme", parameters="nvme"),),
 )
-"""Layouts from least to most offload, by stage within each level. Offload costs more time than
-partitioning, and recomputation costs less than both."""
+"""Layouts from least to most offload, ordered by stage within each level. Offload costs more time
+than partitioning, and recomputation costs less than either."""
 
 STREAMED, SPLIT = (layout.title for layout in STREAMING)
 ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
-"""Accelerators with separate memory and streams for copies."""
+"""Accelerators that support activation offload: those with their own memory and copy streams."""
 
 _OPT_IN: Final = (
-    "fits; chosen only if streaming is requested: `zerotune doctor --prove` proves its results"
+    "chosen only if streaming is requested; `zerotune doctor --prove` verifies its results"
 )
 ALSO_FITS: Final = "also fits; more offload than needed, or slower"
 """Default reason why a candidate that fits was not chosen."""
@@ -323,7 +324,7 @@ class Request:
     rates: Rates
     """Speeds of the machine."""
     prefer: Preference
-    """Criterion for the choice among plans that fit."""
+    """Criterion for choosing among plans that fit."""
     streamed: bool
     """Whether a plan with streamed weights may be chosen."""
 
@@ -628,17 +629,17 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
     plain = [one for one in candidates if request.streamed or one.streamed is None]
     nearest = min(plain or candidates, key=distance)
     needs = machine_needs(nearest.estimate)
-    missing = ", ".join(
+    missing = " and ".join(
         f"{format_size(over)} of {_PLACE_WORDS[place]}"
         for place, over in nearest.shortfalls.items()
     )
-    enough = ", ".join(
+    enough = " and ".join(
         f"{format_size(int(needs[place] / (1 - request.budget.reserve)))} of {_PLACE_WORDS[place]}"
         for place in nearest.shortfalls
     )
     smaller = " a smaller batch or resolution," if request.workload.batch > 1 else ""
     return NothingFitsError(
-        f"no plan fits; the closest is {nearest.title}, which lacks {missing}",
+        f"no plan fits; the closest ({nearest.title}) lacks {missing}",
         nearest=nearest,
         remedies=tuple(
             remedy
@@ -658,12 +659,13 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
 
 @attrs.frozen(kw_only=True)
 class Remedy:
-    """Different settings with which a model fits or comes closer to fitting."""
+    """Settings to change so that a model fits or comes closer to fitting."""
 
     what: str
-    """Effect in words (``"adapters fit"``)."""
+    """Effect of the settings in words (``"adapters fit"``)."""
     settings: Mapping[str, Any]
-    """Arguments of ``DeepSpeedPlan.advise``, and options of ``zerotune plan advise``."""
+    """Arguments of ``DeepSpeedPlan.advise`` by name; ``zerotune plan advise`` has options of the
+    same names."""
     gain: str = ""
     """Gain in words."""
 

@@ -50,11 +50,11 @@ class Panel:
     note: str = ""
     """Text to the right of the title."""
     limit: float | None = None
-    """Position of a line across the bar."""
+    """Position of a vertical line across the bar, in ``unit``."""
     colour: str = INK
     """Colour of ``note`` and of the line at ``limit``."""
     room: bool = False
-    """Whether the bar is shaded up to ``limit``."""
+    """Whether the background is shaded up to ``limit``."""
 
     def _draw(self, axes: Any) -> None:
         end = 0.0
@@ -95,15 +95,15 @@ class Panel:
 def plot_memory(
     estimate: MemoryEstimate, path: str | os.PathLike[str], *, budget: RankBudget | None = None
 ) -> Path:
-    """Write the peak of each place as a stacked bar, by component, as PNG, PDF or SVG.
+    """Draw a bar of stacked components for peak device, host and NVMe memory (PNG, PDF or SVG).
 
-    Each place has a separate scale, which starts at zero and includes the budget if there is one.
+    Each bar has its own scale, which starts at zero and includes the budget, if there is one.
 
     Args:
         estimate: The memory estimate.
-        path: The file; its suffix decides the format (without suffix: PNG). The folder of the file
-            is created, and an existing file is replaced.
-        budget: Available bytes per rank by place.
+        path: The file to write; its suffix determines the format (PNG if it has none). The folder
+            of the file is created, and an existing file is replaced.
+        budget: Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``.
 
     Returns:
         ``path``.
@@ -135,12 +135,13 @@ def memory_panels(
     budget: RankBudget | None = None,
     measured: RankBudget | None = None,
 ) -> list[Panel]:
-    """Return a panel for each place that is used or limited.
+    """Return a panel for each of device, host and NVMe that is used or has a budget.
 
     Args:
         estimate: The memory estimate.
-        budget: Available bytes per rank by place.
-        measured: Measured bytes per rank by place, shown if there is no budget.
+        budget: Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``.
+        measured: Measured bytes per rank, with keys as in ``budget``; shown where there is no
+            budget.
     """
     unit, size = estimate_unit(estimate, budget)
     seen: RankBudget = measured or {}
@@ -175,7 +176,7 @@ def memory_panels(
 
 
 def draw_panels(heading: str, panels: Sequence[Panel]) -> Any:
-    """Draw panels below each other in a matplotlib figure."""
+    """Stack panels vertically in a matplotlib figure."""
     lines = [line for each in heading.split("\n") for line in textwrap.wrap(each, 120)]
     keys = sum(-(-len(panel.parts) // _KEYS) for panel in panels)
     height = _LINE * (len(lines) + 1 + keys) + _BAR * len(panels)

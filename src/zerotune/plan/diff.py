@@ -56,7 +56,7 @@ class Change:
         return f"{self.key}: {values[self.kind]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the key, the kind, and the old and new value if set, as JSON-serialisable data."""
+        """Return key, kind, and the values before and after (if any) as JSON-serialisable data."""
         sides = {
             "added": {"after": self.after},
             "removed": {"before": self.before},
@@ -68,14 +68,14 @@ class Change:
 
 @attrs.frozen(kw_only=True)
 class PlanDifference:
-    """The differences between two plans, from ``diff``; false if there are none."""
+    """Differences between two plans, as returned by ``diff``; falsy if there are none."""
 
     before: str
     """Origin of the first plan."""
     after: str
     """Origin of the second plan."""
     changes: tuple[Change, ...] = ()
-    """Every setting that differs, in the order of the keys."""
+    """Settings that differ, in the order of the configuration."""
 
     def __bool__(self) -> bool:
         return bool(self.changes)
@@ -104,7 +104,7 @@ class PlanDifference:
 
 
 def diff_plans(before: DeepSpeedPlan, after: DeepSpeedPlan) -> PlanDifference:
-    """Return the differences between two plans as written."""
+    """Return the differences between two unresolved plans."""
     _check_kind(before, after)
     return PlanDifference(
         before=before.source,
@@ -114,7 +114,7 @@ def diff_plans(before: DeepSpeedPlan, after: DeepSpeedPlan) -> PlanDifference:
 
 
 def diff_resolved(before: ResolvedPlan, after: ResolvedPlan) -> PlanDifference:
-    """Return the differences in configuration, engine, optimizer and schedule.
+    """Compare configuration, engine, optimizer and schedule of two resolved plans.
 
     Reasons are not compared. Plans with unresolved values can be compared too.
     """

@@ -1,11 +1,11 @@
 # ruff: noqa: RUF009  (`setting` and `extra_keys` return attrs.field, as RUF009 cannot see)
 """The parts of a plan: settings, sections, facts, choices, and the plan itself.
 
-The module defines, from the bottom up: the *kinds* of settings, the declaration and reading of
-sections, the DeepSpeed keys that zerotune passes through, old spellings, the sections, facts about
-the model and the run, ``DeepSpeedPlan`` (what the user wants) and ``ResolvedPlan`` (what will run).
-Other modules read, write, check and resolve plans. Both plan classes offer these actions as
-methods, and each method imports its module when it is called.
+The module first defines the types of settings (*kinds*), how sections are declared and read, which
+DeepSpeed keys zerotune passes through, and old spellings of keys. Then come the sections, facts
+about the model and the run, ``DeepSpeedPlan`` (what the user wants) and ``ResolvedPlan`` (what will
+run). Other modules read, write, check and resolve plans. Both plan classes offer these actions as
+methods, which import those modules when called.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ if TYPE_CHECKING:
 
 Auto = Literal["auto"]
 AUTO: Final[Auto] = "auto"
-"""Stands in a plan for a value that ``resolve`` fills."""
+"""Placeholder for a value that ``resolve`` chooses."""
 
 _LARGEST_INTEGER = 2**63 - 1
 
 Reading = tuple[Any, "str | None"]
-"""The canonical value, and why it differs from what was written (``None``: it does not)."""
+"""The canonical value, and why it differs from the written value (``None`` if it does not)."""
 
 
 class Kind(ABC):
@@ -104,7 +104,7 @@ class Kind(ABC):
         """
 
     def read_into(self, log: Log, value: Any, key: str) -> Any:
-        """Read ``value`` like ``read``, and log a decision for each change.
+        """Convert ``value`` as ``read`` does, and log a decision if this changes it.
 
         Args:
             log: Log that receives decisions.
@@ -154,7 +154,7 @@ class Number(_OrAuto):
     below: float | None = None
     """Exclusive upper bound."""
     remark: str = ""
-    """An explanation of a value with an unexpected meaning."""
+    """Explanation of a value with a special meaning."""
 
     def check(self, value: Any, key: str) -> None:
         """Accept a finite number in range, or ``"auto"`` if this kind allows it."""
@@ -245,18 +245,18 @@ class Integer(Number):
 
 @attrs.frozen(kw_only=True)
 class Numbers(Kind):
-    """A tuple of numbers with a fixed length."""
+    """A fixed-length tuple of numbers."""
 
     each: Number
     length: int
 
     def check(self, value: Any, key: str) -> None:
-        """Accept a tuple of valid numbers with the right length."""
+        """Accept a tuple of valid numbers if its length is right."""
         if not isinstance(value, tuple) or self._elements(value, key) != value:
             raise self._refused(value, key)
 
     def read(self, value: Any, key: str) -> Reading:
-        """Accept any sequence of readable numbers with the right length."""
+        """Accept any sequence of readable numbers if its length is right."""
         return self._elements(value, key), None
 
     def _elements(self, value: Any, key: str) -> tuple[Any, ...]:
@@ -280,7 +280,7 @@ _WORDS: Final[Mapping[str, bool]] = {
 
 @attrs.frozen(kw_only=True)
 class Boolean(_OrAuto):
-    """``true`` or ``false``, or ``"auto"``."""
+    """``true``, ``false`` or ``"auto"``."""
 
     words: Mapping[str, bool] = _WORDS
     """Other spellings, and the value of each."""
@@ -293,7 +293,7 @@ class Boolean(_OrAuto):
             "must be true or false",
             key,
             value,
-            "replace the value with true or false, without quotes",
+            "true or false, without quotes",
         )
 
     def read(self, value: Any, key: str) -> Reading:
@@ -310,24 +310,24 @@ class Boolean(_OrAuto):
             "must be true or false",
             key,
             value,
-            "replace the value with true or false, without quotes",
+            "true or false, without quotes",
         )
 
 
 @attrs.frozen(kw_only=True)
 class Choice(Kind):
-    """One word of a fixed list."""
+    """One word from a fixed list."""
 
     choices: tuple[str, ...]
     synonyms: Mapping[str, str] = attrs.field(factory=dict)
-    """Lower-case word to the choice it means."""
+    """Choice that each synonym stands for; synonyms are in lower case."""
     null: str | None = None
-    """Choice that a written ``null`` stands for; ``None``: ``null`` leaves the key unset."""
+    """Choice that ``null`` stands for; if ``None``, ``null`` leaves the key unset."""
     unoffered: tuple[str, ...] = ()
-    """Choices that are read, rejected later with a specific message, and never suggested."""
+    """Choices that are never suggested: they can be read, but are rejected later."""
 
     def check(self, value: Any, key: str) -> None:
-        """Accept exactly one of the choices."""
+        """Accept a choice in its exact spelling."""
         if not isinstance(value, str) or value not in self.choices:
             raise InvalidValueError(
                 "is not an allowed value", key=key, value=value, fix=self._fix()
@@ -546,7 +546,7 @@ class Section:
     """Keys that DeepSpeed knows and zerotune keeps unchecked in ``extra``."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the keys that are set as a new dict in DeepSpeed's spelling."""
+        """Return a new dict of all keys that are set, in DeepSpeed's spelling."""
         written: dict[str, Any] = {}
         for attribute in modelled(type(self)):
             value = getattr(self, attribute.name)
@@ -561,7 +561,7 @@ class Section:
 
 
 def setting(kind: Kind) -> Any:
-    """Declare a key of a section that zerotune models; the default is unset."""
+    """Declare a modelled key of a section; it is unset by default."""
     eq = comparable if isinstance(kind, Nested) else True
 
     def check(_section: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -572,7 +572,7 @@ def setting(kind: Kind) -> Any:
 
 
 def comparable(section: Section | None) -> Section | None:
-    """Return a section for comparison; an empty section counts as ``None``."""
+    """Return a section for comparison; an empty one becomes ``None``."""
     return None if section is None or section == type(section)() else section
 
 
@@ -582,13 +582,13 @@ def extra_keys() -> Any:
 
 
 def modelled(cls: type[Section]) -> list[attrs.Attribute[Any]]:
-    """Return the fields of ``cls`` that are keys of the configuration, in writing order."""
+    """Return the configuration keys among the fields of ``cls``, in the order they are written."""
     fields: tuple[attrs.Attribute[Any], ...] = attrs.fields(cls)  # type: ignore[arg-type]
     return [attribute for attribute in fields if "kind" in attribute.metadata]
 
 
 def evolved(section: SectionT, **changes: Any) -> SectionT:
-    """Return a section with changed attributes; every check runs again."""
+    """Return a copy of a section with changed attributes; all checks run again."""
     return attrs.evolve(section, **changes)  # type: ignore[misc]
 
 
@@ -650,9 +650,9 @@ class Nested(Kind):
 
     cls: type[Section]
     before: Callable[[dict[str, Any], str, Log], dict[str, Any]] | None = None
-    """Rewrites the raw section before it is read."""
+    """Function that rewrites the raw section before it is read."""
     without: Mapping[str, str] = attrs.field(factory=dict)
-    """Keys of the section class that are invalid here, and the section they belong to."""
+    """Keys of ``cls`` that are invalid here, and the section to which each belongs."""
 
     def check(self, value: Any, key: str) -> None:
         """Accept an instance of the section class."""
@@ -686,9 +686,9 @@ class Nested(Kind):
 
 
 def read_section(cls: type[SectionT], raw: Any, *, key: str, log: Log) -> SectionT:
-    """Build a section from a raw mapping, and record every change to it.
+    """Build a section from a raw mapping, and record every normalised value.
 
-    A mistake is recorded in ``log``, and its value becomes ``"auto"`` or unset.
+    Mistakes are recorded in ``log``, and an invalid value becomes ``"auto"`` or unset.
 
     Args:
         cls: The section class.
@@ -738,7 +738,7 @@ def join(prefix: str, name: str) -> str:
 
 
 def passed_paths(plan: DeepSpeedPlan, *, unknown: bool = False) -> frozenset[str]:
-    """Return the paths of all keys in ``extra``; reading the written plan must accept them.
+    """Return the paths of all ``extra`` keys, which a reader of the written plan must accept.
 
     Args:
         plan: The plan.
@@ -767,7 +767,10 @@ def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> Unk
     if path == name and name in of_zero:
         at_top = f"'zero_optimization.{name}'"
     meant = at_top or _COMMON_MISTAKES.get(name) or " or ".join(repr(guess) for guess in guesses)
-    fix = f"did you mean {meant}?" if meant else "remove it, or check its spelling and its place"
+    fix = f"did you mean {meant}?" if meant else "remove it, or check its spelling and its section"
+    if path == "mixed_precision":
+        precisions = [value] if value in ("bf16", "fp16") else ["bf16", "fp16"]
+        fix = f"remove it, and set {' or '.join(f'{one}.enabled' for one in precisions)} to true"
     return UnknownKeyError(
         "the key is unknown to DeepSpeed and zerotune", key=path, value=value, fix=fix
     )
@@ -776,7 +779,7 @@ def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> Unk
 def misplaced_key(path: str, value: Any, place: str) -> UnknownKeyError:
     """Return the error for a key that belongs to a different section."""
     return UnknownKeyError(
-        "DeepSpeed rejects this key here", key=path, value=value, fix=f"it belongs to {place}"
+        "DeepSpeed rejects this key here", key=path, value=value, fix=f"move it to {place}"
     )
 
 
@@ -791,7 +794,6 @@ _COMMON_MISTAKES = {
 
 _BELONG_BELOW = {
     "zero_stage": "'zero_optimization.stage'",
-    "mixed_precision": "'bf16' or 'fp16', as in \"bf16\": {\"enabled\": true}",
 }
 """Keys wrongly written at the top level, and their right place; see also ``ZeroSection``."""
 
@@ -814,7 +816,7 @@ def _canonical_key(
             f"is set under two names, {written!r} and {name!r}",
             key=join(key, name),
             value=raw[written],
-            fix=f"keep only {name!r}",
+            fix=f"remove {written!r}",
         )
     log.decide(
         key=join(key, written),
@@ -916,14 +918,14 @@ REMOVED: Final = {
     ),
     "progressive_layer_drop": "progressive layer dropping",
 }
-"""Top-level key to what DeepSpeed 0.19 removed (``_REMOVED_TOP_LEVEL_CONFIG_KEYS``)."""
+"""Features that DeepSpeed 0.19 removed, by top-level key (``_REMOVED_TOP_LEVEL_CONFIG_KEYS``)."""
 
 REMOVED_ZERO: Final = {
     "mics_shard_size": "MiCS sharding",
     "mics_hierarchical_params_gather": "MiCS sharding",
     "zeropp_loco_param": "LoCo-ZeRO++",
 }
-"""Key of ``zero_optimization`` to what DeepSpeed 0.19 removed."""
+"""Features that DeepSpeed 0.19 removed, by key of ``zero_optimization``."""
 
 ZERO: Final = frozenset(
     {
@@ -958,7 +960,7 @@ ZERO_ALIASES: Final = {
     "stage3_param_persistance_threshold": "stage3_param_persistence_threshold",
     "stage3_param_persitence_threshold": "stage3_param_persistence_threshold",
 }
-"""Names DeepSpeed accepts for the same setting, and misspellings found in public files."""
+"""Other names that DeepSpeed accepts for a setting, and misspellings found in public files."""
 
 OFFLOAD: Final = frozenset({"super_offload", "cpuadam_cores_perc"})
 BF16: Final[frozenset[str]] = frozenset()
@@ -985,7 +987,7 @@ ACCELERATE_BLOCK: Final = frozenset(
         "zero_stage",
     }
 )
-"""Keys accelerate reads inside ``deepspeed_config``."""
+"""Keys that accelerate reads inside ``deepspeed_config``."""
 
 STARTING: Final = frozenset(
     {
@@ -1005,7 +1007,7 @@ STARTING: Final = frozenset(
         "same_network",
     }
 )
-"""Further keys of an accelerate YAML that say how and where processes are started."""
+"""Other keys of an accelerate YAML that determine how and where processes are started."""
 LAUNCH: Final = STARTING | frozenset(
     {
         "downcast_bf16",
@@ -1025,7 +1027,7 @@ LAUNCH: Final = STARTING | frozenset(
         "use_cpu",
     }
 )
-"""Further keys of an accelerate YAML, kept in ``LaunchSection.extra``."""
+"""Keys of an accelerate YAML that ``LaunchSection.extra`` keeps."""
 
 
 # -- Old and short spellings of a configuration, translated before it is read.
@@ -1113,7 +1115,7 @@ class _Translating:
             if isinstance(value, Mapping):
                 off = value.get("enabled", bool(value)) is False
             if off:
-                why = f"DeepSpeed 0.19 removed {what}; it was disabled, so the key is removed"
+                why = f"DeepSpeed 0.19 removed {what}; the disabled key is dropped"
                 self.log.decide(join(self.path, key), self.section.pop(key), None, why)
 
     def _boolean_zero(self) -> None:
@@ -1128,7 +1130,7 @@ class _Translating:
             key="zero_optimization",
             before=value,
             after=inner,
-            reason="zero_optimization is a boolean, an old form in which true means stage 1",
+            reason="zero_optimization is a boolean; in this old form, true means stage 1",
             severity="warning",
         )
 
@@ -1146,7 +1148,7 @@ class _Translating:
                 "different value",
                 key=_SAVED_WHOLE,
                 value=value,
-                fix=f"keep {_GATHER!r} in zero_optimization",
+                fix="remove this key",
             )
         self.section["zero_optimization"] = dict(zero) if written else {**zero, _GATHER: value}
         self.log.decide(
@@ -1253,23 +1255,23 @@ class OffloadSection(Section):
     )
     """``"none"``, ``"cpu"`` (host memory) or ``"nvme"`` (files; stage 3 only)."""
     nvme_path: str | None = setting(Folder())
-    """Folder for the swap files; left out or ``"auto"``: a leased folder."""
+    """Folder for the swap files; if unset or ``"auto"``, each run creates a temporary folder."""
     buffer_count: int | Auto | None = setting(Integer(minimum=1))
-    """Buffers of the swap pool."""
+    """Number of buffers in the swap pool."""
     buffer_size: int | Auto | None = setting(Integer(minimum=1))
-    """Elements, not bytes, of one buffer of the parameter swap pool."""
+    """Size of each buffer in the parameter swap pool, in elements (not bytes)."""
     pin_memory: bool | Auto | None = setting(Boolean())
-    """Page-lock the host buffers, which an asynchronous copy to a GPU needs."""
+    """Page-lock the host buffers, as asynchronous copies to a GPU require."""
     ratio: float | Auto | None = setting(Number(maximum=1.0))
-    """Share of the optimizer that is offloaded, stage 3 only."""
+    """Fraction of the optimizer states to offload; stage 3 only."""
     fast_init: bool | Auto | None = setting(Boolean())
     """Create the optimizer's NVMe files from the parameters' files."""
     pipeline_read: bool | Auto | None = setting(Boolean())
-    """Read the next sub-group from NVMe while this one is computed."""
+    """Read the next sub-group from NVMe while the current one is updated."""
     pipeline_write: bool | Auto | None = setting(Boolean())
-    """Write the previous sub-group to NVMe while this one is computed."""
+    """Write the previous sub-group to NVMe while the current one is updated."""
     max_in_cpu: int | Auto | None = setting(Integer())
-    """Parameter elements that stay in host memory although NVMe offload is on."""
+    """Number of parameter elements that stay in host memory despite NVMe offload."""
     extra: Mapping[str, Any] = extra_keys()
 
 
@@ -1286,7 +1288,7 @@ class ZeroSection(Section):
     aliases: ClassVar[Mapping[str, str]] = ZERO_ALIASES
 
     stage: int | Auto | None = setting(Integer(maximum=3))
-    """Partitioned: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+    """What is partitioned: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     offload_param: OffloadSection | None = setting(
         Nested(OffloadSection, without=dict.fromkeys(_OPTIMIZER_ONLY, "offload_optimizer"))
     )
@@ -1296,51 +1298,51 @@ class ZeroSection(Section):
     )
     """Where optimizer states and master weights are stored and updated."""
     overlap_comm: bool | Auto | None = setting(Boolean())
-    """Reduce gradients on a second stream during the backward pass; doubles the bucket."""
+    """Reduce gradients on a second stream during the backward pass; doubles the bucket memory."""
     contiguous_gradients: bool | Auto | None = setting(Boolean())
-    """Copy gradients into one buffer as they appear."""
+    """Copy gradients into one buffer as they are produced."""
     reduce_scatter: bool | Auto | None = setting(Boolean())
-    """Reduce each gradient to its owner only."""
+    """Reduce each gradient only to the rank that owns it."""
     reduce_bucket_size: int | Auto | None = setting(Integer(minimum=1))
     """Elements reduced at a time."""
     allgather_partitions: bool | Auto | None = setting(Boolean())
-    """Collect updated parameters by all-gather and not by broadcasts."""
+    """Gather updated parameters with all-gather instead of broadcasts."""
     allgather_bucket_size: int | Auto | None = setting(Integer())
-    """Elements gathered at a time, stages 1 and 2."""
+    """Elements gathered at a time (stages 1 and 2)."""
     use_multi_rank_bucket_allreduce: bool | Auto | None = setting(Boolean())
-    """Combine the buckets of several owners in one reduction, stages 1 and 2."""
+    """Combine the buckets of several owners in one reduction (stages 1 and 2)."""
     round_robin_gradients: bool | Auto | None = setting(Boolean())
-    """Spread the copies of gradients to host memory over the ranks, stages 1 and 2."""
+    """Distribute the copying of gradients to host memory over the ranks (stages 1 and 2)."""
     ignore_unused_parameters: bool | Auto | None = setting(Boolean())
-    """Accept parameters that get no gradient, stage 2."""
+    """Accept parameters that receive no gradient (stage 2)."""
     load_from_fp32_weights: bool | Auto | None = setting(Boolean())
-    """Start the master weights from a checkpoint's fp32 copy."""
+    """Initialise the master weights from a checkpoint's fp32 copy."""
     elastic_checkpoint: bool | Auto | None = setting(Boolean())
-    """Legacy format of DeepSpeed's own checkpoints."""
+    """Use the legacy format of DeepSpeed's own checkpoints."""
     sub_group_size: int | Auto | None = setting(Integer())
-    """Elements the optimizer updates at a time, stage 3; 0: one parameter."""
+    """Elements that the optimizer updates at a time (stage 3); 0: one parameter at a time."""
     stage3_prefetch_bucket_size: int | Auto | None = setting(Integer())
     """Elements fetched ahead of their use."""
     stage3_param_persistence_threshold: int | Auto | None = setting(Integer())
     """Parameters of at most this many elements are never partitioned."""
     stage3_model_persistence_threshold: int | Auto | None = setting(Integer())
-    """Maximum elements of all unpartitioned parameters together."""
+    """Maximum total number of elements in unpartitioned parameters."""
     stage3_max_live_parameters: int | Auto | None = setting(Integer())
-    """Maximum gathered elements at a time."""
+    """Maximum number of elements that are gathered at a time."""
     stage3_max_reuse_distance: int | Auto | None = setting(Integer())
-    """Keep a parameter that is used again within this many elements."""
+    """Keep a gathered parameter that is used again within this many elements."""
     stage3_gather_16bit_weights_on_model_save: bool | Auto | None = setting(Boolean())
-    """Gather the weights in DeepSpeed's ``save_16bit_model``."""
+    """Gather the weights for DeepSpeed's ``save_16bit_model``."""
     stage3_module_granularity_threshold: int | Auto | None = setting(Integer())
-    """Fetch modules with less parameters per submodule than this as a whole; 0: never."""
+    """Fetch a module as a whole if it has fewer parameters per submodule than this; 0: never."""
     memory_efficient_linear: bool | Auto | None = setting(Boolean())
-    """Replace ``torch.nn.functional.linear`` while parameters are partitioned."""
+    """Use DeepSpeed's memory-efficient version of ``torch.nn.functional.linear`` (stage 3)."""
     zero_hpz_partition_size: int | Auto | None = setting(Integer())
-    """Ranks of ZeRO++'s secondary partition; 1: off."""
+    """Number of ranks in ZeRO++'s secondary partition; 1: off."""
     zero_quantized_weights: bool | Auto | None = setting(Boolean())
     """ZeRO++: gather quantized weights."""
     zero_quantized_nontrainable_weights: bool | Auto | None = setting(Boolean())
-    """ZeRO++: store frozen weights quantized."""
+    """ZeRO++: store frozen weights in quantized form."""
     zero_quantized_gradients: bool | Auto | None = setting(Boolean())
     """ZeRO++: reduce quantized gradients."""
     extra: Mapping[str, Any] = extra_keys()
@@ -1354,7 +1356,7 @@ class Bf16Section(Section):
 
     enabled: bool | Auto | None = setting(Boolean())
     immediate_grad_update: bool | Auto | None = setting(Boolean())
-    """Add gradients to the master gradients as they appear."""
+    """Add gradients to the master gradients as they are produced."""
     check_grad_overflow: bool | Auto | None = setting(Boolean())
     """Skip a step whose gradients are not finite."""
     bf16_master_weights_and_grads: bool | Auto | None = setting(Boolean())
@@ -1372,26 +1374,26 @@ class Fp16Section(Section):
 
     enabled: bool | Auto | None = setting(Boolean())
     auto_cast: bool | Auto | None = setting(Boolean())
-    """Cast the inputs of the model."""
+    """Cast the model's inputs to fp16."""
     loss_scale: float | Auto | None = setting(Number(remark="0 means dynamic"))
-    """Fixed scale of the loss; 0: dynamic."""
+    """Fixed loss scale; 0: dynamic."""
     initial_scale_power: int | Auto | None = setting(Integer())
-    """The dynamic scale starts at two to this power."""
+    """Base-2 exponent of the initial dynamic loss scale."""
     loss_scale_window: int | Auto | None = setting(Integer())
-    """Steps without overflow after which the dynamic scale doubles."""
+    """Steps without overflow after which the dynamic loss scale doubles."""
     hysteresis: int | Auto | None = setting(Integer())
     """Overflows tolerated before the scale is halved."""
     consecutive_hysteresis: bool | Auto | None = setting(Boolean())
-    """Refill the hysteresis after a step without overflow."""
+    """Restore the full hysteresis after each step without overflow."""
     min_loss_scale: int | Auto | None = setting(Integer())
-    """Floor of the dynamic scale."""
+    """Minimum of the dynamic loss scale."""
     fp16_master_weights_and_grads: bool | Auto | None = setting(Boolean())
     """Keep master weights and gradients in fp16 too."""
     extra: Mapping[str, Any] = extra_keys()
 
 
 FP16_BESIDE: Final = Fp16Section(auto_cast=True)
-"""Section that accelerate adds for ``mixed_precision`` if the configuration sets none."""
+"""``fp16`` section that accelerate adds for ``mixed_precision`` if the configuration has none."""
 
 
 @attrs.frozen(kw_only=True)
@@ -1431,7 +1433,7 @@ class AioSection(Section):
     queue_depth: int | Auto | None = setting(Integer(minimum=1))
     """Requests in flight per thread."""
     intra_op_parallelism: int | Auto | None = setting(Integer(minimum=1))
-    """Threads that share one tensor."""
+    """Number of threads that read or write one tensor in parallel."""
     single_submit: bool | Auto | None = setting(Boolean())
     """Submit requests one by one."""
     overlap_events: bool | Auto | None = setting(Boolean())
@@ -1443,7 +1445,7 @@ class AioSection(Section):
 
 @attrs.frozen(kw_only=True)
 class LaunchSection(Section):
-    """Settings of an accelerate YAML or a trainer's configuration; never sent to DeepSpeed."""
+    """Launch settings from an accelerate YAML or a trainer's file; never passed to DeepSpeed."""
 
     passed_through: ClassVar[frozenset[str]] = LAUNCH
     aliases: ClassVar[Mapping[str, str]] = {"max_grad_norm": "gradient_clipping"}
@@ -1454,7 +1456,7 @@ class LaunchSection(Section):
             choices=(*PRECISIONS, "fp8", "auto"), synonyms=PRECISION_SYNONYMS, unoffered=("fp8",)
         )
     )
-    """Precision that the launcher's file requests; replaces ``"auto"``."""
+    """Precision that the launcher's file requests; used if the configuration does not set one."""
     num_processes: int | None = setting(Integer(minimum=-1, auto=False))
     """World size that the launcher's file requests."""
     num_machines: int | None = setting(Integer(minimum=1, auto=False))
@@ -1462,9 +1464,9 @@ class LaunchSection(Section):
     main_process_ip: str | None = setting(Text(empty=True))
     main_process_port: int | None = setting(Integer(auto=False))
     gradient_accumulation_steps: int | Auto | None = setting(Integer(minimum=1))
-    """Micro batches per step, given outside the DeepSpeed block."""
+    """Micro batches per optimizer step, set outside the DeepSpeed configuration."""
     gradient_clipping: float | Auto | None = setting(Number())
-    """Largest gradient norm, given outside the DeepSpeed block."""
+    """Maximum gradient norm, set outside the DeepSpeed configuration."""
     zero3_init_flag: bool | None = setting(Boolean(auto=False))
     """Build the model inside ``deepspeed.zero.Init``; stage 3 only."""
     deepspeed_config_file: str | None = setting(Text())
@@ -1485,14 +1487,14 @@ class ParameterFacts:
     """Name, shape and storage of one parameter of a model."""
 
     name: str
-    """Dotted name as ``named_parameters()`` gives it."""
+    """Dotted name, as in ``named_parameters()``."""
     shape: tuple[int, ...]
     """Full, unpartitioned shape."""
     trainable: bool = True
     """Whether it requires a gradient."""
     storage: str | None = None
-    """Storage dtype of a quantized weight, such as ``"nf4"`` or ``"int8"``; ``None``: the plan's
-    precision."""
+    """Storage dtype of a quantized weight, such as ``"nf4"`` or ``"int8"``; ``None`` for a weight
+    in the plan's precision."""
     stored_bytes: int | None = None
     """Bytes of a quantized weight, including its scales."""
 
@@ -1502,7 +1504,7 @@ class ParameterFacts:
         return math.prod(self.shape)
 
     def nbytes(self, element_bytes: int) -> int:
-        """Return the bytes of the parameter.
+        """Return the size of the parameter in bytes.
 
         Args:
             element_bytes: Bytes per element of an unquantized parameter.
@@ -1520,11 +1522,11 @@ class ParameterFacts:
         return attrs.evolve(self, trainable=False, storage=storage, stored_bytes=taken)
 
     def adapter(self, *, rank: int, ends: tuple[str, ...]) -> Iterator[ParameterFacts]:
-        """Yield the two LoRA factors of this weight, as in peft; none if no target matches.
+        """Yield the two LoRA factors of this weight, named as in peft; none if no suffix matches.
 
         Args:
             rank: Inner dimension of the factors.
-            ends: Suffixes of the names of adapted layers.
+            ends: Suffixes of the names of the layers to adapt.
         """
         layer, _, kind = self.name.rpartition(".")
         named = any(layer == end or layer.endswith(f".{end}") for end in ends)
@@ -1585,8 +1587,8 @@ STORAGES: Final[Mapping[str, tuple[float, float]]] = {
     "int8": (1, 4),
     "fp8": (1, 4),
 }
-"""Quantized weights by name: bytes per element and per output, as bitsandbytes and torchao keep
-them."""
+"""Bytes per element and per output row of a weight that bitsandbytes or torchao quantizes, by
+storage dtype."""
 
 
 def _as_triples(triples: Iterable[Any]) -> tuple[tuple[int, float, float], ...]:
@@ -1598,16 +1600,16 @@ def _as_costs(costs: Iterable[Any]) -> tuple[ActivationCost, ...]:
 
 
 SMALLEST_OFFLOADED: Final = 2**20
-"""Bytes from which on ``ActivationOffload`` moves a tensor."""
+"""Minimum size in bytes of tensors that ``ActivationOffload`` moves."""
 
 
 @attrs.frozen(kw_only=True)
 class ActivationCost:
-    """Peak bytes of activations and temporaries of one forward and backward pass.
+    """Peak bytes of activations and temporary tensors in one forward and backward pass.
 
-    At each moment of a pass, activations use an amount of memory that is linear in batch size and
-    pixels. The linear model holds for convolutions, and for attention that never stores its matrix
-    (``scaled_dot_product_attention``). Batch size and resolution decide at which moment the peak
+    At each moment of a pass, activation memory is linear in batch size and pixels. This holds for
+    convolutions, and for attention that never stores the attention matrix
+    (``scaled_dot_product_attention``). Batch size and resolution determine at which moment the peak
     occurs.
     """
 
@@ -1616,15 +1618,18 @@ class ActivationCost:
     per_sample: float
     """Bytes per sample at any resolution: text tokens and embeddings."""
     per_pixel: float
-    """Bytes per image pixel (not latent pixel); for clips, per ``ModelFacts.positions``."""
+    """Bytes per sample and image pixel (not latent pixel); for clips, see
+    ``ModelFacts.positions``."""
     small: tuple[tuple[int, float, float], ...] = attrs.field(default=(), converter=_as_triples)
-    """Count, bytes per sample and bytes per pixel of tensors that count only below
-    ``SMALLEST_OFFLOADED`` bytes each; a negative count is subtracted from the other fields."""
+    """Groups of equal tensors, as count, bytes per sample and bytes per pixel. A group is included
+    only if each tensor has fewer than ``SMALLEST_OFFLOADED`` bytes; a negative count subtracts
+    the group."""
     moments: tuple[ActivationCost, ...] = attrs.field(default=(), converter=_as_costs)
-    """Other moments of the pass, which have the peak at other sizes."""
+    """Costs at other moments of the pass, where other batch sizes or resolutions may have their
+    peak."""
 
     def nbytes(self, *, batch: int, pixels: int, element_bytes: int = 2) -> int:
-        """Return the bytes for ``batch`` samples of ``pixels`` pixels each.
+        """Return the peak in bytes for ``batch`` samples of ``pixels`` pixels each.
 
         Args:
             batch: Samples per forward pass and rank.
@@ -1647,9 +1652,9 @@ class Amount:
 
     per_sample: float
     per_pixel: float
-    """Per sample and image pixel; for clips, per ``ModelFacts.positions``."""
+    """Amount per sample and image pixel; for clips, see ``ModelFacts.positions``."""
     per_pixel_squared: float = 0.0
-    """Per sample and squared number of pixels, for attention."""
+    """Amount per sample and squared number of pixels, for attention."""
 
     def of(self, *, batch: int, pixels: int) -> float:
         """Return the amount for ``batch`` samples of ``pixels`` pixels each.
@@ -1676,10 +1681,10 @@ def _as_amount(value: Any) -> Amount:
 
 @attrs.frozen(kw_only=True)
 class PassWork:
-    """Work and memory traffic of one pass with elements of 2 bytes."""
+    """Work and memory traffic of one pass with 2-byte elements."""
 
     products: Amount = attrs.field(converter=_as_amount)
-    """Floating-point operations of matrix products; a product and a sum are two."""
+    """Floating-point operations of matrix products; a multiply-add counts as two."""
     convolutions: Amount = attrs.field(converter=_as_amount)
     """Floating-point operations of convolutions."""
     attention: Amount = attrs.field(converter=_as_amount)
@@ -1689,9 +1694,9 @@ class PassWork:
     operators: int = 0
     """Number of operators, including views; 0 if not counted."""
     product_calls: int = 0
-    """Number of matrix products among them."""
+    """Number of matrix products among ``operators``."""
     attention_calls: int = 0
-    """Number of attention operators among them."""
+    """Number of attention operators among ``operators``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -1701,7 +1706,7 @@ class ArithmeticFacts:
     forward: PassWork
     backward: PassWork
     recomputed: PassWork | None = None
-    """Recomputed work with gradient checkpointing; ``None`` if the model does not support it."""
+    """Work that gradient checkpointing recomputes; ``None`` if the model does not support it."""
 
     @property
     def of_frozen_weights(self) -> ArithmeticFacts:
@@ -1716,33 +1721,33 @@ class ArithmeticFacts:
 
 @attrs.frozen(kw_only=True)
 class ActivationFacts:
-    """Activation bytes of a forward and backward pass with elements of 2 bytes."""
+    """Activation bytes of a forward and backward pass with 2-byte elements."""
 
     full: ActivationCost
-    """Without recomputation."""
+    """Cost without recomputation."""
     checkpointed: ActivationCost | None = None
-    """With recomputed blocks; ``None`` if the model does not support it."""
+    """Cost with recomputed blocks; ``None`` if the model does not support recomputation."""
     offloaded: ActivationCost | None = None
-    """Device memory with ``ActivationOffload``: blocks are recomputed, and their inputs are in host
-    memory; ``None`` if unknown."""
+    """Device memory with ``ActivationOffload``, which recomputes blocks and keeps their inputs in
+    host memory; ``None`` if unknown."""
     offloaded_host: ActivationCost | None = None
-    """Host memory of the offloaded inputs."""
+    """Host memory that the offloaded block inputs take."""
 
 
 @attrs.frozen(kw_only=True)
 class BlockFacts:
-    """A kind of module that a model repeats."""
+    """A module class with several instances in a model."""
 
     class_name: str
     """Class name, such as ``"BasicTransformerBlock"``."""
     count: int
-    """Number of these modules."""
+    """Number of modules of this class."""
     numel: int
-    """Number of elements of the largest of these modules."""
+    """Number of elements in the largest module of this class."""
 
     @classmethod
     def of(cls, module: Any) -> tuple[BlockFacts, ...]:
-        """Find innermost modules of classes in ``_repeated_blocks`` or ``_no_split_modules``."""
+        """Find innermost modules of classes in ``_repeated_blocks`` and ``_no_split_modules``."""
         names = {"ResnetBlock2D"}
         for attribute in ("_no_split_modules", "_repeated_blocks"):
             names.update(getattr(module, attribute, None) or ())
@@ -1780,14 +1785,14 @@ ATTENTION_PROJECTIONS: Final = (
 
 
 def check_storage(storage: str | None) -> None:
-    """Check the name of a storage dtype."""
+    """Raise ``InvalidValueError`` unless ``storage`` is ``None`` or in ``STORAGES``."""
     if storage is None or storage in STORAGES:
         return
     raise InvalidValueError(
-        "is not a supported dtype of a quantized base",
+        "is not a supported dtype for a quantized base model",
         key="base_dtype",
         value=storage,
-        fix=f"use one of {', '.join(STORAGES)}, or omit base_dtype",
+        fix=f"use one of {', '.join(STORAGES)}, or none",
     )
 
 
@@ -1803,7 +1808,7 @@ def latent_frames(frames: int, *, per_latent: int) -> int:
 
 @attrs.frozen(kw_only=True)
 class ModelFacts:
-    """Names and shapes of a model's parameters, enough to size every buffer."""
+    """Names and shapes of a model's parameters, from which every buffer size follows."""
 
     parameters: tuple[ParameterFacts, ...] = attrs.field(converter=as_tuple)
     name: str = "model"
@@ -1814,9 +1819,9 @@ class ModelFacts:
     blocks: tuple[BlockFacts, ...] = ()
     """Innermost repeated modules; empty if unknown."""
     units: tuple[str, ...] = ()
-    """Dotted names of modules that are streamed as a unit."""
+    """Dotted names of modules that are each streamed as one unit."""
     frames_per_latent: int | None = None
-    """Frames of a clip per latent after the first; ``None`` if the model is trained on images."""
+    """Frames per latent frame after the first; ``None`` for an image model."""
 
     def positions(self, *, height: int, width: int, frames: int | None = None) -> int:
         """Return the size that activations scale with: image pixels times latent frames.
@@ -1832,8 +1837,8 @@ class ModelFacts:
     def from_module(cls, module: Any) -> ModelFacts:
         """Read the facts of a ``torch.nn.Module`` on any device, including ``meta``.
 
-        Parameters that ``deepspeed.zero.Init`` partitions have their full shape in the facts, and
-        quantized parameters have their original shape.
+        The facts contain the full shape of parameters that ``deepspeed.zero.Init`` partitions, and
+        the original shape of quantized parameters.
 
         Args:
             module: The module; its weights are not read.
@@ -1851,7 +1856,7 @@ class ModelFacts:
     def from_shapes(
         cls, shapes: Iterable[tuple[str, tuple[int, ...]]], *, name: str = "model"
     ) -> ModelFacts:
-        """Build the facts from ``(name, shape)`` pairs, all trainable.
+        """Build the facts of a fully trainable model from ``(name, shape)`` pairs.
 
         Args:
             shapes: Name and shape of each parameter.
@@ -1875,8 +1880,8 @@ class ModelFacts:
                 plan's precision.
 
         Raises:
-            InvalidValueError: The rank is not a positive integer, no layer has such a name, or the
-                dtype is unknown.
+            InvalidValueError: The rank is not a positive integer, no layer matches ``targets``, or
+                the dtype is unknown.
         """
         check_storage(base_dtype)
         if not is_integer(rank) or rank < 1:
@@ -1892,7 +1897,7 @@ class ModelFacts:
                 f"no layer of {self.name} has a name with one of these endings",
                 key="lora_targets",
                 value=ends,
-                fix="write the ends of the names of the layers to adapt",
+                fix="write suffixes of the names of the layers to adapt",
             )
         frozen = [
             each.quantized(base_dtype)
@@ -1948,7 +1953,7 @@ class ModelFacts:
         return sum(each.numel for each in self.parameters if each.storage)
 
     def weight_bytes(self, element_bytes: int, *, ranks: int = 1) -> int:
-        """Return the bytes of all weights on one rank if each weight is split over ``ranks``.
+        """Return the bytes of all weights on one rank if each weight is split over ``ranks`` ranks.
 
         Args:
             element_bytes: Bytes per element of unquantized weights.
@@ -1959,21 +1964,21 @@ class ModelFacts:
         return sum([-(-each.nbytes(element_bytes) // ranks) for each in self.parameters])
 
     def parts(self, ranks: int) -> tuple[int, ...]:
-        """Return each parameter's padded number of elements on one of ``ranks`` ranks."""
+        """Return how many elements of each parameter one of ``ranks`` ranks holds, with padding."""
         # Kept: every candidate of an advice adds up the same thousands of them.
         if ranks not in self._parts:
             self._parts[ranks] = tuple([-(-each.numel // ranks) for each in self.parameters])
         return self._parts[ranks]
 
     def trainable_parts(self, ranks: int) -> tuple[int, ...]:
-        """Return each trainable parameter's padded number of elements on one of ``ranks`` ranks."""
+        """Return ``parts`` for the trainable parameters only."""
         if self.trainable == self.parameters:
             return self.parts(ranks)
         return tuple([-(-each.numel // ranks) for each in self.trainable])
 
     @cached_property
     def streamed(self) -> StreamedFacts:
-        """Elements of the streamed units, and of the parameters that stay on the device."""
+        """Size of each streamed unit, and of the weights that stay on the device, in elements."""
         units, elements = set(self.units), {name: [0, 0] for name in self.units}
         rest = [0, 0]
         for each in self.parameters:
@@ -1996,7 +2001,7 @@ class ModelFacts:
         )
 
     def streamed_by(self, named: Iterable[str]) -> StreamedFacts:
-        """Return the sizes for streaming the named modules as units.
+        """Return ``streamed`` with the named modules as units.
 
         Args:
             named: Dotted names of modules; if none matches, ``units`` are streamed.
@@ -2014,7 +2019,7 @@ class ModelFacts:
 
 
 UNIT_ALIGNED: Final = 256
-"""Alignment in elements of each parameter in a streamed unit: a block of 8-bit moments."""
+"""Alignment of each parameter in a streamed unit, in elements: one block of 8-bit moments."""
 
 
 @attrs.frozen(kw_only=True)
@@ -2026,9 +2031,9 @@ class StreamedFacts:
     frozen: tuple[int, ...]
     """Number of elements of each streamed unit with frozen weights."""
     resident_trained: int
-    """Trained elements that stay on the device."""
+    """Number of trained elements that stay on the device."""
     resident_frozen: int
-    """Frozen elements that stay on the device, unpadded."""
+    """Number of frozen elements that stay on the device, without padding."""
 
     @cached_property
     def units(self) -> tuple[int, ...]:
@@ -2049,7 +2054,7 @@ def repeated_modules(module: Any) -> tuple[str, ...]:
     """Return the dotted names of repeated modules, except those inside another repeated module.
 
     Repeated modules are the blocks that diffusers marks as repeated, and the blocks of U-Nets. In
-    models without such blocks, repeated modules are modules of the same class in one list.
+    models without such blocks, they are modules of the same class in one list.
     """
     classes = set(UNET_BLOCKS)
     for part in module.modules():
@@ -2061,7 +2066,7 @@ def outermost_modules(module: Any, wanted: Collection[str]) -> tuple[str, ...]:
     """Return the dotted names of matching modules with weights, except those inside another match.
 
     Args:
-        module: A ``torch.nn.Module``, which is never returned itself.
+        module: A ``torch.nn.Module``; only modules inside it are returned.
         wanted: Dotted names of modules, or names of their classes.
     """
     found: list[str] = []
@@ -2091,7 +2096,7 @@ def _in_a_row(module: Any) -> set[str]:
 
 @attrs.frozen(kw_only=True)
 class RunFacts:
-    """Values that a training script knows, for keys that a configuration leaves ``"auto"``."""
+    """Values from a training script for configuration keys that are ``"auto"``."""
 
     lr: float | None = None
     """Peak learning rate, dimensionless."""
@@ -2121,7 +2126,8 @@ class RunFacts:
             arguments: An ``argparse.Namespace``, or an object with the same attributes.
 
         Raises:
-            InvalidValueError: A value does not have the type of its flag in diffusers' scripts.
+            InvalidValueError: A value does not have the type that its flag has in diffusers'
+                scripts.
         """
         given = {
             fact: _flag(arguments, name, kind)
@@ -2175,7 +2181,7 @@ def _launch_said(launch: LaunchSection | None) -> Section | None:
 
 @attrs.frozen(kw_only=True, repr=False)
 class DeepSpeedPlan(Readable, Section):
-    """A DeepSpeed configuration as a frozen value; may contain ``"auto"``.
+    """A DeepSpeed configuration as an immutable value; may contain ``"auto"``.
 
     Attribute names are DeepSpeed's top-level keys; ``None`` means that a key is not set. Two plans
     with the same settings are equal, even if they come from different files.
@@ -2185,7 +2191,7 @@ class DeepSpeedPlan(Readable, Section):
     aliases: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
 
     train_batch_size: int | Auto | None = setting(Integer(minimum=1))
-    """Samples per optimizer step, all ranks together."""
+    """Samples per optimizer step across all ranks."""
     train_micro_batch_size_per_gpu: int | Auto | None = setting(Integer(minimum=1))
     """Samples per forward pass and rank."""
     gradient_accumulation_steps: int | Auto | None = setting(Integer(minimum=1))
@@ -2205,11 +2211,11 @@ class DeepSpeedPlan(Readable, Section):
     steps_per_print: int | Auto | None = setting(Integer(minimum=1))
     """Steps between DeepSpeed's progress lines."""
     wall_clock_breakdown: bool | Auto | None = setting(Boolean())
-    """Log the time of forward, backward and step."""
+    """Log the times of the forward pass, backward pass and optimizer step."""
     extra: Mapping[str, Any] = extra_keys()
 
     launch: LaunchSection | None = attrs.field(default=None, eq=_launch_said)
-    """Additional settings of a launcher's or trainer's file; never passed to DeepSpeed."""
+    """Additional settings from a launcher's or trainer's file; never passed to DeepSpeed."""
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple, eq=False)
     """Decisions made while reading."""
     source: str = attrs.field(default="code", eq=False)
@@ -2238,7 +2244,7 @@ class DeepSpeedPlan(Readable, Section):
 
     @property
     def precision(self) -> str:
-        """Precision as written: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``."""
+        """Precision as written, one of ``"bf16"``, ``"fp16"``, ``"fp32"`` and ``"auto"``."""
         bf16 = self.bf16.enabled if self.bf16 else None
         fp16 = self.fp16.enabled if self.fp16 else None
         if bf16 is True:
@@ -2277,10 +2283,10 @@ class DeepSpeedPlan(Readable, Section):
 
         Args:
             config: The configuration, as returned by ``json.load``.
-            source: Name of the plan's origin in messages.
+            source: Origin of the plan, for messages.
             also_known: Paths of additional keys to accept, such as
                 ``"zero_optimization.new_key"`` of a newer DeepSpeed.
-            folder: Base folder of relative paths in the configuration.
+            folder: Base folder for relative paths in the configuration.
 
         Raises:
             PlanError: A key is unknown or set twice with different values, or a value has the wrong
@@ -2299,8 +2305,8 @@ class DeepSpeedPlan(Readable, Section):
     ) -> DeepSpeedPlan:
         """Read a JSON file, or JSON text that starts with ``{``.
 
-        Comments and trailing commas are accepted with a warning; other mistakes are errors with
-        line and column. A trainer's file with ``deepspeed_config`` is unwrapped.
+        Comments and trailing commas are accepted with a warning; other syntax errors are reported
+        with line and column. In a trainer's file, the value of ``deepspeed_config`` is read.
 
         Args:
             path_or_text: The file, or the text.
@@ -2321,7 +2327,7 @@ class DeepSpeedPlan(Readable, Section):
     def from_yaml(
         cls, path: str | os.PathLike[str], *, also_known: Collection[str] = ()
     ) -> DeepSpeedPlan:
-        """Read a YAML file of ``accelerate config``, or a YAML file with DeepSpeed's keys.
+        """Read a YAML file from ``accelerate config``, or a YAML file with DeepSpeed's keys.
 
         Args:
             path: The file.
@@ -2345,13 +2351,13 @@ class DeepSpeedPlan(Readable, Section):
         also_known: Collection[str] = (),
         folder: Path | None = None,
     ) -> DeepSpeedPlan:
-        """Read the settings of ``accelerate config`` in the format of its YAML file.
+        """Read settings that have the structure of a YAML file from ``accelerate config``.
 
         Args:
             settings: The content of the YAML file as a mapping.
-            source: Name of the plan's origin in messages.
+            source: Origin of the plan, for messages.
             also_known: As in ``from_yaml``.
-            folder: Folder in which a relative ``deepspeed_config_file`` is searched first.
+            folder: Folder in which a relative ``deepspeed_config_file`` is looked up first.
 
         Raises:
             PlanError: As in ``from_yaml``.
@@ -2369,8 +2375,8 @@ class DeepSpeedPlan(Readable, Section):
     ) -> DeepSpeedPlan:
         """Read the environment variables that ``accelerate launch`` sets.
 
-        ``accelerate launch`` does not pass on the folders of NVMe offload, so a missing folder only
-        causes a warning. The package accelerate is not needed.
+        ``accelerate launch`` does not pass on the folders of NVMe offload, so a missing folder
+        causes only a warning. The accelerate package is not required.
 
         Args:
             environ: Environment variables; default those of this process.
@@ -2404,15 +2410,15 @@ class DeepSpeedPlan(Readable, Section):
         return read.read_whole(lambda log: read.load_plan(path, log), also_known=also_known)
 
     def to_deepspeed(self) -> dict[str, Any]:
-        """Return a deep copy of the configuration as written; may contain ``"auto"``."""
+        """Return a deep copy of the configuration as written, including any ``"auto"``."""
         return self.to_dict()
 
     def to_json(self, *, indent: int = 2) -> str:
-        """Return the configuration as written, as JSON text with ``indent`` spaces per level."""
+        """Return the written configuration as JSON text with ``indent`` spaces per level."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def to_yaml(self, *, lossy: Collection[str] = ()) -> str:
-        """Return an equivalent YAML for ``accelerate config``.
+        """Return the plan as YAML text in the format of ``accelerate config``.
 
         Each changed spelling is logged; ``plan_document`` returns the changes as data.
 
@@ -2420,8 +2426,8 @@ class DeepSpeedPlan(Readable, Section):
             lossy: Launch settings that may be dropped if accelerate does not support them.
 
         Raises:
-            InvalidValueError: accelerate does not support a launch setting that ``lossy`` does not
-                name.
+            InvalidValueError: A launch setting is neither supported by accelerate nor named in
+                ``lossy``.
         """
         from zerotune.plan import write
 
@@ -2430,7 +2436,7 @@ class DeepSpeedPlan(Readable, Section):
         return document.text
 
     def to_python(self) -> str:
-        """Return a Python expression that equals this plan."""
+        """Return a Python expression that recreates this plan."""
         from zerotune.plan import write
 
         return write.python_expression(self)
@@ -2443,21 +2449,21 @@ class DeepSpeedPlan(Readable, Section):
         lossy: Collection[str] = (),
         like: Mapping[str, Any] | None = None,
     ) -> SavedPlan:
-        """Write the plan to a file atomically and keep the previous version.
+        """Write the plan to a file atomically.
 
         Args:
             path: The file. Its previous version is kept as ``….bak``.
             format: ``"deepspeed"``, ``"accelerate"``, ``"python"`` or ``"trainer"`` (a
-                ``config.json`` with a ``deepspeed_config``, whose other content is preserved). By
-                default, the suffix and the existing file decide the format.
+                ``config.json`` that contains ``deepspeed_config``; its other content is preserved).
+                By default, the suffix and the existing file determine the format.
             lossy: Launch settings that may be dropped if the format does not support them.
-            like: A configuration whose key order is used for JSON.
+            like: A configuration whose key order JSON output follows.
 
         Raises:
-            InvalidValueError: The format does not support a launch setting that ``lossy`` does not
-                name; nothing is written.
+            InvalidValueError: A launch setting is neither supported by the format nor named in
+                ``lossy``; nothing is written.
             PlanFileError: The file cannot be written.
-            PlanError: The existing file, whose other content must be preserved, cannot be read.
+            PlanError: The existing file cannot be read, so its other content cannot be preserved.
         """
         from zerotune.plan import write
 
@@ -2466,7 +2472,7 @@ class DeepSpeedPlan(Readable, Section):
     def normalised(self) -> DeepSpeedPlan:
         """Return the plan in canonical spelling, with a decision for each change.
 
-        Optimizer and scheduler names are unchanged; ``zerotune.optim`` translates such names.
+        Optimizer and scheduler names are unchanged; ``zerotune.optim`` translates them.
         """
         from zerotune.plan import read
 
@@ -2478,13 +2484,13 @@ class DeepSpeedPlan(Readable, Section):
         """Return the plan with changed settings, each recorded as a decision.
 
         Args:
-            overrides: Settings by path (``"zero_optimization.stage"``), nested, or by the short
-                names of ``zerotune.plan.read.SHORT_NAMES`` (``"zero_stage"``,
-                ``"mixed_precision"``); ``None`` removes a setting.
+            overrides: Settings by path (``"zero_optimization.stage"``), as nested mappings, or by
+                short names such as ``"zero_stage"`` (``zerotune.plan.read.SHORT_NAMES``). ``None``
+                removes a setting.
             also_known: As in ``from_dict``.
 
         Raises:
-            PlanError: As in ``from_dict``, or a setting is given under two names.
+            PlanError: As in ``from_dict``, or a setting has different values under two names.
         """
         from zerotune.plan import read
 
@@ -2518,7 +2524,7 @@ class DeepSpeedPlan(Readable, Section):
                 only.
             nvme_path: Folder for swap files; ``None`` creates a temporary folder for each run.
             precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``.
-            train_batch_size: Samples per optimizer step, all ranks together.
+            train_batch_size: Samples per optimizer step across all ranks.
             micro_batch_size: Samples per forward pass and rank.
             gradient_accumulation_steps: Forward passes per optimizer step.
             gradient_clipping: Maximum gradient norm; 0 disables clipping.
@@ -2563,7 +2569,7 @@ class DeepSpeedPlan(Readable, Section):
         platform: Platform | None = None,
         schema: Mapping[str, Any] | None = None,
     ) -> tuple[Decision, ...]:
-        """Return all findings of the rules about this plan, errors first, without raising.
+        """Return all findings of the rules about this plan, errors first; never raise them.
 
         Args:
             world_size: Number of ranks.
@@ -2595,14 +2601,15 @@ class DeepSpeedPlan(Readable, Section):
             platform: The machine; detected by default.
             model: Shapes of the parameters, which determine buffer sizes.
             world_size: Number of ranks.
-            run: Values of the training script, for ``"auto"`` and missing keys.
+            run: Values from the training script, for ``"auto"`` and missing keys.
             deepspeed: ``False`` selects the plain engine.
             host_step: ``False`` uses DeepSpeed's own step for Adam in host memory.
-            hidden: Whether Adam in host memory runs in a thread during the next forward pass.
-                By default, the thread runs only if this saves time. Results are bitwise equal.
-            streamed: Whether weights are on the device only during use: ``True``, or ``Streaming``
-                options. Results of streaming are bitwise equal to those of ZeRO-2 with CPU offload.
-                If streaming is not possible, a decision gives the reason and DeepSpeed trains.
+            hidden: Whether Adam in host memory runs in a thread during the next forward pass. By
+                default, it does so only if this saves time. Results are bitwise equal.
+            streamed: Whether weights are on the device only while they are used: ``True``, or
+                ``Streaming`` options. Results are bitwise equal to those of ZeRO-2 with CPU
+                offload. If streaming is not possible, DeepSpeed trains without it, and a decision
+                gives the reason.
 
         Raises:
             PlanError: The plan cannot run here; the message names key, reason and fix.
@@ -2639,8 +2646,8 @@ class DeepSpeedPlan(Readable, Section):
             context: Context for the rules.
             settle: Function that resolves optimizer and schedule, such as
                 ``OptimizerResolver().settled``.
-            resolve_in: Context for resolution, with a machine and a run that the rules must ignore;
-                default ``context``.
+            resolve_in: Context for resolving the plan, if the rules must ignore its machine or its
+                run; default ``context``.
             mistakes: Errors from reading the plan, which are not reported again.
         """
         from zerotune.plan import rules
@@ -2673,7 +2680,7 @@ class DeepSpeedPlan(Readable, Section):
         return text.plan_page(self, world_size=world_size, platform=platform).text()
 
     def explain_markdown(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
-        """Return ``explain`` as Markdown tables.
+        """Return the content of ``explain`` as Markdown tables.
 
         Args:
             world_size: Number of ranks for the rules.
@@ -2684,7 +2691,7 @@ class DeepSpeedPlan(Readable, Section):
         return text.plan_page(self, world_size=world_size, platform=platform).markdown()
 
     def summary(self, *, world_size: int = 1, platform: Platform | None = None) -> dict[str, Any]:
-        """Return ``explain`` as JSON-serialisable data.
+        """Return the content of ``explain`` as JSON-serialisable data.
 
         Args:
             world_size: Number of ranks for the rules.
@@ -2695,7 +2702,7 @@ class DeepSpeedPlan(Readable, Section):
         return text.plan_data(self, world_size=world_size, platform=platform)
 
     def diff(self, other: DeepSpeedPlan) -> PlanDifference:
-        """Return the differences from ``other``; the result is false if the plans are equal.
+        """Return the differences from ``other``; the result is falsy if the plans are equal.
 
         Raises:
             InvalidValueError: ``other`` is not a ``DeepSpeedPlan``.
@@ -2731,7 +2738,7 @@ class DeepSpeedPlan(Readable, Section):
         prefer: Preference = "fastest",
         streamed: bool = False,
     ) -> Advice:
-        """Return the plan with the shortest predicted step among those that fit the machine.
+        """Return the plan with the shortest predicted step time among those that fit the machine.
 
         Args:
             model: ``ModelFacts``, a module, or the name of a family (``"sdxl"``).
@@ -2748,11 +2755,12 @@ class DeepSpeedPlan(Readable, Section):
                 streamed weights are updated in the backward pass.
             optimizer: Optimizer as a name, or as ``{"type": …, "params": {…}}``.
             ema: Location of an ``EMAShadow``: ``"none"``, ``"host"``, ``"device"``, ``"nvme"``.
-            frozen_bytes: Bytes of frozen models that stay on each rank's device, unpartitioned.
+            frozen_bytes: Bytes of frozen models, which stay unpartitioned on each rank's device.
             model_in_memory: Whether each rank starts with the whole fp32 model in memory, instead
                 of loading it from files with ``load_pretrained(folder, plan=plan)``.
             reserve: Fraction of device and host memory to keep free.
-            platform: The machine; default this machine, or CUDA if ``vram`` and ``ram`` are given.
+            platform: The machine; default this machine, or a CUDA machine if ``vram`` and ``ram``
+                are given.
             lora: Rank of LoRA adapters on the attention projections; only the adapters are trained.
                 To adapt other layers, pass ``facts.with_adapters(rank, targets=...)`` as the model.
             base_dtype: Quantization of the base model under adapters (``"nf4"``, ``"fp4"``,
@@ -2822,7 +2830,7 @@ class DeepSpeedPlan(Readable, Section):
             model: ``ModelFacts``, a module, or the name of a family (``"sdxl"``).
             platform: The machine; detected by default.
             world_size: Number of ranks.
-            run: Values that the training script knows.
+            run: Values from the training script.
             batch: Samples per forward pass and rank, instead of the plan's.
             resolution: Side length in pixels, or height and width; default the family's own.
             frames: Frames per clip for a video model; default the family's own.
@@ -2830,7 +2838,7 @@ class DeepSpeedPlan(Readable, Section):
             gradient_checkpointing: Whether blocks are recomputed in the backward pass.
             activation_offload: Whether inputs of recomputed blocks are kept in host memory
                 (``ActivationOffload``).
-            frozen_bytes: Bytes of frozen models that stay on each rank's device, unpartitioned.
+            frozen_bytes: Bytes of frozen models, which stay unpartitioned on each rank's device.
             model_in_memory: Whether each rank starts with the whole fp32 model in memory, instead
                 of loading it from files with ``load_pretrained(folder, plan=plan)``.
             lora: Rank of LoRA adapters, as in ``advise``.
@@ -2863,8 +2871,8 @@ def _optimizer_config(optimizer: Any, lr: float | Auto | None) -> Any:
     if optimizer is not None and not isinstance(optimizer, str | Mapping):
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         raise InvalidValueError(
-            "an optimizer object cannot be used, because the engine builds the optimizer "
-            "itself over the weights that ZeRO partitions",
+            "an optimizer object cannot be used, because the engine builds its own optimizer "
+            "for the weights that ZeRO partitions",
             key="optimizer",
             value=kind.__name__,
             fix=f'write optimizer="{kind.__name__}", lr=…, or '
@@ -2878,7 +2886,7 @@ def _optimizer_config(optimizer: Any, lr: float | Auto | None) -> Any:
         return config
     if config is None or "lr" in config.get("params", {}):
         raise InvalidValueError(
-            "no optimizer is set" if config is None else "the optimizer's params have one too",
+            "no optimizer is set" if config is None else "is also set in the optimizer's params",
             key="lr",
             value=lr,
             fix='add optimizer="AdamW"' if config is None else "set it once",
@@ -2892,7 +2900,7 @@ def read_launch(raw: Mapping[str, Any], log: Log) -> LaunchSection:
 
 
 def with_launch(plan: DeepSpeedPlan, launch: LaunchSection) -> DeepSpeedPlan:
-    """Return ``plan`` with all settings that ``launch`` sets."""
+    """Return ``plan`` with the settings of ``launch`` added to its launch settings."""
     before = plan.launch.to_dict() if plan.launch else {}
     around = {**before, **launch.to_dict()}
     names = {attribute.name for attribute in modelled(LaunchSection)}
@@ -2926,7 +2934,7 @@ class Context:
     uses_deepspeed: bool = True
     """``False`` for the plain engine; ZeRO settings are then ignored."""
     schema: Mapping[str, Any] | None = None
-    """``plan_schema()`` of the installed DeepSpeed; ``None`` uses the stored copy."""
+    """Schema of the installed DeepSpeed, from ``plan_schema()``; ``None`` uses the stored copy."""
 
     @property
     def machine(self) -> Platform:
@@ -2956,34 +2964,35 @@ def _as_memory(size: int | float | str | None) -> int | None:
 
 @attrs.frozen(kw_only=True)
 class Streaming:
-    """Options of streamed weights: the units, and the device memory for them."""
+    """Options for streaming weights: units, device memory, master weights and gradient buffers."""
 
     units: tuple[str, ...] = attrs.field(default=(), converter=as_texts)
-    """Classes or dotted names of modules that are streamed as a unit; default the model's repeated
-    blocks."""
+    """Class names or dotted names of modules that are each streamed as one unit; default the
+    model's repeated blocks."""
     window: int = attrs.field(default=3)
-    """Number of units that may be on the device at the same time, each counted as the largest."""
+    """Device memory for units, as a multiple of the size of the largest unit."""
     memory: int | None = attrs.field(default=None, converter=_as_memory)
     """Device memory for units, such as ``"6GiB"``, instead of ``window``; at least twice the
     largest unit."""
     split_masters: bool = attrs.field(default=False, kw_only=True, validator=_check_switch)
-    """Whether a master weight is stored as the bf16 weight and its low 16 bits, which saves 2 bytes
-    of host memory per trained weight (Apex and Transformer Engine: ``store_param_remainders``).
-    Weights halfway between two bf16 numbers, one in 131,072, may change by one unit in the last
-    place."""
+    """Whether each master weight is stored as the bf16 weight and the remaining 16 bits. This saves
+    2 bytes of host memory per trained weight (``store_param_remainders`` in Apex and Transformer
+    Engine). Weights exactly halfway between two bf16 numbers (one in 131,072) may change by one
+    unit in the last place."""
     gradient_buffers: int = attrs.field(default=6)
-    """Number of units that may have gradients in host memory when steps run in the backward pass,
-    that is without clipping and accumulation. One arrives, one is updated, and the others are
-    updated during the next forward pass, so more buffers hide more work."""
+    """Number of units whose gradients may be in host memory at the same time. The limit applies if
+    updates run during the backward pass, that is, without clipping and accumulation. One buffer
+    receives gradients, one is in an update, and the others wait for updates during the next forward
+    pass, so more buffers hide more work."""
 
     @gradient_buffers.validator
     def _check_buffers(self, _attribute: Any, value: Any) -> None:
-        fix = "write 6: one comes, one is stepped, four wait for the next forward pass"
+        fix = "write 6: one is being filled, one is being read, four wait for the next forward pass"
         whole(value, key="streamed.gradient_buffers", least=1, fix=fix)
 
     @window.validator
     def _check_window(self, _attribute: Any, value: Any) -> None:
-        fix = "write 3: one in use, one coming, one going"
+        fix = "write 3: one in use, one being loaded, one being released"
         whole(value, key="streamed.window", least=2, fix=fix)
 
     def capacity(self, sizes: Collection[int]) -> int:
@@ -3017,25 +3026,28 @@ class ResolvedPlan(Readable):
     world_size: int
     """Number of ranks."""
     model: ModelFacts | None
-    """The model whose shapes sized the buffers."""
+    """Facts of the model; its shapes determine the buffer sizes."""
     run: RunFacts
     """Values from the training script."""
     uses_deepspeed: bool
-    """Whether DeepSpeed trains; otherwise the plain engine."""
+    """``True`` if DeepSpeed trains, ``False`` if the plain engine does."""
     precision: str
     """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
-    """All decisions, those of reading first."""
+    """All decisions, beginning with those made while the configuration was read."""
     optimizer: OptimizerChoice | None = None
     """Optimizer chosen by ``zerotune.optim``; ``None`` before ``with_choices``."""
     scheduler: SchedulerChoice | None = None
-    """Schedule chosen by ``zerotune.optim``; ``None`` for none, or before ``with_choices``."""
+    """Schedule chosen by ``zerotune.optim``; ``None`` without a schedule, or before
+    ``with_choices``."""
     host_step: bool = True
-    """Whether Adam in host memory uses zerotune's single pass if possible."""
+    """Whether Adam in host memory uses zerotune's single-pass step where possible."""
     hidden_step: bool | None = None
-    """Whether Adam runs during the next forward pass; ``None``: only if this saves time."""
+    """Whether Adam in host memory runs during the next forward pass; ``None``: only if this saves
+    time."""
     streamed: bool | Streaming | None = None
-    """Whether weights are streamed through the device; ``None``: only if a proof allows it."""
+    """Whether weights are streamed; ``None``: only if ``zerotune doctor --prove`` has verified
+    it."""
 
     @property
     def context(self) -> Context:
@@ -3083,7 +3095,7 @@ class ResolvedPlan(Readable):
 
     @property
     def train_batch_size(self) -> int:
-        """Samples per optimizer step, all ranks together."""
+        """Samples per optimizer step across all ranks."""
         return _integer(self.plan.train_batch_size, "train_batch_size")
 
     @property
@@ -3096,9 +3108,9 @@ class ResolvedPlan(Readable):
 
     @property
     def nvme_paths(self) -> dict[str, str | None]:
-        """Swap folders by part, with the keys ``"param"`` and ``"optimizer"``.
+        """Swap folders for parameters (``"param"``) and optimizer states (``"optimizer"``).
 
-        Only swapped parts have a key; the value ``None`` means that no folder is set yet.
+        A key exists only if these are swapped; its value is ``None`` until the folder is set.
         """
         zero = self.plan.zero_optimization
         parts = {
@@ -3129,7 +3141,7 @@ class ResolvedPlan(Readable):
         )
 
     def without_streaming(self, reason: str) -> Self:
-        """Return this plan without streaming, and with a decision that gives ``reason``."""
+        """Return this plan without streaming; a decision records ``reason``."""
         asked = self.streamed if self.streamed is None else True
         decision = Decision(
             key="streamed",
@@ -3141,10 +3153,10 @@ class ResolvedPlan(Readable):
         return attrs.evolve(self, streamed=False, decisions=(*self.decisions, decision))
 
     def with_units_kept(self, workload: Workload, *, reserve: float = 0.05) -> ResolvedPlan:
-        """Return this plan with as many streamed units on the device as fit.
+        """Return this plan with as many streamed units kept on the device as fit.
 
         Args:
-            workload: Batch size, resolution, and other users of device memory.
+            workload: Batch size, resolution, and options that affect memory.
             reserve: Fraction of the device's memory to keep free.
 
         Raises:
@@ -3169,7 +3181,8 @@ class ResolvedPlan(Readable):
             optimizer: Folder for optimizer states; ``None`` keeps the current one.
 
         Raises:
-            InvalidValueError: A folder was given for a part that is not swapped.
+            InvalidValueError: A folder is given for parameters or optimizer states that are not
+                swapped.
         """
         given = {"param": param, "optimizer": optimizer}
         zero = self.plan.zero_optimization
@@ -3179,8 +3192,7 @@ class ResolvedPlan(Readable):
             section: OffloadSection | None = getattr(zero, f"offload_{part}", None)
             if zero is None or section is None or section.device != "nvme":
                 raise InvalidValueError(
-                    f"a folder is given, but the resolved plan does not swap offload_{part} "
-                    "to NVMe",
+                    f"is given, but offload_{part} does not use NVMe in the resolved plan",
                     key=f"zero_optimization.offload_{part}.nvme_path",
                     value=os.fspath(folder),
                     fix=f'set offload_{part}.device to "nvme" at stage 3, or omit the folder',
@@ -3227,7 +3239,7 @@ class ResolvedPlan(Readable):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def content(self) -> dict[str, Any]:
-        """Return the rendered configuration, and all settings outside the configuration, as data.
+        """Return the rendered configuration and all settings outside it as data.
 
         Raises:
             UnresolvedPlanError: As in ``digest``.
@@ -3255,19 +3267,19 @@ class ResolvedPlan(Readable):
 
     @override
     def page(self) -> Page:
-        """Return what will run, with reasons, as a report."""
+        """Return a report of what will run and why."""
         from zerotune.plan import text
 
         return text.resolved_page(self)
 
     def explain(self) -> str:
-        """Describe what will run, with reasons, as text."""
+        """Describe what will run and why, as text."""
         from zerotune.plan import text
 
         return text.resolved_page(self).text()
 
     def explain_markdown(self) -> str:
-        """Return what will run, reasons, and findings of the rules as Markdown tables."""
+        """Return Markdown tables of what will run, the reasons, and the findings of the rules."""
         from zerotune.plan import text
 
         return text.resolved_markdown(self)
@@ -3279,7 +3291,7 @@ class ResolvedPlan(Readable):
         return text.resolved_data(self)
 
     def diff(self, other: ResolvedPlan) -> PlanDifference:
-        """Return the differences from ``other``; the result is false if both train in the same way.
+        """Return the differences from ``other``; the result is falsy if both train in the same way.
 
         Rendered configurations (with swap folders), engines, world sizes, optimizers and schedules
         are compared; reasons are not. Plans with unresolved values can be compared too.

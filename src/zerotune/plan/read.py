@@ -1,4 +1,4 @@
-"""Readers: dicts, JSON, trainers' files, accelerate's YAML and environment, overrides."""
+"""Read plans from dicts, JSON, trainers' files and accelerate, and apply overrides."""
 
 from __future__ import annotations
 
@@ -80,6 +80,9 @@ _TRAINERS_OWN: Final = frozenset(
 _DEEPSPEEDS_OWN: Final = frozenset({"zero_optimization", "bf16", "fp16"})
 _ACCELERATES_OWN = ("distributed_type", "compute_environment")
 
+_JSON_KINDS: Final = {type(None): "null", bool: "a boolean", str: "a string", list: "a list"}
+"""What JSON calls values that are no object; all others are numbers."""
+
 
 def read_whole(
     read: Callable[[Log], DeepSpeedPlan],
@@ -90,7 +93,7 @@ def read_whole(
     """Read a plan and its decisions; raise all mistakes as one error.
 
     Args:
-        read: Function that reads the plan with a log.
+        read: Function that takes a log and returns the plan.
         also_known: Paths of additional keys to accept.
         decisions: Earlier decisions.
     """
@@ -104,7 +107,7 @@ def read_partly(
     """Return the valid part of a plan (``None`` if nothing is valid), and all mistakes.
 
     Args:
-        read: Function that reads the plan with a log.
+        read: Function that takes a log and returns the plan.
         also_known: Paths of additional keys to accept.
     """
     log = Log(also_known=frozenset(also_known))
@@ -117,7 +120,7 @@ def _signed(plan: DeepSpeedPlan, log: Log) -> DeepSpeedPlan:
 
 
 def load_plan(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
-    """Read a file as ``DeepSpeedPlan.load`` does, in the format of its suffix."""
+    """Read a file as ``DeepSpeedPlan.load`` does; its suffix determines the format."""
     yaml = Path(path).suffix.lower() in (".yaml", ".yml")
     return plan_from_yaml(path, log) if yaml else plan_from_json(Path(path), log)
 
@@ -130,12 +133,13 @@ def plan_from_mapping(
     Args:
         config: The configuration, or a mapping that contains it.
         log: Log that receives decisions and mistakes.
-        source: Name of the plan's origin in messages.
-        folder: Folder in which a relative path of the configuration is searched first.
+        source: Origin of the plan, for messages.
+        folder: Folder in which relative paths in the configuration are looked up first.
     """
     if not isinstance(config, Mapping):
         raise InvalidValueError(
-            f"{source} must contain an object", value=config, fix='write {"train_batch_size": …}'
+            f"{source} must contain an object, not {_JSON_KINDS.get(type(config), 'a number')}",
+            fix='write {"train_batch_size": …}',
         )
     wrapper = wrapper_of(config)
     if wrapper is not None:
@@ -165,8 +169,8 @@ def _refuse_something_else(config: Mapping[Any, Any], source: str, log: Log) -> 
         *config
     }:
         raise InvalidValueError(
-            f"{source} is a trainer's file without deepspeed_config, so it trains without "
-            "DeepSpeed",
+            f"{source} is a trainer's file without deepspeed_config, so it configures training "
+            "without DeepSpeed",
             value=", ".join(sorted(map(str, config))[:5]),
             fix='add "deepspeed_config": {"zero_optimization": {"stage": 2}} to the file,'
             " or set that key to the path of a DeepSpeed JSON",
@@ -220,7 +224,7 @@ class _Wrapped:
                 key=wrapper,
                 before="null" if written is None else written,
                 after="stage 0",
-                reason=f"empty: {accelerate.WITHOUT_DEEPSPEED}",
+                reason=f"the setting is empty; {accelerate.WITHOUT_DEEPSPEED}",
                 severity="warning",
             )
             written = {}
@@ -272,7 +276,7 @@ class _Wrapped:
             key=self.wrapper,
             before=f"an object with {accelerate.FILE}",
             after=block[accelerate.FILE],
-            reason="SimpleTuner names a configuration file in this form",
+            reason="this is how SimpleTuner names a configuration file",
         )
         return block[accelerate.FILE], beside
 
@@ -307,7 +311,7 @@ class _Wrapped:
             key=name,
             before=own,
             after=asked,
-            reason=f"{written} of a trainer is the number of samples per pass and rank",
+            reason=f"a trainer's {written} is the number of samples per forward pass and rank",
         )
         return attrs.evolve(plan, **{name: asked})
 
@@ -323,8 +327,8 @@ def plan_from_settings(
     Args:
         content: The settings as a mapping.
         log: Log that receives decisions and mistakes.
-        source: Name of the plan's origin in messages.
-        folder: Folder in which a relative ``deepspeed_config_file`` is searched first.
+        source: Origin of the plan, for messages.
+        folder: Folder in which a relative ``deepspeed_config_file`` is looked up first.
     """
     return _translated(accelerate.translate(content, log, source=source, folder=folder), log)
 
@@ -441,7 +445,8 @@ def override_plan(
 
     Args:
         plan: The plan to change.
-        overrides: Settings by path, nested, or by short names; ``None`` removes a setting.
+        overrides: Settings by path, as nested mappings, or by short names; ``None`` removes a
+            setting.
         also_known: Paths of additional keys to accept.
     """
     config = plan.to_dict()
@@ -459,7 +464,7 @@ def settings_by_path(overrides: Any, places: Places) -> dict[str, Any]:
     """Return the overrides as a flat mapping from path to value.
 
     Args:
-        overrides: Settings by path, nested, or by names that ``places`` translates.
+        overrides: Settings by path, as nested mappings, or by names that ``places`` translates.
         places: Function that maps a name and a value to the settings that the name stands for.
     """
     if not isinstance(overrides, Mapping):
@@ -508,12 +513,12 @@ def _places_of(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, An
                 "the plan offloads nothing to NVMe",
                 key=_NVME_PATH,
                 value=value,
-                fix='enable offload first, or set "offload_optimizer_device"',
+                fix='also set offload_optimizer_device or offload_param_device to "nvme"',
             )
         return [(f"{_ZERO_KEY}.offload_{part}.nvme_path", value) for part in swapped]
     if name not in _BOTH_PRECISIONS:
         stage = name == _ZERO_KEY and isinstance(value, bool)  # DeepSpeed's old form of stage 1
-        return [(_canonical(_path_of(name, value)), int(value) if stage else value)]
+        return [(canonical_path(_path_of(name, value)), int(value) if stage else value)]
     settings: list[tuple[str, Any]] = []
     if plan.launch is not None and plan.launch.mixed_precision is not None:
         settings.append(("launch.mixed_precision", None))
@@ -540,8 +545,8 @@ def _path_of(name: str, value: Any) -> str:
     return f"{_ZERO_KEY}.{name}" if name.partition(".")[0] in of_zero else name
 
 
-def _canonical(path: str) -> str:
-    """Return a path with every part in canonical spelling."""
+def canonical_path(path: str) -> str:
+    """Return ``path`` with every name in canonical spelling, as in ``bf16`` for ``bfloat16``."""
     first, _, rest = path.partition(".")
     cls: type[Section] | None = LaunchSection if first == _LAUNCH and rest else DeepSpeedPlan
     parts = path.split(".")

@@ -1,8 +1,8 @@
 """Fill in the values that a plan leaves open, and render the dict for DeepSpeed.
 
 The module resolves batch sizes, clipping, precision, and every key of ZeRO and ``aio``; rules and
-estimates call the same functions. Resolution calls ``prepared``, then the corrections of
-``zerotune.plan.rules``, then ``filled``.
+estimates call the same functions. Resolution calls ``prepared``, applies the corrections of
+``zerotune.plan.rules``, and calls ``filled``.
 """
 
 from __future__ import annotations
@@ -108,9 +108,7 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
         f" (world size); {holds}",
         key=TRAIN,
         value=train,
-        fix=f"at world size {world_size} write {' or '.join(changes)}, "
-        "or set one of the "
-        f'three keys to "{AUTO}"',
+        fix=f'at world size {world_size} write {" or ".join(changes)}, or set {TRAIN} to "{AUTO}"',
     )
 
 
@@ -139,9 +137,7 @@ class _Solving(Log):
             (MICRO, run.micro_batch_size, batch.micro),
             (ACCUMULATION, run.gradient_accumulation_steps, batch.accumulation),
         ):
-            overruled(
-                self, key, asked, used, "numbers in the plan take precedence over those of the run"
-            )
+            overruled(self, key, asked, used, "numbers take precedence over those of the run")
         return batch
 
     def _without_train(self, micro: int | None, accumulation: int | None) -> Batch:
@@ -185,7 +181,7 @@ class _Solving(Log):
         most = 0 if uneven else min(per_rank, _MOST_RANKS)
         valid = [str(n) for n in range(1, most + 1) if per_rank % n == 0]
         listed = ", ".join(valid[:_MOST_LISTED])
-        holds = f"it works at world size {listed}" if valid else "it works at no world size"
+        holds = f"it works at world size {listed}" if valid else "no world size works"
         raise PlanConflictError(
             f"{train} is not divisible by {known} ({known_key}) x {self.world_size} "
             f"(world size); {holds}",
@@ -207,7 +203,7 @@ class _Solving(Log):
 
 def _number_said(run: int | None, launched: int | None = None) -> tuple[int, str]:
     for value, who in precedence(run=run, launched=launched):
-        return value, f"{who} says so"
+        return value, f"set by {who}"
     return 1, "no other value is set"
 
 
@@ -246,7 +242,7 @@ def clipping(plan: DeepSpeedPlan, run: RunFacts) -> Clipping:
     """Return the maximum gradient norm, and the reason for the value."""
     for value, who in clipping_sources(plan, run):
         if is_number(value):
-            return Clipping(float(value), f"{who} says so")
+            return Clipping(float(value), f"set by {who}")
     return Clipping(DEFAULT_CLIPPING, "1.0 is the default of DeepSpeed 0.19.8 and of accelerate")
 
 
@@ -263,7 +259,7 @@ def decide_precision(
 
     An enabled precision in the configuration takes precedence. ``"auto"`` becomes the precision of
     the run, else that of the launcher's file, else bf16 if the hardware has bf16 arithmetic, else
-    fp32. Automatic choice never selects fp16, because fp16 needs loss scaling.
+    fp32. fp16 is never chosen automatically, because it needs loss scaling.
     """
     written = _enabled(plan)
     launched = plan.launch.mixed_precision if plan.launch else None
@@ -300,7 +296,7 @@ def _what_it_computes(platform: Platform) -> str:
     if platform.bf16 and not platform.native_bf16:
         # Forward and backward of one layer on an AVX2 core: linear 9.5, convolution 45 times.
         return (
-            f"{who} lacks bf16 arithmetic (AVX512_BF16, AMX) and would emulate it, many "
+            f"{who} lacks bf16 arithmetic (AVX512_BF16, AMX), and emulated bf16 is many "
             "times slower than fp32; set bf16.enabled = true to test bf16"
         )
     return f"{who} {'can' if platform.bf16 else 'cannot'} compute in bf16"
@@ -378,7 +374,7 @@ class Case:
 
     @cached_property
     def trains_in(self) -> str:
-        """The training precision, or the requested precision if the choice fails."""
+        """The training precision, or the requested precision if none can be chosen."""
         if self.context.platform is not None:
             # What contradicts itself is refused by the rules on precision.
             with contextlib.suppress(PlanError):
@@ -406,7 +402,7 @@ class Case:
         return stay == 0 if swapping is None else swapping.happens(stay)
 
     def swapping(self, aio: AioSection | None) -> Swapping | None:
-        """Return the swapped parts of the model; ``None`` if the model is unknown."""
+        """Return which parameters are swapped; ``None`` if the model is unknown."""
         if self.context.model is None:
             return None
         written = aio.block_size if aio else None
@@ -424,24 +420,28 @@ class Case:
 
 
 REDUCE_BUCKET: Final = 30_000_000
-"""Elements; 60 MB in bf16, doubled by ``overlap_comm``. DeepSpeed's 5e8 costs up to 2.8 GiB."""
+"""Bucket size in elements: 60 MB in bf16, twice that with ``overlap_comm``. DeepSpeed's default of
+5e8 uses up to 2.8 GiB."""
 PREFETCH_BUCKET: Final = 60_000_000
 MAX_LIVE: Final = 120_000_000
 PERSISTENCE_LIMIT: Final = 100_000
-"""DeepSpeed's default threshold, never exceeded."""
+"""Upper limit of the persistence threshold: DeepSpeed's default."""
 PERSISTENCE_BLIND: Final = 10_000
-"""Threshold while no model is known: biases and norms of any diffusion model."""
+"""Persistence threshold for an unknown model: enough for biases and norms of any diffusion
+model."""
 PERSISTENT_SHARE: Final = 0.01
 SUB_GROUP: Final = 100_000_000
 SUB_GROUP_NVME: Final = 50_000_000
-"""Smaller, because the swap pool pins ``buffer_count`` buffers of the largest sub-group."""
+"""Sub-group size with NVMe offload; small, because the swap pool pins ``buffer_count`` buffers of
+this size."""
 PARAM_BUFFER: Final = 100_000_000
 PARAM_BUFFERS: Final = 5
 LEAF_CLASSES: Final = UNET_BLOCKS
-"""Blocks that diffusers calls with positional inputs. DeepSpeed sees no others of a leaf module:
-called with keywords, its weights are gone in the backward pass (0.19.8)."""
+"""Classes of blocks that diffusers calls with positional inputs. DeepSpeed 0.19.8 handles only the
+positional inputs of a leaf module: if a block gets keyword inputs, its weights are missing in the
+backward pass."""
 SMALLEST_SWAP_BYTES: Final = 1024**2
-"""``MIN_AIO_BYTES``: a smaller partition never leaves host memory."""
+"""DeepSpeed's ``MIN_AIO_BYTES``: smaller partitions never leave host memory."""
 _NUMEL: Final = attrgetter("numel")
 
 
@@ -456,7 +456,7 @@ def reduce_bucket(model: ModelFacts | None) -> int:
 
 
 def allgather_bucket(model: ModelFacts | None) -> int:
-    """Round ``reduce_bucket`` up to DeepSpeed's ``nccl_start_alignment_factor`` of 2."""
+    """Return ``reduce_bucket`` rounded up to a multiple of 2 (``nccl_start_alignment_factor``)."""
     size = reduce_bucket(model)
     return size + size % 2
 
@@ -473,7 +473,7 @@ def leaf_blocks(model: ModelFacts | None) -> tuple[BlockFacts, ...]:
 
 
 def prefetch_bucket(model: ModelFacts | None) -> int:
-    """Return the number of elements to prefetch: one block if known, else the largest tensor."""
+    """Return the number of elements to prefetch: one block, and at least the largest tensor."""
     if model is None or model.numel == 0:
         return PREFETCH_BUCKET
     block = max((block.numel for block in leaf_blocks(model)), default=PREFETCH_BUCKET)
@@ -518,7 +518,7 @@ class Swapping:
     model: ModelFacts
     world_size: int
     element_bytes: int
-    """Bytes of one element of the model's precision."""
+    """Bytes of one element in the model's precision."""
     block_bytes: int
     """``aio.block_size``."""
 
@@ -559,10 +559,10 @@ class Swapping:
 
     @property
     def buffers(self) -> int:
-        """Number of buffers for simultaneously resident parameters without prefetching.
+        """Number of swap buffers for all parameters resident at once, without prefetching.
 
         Each resident parameter needs one buffer. While a module runs, its direct parameters and
-        those of the modules around it are resident.
+        those of its parent modules are resident.
         """
         owned = Counter([parameter.name.rpartition(".")[0] for parameter in self.swapped])
 
@@ -590,7 +590,7 @@ class Swapping:
 
 
 def sub_groups(model: ModelFacts, world_size: int, sub_group_size: int) -> tuple[int, ...]:
-    """Return the sizes in elements of one rank's sub-groups, filled up to ``sub_group_size``."""
+    """Return the number of elements in each sub-group of one rank (about ``sub_group_size``)."""
     groups: list[int] = []
     numel = 0
     for part in model.trainable_parts(world_size):
@@ -611,7 +611,7 @@ def largest_sub_group(model: ModelFacts, world_size: int, sub_group_size: int) -
 
 
 OPTIMIZER_BUFFERS = 4
-"""Master weight, gradient and Adam's two moments are resident together."""
+"""One buffer each for the master weight, the gradient and Adam's two moments."""
 AIO_BLOCK = 1_048_576
 
 
@@ -619,7 +619,7 @@ NO_PREFETCH: Final = (
     "DeepSpeed 0.19.8 fails when it prefetches parameters from NVMe (a layer is queued "
     "twice when the backward pass begins)"
 )
-"""Measured (``__prefetch_nvme_param_partitions``): the second step fails with "already assigned
+"""Observed in ``__prefetch_nvme_param_partitions``: the second step fails with "already assigned
 swap buffer", or the pool runs out ("Not enough buffers")."""
 
 
@@ -634,7 +634,7 @@ def optimizer_buffers(section: OffloadSection) -> int:
 
 
 def elements(value: Any) -> int:
-    """Return a number of elements as written; 0 if it is not set."""
+    """Return ``value`` if it is a number of elements; 0 if it is unset or "auto"."""
     return value if isinstance(value, int) else 0
 
 
@@ -644,7 +644,7 @@ def elements(value: Any) -> int:
 # version. A value in the plan takes precedence, unless the platform does not support it.
 
 
-DEEPSPEED_DEFAULT = "the default of DeepSpeed 0.19.8, written because defaults change"
+DEEPSPEED_DEFAULT = "the default of DeepSpeed 0.19.8, set explicitly because defaults change"
 
 _ALL = (1, 2, 3)
 _LOW = (1, 2)
@@ -780,7 +780,7 @@ class Filler(Log):
             )
         size, why = need, f"elements of {what}"
         if swapping is None:
-            size, why = PARAM_BUFFER, "elements; no model was given, so DeepSpeed's default"
+            size, why = PARAM_BUFFER, "elements; no model was given, so this is DeepSpeed's default"
         elif not need:
             size = max(1, *swapping.model.parts(swapping.world_size), 1)
             why = "elements; no parameter of this model is large enough to be swapped"
@@ -797,8 +797,8 @@ class Filler(Log):
             path,
             "max_in_cpu",
             0,
-            "NVMe was requested, but DeepSpeed's default of 1e9 keeps smaller models in "
-            "host memory",
+            "DeepSpeed's default of 1e9 would keep smaller models in host memory instead of "
+            "on NVMe",
         )
         return self._without_auto_path(section, path)
 
@@ -806,7 +806,7 @@ class Filler(Log):
         """Every key of ``offload_optimizer`` on NVMe."""
         for name in ("pipeline_read", "pipeline_write", "fast_init"):
             section = self.fill(section, path, name, False)
-        why = "weight, gradient and two moments of each simultaneously resident sub-group"
+        why = "one buffer each for weight, gradient and two moments of every resident sub-group"
         section = self.fill(section, path, "buffer_count", optimizer_buffers(section), why)
         return self._without_auto_path(section, path)
 
@@ -822,7 +822,7 @@ class Filler(Log):
         if self.stage == 3 or offloads:
             return (
                 True,
-                "without overlap, gradients leave the device on the stream of the computation",
+                "without overlap, gradients are reduced and copied on the compute stream",
             )
         return False, "overlap doubles the bucket, and helps only if gradients are communicated"
 
@@ -833,14 +833,14 @@ class Filler(Log):
             return threshold, "no model was given; biases and norms stay unpartitioned"
         share = persistent / model.numel if model.numel else 0.0
         return threshold, (
-            f"leaves {persistent:,} of {model.numel:,} elements ({share:.2%}) unpartitioned,"
-            f" at most {PERSISTENT_SHARE:.0%}"
+            f"leaves {persistent:,} of {model.numel:,} elements unpartitioned ({share:.2%};"
+            f" the limit is {PERSISTENT_SHARE:.0%})"
         )
 
     def _sub_group(self, zero: ZeroSection) -> tuple[int, str]:
         if zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme":
             return SUB_GROUP_NVME, (
-                "the swap pool page-locks several buffers of the largest sub-group"
+                "the swap pool page-locks several buffers, each as large as the largest sub-group"
             )
         return SUB_GROUP, "limits the temporary memory of the optimizer step"
 
@@ -997,7 +997,7 @@ def _sized(what: Callable[[ModelFacts | None], int], why: str) -> _Choose:
     return choose
 
 
-_BUCKET_WHY = "the size of the largest tensor, and no more than the trainable model needs"
+_BUCKET_WHY = "at least the largest tensor, and at most all trainable tensors together"
 
 _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     "overlap_comm": (_ALL, Filler._overlap),
@@ -1014,7 +1014,7 @@ _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     "sub_group_size": (_HIGH, Filler._sub_group),
     "stage3_prefetch_bucket_size": (
         _HIGH,
-        _sized(prefetch_bucket, "the size of one block, and at least the largest tensor"),
+        _sized(prefetch_bucket, "the size of one block, but at least that of the largest tensor"),
     ),
     "stage3_param_persistence_threshold": (_HIGH, Filler._persistence),
     "stage3_model_persistence_threshold": (_HIGH, _always(sys.maxsize)),
@@ -1041,7 +1041,7 @@ _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
 
 
 def stages_of(name: str) -> tuple[int, ...]:
-    """Return the ZeRO stages where a key has an effect; empty if unknown."""
+    """Return the ZeRO stages at which a key has an effect; empty if unknown."""
     return _CHOICES[name][0] if name in _CHOICES else _OFFLOAD_STAGES.get(name, ())
 
 
@@ -1049,7 +1049,8 @@ _OFFLOAD_STAGES = {"offload_optimizer": _ALL, "offload_param": _HIGH}
 
 
 LEAF_MODULE: Final = "leaf_module"
-"""Key of ``zero_optimization``: ``{"classes": […]}``; an empty list switches it off."""
+"""Key of ``zero_optimization``, with ``{"classes": […]}`` as its value; an empty list disables
+it."""
 
 
 # -- Whether page-locked host memory keeps its size.
@@ -1060,17 +1061,17 @@ LEAF_MODULE: Final = "leaf_module"
 
 
 SETTING: Final = "pinned_max_round_threshold_mb"
-"""Key of ``PYTORCH_ALLOC_CONF``; MiB from which on a block is not rounded."""
+"""Key of ``PYTORCH_ALLOC_CONF``: size in MiB above which blocks are not rounded."""
 THRESHOLD: Final = 1
-"""MiB; smaller blocks are still rounded, so that torch can reuse them."""
+"""Value of ``SETTING`` in MiB; smaller blocks are still rounded, so that torch can reuse them."""
 OLDEST_TORCH: Final = (2, 13)
-"""Oldest release that is known to have the setting; the backend tries older releases too."""
+"""Oldest torch release known to have the setting; the backend also tries it on older ones."""
 ROUNDING: Final = frozenset({"cuda", "rocm"})
-"""Accelerators on which torch page-locks memory through this allocator."""
+"""Accelerators on which torch's allocator rounds page-locked blocks."""
 
 
 def pins_exactly(platform: Platform) -> bool:
-    """Whether torch page-locks blocks in their exact size on ``platform``.
+    """Whether torch page-locks blocks at their exact size on ``platform``.
 
     Args:
         platform: The machine; an unknown torch version counts as current.
@@ -1096,7 +1097,7 @@ def pins_natively(platform: Platform) -> bool:
 
 
 def prepared(requested: DeepSpeedPlan, context: Context, log: Log) -> Case:
-    """Return a case: the plan without sections that its engine does not use, and the context.
+    """Return the context, and the plan without sections that its engine does not use.
 
     Args:
         requested: The plan.
@@ -1146,7 +1147,7 @@ def filled(requested: DeepSpeedPlan, plan: DeepSpeedPlan, case: Case, log: Log) 
 
 
 def with_streaming(resolved: ResolvedPlan) -> ResolvedPlan:
-    """Disable ``streamed`` with a reason if streaming is requested but impossible."""
+    """Disable ``streamed`` and record the reason if streaming is requested but impossible."""
     if not resolved.streamed:
         return resolved
     if (obstacle := streaming_obstacle(resolved)) is not None:
@@ -1197,7 +1198,7 @@ def streaming_obstacle(resolved: ResolvedPlan) -> str | None:
         "DeepSpeed manages weights on NVMe": resolved.offload_param == "nvme",
         "DeepSpeed removes the loss scale": resolved.precision == "fp16",
         "the plan was resolved with host_step=False": not resolved.host_step,
-        "streaming sums micro batches in the gradients' dtype": accumulated not in (
+        "streaming accumulates gradients only in their own dtype": accumulated not in (
             None, resolved.precision,
         ),
     }  # fmt: skip
@@ -1234,8 +1235,8 @@ def _for_plain_engine(
             key=_HOST_OPTIMIZER,
             before=host.device,
             after=host.device,
-            reason="the plain engine keeps and updates the whole optimizer in host memory of every "
-            "process, because it partitions nothing",
+            reason="the plain engine keeps and updates the whole optimizer in the host memory of "
+            "every process, because it partitions nothing",
         )
     return attrs.evolve(
         plan,
@@ -1320,7 +1321,7 @@ def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
 
     Args:
         resolved: The plan.
-        folders: ``False`` omits the swap folders, which may then be missing in the plan.
+        folders: ``False`` omits the swap folders, which may then be missing from the plan.
     """
     config = written(resolved)
     for part, folder in resolved.nvme_paths.items():

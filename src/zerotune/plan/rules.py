@@ -77,16 +77,17 @@ class Rule:
     summary: str
     """The mistake, in one sentence for the documentation."""
     reason: str
-    """Reason; ``{name}`` stands for a value of the finding. Empty: each finding has its own."""
+    """Reason for a finding, with placeholders such as ``{name}`` for its values; empty if each
+    finding states its own reason."""
     fix: str
-    """What to write instead; ``{name}`` as in ``reason``."""
+    """What to write instead, with the same placeholders as ``reason``."""
     remark: str
     """Additional sentences for the documentation."""
     check: Callable[[Case, Rule], Findings] = attrs.field(repr=False)
     only_deepspeed: bool
     """Whether the rule applies only to runs with DeepSpeed."""
     left_to: str
-    """Step that applies or rejects a finding, if resolution does not."""
+    """What handles a finding if resolution does not; see ``rule``."""
     stages: tuple[int, ...] = ()
     """ZeRO stages to which the rule applies; empty for all stages."""
 
@@ -258,7 +259,7 @@ def setting_rule(
     only_deepspeed: bool = True,
     left_to: str = "",
 ) -> Rule:
-    """Return a rule that judges each setting by its value alone.
+    """Return a rule that checks the values of single settings.
 
     Args:
         rule_id: The rule's name.
@@ -353,7 +354,7 @@ SETTING_RULES: Final = (
         when=lambda plan: plan.offload_optimizer_device == "none",
         summary="Parameters are offloaded while the larger optimizer states stay on the device.",
         reason="the optimizer states stay on the device; in mixed precision they are six times "
-        "larger than the parameters",
+        "as large as the parameters",
         fix='set offload_optimizer.device to "cpu" to free more memory',
     ),
     setting_rule(
@@ -362,8 +363,8 @@ SETTING_RULES: Final = (
         {f"{_OPTIMIZER}.ratio": is_below(1)},
         stages=(1, 2),
         summary="DeepSpeed supports an offload ratio below 1 only at stage 3.",
-        reason="DeepSpeed can offload a part of the optimizer only at stage 3; this is stage "
-        "{stage}",
+        reason="DeepSpeed can offload a part of the optimizer only at stage 3; the plan uses "
+        "stage {stage}",
         fix="set the ratio to 1.0, or zero_optimization.stage to 3",
     ),
     setting_rule(
@@ -371,12 +372,12 @@ SETTING_RULES: Final = (
         "note",
         {f"{_OPTIMIZER}.ratio": is_below(1)},
         stages=(3,),
-        summary="With an offload ratio below 1, torch's AdamW updates the part on the device.",
+        summary="With an offload ratio below 1, torch's AdamW updates what stays on the device.",
         reason="torch's AdamW updates the part on the device, and DeepSpeed's AdamW updates the "
         "rest",
         fix="set the ratio to 1.0 to use one implementation for all weights",
         remark="The two implementations round differently. Without zerotune, torch's AdamW keeps "
-        "its first learning rate, and no checkpoint contains its states (``backup_optimizer``). "
+        "its initial learning rate, and no checkpoint contains its states (``backup_optimizer``). "
         "zerotune gives both implementations the same groups and states.",
     ),
     setting_rule(
@@ -384,8 +385,8 @@ SETTING_RULES: Final = (
         "error",
         {f"{_OPTIMIZER}.device": is_one("nvme")},
         stages=(1, 2),
-        summary="DeepSpeed silently keeps the optimizer in host memory instead of NVMe below stage"
-        " 3.",
+        summary="Below stage 3, DeepSpeed silently keeps the optimizer in host memory instead of "
+        "on NVMe.",
         reason="offload of the optimizer to NVMe needs stage 3; at stage {stage} DeepSpeed "
         "silently uses host memory",
         fix='set zero_optimization.stage to 3, or the device to "cpu"',
@@ -411,7 +412,7 @@ SETTING_RULES: Final = (
         {"launch.zero3_init_flag": is_one(True)},
         stages=(0, 1, 2),
         summary="The launcher's ``zero3_init_flag`` has no effect below stage 3.",
-        reason="zero3_init_flag partitions parameters, but stage {stage} does not partition them",
+        reason="the flag requests partitioned parameters, which stage {stage} does not support",
         fix="remove zero3_init_flag, or set zero_optimization.stage to 3",
         remark="accelerate sets the flag to false with a warning.",
     ),
@@ -420,7 +421,7 @@ SETTING_RULES: Final = (
         "error",
         {f"{_ZERO_PATH}.legacy_stage1": is_one(True)},
         stages=(1, 2, 3),
-        summary="DeepSpeed 0.5.9 removed the first implementation of stage 1.",
+        summary="DeepSpeed 0.5.9 removed the original implementation of stage 1.",
         reason="DeepSpeed removed this implementation of stage 1, and raises an error for the key",
         fix="remove this key",
     ),
@@ -430,7 +431,7 @@ SETTING_RULES: Final = (
         {"prescale_gradients": is_other(False), "gradient_predivide_factor": is_other(1)},
         stages=(2, 3),
         when=lambda plan: written_at(plan, f"{_ZERO_PATH}.reduce_scatter") is not False,
-        summary="DeepSpeed rejects scaling of gradients before reduction at stages 2 and 3.",
+        summary="At stages 2 and 3, DeepSpeed rejects scaling gradients before the reduction.",
         reason="at stage {stage} with reduce_scatter (the default), DeepSpeed rejects scaled "
         "gradients",
         fix="remove this key, or set zero_optimization.reduce_scatter to false",
@@ -441,9 +442,10 @@ SETTING_RULES: Final = (
         {f"{_ZERO_PATH}.reduce_scatter": lambda value: value is not False},
         stages=(3,),
         when=lambda plan: plan.optimizer_name == "Muon",
-        summary="Muon at stage 3 cannot use ``reduce_scatter``, which is on by default.",
-        reason='at stage 3 DeepSpeed fails with "Muon and reduce scatter cannot be used together"',
-        fix="set reduce_scatter to false, or use stage 1 or 2",
+        summary="DeepSpeed's own Muon cannot use ``reduce_scatter``, the default, at stage 3.",
+        reason="without zerotune, DeepSpeed fails at stage 3 with "
+        '"Muon and reduce scatter cannot be used together"',
+        fix="set reduce_scatter to false, or zero_optimization.stage to 2",
     ),
     setting_rule(
         "one-bit-optimizer",
@@ -475,7 +477,7 @@ SETTING_RULES: Final = (
         summary="A dynamic loss scale needs ``loss_scale_window`` and ``min_loss_scale`` above 0.",
         reason="DeepSpeed rejects the value 0 with a dynamic loss scale",
         fix="write 1",
-        remark="DeepSpeed ignores both keys if fp16 is off or ``loss_scale`` is fixed.",
+        remark="It ignores both keys if fp16 is off or ``loss_scale`` is fixed.",
     ),
     setting_rule(
         "scheduler-no-warmup",
@@ -499,15 +501,15 @@ SETTING_RULES: Final = (
         only_deepspeed=False,
         summary="``LRRangeTest`` searches for a learning rate and does not train a usable model.",
         reason="LRRangeTest raises the learning rate until training diverges, to find the largest "
-        "usable learning rate",
+        "usable one",
         fix='write "WarmupLR", "WarmupDecayLR" or "WarmupCosineLR" to train',
     ),
     setting_rule(
         "activation-checkpointing",
         "note",
         {"activation_checkpointing": bool},
-        summary="``activation_checkpointing`` configures DeepSpeed's own checkpoint function only.",
-        reason="activation_checkpointing affects only models that call deepspeed.checkpointing; "
+        summary="``activation_checkpointing`` configures only DeepSpeed's own checkpoint function.",
+        reason="the section affects only models that call deepspeed.checkpointing; "
         "diffusers models call torch's checkpoint function",
         fix="remove activation_checkpointing, and call the model's enable_gradient_checkpointing()",
     ),
@@ -522,7 +524,8 @@ SETTING_RULES: Final = (
 def batch_triple(case: Case, this: Rule) -> Findings:
     """The train batch size must equal micro batch size x accumulation steps x world size.
 
-    Write two of the three numbers, or change one so that the product is right for the world size.
+    Set only two of the three numbers, or change one so that the product is correct for the world
+    size.
     """
     try:
         _ = case.batch
@@ -534,7 +537,7 @@ def batch_triple(case: Case, this: Rule) -> Findings:
     "accumulation-set-twice",
     "warning",
     reason="{key} is also set, to {first}, and takes precedence",
-    fix=f"keep only {ACCUMULATION}",
+    fix="remove this key",
     only_deepspeed=False,
 )
 def accumulation_twice(case: Case, this: Rule) -> Findings:
@@ -563,7 +566,7 @@ def world_size(case: Case, this: Rule) -> Findings:
     "micro-batch-unset",
     "note",
     reason="no batch size is set, so the micro batch size is 1",
-    fix=f"write {MICRO}",
+    fix="write the batch size of each GPU, such as 1",
     only_deepspeed=False,
 )
 def micro_batch_unset(case: Case, this: Rule) -> Findings:
@@ -598,14 +601,14 @@ def offload_without_device(case: Case, this: Rule) -> Findings:
 @rule(
     "partial-offload-optimizer",
     "error",
-    reason="DeepSpeed can offload only a part of AdamW, and only to host memory, not {what}",
-    fix='set the ratio to 1.0, or use AdamW and set offload_optimizer.device to "cpu"',
+    reason="DeepSpeed supports a ratio below 1 only for AdamW in host memory, not {what}",
+    fix='set the ratio to 1.0, or optimizer.type to "AdamW" and offload_optimizer.device to "cpu"',
 )
 def partial_offload_optimizer(case: Case, this: Rule) -> Findings:
     """An offload ratio below 1 works only with AdamW in host memory.
 
-    torch's AdamW updates the part on the device, and supports neither L2 regularisation nor states
-    in bf16.
+    torch's AdamW updates the part that stays on the device, and supports neither L2 regularisation
+    nor states in bf16.
     """
     plan, section = case.plan, offload_section(case.plan, "optimizer")
     ratio = section.ratio if section is not None else None
@@ -613,7 +616,7 @@ def partial_offload_optimizer(case: Case, this: Rule) -> Findings:
         return
     name = plan.optimizer_name or (plan.optimizer and plan.optimizer.type)
     if section.device == "nvme" or name != "AdamW":
-        what = "to NVMe" if section.device == "nvme" else f"of {name}"
+        what = "on NVMe" if section.device == "nvme" else f"for {name}"
         yield this.finding("zero_optimization.offload_optimizer.ratio", ratio, what=what)
 
 
@@ -637,7 +640,7 @@ def super_offload_accelerator(case: Case, this: Rule) -> Findings:
 
 @rule("super-offload", "warning")
 def super_offload(case: Case, this: Rule) -> Findings:
-    """SuperOffload needs stage 3, and overlaps nothing while gradients are clipped.
+    """SuperOffload needs stage 3, and runs without overlap if gradients are clipped.
 
     Remove ``super_offload``, or set ``gradient_clipping`` to 0 if training is stable without
     clipping.
@@ -678,9 +681,9 @@ def _super_offloads(plan: DeepSpeedPlan) -> bool:
 def pinned_memory(case: Case, this: Rule) -> Findings:
     """Before torch 2.13, rounding of pinned memory wastes 16 GiB for SDXL at stage 2.
 
-    torch rounds each pinned block up to a power of two. With torch 2.13 zerotune disables the
-    rounding of pinned memory. DeepSpeed 0.19.8 page-locks the exact size if locked memory is not
-    limited. The rule applies only if the model and the torch version are known.
+    torch rounds each pinned block up to a power of two. With torch 2.13, zerotune disables this
+    rounding. DeepSpeed 0.19.8 page-locks blocks at their exact size if the process may lock
+    any amount of memory. The rule applies only if the model and the torch version are known.
     """
     plan, context, section = case.plan, case.context, offload_section(case.plan, "optimizer")
     here = context.platform
@@ -710,12 +713,12 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
 @rule(
     "muon-convolutions",
     "warning",
-    reason="Muon updates matrices, and fails on weights with more than two dimensions, such as "
-    "{wide}",
+    reason="without zerotune, DeepSpeed's Muon fails on weights with more than two dimensions, "
+    "such as {wide}",
     fix='write "AdamW"',
 )
 def muon_convolutions(case: Case, this: Rule) -> Findings:
-    """Muon fails on the weights of convolutions at stages 2 and 3.
+    """DeepSpeed's own Muon fails on the weights of convolutions at stages 2 and 3.
 
     Alternatively, let Muon's auxiliary Adam update convolutions. The rule applies only if
     the model is known.
@@ -729,7 +732,7 @@ def muon_convolutions(case: Case, this: Rule) -> Findings:
     "clipping-set-twice",
     "warning",
     reason="{key} is also set, to {first}, and takes precedence",
-    fix=f"keep only {CLIPPING}",
+    fix="remove this key",
     only_deepspeed=False,
 )
 def clipping_twice(case: Case, this: Rule) -> Findings:
@@ -770,8 +773,7 @@ def clipping_unset(case: Case, this: Rule) -> Findings:
 def precision_conflict(case: Case, this: Rule) -> Findings:
     """At most one of bf16 and fp16 may be enabled, and the launcher's file must agree.
 
-    Disable one of the two precisions, and set the launcher's ``mixed_precision`` to the other
-    precision.
+    Disable one of the two precisions, and set the launcher's ``mixed_precision`` to the other.
     """
     plan = case.plan
     written = {name: written_at(plan, f"{name}.enabled") for name in ("bf16", "fp16")}
@@ -780,7 +782,7 @@ def precision_conflict(case: Case, this: Rule) -> Findings:
             "fp16.enabled",
             True,
             reason="bf16.enabled is true too, but DeepSpeed accepts only one precision",
-            fix="switch one of them off; bf16 needs no loss scaling",
+            fix="set fp16.enabled or bf16.enabled to false; bf16 needs no loss scaling",
         )
         return
     key, launched = "launch.mixed_precision", written_at(plan, "launch.mixed_precision")
@@ -794,7 +796,7 @@ def precision_conflict(case: Case, this: Rule) -> Findings:
         yield this.finding(
             key,
             launched,
-            reason=f"the DeepSpeed configuration contradicts mixed_precision with {says}",
+            reason=f"contradicts {says} in the DeepSpeed configuration",
             fix="set both to the same precision, or remove mixed_precision from the launcher's "
             "file",
         )
@@ -884,7 +886,7 @@ def bf16_master_weights(case: Case, this: Rule) -> Findings:
             keys[1],
             True,
             reason=f"{keys[0]} is true too, but DeepSpeed accepts only one of the two keys",
-            fix="keep the key of the precision that you train in",
+            fix=f"remove {' or '.join(keys)}, whichever precision you do not train in",
         )
 
 
@@ -911,7 +913,7 @@ def schedule_name(plan: DeepSpeedPlan) -> str | None:
     "warning",
     reason="the warm-up is not shorter than {what} ({end}), so the learning rate never reaches its "
     "peak",
-    fix="write fewer warm-up steps; count optimizer steps, not micro batches",
+    fix="write fewer warm-up steps, such as {tenth}; count optimizer steps, not micro batches",
     only_deepspeed=False,
 )
 def warmup_too_long(case: Case, this: Rule) -> Findings:
@@ -925,7 +927,8 @@ def warmup_too_long(case: Case, this: Rule) -> Findings:
     for what, end in ends.items():
         if warmup is not None and warmup >= 1 and end is not None and warmup >= end:
             key, written = "scheduler.params.warmup_num_steps", params["warmup_num_steps"]
-            yield this.finding(key, written, what=what, end=f"{end:g}")
+            tenth = max(1, int(end // 10))
+            yield this.finding(key, written, what=what, end=f"{end:g}", tenth=tenth)
             return
 
 
@@ -937,7 +940,7 @@ def warmup_too_long(case: Case, this: Rule) -> Findings:
     only_deepspeed=False,
 )
 def scheduler_total(case: Case, this: Rule) -> Findings:
-    """``total_num_steps`` differs from the optimizer steps of the run.
+    """``total_num_steps`` differs from the number of optimizer steps in the run.
 
     A shorter schedule continues with its final learning rate (0 for ``WarmupDecayLR``). A longer
     schedule never reaches its final learning rate.
@@ -950,7 +953,7 @@ def scheduler_total(case: Case, this: Rule) -> Findings:
     effect = (
         f"the learning rate stays at {end} for the last {run - total:g} steps"
         if total < run
-        else f"the run ends {total - run:g} steps before the learning rate has come down"
+        else f"the run ends {total - run:g} steps before the learning rate reaches its final value"
     )
     accumulation = case.context.run.gradient_accumulation_steps or 1
     for factor, what in (
@@ -968,12 +971,12 @@ def scheduler_total(case: Case, this: Rule) -> Findings:
     "scheduler-cycle",
     "warning",
     reason="the cycle has {first} + {second} steps, but the run has only {steps}, so the learning "
-    "rate does not fall again",
+    "rate never returns to its minimum",
     fix="write at most {half_the_run}",
     only_deepspeed=False,
 )
 def scheduler_cycle(case: Case, this: Rule) -> Findings:
-    """If a ``OneCycle`` is longer than the run, its learning rate does not fall again.
+    """A ``OneCycle`` that is longer than the run never returns to its minimum learning rate.
 
     ``cycle_second_step_size`` defaults to ``cycle_first_step_size``.
     """
@@ -1036,7 +1039,7 @@ def nvme_path_unset(case: Case, this: Rule) -> Findings:
     fix=f'write at least {OPTIMIZER_BUFFERS}, or "{AUTO}"',
 )
 def nvme_optimizer_buffers(case: Case, this: Rule) -> Findings:
-    """The swap pool of an optimizer with two moments needs four buffers."""
+    """The swap pool of an optimizer with two moments needs at least four buffers."""
     written = swap_buffers(case.plan)
     if written is not None and written < OPTIMIZER_BUFFERS:
         yield this.finding(_BUFFER_COUNT, written)
@@ -1051,7 +1054,7 @@ def nvme_optimizer_buffers(case: Case, this: Rule) -> Findings:
 def nvme_pipeline_buffers(case: Case, this: Rule) -> Findings:
     """Pipelined swapping needs four more buffers for reading ahead and four for writing back.
 
-    The pool needs 8 buffers with one of ``pipeline_read`` and ``pipeline_write``, and 12 with both.
+    The pool needs 8 buffers with either ``pipeline_read`` or ``pipeline_write``, and 12 with both.
     """
     section, written = offload_section(case.plan, "optimizer"), swap_buffers(case.plan)
     if section is None or written is None:
@@ -1064,14 +1067,14 @@ def nvme_pipeline_buffers(case: Case, this: Rule) -> Findings:
 @rule(
     "nvme-sub-group-size",
     "warning",
-    reason="the swap pool has {buffers} buffers of the size of the largest sub-group in fp32, "
-    "which use {pool} of host memory on each rank",
+    reason="the swap pool has {buffers} buffers, each as large as the largest sub-group in fp32, "
+    "and uses {pool} of host memory on each rank",
     fix=f'write {SUB_GROUP_NVME}, or "{AUTO}"',
 )
 def nvme_sub_group_size(case: Case, this: Rule) -> Findings:
     """NVMe swap buffers use host memory: 4 bytes x buffers x elements of the largest sub-group.
 
-    With DeepSpeed's default of 1e9 elements and four buffers, a model of 1e9 parameters uses 15
+    With DeepSpeed's default of 1e9 elements and four buffers, a model of 1e9 parameters needs 15
     GiB.
     """
     plan, model = case.plan, case.context.model
@@ -1152,7 +1155,7 @@ def stage_auto(case: Case, this: Rule) -> Findings:
 
 @rule("removed-section", "error", reason="DeepSpeed 0.19 removed {what}", fix="remove this key")
 def removed_section(case: Case, this: Rule) -> Findings:
-    """Sections that DeepSpeed 0.19 removed are errors, unless an older DeepSpeed is installed."""
+    """A section that DeepSpeed 0.19 removed is an error unless an older DeepSpeed is installed."""
     here = case.context.platform
     release = re.match(r"(\d{1,9})\.(\d{1,9})", here.versions.get("deepspeed", "") if here else "")
     if release is not None and (int(release[1]), int(release[2])) < (0, 19):
@@ -1201,8 +1204,8 @@ _PARALLELISM_CONFIG: Final = {
 @rule(
     "parallelism",
     "error",
-    reason="the key requests {value} {counted}, but zerotune supports only data parallelism, also "
-    "in its batch sizes",
+    reason="the key requests {value} {counted}, but zerotune supports only data parallelism, "
+    "which its batch sizes assume",
     fix="remove this key, or write 1",
     only_deepspeed=False,
 )
@@ -1210,7 +1213,7 @@ def parallelism(case: Case, this: Rule) -> Findings:
     """Only data parallelism is supported: sequences, matrices and layers are not split.
 
     With ``sequence_parallel_size: 2`` DeepSpeed counts only half of the ranks for the train batch
-    size, and does not split the sequences for the model.
+    size, but leaves it to the model to split sequences.
     """
     section = "parallelism_config"
     places = {path: (path, counted) for path, counted in _PARALLEL.items()}
@@ -1250,7 +1253,7 @@ def passed_through(case: Case, this: Rule) -> Findings:
         for key, value in extra.items():
             path = join(prefix, key)
             if prefix.endswith("offload_param") and key not in keys:
-                reason, fix = "DeepSpeed rejects this key here", "it belongs to offload_optimizer"
+                reason, fix = "DeepSpeed rejects this key here", "move it to offload_optimizer"
                 yield this.finding(path, value, reason=reason, fix=fix)
             elif key in keys:
                 for each in faults(value, keys[key], path):
@@ -1285,7 +1288,7 @@ def gradient_norm(case: Case, this: Rule) -> Findings:
     fix='remove this key, or write "mean"',
 )
 def gradient_sum(case: Case, this: Rule) -> Findings:
-    """DeepSpeed cannot sum gradients over ranks at stage 3, with ZenFlow or with DeepCompile."""
+    """With stage 3, ZenFlow or DeepCompile, DeepSpeed cannot sum gradients over ranks."""
     plan, value = case.plan, case.plan.extra.get("gradient_allreduce_op")
     if not isinstance(value, str) or value.lower() != "sum":
         return
@@ -1308,8 +1311,8 @@ def gradient_sum(case: Case, this: Rule) -> Findings:
 def zenflow(case: Case, this: Rule) -> Findings:
     """ZenFlow fails on the weights of convolutions, or corrupts them.
 
-    ZenFlow selects columns of matrices (``num_row, num_col``). ZenFlow treats other shapes as
-    one row, or fails to transpose them. The rule applies only if the model is known.
+    ZenFlow selects columns of matrices (``num_row, num_col``). It treats other shapes as one row,
+    or fails to transpose them. The rule applies only if the model is known.
     """
     section, wide = zero_extra(case.plan, "zenflow"), wide_weight(case)
     if section is not None and wide is not None:
@@ -1323,10 +1326,10 @@ def zenflow(case: Case, this: Rule) -> Findings:
     fix=f'write 30000000, or "{AUTO}"',
 )
 def large_bucket(case: Case, this: Rule) -> Findings:
-    """A reduce bucket uses device memory: twice its size with ``overlap_comm`` below stage 3.
+    """A reduce bucket uses device memory; below stage 3, ``overlap_comm`` doubles the amount.
 
     DeepSpeed's default of 5e8 elements uses 0.93 GiB in 16 bits, and 1.86 GiB with ``overlap_comm``
-    at stages 1 and 2. With ``"auto"`` the bucket has the size of the largest tensor.
+    at stages 1 and 2. With ``"auto"`` the bucket is as large as the largest tensor.
     """
     plan, zero = case.plan, case.plan.zero_optimization
     size = integer(zero.reduce_bucket_size) if zero else None
@@ -1457,7 +1460,7 @@ def _with_setting(section: SectionT, path: list[str], value: Any) -> SectionT:
 
 @attrs.frozen(kw_only=True)
 class Inspection:
-    """Findings about a plan, created by ``DeepSpeedPlan.inspect``."""
+    """Findings about a plan, returned by ``DeepSpeedPlan.inspect``."""
 
     findings: tuple[Decision, ...]
     """Findings of the rules, errors first."""

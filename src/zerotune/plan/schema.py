@@ -1,6 +1,6 @@
-"""Read the JSON Schema of ``zerotune.backend.schema.plan_schema`` without DeepSpeed.
+"""Inspect and apply schemas from ``zerotune.backend.schema.plan_schema`` without DeepSpeed.
 
-``passed_schema`` is a stored part of the schema, for sections that plans pass through. ``faults``
+``passed_schema`` returns the stored schema of the sections that plans pass through. ``faults``
 validates like DeepSpeed's models, which accept ``"5"`` and ``5.0`` for 5.
 """
 
@@ -22,7 +22,7 @@ from zerotune.decisions import Decision
 from zerotune.plan.model import is_auto, join
 
 HANDLING: Final = "x-zerotune"
-"""Keyword of the schema for zerotune's handling of a key."""
+"""Schema keyword that describes how zerotune handles a key."""
 
 
 @attrs.frozen(kw_only=True)
@@ -40,9 +40,9 @@ class Parameter:
     replaced_by: str | None = None
     """Key that replaces it."""
     modelled: bool = False
-    """Whether zerotune models it; otherwise it is passed through."""
+    """Whether zerotune models the key; otherwise, the key is passed through to DeepSpeed."""
     stages: tuple[int, ...] = ()
-    """ZeRO stages where the key has an effect; empty if unknown, or for all stages."""
+    """ZeRO stages at which the key has an effect; empty if unknown, or if it affects all stages."""
 
     @property
     def name(self) -> str:
@@ -210,7 +210,7 @@ def _faults_inside(value: Any, schema: Mapping[str, Any], path: str) -> Iterator
         elif schema.get("additionalProperties") is False:
             guesses = " or ".join(map(repr, did_you_mean(name, sorted(known), count=2)))
             fix = f"did you mean {guesses}?" if guesses else "remove it"
-            yield _fault(join(path, name), item, fix, "DeepSpeed does not know this key here")
+            yield _fault(join(path, name), item, fix, "DeepSpeed has no such key here")
 
 
 def _is_of_type(value: Any, kind: str) -> bool:

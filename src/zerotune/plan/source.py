@@ -34,15 +34,15 @@ _QUOTED = re.compile(r'"[^"]*"?')
 
 @contextmanager
 def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
-    """Limit plan files to ``size`` inside the ``with`` block; the default limit is 16 MiB.
+    """Set the maximum size of plan files inside the ``with`` block; the default is 16 MiB.
 
     Args:
-        size: Bytes, or an amount such as ``"64MiB"``. YAML may have 1/128 of this size, and JSON
-            may have one value per 20 bytes of it.
-        key: Name of the setting, for the message.
+        size: Bytes, or an amount such as ``"64MiB"``. A YAML file may have 1/128 of this size; a
+            JSON file may contain one value per 20 bytes of it.
+        key: Name of the setting, for messages.
 
     Raises:
-        InvalidValueError: ``size`` is no amount, or more than 1 GiB.
+        InvalidValueError: ``size`` is not an amount of memory, or is more than 1 GiB.
     """
     largest = parse_size(size, key=key)
     if largest > _LARGEST_ALLOWED:
@@ -78,19 +78,20 @@ def _without_escapes(text: str) -> str:
     return text.replace("\\\\", "  ").replace('\\"', "  ")
 
 
-_READ_MORE = (
-    "pass the file of a configuration, or raise the limit: --max-size SIZE on the "
-    "command line, zerotune.plan.source.reading_at_most(…) in Python"
-)
+_READ_MORE = "pass a configuration file, or raise the limit with "
+_HOW_TO_READ_MORE = {
+    "fix": f"{_READ_MORE}zerotune.plan.source.reading_at_most(…)",
+    "shell_fix": f"{_READ_MORE}--max-size SIZE",
+}
 
 
 def _refuse_too_large(size: int, largest: int, source: str, key: str) -> None:
     if size > largest:
         raise PlanFileError(
-            f"is larger than {format_size(largest)}, too large for a configuration",
+            f"is larger than {format_size(largest)}, the limit for a configuration",
             key=key,
             value=source,
-            fix=_READ_MORE,
+            **_HOW_TO_READ_MORE,
         )
 
 
@@ -124,7 +125,7 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
         source: Name of the text in errors.
 
     Returns:
-        The value, and one sentence for each liberty that was tolerated.
+        The value, and one sentence for each tolerated deviation from JSON.
     """
     return _Json(text.removeprefix("\ufeff"), source).parsed()
 
@@ -163,10 +164,10 @@ class _Json:
             and _QUOTED.sub("", _without_escapes(self.text)).count(",") >= most
         ):
             raise PlanFileError(
-                f"contains more than {most:,} values, too many for a configuration",
+                f"contains more than {most:,} values, the limit for a configuration",
                 key="file",
                 value=self.source,
-                fix=_READ_MORE,
+                **_HOW_TO_READ_MORE,
             )
 
     def _strictly(self) -> Any:
@@ -325,7 +326,7 @@ _HALF_LETTER = (
 
 
 def key_lines(text: str, path: Path) -> dict[str, int]:
-    """Return a mapping from the path of each key in a file to its line number, from 1.
+    """Return the line number (starting at 1) of each key in a file, by the key's path.
 
     Args:
         text: Content of the file.
@@ -502,7 +503,7 @@ def _check_nodes(root: Any, source: str) -> None:
         if size is None:
             raise refused(node, "contains an anchor that refers to itself", "write it out")
         if size > len(sizes) + _MOST_REPEATED:
-            why = "is too large: its aliases repeat too much"
+            why = "is too large: its aliases expand to too many values"
             raise refused(node, why, "write it out")
         return size
 
@@ -517,14 +518,14 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
-    """Parse the text of a file in the format of its suffix; return the same as ``parse_json``."""
+    """Parse the text of a file according to its suffix; return the same as ``parse_json``."""
     suffix = path.suffix.lower()
     if suffix in YAML_SUFFIXES:
         return parse_yaml(text, source=str(path)), []
     other = {
         ".toml": (
-            "is TOML, which contains a trainer's settings and no DeepSpeed configuration",
-            "pass the JSON or YAML that it or its command line names",
+            "is TOML, a format for trainers' settings but not for DeepSpeed configurations",
+            "pass the JSON or YAML file named in it or on the trainer's command line",
         ),
         ".hjson": (
             "is HJSON, which is not supported",
@@ -545,9 +546,9 @@ TRAINER_KEYS = {
     "offload_param_path": "offload_param_path",
     "offload_optimizer_path": "offload_optimizer_path",
 }
-"""Launch settings by key of a trainer's file."""
+"""Keys of a trainer's file, and the launch setting that each key sets."""
 MICRO_KEYS = ("train_batch_size", "per_device_train_batch_size")
-"""Keys of a trainer's file for the samples per pass and rank."""
+"""Keys of a trainer's file that set the number of samples per forward pass and rank."""
 INIT_FLAG = "zero3_init_flag"
 """Launch setting that SimpleTuner's documentation puts among DeepSpeed's keys."""
 
@@ -577,8 +578,8 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
 
     Args:
         path: The file.
-        key: Setting that names the file, if there is one.
-        tried: Other paths that were tried, for the message.
+        key: Setting that names the file, if any.
+        tried: All paths that were tried, for messages.
     """
     name = key or "file"
     try:
@@ -613,7 +614,7 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
 
 
 class Named(NamedTuple):
-    """Configuration to which a setting refers."""
+    """Configuration that a setting contains or names."""
 
     value: Any
     sentences: list[str]
@@ -625,7 +626,7 @@ class Named(NamedTuple):
 
 
 def read_named(written: str, folder: Path | None, *, key: str) -> Named:
-    """Read a configuration that a setting gives as JSON text, a file's path, or base64 of JSON.
+    """Read a configuration that is given as JSON text, the path of a file, or base64-encoded JSON.
 
     accelerate and transformers accept these three forms (``HfDeepSpeedConfig``).
     """
@@ -648,21 +649,18 @@ def _is_file(place: Path) -> bool:
 
 
 def tolerated(sentences: Collection[str], source: str, log: Log) -> None:
-    """Record in ``log`` one warning that lists what strict JSON forbids.
+    """Record one warning in ``log`` that lists all tolerated deviations from JSON.
 
     Args:
-        sentences: One for each deviation, as ``parse_any`` returns them.
+        sentences: One sentence for each deviation, from ``parse_any``.
         source: Name of the file.
-        log: Receives the warning; nothing is recorded if ``sentences`` is empty.
+        log: Log that receives the warning; nothing is recorded if ``sentences`` is empty.
     """
     if sentences:
-        log.decide(
+        log.warn(
             key=source,
-            before="; ".join(sentences),
-            after=None,
-            reason="strict JSON allows no comments, trailing commas or HJSON syntax, and "
-            "accelerate rejects them",
-            severity="warning",
+            reason=f"contains {', '.join(sentences)}, which strict JSON and accelerate reject",
+            fix="remove it" if len(sentences) == 1 else "remove them",
         )
 
 
@@ -673,12 +671,12 @@ def parse_any(text: str, *, source: str) -> tuple[Any, list[str]]:
     """Parse the text of a configuration; the suffix or the text itself decides the format.
 
     Args:
-        text: JSON, or YAML that accelerate writes.
-        source: Name of the file, for its suffix and for errors. Unless the suffix is that of YAML,
-            HJSON or TOML, the text is parsed as JSON, or as YAML if JSON fails.
+        text: JSON, or YAML as accelerate writes it.
+        source: Name of the file, for its suffix and for errors. Unless the suffix is one of YAML,
+            HJSON or TOML, the text is parsed as JSON and, if that fails, as YAML.
 
     Returns:
-        The value, and one sentence for each deviation from JSON that was tolerated.
+        The value, and one sentence for each tolerated deviation from JSON.
 
     Raises:
         PlanFileError: The text is too large, or its suffix is not supported.
@@ -703,9 +701,9 @@ def with_named_files(
     """Replace the path of every file that a configuration names.
 
     Args:
-        content: A configuration, or a trainer's settings around one.
-        place: Called with the key and the path; returns the new path, or raises an error to
-            refuse the file.
+        content: A configuration, or a trainer's settings that contain one.
+        place: Function that takes a key and its path. It returns the new path, or raises an error
+            to reject the file.
 
     Returns:
         A copy of ``content`` with the new paths.

@@ -1,4 +1,4 @@
-"""Reports of plans, estimates and advice: pages for text, Markdown and notebooks, and data."""
+"""Reports of plans, estimates and advice, as pages (text, Markdown or notebook) and as data."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _WHERE = {
 def plan_page(
     plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
 ) -> Page:
-    """Return a report: errors, requested settings, changes made on reading, other findings."""
+    """Return a report of a plan: errors, settings, changes made when it was read, findings."""
     findings = check_plan(plan, Context(world_size=world_size, platform=platform))
     errors = [one for one in findings if one.severity == "error"]
     rows = [(label, _unless_refused(label, value, errors)) for label, value in _asked_rows(plan)]
@@ -155,7 +155,7 @@ def _decision_lines(decisions: Iterable[Decision], asked: DeepSpeedPlan) -> Iter
     if defaults:
         yield Line(
             f"and {counted(len(defaults), 'setting')} with the defaults of DeepSpeed 0.19.8, "
-            "written because defaults change; summary() and --json list them",
+            "set explicitly because defaults change; --json lists them",
             style="faint",
         )
 
@@ -200,7 +200,7 @@ def _record_data(records: Iterable[Decision], names: Sequence[str]) -> list[dict
 
 
 def shown_and_defaults(decisions: Iterable[Decision]) -> tuple[list[Decision], list[Decision]]:
-    """Divide ``decisions`` into those to show, warnings first, and DeepSpeed's defaults."""
+    """Split ``decisions`` into those to show (warnings first) and DeepSpeed's defaults."""
     every = [decision for decision in decisions if decision.is_shown]
     shown = [decision for decision in every if decision.reason != DEEPSPEED_DEFAULT]
     defaults = [decision for decision in every if decision.reason == DEEPSPEED_DEFAULT]
@@ -364,12 +364,13 @@ def _as_data(name: Any, params: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 RankBudget = Mapping[Place, int]
-"""Available bytes per rank by place; a missing place is not limited."""
+"""Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``; a missing key means
+no limit."""
 
 
 @attrs.frozen(kw_only=True)
 class Fit:
-    """Peak memory of one place, and the available memory."""
+    """Peak use and available amount of device memory, host memory or NVMe."""
 
     place: Place
     needed: int
@@ -415,10 +416,10 @@ class Fit:
 
 
 def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fit, ...]:
-    """Compare the peak of each place in ``estimate`` with its ``budget``.
+    """Compare peak device, host and NVMe memory of ``estimate`` with ``budget``.
 
-    Places that are neither used nor limited are left out. ``budget``: bytes per rank and place;
-    a place without a limit is absent.
+    Memory that is neither used nor limited is left out. ``budget`` has bytes per rank; a missing
+    key means no limit.
     """
     limits: RankBudget = budget or {}
     every = (
@@ -429,13 +430,13 @@ def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fi
 
 
 def estimate_unit(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[str, int]:
-    """Return the unit for all sizes of an estimate: the name of the unit, and its bytes."""
+    """Return the unit for all sizes of an estimate: its name, and its size in bytes."""
     return common_unit(fit.needed for fit in fits(estimate, budget))
 
 
 @attrs.frozen(kw_only=True)
 class MemoryTable(Table):
-    """Table of the peak and budget of each place; in a notebook, a chart of the components."""
+    """Table of peak device, host and NVMe memory with budgets; notebooks show a chart instead."""
 
     estimate: MemoryEstimate
     budget: RankBudget | None = None
@@ -446,7 +447,7 @@ class MemoryTable(Table):
 
         Args:
             estimate: The memory estimate.
-            budget: Available bytes per rank by place.
+            budget: Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``.
         """
         unit = estimate_unit(estimate, budget)
         every = fits(estimate, budget)
@@ -464,7 +465,7 @@ class MemoryTable(Table):
 
     @override
     def html(self) -> str:
-        """Return one bar per place; tooltips show the sizes of components."""
+        """Return a bar each for device, host and NVMe memory; tooltips show component sizes."""
         unit = estimate_unit(self.estimate, self.budget)
         return "".join(
             fit._html_bar(self.estimate, fit.words(unit))
@@ -484,7 +485,7 @@ def merged(items: Sequence[MemoryItem]) -> list[tuple[str, int]]:
 
 
 WIDTH: Final = 100
-"""Columns of estimates and advice if the terminal width is unknown."""
+"""Width of estimates and advice in characters if the terminal width is unknown."""
 _EMA: Final = {"host": "in host memory", "device": "on the device", "nvme": "in files (NVMe)"}
 DURING: Final[Mapping[Phase, str]] = {
     "initialization": "during set-up",
@@ -492,9 +493,9 @@ DURING: Final[Mapping[Phase, str]] = {
     "optimizer step": "in the optimizer step",
     "checkpoint": "while a checkpoint is written",
 }
-"""Each phase as an end of a sentence."""
+"""Phrase for each phase, to end a sentence."""
 PLACE_NAMES: Final[Mapping[Place, str]] = {"device": "device", "host": "host", "nvme": "NVMe"}
-"""Each place as it is written in a sentence."""
+"""Names of device, host and NVMe memory in reports."""
 
 
 _PLANNED: Final = (
@@ -526,11 +527,11 @@ def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
 
 
 def estimate_page(estimate: MemoryEstimate, *, budget: RankBudget | None = None) -> Page:
-    """Return a report of an estimate: the peak of each place, then its components.
+    """Return a report of peak device, host and NVMe memory, and of their components.
 
     Args:
         estimate: The estimate.
-        budget: Available bytes per rank by place.
+        budget: Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``.
     """
     blocks: list[Block] = [
         Line(f"Memory per rank: {describe(estimate.resolved)}", style="title"),
@@ -550,7 +551,7 @@ def estimate_page(estimate: MemoryEstimate, *, budget: RankBudget | None = None)
 
 
 def describe_estimate(estimate: MemoryEstimate) -> str:
-    """Summarise the peak of each place in one line."""
+    """Summarise peak device, host and NVMe memory in one line."""
     needs = [(place, estimate.peak(place).nbytes) for place in PLACES]
     return f"{describe(estimate.resolved)}: {_sizes(pair for pair in needs if pair[1])} per rank"
 
@@ -568,7 +569,7 @@ def subject(estimate: MemoryEstimate) -> str:
 
 
 def peak_words(estimate: MemoryEstimate, place: Place) -> str:
-    """Describe when a place uses the most memory, as the end of a sentence."""
+    """Describe when the use of device, host or NVMe memory peaks, as the end of a sentence."""
     if len(set(_totals(estimate, place).values())) == 1:
         return "at any time"
     return f"at the peak, {DURING[estimate.peak(place).phase]}"
@@ -716,10 +717,10 @@ def time_data(time: StepTime) -> dict[str, Any]:
 
 def time_words(time: StepTime) -> str:
     """Describe a predicted step: its time, its slowest part, and the source of the rates."""
-    bound = f"{time.bound.what} takes {seconds_words(time.bound.seconds)}"
+    bound = f"longest part: {time.bound.what}, {seconds_words(time.bound.seconds)}"
     expected, plain = seconds_words(time.expected), seconds_words(time.seconds)
     hidden = f" ({plain} if its optimizer were not hidden)" if time.hides else ""
-    return f"{expected} per step predicted{hidden}, {bound}; rates: {time.origin}"
+    return f"{expected} per step predicted{hidden}; {bound}; rates: {time.origin}"
 
 
 def seconds_words(seconds: float) -> str:
@@ -735,7 +736,8 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
         most: Maximum number of candidates; ``None`` shows all.
     """
     budget, time, reserve = places_of(advice.budget), advice.chosen.time, advice.budget.reserve
-    device, host = format_size(budget["device"]), format_size(budget["host"])
+    device = f"{format_size(budget['device'])} of device memory" if budget["device"] else "no GPU"
+    host = format_size(budget["host"])
     nvme = f"{format_size(budget['nvme'])} of NVMe" if budget["nvme"] else "no NVMe"
     kept = f", {reserve:.0%} of device and host kept free" if reserve else ""
     headroom = [(place, advice.headroom[place]) for place in PLACES if budget[place]]
@@ -745,7 +747,7 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
     return Page(
         blocks=(
             Line(
-                f"Advice for {device} of device memory, {host} of host memory, {nvme}{kept}",
+                f"Advice for {device}, {host} of host memory, {nvme}{kept}",
                 style="title",
             ),
             Line(subject(advice.estimate), indent=2),
@@ -758,7 +760,7 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
             MemoryTable.of(advice.estimate, rank_budget(budget, advice.estimate)),
             Line(""),
             Line(
-                f"{counted}: what fits, then what does not, in order of preference; GiB per rank:",
+                f"{counted} in order of preference, those that fit first; GiB per rank:",
                 style="title",
             ),
             _candidates_table(every, chosen=advice.chosen),
@@ -767,11 +769,12 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
 
 
 def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
-    """Return a report of the closest plan and of the missing memory, if no plan fits.
+    """Return a report of the closest plan and the memory it lacks, for when no plan fits.
 
     Args:
         candidate: The candidate in ``NothingFitsError.nearest``.
-        budget: Available bytes by place; host memory and files are for all ranks of a machine.
+        budget: Available bytes, with keys ``"device"``, ``"host"``, ``"nvme"``; all ranks of a
+            machine share the last two.
     """
     return Page(
         blocks=(
@@ -789,7 +792,8 @@ def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
 
     Args:
         candidate: The candidate in ``NothingFitsError.nearest``.
-        budget: Available bytes by place; host memory and files are for all ranks of a machine.
+        budget: Available bytes, with keys ``"device"``, ``"host"``, ``"nvme"``; all ranks of a
+            machine share the last two.
     """
     needs = machine_needs(candidate.estimate)
     # A part of the memory is kept free, so that less may be used than there is.
@@ -801,7 +805,8 @@ def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
     """Return the bytes that one rank may use; ranks of a machine share its RAM and files.
 
     Args:
-        budget: Available bytes by place; host memory and files are for all ranks of a machine.
+        budget: Available bytes, with keys ``"device"``, ``"host"``, ``"nvme"``; all ranks of a
+            machine share the last two.
         estimate: Estimate with the number of ranks per machine.
     """
     ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
@@ -811,20 +816,23 @@ def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
 def _candidates_table(candidates: Sequence[Candidate], *, chosen: Candidate) -> Table:
     """Return a table of candidates: first those that fit, then others with missing memory.
 
-    Reasons that the report already gives are omitted.
+    Sentences that the report already contains are omitted.
     """
-    said = {ALSO_FITS, chosen.reason}
+    said = set(chosen.reason.split("; "))
 
     def row(one: Candidate) -> tuple[str, ...]:
         state = "chosen" if one is chosen else "fits" if one.fits else "refused"
         missing = _shortfalls(one)
-        lacks = f"missing {_sizes(missing)}; " if missing else ""
-        why = "" if one.reason in said else f":\n{lacks}{one.reason}"
+        lacks = [f"missing {_sizes(missing)}"] if missing else []
+        reasons = [] if one.reason == ALSO_FITS else one.reason.split("; ")
+        new = [each for each in reasons if each not in said]
+        said.update(new)
+        why = "; ".join(lacks + new)
         return (
             "too big" if state == "refused" and missing else state,
             *(f"{size / _GIB:.2f}" for size in places_of(one.estimate).values()),
             f"{one.time.expected:.2f}" if one.time else "",
-            f"{_title(one)}{why}",
+            f"{_title(one)}:\n{why}" if why else _title(one),
         )
 
     styles = {"chosen": "passed", "fits": "good"}

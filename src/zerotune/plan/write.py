@@ -1,4 +1,4 @@
-"""Write plans in all formats from which plans can be read."""
+"""Write plans as DeepSpeed's JSON, accelerate's YAML, trainers' files or Python."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ class PlanDocument:
     """``"deepspeed"``, ``"accelerate"``, ``"trainer"`` or ``"python"``."""
     text: str
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
-    """Settings that are written in a different form, or dropped because ``lossy`` names them."""
+    """Decisions about settings that are written in a different form or dropped."""
     beside: Mapping[Path, str] = attrs.field(factory=dict)
-    """Other files to which the text refers, with their content."""
+    """Content of other files to which the text refers, by path."""
 
 
 @attrs.frozen(kw_only=True)
@@ -114,9 +114,9 @@ def plan_document(
     lossy: Collection[str] = (),
     like: Mapping[str, Any] | None = None,
 ) -> PlanDocument:
-    """Convert a plan to text of one format; the text reads back as an equivalent plan.
+    """Convert a plan to text in the given format; reading the text gives an equivalent plan.
 
-    A setting is written under the name that the format has for it, if there is one.
+    Each setting is written under the format's own name for it, if there is one.
 
     Args:
         plan: The plan.
@@ -124,14 +124,14 @@ def plan_document(
             ``config.json`` that contains ``deepspeed_config``) or ``"python"`` (a script).
         existing: A trainer's file whose other content is preserved.
         lossy: Launch settings that may be dropped if the format does not support them, such as
-            ``"num_processes"`` if processes share a train batch. Settings that only affect
-            how processes start are always dropped, with a decision.
-        like: A configuration whose key order is used for JSON; default the order of the plan's
+            ``"num_processes"`` if the batch size per rank depends on it. Unsupported settings that
+            only affect how processes start are always dropped; a decision records this.
+        like: A configuration whose key order JSON output follows; default the order of the plan's
             fields.
 
     Raises:
-        InvalidValueError: The format is unknown, or does not support a setting that ``lossy`` does
-            not name.
+        InvalidValueError: The format is unknown, or a launch setting is neither supported by the
+            format nor named in ``lossy``.
         PlanError: ``existing`` cannot be read or is not a JSON object.
     """
     writer = _Writer(plan=plan, lossy=lossy, like=like or {})
@@ -159,7 +159,7 @@ def launchable(plan: DeepSpeedPlan, *, processes: int = 1) -> DeepSpeedPlan:
     ``torchrun`` ignore the key.
 
     Args:
-        plan: The plan; one that says how many processes there are is returned as it is.
+        plan: The plan; returned unchanged if it sets ``num_processes``.
         processes: Number of processes if the plan does not set it.
     """
     launch = plan.launch or LaunchSection()
@@ -203,7 +203,7 @@ def save_plan(
 
 
 def format_of(path: Path) -> str:
-    """Return the format for writing ``path``, from its suffix or from the existing file."""
+    """Return the format in which to write ``path``, based on its suffix or the existing file."""
     suffix = path.suffix.lower()
     if suffix in _YAML_SUFFIXES:
         return "accelerate"
@@ -297,12 +297,12 @@ class _Writer(Log):
         """Return DeepSpeed's JSON; training settings of a launcher's file get DeepSpeed's keys."""
         where = "DeepSpeed's own configuration"
         self._settle_inside(where)
-        self._settle_precision(f"{where} has its own setting")
+        self._settle_precision(f"{where} sets the precision itself")
         launched, config = self._launch_settings(), self.config
         if INIT_FLAG in launched and not self._says_nothing(INIT_FLAG, launched[INIT_FLAG]):
             flag = config[INIT_FLAG] = launched.pop(INIT_FLAG)
             if not flag:  # True is accelerate's default at stage 3.
-                reason = "accelerate ignores it in this file: launch with --zero3_init_flag false"
+                reason = "accelerate ignores this key here; launch with --zero3_init_flag false"
                 self.decide(f"launch.{INIT_FLAG}", flag, flag, reason, "warning")
         text = _json(config, indent=2)
         self._drop_rest(launched, f"{where} does not support this setting")
@@ -336,17 +336,16 @@ class _Writer(Log):
                 f"{why}{others}",
                 key=f"launch.{refused[0]}",
                 value=lost[refused[0]],
-                fix=f"{keep}allow dropping it: --lossy {names} on the command line, "
-                f"lossy={names.split(',')} in Python",
+                fix=f"{keep}allow dropping it: lossy={names.split(',')}",
+                shell_fix=f"{keep}allow dropping it: --lossy {names}",
             )
         started = "the setting only affects how processes are launched; pass it to the launcher"
         for key, value in lost.items():
             self.decide(f"launch.{key}", value, None, why, "warning")
         for key in starts:
             self.decide(f"launch.{key}", left[key], None, started)
-        if unsaid:
-            reason = "dropped: these are the launcher's defaults"
-            self.decide("launch", ", ".join(unsaid), None, reason)
+        for key in unsaid:
+            self.decide(f"launch.{key}", left[key], None, "it is the launcher's default")
 
     def _says_nothing(self, key: str, value: Any) -> bool:
         if key == INIT_FLAG:
@@ -382,7 +381,7 @@ class _Writer(Log):
                 self.plan, after = evolved(self.plan, **{key: launched}), launched
                 reason = f"{where} has only one key for this setting, so it is written as {key}"
             else:
-                reason = f"{where} has one key for it, and {key} = {written} takes precedence"
+                reason = f"{where} has only this key for it, and {key} = {written} takes precedence"
             self.decide(f"launch.{key}", launched, after, reason)
 
     def _settle_swap_folders(self, launch: LaunchSection, where: str) -> None:
@@ -406,7 +405,7 @@ class _Writer(Log):
         for name in ("offload_param_path", "offload_optimizer_path"):
             written = getattr(launch, name)
             if written is not None:
-                reason = f"{where} has swap folders only for parts that are swapped"
+                reason = f"{where} has swap folders only for parts that are offloaded to NVMe"
                 self.decide(f"launch.{name}", written, None, reason)
         bare = evolved(launch, offload_param_path=None, offload_optimizer_path=None)
         self.plan = evolved(self.plan, launch=bare)
@@ -424,7 +423,8 @@ class _Writer(Log):
                 self.plan, bf16=evolved(self.plan.bf16 or Bf16Section(), enabled=AUTO)
             )
             reason += (
-                '; bf16.enabled = "auto" leaves it open for zerotune, and is fp32 in accelerate'
+                '; with bf16.enabled = "auto", zerotune chooses the precision, '
+                "but accelerate uses fp32"
             )
         self.decide("launch.mixed_precision", AUTO, None, reason, "warning")
 
@@ -443,18 +443,18 @@ class _Writer(Log):
             return
         self.plan = evolved(self.plan, launch=attrs.evolve(launch, mixed_precision=None))
         if written.get(asked) is True:
-            reason = f"{why}; the configuration's own {asked}.enabled says the same"
+            reason = f"{why}: {asked}.enabled is true"
             self.decide("launch.mixed_precision", asked, None, reason)
             return
         if stands:
-            reason = f"{why}, and the configuration's own precision takes precedence"
+            reason = f"{why}; the precision in the configuration takes precedence"
             self.decide("launch.mixed_precision", asked, None, reason, "warning")
             return
         for name, beside in (("bf16", Bf16Section()), ("fp16", FP16_BESIDE)):
             if name == asked or written[name] == AUTO:
                 section = getattr(self.plan, name) or beside
                 self.plan = evolved(self.plan, **{name: evolved(section, enabled=name == asked)})
-        reason = f"{why}; the configuration's own bf16 and fp16 say the same"
+        reason = f"{why}: bf16.enabled and fp16.enabled are written instead"
         self.decide("launch.mixed_precision", asked, None, reason)
 
     def accelerate(self) -> PlanDocument:
@@ -692,7 +692,7 @@ _LONGEST_LAID_OUT: Final = 100_000
 
 
 def python_expression(plan: DeepSpeedPlan, *, width: int = _LINE_WIDTH) -> str:
-    """Return a Python expression that equals ``plan`` and needs only ``DeepSpeedPlan``."""
+    """Return a Python expression that recreates ``plan`` and needs only ``DeepSpeedPlan``."""
     known = sorted(passed_paths(plan, unknown=True))
 
     def call(name: str, value: Any, *, launched: bool) -> str:

@@ -53,7 +53,7 @@ def detect_platform(
     allow_mps: bool = False,
     log: bool = True,
 ) -> Platform:
-    """Detect this machine and whether DeepSpeed can run on it.
+    """Detect this machine's hardware and software, and whether DeepSpeed can run on it.
 
     DeepSpeed is disabled on macOS, ROCm and Windows, and unavailable if torch or the ``deepspeed``
     package is missing. ``Platform.deepspeed`` and ``Platform.decisions`` contain the reason and the
@@ -64,7 +64,7 @@ def detect_platform(
         allow_rocm: Enable DeepSpeed on ROCm; users report that DeepSpeed works on some ROCm
             hardware.
         allow_mps: Enable DeepSpeed on Apple GPUs.
-        log: Log the decisions, on rank 0 only; each decision is logged once per process.
+        log: Log each decision once per process, on rank 0 only.
     """
     probe = probe or MachineProbe()
     torch, environ = probe.torch(), probe.environ()
@@ -141,11 +141,11 @@ class Hardware:
 
 
 def choose_hardware(torch: TorchFacts, environ: Mapping[str, str]) -> Hardware:
-    """Choose the best available accelerator, or the accelerator that ``DS_ACCELERATOR`` names.
+    """Choose the best available accelerator, or the one that ``DS_ACCELERATOR`` names.
 
     DeepSpeed and the plain engine both read ``DS_ACCELERATOR``, so disabling DeepSpeed does not
     move a run to a different device. If the machine lacks the named accelerator, the best available
-    accelerator is chosen.
+    one is chosen.
 
     Args:
         torch: Facts from torch.
@@ -248,9 +248,9 @@ class _Machine:
         if requested is None or requested == native:
             return
         yield (
-            f"DS_ACCELERATOR={requested} names an accelerator without a device on this machine"
+            f"DS_ACCELERATOR={requested} names an accelerator that this machine does not have"
             if requested in _DEEPSPEED_ACCELERATORS
-            else f"DS_ACCELERATOR={requested!r} is not a name that DeepSpeed knows",
+            else f"DS_ACCELERATOR={requested!r} is not an accelerator that DeepSpeed supports",
             f"unset DS_ACCELERATOR or set it to {native}",
         )
 
@@ -327,7 +327,7 @@ class TorchFacts:
     xpu_devices: tuple[Device, ...] = ()
     mps_device: Device | None = None
     mps_bf16: bool = False
-    """Whether macOS supports bf16 on its GPU, as macOS 14 and later do."""
+    """Whether macOS supports bf16 on the GPU, as macOS 14 and later versions do."""
     cpu_fp16: bool = False
     """Whether this CPU has native fp16 arithmetic, which DeepSpeed requires for fp16."""
     import_error: str | None = None
@@ -358,7 +358,11 @@ class TorchFacts:
         return devices
 
     def missing_cuda(self, environ: Mapping[str, str]) -> list[Decision]:
-        """Return a decision if torch was built for CUDA or ROCm but finds no device."""
+        """Return a decision if torch was built for CUDA or ROCm but finds no device.
+
+        Args:
+            environ: Environment variables.
+        """
         if self.cuda_error is None or self.cuda_devices:
             return []
         wanted: Accelerator = "rocm" if self.hip else "cuda"
@@ -408,11 +412,19 @@ class PlatformProbe(Protocol):
         return platform.python_version()
 
     def version(self, distribution: str) -> str | None:
-        """Return the version of an installed distribution, or ``None``, without importing it."""
+        """Return the version of an installed distribution, or ``None``, without importing it.
+
+        Args:
+            distribution: Name of the distribution, such as ``"torch"``.
+        """
         return installed_version(distribution)
 
     def read_text(self, path: str) -> str | None:
-        """Return the text of a file, or ``None`` if it cannot be read."""
+        """Return the text of a file, or ``None`` if it cannot be read.
+
+        Args:
+            path: Path of the file.
+        """
         try:
             return Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -490,8 +502,8 @@ class PlatformProbe(Protocol):
                 "cannot use CUDA",
                 key="platform.accelerator",
                 value="cuda",
-                fix="start processes with the method 'spawn', or use CUDA, including "
-                "detect_platform(), only after forking",
+                fix="start processes with the 'spawn' method, or fork before the first use of CUDA "
+                "(detect_platform() uses CUDA)",
             )
         # A driver that is too old makes torch warn and answer "not available"; initializing after
         # that raises with the reason, which is what the user needs.
@@ -561,7 +573,7 @@ class CgroupMemory:
     limit: int | None = None
     """The smallest limit, or ``None``."""
     available: int | None = None
-    """Smallest number of remaining bytes of any control group; reclaimable page cache counts as
+    """Bytes left in the control group that has the fewest left; reclaimable page cache counts as
     free."""
 
 
@@ -657,7 +669,7 @@ def read_cpus(read: Read, numbers: Iterable[int]) -> tuple[LogicalCpu, ...]:
     """Return the topology of hardware threads; without sysfs each thread counts as a core.
 
     Args:
-        read: Returns a file's text, or ``None`` if it cannot be read.
+        read: Function that returns a file's text, or ``None`` if the file cannot be read.
         numbers: Hardware threads on which this process may run.
     """
     online = parse_list(read("/sys/devices/system/node/online") or "")

@@ -29,7 +29,7 @@ def user_cache() -> Path:
 DEEPSPEED_NAMES: Final[Mapping[Accelerator, str]] = MappingProxyType(
     {"cuda": "cuda", "rocm": "cuda", "mps": "mps", "xpu": "xpu", "cpu": "cpu"}
 )
-"""DeepSpeed's name of each accelerator; ROCm builds of torch report themselves as CUDA."""
+"""DeepSpeed's name for each accelerator; ROCm builds of torch report themselves as CUDA."""
 
 
 @attrs.frozen(kw_only=True)
@@ -39,8 +39,8 @@ class Device:
     name: str
     """Product name from the driver."""
     total_memory: int
-    """Bytes of memory; on Apple silicon Metal's recommended working set, which is part of the RAM.
-    """
+    """Bytes of memory; on Apple silicon, Metal's recommended maximum working set, which is part of
+    the RAM."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability; ``None`` for devices that are not from NVIDIA."""
 
@@ -69,7 +69,7 @@ class DeepSpeedSupport:
 
     available: bool
     accelerator: str | None = None
-    """DeepSpeed's name of the accelerator: ``"cuda"`` (including ROCm), ``"cpu"``, ``"xpu"``,
+    """DeepSpeed's name for the accelerator: ``"cuda"`` (including ROCm), ``"cpu"``, ``"xpu"``,
     ``"mps"``; ``None`` if DeepSpeed cannot run."""
     reason: str
     """Why DeepSpeed can or cannot run, in one sentence."""
@@ -120,8 +120,8 @@ class Platform:
     """Number of logical cores that this process may use, within its CPU affinity and the
     container's quota; at least 1."""
     versions: Mapping[str, str] = attrs.field(factory=dict, hash=False)
-    """Versions of python, torch, deepspeed, accelerate and diffusers; without packages that are not
-    installed."""
+    """Versions of python and of the installed packages among torch, deepspeed, accelerate and
+    diffusers."""
     torch_build: str | None = None
     """Platform for which torch was built (``"cuda 12.8"``, ``"rocm 6.4"``, ``"cpu"``)."""
     bf16: bool

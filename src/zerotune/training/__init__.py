@@ -1,6 +1,6 @@
 """Trainer, training loop, callbacks, reports and memory checks.
 
-Names are loaded on first use, because this package imports torch.
+Names are loaded on first use, so importing this package does not load torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Measure activation memory, and choose gradient checkpointing and activation offload.
+"""Measure activation memory, and decide on gradient checkpointing and activation offload.
 
 Activations are measured on the ``meta`` device at the training resolution. Blocks are recomputed if
-the caller or an ``Advice`` requests recomputation, or if memory requires it.
+the caller or an ``Advice`` requests it, or if memory is too small otherwise.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SAMPLE_KEYS: Final = ("latents", "images", "pixel_values")
 
 @attrs.frozen(kw_only=True)
 class Activations:
-    """Activation memory and arithmetic of one training step at a given image size."""
+    """Activation memory and compute cost of one training step at a given image size."""
 
     size: tuple[int, int] | None = None
     """Height and width in pixels; ``None`` if unknown."""
@@ -53,9 +53,9 @@ class Activations:
     facts: ActivationFacts | None = None
     """Bytes; ``None`` if unknown."""
     arithmetic: ArithmeticFacts | None = None
-    """Arithmetic of one forward and backward pass; ``None`` if unknown."""
+    """Compute cost of one forward and backward pass; ``None`` if unknown."""
     why: str = ""
-    """Reason why the values are unknown, or the source of the size."""
+    """Why the values are unknown, or where the size comes from."""
 
 
 def known_activations(
@@ -63,12 +63,12 @@ def known_activations(
 ) -> Activations:
     """Measure activations of one training step on the ``meta`` device, at the training resolution.
 
-    The measured model is rebuilt from the configuration of a diffusers model, so adapters are not
+    The measured model is rebuilt from the model's diffusers configuration, so adapters are not
     counted.
 
     Args:
         model: The model to train.
-        data: Training data, which determine the size of the inputs.
+        data: Training data; determines the input size.
         batch: Samples per micro batch.
         checkpointed: Also measure the activations with gradient checkpointing.
     """
@@ -102,7 +102,7 @@ def known_activations(
 
 
 def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | None, str]:
-    """Return the largest training height and width in pixels, and the source of these values."""
+    """Return the largest training height and width in pixels, and where they come from."""
     config: Any = getattr(model, "config", None)
     if isinstance(data, BucketedDataset) and data.assignment.members:
         sides = [(each.height, each.width) for each in data.assignment.members]
@@ -227,7 +227,7 @@ def set_recomputing(
         data: Training data, whose image size determines the activation memory.
         wanted: ``True``, ``False``, or ``"auto"``, which switches checkpointing on if the memory
             estimate requires it. ``"auto"`` has no effect if the model does not support gradient
-            checkpointing, already uses checkpointing, or has unknown activation memory.
+            checkpointing or already uses it, or if its activation memory is unknown.
     """
     model: Any = engine.module
     able, before = hasattr(model, "enable_gradient_checkpointing"), recomputes(model)
@@ -264,8 +264,8 @@ def _needed(engine: Engine, data: Any) -> tuple[bool, str]:
     positions = input_positions(model, size, frames) * plan.micro_batch_size * _samples_each(data)
     if room >= positions * _PER_POSITION:
         return False, (
-            f"the {format_size(room)} of free memory exceed any model's activations at "
-            f"{positions} input positions"
+            f"{format_size(room)} of memory is free, more than any model's activations need "
+            f"at {positions} input positions"
         )
     measured = known_activations(model, data, batch=plan.micro_batch_size, checkpointed=False)
     if measured.facts is None:
@@ -273,7 +273,7 @@ def _needed(engine: Engine, data: Any) -> tuple[bool, str]:
     element = 4 if plan.precision == "fp32" else 2
     keeps = measured.facts.full.nbytes(batch=1, pixels=1, element_bytes=element)
     words = f"a pass at {size[0]} x {size[1]} pixels ({measured.why}) keeps {format_size(keeps)}"
-    return keeps > room, f"{words} of activations, and {format_size(room)} of memory are free"
+    return keeps > room, f"{words} of activations, and {format_size(room)} of memory is free"
 
 
 def _room(engine: Engine) -> int:
@@ -297,7 +297,7 @@ def keep_activations(
 
     Args:
         engine: Engine of the model.
-        advice: Advice with a choice of gradient checkpointing and activation offload; ignored if
+        advice: Advice that chooses gradient checkpointing and activation offload; ignored if
             ``activations`` is given.
         activations: Activation offload to attach to the model.
     """

@@ -47,7 +47,7 @@ class Averages:
     Args:
         ema: EMA of the trainer. A single ``EMAShadow`` gets the name ``"ema"``; the shadows of
             ``EMAShadows`` keep their names.
-        engine: Engine to which an unattached EMA is attached.
+        engine: Engine to attach the EMA to, unless it is already attached.
     """
 
     def __init__(self, ema: EMA | None, *, engine: Engine) -> None:
@@ -79,8 +79,8 @@ class Averages:
         """Return an EMA.
 
         Args:
-            name: Name of an EMA, one of the trainer's EMAs, ``True`` for the first EMA, or
-                ``False`` for ``None``.
+            name: An EMA's name, one of the trainer's EMAs, ``True`` for the first EMA, or ``False``
+                for none.
         """
         if name is False:
             return None
@@ -102,8 +102,8 @@ class Averages:
         """Return the EMA to export.
 
         Args:
-            weights: Name of an EMA, one of the trainer's EMAs, ``None`` for the first EMA, or
-                ``"trained"`` for no EMA.
+            weights: An EMA's name, one of the trainer's EMAs, ``None`` for the first EMA, or
+                ``"trained"`` for none.
         """
         if weights is None or weights == "trained":
             return self.named(weights is None)
@@ -111,7 +111,7 @@ class Averages:
         return self.named(weights if known else type(weights).__name__)
 
     def swapped_in(self, name: str | bool) -> AbstractContextManager[None]:
-        """Run the model with EMA weights inside the block. Collective.
+        """Inside the block, replace the model's weights with EMA weights. Collective.
 
         Args:
             name: Name of an EMA, ``True`` for the first EMA, or ``False`` for the trained weights.
@@ -120,12 +120,12 @@ class Averages:
         return nullcontext() if shadow is None else shadow.swapped_in()
 
     def explain(self) -> str:
-        """Describe all EMAs as text; without EMAs the text is empty."""
+        """Return a description of all EMAs; empty if there are none."""
         if list(self.shadows) == [_EMA_NAME]:
             return self.shadows[_EMA_NAME].explain()
         return "\n".join(f"{name}: {shadow.explain()}" for name, shadow in self.shadows.items())
 
     def close(self) -> None:
-        """Finish an update that runs in the background."""
+        """Wait for a background update to finish."""
         if isinstance(self._ema, BackgroundEMA):
             self._ema.close()

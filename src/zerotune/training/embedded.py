@@ -57,10 +57,10 @@ _TRUE: Final = ("y", "yes", "t", "true", "on", "1")
 
 
 class EmbeddedPlan(Closing):
-    """A resolved and verified plan, with a swap folder, for training in a different framework.
+    """A resolved and verified plan, with a swap folder, for training with another framework.
 
     Create an ``EmbeddedPlan`` before the framework initialises process groups or DeepSpeed. Any
-    launcher works. The plan receives the model when the script passes the model to the framework::
+    launcher works. The plan receives the model when the script passes it to the framework::
 
         run = EmbeddedPlan(plan="ds_config.json", run=args)
         accelerator = run.accelerator()
@@ -82,7 +82,7 @@ class EmbeddedPlan(Closing):
         run: Values for the fields that are ``"auto"`` in the plan, as ``RunFacts`` or as the
             script's parsed flags. The script's flags must have the same names as in diffusers'
             scripts.
-        platform: The machine; detected by default.
+        platform: The machine to run on; detected by default.
         timeout_s: Timeout of collectives in seconds.
 
     Raises:
@@ -225,9 +225,9 @@ class EmbeddedPlan(Closing):
         """At stage 3, partition the model from host memory, one parameter at a time.
 
         Call ``shard`` before the framework receives the model. Without ``shard`` the framework
-        moves the whole model to the device before DeepSpeed partitions the model. If the weights
-        are not read yet (``load_pretrained(..., plan=...)``), ``shard`` is required at every stage
-        and reads the weights.
+        moves the whole model to the device before DeepSpeed partitions it. If the weights have not
+        been read yet (``load_pretrained(..., plan=...)``), ``shard`` is required at every stage and
+        reads them.
 
         Args:
             model: The model to train, in fp32.
@@ -267,14 +267,14 @@ class EmbeddedPlan(Closing):
         return accelerate_optimizer(self.plan, model), EngineSchedule(self)
 
     def accelerator(self, **arguments: Any) -> Any:
-        """Return an ``accelerate.Accelerator`` for an otherwise unchanged script.
+        """Return an ``accelerate.Accelerator`` for a script that needs no other change.
 
         The accelerator's ``prepare`` replaces the script's optimizer and schedule with those of the
-        plan, records the replacement as decisions, and attaches the engine. ``save_state`` and
+        plan, records these replacements as decisions, and attaches the engine. ``save_state`` and
         ``load_state`` write and read portable checkpoints, which contain each EMA passed to
-        ``register_for_checkpointing``. The script's hooks are not called. ``get_state_dict``
-        returns the whole model on rank 0 at every stage. ``save_state``, ``load_state`` and
-        ``get_state_dict`` are collective. ``end_training`` closes the run.
+        ``register_for_checkpointing``. Save and load hooks that the script registers are not
+        called. ``get_state_dict`` returns the whole model on rank 0 at every stage. ``save_state``,
+        ``load_state`` and ``get_state_dict`` are collective. ``end_training`` closes the run.
 
         Args:
             arguments: The script's arguments for ``Accelerator``. Values from the plan override
@@ -295,15 +295,15 @@ class EmbeddedPlan(Closing):
         announce(decisions)
 
     def register(self, *averages: Any) -> None:
-        """Attach EMAs to the engine, and include the EMAs in the engine's checkpoints. Collective.
+        """Attach EMAs to the engine, and include them in its checkpoints. Collective.
 
         Args:
-            averages: ``zerotune.ema.EMAModel`` objects, which may be older than the engine, or
-                attached ``EMAShadow`` objects.
+            averages: ``zerotune.ema.EMAModel`` objects, which may have been created before the
+                engine, or attached ``EMAShadow`` objects.
 
         Raises:
-            EngineError: The object is of another class, or no engine is attached yet.
-            EMAError: The EMA has already averaged the model without the engine, or belongs to a
+            EngineError: An object has an unsupported class, or no engine is attached yet.
+            EMAError: An EMA was updated before it was attached to the engine, or belongs to a
                 different model.
         """
         for each in averages:
@@ -348,7 +348,7 @@ class EmbeddedPlan(Closing):
         only one tensor at a time.
 
         Returns:
-            CPU tensors by name; an empty dict on other ranks.
+            CPU tensors by name on rank 0; an empty dict on other ranks.
         """
         engine = self.engine
         dtypes = {name: p.dtype for name, p in engine.module.named_parameters()}
@@ -434,7 +434,7 @@ class EmbeddedPlan(Closing):
             raise EngineError(
                 "no engine is attached yet",
                 key="EmbeddedPlan.engine",
-                fix="call run.attach(engine) after the framework has initialized DeepSpeed",
+                fix="call run.attach(engine) after the framework has initialised DeepSpeed",
             )
         return self._engine
 

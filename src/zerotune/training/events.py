@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 
 PHASES: Final = ("data", "forward", "backward", "optimizer", "ema")
-"""Phases into which step time is split."""
+"""Phases into which the time of a step is divided."""
 
 
 @attrs.frozen(kw_only=True)
 class StepMetrics:
-    """Metrics of one step; times and memory are this rank's, and all other values are global."""
+    """Metrics of one step. Times and memory are this rank's; all other values are global."""
 
     step: int
     """Number of optimizer steps taken, including this step."""
     loss: float
-    """Loss of the step, as the mean over ranks and accumulation window."""
+    """Loss of the step, averaged over all ranks and micro batches."""
     lr: float
     """Learning rate of the first parameter group during this step."""
     grad_norm: float | None
     """Global L2 norm of the unclipped gradient; ``None`` if the engine computes no norm."""
     applied: bool
-    """Whether the weights changed; ``False`` if the fp16 loss scale overflowed."""
+    """Whether the weights changed; ``False`` if the step was skipped, as after an fp16 overflow."""
     samples: int
     """Number of samples that all ranks have processed since the run began."""
     seconds: float
@@ -50,7 +50,8 @@ class StepMetrics:
     host_peak: int
     """Peak RAM of this process in bytes."""
     device_peak: int | None
-    """Peak GPU memory of this process in bytes, context included; ``None`` without a GPU."""
+    """Peak GPU memory of this process in bytes, including the CUDA context; ``None`` without a
+    GPU."""
 
 
 class Callback:
@@ -65,7 +66,7 @@ class Callback:
 
         Args:
             trainer: The trainer that runs ``fit``.
-            steps: Number of the last optimizer step; ``None`` if only a time limit is given.
+            steps: Optimizer step at which training ends; ``None`` if only a time limit is given.
         """
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
@@ -85,29 +86,56 @@ class Callback:
         """
 
     def on_finish(self, trainer: RunView) -> None:
-        """Called when ``trainer.fit`` has taken its last step."""
+        """Called when ``trainer.fit`` has taken its last step.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+        """
 
     def on_fit_end(self, trainer: RunView) -> None:
-        """Called when ``trainer.fit`` ends, even if ``fit`` raises an error."""
+        """Called when ``trainer.fit`` ends, even if ``fit`` raises an error.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+        """
 
     def on_close(self, trainer: RunView) -> None:
-        """Called when ``trainer`` is closed."""
+        """Called when the trainer is closed.
+
+        Args:
+            trainer: The trainer.
+        """
 
     def on_save(self, trainer: RunView, path: Path) -> None:
-        """Called after a checkpoint was saved to the folder ``path``."""
+        """Called after a checkpoint was saved to the folder ``path``.
+
+        Args:
+            trainer: The trainer that saved.
+            path: Folder of the checkpoint.
+        """
 
     def on_resume(self, trainer: RunView, path: Path) -> None:
-        """Called after ``resume`` or ``roll_back`` has loaded the checkpoint ``path``."""
+        """Called after ``resume`` or ``roll_back`` has loaded the checkpoint ``path``.
+
+        Args:
+            trainer: The trainer that was resumed.
+            path: Folder of the checkpoint.
+        """
 
     def on_values(self, trainer: RunView, values: Mapping[str, float]) -> None:
-        """Called with named values measured at this step, such as a validation loss."""
+        """Called with named values measured at this step, such as a validation loss.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+            values: Values by name.
+        """
 
     def on_images(self, trainer: RunView, name: str, images: torch.Tensor) -> None:
         """Called with images that were sampled at this step.
 
         Args:
             trainer: The trainer that sampled the images.
-            name: Name of the images.
+            name: Name under which the images are logged.
             images: Images (n, c, h, w), or clips (n, c, frames, h, w), in [-1, 1].
         """
 
@@ -116,7 +144,7 @@ class Callback:
 
 
 def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """Check one or several callbacks, and return a tuple of callbacks.
+    """Check one or several callbacks, and return them as a tuple.
 
     Raises:
         InvalidValueError: An object lacks a method of ``Callback``, or is a class.
@@ -151,7 +179,8 @@ class MetricsFile(Callback):
         path: Path of the file; a missing folder is created.
 
     Raises:
-        InvalidValueError: When ``fit`` starts, a file at ``path`` is not a metrics file.
+        InvalidValueError: The file at ``path`` exists when ``fit`` starts, but is not a metrics
+            file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -232,7 +261,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[StepMetrics]:
     """Read ``path``, a file written by ``MetricsFile``.
 
     Raises:
-        DataError: The file cannot be read, or a line is invalid; the message gives its number.
+        DataError: The file cannot be read, or a line is invalid; the message gives the line number.
     """
     with system_errors(DataError, path, "metrics cannot be read"):
         return [metrics for _, metrics in _lines(Path(path))]
@@ -307,7 +336,7 @@ def _text_of(path: Path) -> str:
 
 def _not_metrics(path: Path) -> InvalidValueError:
     return InvalidValueError(
-        "is not a metrics file, so the file is not overwritten",
+        "is not a metrics file, so it is not overwritten",
         key="MetricsFile.path",
         value=str(path),
         fix="choose a different file name",

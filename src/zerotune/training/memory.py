@@ -1,4 +1,4 @@
-"""Expected and measured memory of a run, and helpful errors when memory runs out."""
+"""Expected and measured memory of a run, and errors that suggest a plan when memory runs out."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def expected_memory(
 
     Args:
         plan: A plan that was resolved with its model.
-        emas: Place of each ``EMAShadow``: ``"host"`` or ``"device"``.
+        emas: Where each ``EMAShadow`` is stored: ``"host"`` or ``"device"``.
         activations: Activation memory of a forward and backward pass; ``None`` if unknown.
-        arithmetic: Operations of a forward and backward pass, from which the step time is
+        arithmetic: Compute cost of a forward and backward pass, from which the step time is
             predicted.
         size: Height and width of the images in pixels.
         frames: Frames per clip.
@@ -128,12 +128,12 @@ def counted_apart(
     """Return whether the system's memory figure for this process omits page-locked memory.
 
     The result depends on the driver. The figure omits page-locked memory that the driver maps as
-    device memory, and includes page-locked memory that is mapped as shared or anonymous pages. The
-    test page-locks 16 MiB.
+    device memory, but includes memory that it maps as shared or anonymous pages. The test
+    page-locks 16 MiB.
 
     Args:
-        count: Returns the system's figure in bytes.
-        lock: Allocates the given number of bytes as page-locked memory.
+        count: Function that returns the system's memory figure for this process in bytes.
+        lock: Function that allocates the given number of bytes as page-locked memory.
     """
     before = count()
     block = lock(_TRIAL_BYTES)
@@ -200,7 +200,8 @@ def _others(device: torch.device) -> int:
 def device_peak(device: torch.device) -> int | None:
     """Return this process's peak GPU memory in bytes; ``None`` without a GPU.
 
-    The value includes the context and all libraries, so a GPU needs at least this much memory.
+    The value includes the context and all libraries, so the run needs a GPU with at least this much
+    memory.
     """
     return DeviceFigures.now(device).peak if device.type == "cuda" else None
 
@@ -221,11 +222,11 @@ _PAGE_LOCKED: Final = "a page-locked allocation failed: "
 
 @attrs.frozen(kw_only=True)
 class Situation:
-    """Plan and current work of a run, for the message of an out-of-memory error."""
+    """Plan and current activity of a run, for the message of an out-of-memory error."""
 
     plan: ResolvedPlan
     doing: str
-    """Current work, such as ``"forward of optimizer step 12"`` or ``"starting the engine"``."""
+    """Current activity, such as ``"forward of optimizer step 12"`` or ``"starting the engine"``."""
     estimate: MemoryEstimate | None = None
     """Expected memory; by default the plan's estimate without activations."""
     limits: Limits | None = None
@@ -253,7 +254,7 @@ class Situation:
 
 @contextmanager
 def advising(situation: Callable[[], Situation]) -> Iterator[None]:
-    """Replace an out-of-memory error in the block with an error that names a plan that fits."""
+    """If the block runs out of memory, raise an error that suggests a plan that fits."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
@@ -329,11 +330,11 @@ class Limits:
             place: ``"host"`` or ``"device"``.
         """
         if place == "device" and self.device is not None:
-            held = "" if self.allocated is None else f"torch held {format_size(self.allocated)}, "
+            held = "" if self.allocated is None else f"torch held {format_size(self.allocated)}; "
             free = "" if self.device_free is None else f", {format_size(self.device_free)} is free"
-            return f"{held}this process can have {format_size(self.device)}{free}"
+            return f"{held}this process can use up to {format_size(self.device)}{free}"
         peak, free = format_size(host_peak()), format_size(self.host_free)
-        return f"this process held up to {peak}, {free} of host memory is free"
+        return f"this process used up to {peak}, and {free} of host memory is free"
 
     def _exhausted_place(self, error: BaseException) -> Place:
         if isinstance(error, torch.OutOfMemoryError):
@@ -354,8 +355,8 @@ class Limits:
         if peak < has // 2:
             return (
                 f"the plan needs only {format_size(peak)} of the {format_size(has)} available "
-                "to this rank; check whether other processes, the objective, tensors kept "
-                "between steps, or the batch use the rest"
+                "to this rank; check whether the rest is used by other processes, the objective, "
+                "the batch, or tensors kept between steps"
             ), None
         # What has just failed does not fit, whatever was expected of it.
         if counted == "device":

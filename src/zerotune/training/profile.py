@@ -32,7 +32,8 @@ class Profile:
     steps: int = 3
     """Number of traced steps."""
     warmup: int = 1
-    """Number of untraced steps before the trace, during which caches fill and compilers run."""
+    """Number of untraced warm-up steps before the trace, in which caches fill and kernels
+    compile."""
     ranks: tuple[int, ...] = attrs.field(default=(0,), converter=tuple[int, ...])
     """Ranks to trace; each of these ranks writes a file."""
     memory: bool = False
@@ -55,9 +56,9 @@ class Operator:
     calls: int
     """Calls per step."""
     seconds: float
-    """Seconds per step without nested calls, on the device that ran the operator."""
+    """Self time per step in seconds, without nested calls, on the device that ran the operator."""
     share: float
-    """Share of the time of all operators, 0 to 1."""
+    """Share of the total time of all operators, from 0 to 1."""
     nbytes: int = 0
     """Net bytes allocated per step; 0 unless memory was recorded."""
 

@@ -27,7 +27,7 @@ class ProgressBar(Callback):
     """Shows the progress of a run on rank 0: mean loss, learning rate, speed, memory and time left.
 
     A terminal, or a notebook with ipywidgets, shows a live bar. Any other output shows one line
-    every few steps. The memory shown is the peak GPU memory, or without a GPU the peak RAM.
+    every few steps. The memory shown is the peak GPU memory, or the peak RAM if there is no GPU.
 
     Args:
         every: Steps between two lines; also the number of steps over which the loss is averaged.

@@ -1,8 +1,8 @@
 """Run the checks of a ``Proof``: compare each fast path with the plain path on small models.
 
-On a device, random delays are queued on its streams, so that a missing synchronisation changes a
+On a device, random delays are queued on its streams, so that a missing synchronisation changes the
 result. Without a device, streams are recorded, and the checks verify that each memory access is
-ordered after the accesses on which it depends.
+ordered after the accesses that it depends on.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ class DelayedStreams:
             yield
 
     def delay(self) -> None:
-        """Queue an operation of random length on the current stream."""
+        """Queue work of random duration on the current stream."""
         for _ in range(self._chance.randrange(20) if self._chance.random() < 0.3 else 0):
             self._work.mul_(1.0)
 
 
 @attrs.frozen(kw_only=True)
 class Run:
-    """Settings with which a small model is trained for a few steps."""
+    """Settings for training a small model for a few steps."""
 
     stage: int
     hidden: bool
@@ -122,7 +122,7 @@ class Bench:
     streams: Any
     """Streams of the device, or the recorder."""
     left: dict[Run, dict[str, str]] = attrs.field(factory=dict)
-    """Results of each run, which several checks share."""
+    """Cached results of each run; several checks share them."""
 
     @classmethod
     def on(cls, platform: Platform, *, recorded: bool) -> Bench:
@@ -154,7 +154,7 @@ class Bench:
 
     @contextmanager
     def judged(self) -> Iterator[None]:
-        """If streams are recorded, check the ordering of the block's operations."""
+        """If streams are recorded, check the order of the block's operations."""
         if self.recorder is None:
             yield
             return
@@ -165,7 +165,7 @@ class Bench:
             raise DifferenceError(self.recorder.faults[0])
 
     def prove_rounding(self) -> None:
-        """Check that device, host and the op ``host_step`` round fp32 to the same bf16 values."""
+        """Check that device, host and the op ``host_step`` round fp32 to bf16 identically."""
         high = torch.arange(2**16, dtype=torch.int32).mul_(2**16)
         low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
         wide = (high[:, None] + low).view(-1).view(torch.float32)
@@ -185,7 +185,7 @@ class Bench:
         self._copies(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
 
     def prove_native_page_locking(self) -> None:
-        """Check that copies through memory that DeepSpeed page-locks transfer all data."""
+        """Check that copies through DeepSpeed's own page-locked memory transfer all data."""
         if not pins_natively(self.platform):
             raise NotRunError(
                 "the check is not needed, because DeepSpeed does not page-lock memory itself on "
@@ -261,7 +261,7 @@ class Bench:
                 )
 
     def prove_activations(self) -> None:
-        """Check that gradients with offloaded activations equal those with kept activations."""
+        """Check that activation offload does not change the gradients."""
         model = _Chain(width=64).to(self.device)
         if self.recorder is not None:
             self.recorder.lie("device", *model.parameters())
@@ -283,7 +283,7 @@ class Bench:
             for name in theirs:
                 if not torch.equal(mine[name], theirs[name]):
                     raise DifferenceError(
-                        f"step {step}: {name} differs from the value with kept activations"
+                        f"step {step}: {name} differs from its value without offload"
                     )
 
     def chain_gradients(
@@ -293,7 +293,7 @@ class Bench:
 
         Args:
             model: The model.
-            run: Function that is called with each block of the model and the block's input.
+            run: Function that is called with each block of the model and its input.
             step: Seed of the input.
         """
         generator = torch.Generator().manual_seed(step)
@@ -318,7 +318,7 @@ class Bench:
         return self.left[run]
 
     def take(self, run: Run) -> dict[str, str]:
-        """Train with the settings of ``run``, and return the results in the form of ``left_by``."""
+        """Train with the settings in ``run``, and return results in the format of ``left_by``."""
         model = _Chain()
         engine = self._small_engine(model, run)
         ema = EMAShadow(decay=0.9).attach(engine)
@@ -431,7 +431,7 @@ class Bench:
             _check_equal(self.left_by(streamed), self.left_by(run), where=where)
 
     def prove_exchange(self) -> float:
-        """Check the exchange of weights between ranks; return the time of the steps in seconds."""
+        """Check the exchange of weights between ranks; return the slower rank's time in seconds."""
         if not self.platform.deepspeed.available:
             raise NotRunError("DeepSpeed does not run on this machine")
         if self.platform.accelerator != "cpu" and len(self.platform.devices) < _RANKS:
@@ -538,9 +538,9 @@ class Check:
     """One check that compares a fast path with the plain path."""
 
     name: str
-    """Name of the path in ``zerotune.backend.proof.PATHS``."""
+    """Name of the fast path in ``zerotune.backend.proof.PATHS``."""
     run: Callable[[Bench], float | None]
-    """The check; may return the seconds that count as its time."""
+    """Function that runs the check; may return the seconds to record as its duration."""
     on_streams: bool = False
     """Whether the check also runs on recorded streams."""
     needs_ops: bool = False
@@ -571,7 +571,7 @@ def prove(*, platform: Platform | None = None, seconds: float = SECONDS) -> Proo
     """Run every check that this machine supports.
 
     Args:
-        platform: This machine; detected by default.
+        platform: The machine to check; detected by default.
         seconds: Seconds after which no further check starts, not counting imports and compilation.
 
     Returns:
@@ -590,7 +590,7 @@ def prove(*, platform: Platform | None = None, seconds: float = SECONDS) -> Proo
         if spent >= seconds:
             obstacle = (
                 f"earlier checks took {spent:.0f} s, so this check did not start; run `{COMMAND}` "
-                "again while the machine is less busy"
+                "again when the machine is less busy"
             )
         outcomes[check.name] = (
             run_check(check, benches) if obstacle is None else Outcome(passed=None, detail=obstacle)
@@ -616,7 +616,8 @@ def run_check(check: Check, benches: Sequence[Bench]) -> Outcome:
 
     Args:
         check: The check.
-        benches: Benches to use, in order; a check without streams runs only on the last bench.
+        benches: Benches to use, in order; a check without ``on_streams`` runs only on the last
+            bench.
     """
     began, counted = time.perf_counter(), None
     passed: bool | None = True

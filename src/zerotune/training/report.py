@@ -43,34 +43,33 @@ class Report(Readable):
     """Loss, time and memory of the steps that a trainer has taken, as measured on one rank."""
 
     first_step: int
-    """Number of optimizer steps taken before this run, if the run was resumed."""
+    """Optimizer step from which the run was resumed; 0 if it was not resumed."""
     steps: int
     """Number of optimizer steps in this report."""
     world_size: int
     samples_per_step: int
-    """Samples per optimizer step, of all ranks together."""
+    """Samples per optimizer step, over all ranks."""
     losses: tuple[float, ...]
-    """Loss of each step, as the mean over ranks and accumulation window."""
+    """Loss of each step, averaged over all ranks and micro batches."""
     seconds: float
     """Wall-clock time of all steps."""
     phases: Mapping[str, float]
     """Seconds per phase: ``"data"``, ``"forward"``, ``"backward"``, ``"optimizer"``, ``"ema"``."""
     host_before: int
-    """RAM in bytes that libraries, model and data used in this process before the engine was built.
-    """
+    """RAM of this process in bytes before the engine was built: libraries, model and data."""
     host_peak: int
     """Peak RAM of this process in bytes, libraries included."""
     device_peak: int | None
-    """Peak GPU memory of this process in bytes, context included; ``None`` without a GPU."""
+    """Peak GPU memory of this process in bytes, including the CUDA context; ``None`` without a
+    GPU."""
     estimate: MemoryEstimate | None
     """The plan's memory estimate per rank; ``None`` if the plan was resolved without a model."""
     copy_rate: float | None = None
-    """Bytes per second that a plain copy in host memory reads and writes; ``None`` if not measured.
-    """
+    """Host memory bandwidth in bytes per second; ``None`` if not measured."""
     operators: tuple[Operator, ...] = ()
     """The most expensive operators, if a ``Profile`` was recorded."""
     stopped: str | None = None
-    """Reason why the latest ``fit`` ended early; ``None`` if ``fit`` reached its goal."""
+    """Why the latest ``fit`` ended early; ``None`` if it reached its goal."""
 
     @property
     def steps_per_second(self) -> float:
@@ -79,16 +78,16 @@ class Report(Readable):
 
     @property
     def samples_per_second(self) -> float:
-        """Samples per second, all ranks together."""
+        """Samples per second, over all ranks."""
         return self.steps_per_second * self.samples_per_step
 
     @property
     def processes(self) -> str:
-        """Number of processes as text: ``"1 process"``, ``"2 processes"``."""
+        """Number of processes as text, such as ``"1 process"`` or ``"2 processes"``."""
         return counted(self.world_size, "process", "processes")
 
     def memory_rows(self) -> list[tuple[str, str, str, str]]:
-        """Return rows of component, place, size and note; the last rows contain measured values."""
+        """Return rows (component, place, size, note); the last rows contain measured values."""
         rows: list[tuple[str, str, str, str]] = []
         if self.estimate is not None:
             items = sorted(
@@ -108,7 +107,7 @@ class Report(Readable):
         return rows
 
     def measured_memory(self) -> dict[Place, int]:
-        """Return the measured peak in bytes per place."""
+        """Return the measured peak bytes of host memory and, with a GPU, of device memory."""
         peaks: dict[Place, int] = {"host": self.host_peak}
         return peaks if self.device_peak is None else peaks | {"device": self.device_peak}
 
@@ -130,7 +129,7 @@ class Report(Readable):
         return {name: self.phases.get(name, 0.0) for name in PHASES} | {"rest": max(0.0, rest)}
 
     def time_rows(self) -> list[tuple[str, str, str]]:
-        """Return rows of phase, milliseconds per step and share; the last row is ``"rest"``."""
+        """Return rows (phase, milliseconds per step, share); the last row is ``"rest"``."""
         each = max(1, self.steps)
         whole = self.seconds or 1.0
         return [
@@ -144,7 +143,7 @@ class Report(Readable):
         return None if self.estimate is None else self.estimate.step_time()
 
     def prediction_rows(self) -> list[tuple[str, str, str]]:
-        """Return rows of phase, predicted and measured milliseconds; empty without a prediction."""
+        """Return rows (phase, predicted time, measured time); empty without a prediction."""
         predicted = self.predicted
         if predicted is None or not self.steps:
             return []
@@ -179,7 +178,7 @@ class Report(Readable):
         ]
         rows = self.prediction_rows()
         if rows and self.predicted is not None:
-            title = f"predicted and measured, per step; rates: {self.predicted.origin}:"
+            title = f"predicted and measured time per step (rates: {self.predicted.origin}):"
             blocks += [
                 Line(title, style="title"),
                 Table(rows=tuple(rows), align="lrr", widths=(12, 10, 10)),
@@ -231,11 +230,11 @@ class Report(Readable):
 
 
 def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
-    """Plot memory per place and the split of the step time as PNG.
+    """Plot host and device memory, and step time by phase, as a PNG file.
 
-    Bars show the components of the memory estimate, with a line at the measured peak; without an
-    estimate the bars show measured values. On a CPU, the component ``runtime`` is the memory
-    measured before the engine was built.
+    Bars show the components of the memory estimate, and a line marks the measured peak. Without an
+    estimate, bars show measured values. On a CPU, the component ``runtime`` is the memory measured
+    before the engine was built.
 
     Args:
         path: Path of the file; a missing folder is created.
@@ -310,13 +309,13 @@ class Record(Callback):
             self._phases[name] += seconds
 
     def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
-        """Discard the values of earlier steps."""
+        """Discard the values recorded before the resume."""
         self._first_step = trainer.step
         self._clear()
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Values of the fields of ``Report`` that this callback accumulates."""
+        """Values for the ``Report`` fields that this callback accumulates."""
         return {
             "first_step": self._first_step,
             "steps": len(self._losses),
@@ -340,7 +339,7 @@ _WINDOW: Final = 20
 def plot_loss(
     path: str | os.PathLike[str], *, steps: Sequence[int], losses: Sequence[float]
 ) -> Path:
-    """Plot the loss of each step and a centred moving mean, as PNG.
+    """Plot the loss of each step and a centred moving mean, as a PNG file.
 
     Args:
         path: Path of the file; a missing folder is created.
@@ -374,7 +373,7 @@ def plot_loss(
 
 
 def moving_mean(steps: Sequence[int], losses: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the middle step of each averaging window, and the window's mean.
+    """Return the middle step and the mean loss of each averaging window.
 
     Args:
         steps: Step numbers, ascending.
@@ -387,7 +386,7 @@ def moving_mean(steps: Sequence[int], losses: Sequence[float]) -> tuple[list[flo
 
 
 def write_png(path: str | os.PathLike[str], figure: Any, *, dpi: float) -> Path:
-    """Write a matplotlib figure as PNG.
+    """Write a matplotlib figure as a PNG file.
 
     Args:
         path: Path of the file; a missing folder is created.
@@ -417,18 +416,18 @@ class Bound:
     """One phase of a step and its bottleneck."""
 
     resource: Resource
-    """The bottleneck, as far as the measurements can tell."""
+    """Likely bottleneck, based on the measurements."""
     phase: str
     """``"data"``, ``"forward and backward"``, ``"optimizer"``, ``"ema"`` or ``"rest"``."""
     seconds: float
     """Seconds per step."""
     share: float
-    """Share of the step, 0 to 1."""
+    """Share of the step time, from 0 to 1."""
     nbytes: int = 0
     """Minimum number of bytes that the phase moves per step and rank; 0 if unknown."""
     reference: float | None = None
-    """Bytes per second of a plain copy on this machine with all threads; ``None`` if not measured.
-    """
+    """Host memory bandwidth in bytes per second, to compare with ``rate``; ``None`` if not
+    measured."""
 
     @property
     def rate(self) -> float:
@@ -441,7 +440,7 @@ class Bound:
         words = _WAITS[self.resource]
         if self.nbytes and self.phase == _FORWARD_BACKWARD:
             moved, rate = brief_size(self.nbytes), brief_size(self.rate)
-            return f"{words}; meanwhile the bus transfers at least {moved}, {rate}/s"
+            return f"{words}; meanwhile the bus transfers at least {moved} at {rate}/s"
         if self.nbytes:
             words += f": at least {brief_size(self.nbytes)} at {brief_size(self.rate)}/s"
         if self.reference:
@@ -478,7 +477,7 @@ def bounds(
         seconds: Seconds of all steps.
         steps: Number of optimizer steps.
         estimate: The plan's memory estimate, from which transferred bytes are computed.
-        reference: Bytes per second of a plain copy in host memory; ``None`` if not measured.
+        reference: Host memory bandwidth in bytes per second; ``None`` if not measured.
     """
     if steps <= 0 or seconds <= 0:
         return ()
@@ -519,10 +518,10 @@ def bounds(
 
 
 def copy_rate() -> float:
-    """Measure the host memory bandwidth: bytes that a plain copy reads and writes per second.
+    """Measure host memory bandwidth in bytes per second: reads plus writes of a plain copy.
 
-    The result is the rate of the fastest of four copies, with torch's current number of threads.
-    With the same number of threads, later calls return the first measurement.
+    The result is the rate of the fastest of four copies, with torch's current number of threads. It
+    is cached per number of threads.
     """
     return _copy_rate_with(torch.get_num_threads())
 

@@ -41,16 +41,15 @@ _TRAINER_ENTRY: Final = "trainer"
 
 
 class SaveEvery(Callback):
-    """Save ``root/step-…`` every few steps or minutes, and at the end of every run.
+    """Saves a checkpoint ``root/step-…`` every few steps or minutes, and at the end of every run.
 
-    When ``fit`` starts, leftovers of killed runs are deleted from ``root``. While ``fit`` runs, no
-    other process may save to ``root``: a second job with the same folder fails before its first
-    step (see ``RootHold``). Checkpoints beyond ``keep`` are deleted after each save and when
-    ``fit`` ends.
+    When ``fit`` starts, leftovers of killed runs are deleted from ``root``. While ``fit`` runs,
+    ``root`` is locked, so a second job that saves to it fails before its first step (see
+    ``RootHold``). Checkpoints beyond ``keep`` are deleted after each save and when ``fit`` ends.
 
     Args:
         steps: Optimizer steps between two checkpoints.
-        minutes: Minutes between two checkpoints by rank 0's clock. If both ``steps`` and
+        minutes: Minutes between two checkpoints, measured on rank 0. If both ``steps`` and
             ``minutes`` are given, a checkpoint is saved when either interval has passed.
         root: Folder of the checkpoints.
         keep: Number of checkpoints to keep; ``None`` keeps all.
@@ -158,8 +157,8 @@ class SaveEveryInBackground(SaveEvery):
 
     Weights, optimizer states and EMAs are first copied into host memory (16 bytes per fp32 weight
     with Adam and an EMA). When the next checkpoint is due or ``fit`` ends, the ranks confirm that
-    the pending checkpoint is complete. Callbacks are notified, and older checkpoints deleted, only
-    when the new checkpoint is complete.
+    the pending checkpoint is complete. Callbacks are notified and older checkpoints are deleted
+    only after the new checkpoint is complete.
     """
 
     _saver: BackgroundSaver | None = None
@@ -214,7 +213,7 @@ class SaveEveryInBackground(SaveEvery):
 
 
 def is_saved(trainer: RunView, root: Path) -> bool:
-    """Return whether the trainer's latest checkpoint is ``root/step-…`` of the current step."""
+    """Return whether the trainer's latest save wrote the current step to ``root``."""
     # As checkpoints are called once they are written; Path.absolute keeps "..".
     path = Path(os.path.abspath(step_folder(root, trainer.step)))  # noqa: PTH100
     return trainer.last_saved == (trainer.step, path)
@@ -247,7 +246,7 @@ def generator_from_text(generator: torch.Generator, text: str) -> None:
 def trainer_state(
     *, stream: BatchStream | None, generator: torch.Generator, seed: int, group: ProcessGroup
 ) -> dict[str, Any]:
-    """Return the trainer's part of a checkpoint as JSON data, equal on every rank. Collective."""
+    """Return the trainer's part of a checkpoint as JSON data, the same on all ranks. Collective."""
     return {
         _TRAINER_ENTRY: {
             "seed": seed,
@@ -266,11 +265,10 @@ def resumed(
     generator: torch.Generator,
     seed: int,
 ) -> tuple[Decision, ...]:
-    """Load a checkpoint into a trainer's parts, and return decisions about differences. Collective.
+    """Load a checkpoint into engine, EMAs, stream and generator; return the decisions. Collective.
 
     A checkpoint without trainer state, such as a converted checkpoint, has no data position and may
-    lack EMAs. Each part missing from the checkpoint starts anew, and a decision records the missing
-    part.
+    lack EMAs. State that is missing from the checkpoint is initialised, and a decision says so.
     """
     group = engine.group
     group.barrier(f"resuming from {os.fspath(path)}")
@@ -307,7 +305,7 @@ def gone_on(
     *,
     stream: BatchStream | None = None,
 ) -> tuple[Decision, ...]:
-    """Return a decision that names the step from which a run continues; rank 0 logs the decision.
+    """Return a decision that names the step from which a run continues; rank 0 logs it.
 
     Args:
         before: Optimizer steps taken before the checkpoint was loaded.
@@ -343,18 +341,18 @@ def _begin_decisions(data: bool, shadows: list[str]) -> tuple[Decision, ...]:
     """What a checkpoint that no trainer wrote does not tell."""
     reasons = {f"shadows.{name}": SHADOW_BEGINS for name in shadows}
     reasons["generators"] = (
-        "the checkpoint has no trainer state, so the noise is drawn from seed and step"
+        "the checkpoint has no trainer state, so the noise generator is reseeded from seed and step"
     )
     if data:
         reasons["data"] = "the checkpoint has no trainer state, so the data start at the beginning"
     return tuple(begun_anew(key, reason) for key, reason in reasons.items())
 
 
-SHADOW_BEGINS: Final = "the checkpoint lacks this EMA, so the EMA starts from the loaded weights"
+SHADOW_BEGINS: Final = "the checkpoint lacks this EMA, so it starts from the loaded weights"
 
 
 def begun_anew(key: str, reason: str) -> Decision:
-    """Return a decision about a part that starts anew because the checkpoint lacks the part."""
+    """Return a decision about state that is initialised because the checkpoint lacks it."""
     return Decision(key=key, before=None, after="anew", reason=reason, severity="warning")
 
 
@@ -364,13 +362,13 @@ class TrainerState:
 
     seed: int
     data: Any
-    """Data position, checked by the stream; ``None`` if there was no stream."""
+    """Data position, validated by the stream on restore; ``None`` if there was no stream."""
     generators: tuple[str, ...]
     """Generator state of each rank's objective."""
 
     @classmethod
     def of(cls, state: Any) -> TrainerState:
-        """Parse a trainer state; raise an error if any part of the state is invalid."""
+        """Parse a trainer state; raise an error if any part of it is invalid."""
         _check_entry("", state, dict)
         for name, kind in {"seed": int, "generators": list}.items():
             _check_entry(f".{name}", state.get(name, UNSET), kind)
@@ -386,7 +384,7 @@ class TrainerState:
     def restore(
         self, generator: torch.Generator, *, step: int, group: ProcessGroup
     ) -> tuple[Decision, ...]:
-        """Restore this rank's generator, or reseed the generator if the world size changed."""
+        """Restore this rank's generator, or reseed it if the world size changed."""
         if len(self.generators) == group.world_size:
             generator_from_text(generator, self.generators[group.rank])
             return ()
@@ -396,8 +394,8 @@ class TrainerState:
             key="generators",
             before=len(self.generators),
             after=group.world_size,
-            reason="the number of processes changed, so noise and time steps are drawn anew from "
-            "the seed and the step",
+            reason="the number of processes changed, so the generators of noise and time steps "
+            "are reseeded from the seed and the step",
             severity="warning",
         )
         announce((decision,), rank=group.rank)
@@ -406,7 +404,7 @@ class TrainerState:
 
 @contextmanager
 def moved(stream: BatchStream | None, place: Any, *, group: ProcessGroup) -> Iterator[None]:
-    """Move a stream to a saved position; if the block fails, move the stream back.
+    """Move a stream to a saved position; if the block fails, move it back.
 
     Entering the block is collective.
     """
@@ -441,7 +439,7 @@ def _seed_from(seed: int, step: int, group: ProcessGroup) -> int:
 
 
 def rolled_back(before: int, after: int, reason: str, *, rank: int) -> tuple[Decision, ...]:
-    """Return a decision that records the rollback to an earlier step; rank 0 logs the decision."""
+    """Return a decision that records the rollback to an earlier step; rank 0 logs it."""
     decision = Decision(key="step", before=before, after=after, reason=reason, severity="warning")
     announce((decision,), rank=rank)
     return (decision,)

@@ -60,7 +60,7 @@ def prepare(
     """Resolve a plan for this machine and start its engine.
 
     Closing the engine deletes its swap folder, and ends the process group if ``prepare`` started
-    the group::
+    it::
 
         with zerotune.prepare(model=model, plan=plan) as engine:
             loss = objective(engine, batch, generator)
@@ -73,14 +73,14 @@ def prepare(
     Args:
         model: The model in fp32, or a result of ``load_pretrained``.
         plan: A plan, a DeepSpeed configuration as a dict, or the path of a configuration; a
-            ``ResolvedPlan`` is used unchanged. Defaults to the plan of ``load_pretrained``.
+            ``ResolvedPlan`` is used unchanged. Default: the plan passed to ``load_pretrained``.
         resolver: Resolves optimizer and schedule; default ``OptimizerResolver()``. Ignored if a
             resolved plan already contains an optimizer.
         offload: Creates the swap folders; default ``OffloadManager()``.
         run: Values for the fields that are ``"auto"`` in the plan.
-        platform: The machine; detected by default.
-        deepspeed: ``False`` selects the plain engine.
-        compile: ``True``, or ``Compilation`` options, compiles the forward pass.
+        platform: The machine to run on; detected by default.
+        deepspeed: ``False`` trains without DeepSpeed, with a ``PlainEngine``.
+        compile: Whether to compile the forward pass, or ``Compilation`` options for it.
         timeout_s: Timeout of collectives in seconds.
         **unknown: Rejected with an error; the optimizer belongs in the plan, not in ``optimizer=``.
 
@@ -105,7 +105,7 @@ def prepare(
         offload,
         OffloadManager,
         key="offload",
-        write="OffloadManager(), and set what is offloaded in the plan: "
+        write="OffloadManager(), and set what to offload in the plan: "
         'DeepSpeedPlan.build(offload="cpu")',
     )
     check_kind(run, RunFacts, key="run", write="RunFacts(…), or omit run")
@@ -205,9 +205,9 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
         timeout_s: Timeout of collectives in seconds.
 
     Returns:
-        A ``DeepSpeedEngine``. If weights are streamed, a ``StreamEngine``, or a
-        ``SharedStreamEngine`` on several ranks. If the plan was resolved without DeepSpeed, a
-        ``PlainEngine``.
+        A ``PlainEngine`` if the plan was resolved without DeepSpeed; a ``StreamEngine``, or on
+        several ranks a ``SharedStreamEngine``, if weights are streamed; otherwise a
+        ``DeepSpeedEngine``.
 
     Raises:
         EngineError: The engine cannot run the plan.
@@ -323,13 +323,13 @@ def _no_objective(objective: Any) -> InvalidValueError:
         why = "is a scheduler, not an objective"
         flow = "Flow" in name
         kind = "FlowMatchingObjective" if flow else "DenoisingObjective"
-        fix = f"write objective={kind}(scheduler=…, family=…), or loaded.objective() of "
-        fix += "zerotune.load_pretrained(FOLDER), which uses the folder's scheduler"
+        fix = f"write objective={kind}(scheduler=…, family=…), or use "
+        fix += "zerotune.load_pretrained(FOLDER).objective(), which has the folder's scheduler"
     else:
         why = "is not callable; an objective computes the loss"
         fix = "pass FlowMatchingObjective(family=…), DenoisingObjective(family=…), "
-        fix += "loaded.objective() of zerotune.load_pretrained(FOLDER), or a function of model, "
-        fix += "batch and generator"
+        fix += "zerotune.load_pretrained(FOLDER).objective(), or a function of model, batch and "
+        fix += "generator"
     return InvalidValueError(
         why, key="objective", value=objective if isinstance(objective, str) else name, fix=fix
     )
@@ -377,7 +377,7 @@ def refuse_unknown(arguments: Mapping[str, Any], call: str) -> None:
 
     Raises:
         InvalidValueError: An argument is named ``optimizer``; the optimizer belongs in the plan.
-        TypeError: An argument has any name other than ``optimizer``.
+        TypeError: An argument with any other name is given.
     """
     if isinstance(arguments.get("optimizer"), OptimizerResolver):
         raise InvalidValueError(
@@ -421,13 +421,13 @@ def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchS
     """Return a stream of this rank's micro batches.
 
     Args:
-        data: A ``BatchStream``, which is returned unchanged, a dataset, an iterable of this rank's
-            batches, or ``None``. An object with ``__len__`` and ``__getitem__`` is a dataset,
-            except a list or a tuple. A dataset is sharded over the ranks; each batch of a bucketed
+        data: A ``BatchStream`` (returned unchanged), a dataset, an iterable of this rank's batches,
+            or ``None``. Any object with ``__len__`` and ``__getitem__`` counts as a dataset, except
+            lists and tuples. A dataset is sharded across the ranks; each batch of a bucketed
             dataset such as ``PreparedImages`` comes from one bucket.
         engine: Provides rank, world size and micro batch size.
         seed: Seed of a dataset's order.
-        loading: ``num_workers`` and ``pin_memory`` for a dataset.
+        loading: ``num_workers`` and ``pin_memory``; accepted only with a dataset.
     """
     if data is None or isinstance(data, BatchStream):
         _check_not_reading(loading, data)
@@ -507,8 +507,8 @@ def check_named(batch: Any, *, key: str) -> None:
                 "cannot be converted to tensors",
                 key=key,
                 value=odd,
-                fix="encode these values first (zerotune.encode_dataset, or PreparedImages over "
-                'DatasetImages(dataset, image="image", caption="text")), or omit them',
+                fix="encode these values first with zerotune.encode_dataset or PreparedImages("
+                'DatasetImages(dataset, image="image", caption="text"), buckets=…), or omit them',
             )
         return
     kinds = [type(each).__name__ for each in batch] if isinstance(batch, list | tuple) else []
@@ -530,10 +530,10 @@ def _dict_instead(batch: Any) -> str:
         take = (
             "image=0, caption=lambda _: ''" if pair else "image=lambda s: s, caption=lambda _: ''"
         )
-        return f"use PreparedImages over DatasetImages(dataset, {take}); see the page on data"
+        return f"use PreparedImages(DatasetImages(dataset, {take}), buckets=…); see docs/data.md"
     if pair:
         return (
             'return {"images": …, "labels": …} with images (c, h, w) in [-1, 1], or use '
             "ImageTensors(images=…, labels=…)"
         )
-    return 'return {"images": …}, images (c, h, w) in [-1, 1], or use ImageTensors(images=…)'
+    return 'return {"images": …} with images (c, h, w) in [-1, 1], or use ImageTensors(images=…)'

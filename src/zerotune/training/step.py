@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class StepClock:
     """Measures the time of each phase of a step.
 
-    On a GPU the host runs ahead of the device, so the clock times phases with CUDA events. The
-    clock synchronises only in ``finish``.
+    On a GPU the host runs ahead of the device, so the clock times phases with CUDA events, and
+    synchronises only in ``finish``.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class NonFinite:
     """Number of the optimizer step."""
     what: Literal["loss", "gradient norm", "weights"]
     value: float
-    """The non-finite value; a loss is the mean over the ranks."""
+    """The non-finite value; for a loss, the mean over the ranks."""
     ranks: tuple[int, ...]
     """Ranks with a non-finite loss; all ranks if the gradient or the weights are not finite."""
     lr: float
@@ -344,18 +344,27 @@ class NonFinitePolicy(Protocol):
     """Policy for non-finite steps; every rank must make the same decision."""
 
     def judge(self, found: NonFinite) -> None:
-        """Raise an error to end the run, or return normally to drop the step on all ranks."""
+        """Raise an error to end the run, or return normally to drop the step on all ranks.
+
+        Args:
+            found: The step, its loss and its gradient norm.
+        """
         ...
 
     def settle(self, trainer: RunView, metrics: StepMetrics) -> None:
-        """Called with the metrics of every step, including dropped steps."""
+        """Called with the metrics of every step, including dropped steps.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+            metrics: Loss, learning rate, times and memory of the step.
+        """
         ...
 
 
 class RaiseNonFinite:
     """Default policy: stop the run with a ``TrainingError``.
 
-    The loss is checked before the weights change, so a non-finite loss does not damage the weights.
+    The loss is checked before the weights change, so a non-finite loss cannot damage them.
     """
 
     def judge(self, found: NonFinite) -> None:
@@ -369,8 +378,8 @@ class RaiseNonFinite:
 class SkipNonFinite:
     """Policy that drops a non-finite step on all ranks and continues with the next step.
 
-    A dropped step leaves weights, optimizer, schedule and EMA unchanged. Like a step whose fp16
-    loss scale overflowed, a dropped step counts as skipped (``metrics.applied`` is ``False``).
+    A dropped step leaves weights, optimizer, schedule and EMA unchanged. It counts as skipped
+    (``metrics.applied`` is ``False``), like an fp16 step whose gradients overflowed.
 
     Args:
         most_in_a_row: Maximum number of consecutive dropped steps; one more raises an error.
@@ -402,14 +411,14 @@ class RollBackNonFinite:
     """Policy that drops non-finite steps, and rolls the run back after several in a row.
 
     A rollback loads weights, optimizer, schedule, step and EMA from the newest checkpoint without
-    NaN or infinity. Data and random numbers continue from their current position, because the same
+    NaN or infinity. The data position and the random state are kept, because repeating the same
     batches would fail again.
 
     Args:
         root: Checkpoint folder of ``SaveEvery``.
         after: Number of consecutive non-finite steps that cause a rollback; 1 or more. If a
             non-finite step has already changed the weights, the rollback is immediate.
-        most: Maximum number of rollbacks; instead of a further rollback, an error is raised.
+        most: Maximum number of rollbacks; if one more is needed, an error is raised.
     """
 
     def __init__(self, *, root: str | os.PathLike[str], after: int = 3, most: int = 3) -> None:
@@ -451,5 +460,5 @@ class RollBackNonFinite:
 
 
 def is_finite(norm: float | None) -> bool:
-    """Return whether a gradient norm is finite and not DeepSpeed's error value -1."""
+    """Return whether a gradient norm is finite; DeepSpeed's error value -1 counts as non-finite."""
     return norm is None or (math.isfinite(norm) and norm >= 0)

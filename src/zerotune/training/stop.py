@@ -1,4 +1,4 @@
-"""When ``fit`` ends: at its goal, or early after a signal or a request."""
+"""Conditions that end ``fit``: its goal, a signal or a request."""
 
 from __future__ import annotations
 
@@ -39,17 +39,18 @@ _DEFAULTS: Final = (signal.default_int_handler, *_ENDS_PROCESS)
 class StopOnSignals(Callback):
     """Callback that stops ``fit`` when the process receives a signal; every trainer has one.
 
-    All ranks finish the current step and stop after the same step, even if only one rank receives
-    the signal. Every checkpoint callback saves once, and ``fit`` returns with the signal's name in
+    All ranks finish the current step and stop together, even if only one rank receives the signal.
+    Every checkpoint callback saves once, and ``fit`` returns with the signal's name in
     ``report.stopped``. The script then continues after ``fit``. A second signal raises
     ``KeyboardInterrupt`` at once. When ``fit`` ends, the previous signal handlers are restored.
 
     Outside the main thread, where Python allows no signal handlers, the callback has no effect.
 
     Args:
-        save_to: Folder for a checkpoint ``step-…`` after a stop, for runs without ``SaveEvery``.
-        signals: Signals to handle; an empty sequence handles none. By default the callback handles
-            SIGINT and SIGTERM, except a signal for which the script has installed a handler.
+        save_to: Folder in which a checkpoint ``step-…`` is saved after a stop, for runs without
+            ``SaveEvery``.
+        signals: Signals to handle; an empty sequence handles none. By default SIGINT and SIGTERM,
+            unless the script has installed its own handler for the signal.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class StopOnSignals(Callback):
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
         """Restore the previous handlers, and resend any signal that arrived after the last step.
 
-        While an error propagates, no signal is resent, so that the rank can still delete its swap
-        folder after a launcher's SIGTERM.
+        After an error, a launcher's SIGTERM is not resent, so that the rank can still delete its
+        swap folder.
         """
         failing = sys.exc_info()[1] is not None
         late, self._received = self._received, None
@@ -134,7 +135,7 @@ def with_signals(callbacks: tuple[Callback, ...]) -> tuple[Callback, ...]:
 
 
 class StopBeforeDiskFills(Callback):
-    """Callback that stops a run before other programs fill the run's swap disk.
+    """Callback that stops a run before other programs fill its swap disk.
 
     If the callback stops the run, every checkpoint callback saves once, and ``report.stopped``
     gives the free and the required bytes. Every trainer whose plan swaps to disk has this callback.
@@ -172,7 +173,7 @@ class CountedStream(Protocol):
 
     @property
     def epoch(self) -> float:
-        """Epochs that all ranks together have consumed."""
+        """Number of epochs that all ranks together have consumed so far."""
         ...
 
     @property
@@ -205,9 +206,9 @@ class Goal:
         Args:
             engine: Engine of the run.
             stream: Stream of micro batches.
-            steps: Number of the last optimizer step.
-            epochs: Passes over the data, converted to the number of the last step.
-            time_limit: Seconds or a ``timedelta``.
+            steps: Optimizer step at which training ends.
+            epochs: Passes over the data, converted to the step at which training ends.
+            time_limit: Time limit in seconds or as a ``timedelta``.
         """
         if steps is None and epochs is None and time_limit is None:
             raise InvalidValueError(
@@ -235,7 +236,7 @@ class Goal:
 
 
 class Stopping:
-    """Requests to stop ``fit`` early; a request of one rank stops all ranks."""
+    """Requests to stop ``fit`` early; a request from one rank stops all ranks."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -243,10 +244,10 @@ class Stopping:
         self._deadline: float | None = None
         self._limit = 0.0
         self.reason: str | None = None
-        """Why the latest ``fit`` ended early; ``None`` if ``fit`` reached its goal."""
+        """Why the latest ``fit`` ended early; ``None`` if it reached its goal."""
 
     def begin(self, goal: Goal) -> None:
-        """Clear earlier requests, and start the clock of the time limit."""
+        """Clear earlier requests, and start the clock for the time limit."""
         self._request = self.reason = None
         self._limit = goal.seconds or 0.0
         self._deadline = None if goal.seconds is None else time.monotonic() + goal.seconds

@@ -92,7 +92,7 @@ class Trackers(Callback):
             tracker.images(name, _pixels(images), step=trainer.step)
 
     def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
-        """Log the decisions of the resume."""
+        """Log the decisions made when resuming."""
         self._tell_decisions(trainer)
 
     def on_fit_end(self, trainer: RunView) -> None:

@@ -110,8 +110,8 @@ class Trainer(Closing, Readable):
             ``StopOnSignals`` if the callbacks contain none.
         non_finite: Policy for a non-finite loss or gradient; default ``RaiseNonFinite()``.
         run: Values for the fields that are ``"auto"`` in the plan.
-        platform: The machine; detected by default.
-        deepspeed: ``False`` selects the plain engine.
+        platform: The machine to run on; detected by default.
+        deepspeed: ``False`` trains without DeepSpeed, with a ``PlainEngine``.
         seed: Seed of data order, noise, time steps and the global generators.
         timeout_s: Timeout of collectives in seconds.
         options: ``compile``, ``gradient_checkpointing``, ``threads``, ``workers``, ``pin``,
@@ -207,7 +207,7 @@ class Trainer(Closing, Readable):
 
     @property
     def phase(self) -> str | None:
-        """Current phase of the step: ``"data"``, ``"forward"``, …; ``None`` outside a step."""
+        """Phase of the step, such as ``"data"`` or ``"forward"``; ``None`` outside a step."""
         return self.running.clock.current
 
     @property
@@ -235,11 +235,11 @@ class Trainer(Closing, Readable):
         ``report.stopped`` then holds the reason.
 
         Args:
-            steps: Number of the last optimizer step.
+            steps: Optimizer step at which training ends.
             epochs: Passes over the data; the data must have a length.
-            time_limit: Seconds or a ``timedelta`` from now; the first rank to reach the limit
-                stops all ranks. Leave a margin: the run overshoots the limit by up to one step and
-                a checkpoint.
+            time_limit: Time limit from now, in seconds or as a ``timedelta``; the first rank to
+                reach it stops all ranks. Leave a margin: the run overshoots the limit by up to one
+                step and a checkpoint.
 
         Returns:
             Times, memory and losses of the run.
@@ -247,7 +247,7 @@ class Trainer(Closing, Readable):
         Raises:
             InvalidValueError: No limit is given, or a number is out of range.
             DataError: There are no data, a batch has the wrong size, or epochs cannot be counted.
-            TrainingError: Loss or gradient are not finite, and ``non_finite`` raises.
+            TrainingError: The loss or the gradient is not finite, and ``non_finite`` raises.
             OutOfMemoryError: Memory ran out; the message names a plan that fits.
             CollectiveError: The ranks have different data, or a rank failed; the message names the
                 rank.
@@ -292,8 +292,8 @@ class Trainer(Closing, Readable):
         Raises:
             CheckpointError: The checkpoint cannot be written.
             CheckpointNotFiniteError: The checkpoint would contain NaN or infinity.
-            CollectiveError: A rank did not call ``save``, as in ``if trainer.is_main:
-                trainer.save(...)``.
+            CollectiveError: A rank did not call ``save``, for example because of ``if
+                trainer.is_main: trainer.save(...)``.
         """
         self._check_open("save")
         # Before the first exchange, so that a rank that does not come is told with the folder.
@@ -318,7 +318,9 @@ class Trainer(Closing, Readable):
         )
 
     def note_saved(self, path: Path, *, step: int) -> None:
-        """Notify callbacks of a custom checkpoint containing ``extra_state``. Call on every rank.
+        """Notify callbacks that a custom checkpoint with ``extra_state`` was saved.
+
+        Call on every rank.
 
         Args:
             path: Folder of the checkpoint.
@@ -333,7 +335,7 @@ class Trainer(Closing, Readable):
         With the same plan the continued run is bitwise equal to an uninterrupted run. With a
         different plan, ``decisions`` lists the differences. Rank 0 logs the step, epoch and data
         position as a decision. A checkpoint without trainer state, such as a converted checkpoint,
-        restores weights, optimizer, schedule and step. The data then start at their beginning.
+        restores weights, optimizer, schedule and step. The data then start from the beginning.
         Mismatches raise an error before weights, data or random state change.
 
         Args:
@@ -374,14 +376,18 @@ class Trainer(Closing, Readable):
         self._tell("on_resume", Path(path))
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Pass named values of this step, such as a validation loss, to the callbacks."""
+        """Pass named values of this step, such as a validation loss, to the callbacks.
+
+        Args:
+            values: Values by name.
+        """
         self._tell("on_values", values)
 
     def show(self, name: str, images: torch.Tensor) -> None:
         """Pass images sampled at this step to the callbacks.
 
         Args:
-            name: Name of the images.
+            name: Name under which the images are logged.
             images: Images (n, c, h, w), or clips (n, c, frames, h, w), in [-1, 1].
         """
         self._tell("on_images", name, images)
@@ -400,10 +406,10 @@ class Trainer(Closing, Readable):
         (``export_pipeline``), otherwise the model (``export_model``).
 
         Args:
-            path: Folder of the export. For a pipeline, a name ending in ``.safetensors`` writes a
-                single file in ComfyUI's layout.
-            weights: ``"trained"``, the name of an EMA such as ``"ema"``, or the EMA itself. By
-                default the first EMA is exported; without an EMA, the trained weights are exported.
+            path: Folder of the export. For a pipeline, a path that ends in ``.safetensors`` selects
+                a single file in ComfyUI's layout.
+            weights: ``"trained"``, the name of an EMA such as ``"ema"``, or the EMA itself.
+                Default: the first EMA, or the trained weights if there is no EMA.
             dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype.
 
         Returns:
@@ -552,19 +558,20 @@ class RunOptions(TypedDict, total=False):
     """Options of ``Trainer`` that set how a run executes, not what it trains."""
 
     compile: bool | Mapping[str, Any] | Compilation
-    """``True``, or ``Compilation`` options, compiles the forward pass; off by default."""
+    """Whether to compile the forward pass, or ``Compilation`` options for it; off by default."""
     gradient_checkpointing: bool | Literal["auto"]
     """Whether blocks are recomputed in the backward pass; ``"auto"``, the default, recomputes if
     memory requires it."""
     threads: int | None
-    """Number of OpenMP threads of this rank. ``None``, the default, uses the rank's share of the
-    cores, if the CPU computes and the user has set no number of threads."""
+    """Number of OpenMP threads of this rank. ``None``, the default, keeps a number set by
+    ``OMP_NUM_THREADS`` or ``torch.set_num_threads``; otherwise, if the model or the optimizer is on
+    the CPU, it uses the rank's share of the cores."""
     profile: Profile | None
     """A torch profiler trace of a few steps; none by default."""
     workers: int
-    """Worker processes that prefetch a dataset; 0, the default, loads in this process."""
+    """Number of worker processes that prefetch a dataset; 0, the default, loads in this process."""
     pin: bool
-    """Whether batches of a dataset are page-locked, for faster copies to a GPU."""
+    """Whether to page-lock batches of a dataset, for faster copies to a GPU."""
     watchdog: Watchdog | bool
     """Ends a run whose ranks deadlock; on by default with several ranks."""
 
@@ -727,12 +734,13 @@ class _GroupStops(Callback):
                 key=f"optimizer.groups.{group.name}",
                 before="frozen" if not due else "trained",
                 after="trained" if not due else "frozen",
-                reason=f"{taken} steps are already taken, and the last step is {group.until}",
+                reason=f"the group trains until step {group.until}, and {taken} steps have "
+                "been taken",
             )
             trainer.decisions += (decision,)
             announce((decision,), rank=trainer.engine.group.rank)
 
 
 RunView = Trainer
-"""Type of a callback's ``trainer``; an object with the attributes that the callback uses suffices.
-"""
+"""Type of the ``trainer`` argument of callbacks: any object with the attributes that the callback
+uses."""

@@ -54,7 +54,7 @@ class Validation(Callback):
         self._latest: int | None = None
 
     def measure(self, trainer: RunView) -> None:
-        """Validate ``trainer``; each subclass overrides ``measure``, which may be collective."""
+        """Run the validation; subclasses override this method, which may be collective."""
         raise NotImplementedError
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
@@ -79,7 +79,7 @@ class Validation(Callback):
 
 
 class ValidationImages(Validation):
-    """Samples the same images every few steps, with EMA or trained weights.
+    """Samples images with the same inputs and seed every few steps, from EMA or trained weights.
 
     Each validation writes a grid of images to ``folder/step-….png`` and sends the images to the
     trackers. For video models the grid is an animation, and trackers receive the middle frames::
@@ -117,7 +117,11 @@ class ValidationImages(Validation):
         self._wanted, self._clips = wanted, clips
 
     def measure(self, trainer: RunView) -> None:
-        """Sample, write and log the images. Collective."""
+        """Sample, write and log the images. Collective.
+
+        Args:
+            trainer: The trainer that runs ``fit``.
+        """
         images = trainer.sample(**self._wanted)
         suffix = self._clip_format().suffix if images.ndim == 5 else ".png"
         path = self._folder / f"step-{trainer.step:08d}{suffix}"
@@ -148,7 +152,7 @@ class ValidationImages(Validation):
 
 
 class ValidationLoss(Validation):
-    """Measures the loss on held-out data with fixed noise, so values are comparable over steps.
+    """Measures the loss on held-out data with fixed noise, so values are comparable across steps.
 
     Trackers receive the loss as ``validation/loss``, and the loss per noise level as
     ``validation/loss/0.1``, ….
@@ -161,8 +165,8 @@ class ValidationLoss(Validation):
         batches: Number of batches; by default all batches of a list, or 8 batches of a dataset.
         batch_size: Samples per batch of a dataset; by default the plan's micro batch size.
         seed: Seed of the noise.
-        ema: ``True`` measures with the weights of the first EMA, a name with the weights of that
-            EMA, ``False`` with the trained weights.
+        ema: Weights to use: ``True`` for the first EMA, the name of an EMA, or ``False`` for the
+            trained weights.
 
     Attributes:
         history: Step and mean loss of each validation.
@@ -245,14 +249,14 @@ class SampleOptions(TypedDict, total=False):
     labels: torch.Tensor
     count: int
     scheduler: Any
-    """Scheduler; by default the pipeline's scheduler for ``prompts``, otherwise the objective's."""
+    """Scheduler; by default the pipeline's if ``prompts`` are given, otherwise the objective's."""
     steps: int
     guidance_scale: float
     seed: int
     """Seed of the images; default 0."""
     ema: bool | str
-    """``False`` samples with the trained weights, a name with the EMA of this name, and ``True``,
-    the default, with the first EMA, if any."""
+    """Weights to use: ``True`` (default) for the first EMA, if there is one; the name of an EMA; or
+    ``False`` for the trained weights."""
     shape: tuple[int, int, int]
     size: tuple[int, int]
     frames: int

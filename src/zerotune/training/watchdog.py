@@ -1,6 +1,6 @@
 """Ends a run whose ranks deadlock, and reports what each rank is executing.
 
-If ranks run different modules, or different numbers of forward passes, some collective never
+If ranks run different modules, or different numbers of forward passes, a collective never
 completes. Without a watchdog the job occupies its GPUs until a timeout whose message names no
 module. On each rank a thread periodically reads the training thread's stack and writes the current
 module and line to the process group's store. Writing to the store needs no collective.
@@ -84,7 +84,7 @@ class Position:
 
 
 def names_of(model: torch.nn.Module) -> dict[int, str]:
-    """Map the ``id`` of each module and of each parameter to the dotted name of the module.
+    """Map the ``id`` of each module and of each parameter to the module's dotted name.
 
     The root module's name is the name of its class.
     """
@@ -102,7 +102,7 @@ def look(
     """Return a thread's position, and a number that changes whenever the thread makes progress.
 
     If the thread runs no module, the stacks of other threads are searched, because autograd runs
-    backward passes on a GPU in separate threads.
+    GPU backward passes in separate threads.
 
     Args:
         names: Result of ``names_of``.
@@ -176,7 +176,7 @@ class Beat:
     rank: int
     position: Position
     still_s: float
-    """Seconds since the rank last moved."""
+    """Seconds since the rank last made progress."""
     failed: str | None = None
     """Exception that ended ``fit`` on the rank."""
     let_down: bool = False
@@ -184,7 +184,7 @@ class Beat:
     done: bool = False
     """Whether ``fit`` has ended on the rank."""
     pulse: int = 0
-    """Number of heartbeats; the number stops growing if the process is stopped or killed."""
+    """Number of heartbeats sent; it stops growing if the process is stopped or killed."""
     gone: str | None = None
     """State of a silent rank as seen by other ranks; ``None`` while the rank sends heartbeats."""
 
@@ -213,15 +213,14 @@ class Watchdog(Callback):
     """Ends all ranks if no rank makes progress, and logs each rank's step, phase and module.
 
     The watchdog adds no hooks to the model and no work to the training thread. A separate thread
-    reads the stacks of the other threads a few times per timeout. If a rank fails, the watchdog
-    ends the other ranks about ten seconds later. The watchdog detects a killed or stopped rank by
-    its missing heartbeats. On the same machine, the watchdog also checks the state of the rank's
-    process.
+    reads the stacks of the other threads a few times per timeout period. If a rank fails, the
+    watchdog ends the other ranks about ten seconds later. A killed or stopped rank is detected by
+    its missing heartbeats and, on the same machine, by the state of its process.
 
     Args:
-        timeout_s: Seconds without progress on any rank, while at least one rank is in a step.
-            ``None`` uses four fifths of the trainer's ``timeout_s``, so that the watchdog reports
-            before a collective times out.
+        timeout_s: The run ends if no rank makes progress for this many seconds while at least one
+            rank is in a step. ``None`` uses four fifths of the trainer's ``timeout_s``, so that the
+            watchdog reports before a collective times out.
         end: Function that is called on each rank with the watchdog's message. By default the
             message is logged and the process ends, because Python cannot interrupt a thread that
             waits in a collective.
@@ -421,23 +420,23 @@ def _message(beats: list[Beat], world: int, timeout_s: float) -> str:
     gone = [beat for beat in beats if beat.gone]
     where = "; ".join(str(beat) for beat in beats)
     if failed:
-        return f"{_rank_names(failed)} failed and the other ranks wait for it: {where}"
+        return f"{_rank_names(failed)} failed, and the other ranks are waiting: {where}"
     if gone:
         return (
-            f"{_rank_names(gone)} stopped or exited without an error and the other ranks "
-            f"wait for it: {where}. Check the kernel's log for a process killed for lack of "
-            "memory; `kill -CONT` continues a stopped process."
+            f"{_rank_names(gone)} stopped or exited without an error, and the other ranks "
+            f"are waiting: {where}. Check the kernel log for an out-of-memory kill; "
+            "`kill -CONT` continues a stopped process."
         )
     if any(beat.let_down for beat in beats):
-        return f"a rank failed and the other ranks wait for it: {where}"
+        return f"a rank failed, and the other ranks are waiting: {where}"
     places = {(beat.position.step, beat.position.phase, beat.position.module) for beat in beats}
     why = (
-        "The ranks are in different places: all ranks must run the same modules equally often "
-        "in the same order; check for conditions on the rank or the data, and for unequal "
-        "numbers of batches."
+        "The ranks are in different places: all ranks must run the same modules in the same order. "
+        "Check for branches that depend on the rank or the data, and for unequal numbers of "
+        "batches."
         if len(places) > 1 or any(beat.done for beat in beats)
-        else "All ranks are at the same place, which takes longer than the timeout: check the "
-        "network and the disks, or raise Watchdog(timeout_s=...)."
+        else "All ranks are in the same place, and the work there takes longer than the timeout. "
+        "Check the network and the disks, or raise Watchdog(timeout_s=...)."
     )
     return f"no rank of {world} has moved for {timeout_s:g} s: {where}. {why}"
 

@@ -80,7 +80,7 @@ def test_a_model_whose_engine_is_open_is_one_clear_error() -> None:
         assert trained(engine)
     (alone, inside) = found
     for message in (alone, inside):
-        assert "still open" in message
+        assert "another open engine" in message
         assert "close the first trainer" in message
 
 

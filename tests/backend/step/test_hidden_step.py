@@ -820,7 +820,8 @@ def watched(how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [("view", "views of"), ("array", "views of"), ("global hook", "hooks after")]
+    ("how", "reason"),
+    [("view", "views of"), ("array", "views of"), ("global hook", "post-step hooks")],
 )
 def test_whoever_holds_a_view_or_a_global_hook_sees_the_step_taken(how, reason):
     (found,) = run_ranks(watched, how)

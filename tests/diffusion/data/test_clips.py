@@ -220,7 +220,7 @@ def test_broken_clips_are_left_out_or_refused(root):
         ClipFolder(root, on_broken=RefuseBroken())
     fast = ClipFolder(root, check=FirstFrame())
     assert len(fast) == 3
-    with pytest.raises(DataError, match=r"^long.*WholeClip"):
+    with pytest.raises(DataError, match=r'^long.*check="whole"'):
         fast.frames(1, range(12))
     with pytest.raises(DataError, match="is not a folder"):
         ClipFolder(root / "long.txt")

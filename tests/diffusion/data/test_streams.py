@@ -179,7 +179,7 @@ def test_an_exhausted_generator_is_named():
     next(stream)
     with pytest.raises(DataError, match=r"ended after .* and cannot be restarted") as caught:
         next(stream)
-    assert "not a generator" in caught.value.fix
+    assert "instead of a generator" in caught.value.fix
 
 
 def test_samples_without_buckets_are_batched_as_those_in_buckets():

@@ -160,7 +160,7 @@ def test_each_expert_is_trained_and_sizes_must_fit(made):
     assert isinstance(low.family, WanImageToVideoLowNoise)
     assert low.objective().timestep_range == (0.0, 0.9)
     assert loaded.objective().timestep_range == (0.9, 1.0)
-    with pytest.raises(DataError, match="do not have the size"):
+    with pytest.raises(DataError, match="must have the size of the clips"):
         sample(
             loaded.model, family=loaded.family, prompts=["a"], size=(32, 32), frames=5,
             references=clips()[:1, :, 0],

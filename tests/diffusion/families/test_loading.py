@@ -218,7 +218,7 @@ def test_the_training_scheduler_has_the_settings_of_the_one_that_draws(folders, 
 def test_parts_may_be_left_out(folders):
     bare = load_pretrained(folders["flux"], parts=False)
     assert bare.family.parts is None
-    with pytest.raises(DataError, match="Flux has neither VAE nor text encoders"):
+    with pytest.raises(DataError, match="Flux has neither a VAE nor text encoders"):
         bare.family.encode_texts(["a"])
     silent = load_pretrained(folders["flux"], leave_out=("text_encoder_2", "tokenizer_2"))
     assert list(silent.family.parts.text_encoders) == ["text_encoder"]

@@ -240,7 +240,7 @@ def test_streamed_weights_are_offered_and_chosen_only_where_they_are_asked_for()
     assert kept.streamed == asked.streamed
     decision = kept.decisions[-1]
     assert (decision.key, decision.after) == ("streamed.memory", asked.streamed.memory)
-    assert "of 22.80 GiB of usable device memory" in decision.reason
+    assert "of the 22.80 GiB of usable device memory" in decision.reason
 
 
 def test_as_many_units_stay_on_the_device_as_fit():

@@ -84,7 +84,7 @@ class TestText:
 
     def test_every_candidate_says_what_it_needs_and_lacks(self, advice):
         lines = advice_page(advice).text(100).splitlines()
-        start = next(at for at, line in enumerate(lines) if line.startswith("Candidates: "))
+        start = next(at for at, line in enumerate(lines) if line.startswith("Candidates "))
 
         assert [line[:10].strip() for line in lines[start + 2 :] if line[:10].strip()] == [
             "chosen", "fits", "too big", "refused",

@@ -278,7 +278,7 @@ def test_the_size_of_a_bucket_is_that_of_its_precision(precision, size):
     [
         ({"offload_optimizer": {"device": "cpu"}}, "'zero_optimization.offload_optimizer'?"),
         ({"stage": 2}, "'zero_optimization.stage'?"),
-        ({"mixed_precision": "bf16"}, '"bf16": {"enabled": true}'),
+        ({"mixed_precision": "bf16"}, "set bf16.enabled to true"),
         ({"zero_optimization": 2}, 'write {"stage": 2}'),
         ({"fp16": {"loss_scale": "dynamic"}}, "0 means dynamic"),
     ],

@@ -1,9 +1,9 @@
-"""Training under ZeRO, on DeepSpeed directly.
+"""Training under ZeRO through DeepSpeed's own API.
 
-accelerate is not used, because a resolved plan needs nothing that accelerate's DeepSpeed plugin
-does: fill ``"auto"`` in two directions, replace unknown optimizers by DeepSpeedCPUAdam with
-offload, size buckets by a ``hidden_size`` that diffusion models lack, and divide schedules by the
-number of processes. See docs/engines.md for measurements.
+accelerate is not used, because a resolved plan needs none of what accelerate's DeepSpeed plugin
+does. The plugin fills in ``"auto"`` values, replaces unknown optimizers with DeepSpeedCPUAdam with
+offload, derives bucket sizes from a ``hidden_size`` that diffusion models lack, and divides
+schedules by the number of processes. See docs/engines.md for measurements.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _SCALER_FIELDS: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hys
 class ZeROEngine(Engine):
     """An ``Engine`` around a ``deepspeed.DeepSpeedEngine``.
 
-    A subclass sets plan, group, module, ``_engine``, ``_wrapper`` and ``_expected_groups``, and
-    then calls ``_verify``.
+    A subclass sets ``_plan``, ``_group``, ``_module``, ``_engine``, ``_wrapper`` and
+    ``_expected_groups``, and then calls ``_verify``.
     """
 
     _engine: Any
@@ -181,7 +181,7 @@ class ZeROEngine(Engine):
             if parameter.requires_grad and not parameter.is_contiguous():
                 return EngineError(
                     "the parameter's memory format changed after the engine started, and DeepSpeed "
-                    "does not support such gradients",
+                    "does not support gradients in the new format",
                     key=f"model.{name}",
                     value=f"strides {parameter.stride()}",
                     fix="set the memory format of model and inputs before the engine starts, or "
@@ -398,8 +398,8 @@ def end_threads(engine: Any) -> None:
 def replay_adam_steps(adam: Any, steps: int) -> None:
     """After a resume, restore the powers of beta in DeepSpeed's CPU Adam.
 
-    The op of DeepSpeedCPUAdam, and of FusedAdam on a CPU, computes powers of beta as running fp32
-    products. Computing a power directly rounds differently (for 0.999, first at step 3). Without
+    DeepSpeedCPUAdam, like FusedAdam on a CPU, computes powers of beta as running fp32 products.
+    Computing a power directly rounds differently (for 0.999, first at step 3). Without
     ``replay_adam_steps``, the losses of a resumed run differ by about 1e-6 from an uninterrupted
     run's.
 

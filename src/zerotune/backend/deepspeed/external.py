@@ -109,7 +109,7 @@ def _of_module(module: torch.nn.Module) -> MasterWeights:
                 "ZeRO-3 has partitioned this parameter, so the module has only a part of it",
                 key=name,
                 value=tuple(parameter.shape),
-                fix="pass the engine that trains the module instead of the module",
+                fix="pass the engine that trains the module, not the module itself",
             )
     # Replicas hold the same weights, so nothing needs to be exchanged.
     return MasterWeights(
@@ -127,8 +127,8 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
     run every process as a single-process job.
 
     Args:
-        plan: The resolved plan. If its optimizer is not resolved yet, the plugin contains only the
-            keys that accelerate needs, and ``refill_plugin`` adds the rest.
+        plan: The resolved plan. If the plan's optimizer is not resolved yet, the plugin contains
+            only the keys that accelerate needs, and ``refill_plugin`` adds the rest.
     """
     accelerate = require_accelerate()
 
@@ -167,7 +167,7 @@ def refill_plugin(plugin: Any, plan: ResolvedPlan) -> None:
 
 
 def loads_whole(plan: ResolvedPlan) -> tuple[Decision, ...]:
-    """Return the decision that frozen models of the script are not partitioned at stage 3."""
+    """Return the decision not to partition the script's frozen models at stage 3."""
     if plan.stage != 3:
         return ()
     return (
@@ -200,10 +200,10 @@ def accelerate_optimizer(plan: ResolvedPlan, model: torch.nn.Module) -> Any:
 
 
 def embedded_accelerator(embedding: Any, given: Mapping[str, Any]) -> Any:
-    """Return an ``accelerate.Accelerator`` that replaces a script's optimizer by the plan's.
+    """Return an ``accelerate.Accelerator`` that replaces a script's optimizer with the plan's.
 
     Args:
-        embedding: The ``EmbeddedPlan`` to run; it saves, loads and registers objects.
+        embedding: The ``EmbeddedPlan`` to run; it saves and loads checkpoints, and registers EMAs.
         given: Keyword arguments of the script's ``Accelerator``. The plan's values replace
             conflicting ones, and each replacement is recorded as a decision.
     """
@@ -266,7 +266,7 @@ def _accelerator_class() -> Any:
         def save_state(self, output_dir: str | os.PathLike[str] | None = None) -> str:
             if output_dir is None:
                 raise InvalidValueError(
-                    "output_dir is missing; automatic names of checkpoints are unsupported",
+                    "output_dir is missing; automatic checkpoint names are not supported",
                     key="accelerator.save_state",
                     fix="pass a folder, as in save_state(f'{output}/checkpoint-{step}')",
                 )
@@ -315,7 +315,7 @@ def _rescheduled(plan: ResolvedPlan, given: LRScheduler, *, each_step: int) -> D
     name = "a constant rate" if plan.scheduler is None else plan.scheduler.name
     decision = _settled_otherwise("accelerator.prepare.lr_scheduler", type(given).__name__, name)
     if not isinstance(given, LambdaLR):
-        reason = f"{decision.reason}; the rates of the script's schedule cannot be compared"
+        reason = f"{decision.reason}; its learning rates cannot be compared with the script's"
         return attrs.evolve(decision, reason=reason)
     base = chosen_optimizer(plan).lr
     ours = [lr_at(plan.scheduler, step, base) for step in _SAMPLED]
@@ -328,7 +328,7 @@ def _rescheduled(plan: ResolvedPlan, given: LRScheduler, *, each_step: int) -> D
         decision,
         reason=f"{decision.reason}, but the rates differ: at optimizer step {_SAMPLED[worst]} the "
         f"script's rate is {theirs[worst]:.3g} and the plan's {ours[worst]:.3g}; if the script "
-        "multiplies its warm-up or total steps, write the products into the plan",
+        "multiplies its warm-up or total steps, write the multiplied values into the plan",
         severity="warning",
     )
 
@@ -340,8 +340,8 @@ def _not_called(what: str) -> Decision:
         written=key,
         before="called",
         after="not called",
-        reason=f"{what}_state uses a portable checkpoint, which contains the model, and the EMA if "
-        "it is passed to register_for_checkpointing",
+        reason=f"{what}_state uses a portable checkpoint, which contains the model and any EMA "
+        "that is passed to register_for_checkpointing",
     )
 
 
@@ -362,7 +362,7 @@ def check_accelerate(world_size: int) -> None:
             "would train on the same data",
             key="Accelerator.num_processes",
             value=counted,
-            fix="use Accelerator(**run.accelerator_arguments()), or on a CPU "
+            fix="use Accelerator(**run.accelerator_arguments()), or, on a CPU, "
             'Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])',
         )
 
@@ -370,8 +370,9 @@ def check_accelerate(world_size: int) -> None:
 class AttachedEngine(ZeROEngine):
     """An ``Engine`` around a ``deepspeed.DeepSpeedEngine`` that another trainer initialized.
 
-    The engine is compared with the plan, so a replaced optimizer is found before the first step.
-    EMA and checkpoints work as with every engine. ``close`` does not destroy DeepSpeed's engine.
+    The engine is compared with the plan, so an optimizer that the trainer replaced is detected
+    before the first step. EMA and checkpoints work as with any other engine. ``close`` does not
+    destroy DeepSpeed's engine.
 
     Args:
         engine: DeepSpeed's engine, or the model as returned by ``accelerator.prepare`` or

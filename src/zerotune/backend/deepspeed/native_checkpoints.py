@@ -1,7 +1,7 @@
 """Read DeepSpeed's own checkpoint folders, part by part.
 
 The files are pickles. They are loaded with ``weights_only``, which runs no code from the file; only
-a few harmless classes of DeepSpeed are allowed.
+a few harmless DeepSpeed classes are allowed.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class NativeCheckpoint:
             if (self.folder / name).is_file():
                 return self.folder / name
         raise CheckpointCorruptError(
-            "the file of the model's states is missing (mp_rank_00_model_states.pt)",
+            "the model state file is missing (mp_rank_00_model_states.pt)",
             key=str(self.folder),
         )
 

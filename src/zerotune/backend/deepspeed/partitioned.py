@@ -2,7 +2,7 @@
 
 DeepSpeed needs far more device memory to start than to train (``DeepSpeedZeroOptimizer.__init__``
 of 0.19.8). It first copies each group's weights to a flat tensor on the device, and then clones
-this rank's part there before moving the clone to the host. With each copy, the device holds the
+this rank's part there before moving the clone to the host. During each copy, the device holds the
 weights twice, so a GPU that could train a model may fail to start. ``flat_through_host`` makes both
 copies in host memory, weight by weight, with bit-identical results.
 """
@@ -124,7 +124,7 @@ class PartitionedLayout(SteppedLayout, ResidentLayout):
 
 
 class AskedOnce:
-    """Read overflow flags and norms of gradients with one device synchronisation per step.
+    """Read overflow flags and gradient norms with one device synchronisation per step.
 
     Args:
         wrapper: DeepSpeed's ZeRO optimizer with offload; its methods are replaced.
@@ -195,7 +195,7 @@ class PartitionedStep(HostStep):
     def hide(self) -> None:
         super().hide()
         if self._group.world_size > 1:
-            with self._group.naming("the start of the exchange of weights"):
+            with self._group.naming("the setup of the weight exchange"):
                 beside = self._group.another()
                 self._beside = beside, beside.for_tensors()
 
@@ -492,9 +492,8 @@ class PartitionedWrapper(OptimizerWrapper):
             Decision(
                 key="zero_optimization.compute_grad_norm",
                 before="gradients are not checked",
-                after="steps with NaN or infinity are skipped",
-                reason="without a gradient norm, DeepSpeed would apply fp32 gradients that are not "
-                "finite",
+                after="steps with NaN or infinite gradients are skipped",
+                reason="without a gradient norm, DeepSpeed would apply non-finite fp32 gradients",
             ),
         )
 
@@ -513,8 +512,8 @@ class PartitionedWrapper(OptimizerWrapper):
             AskedOnce(self.raw)
             after = "once per step"
             reason = (
-                "overflow flags and norms of gradients stay on the device until the step reads all "
-                "of them; DeepSpeed would wait for the device twice per parameter; results are "
+                "the step reads all overflow flags and gradient norms from the device at once, "
+                "whereas DeepSpeed would wait for the device twice per parameter; results are "
                 "identical"
             )
         return (Decision(key=READS_KEY, before=before, after=after, reason=reason),)

@@ -90,9 +90,9 @@ class HalfWrapper(OptimizerWrapper):
     def correct(self) -> tuple[Decision, ...]:
         """Undo the optimizer step that DeepSpeed's wrappers run when they are created.
 
-        ``FP16_Optimizer`` allocates its states by a step on zero gradients. That step applies
-        weight decay and sets Adam's counter to 1. The first real step would therefore use the bias
-        correction of the second, and losses would differ from stages 1-3 by up to 5e-2.
+        ``FP16_Optimizer`` allocates its states by running a step on zero gradients. That step
+        applies weight decay and sets Adam's counter to 1. The first real step would therefore use
+        the bias correction of the second, and losses would differ from stages 1-3 by up to 5e-2.
         """
         if self.engine.global_steps:
             return ()
@@ -138,8 +138,8 @@ class HalfWrapper(OptimizerWrapper):
                 key=READS_KEY,
                 before=before,
                 after="once per step",
-                reason="overflow flags stay on the device until all are computed; DeepSpeed would "
-                "wait for the device once per parameter; results are identical",
+                reason="all overflow flags are read from the device at once, whereas DeepSpeed "
+                "would wait for the device once per parameter; results are identical",
             ),
         )
 

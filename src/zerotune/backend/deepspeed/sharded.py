@@ -1,10 +1,10 @@
 """Stage 3: parameters are partitioned over all ranks; weights and states may be on NVMe.
 
 DeepSpeed moves a whole model to the device before partitioning. ``shard_from_host`` instead uses
-``zero.Init``, so that at most one whole parameter is on the device. After its engine ends,
-DeepSpeed's module has empty weights, and hooks that use a destroyed process group. A single rank
-has all weights and restores them without copies. Several ranks would have to gather them, which is
-impossible if the engine closes because a rank has failed.
+``zero.Init``, so that at most one whole parameter is on the device. When DeepSpeed's engine ends,
+it leaves the module with empty weights, and with hooks that use a destroyed process group. A single
+rank has all weights and restores them without copies. Several ranks would have to gather them,
+which is impossible if the engine closes because a rank has failed.
 """
 
 from __future__ import annotations
@@ -512,11 +512,11 @@ class ShardedWrapper(OptimizerWrapper):
         return (
             Decision(
                 key=f"{LEAF_KEY}.gradients",
-                before="by module",
-                after="by parameter",
-                reason=f"{', '.join(names)}: weights are fetched by module, but gradients are "
-                "reduced by parameter, because reducing them by module fails if a model is called "
-                "twice before a backward pass",
+                before="per module",
+                after="per parameter",
+                reason=f"{', '.join(names)}: weights are fetched per module, but gradients are "
+                "reduced per parameter, because reducing them per module fails if a model is "
+                "called twice before a backward pass",
             ),
         )
 
@@ -530,8 +530,8 @@ class ShardedWrapper(OptimizerWrapper):
             "before one backward pass",
             key=f"{LEAF_KEY}.classes",
             value=sorted({type(leaf).__name__ for leaf in leaves}),
-            fix="remove classes that are called more than once (an empty list disables leaf "
-            "modules), or call the model once with both batches concatenated",
+            fix="remove the classes of modules that are called more than once (an empty list "
+            "disables leaf modules), or call the model once with both batches concatenated",
         )
 
     @override
@@ -578,10 +578,10 @@ def _count_as_torch(adam: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> No
 def align_swapped_gradients(engine: Any) -> tuple[Decision, ...]:
     """Align gradients on NVMe so that direct I/O can read them back.
 
-    DeepSpeed 0.19.8 reads a swapped gradient directly to its offset in the sub-group's buffer. If
-    the offset is not a multiple of the sector size, the read fails, and DeepSpeed ignores the
-    error. The optimizer then silently uses stale data for every unaligned gradient of at least
-    1 MiB.
+    DeepSpeed 0.19.8 uses direct I/O to read a swapped gradient into the sub-group's buffer, at the
+    gradient's offset. If the offset is not a multiple of the sector size, the read fails, and
+    DeepSpeed ignores the error. The optimizer then silently uses stale data for every unaligned
+    gradient of at least 1 MiB.
 
     Args:
         engine: DeepSpeed's engine.
@@ -618,12 +618,13 @@ def split_aligned(
     end of a gradient.
 
     Args:
-        swapper: DeepSpeed's swapper, which defines the alignment and the smallest size.
+        swapper: DeepSpeed's swapper, which defines the alignment and the smallest size of a swapped
+            gradient.
         tensors: Gradients, 1-D.
         offsets: Offset of each gradient in the sub-group.
 
     Returns:
-        The parts, and their offsets in the sub-group.
+        All parts, and their offsets in the sub-group.
     """
     unit = swapper.numel_alignment
     parts: list[torch.Tensor] = []

@@ -1,6 +1,6 @@
 """Start training under DeepSpeed: checks, process group, configuration and initialization.
 
-The engine that initializes DeepSpeed and the plan inside a different trainer share this module.
+Both zerotune's own engines and plans that run inside another trainer use this module.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def join(
 
     Args:
         platform: The plan's machine.
-        resources: Receives everything to close when training ends.
+        resources: Exit stack for everything that must be closed when training ends.
         timeout_s: Seconds after which a collective raises an error.
     """
     accelerator = platform.deepspeed.accelerator or platform.accelerator
@@ -240,11 +240,11 @@ def join_checked(
     Args:
         plan: The resolved plan.
         model: The model.
-        resources: Receives everything to close when training ends.
+        resources: Exit stack for everything that must be closed when training ends.
         timeout_s: Seconds after which a collective raises an error.
 
     Returns:
-        DeepSpeed, the group, and names and parameters of all trainable parameters.
+        DeepSpeed, the process group, and all trainable parameters with their names.
     """
     check_plan(plan)
     check_not_gone(model)
@@ -261,7 +261,7 @@ def join_checked(
 def read_weights(
     deepspeed: ModuleType, plan: ResolvedPlan, model: torch.nn.Module
 ) -> tuple[Decision, ...]:
-    """Load onto the device all weights still in files; at stage 3, partitioning loads the weights.
+    """Load weights that are still in files onto the device; at stage 3, partitioning loads them.
 
     The weights are read in the plan's precision, which needs half the memory of fp32. Training does
     not change, because DeepSpeed rounds weights to the plan's precision in any case.
@@ -276,14 +276,14 @@ def read_weights(
         return ()
     how = "each rank reads only its part of every tensor"
     if plan.stage != 3:
-        how = "one at a time, and moved to the device"
+        how = "one tensor at a time is moved to the device"
         device = deepspeed.accelerator.get_accelerator().current_device_name()
         bring_weights(model, dtype=DTYPES[plan.precision], device=device)
     return (
         Decision(
             key="model.weights",
             before="in their files",
-            after=f"{count} tensors read in {plan.precision}, {how}",
+            after=f"{count} tensors read in {plan.precision}; {how}",
             reason=f"DeepSpeed converts weights to {plan.precision} in any case",
         ),
     )
@@ -310,7 +310,7 @@ def initialize_arguments(plan: ResolvedPlan, model: torch.nn.Module) -> dict[str
 
 @contextmanager
 def compiling(plan: ResolvedPlan) -> Iterator[None]:
-    """Inside the block, DeepSpeed compiles the plan's ops and ignores locks of ended processes."""
+    """Inside the block, let DeepSpeed compile the plan's ops, and ignore stale build locks."""
     communication: Any = importlib.import_module("deepspeed.comm.torch")
     build = communication.build_shm_op
     with building():
@@ -334,7 +334,7 @@ def initialize(
         deepspeed: The module.
         plan: The resolved plan.
         arguments: Result of ``initialize_arguments``.
-        resources: Receives the cleanup functions that DeepSpeed's engine lacks.
+        resources: Exit stack for the cleanup functions that DeepSpeed's engine lacks.
 
     Returns:
         DeepSpeed's engine, and decisions about the placement of weights.
@@ -395,7 +395,7 @@ def pin_exactly(
 
     Args:
         plan: The plan that is about to start.
-        resources: Receives everything to close with the engine.
+        resources: Exit stack for everything that must be closed with the engine.
         environ: Environment variables; default: those of this process.
     """
     zero = plan.plan.zero_optimization

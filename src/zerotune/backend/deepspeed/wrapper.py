@@ -44,14 +44,14 @@ GRADIENTS_KEY: Final = "optimizer.step.gradients"
 
 @attrs.frozen(kw_only=True)
 class Upstream:
-    """For one DeepSpeed class, attributes that zerotune uses and methods that zerotune replaces."""
+    """Attributes that zerotune uses, and methods that it replaces, in one DeepSpeed class."""
 
     owner: str
     """Dotted name of the class."""
     relied_on: tuple[str, ...] = ()
-    """Attributes outside the documented interface that zerotune cannot work without."""
+    """Undocumented attributes that zerotune requires."""
     replaced: tuple[str, ...] = ()
-    """Methods that zerotune replaces in whole or in part if their source is a tested one."""
+    """Methods that zerotune replaces, wholly or partly, if their source is a tested version."""
 
     @property
     def missing(self) -> list[str]:
@@ -102,7 +102,7 @@ def source_digest(function: Any) -> str | None:
 
 @functools.cache
 def tested_sources() -> dict[str, dict[str, list[str]]]:
-    """Return the tested DeepSpeed releases, by dotted name and source digest of a method."""
+    """Return the tested DeepSpeed releases of each method, by dotted name and source digest."""
     file = importlib.resources.files("zerotune") / "backend" / "data" / "sources.json"
     content: dict[str, dict[str, list[str]]] = json.loads(file.read_text(encoding="utf-8"))
     return content
@@ -161,7 +161,7 @@ class OptimizerWrapper(ABC):
         """
 
     def correct(self) -> tuple[Decision, ...]:
-        """Apply corrections that all DeepSpeed engines need, also those of other trainers."""
+        """Apply corrections that all DeepSpeed engines need, including those of other trainers."""
         return ()
 
     def improve(self) -> tuple[Decision, ...]:
@@ -191,7 +191,7 @@ class OptimizerWrapper(ABC):
     def take_over_step(
         self, plan: ResolvedPlan, group: ProcessGroup
     ) -> tuple[HostStep | None, tuple[Decision, ...]]:
-        """Replace the step of an Adam in host memory by a fused step, if possible. Collective.
+        """Replace the step of an Adam in host memory with a fused step, if possible. Collective.
 
         Args:
             plan: The resolved plan.
@@ -269,7 +269,7 @@ class HostStep(DeferredSteps):
     """Methods of the wrapper that are replaced."""
 
     settles_first: ClassVar[tuple[str, ...]] = ()
-    """Methods of the wrapper that read or write weights or states."""
+    """Methods of the wrapper that must first wait for a pending step."""
 
     def __init__(self, *, wrapper: Any, **base: Any) -> None:
         super().__init__(adam=wrapper.optimizer, **base)

@@ -1,1 +1,1 @@
-"""Optimizers in torch: zerotune's classes, and those that a plan names in torch or packages."""
+"""Torch optimizers: zerotune's own, and those from torch or other packages that a plan names."""

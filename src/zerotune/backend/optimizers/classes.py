@@ -1,4 +1,4 @@
-"""Optimizers in torch that DeepSpeed lacks, or supports only at some ZeRO stages.
+"""Torch optimizers that DeepSpeed lacks, or supports only at some ZeRO stages.
 
 They are Lamb, Lion and Muon, and AdamW with 16-bit or 8-bit moments. All accept whole parameters
 and ZeRO's flat shards: see ``ShardAware``.
@@ -26,7 +26,7 @@ class Piece:
     """This rank's part of one parameter, inside one tensor of the optimizer."""
 
     index: int
-    """Number of the parameter, the same on every rank."""
+    """Index of the parameter, the same on every rank."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     start: int
@@ -88,7 +88,7 @@ class ShardAware(TensorByTensor):
     _device: torch.device = torch.device("cpu")
 
     def attach(self, *, layout: MasterLayout, group: ProcessGroup, device: torch.device) -> None:
-        """Record which parts of parameters each of the optimizer's tensors contains.
+        """Record which parameter parts each of the optimizer's tensors contains.
 
         Collective: every rank must call it, after the engine has partitioned the parameters.
 
@@ -152,7 +152,7 @@ class ShardAware(TensorByTensor):
         return self._group.sum_(values.to(self._device)).to(values.device)
 
     def whole(self, flat: torch.Tensor, piece: Piece) -> torch.Tensor | None:
-        """Return a parameter's values from ``flat``; gather them from all ranks if it is split.
+        """Return a parameter's values from ``flat``; gather a split parameter from all ranks.
 
         Args:
             flat: A tensor laid out like the optimizer's tensor.
@@ -183,7 +183,7 @@ class Lamb(ShardAware):
         betas: Decay rates of the moments.
         eps: Constant added to the denominator, so that it is not zero.
         weight_decay: Weight decay, added to the update before the trust ratio is computed.
-        bias_correction: Whether to correct the moments for their initialisation with zeros.
+        bias_correction: Whether to correct the moments for their zero initialisation.
         max_coeff: Upper limit of the trust ratio.
         min_coeff: Lower limit of the trust ratio.
     """
@@ -280,9 +280,9 @@ class Muon(ShardAware):
     """Muon of Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/).
 
     Groups with ``use_muon`` are updated with the orthogonalised momentum; AdamW updates all other
-    groups. As in the authors' code, convolutions count as matrices (out, in x height x width).
-    Under ZeRO, matrices that are split over ranks are gathered for the orthogonalisation, one
-    matrix at a time. Each rank then applies its part of the result.
+    groups. As in the authors' code, convolution weights are treated as matrices of shape (out, in x
+    height x width). Under ZeRO, matrices that are split over ranks are gathered for the
+    orthogonalisation, one matrix at a time. Each rank then applies its part of the result.
 
     Args:
         params: Groups; each may contain ``use_muon``, ``lr``, ``momentum``, ``weight_decay``,
@@ -384,8 +384,8 @@ _WIDENED_ON_DEVICE: Final = 2**22
 """Elements converted to fp32 at a time on a GPU: enough to use it fully, in 64 MiB."""
 _FUSED: Final = frozenset({"cpu", "cuda", "xpu"})
 NOISE_PERIOD: Final = 2**22
-"""Elements of a group after which the random bits of a step repeat. Elements may share bits: an
-element's rounding errors cancel over the steps as long as its bits differ between steps."""
+"""Number of elements of a group after which a step's random bits repeat. Elements may share bits:
+an element's rounding errors cancel over the steps as long as its bits differ between steps."""
 _WORD: Final = 2**32 - 1
 
 
@@ -421,16 +421,16 @@ class AdamWBF16States(AdamWStates):
     The states use 4 bytes per weight instead of 8; weights, gradients and arithmetic are fp32. Each
     chunk of moments is converted to fp32, updated by torch's AdamW and rounded stochastically to
     bf16. Stochastic rounding (Gupta et al. 2015, https://arxiv.org/abs/1502.02551) is exact in
-    expectation. Rounding to nearest would freeze the second moment. The second moment's relative
-    change per step, ``1 - beta2``, is smaller than half a unit in the last place of bf16.
+    expectation. Rounding to nearest would freeze the second moment, because its relative change per
+    step, ``1 - beta2``, is smaller than half a unit in the last place of bf16.
 
-    The noise depends only on the step, the group, and an element's position among the group's
-    stepped elements. Therefore a resumed run is identical to an uninterrupted one, and replicas
+    The noise depends only on the step, the group, and the element's position among the group's
+    updated elements. Therefore a resumed run is identical to an uninterrupted one, and replicas
     agree. The update is elementwise, so ZeRO's flat shards do not change the result.
     """
 
     state_dtype: torch.dtype = torch.bfloat16
-    """Dtype of the moments, also for code that creates them before the first step."""
+    """Dtype of the moments; also used by code that creates them before the first step."""
 
     @cached_property
     def _noise(self) -> Noise:
@@ -478,7 +478,7 @@ class AdamWBF16States(AdamWStates):
 
 
 def noise_key(taken: int, group: int) -> int:
-    """Return the 32-bit seed of the random bits of one step and one group.
+    """Return the 32-bit seed of the random bits for one step of one group.
 
     Args:
         taken: Number of steps before this one.
@@ -488,7 +488,7 @@ def noise_key(taken: int, group: int) -> int:
 
 
 def noise_bits(key: int, positions: torch.Tensor) -> torch.Tensor:
-    """Return the random bits of elements, like ``drawn`` in ``step/host_step.cpp``.
+    """Return each element's random bits, identical to those of ``drawn`` in ``step/host_step.cpp``.
 
     Args:
         key: Result of ``noise_key``.
@@ -533,7 +533,7 @@ class Noise:
         return start
 
     def of(self, key: int, start: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """Return random int32 from 0 to 65,535 for each moment, one per element of ``like``.
+        """Return, for each moment, one random int32 from 0 to 65,535 per element of ``like``.
 
         Args:
             key: Result of ``noise_key``.
@@ -587,11 +587,11 @@ def update_chunk(
 
 
 def round_stochastically(exact: torch.Tensor, bits: torch.Tensor, *, into: torch.Tensor) -> None:
-    """Round fp32 numbers at random to a neighbouring bf16 number; the expectation is exact.
+    """Round each fp32 number randomly to one of the two nearest bf16 numbers; exact in expectation.
 
     Args:
         exact: fp32 numbers; overwritten. Infinity and NaN are kept.
-        bits: Uniform random int32 from 0 to 65,535, in the shape of ``exact``.
+        bits: Uniform random int32 numbers from 0 to 65,535, in the shape of ``exact``.
         into: bf16 tensor in the shape of ``exact``; receives the result.
     """
     # A NaN of all ones, CUDA's usual one, would become 0 by the carry; this one has room for it.
@@ -618,9 +618,10 @@ class Codebook:
     values: torch.Tensor
     """fp32, 256 in ascending order."""
     middles: torch.Tensor
-    """fp32, 256: the middle between each value and the next; infinity for the last value."""
+    """fp32, 256 elements: midpoint between each value and the next; infinity for the last value."""
     lowest: torch.Tensor
-    """uint8, 65,536: the lowest code of all fp32 numbers with the index as their upper 16 bits."""
+    """uint8, 65,536 elements: the lowest code of all fp32 numbers whose upper 16 bits equal the
+    index."""
 
     @property
     def zero(self) -> int:
@@ -646,10 +647,10 @@ class Codebook:
         return self._nearest(numbers, scales), scales
 
     def encode_again(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encode like ``encode``, but without changing any bit of numbers that ``decode`` returned.
+        """Encode like ``encode``, but keep numbers returned by ``decode`` bit for bit.
 
-        ``encode`` alone may change decoded numbers: if a block's largest number is negative, the
-        number's code represents a magnitude slightly below the block's scale.
+        ``encode`` alone may change such numbers: if a block's largest number by magnitude is
+        negative, its code represents a magnitude slightly below the block's scale.
 
         Args:
             numbers: Numbers to encode, fp32, 1-D.
@@ -728,8 +729,8 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
     fp32 scale per block of 256 codes (https://arxiv.org/abs/2110.02861). As in bitsandbytes'
     AdamW8bit, a step decodes the moments, updates them in fp32 and encodes them again.
 
-    The engine that streams weights runs this update as one fused C++ kernel. Without streaming, the
-    class is slow; use bitsandbytes instead.
+    The streaming engine runs this update as one fused C++ kernel. Without streaming, this class is
+    slow; use bitsandbytes instead.
     """
 
     @staticmethod

@@ -48,7 +48,7 @@ def parameter_groups(choice: OptimizerChoice, named: Named) -> list[Any]:
         missing = [name for name in group.parameters if name not in left]
         if missing:
             raise EngineError(
-                "the plan's optimizer groups name a parameter that is not trained here",
+                "this group of the plan contains a parameter that the model does not train",
                 key=f"optimizer.groups.{group.name}",
                 value=missing[0],
                 fix="resolve the plan with ModelFacts.from_module(model) for the model to train",
@@ -66,7 +66,7 @@ def parameter_groups(choice: OptimizerChoice, named: Named) -> list[Any]:
 
 
 def build_client_optimizer(choice: OptimizerChoice, named: Named) -> torch.optim.Optimizer:
-    """Build the plan's optimizer if DeepSpeed does not build it.
+    """Build the plan's optimizer, which DeepSpeed does not build itself.
 
     Args:
         choice: The optimizer with its arguments and groups.
@@ -126,15 +126,15 @@ def _optimizer_factory(choice: OptimizerChoice) -> Callable[..., Any]:
 
 
 STOPPED: Final = "stopped"
-"""Group key: whether the group has taken its last step, so that later steps skip the group."""
+"""Parameter group key: whether the group has taken its last step and is skipped from then on."""
 
 
 class CurveScheduler:
     """Set the learning rate of every group from ``zerotune.optimizers.schedules.lr_at``.
 
-    The plain engine uses this class. DeepSpeed uses the class for schedules that DeepSpeed lacks,
-    and for groups with different rates. The engine calls ``step`` after each applied optimizer
-    step.
+    The plain engine always uses this class. The DeepSpeed engine uses it for schedules that
+    DeepSpeed lacks, and for groups with different rates. The engine calls ``step`` after each
+    applied optimizer step.
 
     Args:
         optimizer: The optimizer; each group's ``lr`` keeps its ratio to ``base_lr``.
@@ -166,7 +166,7 @@ class CurveScheduler:
         """Advance to the next optimizer step.
 
         Args:
-            last_batch_iteration: Index of the last finished step; default: one step further.
+            last_batch_iteration: Index of the last finished step; default: the next index.
         """
         self._steps = self._steps + 1 if last_batch_iteration is None else last_batch_iteration + 1
         self._apply()
@@ -215,7 +215,7 @@ def curve(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveSchedule
 
 
 def own_scheduler(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveScheduler] | None:
-    """Return the scheduler factory for DeepSpeed; ``None`` if DeepSpeed has the schedule itself."""
+    """Return the scheduler factory for DeepSpeed; ``None`` if DeepSpeed's own class is used."""
     if plan.scheduler is None or plan.scheduler.source == "deepspeed":
         return None
     return curve(plan)
@@ -241,7 +241,7 @@ def continue_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
 
 
 def scheduler_class(plan: ResolvedPlan) -> str | None:
-    """Return the class name of the schedule under DeepSpeed; ``None`` without a schedule."""
+    """Return the name of the schedule's class under DeepSpeed; ``None`` without a schedule."""
     if plan.scheduler is None:
         return None
     return plan.scheduler.name if plan.scheduler.source == "deepspeed" else CurveScheduler.__name__

@@ -1,6 +1,6 @@
-"""Steps of every Adam in host memory, fused into a single pass over memory per slab (flat tensor).
+"""Fused steps of every Adam in host memory: a single pass over memory per slab (flat tensor).
 
-``Stepper.begin`` counts a step and fixes its hyperparameters. It returns a ``SlabStep``, which
+``Stepper.begin`` counts a step and records its hyperparameters. It returns a ``SlabStep``, which
 updates nothing until it is run, in pieces of any size and from any thread.
 """
 
@@ -158,32 +158,32 @@ class SplitMasters(Masters):
 
 
 VECTOR: Final = 16
-"""Elements of the widest vector; DeepSpeed and torch update the remainder with scalar code."""
+"""Elements in the widest vector; DeepSpeed and torch update the remainder with scalar code."""
 _ADAM_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 TORCH_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW)
 
 Vectors = Callable[[slice, Sequence[Average]], None]
 Tail = Callable[[slice, torch.Tensor], None]
 Places = Sequence[tuple[int, int]]
-"""First elements of runs in a slab, and the positions of these elements in the slab's group."""
+"""For each contiguous run of a slab, its first element in the slab and in the group."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class SlabStep:
-    """A begun step of one slab; the slab's elements may be updated in any order.
+    """A step of one slab that has begun; the slab's elements may be updated in any order.
 
-    All tensors are flat and equally long.
+    All tensors are flat and have the same length.
     """
 
     masters: Masters
     out: torch.Tensor | None
     """Output tensor for the weights in the model's dtype."""
     vectors: Vectors
-    """Update elements in whole vectors, with averages and the cast to ``out``."""
+    """Update whole vectors of elements, including averages and the cast to ``out``."""
     tail: Tail
-    """Update the last elements, in fp32; DeepSpeed's or torch's compiler chose their FMAs."""
+    """Update the remaining elements in fp32, with the FMAs of DeepSpeed's or torch's compiler."""
     whole: int | None = None
-    """Index of the first element for ``tail``; default: the first that fills no vector."""
+    """Index of the first element for ``tail``; default: the first after the last whole vector."""
 
     def run(self, start: int, stop: int, averages: Sequence[Average] = ()) -> None:
         """Update a range of elements; each element must be updated exactly once per step.
@@ -191,7 +191,7 @@ class SlabStep:
         Args:
             start: First element.
             stop: Index one past the last element.
-            averages: Averages of exactly these elements, which are updated too.
+            averages: Averages of exactly these elements, to be updated as well.
         """
         whole = self.masters.numel // VECTOR * VECTOR if self.whole is None else self.whole
         middle = max(start, min(stop, whole))
@@ -270,7 +270,7 @@ class _Begun:
 
 
 class Stepper(ABC):
-    """Begin the steps of an optimizer in host memory, using the optimizer's groups and states."""
+    """Begin the steps of an optimizer in host memory, using its groups and states."""
 
     _state_dtype: torch.dtype = torch.float32
     _has_tail: bool = True
@@ -307,7 +307,7 @@ class Stepper(ABC):
             slab: Flat tensor that is a key of the optimizer's states.
             gradient: The slab's gradient, of any dtype that the op supports.
             group: The slab's parameter group.
-            factor: Factor that the gradient is multiplied by.
+            factor: Multiplier for the gradient.
             out: See ``SlabStep.out``.
             masters: The fp32 weights; default: the slab itself.
             places: Positions of the slab's elements in the group; default: after the group's
@@ -404,7 +404,7 @@ class HostBF16Adam(Stepper):
 
 
 class Host8BitAdam(Stepper):
-    """Stepper bit-identical to ``AdamW8BitStates.step``; every part starts at a code block."""
+    """Stepper bit-identical to ``AdamW8BitStates.step``; every part starts at a block boundary."""
 
     _has_tail = False
 
@@ -553,7 +553,7 @@ def stepper_of(adam: torch.optim.Optimizer) -> type[Stepper]:
 
 
 class BetaPowers:
-    """Powers of the betas as rounded running products, as in DeepSpeedCPUAdam's op.
+    """Powers of the betas, computed as rounded running products, as in DeepSpeedCPUAdam's op.
 
     After a resume, call ``at`` for each past step.
     """
@@ -564,10 +564,10 @@ class BetaPowers:
         self._powers = 1.0, 1.0
 
     def at(self, step: int, beta1: float, beta2: float) -> tuple[float, float]:
-        """Return both betas to the power of ``step``, in fp32, and remember the step.
+        """Return both betas raised to the power ``step``, in fp32, and remember the step.
 
         Args:
-            step: Number of the step, from 1.
+            step: Step number, starting at 1.
             beta1: Decay rate of the first moment.
             beta2: Decay rate of the second moment.
         """

@@ -185,7 +185,7 @@ class DeferredSteps(ABC):
             followers: The averages.
 
         Returns:
-            Whether the pending update updates them; ``False`` if there is none.
+            Whether the pending update will include them; ``False`` if none is pending.
         """
         self._averaged, pending = True, self._pending
         if pending is None:
@@ -231,7 +231,7 @@ class DeferredSteps(ABC):
     def _why_not_now(self) -> str | None:
         """Why this update cannot be deferred; ``None`` if it can."""
         if self._optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
-            return "hooks after the optimizer's step read the updated weights"
+            return "post-step hooks of the optimizer read the updated weights"
         # Importing the compiler takes seconds, and compiled code needs the import anyway.
         if self._watch is None and "torch._dynamo" in sys.modules:
             self._watch = CompilerWatch(self._found_compiling)
@@ -385,7 +385,7 @@ def take_over(
     make: Callable[..., S],
     reason: str,
 ) -> tuple[S | None, tuple[Decision, ...]]:
-    """Replace an Adam's step by zerotune's fused step if possible. Collective.
+    """Replace an Adam's step with zerotune's fused step, if possible. Collective.
 
     Args:
         plan: The resolved plan, with ``host_step`` and ``hidden_step``.
@@ -435,21 +435,21 @@ def _shares_cores(step: DeferredSteps) -> Decision:
     elif taken < threads:
         reason = "one thread remains for the host's part of the next forward pass"
     else:
-        reason = "two threads that the next forward pass also uses are faster than one thread"
+        reason = "using all threads is faster than leaving a core free for the next forward pass"
     return Decision(
         key=THREADS_KEY,
         before=threads,
         after=taken,
         reason=f"{reason}; {cores} for this process; the default is torch's number of threads, "
-        "which the trainer sets to leave cores for data workers and other ranks (threads)",
+        "which the trainer sets to leave cores for data workers and other ranks (see `threads`)",
     )
 
 
 def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     """Choose whether updates are deferred and whether a thread runs them. Collective.
 
-    On an accelerator, updates are deferred only if a proof passed on the accelerator, or if the
-    plan requests deferred updates.
+    On an accelerator, updates are deferred only if the proof has passed on this device, or if the
+    plan requests it.
 
     Args:
         step: The optimizer's step.
@@ -471,7 +471,7 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
         step.take_at_once(at_once)
     elif plan.hidden_step or (plan.hidden_step is None and not on_cpu and unproven is None):
         after = "completed in a thread, during the next forward pass"
-        reason = "the CPU cores are idle during the forward pass, and a proof passed on this device"
+        reason = "CPU cores are idle during the forward pass, and the proof passed on this device"
         if plan.hidden_step:
             reason = "set in the plan"
             reason += "" if unproven is None else f", although unproven: {unproven}"
@@ -508,7 +508,7 @@ _VIEWED: Final = (
 class CompilerWatch:
     """Detect when torch starts a compilation that ``_enter_compiled`` has not announced.
 
-    ``call`` runs before torch reads the code and the weights.
+    When one starts, ``call`` runs before torch reads the code and the weights.
     """
 
     _inside = threading.local()

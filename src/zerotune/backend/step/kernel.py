@@ -1,10 +1,10 @@
-"""``HostStepOp``: zerotune's only compiled op, which fuses Adam, averages and cast.
+"""``HostStepOp``: zerotune's only compiled op, which fuses Adam, the averages and the cast.
 
 ``torch.compile`` could generate such a kernel, but was 10 % slower in an experiment and needs a
 kernel for every combination of averages, dtypes and thread counts. The compiler would also decide
 which products become FMAs, which changes the last bit. The op is therefore written in C++
-(``host_step.cpp``) without torch or Python, and compiles in seconds into the folder of DeepSpeed's
-ops.
+(``host_step.cpp``) and uses neither torch nor Python. It compiles in seconds, into the folder of
+DeepSpeed's ops.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AdamNumbers:
     """Coefficients of one Adam step in DeepSpeed's arithmetic; converted to fp32 in C++."""
 
     factor: float
-    """Factor of the gradient, for clipping and the loss scale."""
+    """Multiplier for the gradient, which combines clipping and the loss scale."""
     beta1: float
     beta2: float
     one_minus_beta1: float
@@ -82,7 +82,7 @@ class TorchAdamNumbers:
     """Coefficients of one Adam or AdamW step in torch's arithmetic."""
 
     factor: float
-    """Factor of the gradient, for clipping and the loss scale."""
+    """Multiplier for the gradient, which combines clipping and the loss scale."""
     decay: float
     """``1 - lr * weight_decay`` if weight decay is decoupled; otherwise 1."""
     l2: float
@@ -144,10 +144,10 @@ class _Coded(ctypes.Structure):
 
 @attrs.frozen(kw_only=True, eq=False)
 class CodedMoment:
-    """A moment with one byte per weight."""
+    """A moment stored in one byte per weight."""
 
     codes: torch.Tensor
-    """Codes, uint8; the first code begins a block."""
+    """Codes, uint8; the first code is at the start of a block."""
     scales: torch.Tensor
     """Scale of each block, fp32."""
     book: Codebook
@@ -223,7 +223,7 @@ class HostStepOp:
             exp_avg_sq: Second moment, like ``exp_avg``.
             gradient: Gradient, fp32, bf16 or fp16.
             noise: 32-bit seed for stochastic rounding (``noise_key``).
-            position: Position of the first element in the noise.
+            position: Index of the first element in the noise sequence.
             averages: Averages with as many elements as the weights.
             out: Tensor that receives the weights, cast to the tensor's dtype.
         """

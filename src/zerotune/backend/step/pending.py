@@ -43,7 +43,7 @@ class Piece:
     key: str | None = None
     """Key of the fragment; ``None`` for padding."""
     offset: int = 0
-    """First element in the fragment."""
+    """Offset of the first element in the fragment."""
 
     @property
     def numel(self) -> int:
@@ -57,12 +57,12 @@ class Part:
 
     pieces: tuple[Piece, ...]
     names: frozenset[str]
-    """Parameters that this part updates. With several ranks: on any of the ranks."""
+    """Names of the parameters that this part updates on any rank."""
 
 
 @attrs.frozen(kw_only=True)
 class Span:
-    """Position of a parameter in a slab, counted over the concatenated slabs of all ranks."""
+    """Position of a parameter in the concatenation of all ranks' parts of a slab."""
 
     name: str
     slab: int
@@ -85,7 +85,7 @@ def divide(
         sizes: Number of elements of each slab; padding outside fragments is updated as well.
         first: Names of parameters that are used first and get separate parts.
         parts: Approximate number of parts.
-        least: Smallest number of elements of a part.
+        least: Minimum number of elements per part.
     """
     size = max(least or LEAST_EXCHANGED, sum(sizes) // (parts or _PARTS_ALONE), 1)
     every = list(_pieces_of(addresses, sizes, size))
@@ -137,9 +137,9 @@ def divide_alike(
     Args:
         addresses: Addresses of this rank's fragments in the slabs.
         sizes: Number of elements of each slab, equal on all ranks.
-        spans: Position of every parameter over all ranks.
+        spans: Position of every parameter in the concatenated slabs of all ranks.
         parts: Approximate number of parts.
-        least: Smallest number of elements of a part.
+        least: Minimum number of elements per part.
     """
     size = max(least or LEAST_EXCHANGED, sum(sizes) // (parts or EXCHANGED_PARTS), 1)
     pieces: dict[tuple[int, int], list[Piece]] = {}
@@ -172,9 +172,9 @@ class Exchange:
     """
 
     group: ProcessGroup
-    """Group of all ranks with separate connections."""
+    """Process group of all ranks, with dedicated connections."""
     data: Any
-    """torch's group of the same ranks, for the weights."""
+    """torch's process group of the same ranks, which transfers the weights."""
     partitions: Sequence[Sequence[torch.Tensor]]
     """Flat tensors of equal length, by slab, then by rank."""
 
@@ -232,7 +232,7 @@ class Upload:
     """All-gather with the ranks that update the remaining weights; ``None`` if not needed."""
 
     def begin(self) -> None:
-        """Prepare for a step; the model no longer uses the previous step's weights."""
+        """Prepare for a step, after the model's last use of the previous weights."""
 
     def send(self, pieces: Sequence[Piece]) -> Any:
         """Start copying updated elements to the model.
@@ -355,7 +355,7 @@ class PendingStep:
             followers: The averages.
 
         Returns:
-            Whether the step will update the averages; ``False`` after its last part.
+            Whether the step will update the averages; ``False`` once its last part has run.
         """
         with self._lock:
             if self._over or self._error is not None:
@@ -542,7 +542,7 @@ class PendingStep:
 
 
 class ThreadedStep(PendingStep):
-    """A step that one thread runs, uninterrupted by signals, while all other threads wait."""
+    """A step that one thread runs, uninterrupted by signals; other threads only wait for it."""
 
     _wanted: tuple[int, ...] = ()
     """Parts that a thread waits for, which run before all others."""
@@ -575,7 +575,7 @@ class SharedStep(ThreadedStep):
 
     @override
     def run(self) -> None:
-        """Run all parts together with all ranks, and store any error for the waiting thread."""
+        """Run all parts together with the other ranks; store any error for the waiting thread."""
         try:
             order = self._exchange.order(self._order)
         except BaseException as error:  # noqa: BLE001 - raised again where somebody waits

@@ -1,6 +1,7 @@
 """Training with streamed weights, which are on the device only while they are used.
 
-The plan is one for DeepSpeed, and results equal ZeRO-2's with the optimizer in host memory.
+The engine runs a DeepSpeed plan, and its results equal those of ZeRO-2 with the optimizer in host
+memory.
 """
 
 from __future__ import annotations
@@ -242,7 +243,7 @@ class StreamEngine(CountingEngine):
 
     @property
     def counts(self) -> StreamCounts:
-        """Numbers of uploads and evictions since the engine started."""
+        """Upload and eviction counts since the engine started."""
         return self._residency.counts
 
     @property
@@ -318,8 +319,8 @@ class StreamEngine(CountingEngine):
         """Finish a micro batch; update the weights if it is the last of its accumulation window.
 
         If a gradient is not finite, the step is skipped. If some units were already updated,
-        ``applied`` is true, the norm is infinite, and the engine raises errors until
-        ``load_state``.
+        ``applied`` is true, the norm is infinite, and the engine raises errors until ``load_state``
+        is called.
         """
         self._check_backward()
         boundary = self._at_boundary
@@ -417,7 +418,7 @@ class StreamEngine(CountingEngine):
         if isinstance(self._adam, AdamW8BitStates):
             bits = "only this engine supports these 8-bit moments"
         elif isinstance(self._adam, AdamWBF16States) and self._group.world_size > 1:
-            bits += ", except for the noise that rounds bf16 moments"
+            bits += ", except for the stochastic rounding of bf16 moments"
         if split:
             bits += ", except for master weights halfway between two bf16 numbers"
         where = Decision(
@@ -425,7 +426,7 @@ class StreamEngine(CountingEngine):
             before=self._plan.streamed,
             after=f"{len(streamed)} units, {format_size(self._capacity)} of "
             f"{format_size(total)} on the device",
-            reason=f"each unit is uploaded before its use, and updated {eager}; {bits}",
+            reason=f"each unit is uploaded before use and updated {eager}; {bits}",
         )
         if not split:
             return where, self._kept_gradients
@@ -513,7 +514,7 @@ def _why_not_by_default(plan: ResolvedPlan) -> str | None:
     if plan.platform.accelerator == "cpu":
         return "host and device share one memory"
     if plan.world_size > 1:
-        return "streaming has no proof for several ranks; plan.resolve(streamed=True) enables it"
+        return "streaming is not proven on several ranks; plan.resolve(streamed=True) enables it"
     if plan.offload_param != "cpu":
         return "the plan keeps weights on the device; plan.resolve(streamed=True) enables streaming"
     if (obstacle := streaming_obstacle(plan)) is not None:
@@ -534,7 +535,7 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     choice = chosen_optimizer(plan)
     if not entry_of(choice.name).streams:
         known = ", ".join(name for name, entry in OPTIMIZERS.items() if entry.streams)
-        return f"{choice.implementation} cannot update unit by unit; {known} can"
+        return f"{choice.implementation} cannot update weights unit by unit; {known} can"
     betas = {tuple(group.params.get("betas", ())) for group in choice.groups}
     if len(betas) > 1:
         return "parameter groups with different betas must be updated in order"

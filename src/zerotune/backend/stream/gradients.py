@@ -20,7 +20,7 @@ class Place:
     slabs: Mapping[UnitSlab, torch.Tensor]
     """Flat gradients in the dtype of the weights, with zeros between the parameters."""
     buffer: torch.Tensor | None = None
-    """Buffer shared with further units that contains ``slabs``; ``None`` for private memory."""
+    """Buffer that contains ``slabs`` and is reused by other units; ``None`` for private memory."""
 
 
 class Gradients(ABC):
@@ -28,7 +28,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def take(self, unit: Unit) -> Place:
-        """Return host memory for ``unit``'s gradients; wait until some is free."""
+        """Return host memory for ``unit``'s gradients, waiting until some is free."""
 
     @abstractmethod
     def give_back(self, place: Place) -> None:

@@ -1,7 +1,8 @@
-"""``Passes``: updates of units in host memory, which run in one thread.
+"""``Passes``: one thread that updates units in host memory.
 
 Among units whose gradients are on the host, the unit that is needed soonest is updated first.
-Averages are updated together with pending units, and afterwards with units already updated.
+Averages that are added during a step are updated together with each pending unit; for units that
+are already updated, they catch up afterwards.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class UnitPass:
 
     @property
     def is_ready(self) -> bool:
-        """Whether gradients are on the host, and copies of the previous weights are complete.
+        """Whether gradients are on the host and copies of the previous weights are complete.
 
         ``Passes`` runs only ready updates, so its thread never waits for a lane that waits for an
         update.
@@ -82,7 +83,7 @@ class UnitPass:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Update the unit, or only averages that were added after the unit's update.
+        """Update the unit; if it is already updated, update only averages that were added since.
 
         Raises:
             BaseException: The copy of the gradients has failed.
@@ -195,7 +196,7 @@ class Passes:
             followers: The averages.
 
         Returns:
-            Whether a step is pending that updates them.
+            Whether a pending step will update them.
         """
         with self._lock:
             if self._error is not None or all(each.is_complete for each in self._newest):

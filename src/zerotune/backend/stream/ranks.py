@@ -2,8 +2,8 @@
 
 Each rank streams the weights in host memory to its own device. When the gradients of a unit reach
 host memory, each rank sums its share of them and updates the same share of the weights. Every
-element is thus summed and updated once, and ranks wait for each other only in the order of the
-backward pass.
+element is thus summed and updated only once. The ranks wait for each other unit by unit, in the
+order of the backward pass.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zerotune.plan.model import ResolvedPlan
 
 
 class SharedPasses(Passes):
-    """``Passes`` with several ranks; a failure is reported to all ranks.
+    """``Passes`` on several ranks; a failure is reported to all ranks.
 
     Args:
         meeting: Synchronisation of the ranks.
@@ -58,7 +58,7 @@ class SharedPasses(Passes):
 
 
 class SharedSteps(StreamedSteps):
-    """``StreamedSteps`` with several ranks; gradients are summed when they reach host memory.
+    """``StreamedSteps`` on several ranks; gradients are summed when they reach host memory.
 
     Args:
         meeting: Synchronisation of the ranks.

@@ -2,9 +2,9 @@
 
 In the forward pass, a hook before a module's call uploads its unit; in the backward pass, a hook on
 the call's output does. A unit may be evicted when no call uses it. In the backward pass, a call
-ends with the unit's last gradient, or for a frozen unit with the gradients of the call's inputs.
-The order of uses is learned from the last complete pass: units are prefetched in this order, and
-the unit whose next use is furthest away is evicted first.
+ends when the unit's last gradient is computed; for a frozen unit, it ends when the gradients of the
+call's inputs are. The order of uses is learned from the last complete pass: units are prefetched in
+this order, and the unit whose next use is furthest away is evicted first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NEVER: Final = 2**62
 
 @attrs.define(kw_only=True)
 class StreamCounts:
-    """Numbers of uploads and evictions of units since the engine started."""
+    """Upload and eviction counts of units since the engine started."""
 
     fetched: int = 0
     """Number of uploads to the device."""
@@ -57,7 +57,7 @@ class _Call:
 
 
 class Residency:
-    """Upload units to the device before their use, and evict the units with the latest next use.
+    """Upload units to the device before their use, and evict those whose next use is furthest away.
 
     Args:
         model: The model.
@@ -87,7 +87,7 @@ class Residency:
         self.counts = StreamCounts()
         self._lock = threading.RLock()
         self.inside = Inside()
-        """The unit calls that the current thread is in."""
+        """Calls of units that the current thread is executing."""
         self._trace: list[Unit] = []
         self._order: list[Unit] = []
         self._uses: dict[Unit, list[int]] = {}
@@ -247,7 +247,7 @@ class Residency:
         self.inside.enter(module, units)
 
     def leave_call(self, module: torch.nn.Module, units: Sequence[Unit]) -> None:
-        """Record that a call of a module has ended, even with an error.
+        """Record that a call of a module has ended, possibly with an error.
 
         Args:
             module: The module.

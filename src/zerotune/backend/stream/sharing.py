@@ -1,8 +1,8 @@
 """Anonymous memory shared by the ranks of one machine, and synchronisation through this memory.
 
 The memory is an unnamed file, so nothing remains after its processes end, even if they are killed.
-Ranks synchronise with counters in shared memory. A waiting rank checks whether the processes of
-the missing ranks are alive, and raises an error that names missing ranks and their states.
+Ranks synchronise with counters in shared memory. A waiting rank checks whether the processes of the
+missing ranks are alive, and raises an error that names the missing ranks and their states.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class _Tables:
     came: torch.Tensor
     """Members of that unit that have a gradient. Alternating."""
     squares: torch.Tensor
-    """Sums of squared gradients of a rank's share, by member and by the owning rank at ZeRO-2."""
+    """Sums of squared gradients of a rank's share, by member and by ZeRO-2's owning rank."""
     flags: torch.Tensor
     """Flags of ``any``. Alternating."""
     reasons: torch.Tensor
@@ -287,7 +287,7 @@ class Meeting(Closable):
         return self._tables.stages[:, : unit.nbytes].view(unit.host.dtype).unbind()
 
     def land(self, index: int, came: Collection[int] = ()) -> None:
-        """Wait until every rank has staged gradients of the same unit and members.
+        """Wait until every rank has staged gradients; check that they belong to the same members.
 
         Args:
             index: Index of the unit, or one of ``END``, ``STEP`` and ``DROPPED``.
@@ -329,10 +329,10 @@ class Meeting(Closable):
     def add_squares(
         self, own: Mapping[tuple[int, int], float], came: Collection[int]
     ) -> dict[tuple[int, int], float]:
-        """For the unit of the last ``land``, return sums of squared gradients over all ranks.
+        """Return sums of squared gradients over all ranks, for the unit of the last ``land``.
 
         Args:
-            own: This rank's sums, by member and by the owning rank at ZeRO-2.
+            own: This rank's sums, by member and by the rank that owns the elements under ZeRO-2.
             came: Indices of the unit's members that have a gradient.
         """
         squares = self._tables.squares

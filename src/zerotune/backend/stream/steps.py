@@ -40,13 +40,13 @@ class Window:
     place: Place | None = None
     """Host memory of the gradients."""
     came: dict[int, torch.Tensor] = attrs.field(factory=dict)
-    """Gradients of the current micro batch on the device, by the member's index."""
+    """Gradients of the current micro batch on the device, by member index."""
     landed: Copy | None = None
-    """The newest copy to the host; all earlier ones are complete before it."""
+    """The newest copy to the host; it completes after all earlier ones."""
     on_host: set[int] = attrs.field(factory=set)
     """Indices of members whose gradient is in host memory."""
     squares: dict[tuple[int, int], float] = attrs.field(factory=dict)
-    """Sums of squared gradients, by member and by the owning rank at ZeRO-2."""
+    """Sums of squared gradients, by member and by the rank that owns the elements under ZeRO-2."""
     expected: int = 0
     """Number of gradients expected in this micro batch."""
     taken: bool = False
@@ -68,7 +68,7 @@ class StreamedSteps:
 
     Args:
         units: The trained units.
-        order: Layout of the parameters at ZeRO-2, which determines how norms are summed.
+        order: ZeRO-2's layout of the parameters, which determines how norms are summed.
         adam: An Adam supported by ``stepper_of``; its parameters are the keys of the units' slabs.
         op: The compiled kernels.
         gradients: Host memory for gradients.
@@ -196,7 +196,7 @@ class StreamedSteps:
                 window.squares[index, rank] = square
 
     def _squares(self, unit: Unit, index: int, window: Window) -> Iterator[tuple[int, float]]:
-        """Sums of a gradient's squares in host memory, by the owning rank at ZeRO-2."""
+        """Sums of a gradient's squares in host memory, by the owning rank under ZeRO-2."""
         slab, part = self._parts[unit][index]
         for rank, fragment in part.fragments:
             yield rank, self._op.take(cast(Place, window.place).slabs[slab][fragment])
@@ -231,7 +231,7 @@ class StreamedSteps:
     def take_back(self) -> bool:
         """Drop the window's gradients, if no weight has been updated with them.
 
-        No unit is updated after the first gradient that is not finite.
+        Once a gradient is not finite, no further unit is updated.
 
         Returns:
             Whether the gradients were dropped.
@@ -290,8 +290,8 @@ class StreamedSteps:
         """
         if self.is_spoiled:
             raise EngineError(
-                "only some weights have been updated: the backward pass failed or had a gradient "
-                "that was not finite, after updates had begun",
+                "only some weights have been updated: after updates had begun, the backward pass "
+                "failed or computed a gradient that is not finite",
                 key="engine",
                 value="gradient_clipping=0",
                 fix="resume from the last checkpoint; to avoid this, enable gradient_clipping, so "
@@ -424,8 +424,8 @@ class StreamedSteps:
         """
         if self._under_way:
             raise EngineError(
-                "weights were read while only some are updated: without clipping, the backward "
-                "pass has begun the optimizer step",
+                "weights were read when only some of them were updated: without clipping, the "
+                "backward pass has begun the optimizer step",
                 key="engine.step",
                 value="gradient_clipping=0",
                 fix="call engine.step() before reading weights, or enable gradient_clipping",
@@ -435,7 +435,7 @@ class StreamedSteps:
     # -- Averages.
 
     def expect(self, followers: Sequence[Follower]) -> None:
-        """Announce averages that the next step must update, beginning with its first unit.
+        """Announce averages that the next step must update, from its first unit on.
 
         Args:
             followers: The averages; pass the same ones to ``follow`` after the step.

@@ -57,7 +57,7 @@ class HostMemory:
         """Copy weights into the host memory.
 
         Args:
-            target: Part of a result of ``weights``.
+            target: Slice of a tensor returned by ``weights``.
             source: The weights.
         """
         target.copy_(source)
@@ -69,7 +69,7 @@ class HostMemory:
         """Return this process's share of a unit's elements in one parameter group.
 
         Args:
-            span: The group's elements in the unit.
+            span: Range of the group's elements in the unit.
         """
         return span
 
@@ -92,7 +92,7 @@ class Member:
     name: str
     parameter: torch.nn.Parameter
     span: slice
-    """The parameter's elements in the unit's flat tensors."""
+    """Range of the parameter's elements in the unit's flat tensors."""
     group: int | None
     """Index of the optimizer's group; ``None`` if frozen."""
 
@@ -103,11 +103,11 @@ class Part:
 
     member: Member
     span: slice
-    """Elements in the flattened parameter."""
+    """Range of elements in the flattened parameter."""
     offset: int
-    """First element in the slab."""
+    """Offset of the first element in the slab."""
     fragments: tuple[tuple[int, slice], ...]
-    """Ranks, and the slab elements that each rank would own at ZeRO-2."""
+    """Ranks, and the slab elements that each rank would own under ZeRO-2."""
     singles: tuple[slice, ...]
     """Slab elements that ZeRO-2's Adam updates with scalar instead of vector code."""
 
@@ -118,7 +118,7 @@ class Part:
 
     @property
     def place(self) -> slice:
-        """Elements of this part in the slab."""
+        """Range of this part's elements in the slab."""
         return slice(self.offset, self.offset + self.span.stop - self.span.start)
 
     def runs(self) -> Iterator[tuple[slice, bool]]:
@@ -135,19 +135,19 @@ class Part:
 
 @attrs.frozen(kw_only=True, eq=False)
 class UnitSlab:
-    """The elements of a unit that are in one parameter group and are updated by this rank.
+    """A unit's elements that belong to one parameter group and are updated by this rank.
 
     With several ranks, a slab may be empty.
     """
 
     group: int
     span: slice
-    """The slab's elements in the unit's flat tensors."""
+    """Range of the slab's elements in the unit's flat tensors."""
     members: tuple[Member, ...]
     """All of the group's parameters in the unit."""
     parts: tuple[Part, ...]
     key: torch.nn.Parameter
-    """Flat tensor in the optimizer's groups: fp32 master weights, or the low 16 bits of them."""
+    """Flat tensor in the optimizer's groups: fp32 master weights, or their low 16 bits."""
     masters: Masters
     """The fp32 master weights."""
     dtype: torch.dtype
@@ -271,7 +271,7 @@ class Unit:
         self.is_here, self.loaded = False, None
 
     def give_back(self, memory: HostMemory) -> None:
-        """Point parameters that are not on the device to their weights in host memory.
+        """Make parameters that are not on the device use their weights in host memory.
 
         Args:
             memory: The unit's host memory.
@@ -350,7 +350,7 @@ def make_units(
         split: See ``Unit``.
 
     Returns:
-        The units, with resident ones last, and the units that each module needs.
+        All units, with resident ones last, and the streamed units that each module needs.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     outside = _outside(model, modules)
@@ -421,18 +421,18 @@ def _kinds(
 
 
 def find_units(model: torch.nn.Module, named: Sequence[str] = ()) -> NamedModules:
-    """Return names and modules whose weights are streamed, one unit per module.
+    """Return the modules whose weights are streamed, one unit each, with their names.
 
-    By default, the repeated blocks that diffusers declares or zerotune knows are streamed. In other
-    models, consecutive modules of the same class are streamed. If such modules are nested, only the
-    outermost one is streamed.
+    By default, these are the repeated blocks that diffusers declares or that zerotune knows. In
+    other models, they are consecutive modules of the same class. If such modules are nested, only
+    the outermost one is streamed.
 
     Args:
         model: The model.
         named: Class names or dotted names of the modules to stream, instead of the default ones.
 
     Raises:
-        EngineError: No module has this name.
+        EngineError: A name in ``named`` matches no module.
     """
     repeated = [(name, model.get_submodule(name)) for name in repeated_modules(model)]
     if not named:
@@ -501,7 +501,7 @@ class FlatOrder:
         return int(self._places[name][1].start) + element
 
     def fragments(self, name: str) -> Iterator[tuple[int, slice]]:
-        """For a flattened parameter, yield each rank and the elements that the rank owns at ZeRO-2.
+        """Yield each rank, and the elements of a flattened parameter that it owns under ZeRO-2.
 
         Args:
             name: Name of the parameter.

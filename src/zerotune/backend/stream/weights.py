@@ -1,9 +1,10 @@
 """``StreamedWeight``: a parameter whose values are on the device only during calls of its unit.
 
-Inside a call of its unit, the parameter behaves normally. Outside, such as in a hook of a different
-unit or in a different thread, a use gets the newest weights from host memory. ``detach``, ``data``
-and ``state_dict`` return views of the host's weights; all other uses get a copy on the device,
-through which gradients flow back. No use sees stale values or memory of a different unit.
+Inside a call of its unit, the parameter behaves normally. Outside such calls, for example in
+another unit's hook or in another thread, every use gets the newest weights from host memory.
+``detach``, ``data`` and ``state_dict`` return views of the weights in host memory; all other uses
+get a copy on the device, through which gradients flow back. No use sees stale values or another
+unit's memory.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Home:
     kind: Any
     """The parameter's original class."""
     inside: Inside
-    """The unit calls that the current thread is in."""
+    """Calls of units that the current thread is executing."""
 
     def weights(self) -> torch.Tensor:
         """Wait for the last step, and return the weights in host memory.
@@ -98,7 +99,7 @@ def stream_weight(unit: Unit, member: Member, inside: Inside) -> None:
     Args:
         unit: The parameter's unit.
         member: The parameter.
-        inside: Registry of the unit calls that a thread is in.
+        inside: Registry of the calls of units that each thread is executing.
     """
     parameter: Any = member.parameter
     parameter._home = Home(unit=unit, member=member, kind=type(parameter), inside=inside)
@@ -241,7 +242,7 @@ def _refuse_other(parameter: Any, values: torch.Tensor) -> None:
 
 
 class Inside(threading.local):
-    """The unit calls that the current thread is in."""
+    """Calls of units that the current thread is executing."""
 
     def __init__(self) -> None:
         self._entered: list[tuple[torch.nn.Module, Sequence[Unit], ExitStack]] = []

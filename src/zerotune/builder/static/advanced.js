@@ -1,4 +1,4 @@
-// Every parameter of the installed DeepSpeed, looked up when the section is first opened.
+// All parameters of the installed DeepSpeed, loaded when the section is first opened.
 
 import { action, all, byId, el, fill, idOf, reach } from "./dom.js";
 import { get } from "./api.js";
@@ -45,7 +45,7 @@ function draw() {
     `${matching.length} of ${parameters.length} other parameters of DeepSpeed ${version}` +
     (matching.length > shown.length ? `; the first ${shown.length} are shown` : "") +
     (above.length ? `; ${above.length} with a field above` : "") +
-    (gone.length ? `; ${gone.length} that it no longer has.` : ".");
+    (gone.length ? `; ${gone.length} no longer supported.` : ".");
   fill(byId("advanced-list"), ...gone.map(old), ...above.map(other), ...shown.map(row));
 }
 
@@ -67,7 +67,7 @@ function row(each) {
     each.types.length ? each.types.join(" or ") : "any type",
     `default ${each.default === null ? "none" : print(each.default)}`,
     each.stages.length ? `stage ${each.stages.join(", ")}` : "",
-    each.deprecated ? `deprecated${each.replaced_by ? `, write ${each.replaced_by}` : ""}` : "",
+    each.deprecated ? `deprecated${each.replaced_by ? `, use ${each.replaced_by}` : ""}` : "",
   ].filter(Boolean).join("; ");
   return el("div", { class: "entry field" },
     el("label", { for: id, text: each.path }), input,

@@ -1,10 +1,10 @@
-// Asking the server. Every failure becomes an ApiError that carries what the server said.
+// Requests to the server. Every failure becomes an ApiError with the server's answer.
 
 const prefix = () => `${document.body.dataset.prefix}/api`;
 
 export class ApiError extends Error {
   constructor(status, data) {
-    super(data.error || `the server answered ${status}`);
+    super(data.error || `The server answered with status ${status}.`);
     this.status = status;
     this.data = data;
   }
@@ -22,7 +22,7 @@ async function answer(request) {
   try {
     data = await response.json();
   } catch {
-    data = { error: `the server answered ${response.status} without JSON` };
+    data = { error: `The server answered with status ${response.status} and without JSON.` };
   }
   if (!response.ok) throw new ApiError(response.status, data);
   return data;

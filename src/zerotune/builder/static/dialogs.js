@@ -1,9 +1,11 @@
-// Opening, saving, applying, fitting a card, and templates.
+// Dialogs: open, save, apply, "Fit my card" and templates.
 
 import { ApiError, get, post } from "./api.js";
-import { action, all, ask, byId, download, el, fill, onSubmit, openDialog, point, status, placed } from "./dom.js";
+import { action, all, ask, byId, capital, download, el, fill, onSubmit, openDialog, point, show, status, errorText } from "./dom.js";
 import * as draft from "./draft.js";
+import { hasFrames } from "./form.js";
 import { size } from "./memory.js";
+import { fixOf } from "./messages.js";
 import { print, state } from "./state.js";
 
 let load = () => {};
@@ -23,18 +25,18 @@ export function bindDialogs(loader, refresher) {
   byId("open-file").addEventListener("change", upload);
   byId("apply-button")?.addEventListener("click", () => apply(draft.plan.version));
   byId("fit-button").addEventListener("click", fitOpen);
-  byId("templates-button").addEventListener("click", async () => { said(""); openDialog(byId("templates-dialog")); await listTemplates(); });
+  byId("templates-button").addEventListener("click", async () => { templateStatus(""); openDialog(byId("templates-dialog")); await listTemplates(); });
   byId("template-import").addEventListener("change", importTemplate);
 }
 
-// Nothing is asked where nothing would be lost.
+// Asks only if unsaved changes would be lost.
 const mayReplace = async (by) => !draft.isUnsaved() || ask({ title: "Replace the form?", yes: "Replace",
-  text: `The form is not saved. ${by} replaces the form; Undo restores the form.` });
+  text: `The form has unsaved changes. ${by} replaces the form; Undo brings it back.` });
 
 async function open() {
   const path = byId("open-path").value.trim();
   const text = byId("open-text").value;
-  // What was typed last is meant: an old text may still stand below a new path.
+  // The last input counts: an old text may still be below a new path.
   const body = path && (known.typed === "open-path" || !text.trim()) ? { path } : { text, name: byId("open-text").dataset.name || "the pasted text" };
   try {
     const opened = await post("/open", body);
@@ -46,7 +48,7 @@ async function open() {
     byId("open-text").removeAttribute("aria-invalid");
   } catch (error) {
     byId("open-text").setAttribute("aria-invalid", "true");
-    byId("open-error").textContent = placed(error);
+    byId("open-error").textContent = errorText(error);
     point(byId("open-text"), error.data);
   }
 }
@@ -70,8 +72,8 @@ async function save(overwrite) {
     const file = done.paths.includes(draft.plan.file);
     if (file) draft.plan.version = done.version;
     byId("save-dialog").close();
-    draft.settled({ file });
-    told(`Saved ${done.paths.join(", ")}`, done);
+    draft.markSaved({ file });
+    reportSaved(`Saved ${done.paths.join(", ")}`, done);
     refresh();
   } catch (error) {
     const line = byId("save-error");
@@ -84,8 +86,8 @@ async function apply(version) {
   try {
     const done = await post("/apply", { state, version });
     draft.plan.version = done.version;
-    draft.settled({ file: true });
-    told(done.answer || `Applied${done.paths.length ? ` to ${done.paths.join(", ")}` : ""}`, done);
+    draft.markSaved({ file: true });
+    reportSaved(done.answer || `Applied${done.paths.length ? ` to ${done.paths.join(", ")}` : ""}`, done);
     refresh();
   } catch (error) {
     const changed = error.status === 409 && error.data.key === draft.plan.file;
@@ -102,7 +104,7 @@ async function reopen() {
   load({ ...start.state, setup: { ...state.setup, ...start.state.setup } }, start.messages, `Opened ${start.plan_file}.`, { file: true });
 }
 
-function told(sentence, done) {
+function reportSaved(sentence, done) {
   const kept = done.backups.length ? `; the replaced file is kept as ${done.backups.join(", ")}` : "";
   status([`${sentence}${kept}.`, ...done.decisions].join(" "), "good");
 }
@@ -110,13 +112,13 @@ function told(sentence, done) {
 const FIT_FIELDS = ["family", "card", "vram", "ram", "nvme", "lora", "base_dtype", "ema", "resolution", "frames", "world_size"];
 const PRECISIONS = ["bf16", "fp16", "fp32", "auto"];
 const fitId = (name) => `fit-${name.replace("_", "-")}`;
-// The form that is asked for: the page's own, or what a remedy made of it.
-let asked = state;
+// The form to fit: the page's own, or a remedy's.
+let request = state;
 
 function fitOpen() {
-  asked = structuredClone(state);
-  // Sizes that are typed here are meant, so the machine is the one they describe.
-  asked.setup.this_machine = false;
+  request = structuredClone(state);
+  // The sizes in this dialog describe the machine.
+  request.setup.this_machine = false;
   fitFields();
   fill(byId("fit-results"));
   openDialog(byId("fit-dialog"));
@@ -124,8 +126,12 @@ function fitOpen() {
 
 function fitFields() {
   fill(byId("fit-fields"), ...FIT_FIELDS.map(fitField), fitPrecision(),
-    field("fit-batch", "Micro batch", el("input", { type: "text", autocomplete: "off", value: print(asked.config.train_micro_batch_size_per_gpu) || "1" })));
+    field("fit-batch", "Micro batch", el("input", { type: "text", autocomplete: "off", value: print(request.config.train_micro_batch_size_per_gpu) || "1" })));
+  fitFrames();
 }
+
+// Only clips have frames.
+const fitFrames = () => show(byId("fit-frames").closest(".field"), hasFrames(JSON.parse(byId("fit-family").value)));
 
 const field = (id, label, control) => {
   control.id = id;
@@ -134,7 +140,7 @@ const field = (id, label, control) => {
 
 function fitField(name) {
   const model = byId(`setup-${name.replace("_", "-")}`);
-  const value = asked.setup[name];
+  const value = request.setup[name];
   const label = model.labels[0].textContent;
   if (model.tagName !== "SELECT") {
     return field(fitId(name), label, el("input", { type: "text", autocomplete: "off", value: value ?? "", oninput: () => {
@@ -146,6 +152,7 @@ function fitField(name) {
     if (vram) byId("fit-vram").value = vram;
   } }, ...[...model.options].map((option) => option.cloneNode(true)));
   control.value = JSON.stringify(value ?? "");
+  if (name === "family") control.addEventListener("change", fitFrames);
   return field(fitId(name), label, control);
 }
 
@@ -158,95 +165,106 @@ function fitPrecision() {
 async function fit() {
   for (const name of FIT_FIELDS) {
     const control = byId(fitId(name));
-    asked.setup[name] = control.tagName === "SELECT" ? JSON.parse(control.value) : control.value;
+    request.setup[name] = control.tagName === "SELECT" ? JSON.parse(control.value) : control.value;
   }
   for (const [path, value] of Object.entries(JSON.parse(byId("fit-precision").value))) {
     const [section, name] = path.split(".");
-    if (value !== null || asked.config[section]) asked.config[section] = { ...asked.config[section], [name]: value ?? false };
+    if (value !== null || request.config[section]) request.config[section] = { ...request.config[section], [name]: value ?? false };
   }
-  asked.config.train_micro_batch_size_per_gpu = Number(byId("fit-batch").value) || byId("fit-batch").value;
-  delete asked.config.train_batch_size;
+  request.config.train_micro_batch_size_per_gpu = Number(byId("fit-batch").value) || byId("fit-batch").value;
+  delete request.config.train_batch_size;
   const results = byId("fit-results");
-  fill(results, el("p", { class: "sentence", text: "Looking…" }));
+  for (const control of all("[aria-invalid]", byId("fit-fields"))) control.removeAttribute("aria-invalid");
+  fill(results, el("p", { class: "sentence", text: "Searching…" }));
   try {
-    const advice = await post("/advise", { state: asked });
-    fill(results, ...(advice.fits ? fitting(advice) : nothing(advice)));
+    const advice = await post("/advise", { state: request });
+    fill(results, ...(advice.fits ? plansThatFit(advice) : nearest(advice)));
   } catch (error) {
-    fill(results, el("p", { class: "error-line", text: error.message }));
+    fill(results, el("p", { class: "error-line", text: fitErrorText(error) }));
   }
 }
 
-function fitting(advice) {
+// Returns an error's text, and marks the field of the dialog that caused it.
+function fitErrorText(error) {
+  const { key = "", reason, fix } = error.data ?? {};
+  const control = key?.startsWith("setup.") && byId(fitId(key.slice("setup.".length)));
+  if (!control) return error.message;
+  control.setAttribute("aria-invalid", "true");
+  control.focus();
+  return `${control.labels[0].textContent}: ${reason}. ${fixOf({ fix })}`;
+}
+
+function plansThatFit(advice) {
   const others = [...advice.runners_up, ...advice.rejected];
   const next = others.filter((one) => one.foremost);
   const rest = others.filter((one) => !one.foremost);
-  const said = new Set();
+  const shown = new Set();
   return [
-    el("h3", { text: "Fastest plan that fits" }), provenance(advice.chosen), ...candidates([advice.chosen], said),
-    next.length ? el("h3", { text: "Next best" }) : null, ...candidates(next, said),
+    el("h3", { text: "Fastest plan that fits" }), provenance(advice.chosen), ...candidates([advice.chosen], shown),
+    next.length ? el("h3", { text: "Next best" }) : null, ...candidates(next, shown),
     rest.length ? el("details", { class: "reasons" },
       el("summary", { text: rest.length === 1 ? "1 other" : `${rest.length} others` }),
-      ...candidates(rest, said)) : null];
+      ...candidates(rest, shown)) : null];
 }
 
 const provenance = (one) => (one.predicted
-  ? el("p", { class: "hint", id: "fit-rates", text: `Seconds are predicted, not measured; ${one.predicted.rates}.` }) : null);
+  ? el("p", { class: "hint", id: "fit-rates", text: `Times are predicted, not measured; ${one.predicted.rates}.` }) : null);
 
-const nothing = (advice) => [
+const nearest = (advice) => [
   el("p", { class: "error-line", text: `${sentence(advice.reason)} Fix: ${advice.fix}.` }),
   ...advice.remedies.map(remedy),
-  el("h3", { text: "Nearest" }), ...candidates([advice.nearest], new Set())];
+  el("h3", { text: "Nearest plan" }), ...candidates([advice.nearest], new Set())];
 
 function remedy(one) {
   if (!one.state) return el("p", { class: "hint", text: sentence(one.label) });
-  return el("p", { class: "row" }, el("button", { type: "button", class: "primary", text: one.label, onclick: () => {
-    asked = structuredClone(one.state);
+  return el("p", { class: "row" }, el("button", { type: "button", class: one.fits ? "primary" : null, text: one.label, onclick: () => {
+    request = structuredClone(one.state);
     fitFields();
     fit();
   } }), one.gain ? el("span", { class: "hint", text: one.gain }) : null);
 }
 
-// A reason that several share is said once, above them.
-function candidates(every, said) {
+// A reason that several candidates share is shown once, above them.
+function candidates(every, shown) {
   const groups = new Map();
   for (const one of every) groups.set(one.reason, [...(groups.get(one.reason) ?? []), one]);
   return [...groups].flatMap(([reason, members]) => members.length > 1
     ? [el("p", { class: "hint", text: sentence(reason) }),
-       el("ul", { class: "list" }, ...members.map((one) => candidate(one, "", said)))]
-    : [el("ul", { class: "list" }, candidate(members[0], sentence(reason), said))]);
+       el("ul", { class: "list" }, ...members.map((one) => candidate(one, "", shown)))]
+    : [el("ul", { class: "list" }, candidate(members[0], sentence(reason), shown))]);
 }
 
-const sentence = (reason) => `${reason[0].toUpperCase()}${reason.slice(1)}.`;
+const sentence = (reason) => `${capital(reason)}.`;
 
 const PLACES = { device: "GPU memory", host: "RAM", nvme: "NVMe" };
 
-// The same seconds once more would look like another measurement.
-function seconds(one, said) {
+// Repeating the same seconds would look like another measurement.
+function seconds(one, shown) {
   if (!one.predicted) return null;
   const { seconds: words } = one.predicted;
-  if (said.has(words)) return el("p", { class: "seconds", text: "same time as a plan above" });
-  said.add(words);
+  if (shown.has(words)) return el("p", { class: "seconds", text: "same time as a plan above" });
+  shown.add(words);
   return el("p", { class: "seconds" }, el("b", { text: words }), " per step");
 }
 
-function candidate(one, why, said) {
+function candidate(one, why, shown) {
   const needs = `GPU ${size(one.needs.device)}, RAM ${size(one.needs.host)}${one.needs.nvme ? `, NVMe ${size(one.needs.nvme)}` : ""}`;
   const missing = Object.entries(one.shortfalls).map(([place, bytes]) => `${size(bytes)} of ${PLACES[place]}`);
   const checkpointing = `${one.gradient_checkpointing ? "with" : "without"} checkpointing`;
   const kind = one.activation_offload ? `${checkpointing} and activation offload` : checkpointing;
   return el("li", { class: "candidate", "data-fits": String(one.fits) },
-    el("div", {}, el("strong", { text: `${one.title}, ${kind}` }),
+    el("div", {}, el("strong", { text: capital(`${one.title}, ${kind}`) }),
       el("p", { class: "hint", text: needs }),
       missing.length ? el("p", { class: "hint over", text: `${missing.join(" and ")} missing` }) : null,
       why ? el("p", { class: "hint", text: why }) : null),
-    seconds(one, said),
+    seconds(one, shown),
     one.fits ? el("button", { type: "button", text: "Use", "aria-label": `Use ${one.title}, ${kind}`, onclick: () => {
       byId("fit-dialog").close();
-      load(one.state, [], `Using ${one.title}.`, { label: one.title, further: true });
+      load(one.state, [], `Plan chosen: ${one.title}.`, { label: one.title, further: true });
     } }) : null);
 }
 
-function said(text, kind = "") {
+function templateStatus(text, kind = "") {
   byId("templates-status").dataset.kind = kind;
   fill(byId("templates-status"), text);
 }
@@ -255,14 +273,14 @@ async function listTemplates() {
   try {
     const found = await get("/templates");
     known.listed = found.own;
-    byId("templates-folder").textContent = `Your templates are JSON files in ${found.folder}.`;
+    byId("templates-folder").textContent = `Your templates are stored as JSON files in ${found.folder}.`;
     const groups = new Map();
     for (const one of found.builtin) groups.set(one.group, [...(groups.get(one.group) ?? []), one]);
     fill(byId("templates-builtin"), ...[...groups].map(([group, members]) => el("section", { "aria-label": group },
       el("h3", { text: group }), el("ul", { class: "list two" }, ...members.map(builtin)))));
     fill(byId("templates-own"), ...(found.own.length ? found.own.map(own) : [el("li", { text: "None yet." })]));
   } catch (error) {
-    said(error.message);
+    templateStatus(error.message);
   }
 }
 
@@ -287,7 +305,7 @@ function own(one) {
     }
     await post("/templates/rename", { name: one.name, to: rename.value, version: one.version });
     await listTemplates();
-    said(`Renamed ${one.name} to ${rename.value}.`, "good");
+    templateStatus(`Renamed ${one.name} to ${rename.value}.`, "good");
   });
   rename.addEventListener("keydown", (event) => { if (event.key === "Enter") renamed(); });
   return el("li", {}, el("div", {}, el("strong", { text: one.name }), rename),
@@ -303,21 +321,21 @@ function own(one) {
       button("Rename", renamed),
       button("Export", () => download(`${one.name}.template.json`, `${JSON.stringify(one, null, 2)}\n`)),
       button("Delete", () => attempt(async () => {
-        const sure = await ask({ title: `Delete ${one.name}?`, text: "The template's file is deleted. To keep a copy, export the template first.", yes: "Delete" });
+        const sure = await ask({ title: `Delete ${one.name}?`, text: "This deletes the template's file. To keep a copy, export the template first.", yes: "Delete" });
         if (!sure) return;
         await post("/templates/delete", { name: one.name, version: one.version });
         await listTemplates();
-        said(`Deleted ${one.name}.`, "good");
+        templateStatus(`Deleted ${one.name}.`, "good");
       }))));
 }
 
 async function attempt(act) {
-  said("");
+  templateStatus("");
   try {
     await act();
   } catch (error) {
     if (error.status === 409 || error.status === 404) await listTemplates();
-    said(error.message);
+    templateStatus(error.message);
     return error;
   }
 }
@@ -327,9 +345,9 @@ async function saveTemplate(version) {
   const seen = known.template?.name === name ? known.template.version : null;
   const failed = await attempt(async () => {
     known.template = await post("/templates/save", { name, state, version: version ?? seen });
-    draft.settled();
+    draft.markSaved();
     await listTemplates();
-    said(`Saved the template ${name}.`, "good");
+    templateStatus(`Saved the template ${name}.`, "good");
   });
   const there = known.listed.find((one) => one.name.toLowerCase() === name.toLowerCase());
   if (failed?.status === 409 && there) {
@@ -344,5 +362,5 @@ const importTemplate = (event) => attempt(async () => {
   event.target.value = "";
   const imported = await post("/templates/import", { text });
   await listTemplates();
-  said(`Imported ${imported.name}.`, "good");
+  templateStatus(`Imported ${imported.name}.`, "good");
 });

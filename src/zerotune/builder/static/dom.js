@@ -22,13 +22,15 @@ export const el = (tag, properties = {}, ...children) =>
 export const svg = (tag, properties = {}, ...children) =>
   make(document.createElementNS(SVG, tag), properties, children);
 
+export const capital = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}`;
+
 export const show = (node, visible) => node.classList.toggle("hidden", !visible);
 
 export function fill(node, ...children) {
   node.replaceChildren(...children.filter((child) => child !== null && child !== undefined));
 }
 
-// To a control, wherever it is folded away.
+// Focuses a control, and unfolds the section that contains it.
 export function reach(control) {
   control.closest("details")?.setAttribute("open", "");
   control.focus();
@@ -38,24 +40,23 @@ export function reach(control) {
 export const idOf = (path) => path.replace(/[^A-Za-z0-9]+/g, "-");
 
 const SECONDS = 8;
-let leaving = 0;
+let closeTimer = 0;
 
-// A bar at the page's lower edge, which makes room for itself, so that it covers nothing. What asks
-// for an answer, or is wrong, stays.
+// A bar at the page's lower edge; the page leaves room for it. Errors and questions stay.
 new ResizeObserver(([toast]) => document.documentElement.style.setProperty("--toast",
   `${Math.ceil(toast.borderBoxSize[0].blockSize)}px`)).observe(byId("toast"));
 
 export function status(text, kind = "", ...actions) {
-  clearTimeout(leaving);
+  clearTimeout(closeTimer);
   byId("toast").dataset.kind = byId("status").dataset.kind = kind;
   fill(byId("status"), text, ...actions);
-  if (text && kind !== "error" && !actions.length) leave();
+  if (text && kind !== "error" && !actions.length) scheduleClose();
 }
 
-function leave() {
+function scheduleClose() {
   const toast = byId("toast");
-  leaving = setTimeout(() => {
-    if (toast.matches(":hover, :focus-within")) leave();
+  closeTimer = setTimeout(() => {
+    if (toast.matches(":hover, :focus-within")) scheduleClose();
     else fill(byId("status"));
   }, SECONDS * 1000);
 }
@@ -73,12 +74,12 @@ export function download(name, text) {
 
 export function openDialog(dialog) {
   const opener = document.activeElement;
-  // The event comes some time after the closing: who has gone on by then is not called back.
+  // The event comes after closing: restore the focus only if it has not moved on.
   dialog.addEventListener("close", () => { if (document.activeElement === document.body) opener?.focus?.(); }, { once: true });
   dialog.showModal();
 }
 
-// Whether to go on with what cannot be taken back as easily as it is done.
+// Asks for confirmation; resolves to true or false.
 export function ask({ title, text, yes }) {
   const dialog = byId("ask-dialog");
   byId("ask-title").textContent = title;
@@ -103,8 +104,8 @@ export function onSubmit(form, act) {
   });
 }
 
-// What is wrong with a text: the place first, and once. `point` puts the cursor there.
-export function placed(error) {
+// The error in a text, beginning with its position. `point` puts the cursor there.
+export function errorText(error) {
   const { line, column } = error.data ?? {};
   const place = `line ${line}, column ${column}`;
   return line ? `L${place.slice(1)}: ${error.message.replace(` (${place})`, "")}` : error.message;

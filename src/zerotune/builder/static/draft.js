@@ -1,5 +1,5 @@
-// What is not saved: whether there is any, and the copy that a reload of this tab finds again.
-// Saved is what is in any file or template; what is not in the plan file comes back after a reload.
+// Unsaved changes: detects them, and stores a copy that survives a reload of this tab. A form counts
+// as saved if a file or template contains it; a reload restores what the plan file lacks.
 
 import { same, state } from "./state.js";
 
@@ -8,7 +8,7 @@ let saved = "";
 let inFile = "";
 let key = "";
 
-// The order of keys says nothing.
+// The order of keys has no meaning.
 const sorted = (value) => value !== null && typeof value === "object" && !Array.isArray(value)
   ? Object.fromEntries(Object.keys(value).sort().map((name) => [name, sorted(value[name])]))
   : value;
@@ -22,7 +22,7 @@ export function begin(start) {
   key = `zerotune ${location.pathname} ${start.plan_file ?? ""}`;
 }
 
-export function settled({ file = false } = {}) {
+export function markSaved({ file = false } = {}) {
   saved = written(state);
   if (file) inFile = saved;
   keep();
@@ -36,8 +36,8 @@ export function keep() {
   }
 }
 
-// What this tab held before a reload; `pending` when it is not what the plan file was known to hold.
-export function kept() {
+// This tab's form before a reload; `pending` if it differs from the plan file.
+export function load() {
   try {
     const draft = JSON.parse(sessionStorage.getItem(key));
     return draft && { ...draft, pending: written(draft.state) !== draft.inFile };
@@ -46,8 +46,8 @@ export function kept() {
   }
 }
 
-// Goes on where a tab was; whether the plan file is another one since.
-export function goOn(draft) {
+// Continues from a stored draft; returns whether the plan file has changed since.
+export function resume(draft) {
   const changed = !same(plan.version, draft.version);
   saved = draft.saved;
   inFile = draft.inFile;

@@ -1,4 +1,4 @@
-// Controls and the state, one into the other. Which choice writes what stands in the page.
+// Synchronises controls and state. The page declares which values a choice writes.
 
 import { all, byId, show } from "./dom.js";
 import { get } from "./api.js";
@@ -22,13 +22,13 @@ export function take(control) {
   if (store === "setup" && path === "world_size" && state.launch.num_processes !== undefined) {
     write("launch", "num_processes", parse(control.value));
   }
-  // Of another size it is another card.
+  // Another memory size means another card.
   if (store === "setup" && path === "vram") write(store, "card", undefined);
   changed(control);
   refresh(control);
 }
 
-// What is planned for is read by the server as it was typed ("24", "24 GB").
+// The server parses setup values as they were typed ("24", "24 GB").
 const words = (control) => control.value.trim() || undefined;
 
 function choose(sets, store) {
@@ -41,14 +41,14 @@ function choose(sets, store) {
   }
 }
 
-// A choice is taken when all it would write is there; "off" is also there when nothing is written.
+// A choice is active if the form contains all its values; "off" is also active if nothing is set.
 const OFF = [false, 0, "none", undefined];
 const holds = (store, path, value) => {
   const written = read(store, path);
   if (value === null) return written === undefined || written === value;
   return same(written, value) || (written === undefined && OFF.includes(value));
 };
-const taken = (control) =>
+const isChosen = (control) =>
   Object.entries(JSON.parse(control.dataset.sets)).every(([path, value]) =>
     holds(control.dataset.store, path, value),
   );
@@ -57,7 +57,7 @@ export function refresh(except = null) {
   for (const control of all("[data-kind][data-path]")) {
     if (control === except && document.activeElement === control) continue;
     const { kind, store, path } = control.dataset;
-    if (kind === "choice") control.checked = taken(control);
+    if (kind === "choice") control.checked = isChosen(control);
     else if (kind === "flag" || kind === "select") set(control, read(store, path));
     else control.value = text(kind, store, read(store, path));
   }
@@ -69,46 +69,47 @@ const text = (kind, store, value) =>
 
 function set(control, value) {
   control.querySelector("[data-foreign]")?.remove();
-  // Nothing is written where an option says so too.
+  // If nothing is set, select the option that stands for it.
   const empty = [...control.options].some((option) => option.value === '""') ? '""' : "";
   const wanted = value === undefined ? empty : JSON.stringify(value);
   if (![...control.options].some((option) => option.value === wanted)) {
-    const option = new Option(wanted === "" ? "not written" : wanted, wanted);
+    const option = new Option(wanted === "" ? "not set" : wanted, wanted);
     option.dataset.foreign = "";
     control.add(option);
   }
   control.value = wanted;
 }
 
+export const hasFrames = (family) => JSON.parse(byId("clip-families").content.textContent).includes(family);
+
 function reveal() {
   const stage = read("config", `${DEVICE}stage`) ?? 0;
   const sentences = JSON.parse(byId("stage-sentences").content.textContent);
-  byId("stage-sentence").textContent = sentences[stage]?.[1] ?? "zerotune chooses the stage at start.";
+  byId("stage-sentence").textContent = sentences[stage]?.[1] ?? "zerotune chooses the stage when training starts.";
   show(byId("stage-3-note"), stage !== 3 && stage !== "auto");
   for (const folder of all(".nvme-folder")) {
     const section = folder.dataset.device.replace(/\.device$/, "");
     const used = read("config", `${section}.device`) === "nvme";
     show(folder, used || read("config", `${section}.nvme_path`) !== undefined);
   }
-  for (const input of all("[data-kind=path]")) look(input);
-  const clips = JSON.parse(byId("clip-families").content.textContent);
-  show(byId("setup-frames").closest(".field"), clips.includes(read("setup", "family")));
+  for (const input of all("[data-kind=path]")) lookUpPath(input);
+  show(byId("setup-frames").closest(".field"), hasFrames(read("setup", "family")));
   const adapted = read("setup", "lora") !== undefined && read("setup", "lora") !== "";
   show(byId("setup-base-dtype").closest(".field"), adapted || Boolean(read("setup", "base_dtype")));
   show(byId("machine-sizes"), read("setup", "this_machine") !== true);
   show(byId("machine-facts"), read("setup", "this_machine") === true);
 }
 
-const looked = new WeakMap();
+const lookups = new WeakMap();
 
-function look(input) {
+function lookUpPath(input) {
   const facts = byId(`${input.id}-facts`);
   const path = input.value.trim();
-  if (!path || looked.get(input)?.path === path) {
+  if (!path || lookups.get(input)?.path === path) {
     if (!path) facts.textContent = "";
     return;
   }
-  clearTimeout(looked.get(input)?.timer);
+  clearTimeout(lookups.get(input)?.timer);
   const timer = setTimeout(async () => {
     const say = (text) => {
       if (input.value.trim() === path) facts.textContent = text;
@@ -119,10 +120,10 @@ function look(input) {
       say(error.data?.reason ? `The path ${error.data.reason}.` : error.message);
     }
   }, 250);
-  looked.set(input, { path, timer });
+  lookups.set(input, { path, timer });
 }
 
-// What will really be used where a field is left empty.
+// Shows in empty fields the values that will be used.
 export function placeholders(effective) {
   for (const input of all("input[data-path][data-kind=value], input[data-param]")) {
     const path = input.dataset.store === "setup" ? `setup.${input.dataset.path}` : input.dataset.path;

@@ -1,4 +1,4 @@
-// What the form held before each change. Typing in one field is one change.
+// The form before each change. Typing in one field is a single change.
 
 import { byId, status } from "./dom.js";
 import { onChange, state } from "./state.js";
@@ -39,13 +39,13 @@ export function record({ label, notes, group: key = null } = {}) {
 
 export function undo() {
   if (at === 0) return;
-  const label = named(at);
+  const label = describe(at);
   move(at - 1, `Undone: ${label}.`);
 }
 
 export function redo() {
   if (at === entries.length - 1) return;
-  move(at + 1, `Redone: ${named(at + 1)}.`);
+  move(at + 1, `Redone: ${describe(at + 1)}.`);
 }
 
 function move(to, sentence) {
@@ -56,7 +56,7 @@ function move(to, sentence) {
   status(sentence);
 }
 
-// A button that is disabled lets go of the focus, so that Tab would begin at the top again.
+// A disabled button loses the focus, and Tab would start at the top of the page.
 function enable() {
   const active = document.activeElement;
   byId("undo").disabled = at === 0;
@@ -66,7 +66,7 @@ function enable() {
 
 function keys(event) {
   if (!(event.ctrlKey || event.metaKey) || event.altKey) return;
-  // Text that is not yet taken over has the browser's own undo.
+  // Text that is not applied yet has the browser's own undo.
   if (event.target.closest?.("dialog, textarea, input[type=search]")) return;
   const key = event.key.toLowerCase();
   const action = key === "z" ? (event.shiftKey ? redo : undo) : key === "y" ? redo : null;
@@ -75,8 +75,8 @@ function keys(event) {
   action();
 }
 
-// What a change was: as whoever made it says, else the label of the first setting that differs.
-function named(index) {
+// Describes a change: its own label, or the label of the first setting that differs.
+function describe(index) {
   if (entries[index].label) return entries[index].label;
   const [before, after] = [entries[index - 1], entries[index]].map((entry) => leaves(JSON.parse(entry.text)));
   const paths = new Set([...before.keys(), ...after.keys()]);

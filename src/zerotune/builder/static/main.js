@@ -1,7 +1,7 @@
 // Wiring: one state, one preview per change, the newest wins.
 
 import { get, post } from "./api.js";
-import { action, ask, byId, fill, el, status } from "./dom.js";
+import { action, ask, byId, capital, fill, el, status } from "./dom.js";
 import { bindAdvanced, refreshAdvanced } from "./advanced.js";
 import { bindDialogs } from "./dialogs.js";
 import * as draft from "./draft.js";
@@ -20,7 +20,7 @@ let opened = [];
 
 function schedule() {
   show("waiting");
-  // The answer to an older form would call what is shown up to date.
+  // The answer to an older form would mark stale results as current.
   running?.abort();
   running = null;
   clearTimeout(timer);
@@ -43,7 +43,7 @@ async function preview() {
     show("ready");
   } catch (error) {
     if (error.name === "AbortError" || running !== mine) return;
-    // What is shown is of an older form, and stays marked as such.
+    // The results belong to an older form and stay marked as stale.
     show("stale");
     status(error.message, "error", action("Try again", schedule));
   }
@@ -67,14 +67,14 @@ function render(data) {
   byId("save-button").disabled = !data.valid;
 }
 
-// What was read or looked up takes the place of the form. It is saved, unless it is a step further
-// on what was there before; `file`: it is what the plan file holds.
+// Replaces the form. The new form counts as saved unless `further` is set; `file`: it is the content
+// of the plan file.
 function load(next, messages, sentence, { label, further = false, file = false } = {}) {
   replace(next);
-  // What reading changed is told until the next thing is opened; errors are found again anyway.
+  // Messages from reading stay until another configuration is opened; errors are found anew.
   opened = messages.filter((message) => message.severity !== "error");
   record({ label: label ?? sentence.replace(/\.$/, ""), notes: opened });
-  if (!further) draft.settled({ file });
+  if (!further) draft.markSaved({ file });
   redraw();
   if (Number(read("config", "zero_optimization.stage")) === 3) byId("stage-3-card").open = true;
   status(sentence, messages.some((message) => message.severity === "error") ? "error" : "good");
@@ -98,7 +98,7 @@ async function machine() {
   try {
     const found = await get("/machine");
     const devices = found.devices.length ? found.devices.join("; ") : `no GPU (${found.accelerator})`;
-    facts.textContent = `${devices}; ${found.ram} of RAM. ${found.deepspeed}`;
+    facts.textContent = `${capital(devices)}; ${found.ram} of RAM. ${capital(found.deepspeed)}.`.replace("..", ".");
   } catch (error) {
     fill(facts, el("span", { text: error.message }));
   }
@@ -108,28 +108,28 @@ const DEFAULTS = { family: "sdxl", world_size: 1, ema: "none", gradient_checkpoi
   base_dtype: "", card: "", this_machine: false, vram: "24", ram: "64", nvme: "0", total_steps: 10000 };
 
 function first(start, setup) {
-  const { messages, state: said } = start;
+  const { messages, state: content } = start;
   draft.plan.version = start.version;
-  load({ ...said, setup: { ...DEFAULTS, ...setup, ...said.setup } }, messages,
+  load({ ...content, setup: { ...DEFAULTS, ...setup, ...content.setup } }, messages,
     messages.length ? messages[0].text : "", { label: "the content of the file", file: true });
 }
 
-// A reload goes on where this tab was; the machine that was described is in no file at all.
+// After a reload, restores this tab's form; no file contains the described machine.
 function resume(start) {
-  const kept = draft.kept();
-  first(start, kept?.state.setup);
-  if (!kept?.pending) return () => {};
+  const stored = draft.load();
+  first(start, stored?.state.setup);
+  if (!stored?.pending) return () => {};
   return () => {
-    load(kept.state, [], "", { label: "the form before the reload", further: true });
-    const file = draft.goOn(kept) ? " The file has changed since then." : "";
-    status(`The form from before the reload is restored.${file}`, "",
+    load(stored.state, [], "", { label: "the form before the reload", further: true });
+    const file = draft.resume(stored) ? " The file has changed since then." : "";
+    status(`Your form was restored after the reload.${file}`, "",
       action("Discard it", () => first(start, state.setup)));
   };
 }
 
 async function reset(defaults) {
   const sure = !draft.isUnsaved() || await ask({ title: "Reset to defaults?", yes: "Reset",
-    text: "The configuration is reset to the default plan. Model and machine are kept, and Undo restores the configuration." });
+    text: "This resets the configuration to the default plan. The model and machine are kept, and Undo restores the configuration." });
   if (sure) load({ ...defaults, setup: state.setup }, [], "Reset to defaults.", { label: "the reset", further: true });
 }
 
@@ -142,11 +142,11 @@ async function start() {
     bindResults(load);
     bindAdvanced();
     bindDialogs(load, schedule);
-    const goOn = resume(start);
+    const restoreDraft = resume(start);
     bindHistory(restore);
     onChange(() => { refreshChoosers(); schedule(); });
     onChange((source) => { if (!source) { refresh(); refreshAdvanced(); } });
-    goOn();
+    restoreDraft();
     byId("reset").addEventListener("click", () => reset(start.defaults));
     byId("status-close").addEventListener("click", () => status(""));
     document.body.dataset.loaded = "true";

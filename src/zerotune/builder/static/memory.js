@@ -6,7 +6,7 @@ const GIB = 1024 ** 3;
 
 export function size(bytes) {
   if (bytes >= 0.1 * GIB) return `${(bytes / GIB).toFixed(2)} GiB`;
-  return `${(bytes / 1024 ** 2).toFixed(1)} MiB`;
+  return bytes > 0 && bytes < 0.05 * 1024 ** 2 ? "< 0.1 MiB" : `${(bytes / 1024 ** 2).toFixed(1)} MiB`;
 }
 
 const swatch = (colour) => svg("svg", { class: "swatch", viewBox: "0 0 10 10", "aria-hidden": "true" },
@@ -23,9 +23,10 @@ export function renderMemory(memory) {
     ...memory.notes.map((note) => el("p", { class: "hint", text: `Note: ${note}.` })));
 }
 
-// What stays near on a narrow screen: whether it runs, and each place against what there is.
+// Summary for narrow screens: the verdict, and each memory against its limit.
 export function renderStrip(chips, memory) {
   const [[severity, text]] = chips;
+  byId("strip").classList.toggle("outdated", Boolean(memory.outdated));
   const places = (memory.bars ?? []).map((bar) => {
     const full = Math.max(bar.needed, bar.available ?? 0) || 1;
     const words = [bar.needed, bar.available].filter((bytes) => bytes !== null).map(rounded).join("/");

@@ -1,6 +1,6 @@
-// Each message beside the field it is about, with what mends it; a list of where, errors first.
+// Shows each message next to its field, with repair buttons, and an index, errors first.
 
-import { all, byId, el, fill, reach } from "./dom.js";
+import { all, byId, capital, el, fill, reach } from "./dom.js";
 import { changed, rename, write } from "./state.js";
 
 const WORD = { error: "Error", warning: "Warning", note: "Note" };
@@ -11,9 +11,12 @@ function box(message, link) {
     link,
     message.text,
     message.change ? el("code", { text: ` ${message.change}` }) : null,
-    message.fix ? el("span", { class: "fix", text: `Fix: ${message.fix}.`.replaceAll("..", ".").replace("?.", "?") }) : null,
+    message.fix ? el("span", { class: "fix", text: fixOf(message) }) : null,
     message.repairs?.length ? el("div", { class: "repairs" }, ...message.repairs.map((repair) => button(message, repair))) : null);
 }
+
+// Users know the fields of the setup by their labels, not by their paths.
+export const fixOf = ({ fix }) => `Fix: ${fix}.`.replaceAll("..", ".").replace("?.", "?").replaceAll("setup.", "");
 
 const button = (message, repair) => el("button", { type: "button", class: "repair", text: repair.label,
   "aria-label": `${repair.label}, for ${message.key}`, onclick: () => mend(message, repair) });
@@ -23,7 +26,7 @@ function mend(message, repair) {
     if (to) rename(store, path, to);
     else write(store, path, value);
   }
-  // The button goes with the message, so that the focus goes to where it stood.
+  // The button disappears with the message, so the focus moves to its field.
   const holder = holderFor(message.key, holdersNow());
   (holder && controlOf(holder) || byId("summary-title")).focus({ preventScroll: true });
   changed(null);
@@ -41,7 +44,7 @@ function holderOf(key, holders) {
 const controlOf = (holder) =>
   holder.closest(".field")?.querySelector("input:not([type=radio]), select, input:checked, input");
 
-const ALIAS = { "fp16.enabled": "bf16.enabled", "setup.batch": "train_micro_batch_size_per_gpu",
+const ALIAS = { "fp16.enabled": "bf16.enabled",
   zero_allow_untested_optimizer: "optimizer.type", zero_force_ds_cpu_optimizer: "optimizer.type" };
 
 const holdersNow = () => new Map(all("[data-messages]").map((holder) => [holder.dataset.messages, holder]));
@@ -62,10 +65,10 @@ export function renderMessages(messages) {
   summarise(listed);
 }
 
-// Errors and warnings are seen at once; notes are there for who asks.
+// Errors and warnings are always visible; notes are folded.
 function place(holder, message, key) {
-  if (message.severity !== "note") return holder.prepend(box(message, key));
   let notes = holder.querySelector("details.notes");
+  if (message.severity !== "note") return holder.insertBefore(box(message, key), notes);
   if (!notes) {
     notes = el("details", { class: "notes" }, el("summary"));
     holder.append(notes);
@@ -76,9 +79,9 @@ function place(holder, message, key) {
     el("span", { class: "unseen", text: ` on ${nameOf(holder)}` }));
 }
 
-// Whether a field is the very one, and not the nearest section above it.
-function isOf(holder, message) {
-  const [shown, key] = [holder.dataset.messages, ALIAS[message.key] ?? message.key];
+// Whether a field is the very one, and neither the nearest section above it nor one that stands for it.
+function isOf(holder, { key }) {
+  const shown = holder.dataset.messages;
   return shown === key || [".device", ".type"].some((end) => shown === key + end);
 }
 
@@ -88,7 +91,7 @@ function nameOf(holder) {
   return field?.querySelector("label, legend, h2")?.textContent ?? holder.dataset.messages;
 }
 
-// What has no field is said here; of the rest only where it stands.
+// Shows messages without a field, and links to the others.
 function summarise(listed) {
   const homeless = listed.filter(({ holder }) => !holder).map(({ message }) => box(message, name(message)));
   const placed = listed.filter(({ message, holder }) => holder && message.severity !== "note");
@@ -122,12 +125,12 @@ function link(message, holder) {
   } });
 }
 
-// The verdict, what the plan is, and what a step of it takes.
+// Shows the verdict, the plan's title and the predicted time of a step.
 export function renderTitle(data) {
   const { kind, text } = data.verdict;
   byId("verdict").dataset.severity = SEVERITY[kind];
-  fill(byId("verdict"), `${text[0].toUpperCase()}${text.slice(1)}.`);
-  fill(byId("title"), data.title ?? "");
+  fill(byId("verdict"), `${capital(text)}.`);
+  fill(byId("title"), capital(data.title ?? ""));
   const { time } = data;
   fill(byId("time"), ...(time ? [el("b", { text: time.seconds }), ` per step, predicted; ${time.rates}.`] : []));
 }

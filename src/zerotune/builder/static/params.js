@@ -1,4 +1,4 @@
-// Optimizer and schedule: which, and with what. Both come from the server's catalogue.
+// Choice and parameters of optimizer and schedule, from the server's catalogue.
 
 import { all, byId, el, fill, idOf, show } from "./dom.js";
 import { take } from "./form.js";
@@ -61,7 +61,7 @@ function options(what) {
   const written = read("config", `${what}.type`);
   const entry = written === undefined ? undefined : find(what, written);
   const chosen = entry ? entry.name : written === undefined ? "" : print(written);
-  const none = `not written (${DEFAULTS[what]})`;
+  const none = `not set (${DEFAULTS[what]})`;
   const groups = [el("option", { value: "", text: none })];
   if (chosen && !entry) groups.push(el("option", { value: chosen, text: chosen }));
   for (const [family, label] of Object.entries(GROUPS)) {
@@ -91,17 +91,17 @@ function about(what, entry) {
   const parts = [`${entry.summary}.`, ...entry.requires.map((need) => `Needs ${need}.`)];
   if (answer?.missing) parts.push(`${answer.missing} is not installed here: run pip install 'zerotune[optimizers]'.`);
   if (answer?.implementation) parts.push(`Run by ${answer.implementation}.`);
-  // What it changes where it runs is told by the messages, with the keys that it changes.
+  // If the optimizer runs, messages report what it changes, next to the keys.
   if (answer?.reason && !answer.runs) parts.push(`Cannot run on this machine: ${answer.reason}.`);
   return parts.join(" ").replaceAll("..", ".");
 }
 
-const drawn = {};
+const shapes = {};
 
 // Switches are for few; those that are written are shown with the rest.
 const isRare = (parameter) => parameter.optional || parameter.type === "bool";
 
-// What is being typed stays as it is, but not what an undo takes back.
+// Keeps the text that is being typed, unless it is undone.
 function parameters(what, typed) {
   const entry = find(what, read("config", `${what}.type`) ?? DEFAULTS[what]);
   const params = read("config", `${what}.params`);
@@ -111,8 +111,8 @@ function parameters(what, typed) {
   const foreign = Object.keys(written).filter((name) => !names.includes(name));
   const shape = [entry?.name, ...foreign];
   const more = byId(`${what}-more`);
-  if (!same(drawn[what], shape)) {
-    drawn[what] = shape;
+  if (!same(shapes[what], shape)) {
+    shapes[what] = shape;
     const [rare, usual] = [true, false].map((wanted) =>
       known.filter((parameter) => (isRare(parameter) && !(parameter.name in written)) === wanted));
     fill(byId(`${what}-params`),
@@ -134,8 +134,8 @@ function setValue(input, value) {
   input.value = text;
 }
 
-// Arguments without a name would mean nothing to DeepSpeed, so the default is named with them.
-function taken({ target }) {
+// DeepSpeed ignores arguments without a type, so the default type is written with them.
+function onInput({ target }) {
   const [what] = target.dataset.path.split(".");
   if (target.value.trim() && read("config", `${what}.type`) === undefined) {
     write("config", `${what}.type`, DEFAULTS[what]);
@@ -154,14 +154,14 @@ function control(id, path, parameter) {
   };
   const words = parameter.type === "bool" ? ["true", "false"] : parameter.choices;
   if (words.length) {
-    const nothing = parameter.optional || standard === null ? "not written" : `default: ${print(standard)}`;
-    return el("select", { ...properties, onchange: taken },
+    const nothing = parameter.optional || standard === null ? "not set" : `default: ${print(standard)}`;
+    return el("select", { ...properties, onchange: onInput },
       el("option", { value: "", text: nothing }),
       ...words.map((word) => el("option", { value: word, text: word })));
   }
   return el("input", { ...properties, type: "text", autocomplete: "off", spellcheck: "false",
     "data-default": parameter.optional || standard === null ? "" : print(standard),
-    oninput: taken });
+    oninput: onInput });
 }
 
 function row(what, parameter) {

@@ -1,7 +1,7 @@
 // The configuration as text in four forms, and what changed.
 
 import { post } from "./api.js";
-import { all, byId, download, el, fill, onSubmit, point, show, status, placed } from "./dom.js";
+import { all, byId, download, el, fill, onSubmit, point, show, status, errorText } from "./dom.js";
 import { state } from "./state.js";
 
 const ABOUT = {
@@ -64,7 +64,7 @@ async function takeOver() {
     leave();
   } catch (error) {
     area.setAttribute("aria-invalid", "true");
-    byId("editor-error").textContent = placed(error);
+    byId("editor-error").textContent = errorText(error);
     point(area, error.data);
   }
 }

@@ -85,8 +85,9 @@ class Judgement:
         """Create the export check for the adapters of an engine.
 
         Args:
-            engine: Engine of the adapters.
-            adapters: Prefix in the model, module and adapter name of each component.
+            engine: Engine that trains the adapters.
+            adapters: For each component, its prefix in the model, its module and the adapter's
+                name.
         """
         initial: dict[str, frozenset[str]] = {}
         layers = {}
@@ -131,7 +132,9 @@ class Judgement:
             return ()
         if self._steps == 0:
             return (
-                self._decision(still, "no optimizer step was taken, so the file has no effect"),
+                self._decision(
+                    still, "no optimizer step was taken, so the adapters have no effect"
+                ),
             )
         for component in {of for of, _ in still}:
             every = [layer for layer in self._moved if layer[0] == component]
@@ -199,11 +202,11 @@ class ExportedAdapters(os.PathLike[str]):
     tensors: int
     elements: int
     nbytes: int
-    """Bytes of the file."""
+    """Size of the file in bytes."""
     sha256: str
-    """SHA-256 of the file, hex."""
+    """SHA-256 (hex) of the file."""
     decisions: tuple[Decision, ...] = ()
-    """Decisions about untrained layers, or about a scale that the format rounds."""
+    """Decisions about untrained layers, or about the rounding of scaled factors."""
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -223,13 +226,13 @@ def export_adapters(
     """Write an engine's adapters for ``pipeline.load_lora_weights``. Collective.
 
     Only the adapters are gathered from the fp32 master weights, one tensor at a time. The file's
-    header contains rank, alpha and kind of the adapters, in diffusers' format. The file is read
-    back and verified before it is renamed. If training has not changed the adapters, an error is
-    raised.
+    header contains the adapters' rank, alpha and kind, in diffusers' format. The file gets its
+    final name only after it is read back and verified. An error is raised if training has not
+    changed the adapters.
 
     Args:
-        path: A folder for the file ``pytorch_lora_weights.safetensors``, or the path of a file,
-            ending in ``.safetensors``. An earlier export is replaced.
+        path: A folder for the file ``pytorch_lora_weights.safetensors``, or the path of a
+            ``.safetensors`` file. An earlier export is replaced.
         engine: Engine of a model or ``TrainedParts`` with adapters.
         weights: As in ``export_model``.
         dtype: Dtype of the tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch
@@ -239,13 +242,13 @@ def export_adapters(
             writes a file in the format of kohya's trainers. Exports to ``"comfyui"`` and
             ``"kohya"`` need memory for all adapters, and are verified with diffusers' converters.
         component: Name of the model in the pipeline; by default derived from the model's class.
-            ``TrainedParts`` provides the names of its parts.
+            For ``TrainedParts``, the names of the parts are used.
         pipeline: A pipeline or its class; the export fails if the pipeline cannot load adapters
             for the trained components.
-        timeout_s: Seconds to wait for the other ranks; default the group's timeout.
+        timeout_s: Seconds to wait for the other ranks; defaults to the group's timeout.
 
     Returns:
-        The export, on every rank.
+        The exported adapters, returned on every rank.
 
     Raises:
         CheckpointMismatchError: The model trains no adapters, trains other parameters as well, or
@@ -304,7 +307,7 @@ class AdapterOutline:
     metadata: Mapping[str, Mapping[str, Any]]
     """Adapter settings of each component."""
     adapters: Mapping[str, tuple[str, torch.nn.Module, str]]
-    """Prefix in the model, module and adapter name of each component."""
+    """For each component, its prefix in the model, its module and the adapter's name."""
 
     @classmethod
     def of(cls, engine: Engine, *, component: str | None = None) -> AdapterOutline:
@@ -335,7 +338,7 @@ class AdapterOutline:
         """Check that the format supports adapters of this kind."""
         if layout == "peft" and len(self.adapters) > 1:
             raise CheckpointMismatchError(
-                "a peft folder contains the adapters of a single model",
+                "a peft folder can contain the adapters of only one model",
                 key="layout",
                 value=layout,
                 fix='write layout="diffusers" to export the adapters of several models',
@@ -365,7 +368,7 @@ _HOLDS: Final[Mapping[Layout, tuple[str, ...]]] = {
 
 
 def portable_config(module: torch.nn.Module, adapter: str) -> dict[str, Any]:
-    """Return an adapter's settings for the file, as JSON data.
+    """Return the adapter settings to write to the file, as JSON data.
 
     Args:
         module: Module with the adapter.
@@ -584,8 +587,8 @@ class _Foreign(_Draft):
             key="adapters.alpha",
             before="separate from the factors",
             after="in the factors",
-            reason=f"readers of {self._layout} files multiply the factors by alpha / rank, and "
-            f"{str(self._dtype).removeprefix('torch.')} rounds the product",
+            reason=f"{self._layout} files store the factors multiplied by alpha / rank, rounded to "
+            f"{str(self._dtype).removeprefix('torch.')}",
             severity="warning",
         )
 

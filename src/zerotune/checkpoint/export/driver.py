@@ -1,4 +1,4 @@
-"""Common steps of every export: all ranks gather, rank 0 writes, verifies and renames."""
+"""Steps common to all exports: all ranks gather tensors, and rank 0 writes and verifies files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
 
 SHARD_SIZE: Final = 10 * 2**30
-"""Maximum bytes of tensors in one file, the same as in diffusers."""
+"""Maximum bytes of tensor data per file, as in diffusers."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -43,7 +43,7 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 class Gatherable(Protocol):
-    """Protocol of sources of full tensors, such as master weights or an EMA shadow."""
+    """Protocol for sources of full tensors, such as master weights or an EMA shadow."""
 
     def gather(self) -> Named:
         """Yield the name and the full tensor of every trained parameter. Collective."""
@@ -51,10 +51,10 @@ class Gatherable(Protocol):
 
 
 class Draft(Protocol[T_co]):
-    """Protocol of an unfinished export on rank 0."""
+    """Protocol for an unfinished export on rank 0."""
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
-        """Write a tensor; all trained tensors must precede the other tensors.
+        """Write a tensor; trained tensors must come before all others.
 
         Args:
             name: Name of the tensor in the model.
@@ -68,7 +68,7 @@ class Draft(Protocol[T_co]):
         ...
 
     def abandon(self) -> None:
-        """Delete files that were not renamed yet."""
+        """Delete the files that have not been renamed yet."""
         ...
 
 
@@ -81,7 +81,7 @@ def meet(
     timeout_s: float | None,
     purpose: str = "exporting to",
 ) -> Gatherable:
-    """Return the source of the weights, after checking that all ranks pass the same arguments.
+    """Check that all ranks pass the same arguments, and return the source of the weights.
 
     Collective.
 
@@ -91,12 +91,12 @@ def meet(
         call: Name of the function, for error messages.
         arguments: Other arguments that must be equal on all ranks.
         weights: As in ``export_model``.
-        timeout_s: Timeout in seconds; default the group's timeout.
+        timeout_s: Timeout in seconds; defaults to the group's timeout.
         purpose: Description of the work, for error messages.
     """
     if not hasattr(engine, "master_weights"):
         raise InvalidValueError(
-            "is not an engine, but under ZeRO only the engine has the full weights",
+            "is not an engine, but under ZeRO only the engine can provide the full weights",
             key="engine",
             value=type(engine).__name__,
             fix="call trainer.export(PATH), or pass engine=trainer.engine or the result of "
@@ -137,12 +137,12 @@ def export_together(
     Args:
         engine: Engine to export.
         purpose: Description of the work, for error messages.
-        begin: Starts the export on rank 0.
+        begin: Called on rank 0 to start the export.
         weights: Source of the trained parameters.
         others: Frozen parameters and buffers, or base tensors of a merge, by name.
 
     Returns:
-        The result of the export, on every rank.
+        The result of rank 0's export, returned on every rank.
     """
     drafts: list[Draft[T]] = []
     failures: list[Exception] = []
@@ -177,29 +177,29 @@ def export_together(
 
 @attrs.frozen(kw_only=True)
 class Whole:
-    """A pipeline folder of which a model folder becomes a part."""
+    """A pipeline folder that will contain an exported model folder."""
 
     part: str
     """Name of the part."""
     others: Mapping[str, str]
-    """SHA-256 (hex) of the pipeline's other files, by path from the pipeline folder."""
+    """SHA-256 (hex) of the pipeline's other files, by path relative to the pipeline folder."""
 
 
 class ExportWriter:
     """Writes tensors and text files into a folder, or tensors into a single file.
 
-    An earlier export is replaced after the new export is on disk and verified. Files in the folder
+    An earlier export is replaced only when the new one is on disk and verified. Files in the folder
     that do not belong to the earlier export are kept.
 
     Args:
         path: Path of the folder or of the single file.
         stem: Base name of the tensor files in the folder; ``None`` for a single file.
         specs: All tensors to write.
-        texts: Additional files of the folder, by name.
-        metadata: Additional metadata of the headers.
-        aliases: Maps the other names of tied tensors to their first names.
-        shard_size: Maximum bytes of tensors per file; by default all tensors are in one file.
-        whole: Pipeline of which the export becomes a part.
+        texts: Contents of additional files in the folder, by file name.
+        metadata: Additional metadata for the file headers.
+        aliases: Maps each alias of a tied tensor to the tensor's first name.
+        shard_size: Maximum bytes of tensor data per file; by default all tensors are in one file.
+        whole: Pipeline folder that will contain the export.
 
     Attributes:
         records: Records of the tensor files; empty before ``publish``.
@@ -266,7 +266,8 @@ class ExportWriter:
         """Compare the files on disk with the written data, then rename them.
 
         Args:
-            check: Called with the path of a single file before the file is renamed.
+            check: Function that is called with a single file's temporary path before the file is
+                renamed.
         """
         self.records = self._writer.confirm(self._files, self._writer.written)
         self._writer.close()
@@ -283,12 +284,12 @@ class ExportWriter:
         return self.path
 
     def abandon(self) -> None:
-        """Delete files that were not renamed yet."""
+        """Delete the files that have not been renamed yet."""
         self._writer.close()
         self._staging.abandon()
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
-        """Write all tensors and publish; after a failure no files remain.
+        """Write all tensors and publish the files; a failure leaves no files behind.
 
         Args:
             tensors: Full tensors by name.

@@ -58,16 +58,16 @@ _CONVOLUTIONS: Final = {3: torch.nn.Conv1d, 4: torch.nn.Conv2d, 5: torch.nn.Conv
 
 @attrs.frozen(kw_only=True, eq=False)
 class Fold:
-    """The adapter of one layer; a call merges the adapter into the layer's weight."""
+    """The adapter of one layer; calling the object merges the adapter into a weight."""
 
     layer: str
     """Dotted name of the adapted layer."""
     scaling: float = 1.0
-    """Factor by which the product of the tensors is multiplied."""
+    """Multiplier for the product of the factors."""
     tensors: dict[str, torch.Tensor] = attrs.field(factory=dict)
     """Factors in fp32 on the CPU, by kind: ``lora_A``, ``lora_B``, ``lokr_w1``, ``oft_R``, …"""
     settings: Mapping[str, Any] = attrs.field(factory=dict)
-    """peft's configuration of the whole adapter."""
+    """peft's configuration of the adapter, shared by all layers."""
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the merged weight in fp32.
@@ -98,11 +98,10 @@ class Fold:
         return int(self._setting("r", "rank_pattern", 0))
 
     def scaled_by_settings(self, strength: float) -> Fold:
-        """Return the adapter with the scale from its settings.
+        """Return a copy with the scale from the adapter's settings; alpha defaults to the rank.
 
         Args:
-            strength: Factor of the scale; 1 is the trained strength. A missing alpha equals the
-                rank.
+            strength: Multiplier for the scale; 1 is the trained strength.
         """
         named = "alpha" if "alpha" in self.settings else "lora_alpha"
         alpha = float(self._setting(named, "alpha_pattern", self.rank))
@@ -202,9 +201,9 @@ def export_merged(
 ) -> Path:
     """Write an engine's model with merged adapters as a diffusers model folder. Collective.
 
-    The merge needs memory for the adapters and one parameter, even at stage 3 and with NVMe
-    offload. Weights are merged in fp32 and then cast to ``dtype``, which is more accurate than
-    merging in 16 bits.
+    The merge needs additional memory only for the adapters and one parameter, even at stage 3 and
+    with NVMe offload. Weights are merged in fp32 and then cast to ``dtype``, which is more accurate
+    than merging in 16 bits.
 
     Args:
         path: Path of the folder, as in ``export_model``.
@@ -212,8 +211,8 @@ def export_merged(
         weights: As in ``export_model``.
         dtype: Dtype of floating-point tensors in the file.
         component: Name of the part to write; required for ``TrainedParts``.
-        shard_size: Maximum bytes of tensors in a file.
-        timeout_s: Seconds to wait for the other ranks; default the group's timeout.
+        shard_size: Maximum bytes of tensor data per file.
+        timeout_s: Seconds to wait for the other ranks; defaults to the group's timeout.
 
     Returns:
         The absolute path.
@@ -267,13 +266,13 @@ def merge_adapters(
     """Merge a LoRA file into a model folder, without an engine. Not collective.
 
     Args:
-        adapters: The file, or a folder with the file ``pytorch_lora_weights.safetensors``.
+        adapters: The LoRA file, or a folder that contains ``pytorch_lora_weights.safetensors``.
         path: Path of the folder to write, as in ``export_model``.
-        base: Model folder on which the adapters were trained, such as ``<pipeline>/unet``.
+        base: Folder of the model that the adapters were trained on, such as ``<pipeline>/unet``.
         component: Name of the model in the LoRA file.
         scale: Strength of the adapters; 1 is the trained strength. DoRA requires 1.
         dtype: Dtype of floating-point tensors in the file.
-        shard_size: Maximum bytes of tensors in a file.
+        shard_size: Maximum bytes of tensor data per file.
 
     Returns:
         The absolute path.
@@ -430,7 +429,7 @@ def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[s
         )
     if scale != 1 and any("lora_magnitude_vector" in fold.tensors for fold in folds.values()):
         raise InvalidValueError(
-            "must be 1, because DoRA's magnitudes are valid at full strength only",
+            "must be 1, because DoRA's magnitudes are valid only at full strength",
             key="scale",
             value=scale,
             fix="write scale=1",

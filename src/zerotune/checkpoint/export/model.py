@@ -60,7 +60,7 @@ class ModelFolderReader(TensorReader):
         files = [path] if path.is_file() else weight_files(path)
         if not files:
             raise CheckpointError(
-                "contains no safetensors weights of a model",
+                "contains no model weights in safetensors format",
                 key=str(path),
                 fix="use the folder of a model saved as safetensors, such as <pipeline>/unet",
             )
@@ -92,13 +92,13 @@ def model_writer(
     """Return a writer for a model folder that ``from_pretrained`` reads.
 
     Args:
-        path: Path of the folder; a path ending in ``.safetensors`` becomes a single file.
+        path: Path of the folder, or of a single file if it ends in ``.safetensors``.
         config: Content of ``config.json``; ``None`` for models that are not from diffusers.
         specs: All tensors to write.
-        aliases: Maps the other names of tied tensors to their first names.
-        shard_size: Maximum bytes of tensors in a file.
-        whole: Pipeline of which the model becomes a part.
-        texts: Additional files if ``config`` is ``None``.
+        aliases: Maps each alias of a tied tensor to the tensor's first name.
+        shard_size: Maximum bytes of tensor data per file.
+        whole: Pipeline folder that will contain the model.
+        texts: Contents of additional files, by file name; used if ``config`` is ``None``.
     """
     single = Path(path).suffix == ".safetensors"
     return ExportWriter(
@@ -123,21 +123,21 @@ def export_model(
 ) -> Path:
     """Write the engine's model as a diffusers model folder. Collective.
 
-    Rank 0 gathers and writes one parameter at a time, even at stage 3 and with NVMe offload. The
-    export therefore needs additional memory for only one parameter. The files are read back and
-    verified before the folder is renamed.
+    Parameters are gathered one at a time and written by rank 0, even at stage 3 and with NVMe
+    offload. The export therefore needs additional memory for only one parameter. The folder gets
+    its final name only after its files are read back and verified.
 
     Args:
-        path: Path of the folder; an earlier export is replaced when the new export is complete. A
-            path ending in ``.safetensors`` becomes a single file.
+        path: Path of the folder; an earlier export is replaced when the new export is complete. If
+            the path ends in ``.safetensors``, a single file is written.
         engine: Engine of the model; frozen parameters and buffers are exported as well.
         weights: Source of the trained parameters: ``"trained"``, an attached EMA shadow, or the
-            name of an attached EMA, such as ``"ema"``. By default, as with ``"trained"``, the fp32
+            name of an attached EMA, such as ``"ema"``. By default and with ``"trained"``, the fp32
             master weights are exported.
         dtype: Dtype of all floating-point tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"``
             or a torch dtype.
-        shard_size: Maximum bytes of tensors in a file.
-        timeout_s: Seconds to wait for the other ranks; default the group's timeout.
+        shard_size: Maximum bytes of tensor data per file.
+        timeout_s: Seconds to wait for the other ranks; defaults to the group's timeout.
 
     Returns:
         The absolute path.
@@ -197,7 +197,7 @@ def export_checkpoint(
         shadow: Name of the EMA shadow to export; by default the trained weights are exported.
         dtype: As in ``export_model``.
         base: Model folder that training started from, which provides the frozen parameters.
-        shard_size: Maximum bytes of tensors in a file.
+        shard_size: Maximum bytes of tensor data per file.
 
     Returns:
         The absolute path.
@@ -229,7 +229,7 @@ def export_checkpoint(
 def checked_checkpoint(
     directory: str | os.PathLike[str], *, shadow: str | None
 ) -> tuple[Path, Manifest]:
-    """Return a checkpoint after checking its files and the requested shadow."""
+    """Check a checkpoint's files and its requested shadow; return its folder and manifest."""
     folder, manifest = find_checkpoint(directory)
     check_files(folder, manifest)
     if shadow is not None and shadow not in manifest.shadows:
@@ -242,7 +242,7 @@ def checked_checkpoint(
 
 
 def records_of(manifest: Manifest) -> tuple[ParameterRecord | TensorRecord, ...]:
-    """Return the records of all tensors of the model in a checkpoint."""
+    """Return the records of all parameters and buffers in a manifest."""
     return (*manifest.parameters, *manifest.frozen, *manifest.buffers)
 
 
@@ -263,10 +263,10 @@ def engine_writer(
         engine: Engine of the model.
         dtype: As in ``export_model``.
         shard_size: As in ``export_model``.
-        whole: Pipeline of which the export becomes a part.
-        part: Prefix of the part's names in the engine, and the part's module; by default the whole
+        whole: Pipeline folder that will contain the export.
+        part: Prefix of a part's parameter names in the engine, and its module; by default the whole
             model is written.
-        texts: Additional files for a model that is not from diffusers.
+        texts: Contents of additional files for a model that is not from diffusers, by file name.
     """
     prefix, module = part or ("", engine.module)
     aliases = tied_names(module)
@@ -292,7 +292,7 @@ def engine_specs(
 
     Args:
         engine: Engine of the model.
-        aliases: Maps the other names of tied tensors to their first names.
+        aliases: Maps each alias of a tied tensor to the tensor's first name.
         dtype: Dtype of floating-point tensors.
         part: As in ``engine_writer``.
     """
@@ -316,11 +316,11 @@ def specs_of(
     aliases: Mapping[str, str],
     dtype: torch.dtype,
 ) -> list[TensorSpec]:
-    """Describe a model's tensors under all their names.
+    """Return a ``TensorSpec`` for each of a model's tensors, and for each alias.
 
     Args:
         records: The manifest's records of the tensors.
-        aliases: Maps the other names of tied tensors to their first names.
+        aliases: Maps each alias of a tied tensor to the tensor's first name.
         dtype: Dtype of floating-point tensors.
     """
     return [
@@ -338,7 +338,7 @@ def untrained(engine: Engine) -> Named:
 
 
 class Frozen(Protocol):
-    """Protocol of a source of untrained parameters, for example a model folder."""
+    """Protocol for a source of untrained parameters, for example a model folder."""
 
     @property
     def path(self) -> Path:
@@ -347,7 +347,7 @@ class Frozen(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Tensors by the model's names."""
+        """Tensors by their names in the model."""
         ...
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -387,7 +387,7 @@ def _check_frozen(manifest: Manifest, base: Frozen | None) -> None:
         stored = None if base is None else base.tensors.get(record.name)
         if stored is None or stored.shape != record.shape:
             raise CheckpointMismatchError(
-                "was not trained, so the parameter is not in the checkpoint"
+                "was not trained, so it is not in the checkpoint"
                 + (", and no base was given" if base is None else f", and not in {base.path}"),
                 key=record.name,
                 value=record.shape,

@@ -58,25 +58,24 @@ def export_pipeline(
     (VAE, text encoders, tokenizers, scheduler) are copied unchanged. An earlier export is replaced
     when the new export is complete.
 
-    A path ending in ``.safetensors`` becomes a single file in the layout in which the model was
-    first published. ComfyUI and diffusers' ``from_single_file`` read this layout. If ``base`` is a
+    If the path ends in ``.safetensors``, a single file is written in the layout of the model's
+    original release. ComfyUI and diffusers' ``from_single_file`` read this layout. If ``base`` is a
     single file, the export keeps the tensor names and untrained tensors of ``base``, but omits EMA
-    weights (``model_ema``). If ``base`` is a folder, files of Stable Diffusion 1 and XL also
-    contain text encoders and VAE. Files of SD3 also contain the VAE. Files of Flux and other models
-    contain only the transformer. The file is verified with diffusers' converters before it is
-    renamed.
+    weights (``model_ema``). If ``base`` is a folder, the single file contains the trained model.
+    For SD3 it also contains the VAE, and for Stable Diffusion 1 and XL the VAE and the text
+    encoders. The file gets its final name only after it is verified with diffusers' converters.
 
     Args:
         path: Path of the folder or of the single file.
         engine: Engine of the model.
         base: Pipeline folder or single file that training started from.
-        config: Pipeline folder with configuration, tokenizers and scheduler. Required only if
+        config: Pipeline folder with the configuration, tokenizers and scheduler. Required only if
             ``base`` is a single file and ``path`` is a folder.
         component: Part to replace (``"unet"``, ``"transformer"``); by default derived from the
-            model's class. ``TrainedParts`` provides the names of its parts.
+            model's class. For ``TrainedParts``, the names of the parts are used.
         weights: As in ``export_model``.
         dtype: Dtype of the replaced part.
-        shard_size: Maximum bytes of tensors per file of a folder.
+        shard_size: Maximum bytes of tensor data per file, if a folder is written.
         timeout_s: As in ``export_model``.
 
     Returns:
@@ -135,17 +134,17 @@ def _draft(
     single = target.suffix == SUFFIX
     if single and isinstance(engine.module, TrainedParts):
         raise CheckpointMismatchError(
-            "a single file cannot contain the text encoders that were trained as well",
+            "a single file cannot contain trained text encoders",
             key="path",
             value=str(target),
-            fix="pass the path of a folder, to write the whole pipeline",
+            fix="pass the path of a folder to write the whole pipeline",
         )
     if base.is_file() and single:
         layout = layout_of_file(Trained.by(engine, dtype), base, dtype=dtype)
         return SingleFileDraft(target, base=base, layout=layout)
     if base.is_file() and config is None:
         raise CheckpointMismatchError(
-            "is a single file, which has neither tokenizers nor a scheduler",
+            "is a single file, which contains neither tokenizers nor a scheduler",
             key="base",
             value=str(base),
             fix="pass config=, the folder of the file's pipeline, or export to a path that ends "
@@ -229,7 +228,7 @@ class _PipelineDraft:
         return self._target
 
     def abandon(self) -> None:
-        """Delete files that were not renamed yet."""
+        """Delete the files that have not been renamed yet."""
         for model in self._models.values():
             model.abandon()
         self._staging.abandon()

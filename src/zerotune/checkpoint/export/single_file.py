@@ -1,4 +1,4 @@
-"""Export a single file with the whole model, in the layout of its first publication."""
+"""Export a model to a single file, in the layout of its original release."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Trained:
     """Class of the model."""
     config: Mapping[str, Any]
     specs: Mapping[str, TensorSpec]
-    """Descriptions of the tensors to write, by name in the model."""
+    """Descriptions of the tensors to write, by their names in the model."""
 
     @classmethod
     def by(cls, engine: Engine, dtype: torch.dtype) -> Trained:
@@ -107,9 +107,9 @@ class Layout:
     places: Places
     """Positions of the trained model's tensors in the file."""
     others: Callable[[], Named]
-    """Tensors of the parts that were not trained."""
+    """Yields the tensors of the untrained parts."""
     check: Callable[[Path], None] | None = None
-    """Called with the path of the file before the file is renamed."""
+    """Function that is called with the file's temporary path before the file is renamed."""
 
 
 class SingleFileDraft:
@@ -140,7 +140,7 @@ class SingleFileDraft:
         return self._writer.publish(check=self._layout.check)
 
     def abandon(self) -> None:
-        """Delete the file if it was not renamed yet."""
+        """Delete the file if it has not been renamed yet."""
         self._writer.abandon()
 
 
@@ -175,11 +175,11 @@ def layout_of_file(model: Trained, path: Path, *, dtype: torch.dtype) -> Layout:
 
 
 def layout_of_folder(model: Trained, folder: Path, *, part: str, pipeline: str) -> Layout:
-    """Return the layout in which models of a pipeline class were first published.
+    """Return the single-file layout in which the models of a pipeline class were released.
 
     Args:
         model: The trained model.
-        folder: Pipeline folder that training started from, from which the other parts are copied.
+        folder: Pipeline folder that training started from; its other parts are copied.
         part: Name of the model in the pipeline.
         pipeline: Class of the pipeline.
     """
@@ -189,7 +189,7 @@ def layout_of_folder(model: Trained, folder: Path, *, part: str, pipeline: str) 
             f"the single-file layout of {pipeline} is unknown",
             key="base",
             value=str(folder),
-            fix="export to a folder, or start training from a single file, whose layout is kept; "
+            fix="export to a folder, or start training from a single file to keep its layout; "
             f"known pipelines are {listing(list(ORIGINALS))}",
         )
     specs = []
@@ -225,8 +225,8 @@ def _places(model: Trained, file: Shapes) -> Places:
             position = position + count if there == position else -1
         if position != math.prod(file[key][:1]):
             raise CheckpointMismatchError(
-                "does not consist of whole rows of the model's tensors, according to diffusers' "
-                "converter",
+                "cannot be assembled from whole rows of the model's tensors, according to "
+                "diffusers' converter",
                 key=key,
                 fix="export to a folder",
             )
@@ -287,7 +287,7 @@ def export_checkpoint_as_file(
         dtype: Dtype of the trained model's tensors.
 
     Raises:
-        CheckpointError: The same errors as ``export_checkpoint`` and ``export_pipeline``.
+        CheckpointError: As in ``export_checkpoint`` and ``export_pipeline``.
     """
     with system_errors(CheckpointError, path, "cannot be exported to"), ExitStack() as opened:
         folder, manifest = checked_checkpoint(directory, shadow=shadow)
@@ -335,11 +335,11 @@ class _ModelOfFile:
 
 
 def component_of(base: Path, asked: str | None, model: str) -> tuple[str, str]:
-    """Return a model's name in a pipeline, and the pipeline's class.
+    """Return a model's name in a pipeline, and the name of the pipeline's class.
 
     Args:
         base: Folder of the pipeline.
-        asked: Name of the model, if known; ``None`` finds the name by the model's class.
+        asked: Name of the model; ``None`` to find it by the model's class.
         model: Class of the model.
     """
     try:
@@ -349,7 +349,7 @@ def component_of(base: Path, asked: str | None, model: str) -> tuple[str, str]:
             f"is not the folder of a diffusers pipeline: {error}",
             key="base",
             value=str(base),
-            fix=f"use the folder that training started from, with its {INDEX}",
+            fix=f"use the pipeline folder that training started from; it contains {INDEX}",
         ) from error
     parts = {
         name: entry[1]
@@ -362,7 +362,7 @@ def component_of(base: Path, asked: str | None, model: str) -> tuple[str, str]:
         fitting = [name for name, kind in parts.items() if kind == model]
     if len(fitting) != 1:
         raise CheckpointMismatchError(
-            f"matches {len(fitting) or 'no'} parts of the pipeline, whose parts are {parts}",
+            f"matches {len(fitting) or 'no'} parts of the pipeline; its parts are {parts}",
             key="component",
             value=asked or model,
             fix="pass component=, the name of the trained part",

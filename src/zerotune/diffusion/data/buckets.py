@@ -18,7 +18,7 @@ Size = tuple[int, int]
 
 @attrs.frozen(kw_only=True, order=True)
 class Bucket:
-    """A target size of images in pixels."""
+    """Target image size in pixels."""
 
     width: int
     height: int
@@ -34,7 +34,7 @@ class Bucket:
 
 @attrs.frozen(kw_only=True)
 class ReferenceBucket(Bucket):
-    """A target size of images that all have the same number of references."""
+    """Bucket of images that share a target size and a number of reference images."""
 
     references: int
 
@@ -50,7 +50,7 @@ class Placement:
     original: Size
     """Size of the upright image."""
     resized: Size
-    """Size after resizing: at least the bucket's in both directions and equal to it in one."""
+    """Size after resizing; it covers the bucket and matches its width or its height."""
 
     @property
     def scale(self) -> float:
@@ -62,13 +62,13 @@ class Placement:
 
     @property
     def excess(self) -> Size:
-        """Pixels to crop after resizing, horizontally and vertically; one of the two is 0."""
+        """Pixels to crop horizontally and vertically after resizing; at least one value is 0."""
         return self.resized[0] - self.bucket.width, self.resized[1] - self.bucket.height
 
 
 @attrs.frozen(kw_only=True)
 class BucketAssignment:
-    """The bucket of each image of a dataset."""
+    """The bucket of each image in a dataset."""
 
     placements: tuple[Placement, ...]
     """One placement per image, in the order of the dataset."""
@@ -84,28 +84,29 @@ class BucketAssignment:
         return {bucket: tuple(found[bucket]) for bucket in sorted(found, key=attrs.astuple)}
 
     def table(self) -> str:
-        """Return a text with the size and the number of images of each bucket."""
+        """Format the size and the number of images of each bucket as a text table."""
         return "\n".join(f"{bucket!s:>11}  {len(of)}" for bucket, of in self.members.items())
 
 
 @attrs.frozen(kw_only=True)
 class AspectBuckets:
-    """The largest sizes of at most ``area`` pixels whose sides are multiples of ``step``.
+    """Aspect-ratio buckets of at most ``area`` pixels, with sides that are multiples of ``step``.
 
-    Each width forms a bucket with the largest height that fits, and each height with the largest
-    width. The largest square is also a bucket. Each image is assigned to the bucket with the
-    nearest aspect ratio; ties go to the larger bucket.
+    For each width, there is a bucket with the largest height that fits; for each height, there is
+    one with the largest width that fits. The largest square is also a bucket. Each image is
+    assigned to the bucket with the nearest aspect ratio; ties go to the larger bucket.
 
     Raises:
         InvalidValueError: A value is out of range, or no size fits.
     """
 
     area: int = attrs.field(default=1024 * 1024, validator=validated(positive, fix="raise it"))
-    """Maximum number of pixels of an image."""
+    """Maximum number of pixels per image."""
     step: int = attrs.field(default=64, validator=validated(positive, fix="raise it"))
-    """Divisor of both sides: the combined downsampling factor of VAE and U-Net."""
+    """Number by which width and height are divisible, such as the combined downsampling factor of
+    VAE and U-Net."""
     max_aspect: float = attrs.field(default=2.0)
-    """Maximum ratio of the longer to the shorter side; longer images are cropped to this ratio."""
+    """Maximum ratio of the longer to the shorter side; images with a larger ratio are cropped."""
 
     def __attrs_post_init__(self) -> None:
         if self.max_aspect < 1:
@@ -130,7 +131,7 @@ class AspectBuckets:
 
     @classmethod
     def three_quarter_megapixel(cls) -> AspectBuckets:
-        """Return sizes of at most 0.75 of SDXL's area (about 886²), sides divisible by 64."""
+        """Return sizes of at most 75% of SDXL's area (about 886² pixels), sides divisible by 64."""
         return cls(area=1024 * 768)
 
     @classmethod
@@ -166,7 +167,7 @@ class AspectBuckets:
 
         Args:
             size: Width and height of the upright image.
-            among: Candidate buckets; default all buckets.
+            among: Candidate buckets; by default all buckets.
 
         Raises:
             DataError: A side is below 1.
@@ -187,7 +188,7 @@ class AspectBuckets:
 
         Args:
             size: Width and height of the upright image.
-            bucket: The bucket; by default the bucket with the nearest aspect ratio.
+            bucket: Target bucket; by default the bucket with the nearest aspect ratio.
         """
         return place_in(size, self.nearest(size) if bucket is None else bucket)
 
@@ -196,11 +197,11 @@ class AspectBuckets:
 
         Args:
             sizes: Width and height of each upright image.
-            minimum: Minimum number of images per bucket, such as the micro batch size. Images of
-                smaller buckets move to the nearest bucket with enough images.
+            minimum: Minimum number of images per bucket, such as the micro batch size. Images in
+                buckets with fewer images move to the nearest bucket that has enough.
 
         Raises:
-            DataError: There is no image, or an image has no pixels.
+            DataError: ``sizes`` is empty, or an image has no pixels.
         """
         if not sizes:
             raise DataError("is empty", key="sizes", value=0, fix="pass at least one image")
@@ -224,7 +225,7 @@ class AspectBuckets:
 
 
 def place_in(size: Size, bucket: Bucket) -> Placement:
-    """Return the placement of an image with width and height ``size`` in a bucket."""
+    """Place an image of ``size`` (width, height) in a bucket."""
     width, height = size
     # In whole numbers: a rounded scale may leave the image one pixel short of its bucket.
     if bucket.width * height >= bucket.height * width:
@@ -244,7 +245,7 @@ def _merged_buckets(
             before=len(counts),
             after=len(kept),
             reason=f"{sum(counts[bucket] for bucket in gone)} images in buckets with fewer than "
-            f"{minimum} images ({', '.join(map(str, gone))}) move to the nearest larger buckets",
+            f"{minimum} images ({', '.join(map(str, gone))}) move to the nearest remaining buckets",
         )
 
 

@@ -1,7 +1,7 @@
 """Caches of encoded tensors on disk, keyed by a hash of their inputs.
 
-``cache_latents`` and ``cache_texts`` fill the caches and shard the work over ranks;
-``CachedImages`` reads the caches in training.
+``cache_latents`` and ``cache_texts`` fill the caches and shard the work across ranks;
+``CachedImages`` reads the caches during training.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zerotune.diffusion.data.streams import check_rank, row_of, stack_named
 from zerotune.errors import DataError, InvalidValueError
 
 FORMAT: Final = "1"
-"""Format version in every key; raising it invalidates older caches."""
+"""Cache format version, part of the settings digest; raising it invalidates older caches."""
 
 _MOST_OPEN = 128
 
@@ -50,11 +50,11 @@ class CacheSettings:
     """Settings that determine an encoder's output; each combination has a separate cache."""
 
     kind: str
-    """``"latents"``, ``"text"``, …; part of the folder name."""
+    """Kind of cached tensors, such as ``"latents"``; part of the folder name."""
     model: str
     """Identity of the weights: a hub id with its revision, or ``hash_weights`` of a module."""
     dtype: str
-    """Dtype of the encoder's arithmetic, such as ``"bfloat16"``."""
+    """Dtype in which the encoder computes, such as ``"bfloat16"``."""
     settings: Mapping[str, Any] = attrs.field(factory=dict)
     """All other settings as JSON types: token length, scaling factor, clip skip, …"""
 
@@ -72,7 +72,7 @@ class CacheSettings:
         """Return a hash of all settings as 32 hexadecimal digits.
 
         Raises:
-            InvalidValueError: A setting is not a JSON type.
+            InvalidValueError: A setting is not JSON-serialisable.
         """
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
 
@@ -80,13 +80,13 @@ class CacheSettings:
         """Return all settings as canonical JSON.
 
         Raises:
-            InvalidValueError: A setting is not a JSON type.
+            InvalidValueError: A setting is not JSON-serialisable.
         """
         try:
             return json.dumps({"format": FORMAT, **attrs.asdict(self)}, sort_keys=True)
         except TypeError as error:
             raise InvalidValueError(
-                f"contains values that are not JSON types ({error})",
+                f"contains values that are not JSON-serialisable ({error})",
                 key="settings",
                 fix="write classes and dtypes as strings",
             ) from None
@@ -95,7 +95,7 @@ class CacheSettings:
 def hash_weights(module: torch.nn.Module) -> str:
     """Return a hash of a module's parameters and buffers: names, shapes, dtypes and values.
 
-    Hashing reads all weights; a hub id with a revision identifies a model faster.
+    Hashing reads all weights; it is faster to identify a model by its hub id and revision.
 
     Args:
         module: Model on any device.
@@ -127,12 +127,12 @@ def hash_key(*parts: object) -> str:
 
 
 class TensorCache:
-    """A disk cache of named tensors by key, in safetensors files that are written atomically.
+    """A disk cache that maps keys to named tensors, in atomically written safetensors files.
 
     The files are in ``root/<kind>-<digest>/`` and contain the digest of the settings. A read
     therefore never returns tensors that were computed with different settings. Ranks may write
-    concurrently, because the name of a file is a hash of its keys. Each tensor has a checksum that
-    is verified at every read.
+    concurrently, because each file name is a hash of the keys in the file. Each tensor has a
+    checksum that is verified at every read.
 
     Args:
         root: Parent folder of all caches; it may be on a shared disk.
@@ -175,7 +175,7 @@ class TensorCache:
         """Write the tensors of several keys to one file, atomically.
 
         Args:
-            entries: Tensors by name, for each key; every key has the same names.
+            entries: Named tensors for each key; the names are the same for all keys.
 
         Raises:
             DataError: A tensor is not finite, or the file cannot be written.
@@ -201,7 +201,7 @@ class TensorCache:
         except (OSError, ValueError) as error:
             said = getattr(error, "strerror", None) or error
             raise DataError(
-                f"this file of the cache cannot be written ({said})",
+                f"this cache file cannot be written ({said})",
                 key=str(path),
                 fix="free disk space or make the folder writable, then fill the cache again; only "
                 "missing entries are computed",
@@ -213,7 +213,7 @@ class TensorCache:
         """Return the tensors of a key, by tensor name.
 
         Args:
-            key: Key as in ``write``.
+            key: Key that was passed to ``write``.
 
         Raises:
             DataError: The key is missing, or its tensors are damaged.
@@ -314,18 +314,18 @@ EncodeImages = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 EncodeTexts = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
 """Function from captions to named tensors, batch first, such as ``{"prompt_embeds": …}``."""
 Progress = Callable[[int, int], None]
-"""Function that is called with this rank's numbers of finished items and of all items."""
+"""Function called with the number of finished items and the total number, both for this rank."""
 
 TEXTS: Final = "texts"
-"""Kind of a cache of text embeddings."""
+"""Cache kind for text embeddings."""
 EDITS: Final = "edits"
-"""Kind of a cache of texts that are encoded together with the image to edit."""
+"""Cache kind for embeddings of captions that are encoded together with the image to edit."""
 
 EncodeEdits = Callable[[Sequence[str], torch.Tensor], Mapping[str, torch.Tensor]]
-"""Function like ``EncodeTexts`` that also receives the images to edit, (b, 3, h, w) in [-1, 1], or
-(b, r, 3, h, w) if a caption edits several."""
+"""Function like ``EncodeTexts`` that also receives the images to edit: (b, 3, h, w) in [-1, 1], or
+(b, r, 3, h, w) for several images per caption."""
 ReadImages = Callable[[Mapping[str, torch.Tensor]], torch.Tensor | None]
-"""Function from a batch to the images that the text encoder reads, or ``None``."""
+"""Function that takes a batch and returns the images for the text encoder, or ``None``."""
 
 _CORNER = "crop_corner"
 
@@ -364,14 +364,15 @@ def cache_latents(
     mirroring. Masks are stored at latent size as ``loss_masks``, and encoded references as
     ``reference_latents``. If some images have several references, ``reference_latents`` has the
     shape (b, r, …). A file is written every ``shard_size`` images, so a call after an interruption
-    encodes only the missing images, on any number of ranks.
+    encodes only the missing images, even with a different number of ranks.
 
     Args:
-        dataset: Images to encode, also mirrored if the augmentation flips.
+        dataset: Images to encode; mirrored versions are encoded too if the augmentation flips
+            images.
         cache: Cache to fill.
         encode: Function that runs the VAE on a batch of equally sized images. The function returns
-            tensors (b, …): the mean of the latents. A loop that draws new latents in each epoch
-            needs mean and standard deviation.
+            named tensors (b, …): the mean of the latents, and also the standard deviation if the
+            loop samples new latents in each epoch.
         encode_references: Function that encodes reference images; default ``encode``.
         **options: Fields of ``CacheOptions``; by default 4 images per call and 256 per file.
 
@@ -428,7 +429,7 @@ def cache_texts(
 ) -> None:
     """Encode all captions that are not cached yet. Collective.
 
-    The empty caption is always encoded, and equal captions are encoded once.
+    The empty caption is always encoded; duplicate captions are encoded only once.
 
     Args:
         captions: All captions.
@@ -463,11 +464,13 @@ def cache_edits(
         dataset: Images with captions and references.
         cache: Cache to fill, of the kind ``EDITS``.
         encode: Function from captions and images to named tensors, batch first.
-        read: Function from a batch to the images for the encoder; by default the reference images.
+        read: Function that takes a batch and returns the images for the encoder; by default the
+            reference images.
         **options: Fields of ``CacheOptions``; by default 4 texts per call and 64 per file.
 
     Raises:
-        DataError: The dataset has no references, or an error of ``cache_latents`` occurs.
+        DataError: The dataset has no references, an image is broken, or the encoder returns the
+            wrong number of tensors or non-finite values.
         InvalidValueError: Tags are shuffled anew at each use, so captions cannot be enumerated.
     """
     if read is None:
@@ -515,13 +518,13 @@ def text_key(caption: str) -> str:
 class CachedImages:
     """A bucketed dataset of cached latents and, with ``texts``, of cached text embeddings.
 
-    A sample contains the cached tensors, and sizes and crops as in ``PreparedImages``; without
-    ``texts``, the sample also contains ``captions``. Order, flips and dropped captions are the same
-    as with ``PreparedImages``, so a run may switch from pixels to latents. Reading a sample decodes
-    no image.
+    A sample contains the cached tensors and the same sizes and crops as in ``PreparedImages``.
+    Without ``texts``, it also contains ``captions``. Order, flips and dropped captions are the same
+    as with ``PreparedImages``, so a run may switch from pixels to latents. Samples are read without
+    decoding any image.
 
     Args:
-        dataset: Dataset with which the caches were filled.
+        dataset: Dataset from which the caches were filled.
         latents: Filled cache of latents.
         texts: Filled cache of text embeddings.
 
@@ -549,7 +552,7 @@ class CachedImages:
 
     @property
     def companions(self) -> frozenset[str]:
-        """Kinds of companion files of the images: masks, references."""
+        """Kinds of companion files of the images, which are masks and references."""
         return self._dataset.companions
 
     @property
@@ -619,7 +622,7 @@ def _check_reproducible(preparation: Preparation) -> None:
                 key=f"preparation.{name}",
                 value=part,
                 fix="decorate the object's class with attrs.frozen or dataclass(frozen=True), or "
-                "define a __repr__ with all settings; replace a function by such a class",
+                "define a __repr__ with all settings; replace a function with such an object",
             )
 
 

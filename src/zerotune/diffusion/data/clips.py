@@ -1,4 +1,4 @@
-"""Datasets of video clips (files or folders of frames) in buckets of frames, height and width."""
+"""Datasets of video clips (files or folders of frames), bucketed by length, height and width."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 VIDEOS: Final = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"))
-"""File extensions of videos, in either case."""
+"""File extensions of videos, matched case-insensitively."""
 
 _FINEST: Final = 60_060
 """Maximum denominator of a frame rate, so that 24000/1001 and similar rates stay exact."""
@@ -66,7 +66,7 @@ class Clip(Protocol):
         ...
 
     def first(self) -> tuple[Size, int]:
-        """Return width and height of the first upright frame, and the declared number of frames."""
+        """Return the upright first frame's width and height, and the declared number of frames."""
         ...
 
     def images(self) -> Iterator[Image]:
@@ -77,7 +77,7 @@ class Clip(Protocol):
         """Return the frames with the given indices.
 
         Args:
-            numbers: Increasing indices; an index may be repeated.
+            numbers: Indices in ascending order; duplicates are allowed.
         """
         ...
 
@@ -169,7 +169,7 @@ class ClipCheck(Protocol):
     """Protocol: how thoroughly clips are checked when a source is opened."""
 
     def look(self, clip: Clip) -> tuple[Size, int]:
-        """Return width and height of the upright frames, and the number of frames.
+        """Return the width and height of the upright frames, and the number of frames.
 
         Args:
             clip: Clip to check.
@@ -182,7 +182,7 @@ class WholeClip:
     """Decode every frame to detect truncated clips and count frames exactly."""
 
     def look(self, clip: Clip) -> tuple[Size, int]:
-        """Return width and height of all frames, and the number of frames."""
+        """Return the width and height of all frames, and the number of frames."""
         sizes = [image.size for image in clip.images()]
         if len(set(sizes)) != 1:
             found = ", ".join(f"{width}x{height}" for width, height in sorted(set(sizes)))
@@ -194,14 +194,18 @@ class WholeClip:
 class FirstFrame:
     """Decode only the first frame of each clip and trust the declared length.
 
-    Reading a clip that is shorter than declared stops the run.
+    If a clip is shorter than declared, the run fails when it reads the clip.
     """
 
     def look(self, clip: Clip) -> tuple[Size, int]:
-        """Return width and height of the first frame, and the declared number of frames."""
+        """Return the width and height of the first frame, and the declared number of frames.
+
+        Args:
+            clip: The clip.
+        """
         size, count = clip.first()
         if count < 1:
-            raise ValueError("the file does not declare its length; use check=WholeClip()")
+            raise ValueError('the file does not declare its length; use check="whole"')
         return size, count
 
 
@@ -255,15 +259,15 @@ class ClipSource(Protocol):
 class ClipFolder:
     """All clips of a folder and its subfolders, sorted by name.
 
-    A clip is a video file, which requires PyAV (``zerotune[video]``), or a subfolder that contains
-    images and no videos. The images of a subfolder are frames in natural order: ``9.png`` comes
-    before ``10.png``.
+    A clip is either a video file or a subfolder that contains images and no videos. Video files
+    require PyAV (``zerotune[video]``). The images of a subfolder are frames in natural order:
+    ``9.png`` comes before ``10.png``.
 
     Args:
         root: The folder. Names that begin with a dot are ignored.
-        frame_rate: Frame rate of clips that are folders of images.
-        captions: Files with captions, as for ``ImageFolder``: ``cat.txt`` describes ``cat.mp4`` or
-            the folder ``cat``.
+        frame_rate: Frames per second of clips that are folders of images.
+        captions: Caption files, as for ``ImageFolder``: ``cat.txt`` describes ``cat.mp4`` or the
+            folder ``cat``.
         check: ``"whole"``, the default, decodes every frame at the start; ``"first"`` decodes only
             the first frame of each clip.
         on_broken: ``"skip"``, the default, skips broken clips; ``"error"`` raises an error.
@@ -362,7 +366,7 @@ class ClipFolder:
             raise DataError(
                 why(error),
                 key=self._items[index].name,
-                fix="open the source with check=WholeClip(), which detects short clips early",
+                fix='open the source with check="whole", which detects short clips early',
             ) from error
 
     def content(self, index: int) -> str:
@@ -430,7 +434,7 @@ def _checked_rate(value: float | Fraction, *, key: str) -> Fraction:
 
 @attrs.frozen(kw_only=True, order=True)
 class ClipBucket(Bucket):
-    """A target size of clips: width, height and number of frames."""
+    """Target size of a clip: width, height and number of frames."""
 
     frames: int
 
@@ -452,7 +456,7 @@ class ClipPlacement(Placement):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Indices of the selected frames: at each target time, the nearest source frame."""
+        """Indices of the selected frames: the source frame nearest to each target time."""
         return tuple(
             self.start + int(number * self.step + _HALF) for number in range(self.bucket.frames)
         )
@@ -468,27 +472,27 @@ def _frames_per_second(value: float | Fraction) -> Fraction:
 
 @attrs.frozen(kw_only=True)
 class ClipBuckets:
-    """Buckets of clips: each size of ``sizes`` with each length of ``frames``.
+    """Buckets of clips: every combination of a size in ``sizes`` and a length in ``frames``.
 
     A clip is assigned to the longest length for which it has enough frames, and to the size with
     the nearest aspect ratio. A clip that is longer than its bucket loses frames at both ends.
 
     Raises:
-        InvalidValueError: The VAE does not support a length, or ``fps`` is not above 0.
+        InvalidValueError: The VAE does not support one of the lengths, or ``fps`` is not above 0.
     """
 
     sizes: AspectBuckets
-    """Widths and heights for all lengths."""
+    """Widths and heights of the buckets, the same for every length."""
     compression: int = attrs.field(default=4, validator=validated(whole, fix="write 1"))
     """Number of frames per latent frame of the VAE (``family.parts.latents.frames``). The first
-    latent frame contains a single frame."""
+    latent frame encodes a single frame."""
     frames: tuple[int, ...] = attrs.field(default=(17, 33, 49, 81), converter=_rising)
-    """Numbers of frames, each 1 more than a multiple of ``compression``; 1 is a still image."""
+    """Lengths in frames, each 1 more than a multiple of ``compression``; 1 is a still image."""
     fps: Fraction | None = attrs.field(
         default=None, converter=attrs.converters.optional(_frames_per_second)
     )
-    """Frames per second in training; frames are dropped or repeated. By default each clip keeps its
-    frame rate."""
+    """Frames per second in training, reached by dropping or repeating frames. By default each clip
+    keeps its frame rate."""
 
     @frames.validator
     def _check_lengths(self, _attribute: Any, value: tuple[int, ...]) -> None:
@@ -498,7 +502,8 @@ class ClipBuckets:
                 below = frames - (frames - 1) % self.compression
                 raise InvalidValueError(
                     f"must be 1 more than a multiple of {self.compression}, because the VAE "
-                    f"compresses every {self.compression} frames after the first into one",
+                    f"compresses every {self.compression} frames after the first into one latent "
+                    "frame",
                     key="frames",
                     value=frames,
                     fix=f"write {below} or {below + self.compression}",
@@ -530,8 +535,9 @@ class ClipBuckets:
 
         Args:
             items: Metadata of the clips.
-            minimum: Minimum number of clips per bucket, such as the micro batch size. Clips of
-                smaller buckets move to the nearest bucket of the same length with enough clips.
+            minimum: Minimum number of clips per bucket, such as the micro batch size. Clips in
+                buckets with fewer clips move to the nearest bucket of the same length that has
+                enough.
 
         Raises:
             DataError: There are no clips, or a clip is too short for all lengths.
@@ -586,8 +592,8 @@ class ClipBuckets:
                 key="clips.fps",
                 before=None,
                 after=str(self.fps),
-                reason=f"{len(slow)} of {len(items)} clips ({slow[0]}, …) have a lower frame rate, "
-                "so some of their frames are repeated",
+                reason=f"{len(slow)} of {len(items)} clips ({slow[0]}, …) have a lower frame rate "
+                "than the target, so some of their frames are repeated",
                 severity="warning",
             )
         spans = [numbers[-1] - numbers[0] + 1 for numbers in map(_frame_numbers, placements)]
@@ -610,7 +616,7 @@ def _frame_numbers(placement: Placement) -> tuple[int, ...]:
 
 
 class PreparedClips(PreparedImages):
-    """A bucketed dataset of clips and captions, for the same caches and streams as images.
+    """A bucketed dataset of clips and captions; works with the same caches and streams as images.
 
     A sample has the same keys as in ``PreparedImages``; ``images`` has the shape (3, frames, h, w).
     All frames of a clip are cropped and mirrored in the same way; the first frame determines the
@@ -649,7 +655,7 @@ class PreparedClips(PreparedImages):
         return buckets.assign(items, minimum=minimum)  # type: ignore[no-any-return]
 
     def pixels(self, index: int, *, flipped: bool) -> tuple[torch.Tensor, Size]:
-        """Return a clip (3, frames, h, w) in [-1, 1], and left and top of its crop."""
+        """Return a clip (3, frames, h, w) in [-1, 1] and the (left, top) corner of its crop."""
         placement = self.assignment.placements[index]
         source: Any = self.source
         frames = source.frames(index, _frame_numbers(placement))

@@ -43,10 +43,10 @@ from zerotune.errors import DataError
 
 
 def parse_jsonl(text: str, *, source: str, file: str, caption: str) -> dict[str, Words]:
-    """Parse JSON lines into captions by file name.
+    """Parse JSON Lines text into a mapping from file names to captions.
 
     Args:
-        text: The lines; blank lines are skipped.
+        text: JSON Lines text; blank lines are skipped.
         source: Name of the metadata file, for error messages.
         file: Key of the image path, relative to the metadata file.
         caption: Key of the caption, or of a list of captions.
@@ -55,7 +55,10 @@ def parse_jsonl(text: str, *, source: str, file: str, caption: str) -> dict[str,
 
 
 def parse_csv(text: str, *, source: str, file: str, caption: str) -> dict[str, Words]:
-    """Parse CSV with a header into captions by file name; see ``parse_jsonl``."""
+    """Parse CSV text with a header row into a mapping from file names to captions.
+
+    The arguments are the same as those of ``parse_jsonl``.
+    """
     return _collect(_csv_rows(text, source), source=source, file=file, caption=caption)
 
 
@@ -109,7 +112,7 @@ def _collect(
 def _path_beside(name: str, source: str, number: int) -> str:
     path = PurePosixPath(name.replace("\\", "/"))
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise _bad_line(source, number, f"names {name!r}, which is outside this file's folder")
+        raise _bad_line(source, number, f"refers to {name!r}, outside this file's folder")
     return str(path)
 
 
@@ -117,8 +120,8 @@ def _bad_line(source: str, number: int, reason: str) -> DataError:
     return DataError(
         f"line {number} {reason}",
         key=source,
-        fix='write "file_name" and "text" as keys (JSON) or columns (CSV), or pass your names: '
-        "captions=MetadataFile(file=..., caption=...)",
+        fix='write "file_name" and "text" as keys (JSON) or columns (CSV), or pass your '
+        "own names: captions=MetadataFile(file=..., caption=...)",
     )
 
 
@@ -129,7 +132,7 @@ class CaptionFiles(Protocol):
     """Protocol: finds the captions of a folder."""
 
     def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:
-        """Return one or several captions per image, by name.
+        """Return one or several captions for each image, keyed by image name.
 
         Args:
             root: Folder of the images.
@@ -165,7 +168,7 @@ class TextBeside:
 
 @attrs.frozen(kw_only=True)
 class MetadataFile:
-    """Captions in one ``.jsonl`` or ``.csv`` file in the folder, by image name."""
+    """Captions in a single ``.jsonl`` or ``.csv`` file in the folder, keyed by image name."""
 
     name: str = "metadata.jsonl"
     file: str = "file_name"
@@ -175,6 +178,10 @@ class MetadataFile:
 
     def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:  # noqa: ARG002
         """Read all captions of the file, including captions of missing images.
+
+        Args:
+            root: Folder of the images.
+            names: Paths of the images, relative to the folder.
 
         Raises:
             DataError: The file is missing or malformed.
@@ -201,14 +208,14 @@ class ImageFolder(EncodedSource):
         masks: Suffix of mask names before the extension; ``None`` for no masks.
         references: Suffix of reference names before the extension. If one image has a reference,
             every image needs at least one.
-        reference_folder: Folder of references. Each reference has the name of its image and any
-            extension: ``conditions/cat.png`` for ``photos/cat.jpg``. With several folders, the
-            first folder contains the first reference of each image, and so on.
+        reference_folder: Folder of references. Each reference is named after its image, with any
+            extension, such as ``conditions/cat.png`` for ``photos/cat.jpg``. With several folders,
+            the first folder contains the first reference of each image, and so on.
         check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
             the size of each image.
         on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error. An
-            image in the metadata also counts as broken if the file does not exist. The same holds
-            for an image whose mask has a different aspect ratio or whose reference is missing.
+            image also counts as broken if it is listed in the metadata but does not exist, if its
+            mask has a different aspect ratio, or if its reference is missing.
 
     Raises:
         DataError: There are no images, or a caption file is malformed.
@@ -309,7 +316,7 @@ def _pair_across(
             beside.setdefault(name, {})[kind] = str(folder / other)
     if not any(kind in found for found in beside.values()):
         raise DataError(
-            "contains no file with the name of an image of the dataset",
+            "contains no file with the same name as an image of the dataset",
             key="reference_folder",
             value=str(folder),
             fix="give each reference the name of its image: conditions/cat.png for photos/cat.jpg",
@@ -342,7 +349,7 @@ def _images_in(root: Path) -> list[str]:
 
 
 def caption_files(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
-    """Return the default caption files of a folder, and a decision with the reason."""
+    """Return a folder's default caption files and the decision that explains the choice."""
     for name in ("metadata.jsonl", "metadata.csv"):
         if (root / name).is_file():
             after, reason = name, f"{name} is in the folder"

@@ -1,4 +1,4 @@
-"""Sources over Hugging Face datasets and other map-style datasets of images."""
+"""Image sources for Hugging Face datasets and other map-style datasets."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class HuggingFaceImages(EncodedSource):
-    """Images of a dataset of the ``datasets`` library, from disk or the hub.
+    """Images from a dataset of the ``datasets`` library, loaded from disk or the hub.
 
     The images stay encoded in the dataset's files. EXIF orientation and transparency are handled by
-    zerotune, not by ``datasets``. For streaming datasets use ``StreamedImages``.
+    zerotune, not by ``datasets``. For streaming datasets, use ``StreamedImages``.
 
     Args:
         dataset: A dataset from ``datasets.load_dataset(..., split="train")``.
@@ -45,8 +45,8 @@ class HuggingFaceImages(EncodedSource):
         caption: Name of the caption column; ``None`` for no captions. A row may contain a
             list of captions.
         reference: Name of the column with reference images: images before an edit, or conditions of
-            a ControlNet. With several reference columns, a row may leave all columns but the first
-            empty.
+            a ControlNet. With several reference columns, only the first must be filled in every
+            row.
         check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
             the size of each image.
         on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error.
@@ -102,7 +102,7 @@ class HuggingFaceImages(EncodedSource):
         )
 
     def encoded(self, index: int) -> Path | bytes:
-        """Return the encoded image as path or bytes."""
+        """Return an encoded image as a path or bytes."""
         return self._encoded(int(self._items[index].name))
 
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
@@ -148,10 +148,10 @@ class DatasetImages(EncodedSource):
         dataset: A dataset with ``__len__`` and ``__getitem__``.
         image: Key, index or function that selects a sample's image.
         caption: Key, index or function that selects one or several captions of a sample.
-        on_broken: Policy for unreadable samples.
+        on_broken: ``"skip"``, the default, skips unreadable samples; ``"error"`` raises an error.
 
     Raises:
-        DataError: There are no images, or ``on_broken`` raises.
+        DataError: There are no images, or an image is broken and ``on_broken`` is ``"error"``.
     """
 
     def __init__(
@@ -203,9 +203,9 @@ def _taker(key: str, how: Any, sample: Any) -> Callable[[Any], Any]:
         f"is not a key or index of the samples, whose type is {type(sample).__name__}",
         key=key,
         value=how,
-        fix=f"write one of {', '.join(map(repr, places))}, or pass a function of a sample"
+        fix=f"write one of {', '.join(map(repr, places))}, or pass a function of the sample"
         if len(places) > 0
-        else f"pass a function of a sample: {key}=lambda sample: …",
+        else f"pass a function of the sample: {key}=lambda sample: …",
     )
 
 

@@ -1,4 +1,4 @@
-"""Decoding of images, upright and as RGB, with policies for transparency and broken files."""
+"""Decoding of images to upright RGB, with policies for transparency and broken files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SUFFIXES = frozenset((".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
-"""File extensions of images, in either case."""
+"""File extensions of images, matched case-insensitively."""
 _SWAPPED = frozenset((5, 6, 7, 8))
 _ORIENTATION = 0x0112  # EXIF's tag
 _SCALED = frozenset(("JPEG", "MPO"))
@@ -47,7 +47,11 @@ class AlphaOnColor:
     color: tuple[int, int, int] = (255, 255, 255)
 
     def flatten(self, image: Image) -> Image:
-        """Composite the image onto the background."""
+        """Composite the image onto the background.
+
+        Args:
+            image: An image with an alpha channel.
+        """
         background = pillow("Image").new("RGBA", image.size, (*self.color, 255))
         flat: Image = pillow("Image").alpha_composite(background, image).convert("RGB")
         return flat
@@ -84,7 +88,7 @@ class BrokenPolicy(Protocol):
         """Handle a broken image: return to skip the image, or raise an error to stop the run.
 
         Args:
-            image: Name of the image and reason of the failure.
+            image: Name of the image and reason for the failure.
         """
         ...
 
@@ -104,6 +108,9 @@ class RefuseBroken:
     def broken(self, image: BrokenImage) -> None:
         """Raise an error.
 
+        Args:
+            image: Name of the image, and why it cannot be read.
+
         Raises:
             DataError: Always.
         """
@@ -115,7 +122,7 @@ class RefuseBroken:
 
 
 OnBroken = BrokenPolicy | Literal["skip", "error", "refuse"]
-"""Policies for broken images by name."""
+"""What happens to broken images: ``"skip"``, ``"error"`` or a policy object."""
 
 
 def named_policy(
@@ -124,10 +131,10 @@ def named_policy(
     """Look up a policy by name; a policy object is checked and returned.
 
     Args:
-        value: Name, object, or ``None`` for the first of ``kinds``.
-        kinds: Factories of policies by name.
+        value: Policy name, policy object, or ``None`` for the first of ``kinds``.
+        kinds: Policy factories by name.
         key: Name of the argument, for the error message.
-        method: Method that an object must have.
+        method: Method that a policy object must have.
     """
     if value is None or (isinstance(value, str) and value in kinds):
         return kinds[value or next(iter(kinds))]()
@@ -143,7 +150,7 @@ def named_policy(
 
 
 def broken_policy(on_broken: OnBroken | None) -> BrokenPolicy:
-    """Look up the policy for broken images; default ``SkipBroken()``."""
+    """Look up the policy for broken images by name; ``None`` selects ``SkipBroken()``."""
     kinds = {"skip": SkipBroken, "error": RefuseBroken, "refuse": RefuseBroken}
     policy: BrokenPolicy = named_policy(on_broken, kinds, key="on_broken", method="broken")
     return policy
@@ -153,7 +160,7 @@ class ImageCheck(Protocol):
     """Protocol: how thoroughly images are checked when a source is opened."""
 
     def size(self, file: Path | bytes) -> Size:
-        """Return width and height of the upright image; errors of Pillow propagate.
+        """Return the width and height of the upright image; Pillow's errors propagate.
 
         Args:
             file: Path or bytes of an encoded image.
@@ -166,7 +173,7 @@ class WholeImage:
     """Decode every image completely, which detects truncated files before training."""
 
     def size(self, file: Path | bytes) -> Size:
-        """Return width and height of the upright image."""
+        """Return the width and height of the upright image."""
         with _open(file) as image:
             if image.format in _SCALED and image.getexif().get(_ORIENTATION, 1) == 1:
                 width, height = image.size
@@ -182,12 +189,16 @@ class WholeImage:
 class HeaderOnly:
     """Read only the size of each image from its header.
 
-    Reading an image that is damaged after its header stops the run. PNG files are always
-    read completely, because the orientation may be stored at the end.
+    If an image is damaged after its header, the run fails when it reads the image. PNG files are
+    always read completely, because the orientation may be stored at the end.
     """
 
     def size(self, file: Path | bytes) -> Size:
-        """Return width and height of the upright image."""
+        """Return the width and height of the upright image.
+
+        Args:
+            file: Path or bytes of an encoded image.
+        """
         with _open(file) as image:
             width, height = image.size
             swapped = image.getexif().get(_ORIENTATION) in _SWAPPED
@@ -195,11 +206,11 @@ class HeaderOnly:
 
 
 Check = ImageCheck | Literal["whole", "header"]
-"""Image checks by name."""
+"""How image files are checked: an ``ImageCheck``, or the name of one."""
 
 
 def image_check(check: Check | None) -> ImageCheck:
-    """Look up the image check; default ``WholeImage()``."""
+    """Look up an image check by name; ``None`` selects ``WholeImage()``."""
     kinds = {"whole": WholeImage, "header": HeaderOnly}
     found: ImageCheck = named_policy(check, kinds, key="check", method="size")
     return found
@@ -262,7 +273,7 @@ def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) ->
     """Write each broken image's name and defect to a file, one JSON object per line.
 
     Args:
-        broken: Broken images, such as the ``broken`` of a source.
+        broken: Broken images, such as a source's ``broken`` attribute.
         path: File to write; an existing file is replaced.
 
     Raises:
@@ -275,14 +286,14 @@ def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) ->
 
 @contextmanager
 def reading(file: Path) -> Iterator[IO[bytes]]:
-    """Open a file of the dataset for reading."""
-    purpose = "this file of the dataset cannot be read"
+    """Open a dataset file for reading."""
+    purpose = "this dataset file cannot be read"
     with system_errors(DataError, file, purpose), reading_regular(file) as opened:
         yield opened
 
 
 def bytes_of(file: Path | bytes) -> bytes:
-    """Return the bytes of a file of the dataset."""
+    """Return the bytes of a dataset file."""
     if isinstance(file, bytes):
         return file
     with reading(file) as opened:
@@ -302,7 +313,7 @@ def _eight_bits(image: Image) -> Image:
         values = np.asarray(image).astype(np.int64)
         if values.min(initial=0) < 0 or values.max(initial=0) > 0xFFFF:
             raise ValueError(
-                f"pixels of mode {image.mode} exceed 16 bits, so the value of white is unknown"
+                f"pixel values exceed 16 bits (mode {image.mode}), so the value of white is unknown"
             )
         gray: Image = pillow("Image").fromarray((values // 257).astype(np.uint8))
         return gray.convert("RGB")

@@ -53,18 +53,19 @@ class _Arrived:
 
 
 class StreamedImages:
-    """Endless micro batches, each from one bucket, of samples that are read in sequence.
+    """Endless stream of micro batches, each from one bucket, over samples read sequentially.
 
-    Images are buffered until their bucket has a full micro batch, even into the next epoch. Every
-    rank reads the whole stream but prepares only its share, so the order does not depend on the
-    number of ranks. With local files, use ``TarShards`` or ``HuggingFaceImages``, where each rank
-    reads only its share. A resume reads and discards all samples that the run has already read.
+    Images are buffered until their bucket can fill a micro batch, even across epochs. Every rank
+    reads the whole stream but prepares only its share, so the order does not depend on the number
+    of ranks. For local files, use ``TarShards`` or ``HuggingFaceImages``, where each rank reads
+    only its share. A resume reads and discards all samples that the run has already read.
 
     Args:
-        samples: An iterable that can be restarted and yields the same samples on all ranks, such as
-            a streaming Hugging Face dataset (``set_epoch`` is called) or a
-            ``webdataset.WebDataset`` over all shards.
-        read: Function from a sample to its encoded image and its caption or list of captions.
+        samples: A restartable iterable that yields the same samples on all ranks, such as a
+            ``webdataset.WebDataset`` over all shards or a streaming Hugging Face dataset. If it has
+            a ``set_epoch`` method, that method is called before each epoch.
+        read: Function that takes a sample and returns its encoded image and its caption or list of
+            captions.
         buckets: Target sizes of the images.
         micro_batch_size: Number of samples per micro batch on each rank.
         rank: Rank of this process.
@@ -73,7 +74,7 @@ class StreamedImages:
         augmentation: Settings for flips and captions.
         check: ``"whole"``, the default, decodes every image on every rank. With ``"header"`` each
             rank decodes only its share, and a truncated image stops the run.
-        on_broken: Policy for unreadable images.
+        on_broken: ``"skip"``, the default, skips unreadable images; ``"error"`` raises an error.
 
     Attributes:
         broken: Images skipped since the start or the last resume.
@@ -111,7 +112,7 @@ class StreamedImages:
 
     @property
     def epoch(self) -> int:
-        """Number of the current epoch, from 0."""
+        """Current epoch, counted from 0."""
         return self._epoch
 
     def __iter__(self) -> StreamedImages:
@@ -123,7 +124,7 @@ class StreamedImages:
         return stack_samples([self._prepare(arrived) for arrived in step[self._rank]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions of the stream and the buffered images, the same on every rank."""
+        """Return the stream position and the positions of buffered images; equal on all ranks."""
         waiting = [arrived.draw for of in self._waiting.values() for arrived in of]
         return {
             "epoch": self._epoch,
@@ -171,7 +172,7 @@ class StreamedImages:
                     f"yielded no readable image in epoch {self._arrived_in + 1}",
                     key="samples",
                     value=[image.name for image in self.broken[:3]],
-                    fix="check the return value of read=",
+                    fix="check the return value of the function passed as read=",
                 )
 
     def _take(self) -> Any:
@@ -190,7 +191,7 @@ class StreamedImages:
             "yields no sample",
             key="samples",
             value=type(self._samples).__name__,
-            fix="pass an iterable that can be restarted, such as a list, not a generator",
+            fix="pass an iterable that can be restarted, such as a list instead of a generator",
         )
 
     def _receive(self, sample: Any) -> None:

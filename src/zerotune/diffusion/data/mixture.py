@@ -28,7 +28,7 @@ _FINEST_SHARE: Final = 10**6
 
 
 class Mixture:
-    """A bucketed dataset that mixes several datasets with separate sizes, captions and masks.
+    """A bucketed dataset that mixes several datasets, each with its own sizes, captions and masks.
 
     ::
 
@@ -36,26 +36,27 @@ class Mixture:
 
     In each epoch, every image of a set is used ``repeats`` times; an exhausted set restarts in a
     new order. With fractional ``repeats`` r, an image is used between ``floor(e * r)`` and
-    ``ceil(e * r)`` times in e epochs. Samples of different sets share a micro batch if their
+    ``ceil(e * r)`` times in e epochs. Samples from different sets can share a micro batch if their
     buckets have the same size. ``encode_dataset`` accepts and returns mixtures.
 
     Args:
         sets: Datasets by name: ``PreparedImages``, ``PreparedClips``, or ``CachedImages`` of one
             family.
-        repeats: Number of uses of each image per epoch, by set; above 0, default 1.
+        repeats: Number of times each image is used per epoch, by set name; above 0, default 1.
         probabilities: Fraction of samples from each set, instead of ``repeats``; the fractions add
             up to 1. With probabilities, an epoch has as many samples as all sets together.
 
     Attributes:
         sets: The datasets by name.
         shares: Images and repeats of each set.
-        companions: Kinds of companion files in any set. If one set has masks, images of the other
-            sets get a mask of ones.
-        decisions: Decision with the weight of each set, and the decisions of all sets.
+        companions: Kinds of companion files (masks, references) that at least one set has. If one
+            set has masks, images of the other sets get a mask of ones.
+        decisions: The decision that records the sets' weights, followed by the decisions of all
+            sets.
 
     Raises:
-        DataError: There is no set, a set has no buckets, or the sets mix images with and without
-            references, pixels and caches, or images and clips.
+        DataError: There is no set, a set has no buckets, or the sets differ in kind: images or
+            clips, pixels or caches, with or without references.
         InvalidValueError: A repeat count or probability is invalid.
     """
 
@@ -81,7 +82,7 @@ class Mixture:
 
     @cached_property
     def assignment(self) -> BucketAssignment:
-        """Bucket of each image, over all sets."""
+        """Bucket of each image in all sets."""
         found = [dataset.assignment.placements for dataset in self.sets.values()]
         return BucketAssignment(placements=tuple(itertools.chain.from_iterable(found)))
 
@@ -93,7 +94,7 @@ class Mixture:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Decision with the weight of each set, and the decisions of all sets."""
+        """The decision that records the sets' weights, followed by the decisions of all sets."""
         theirs = (getattr(dataset, "decisions", ()) for dataset in self.sets.values())
         return (*self._own, *itertools.chain.from_iterable(theirs))
 
@@ -101,7 +102,7 @@ class Mixture:
         """Return a copy that reads the same images from other datasets, such as ``CachedImages``.
 
         Args:
-            sets: Dataset for each name in the attribute ``sets``.
+            sets: Replacement for each dataset in the attribute ``sets``, by name.
         """
         return Mixture(sets, repeats={share.name: share.repeats for share in self.shares})
 
@@ -220,7 +221,7 @@ def _repeats(
             f"lack {', '.join(missing)}" if missing else "do not add up to 1",
             key="probabilities",
             value=dict(probabilities),
-            fix="write one fraction per set with a sum of 1, such as 0.8 and 0.2",
+            fix="write one fraction per set, such as 0.8 and 0.2; they must add up to 1",
         )
     everything = sum(map(len, sets.values()))
     return {name: part * everything / len(sets[name]) for name, part in parts.items()}

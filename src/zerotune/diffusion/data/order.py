@@ -14,12 +14,12 @@ import attrs
 import torch
 
 RUN: Final = 8
-"""Number of consecutive micro batches of one group; 2, 4 or 8 ranks share them evenly."""
+"""Number of consecutive micro batches from one group; 2, 4 or 8 ranks can share them evenly."""
 _REMEMBERED: Final = 4
 
 
 def derive_seed(seed: int, *parts: object) -> int:
-    """Derive an independent seed from 0 to 2**63 - 1, the same on every machine.
+    """Derive an independent seed in [0, 2**63), identical on every machine.
 
     Args:
         seed: Seed of the run.
@@ -47,7 +47,7 @@ class SampleOrder:
 
         Args:
             start: First position.
-            stop: Position after the last index to return.
+            stop: End position, exclusive.
         """
         found: list[int] = []
         while start < stop:
@@ -67,12 +67,12 @@ class SampleOrder:
 
 @attrs.frozen(kw_only=True)
 class Draw:
-    """One use of one image; flips and dropped captions are drawn for each use."""
+    """A single use of an image; flips and caption dropout are drawn anew for each use."""
 
     index: int
     """Index of the image in its dataset."""
     epoch: int
-    """Number of this use of the image, from 0."""
+    """Number of previous uses of the image."""
 
 
 @attrs.frozen(kw_only=True)
@@ -105,8 +105,8 @@ class BucketOrder:
 
     Each bucket has an endless sequence of images: one permutation per epoch, concatenated and cut
     into micro batches of equal size. The micro batches of an epoch are shuffled across buckets. The
-    last micro batch of a bucket in an epoch is filled with images of the next epoch, which then
-    skips these images. The sequence does not depend on the number of ranks.
+    last micro batch of a bucket in an epoch is filled up with images from the next epoch, which
+    then skips them. The sequence does not depend on the number of ranks.
 
     After e epochs, an image of a set with ``repeats`` r has been used at least ``floor(e * r)`` and
     at most ``ceil(e * r)`` times. With fractional ``repeats``, a permutation may continue in
@@ -119,12 +119,12 @@ class BucketOrder:
     seed: int = 0
     shuffle: bool = True
     origin: tuple[int, ...] = ()
-    """Number of images of each bucket used before this sequence begins; empty for none."""
+    """Number of images of each bucket that were used before this sequence; empty means none."""
     shares: tuple[Share, ...] = ()
-    """Sets of the images; empty for a single set with one use per image."""
+    """Sets of the mixture; empty for a single set that uses each image once per epoch."""
     groups: tuple[int, ...] = ()
-    """A group number for each bucket. ``RUN`` micro batches of one group follow each other, so that
-    all ranks have equal work in a step. An empty tuple disables such runs."""
+    """Group number of each bucket. ``RUN`` consecutive micro batches come from one group, so that
+    all ranks have equal work in a step. An empty tuple disables this grouping."""
 
     @property
     def length(self) -> float:
@@ -145,7 +145,7 @@ class BucketOrder:
             epoch, offset = epoch + 1, 0
 
     def used(self, position: int) -> tuple[int, ...]:
-        """Return the number of images of each bucket that are used before a micro batch.
+        """Return how many images of each bucket are used before a micro batch.
 
         Args:
             position: Index of the micro batch.
@@ -160,7 +160,7 @@ class BucketOrder:
         )
 
     def used_of_shares(self, position: int) -> tuple[int, ...]:
-        """Return the number of images of each set that are used before a micro batch.
+        """Return how many images of each set are used before a micro batch.
 
         Args:
             position: Index of the micro batch.

@@ -1,4 +1,4 @@
-"""Pairs of a preferred and a rejected image with one caption."""
+"""Pairs of a preferred and a rejected image that share a caption."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _OF_THE_IMAGE: Final = ("images", "latents")
 
 
 class PreferencePairs:
-    """A bucketed dataset of pairs: a preferred and a rejected image with one caption.
+    """A bucketed dataset of pairs: a preferred and a rejected image that share a caption.
 
-    A sample contains the tensors of the preferred image, and ``rejected_images`` or
-    ``rejected_latents``. The rejected image gets the bucket and the flip of the preferred image.
-    Captions and masks of rejected images are ignored. ``encode_dataset`` accepts and returns
-    pairs::
+    A sample contains the tensors of the preferred image; the rejected image is in
+    ``rejected_images`` or ``rejected_latents``. The rejected image has the same bucket and flip as
+    the preferred image. Captions and masks of rejected images are ignored. ``encode_dataset``
+    accepts and returns pairs::
 
         pairs = PreferencePairs(ImageFolder("liked"), ImageFolder("rejected"), buckets=buckets)
 
     Args:
         preferred: Source of preferred images and captions, such as ``ImageFolder``.
-        rejected: Source of rejected images, which are named like the preferred images, with any
-            extension.
+        rejected: Source of rejected images, with the same names as the preferred images; the
+            extensions may differ.
         buckets: Target sizes of the images.
         minimum: Minimum number of pairs per bucket; see ``PreparedImages``.
         preparation: Settings for transparency, resizing and cropping.
@@ -51,7 +51,7 @@ class PreferencePairs:
     """
 
     samples_each: Final = 2
-    """Number of images per sample in the model's batch."""
+    """Number of images that each sample adds to the model's batch."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class PreferencePairs:
         """Return a copy that reads the same images from other datasets, such as ``CachedImages``.
 
         Args:
-            sets: Dataset for each name in the attribute ``sets``.
+            sets: Replacement for each dataset in the attribute ``sets``, by name.
         """
         found = copy.copy(self)
         found.sets = MappingProxyType(dict(sets))
@@ -129,7 +129,7 @@ def _check_partners(preferred: ImageSource, rejected: ImageSource) -> None:
     raise DataError(
         f"some images have no partner of the same name: {listing(alone)}"
         if alone
-        else "several images share a name, and the order of the images differs",
+        else "several images share a name, and the two sources order them differently",
         key="rejected",
         value=f"{len(names[1])} images for {len(names[0])} preferred images",
         fix="give both images of a pair the same name, and repair images that were skipped as "

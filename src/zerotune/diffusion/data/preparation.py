@@ -1,4 +1,4 @@
-"""Conversion of images to tensors in bucket size, with SDXL's size and crop conditioning."""
+"""Conversion of images to bucket-sized tensors, with SDXL's size and crop conditioning."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LOSS_MASKS: Final = "loss_masks"
-"""Batch key of loss masks, which multiply the squared error at each position, (b, 1, h, w)."""
+"""Batch key of loss masks (b, 1, h, w), which multiply the squared error at each position."""
 REFERENCE_IMAGES: Final = "reference_images"
-"""Batch key of reference images to edit, (b, 3, h, w) in [-1, 1]; (b, r, 3, h, w) if some samples
-have several."""
+"""Batch key of reference images (b, 3, h, w) in [-1, 1], or (b, r, 3, h, w) if some samples have
+several."""
 
 _BETWEEN_WORDS: Final = " ,;."
 
@@ -53,7 +53,7 @@ class Crop(Protocol):
     """Protocol: chooses where a resized image is cropped."""
 
     def corner(self, image: Image, excess: Size) -> Size:
-        """Return left and top of the crop in pixels, each at least 0 and at most the excess.
+        """Return the (left, top) corner of the crop in pixels, between (0, 0) and ``excess``.
 
         Args:
             image: Resized image.
@@ -67,13 +67,18 @@ class CenterCrop:
     """Keep the middle of the image."""
 
     def corner(self, image: Image, excess: Size) -> Size:  # noqa: ARG002
-        """Return half of the excess as left and top."""
+        """Return half of the excess in each direction.
+
+        Args:
+            image: The resized image.
+            excess: Columns and rows to remove.
+        """
         return excess[0] // 2, excess[1] // 2
 
 
 @attrs.frozen(kw_only=True)
 class Preparation:
-    """Settings for converting images to tensors; keys of cached latents include every setting."""
+    """Settings for converting images to tensors; every setting is part of the latent cache key."""
 
     alpha: AlphaPolicy = attrs.field(factory=AlphaOnColor, converter=alpha_policy)
     """``"white"`` composites transparent images onto white; ``"drop"`` keeps their stored colours.
@@ -101,10 +106,10 @@ class Preparation:
         Args:
             image: Image, RGB or RGBA.
             placement: Placement of the image in its bucket.
-            corner: Left and top of the crop; by default the result of ``crop.corner``.
+            corner: The (left, top) corner of the crop; by default the result of ``crop.corner``.
 
         Returns:
-            The RGB image in bucket size, and left and top of the crop in the resized image.
+            The bucket-sized RGB image, and the (left, top) corner of the crop in the resized image.
         """
         flat = self.alpha.flatten(image) if image.mode == "RGBA" else image
         kind = pillow("Image").Resampling[self.resampling.upper()]
@@ -151,7 +156,7 @@ class TagShuffle:
 
         Args:
             caption: Tags with separators.
-            seed: Seed of the order.
+            seed: Seed for shuffling and dropout.
         """
         tags = [tag.strip() for tag in caption.split(self.separator) if tag.strip()]
         draw = random.Random(seed)  # noqa: S311 - an order, and no secret
@@ -168,12 +173,12 @@ class Augmentation:
     flip: float = attrs.field(default=0.0, validator=validated(probability))
     """Probability of mirroring an image horizontally."""
     caption_dropout: float = attrs.field(default=0.0, validator=validated(probability))
-    """Probability of replacing the caption by the empty text, for classifier-free guidance."""
+    """Probability of replacing the caption with the empty text, for classifier-free guidance."""
     tags: TagShuffle | None = None
-    """Shuffling of captions that are lists of tags."""
+    """How to shuffle the tags within a caption; ``None`` keeps their order."""
     prefix: str = ""
-    """Text before each caption, such as a trigger word, ``"zoe, "``. Shuffling and dropping tags
-    never changes this text. An image without a caption gets only this text."""
+    """Text before each caption, such as the trigger word ``"zoe, "``. Tag shuffling and dropout
+    never change this text. An image without a caption gets only the prefix and suffix."""
     suffix: str = ""
     """Text after each caption, treated like ``prefix``."""
     seed: int = 0
@@ -187,7 +192,7 @@ class Augmentation:
         return self._chance("flip", draw) < self.flip
 
     def drops_caption(self, draw: Draw) -> bool:
-        """Return whether the caption is replaced by the empty text.
+        """Return whether the caption is replaced with the empty text.
 
         Args:
             draw: Index of the image and number of its previous uses.
@@ -197,7 +202,8 @@ class Augmentation:
     def words(self, captions: Sequence[str], draw: Draw) -> str:
         """Return the caption for one use of an image; empty if the caption is dropped.
 
-        Several captions are used in a random order, each once before any is repeated.
+        If an image has several captions, they are used in random order, each once before any is
+        repeated.
 
         Args:
             captions: All captions of the image.
@@ -258,17 +264,17 @@ class Augmentation:
 class PreparedImages:
     """A bucketed dataset of images and captions.
 
-    A sample contains ``images`` (3, h, w) in [-1, 1] and ``captions`` (text). SDXL's
-    micro-conditioning is in tensors (2,), vertical before horizontal: ``original_sizes`` of the
-    upright image, ``crop_corners`` in the resized image, and ``target_sizes`` of the bucket. If the
-    source has masks or references, a sample also contains ``loss_masks`` or ``reference_images``;
-    see ``tensors``.
+    A sample contains ``images`` (3, h, w) in [-1, 1] and ``captions`` (text). It also contains
+    SDXL's micro-conditioning: ``original_sizes`` of the upright image, ``crop_corners`` in the
+    resized image, and ``target_sizes`` of the bucket. These are tensors (2,) with the vertical
+    value first. If the source has masks or references, a sample also contains ``loss_masks`` or
+    ``reference_images``; see ``tensors``.
 
     Args:
         source: Source of images, such as ``ImageFolder``.
         buckets: Target sizes of the images.
-        minimum: Minimum number of images per bucket; images of smaller buckets move to the nearest
-            bucket with enough images.
+        minimum: Minimum number of images per bucket; images in buckets with fewer images move to
+            the nearest bucket that has enough.
         preparation: Settings for transparency, resizing and cropping.
         augmentation: Settings for flips and captions.
 
@@ -354,27 +360,27 @@ class PreparedImages:
         return self.augmentation.all_words(self.source.item(index).captions, index)
 
     def pixels(self, index: int, *, flipped: bool) -> tuple[torch.Tensor, Size]:
-        """Return an image (3, h, w) in [-1, 1], and left and top of its crop.
+        """Return an image (3, h, w) in [-1, 1] and the (left, top) corner of its crop.
 
         Args:
             index: Index of the image.
-            flipped: Whether to mirror the image; the crop is then measured in the mirrored image.
+            flipped: Whether to mirror the image; if so, the corner refers to the mirrored image.
         """
         placement = self.assignment.placements[index]
         return to_pixels(self.source.image(index), placement, self.preparation, flipped=flipped)
 
     def tensors(self, index: int, *, flipped: bool) -> tuple[dict[str, torch.Tensor], Size]:
-        """Return an image with its mask and references, and left and top of the crop.
+        """Return an image with its mask and references, and the (left, top) corner of its crop.
 
         Args:
             index: Index of the image.
-            flipped: Whether to mirror the images; the crop is then measured in the mirrored image.
+            flipped: Whether to mirror the images; if so, the corner refers to the mirrored image.
 
         Returns:
-            The tensors are ``images`` as in ``pixels``; ``loss_masks`` (1, h, w) in [0, 1] if the
-            source has masks, all ones for an image without a mask; and ``reference_images``
-            (3, h, w) in [-1, 1] if the source has references, or (r, 3, h, w) if some images have
-            several.
+            The tensors by name, and the corner. ``images`` is the image that ``pixels`` returns. If
+            the source has masks, ``loss_masks`` is (1, h, w) in [0, 1], all ones for an image
+            without a mask. If the source has references, ``reference_images`` is (3, h, w) in
+            [-1, 1], or (r, 3, h, w) if some images have several.
         """
         if not self.companions:
             pixels, corner = self.pixels(index, flipped=flipped)
@@ -445,7 +451,7 @@ def _assign_by_references(
 def to_pixels(
     image: Image, placement: Placement, preparation: Preparation, *, flipped: bool
 ) -> tuple[torch.Tensor, Size]:
-    """Return an image (3, h, w) in [-1, 1], mirrored if ``flipped``, and the corner of its crop."""
+    """Return an image (3, h, w) in [-1, 1] and its crop corner, both mirrored if ``flipped``."""
     (pixels,), corner = all_to_pixels([image], placement, preparation, flipped=flipped)
     return pixels, corner
 

@@ -1,4 +1,4 @@
-"""Protocol of image sources, combinations of sources, and an index of image sizes."""
+"""Image source protocol, combined sources, and an index of image sizes."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Numbers = tuple[int, ...]
-"""Indexed size of a file: width, height and, for a clip, number of frames."""
+"""Size of an image or clip in the index: width, height and, for a clip, number of frames."""
 Stamp = list[list[int]]
-"""Modification time in nanoseconds and size in bytes of each file that belongs to a name."""
+"""Modification time in nanoseconds and size in bytes, for each file of an image or clip."""
 
 _INDEX_VERSION: Final = 1
 _BETWEEN_WRITES_S: Final = 60.0
@@ -50,14 +50,14 @@ _logger: Final = logging.getLogger("zerotune")
 
 
 class SizeIndex:
-    """A cache file of image sizes, each valid while its image file is unchanged.
+    """A cache file of image sizes; an entry is valid as long as its image file is unchanged.
 
     On each machine, one process reads the missing sizes while the others wait, so each image is
     decoded only once. If the cache folder is not writable, every process reads all sizes.
 
     Args:
-        parts: Values other than the files on which the sizes depend, such as the folder. Nothing is
-            cached if ``parts`` is empty or the ``repr`` of a part differs between processes.
+        parts: Further values on which the sizes depend, such as the folder. Nothing is cached if
+            ``parts`` is empty or the ``repr`` of a part differs between processes.
         count: Number of integers per entry: 2 for images, 3 for clips.
     """
 
@@ -75,7 +75,8 @@ class SizeIndex:
         """Load the index for a ``with`` block, and save new entries at the end of the block.
 
         Args:
-            stamps: Stamp of each name (``stamp_of``); ``None`` if the name must always be read.
+            stamps: Result of ``stamp_of`` for each name; ``None`` if the file must be read every
+                time.
         """
         self._stamps, self._stored = stamps, self._read()
         if self._path is None or all(self._known(name) for name in stamps):
@@ -89,7 +90,7 @@ class SizeIndex:
                 self._write(self._path)
 
     def get(self, name: str, read: Callable[[], Numbers]) -> Numbers:
-        """Return the cached size of a name, or call ``read`` and cache the result.
+        """Return the cached size of an image or clip, or call ``read`` and cache the result.
 
         Args:
             name: Name among ``stamps``.
@@ -174,9 +175,7 @@ class SizeIndex:
             if has_locks():
                 descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
                 if not try_lock(descriptor, exclusive=True):
-                    _logger.info(
-                        "waiting for another process that is reading the sizes of these files"
-                    )
+                    _logger.info("waiting for another process to read the image or clip sizes")
                     try_lock(descriptor, exclusive=True, patience=math.inf)
         except OSError as error:
             self._refusal = error
@@ -188,7 +187,7 @@ class SizeIndex:
 
 
 def stamp_of(files: Iterable[Path]) -> Stamp | None:
-    """Return modification time and size of each file; ``None`` if a file is not accessible."""
+    """Return each file's modification time and size; ``None`` if a file is not accessible."""
     try:
         known = [file.stat() for file in files]
     except (OSError, ValueError):
@@ -220,7 +219,7 @@ class ImageItem:
     """Width and height of the upright image."""
     caption: str = ""
     further: tuple[str, ...] = ()
-    """Additional captions; each use draws one of all captions."""
+    """Additional captions; each use of the image draws one of all its captions."""
     references: int = 0
     """Number of reference images."""
 
@@ -230,7 +229,7 @@ class ImageItem:
 
     @property
     def captions(self) -> tuple[str, ...]:
-        """All captions; empty if no caption has text."""
+        """All captions; empty if the image has no caption."""
         return (self.caption, *self.further) if self.caption else ()
 
 
@@ -246,7 +245,7 @@ def all_of(found: Words) -> tuple[str, ...]:
 
 
 def worded(found: Words) -> dict[str, Any]:
-    """Return the keyword arguments of ``ImageItem`` for one or several captions."""
+    """Convert one or several captions to keyword arguments of ``ImageItem``."""
     texts = all_of(found)
     return {"caption": texts[0] if texts else "", "further": texts[1:]}
 
@@ -255,7 +254,7 @@ class CaptionText(Protocol):
     """Protocol: parses the captions in a text file."""
 
     def captions(self, text: str) -> Words:
-        """Return one or several captions.
+        """Parse a text into one or several captions.
 
         Args:
             text: Content of the file.
@@ -274,10 +273,10 @@ class WholeText:
 
 @attrs.frozen(kw_only=True)
 class TextLines:
-    """Read each line that is not blank as a caption."""
+    """Read each non-blank line as a caption."""
 
     def captions(self, text: str) -> Words:
-        """Return the lines that are not blank, without surrounding whitespace."""
+        """Return the non-blank lines, without surrounding whitespace."""
         return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
@@ -289,11 +288,11 @@ def caption_text(words: Any) -> CaptionText:
 
 
 MASK: Final = "mask"
-"""Kind of loss masks: white pixels count, black pixels do not."""
+"""Companion kind for loss masks; white pixels count, black pixels do not."""
 REFERENCE: Final = "reference"
-"""Kind of the first reference, such as the image before an edit."""
+"""Companion kind for the first reference, such as the image before an edit."""
 REFERENCES: Final = (REFERENCE, *(f"{REFERENCE}{number}" for number in range(2, 11)))
-"""Kinds of all references of a sample, in order."""
+"""Companion kinds for all references of a sample, in order."""
 
 
 def companion_endings(masks: str | None, references: str | None) -> dict[str, str]:
@@ -351,8 +350,8 @@ class EncodedSource:
     broken: tuple[BrokenImage, ...] = ()
     decisions: tuple[Decision, ...] = ()
     companions: frozenset[str] = frozenset()
-    """Kinds of companion files. Every image has a ``REFERENCE``; ``MASK`` and the other
-    ``REFERENCES`` may be missing."""
+    """Kinds of companion files. If ``REFERENCE`` is among them, every image has a first reference;
+    files of the other kinds may be missing."""
 
     _items: Sequence[ImageItem] = ()
 
@@ -500,17 +499,17 @@ def scan(
     missing: Iterable[BrokenImage] = (),
     errors: tuple[type[Exception], ...] = (),
 ) -> tuple[list[Item], tuple[BrokenImage, ...], tuple[Decision, ...]]:
-    """Check every image of a source, and separate the broken images.
+    """Check every image of a source and separate the broken ones.
 
     Args:
-        stamps: Names in order, each with the stamp of its files.
+        stamps: Names of the images or clips in order, each with the result of ``stamp_of``.
         look: Function that returns the size of a named image, or size and length of a named clip.
         item: Function that creates an item from a name and the result of ``look``.
         index: Cache of sizes that earlier runs have read.
         on_broken: Policy for unreadable images.
         strays: Images known to be broken, reported first.
         missing: Images that do not exist, reported last.
-        errors: Exceptions of ``look`` for unreadable files, in addition to Pillow's.
+        errors: Exceptions that ``look`` raises for unreadable files, in addition to Pillow's.
 
     Returns:
         Items, broken images, and decisions about both.
@@ -616,7 +615,7 @@ def companions_of(source: Any) -> frozenset[str]:
 
 
 def by_reference(each: Sequence[T], *, key: str) -> dict[str, T]:
-    """Map the reference names ``reference``, ``reference2``, … to the given values.
+    """Map the names ``reference``, ``reference2``, … to the values in ``each``.
 
     Args:
         each: One value per reference, in order.
@@ -689,7 +688,7 @@ class JoinedSources:
     """A concatenation of sources; to give a source more weight, use ``RepeatedSource``.
 
     Args:
-        sources: At least one source.
+        sources: Sources to concatenate; at least one.
 
     Raises:
         DataError: There is no source, or only some sources have references.
@@ -732,7 +731,7 @@ class JoinedSources:
         return number, self._sources[number], index - before
 
     def item(self, index: int) -> ImageItem:
-        """Return the name (prefixed with the source's number), size and caption of an image."""
+        """Return an image's name, size and caption; the name begins with the source's number."""
         number, source, inner = self._find(index)
         item = source.item(inner)
         return attrs.evolve(item, name=f"{number}/{item.name}")

@@ -36,14 +36,14 @@ Batch = Mapping[str, torch.Tensor]
 
 @runtime_checkable
 class BatchStream(Protocol):
-    """Protocol: an endless iterator over micro batches whose position can be saved."""
+    """Protocol: an endless, resumable iterator over micro batches."""
 
     def __next__(self) -> Batch:
         """Return this rank's next micro batch."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stream position in JSON types, the same on every rank."""
+        """Return the stream position as JSON types, identical on every rank."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -69,8 +69,8 @@ class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         decisions: A warning if the images appear to be in [0, 1].
 
     Raises:
-        DataError: ``images`` is empty, differs in length from ``labels``, or is clearly not in
-            [-1, 1], such as integers up to 255.
+        DataError: ``images`` is empty, differs in length from ``labels``, or contains values
+            clearly outside [-1, 1], such as integers up to 255.
     """
 
     def __init__(self, *, images: torch.Tensor, labels: torch.Tensor | None = None) -> None:
@@ -167,8 +167,8 @@ def stack_samples(samples: list[Any]) -> Batch:
 def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Stack the tensors of several samples by name.
 
-    Tensors with the same name must have equal shapes, but tensors with a mask may differ in length.
-    Shorter tensors and their masks are padded with zeros, which ``row_of`` removes.
+    Tensors with the same name must have equal shapes, except that tensors with a mask may differ in
+    length. Shorter tensors and their masks are padded with zeros, which ``row_of`` removes.
     """
     batch = {}
     for name in rows[0] if rows else ():
@@ -191,7 +191,7 @@ def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.T
 
 
 def row_of(batch: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of one sample of a batch without padding."""
+    """Return the tensors of one sample of a batch, with padding removed."""
     row = {name: tensor[index] for name, tensor in batch.items()}
     for name in list(row):
         if name + _MASK in row:
@@ -269,7 +269,7 @@ class _OrderedStream(ABC):
 
 
 class DataStream(_OrderedStream):
-    """Endless micro batches of a map-style dataset for one rank.
+    """Endless stream of one rank's micro batches from a map-style dataset.
 
     The sample order does not depend on the number of ranks. Two ranks with micro batches of 4
     process the same samples per step as one rank with micro batches of 8. The position counts the
@@ -277,7 +277,7 @@ class DataStream(_OrderedStream):
     micro batch size.
 
     Args:
-        dataset: Anything with ``__len__`` and ``__getitem__``, such as a
+        dataset: Any object with ``__len__`` and ``__getitem__``, such as a
             ``torch.utils.data.Dataset`` or a Hugging Face dataset in torch format.
         micro_batch_size: Number of samples per micro batch on each rank.
         seed: Seed of the sample order.
@@ -343,7 +343,7 @@ class DataStream(_OrderedStream):
         return self._order.length / self._size / self._world_size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the sample order, the same on every rank."""
+        """Return the position in the sample order, identical on every rank."""
         return {
             "position": self._position,
             "length": self._order.length,
@@ -352,7 +352,7 @@ class DataStream(_OrderedStream):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position, with the saved seed and shuffling.
+        """Continue from a saved position, with the saved seed and ``shuffle`` setting.
 
         Raises:
             DataError: The state is invalid, or the length of the dataset has changed. The position
@@ -397,7 +397,7 @@ def _too_few(length: int, taken: int) -> tuple[Decision, ...]:
         Decision(
             key="data",
             before=f"{length} samples",
-            after=f"{taken} in the micro batches of all ranks",
+            after=f"{taken} needed for one micro batch per rank",
             reason="some samples occur several times in one step; use more data or smaller "
             "micro batches",
             severity="warning",
@@ -428,7 +428,7 @@ class BucketedDataset(Protocol):
 
 
 class BucketStream(_OrderedStream):
-    """Endless micro batches of a bucketed dataset, each from a single bucket.
+    """Endless stream of micro batches from a bucketed dataset, each from a single bucket.
 
     Every rank gets a full micro batch at every step. The sequence of micro batches does not depend
     on the number of ranks. Rank r of w gets every w-th micro batch, starting with micro batch r. A
@@ -494,7 +494,7 @@ class BucketStream(_OrderedStream):
 
     @property
     def used(self) -> dict[str, int]:
-        """Number of used images of each set, over all ranks; empty without a mixture."""
+        """Number of images that all ranks have used from each set; empty without a mixture."""
         shares = self._order.shares
         if not shares:
             return {}
@@ -502,7 +502,7 @@ class BucketStream(_OrderedStream):
         return dict(zip(names, self._order.used_of_shares(self._position), strict=True))
 
     def explain(self) -> str:
-        """Describe the repeats and the used images of each set; empty without a mixture."""
+        """Describe the repeats and image uses of each set; empty without a mixture."""
         used = self.used
         rows = [
             f" {share.name}: {len(share.images)} images, each {float(share.repeats):g} "
@@ -512,7 +512,7 @@ class BucketStream(_OrderedStream):
         return "\n".join(["data: a mixture", *rows]) if rows else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the sample order, the same on every rank."""
+        """Return the position in the sample order, identical on every rank."""
         return {
             "position": self._position,
             "origin": list(self._order.origin),
@@ -523,7 +523,7 @@ class BucketStream(_OrderedStream):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position, with the saved seed and shuffling.
+        """Continue from a saved position, with the saved seed and ``shuffle`` setting.
 
         Raises:
             DataError: The state is invalid, or the images, their buckets or repeats have changed.
@@ -592,9 +592,9 @@ def _small_buckets(assignment: BucketAssignment, size: int) -> tuple[Decision, .
             key="buckets",
             before=None,
             after=size,
-            reason="these buckets have fewer images than a micro batch, so a batch repeats "
-            f"images and the bucket then skips some epochs: {', '.join(small)}; set "
-            f"minimum={size} to move the images to larger buckets",
+            reason=f"these buckets have fewer images than a micro batch: {', '.join(small)}; their "
+            "images are repeated within a batch, and then left out of some epochs; set "
+            f"minimum={size} to move them to fuller buckets",
             severity="warning",
         ),
     )
@@ -607,10 +607,10 @@ class RepeatedBatches:
     """Endless batches from an iterable, such as a ``DataLoader``, a list or your own class.
 
     The iterable is restarted whenever it ends. A resume reads and discards the batches that the run
-    has already used, so an iterable that shuffles must seed its order itself.
+    has already used, so an iterable that shuffles must be able to reproduce its order.
 
     Args:
-        batches: An iterable over this rank's micro batches that can be restarted.
+        batches: A restartable iterable over this rank's micro batches.
     """
 
     def __init__(self, batches: Iterable[Batch]) -> None:
@@ -636,7 +636,7 @@ class RepeatedBatches:
                 f"ended after {self._count} batches and cannot be restarted",
                 key="data",
                 value=type(self._batches).__name__,
-                fix="pass an iterable that can be restarted, such as a list, not a generator",
+                fix="pass an iterable that can be restarted, such as a list instead of a generator",
             )
         self._count += 1
         return batch
@@ -677,7 +677,7 @@ def saved(
         kind: Required type.
         least: Minimum of an integer field.
         most: Maximum of an integer field.
-        of: Name of ``state`` in the error message.
+        of: Name of ``state`` for the error message.
     """
     value: Any = state.get(key, UNSET) if isinstance(state, Mapping) else UNSET
     if isinstance(value, int) and kind is int:
@@ -736,7 +736,7 @@ class PriorPreservation:
     Args:
         instances: Stream of samples of the subject to learn.
         priors: Stream of samples of the subject's class, generated by the model before training.
-        weight: Factor of the prior loss.
+        weight: Multiplier for the prior loss.
 
     Raises:
         InvalidValueError: The weight is negative or not finite.
@@ -748,7 +748,7 @@ class PriorPreservation:
     def __init__(self, *, instances: BatchStream, priors: BatchStream, weight: float = 1.0) -> None:
         if not (math.isfinite(weight) and weight >= 0):
             raise InvalidValueError(
-                "must be a finite number of at least 0",
+                "must be finite and at least 0",
                 key="weight",
                 value=weight,
                 fix="write 1.0",
@@ -757,7 +757,7 @@ class PriorPreservation:
 
     @property
     def epoch(self) -> float:
-        """Number of consumed epochs of the stream ``instances``."""
+        """Number of epochs consumed from the ``instances`` stream; may be fractional."""
         instances: Any = self._instances
         return float(instances.epoch)
 
@@ -826,6 +826,6 @@ def _join_prior(name: str, instance: Any, prior: Any) -> Any:
             f"samples of instances and priors have different shapes: {shapes[0]} and {shapes[1]}",
             key=f"batch[{name!r}]",
             value=(type(instance).__name__, type(prior).__name__),
-            fix="resize instances and priors to one size, for example with a single bucket",
+            fix="resize instances and priors to the same size, for example with a single bucket",
         )
     return torch.cat([instance, prior])

@@ -1,4 +1,4 @@
-"""Random access to WebDataset's tar shards, with reproducible order and resume."""
+"""Random access to WebDataset tar shards, with a reproducible and resumable order."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class TarShards(EncodedSource):
 
     Members with the same name up to the first dot form one sample: the image ``0001.jpg``, its
     caption ``0001.txt``, its mask ``0001.mask.png`` and its reference ``0001.reference.png``. The
-    shards are indexed at the start, so each rank reads only its samples, and a resume reads no
-    sample twice.
+    shards are indexed at the start, so each rank reads only its own samples, and a resumed run does
+    not read consumed samples again.
 
     Args:
         shards: Tar files, in order.

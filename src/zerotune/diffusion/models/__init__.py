@@ -1,1 +1,1 @@
-"""Model families: how each reads a batch and calls its model."""
+"""Model families, which turn batches into inputs and call their models."""

@@ -1,7 +1,8 @@
-"""ControlNets: a trained copy of a model's first half controls the frozen model by an image.
+"""ControlNets: a trained copy of a model's first blocks lets an image control the frozen model.
 
-Only the ControlNet is trained; the diffusers pipeline calls the ControlNet before the frozen base
-model. Condition images are the dataset's references, which are cropped like their images.
+Only the ControlNet is trained; the diffusers pipeline calls it before the frozen base model. The
+condition images are the dataset's reference images, which are cropped in the same way as the
+training images.
 """
 
 from __future__ import annotations
@@ -90,9 +91,9 @@ class _EncodedCondition(Described):
 
 @attrs.frozen(kw_only=True, eq=False)
 class ControlNetFamily(PipelineFamily):
-    """Mixin for families that train a ControlNet of a frozen base model.
+    """Mixin for families that train a ControlNet for a frozen base model.
 
-    Condition images are ``reference_images`` of a batch, or cached ``reference_latents``.
+    The condition images come from a batch's ``reference_images`` or cached ``reference_latents``.
     """
 
     component: ClassVar[str] = "controlnet"
@@ -113,11 +114,11 @@ class ControlNetFamily(PipelineFamily):
         *,
         scale: int,  # noqa: ARG003 - of those that see pixels
     ) -> torch.nn.Module:
-        """Create a ControlNet from a base model's weights, initially without effect on the output.
+        """Create a ControlNet that copies a base model's weights and initially has no effect.
 
         Args:
             kind: Class of the ControlNet.
-            base: Base model with all weights.
+            base: Base model with its weights loaded.
             scale: Image pixels per latent pixel along one side.
         """
         # A copy of the configuration, because SD3's constructor changes it.
@@ -132,7 +133,7 @@ class ControlNetFamily(PipelineFamily):
         return {name: config[name] for name in heads}
 
     def without_data(self) -> Self:
-        """Return this family with a base model on ``meta``, for a test."""
+        """Return this family with its base model on ``meta``, for tests without weights."""
         with unpartitioned(), torch.device("meta"):
             return attrs.evolve(self, base=type(self.base).from_config(self.base.config))
 
@@ -173,7 +174,7 @@ class ControlNetFamily(PipelineFamily):
 
 
 class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
-    """A ControlNet for Stable Diffusion XL, which receives the condition as pixels."""
+    """A ControlNet for Stable Diffusion XL; it receives the condition image as pixels."""
 
     pipeline: ClassVar[str] = "StableDiffusionXLControlNetPipeline"
     controlnet: ClassVar[str] = "ControlNetModel"
@@ -182,7 +183,7 @@ class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
 
     @classmethod
     def new_controlnet(cls, kind: Any, base: Any, *, scale: int) -> torch.nn.Module:
-        """Create a ControlNet from the U-Net's encoder, with an embedding of condition pixels."""
+        """Create a ControlNet from the U-Net's encoder, and add an embedding for pixels."""
         widths = _WIDTHS[: scale.bit_length()]
         made = kind.from_unet(base, conditioning_embedding_out_channels=widths)
         return cast("torch.nn.Module", made)
@@ -197,7 +198,7 @@ class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
         *,
         device: torch.device | None = None,  # noqa: ARG002
     ) -> dict[str, Tensor]:
-        """Return condition images as ``{"images": …}``, uint8 values from 0 to 255, for a cache."""
+        """Return condition images to cache: ``{"images": …}`` with uint8 values from 0 to 255."""
         return {"images": _shades(images).to(torch.uint8)}
 
     def latent_settings(self) -> CacheSettings:
@@ -231,7 +232,7 @@ def _shades(images: Tensor) -> Tensor:
 
 
 class StableDiffusion3ControlNet(ControlNetFamily, StableDiffusion3):
-    """A ControlNet for Stable Diffusion 3 and 3.5, which receives condition latents as patches.
+    """A ControlNet for Stable Diffusion 3 and 3.5; it receives condition latents as patches.
 
     A new ControlNet receives the pooled text embedding, as in diffusers' training script
     (``force_zeros_for_pooled_projection=False``). An InstantX ControlNet keeps
@@ -265,7 +266,7 @@ class StableDiffusion3ControlNet(ControlNetFamily, StableDiffusion3):
 
 
 class FluxControlNet(ControlNetFamily, Flux):
-    """A ControlNet for Flux.1; a new ControlNet copies the first four double blocks."""
+    """A ControlNet for Flux.1; a new one copies the base model's first four double blocks."""
 
     pipeline: ClassVar[str] = "FluxControlNetPipeline"
     controlnet: ClassVar[str] = "FluxControlNetModel"
@@ -277,7 +278,7 @@ class FluxControlNet(ControlNetFamily, Flux):
 
 
 class QwenImageControlNet(ControlNetFamily, QwenImage):
-    """A ControlNet for Qwen-Image; a new ControlNet copies the first five blocks."""
+    """A ControlNet for Qwen-Image; a new one copies the base model's first five blocks."""
 
     pipeline: ClassVar[str] = "QwenImageControlNetPipeline"
     controlnet: ClassVar[str] = "QwenImageControlNetModel"
@@ -297,5 +298,5 @@ CONTROLNETS: Final[tuple[type[ControlNetFamily], ...]] = (
 
 
 def controlnet_of(family: type[PipelineFamily]) -> type[ControlNetFamily] | None:
-    """Return the ControlNet family for a family of base models, or ``None``."""
+    """Return the ControlNet family for a base model's family; ``None`` if there is none."""
     return next((each for each in CONTROLNETS if family in each.__bases__), None)

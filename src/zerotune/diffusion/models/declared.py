@@ -1,4 +1,4 @@
-"""Families of supported pipelines, declared by the settings that a pipeline does not provide."""
+"""Families of supported pipelines; each declares only what its pipeline does not provide."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _take_any_size(pipe: Any) -> None:
 class StableDiffusion(PipelineFamily):
     """Stable Diffusion 1.5, 2.1 and derived models.
 
-    The scheduler's ``prediction_type`` tells whether the model predicts noise or, like Stable
-    Diffusion 2.1 at 768², velocity.
+    Most of these models predict noise; some, such as Stable Diffusion 2.1 at 768², predict
+    velocity. The scheduler's ``prediction_type`` says which.
     """
 
     pipeline: ClassVar[str] = "StableDiffusionPipeline"
@@ -61,17 +61,16 @@ class StableDiffusion(PipelineFamily):
         return {}
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:  # noqa: ARG002
-        """Disable the pipeline's check of sizes, which rejects sizes that the VAE supports."""
+        """Disable the pipeline's size check, which rejects some sizes that the VAE supports."""
         _take_any_size(pipe)
 
 
 class StableDiffusionXL(PipelineFamily):
-    """Stable Diffusion XL, with two CLIP text encoders; sizes and crops condition its U-Net.
+    """Stable Diffusion XL, with two CLIP text encoders and a U-Net conditioned on size and crop.
 
     A batch may contain ``original_sizes``, ``crop_corners`` and ``target_sizes``, each (b, 2), with
-    the vertical value first; ``PreparedImages`` yields all three. If a batch lacks one of the three
-    tensors, the images count as uncropped, and the current size as original size (Podell et
-    al., "SDXL", 2.2).
+    the vertical value first; ``PreparedImages`` yields all three. If a batch lacks any of them, the
+    images are treated as uncropped and at their original size (Podell et al., "SDXL", 2.2).
 
     If the pipeline sets ``force_zeros_for_empty_prompt``, the empty text is encoded as zeros, both
     in training and in sampling. The training script of diffusers embeds the empty text instead.
@@ -101,11 +100,11 @@ class StableDiffusionXL(PipelineFamily):
     def embed_negative(
         self, parts: FrozenParts, texts: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode negative prompts like ``embed``."""
+        """Encode negative prompts in the same way as prompts."""
         return self.embed(parts, texts, device)
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Return whether the empty text is encoded as zeros."""
+        """Return the setting that encodes the empty text as zeros."""
         config = self._needed("captions").pipeline.config
         return {"force_zeros_for_empty_prompt": config.force_zeros_for_empty_prompt}
 
@@ -128,7 +127,7 @@ class StableDiffusionXL(PipelineFamily):
         return super()._call_kwargs(noisy, conditioning, device) | sizes
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass each sample's sizes to the model; the pipeline supports one size for all samples."""
+        """Pass each sample's sizes to the model; the pipeline supports only one size per call."""
         _take_any_size(pipe)
         sizes = call_kwargs.pop(_TIME_IDS, None)
 
@@ -149,7 +148,7 @@ class StableDiffusionXL(PipelineFamily):
         return latents, {**texts, _TIME_IDS: self._time_ids({"latents": latents})}
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
-        """Return an example of one text tensor, with the width that the U-Net expects."""
+        """Return an example text tensor with the width that the U-Net expects."""
         if name != "pooled_prompt_embeds":
             return super().example_text(name, config, batch)
         width = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
@@ -181,7 +180,7 @@ class StableDiffusion3(PipelineFamily):
 class Flux(PipelineFamily):
     """Flux.1, with CLIP and T5 as text encoders.
 
-    The model of Flux.1 dev receives the guidance scale as an input: 1 in training, as in diffusers.
+    Flux.1 dev receives the guidance scale as an input; in training the scale is 1, as in diffusers.
     Texts have 512 tokens by default; Flux.1 schnell supports at most 256.
     """
 
@@ -220,8 +219,8 @@ class QwenImage(PipelineFamily):
 class ZImage(PipelineFamily):
     """Z-Image, whose model predicts the negated velocity; time runs from noise to data.
 
-    The pipeline receives texts of variable length as a list. To disable guidance, set
-    ``guidance_scale`` to 0 in the pipeline of diffusers, but to 1 in ``sample``.
+    The pipeline receives texts of variable length as a list. ``guidance_scale=0`` disables guidance
+    in diffusers' pipeline; in ``sample``, ``guidance_scale=1`` does.
     """
 
     pipeline: ClassVar[str] = "ZImagePipeline"
@@ -289,7 +288,7 @@ class Flux2(PipelineFamily):
     """Flux.2 dev, whose model receives the guidance scale as an input.
 
     Latents have 128 channels, normalised by statistics stored in the VAE. If a batch contains
-    ``reference_latents``, the model edits reference images; a sample may have several.
+    ``reference_latents``, the model edits the reference images; each sample may have several.
     """
 
     pipeline: ClassVar[str] = "Flux2Pipeline"
@@ -312,7 +311,7 @@ class Flux2(PipelineFamily):
     several_references: ClassVar[bool] = True
 
     def at_shown_size(self, images: Tensor) -> Tensor:
-        """Resize and crop reference images like the pipeline, to at most one megapixel."""
+        """Resize and crop reference images to at most one megapixel, as the pipeline does."""
         pipeline = self._needed("references").pipeline
         processor, multiple = pipeline.image_processor, pipeline.vae_scale_factor * 2
         pictures = processor.numpy_to_pil(processor.pt_to_numpy(images.float() / 2 + 0.5))
@@ -323,11 +322,11 @@ class Flux2(PipelineFamily):
         return cast("Tensor", shown)
 
     def reference_input(self, latents: Tensor) -> list[_Picture]:
-        """Return latents that the pipeline accepts in place of PIL images."""
+        """Wrap latents so that the pipeline accepts them in place of PIL images."""
         return _pictures(latents, self.latent_space().scale)
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass each sample's own reference latents; the pipeline supports only one shared set."""
+        """Pass each sample's own reference latents; the pipeline uses one set for all samples."""
         super().adjust(pipe, call_kwargs)
         if self.reference not in call_kwargs:
             return
@@ -357,7 +356,7 @@ class Wan(PipelineFamily):
     usual_frames: ClassVar[int] = 4
     clips: ClassVar[bool] = True
     other: ClassVar[str] = "transformer_2"
-    """Name in the pipeline of the expert that is not trained."""
+    """Component name of the expert that is not trained."""
 
     @property
     def boundary(self) -> float | None:
@@ -386,7 +385,7 @@ class Wan(PipelineFamily):
         )
 
     def drawing_pipeline(self, parts: FrozenParts, model: Denoiser, scheduler: Any) -> Any:
-        """Return a pipeline with both experts, of which one is trained and the other is frozen.
+        """Return a pipeline with the trained and the frozen expert.
 
         Raises:
             DataError: The frozen expert was not loaded.
@@ -411,7 +410,7 @@ class Wan(PipelineFamily):
 
 
 class WanLowNoise(Wan):
-    """Low-noise expert of Wan 2.2 for text to video, selected with ``family=WanLowNoise``."""
+    """Low-noise text-to-video expert of Wan 2.2, selected with ``family=WanLowNoise``."""
 
     component: ClassVar[str] = "transformer_2"
     other: ClassVar[str] = "transformer"
@@ -421,7 +420,7 @@ class WanLowNoise(Wan):
 
 
 class Sana(PipelineFamily):
-    """Sana, whose VAE compresses each side 32-fold; Gemma encodes texts, with a mask."""
+    """Sana, with Gemma as text encoder and a VAE that compresses each side 32-fold."""
 
     pipeline: ClassVar[str] = "SanaPipeline"
     model: ClassVar[str] = "SanaTransformer2DModel"
@@ -431,7 +430,7 @@ class Sana(PipelineFamily):
 
 
 class Lumina2(PipelineFamily):
-    """Lumina Image 2.0, whose time runs from noise to data; Gemma encodes texts, with a mask."""
+    """Lumina Image 2.0, with Gemma as text encoder; time runs from noise to data."""
 
     pipeline: ClassVar[str] = "Lumina2Pipeline"
     model: ClassVar[str] = "Lumina2Transformer2DModel"
@@ -451,7 +450,7 @@ class LTXVideo(PipelineFamily):
 
 
 class HunyuanVideo(PipelineFamily):
-    """HunyuanVideo, with LLaMA and CLIP as text encoders; the guidance scale is an input."""
+    """HunyuanVideo, with LLaMA and CLIP as text encoders; the guidance scale is a model input."""
 
     pipeline: ClassVar[str] = "HunyuanVideoPipeline"
     model: ClassVar[str] = "HunyuanVideoTransformer3DModel"
@@ -467,7 +466,7 @@ class HunyuanVideo(PipelineFamily):
 
 
 class Chroma(PipelineFamily):
-    """Chroma, a Flux without CLIP and without guidance input; T5 encodes texts, with a mask."""
+    """Chroma, a Flux variant with T5 as its only text encoder and no guidance input."""
 
     pipeline: ClassVar[str] = "ChromaPipeline"
     model: ClassVar[str] = "ChromaTransformer2DModel"
@@ -485,7 +484,7 @@ class Chroma(PipelineFamily):
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Predict through the pipeline, with the attention mask passed to checkpointed blocks."""
+        """Predict through the pipeline, and pass the attention mask to checkpointed blocks."""
         _pass_mask_on(getattr(model, "module", model))
         return super().predict(model, noisy, timesteps, conditioning)
 
@@ -509,7 +508,7 @@ def _pass_mask_on(module: Any) -> None:
 
 
 class AuraFlow(PipelineFamily):
-    """AuraFlow; each sample needs a separate pipeline call, because a call has one time step."""
+    """AuraFlow, whose pipeline is called once per sample, because a call supports one time step."""
 
     pipeline: ClassVar[str] = "AuraFlowPipeline"
     model: ClassVar[str] = "AuraFlowTransformer2DModel"
@@ -518,7 +517,7 @@ class AuraFlow(PipelineFamily):
 
 
 class PixArtAlpha(PipelineFamily):
-    """PixArt-alpha, which predicts noise; the variance that the model predicts is not trained."""
+    """PixArt-alpha, whose model predicts noise and a variance; the variance is not trained."""
 
     pipeline: ClassVar[str] = "PixArtAlphaPipeline"
     text_tensors: ClassVar[tuple[str, ...]] = _WITH_MASK
@@ -536,8 +535,8 @@ class PixArtSigma(PixArtAlpha):
 class Krea2(PipelineFamily):
     """Krea 2, whose embeddings hold hidden states of several text encoder layers for each token.
 
-    To disable guidance, set ``guidance_scale`` to 0 in the pipeline of diffusers, but to 1 in
-    ``sample``.
+    ``guidance_scale=0`` disables guidance in diffusers' pipeline; in ``sample``,
+    ``guidance_scale=1`` does.
     """
 
     pipeline: ClassVar[str] = "Krea2Pipeline"
@@ -547,7 +546,7 @@ class Krea2(PipelineFamily):
     unguided: ClassVar[float] = 0.0
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
-        """Return an example of one text tensor; embeddings are (b, tokens, layers, width)."""
+        """Return an example text tensor; embeddings are (b, tokens, layers, width)."""
         if name.endswith("mask"):
             return super().example_text(name, config, batch)
         shape = (batch, self.tokens(), config.num_text_layers, config.text_hidden_dim)
@@ -619,12 +618,12 @@ class HiDream(PipelineFamily):
     def text_kwargs(
         self, texts: Mapping[str, Tensor], device: torch.device, prefix: str = ""
     ) -> dict[str, Any]:
-        """Return the pipeline's arguments for texts; LLaMA's embeddings have layers first."""
+        """Return the pipeline's arguments for texts, with LLaMA's layers as the first dimension."""
         layers = {"prompt_embeds_llama3": texts["prompt_embeds_llama3"].transpose(0, 1)}
         return super().text_kwargs({**texts, **layers}, device, prefix)
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
-        """Return an example of one text tensor, which the CLIPs, T5 or LLaMA produce."""
+        """Return an example text tensor of CLIP, T5 or LLaMA."""
         if name == "pooled_prompt_embeds":
             return torch.empty(batch, config.text_emb_dim, device="meta")
         t5, llama = config.caption_channels
@@ -642,23 +641,23 @@ class FluxKontext(Flux):
     arguments: ClassVar[Mapping[str, Any]] = {"_auto_resize": False}
 
     def sized(self, size: Mapping[str, int]) -> dict[str, int]:
-        """Return the pipeline's arguments for a size, with ``max_area`` to prevent resizing."""
+        """Return the pipeline's arguments for a size; ``max_area`` prevents resizing."""
         return {**size, "max_area": size["height"] * size["width"]}
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class QwenImageEdit(ReadingFamily, QwenImage):
-    """Qwen-Image-Edit, whose Qwen2.5-VL encodes a text together with the reference image.
+    """Qwen-Image-Edit; Qwen2.5-VL encodes each text together with the reference image.
 
-    Each embedding, in a batch or a cache, belongs to a pair of text and image.
+    Each embedding, including cached ones, belongs to one text-image pair.
     """
 
     pipeline: ClassVar[str] = "QwenImageEditPipeline"
     reference: ClassVar[str | None] = "image"
 
     reference_area: int = attrs.field(default=1024 * 1024, validator=validated(whole))
-    """Area in pixels to which reference images are resized. A smaller area saves tokens, but the
-    pipeline of diffusers, outside zerotune, always uses the default."""
+    """Area in pixels to which reference images are resized. A smaller area saves tokens; outside
+    zerotune, however, diffusers' pipeline always uses the default."""
 
     @property
     def read_area(self) -> int:
@@ -666,7 +665,7 @@ class QwenImageEdit(ReadingFamily, QwenImage):
         return self.reference_area
 
     def at_shown_size(self, images: Tensor) -> Tensor:
-        """Resize reference images to ``reference_area``, like the pipeline."""
+        """Resize reference images to ``reference_area`` as the pipeline does."""
         pipeline = self._needed("references").pipeline
         (width, height), pictures = self._resized(pipeline, images, self.reference_area)
         return cast("Tensor", pipeline.image_processor.preprocess(pictures, height, width))
@@ -709,7 +708,7 @@ class QwenImageEdit(ReadingFamily, QwenImage):
         return attrs.evolve(usual, settings=own)
 
     def reference_input(self, latents: Tensor) -> _Picture | list[_Picture]:
-        """Return latents that the pipeline accepts in place of a PIL image or a list of images."""
+        """Wrap latents so that the pipeline accepts them in place of one or several PIL images."""
         found = _pictures(latents, self.latent_space().scale)
         return found if self.several_references else found[0]
 
@@ -738,7 +737,7 @@ class QwenImageEditPlus(QwenImageEdit):
         return int(sys.modules[self.known_blueprint().kind.__module__].CONDITION_IMAGE_SIZE)
 
     def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
-        """Sample images (n, 3, height, width) of prompts one by one."""
+        """Sample images (n, 3, height, width), one prompt at a time."""
         images, drawn = self.drawn_references(drawing), []
         for prompt, seed, image in zip(drawing.prompts, drawing.seeds, images, strict=True):
             single = attrs.evolve(
@@ -777,11 +776,11 @@ DECLARED = (
 BY_MODEL: Mapping[str, type[PipelineFamily]] = {
     family.model: family for family in DECLARED if "model" in vars(family)
 }
-"""Families by the class name of their model, if no other family has this model class."""
+"""Families with their own ``model`` class, keyed by the name of that class."""
 
 
 def family_of_model(model: Any) -> type[PipelineFamily] | None:
-    """Return the family of a model by the model's class; ``None`` if the class is unknown."""
+    """Return the family for a model's class; ``None`` if the class is unknown."""
     if getattr(model, "use_additional_conditions", False) is True:
         return PixArtAlpha  # Its pipeline alone gives PixArt's model sizes.
     return BY_MODEL.get(type(model).__name__)

@@ -1,4 +1,4 @@
-"""Interfaces of model families: how a model is called in training and sampling."""
+"""Interfaces of model families, which call models in training and sampling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Conditioning = Mapping[str, Tensor]
 
 
 class Denoiser(Protocol):
-    """A model that predicts: an ``Engine``, or any diffusers model."""
+    """Interface of a model that predicts: an ``Engine`` or any diffusers model."""
 
     @property
     def device(self) -> torch.device:
@@ -45,14 +45,18 @@ class Family(Protocol):
     """
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the clean samples (b, c, h, w) of a batch in fp32."""
+        """Return the clean samples (b, c, h, w) of a batch in fp32.
+
+        Args:
+            batch: Tensors and captions by name, as the data yields them.
+        """
         ...
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
         """Return a batch's conditioning for training, with random dropout if configured.
 
         Args:
-            batch: Batch of the dataset.
+            batch: Batch from the dataset.
             generator: Random generator for dropout.
         """
         ...
@@ -73,7 +77,7 @@ class Family(Protocol):
 
 @runtime_checkable
 class LabelFamily(Family, Protocol):
-    """Interface of class-conditional and unconditional families, which zerotune's loop samples."""
+    """Interface of class-conditional and unconditional families, sampled by zerotune's own loop."""
 
     def condition_on(self, labels: Tensor | None) -> Conditioning:
         """Return the conditioning for sampling.
@@ -84,7 +88,7 @@ class LabelFamily(Family, Protocol):
         ...
 
     def without_condition(self, conditioning: Conditioning) -> Conditioning | None:
-        """Return the conditioning without a condition, for guidance; ``None`` disables guidance.
+        """Return the unconditional input for classifier-free guidance; ``None`` disables guidance.
 
         Args:
             conditioning: Value returned by ``condition_on``.
@@ -94,7 +98,7 @@ class LabelFamily(Family, Protocol):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Drawing:
-    """Prompts of the images that one rank samples, with options of ``sample``."""
+    """Prompts for the images that one rank samples, with the options of ``sample``."""
 
     prompts: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -124,7 +128,7 @@ class PromptFamily(Family, Protocol):
 
 
 def take(batch: Mapping[str, Tensor], key: str) -> Tensor:
-    """Return the tensor of a batch under ``key``."""
+    """Return ``batch[key]``; raise ``DataError`` if it is missing."""
     if key not in batch:
         raise DataError(
             f"the batch has no {key!r}, only {sorted(batch)}",
@@ -233,8 +237,8 @@ class ClassConditional:
     """Family of class-conditional models, such as a ``UNet2DModel`` with ``num_class_embeds``.
 
     Batches contain ``"images"`` (b, c, h, w) in [-1, 1] and integer ``"labels"`` (b,). The model
-    receives the labels as ``class_labels``. For classifier-free guidance, create the model with
-    one extra class, and set ``null_label`` to the extra class.
+    receives the labels as ``class_labels``. For classifier-free guidance, create the model with one
+    extra class, and set ``null_label`` to that class.
     """
 
     null_label: int | None = None
@@ -274,7 +278,7 @@ class ClassConditional:
                 "a class-conditional model needs labels",
                 key="labels",
                 value=None,
-                fix="pass labels=torch.tensor([...]); the label null_label samples any class",
+                fix="pass labels=torch.tensor([...]); use null_label for images of any class",
             )
         return {"class_labels": labels}
 

@@ -1,7 +1,7 @@
-"""Image-to-video families: a clip's condition is its first frame.
+"""Image-to-video families, which condition a clip on its first frame.
 
-Caches store the encoded first frame in addition to a clip's latents, from which the encoded frame
-cannot be derived, because the VAE encodes the first frame together with empty frames.
+Caches store the encoded first frame in addition to the clip's latents. The encoded first frame
+cannot be derived from the clip's latents, because the VAE encodes it together with empty frames.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zerotune.diffusion.models.reading import ReadingFamily
 from zerotune.errors import DataError
 
 IMAGE_EMBEDS: Final = "image_embeds"
-"""Batch key of CLIP's embedding of the first frames, (b, tokens, width)."""
+"""Batch key of the first frames' CLIP embeddings (b, tokens, width)."""
 
 _TRAINED_TIMES: Final = 1000.0
 _IMAGE_TOKENS: Final = 257
@@ -48,10 +48,10 @@ _LEFT_OUT: Final = 4
 
 @attrs.frozen(kw_only=True, eq=False)
 class ImageToVideo(PipelineFamily):
-    """Mixin for families of models that continue an image as a clip.
+    """Mixin for families whose models generate a clip from its first frame.
 
-    In training, the image is the clip's first frame; in sampling, it is one of ``references``.
-    Caches store the encoded image as ``reference_latents``.
+    In training, the first frame comes from the clip; in sampling, it comes from ``references``.
+    Caches store the encoded first frame as ``reference_latents``.
     """
 
     reference: ClassVar[str | None] = "image"
@@ -71,7 +71,7 @@ class ImageToVideo(PipelineFamily):
 
     @abstractmethod
     def frame_parts(self, parts: FrozenParts) -> tuple[str, ...]:
-        """Return the names of the components of ``parts`` that ``encode_frames`` needs."""
+        """Return the names of the frozen parts that ``encode_frames`` needs."""
 
     def encode_images(
         self, images: Tensor, *, device: torch.device | None = None
@@ -83,7 +83,7 @@ class ImageToVideo(PipelineFamily):
         }
 
     def read_images(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return a batch's first frames, for families that encode them with texts."""
+        """Return a batch's first frames, for families that encode them together with texts."""
         if "images" not in batch:
             return None
         clips = images_of(batch)
@@ -115,7 +115,7 @@ class ImageToVideo(PipelineFamily):
         return {**found, **{n: batch[n].float() for n in (IMAGE_EMBEDS,) if n in batch}}
 
     def drawing_arguments(self, drawing: Drawing, *, device: torch.device) -> dict[str, Any]:
-        """Return the pipeline's arguments, including the encoded images to continue."""
+        """Return the pipeline's arguments, including the encoded first frames."""
         images = self.drawn_references(drawing)
         parts = self._needed("references")
         usual = parameters_of(self.known_blueprint().kind.__call__)["num_frames"].default
@@ -130,15 +130,16 @@ class ImageToVideo(PipelineFamily):
         return self.drawn_references(drawing)
 
     def drawn_references(self, drawing: Drawing) -> Tensor:
-        """Return the images to continue.
+        """Return the first frames of the clips to sample.
 
         Raises:
-            DataError: ``drawing`` has no images, or their size differs from the size of the clips.
+            DataError: ``drawing`` has no reference images, or their size differs from the size of
+                the clips.
         """
         images = super().drawn_references(drawing)
         if drawing.size is not None and tuple(images.shape[-2:]) != tuple(drawing.size):
             raise DataError(
-                f"the images to continue do not have the size of the clips, {tuple(drawing.size)}",
+                f"the reference images must have the size of the clips, {tuple(drawing.size)}",
                 key="references",
                 value=tuple(images.shape[-2:]),
                 fix="resize and crop the images to size=, or omit size=",
@@ -152,13 +153,13 @@ class ImageToVideo(PipelineFamily):
     # -- A first latent frame that the image replaces.
 
     def gives_first(self, model: Any) -> bool:  # noqa: ARG002 - for subclasses
-        """Return whether, for ``model``, the image replaces the first latent frame of a clip."""
+        """Return whether ``model`` uses the encoded image as the first latent frame of a clip."""
         return False
 
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Predict through the pipeline; a first latent frame given by the image has no loss."""
+        """Predict through the pipeline; a first latent frame that holds the image has zero loss."""
         found = super().predict(model, noisy, timesteps, conditioning)
         if not self.gives_first(model):
             return found
@@ -281,11 +282,11 @@ class WanImageToVideo(_WanImage, Wan):
 
 
 class WanImageToVideoLowNoise(_WanImage, WanLowNoise):
-    """Low-noise expert of Wan 2.2 for image to video."""
+    """Low-noise image-to-video expert of Wan 2.2."""
 
 
 class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
-    """HunyuanVideo image-to-video, whose LLaVA encodes each text together with the image.
+    """HunyuanVideo image-to-video; LLaVA encodes each text together with the image.
 
     The model's configuration says whether the image replaces the first latent frame
     (``token_replace``) or has its own channels (``latent_concat``). With ``latent_concat``, the
@@ -299,7 +300,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         return bool(config_of(model).image_condition_type == _REPLACED)
 
     def frame_parts(self, parts: FrozenParts) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the name of the VAE; LLaVA encodes images only together with texts."""
+        """Return only the VAE's name, because LLaVA encodes images together with texts."""
         return ("vae",)
 
     def encode_frames(
@@ -316,8 +317,8 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     ) -> dict[str, Tensor]:
         """Encode clips and their first frames.
 
-        With ``token_replace``, the first frame is encoded alone to the first latent frame.
-        Otherwise the VAE would normalise over all frames of the clip.
+        With ``token_replace``, the first frame is encoded separately and becomes the first latent
+        frame. Encoding the first frame with the clip would normalise it over all frames.
         """
         found = super().encode_images(images, device=device)
         if self._condition_type(self._needed("images")) != _REPLACED:
@@ -339,7 +340,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     # -- Texts.
 
     def check_dataset(self, dataset: Any) -> None:
-        """Check that captions can be enumerated; clips need no references besides their frames."""
+        """Check that captions can be enumerated; the first frames serve as references."""
         dataset.augmentation.check_countable()
 
     def read(
@@ -354,7 +355,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         return self.encode_with(parts.pipeline, device, prompts)
 
     def pictures_of(self, parts: FrozenParts, images: Tensor) -> list[list[Any]]:
-        """Return images as PIL images of the same size, which LLaVA's processor resizes."""
+        """Convert images to PIL images of the same size; LLaVA's processor resizes them."""
         processor = parts.pipeline.video_processor
         found = processor.numpy_to_pil(processor.pt_to_numpy(images.float() / 2 + 0.5))
         return [[picture] for picture in found]
@@ -362,7 +363,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     def embed_negative(
         self, parts: FrozenParts, texts: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode negative prompts with a black image, like the pipeline."""
+        """Encode negative prompts with a black image, as the pipeline does."""
         taken = parameters_of(parts.pipeline.encode_prompt)["image_embed_interleave"]
         (black,) = self.pictures_of(parts, -torch.ones(1, 3, 16, 16))
         encoded = [
@@ -383,7 +384,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         device: torch.device,
         negative: bool = False,
     ) -> dict[str, Tensor]:
-        """Return embeddings of prompts and their images; negative prompts have a black image."""
+        """Return embeddings of prompts with images, or of negative prompts with a black image."""
         if negative:
             return self.remembered_negative(texts, device=device)
         return super().drawn_texts(texts, drawing, device=device)
@@ -399,7 +400,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     # -- The call.
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass encoded images to the model and, in sampling, mix the images into the noise."""
+        """Pass encoded images to the model; in sampling, also mix them into the initial noise."""
         super().adjust(pipe, call_kwargs)
         shown = call_kwargs[str(self.reference)]
         call_kwargs[str(self.reference)] = torch.zeros(1, 3, 1, 1)  # A placeholder.
@@ -423,7 +424,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         return super()._as_latents(padded, noisy)
 
     def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
-        """Sample clips (n, 3, frames, h, w); ``latent_concat`` drops the first four frames."""
+        """Sample clips (n, 3, frames, h, w); for ``latent_concat``, drop the first four frames."""
         clips = super().draw(model, drawing)
         return clips if self.gives_first(model) else clips[:, :, _LEFT_OUT:]
 

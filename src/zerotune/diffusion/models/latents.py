@@ -16,11 +16,11 @@ _PATCH: Final = 2
 
 
 class LatentSpace:
-    """Latent space of a VAE, whose statistics normalise latents to mean 0 and deviation 1.
+    """Latent space of a VAE; latents are normalised to mean 0 and standard deviation 1.
 
     The class supports diffusers' VAEs for images and clips, including deterministic autoencoders
-    such as ``AutoencoderDC``. The statistics are a scaling factor (optionally with a shift), means
-    and deviations per channel, or batch normalisation statistics.
+    such as ``AutoencoderDC``. The VAE provides the statistics: a scaling factor (optionally with a
+    shift), means and standard deviations per channel, or batch normalisation statistics.
 
     Args:
         vae: A diffusers VAE; a VAE on the ``meta`` device suffices for ``scale`` and ``frames``.
@@ -56,7 +56,7 @@ class LatentSpace:
         return int(self._vae.config.get("scale_factor_temporal") or self._from_steps())
 
     def latent_frames(self, frames: int) -> int:
-        """Return the number of latent frames of a clip; the first frame alone is one latent frame.
+        """Return the number of latent frames of a clip; the first frame has its own latent frame.
 
         Args:
             frames: Number of frames of the clip.
@@ -65,7 +65,7 @@ class LatentSpace:
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the mean of the VAE's distribution for images, normalised by the VAE's statistics.
+        """Encode images or clips, and return the normalised mean of the VAE's distribution.
 
         Args:
             images: Images (b, 3, height, width) or clips (b, 3, frames, height, width) in [-1, 1].
@@ -112,7 +112,7 @@ class LatentSpace:
         return decoded.squeeze(2) if single else decoded
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that determine the VAE's output in addition to weights and dtype."""
+        """Return the VAE's settings that affect its output, other than weights and dtype."""
         names = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
         return {name: self._vae.config.get(name) for name in names}
 
@@ -120,7 +120,7 @@ class LatentSpace:
         if (frames - 1) % self.frames:
             raise DataError(
                 f"the number of frames must be 1 more than a multiple of {self.frames}, because "
-                f"the VAE compresses {self.frames} frames to one after the first frame",
+                f"the VAE compresses every {self.frames} frames after the first into one",
                 key="frames",
                 value=frames,
                 fix=f"use ClipBuckets(compression={self.frames}, frames=...) with a valid number "
@@ -177,7 +177,7 @@ class LatentSpace:
 
 @runtime_checkable
 class Packing(Protocol):
-    """Interface of conversions between latents and the pipeline's layout."""
+    """Interface of packings, which convert between latents and the pipeline's layout."""
 
     def pack(self, latents: torch.Tensor) -> torch.Tensor:
         """Convert latents to the pipeline's layout.
@@ -199,7 +199,7 @@ class Packing(Protocol):
 
 @attrs.frozen
 class Unpacked:
-    """Packing of pipelines that use latents unchanged."""
+    """Packing for pipelines that use latents unchanged."""
 
     def pack(self, latents: torch.Tensor) -> torch.Tensor:
         """Return the latents unchanged."""
@@ -212,7 +212,7 @@ class Unpacked:
 
 @attrs.frozen
 class Tokens:
-    """Packing as tokens (b, n, c * patch²): patches row by row, channels first in each patch."""
+    """Packing as tokens (b, n, c * patch²): patches row by row, channels first within a patch."""
 
     patch: int = 1
     """Side of a patch in latent pixels; a patch covers one frame."""

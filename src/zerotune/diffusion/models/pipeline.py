@@ -42,7 +42,7 @@ Embeddings = Mapping[str, torch.Tensor]
 
 
 class FrozenParts:
-    """The frozen parts of a diffusers pipeline, unpartitioned on every rank.
+    """Frozen parts of a diffusers pipeline, which every rank holds unpartitioned.
 
     ``on`` moves some parts to a device temporarily, and ``release`` moves all parts to the host.
 
@@ -63,7 +63,7 @@ class FrozenParts:
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
-        """Return the parts with weights, by their names in the pipeline."""
+        """Return the parts that have weights, keyed by their names in the pipeline."""
         return {
             name: part
             for name, part in self.pipeline.components.items()
@@ -88,13 +88,17 @@ class FrozenParts:
 
     @property
     def trained_encoders(self) -> dict[str, TrainedEncoder]:
-        """Return the stand-ins for trained text encoders, by their names in the pipeline."""
+        """Return the stand-ins for trained text encoders, keyed by their names in the pipeline."""
         components = self.pipeline.components.items()
         return {name: part for name, part in components if isinstance(part, TrainedEncoder)}
 
     @contextmanager
     def calling(self, model: Denoiser) -> Iterator[None]:
-        """Use the trained text encoders of an engine or model inside the ``with`` block."""
+        """Use the trained text encoders of an engine or model inside the ``with`` block.
+
+        Args:
+            model: The engine or model.
+        """
         encoders = self.trained_encoders.values()
         for encoder in encoders:
             encoder.call_in(model)
@@ -106,7 +110,7 @@ class FrozenParts:
 
     @property
     def text_encoders(self) -> dict[str, torch.nn.Module]:
-        """Return the frozen text encoders, by their names in the pipeline.
+        """Return the frozen text encoders, keyed by their names in the pipeline.
 
         Raises:
             DataError: The pipeline was loaded without text encoders.
@@ -206,15 +210,23 @@ class FrozenParts:
         return stack_named([known[text] for text in texts])
 
     def encode_images(self, images: torch.Tensor) -> torch.Tensor:
-        """Encode images or clips; see ``LatentSpace.encode``."""
+        """Encode images or clips; see ``LatentSpace.encode``.
+
+        Args:
+            images: Images (b, 3, h, w) or clips (b, 3, frames, h, w) in [-1, 1].
+        """
         return self.latents.encode(images)
 
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode latents; see ``LatentSpace.decode``."""
+        """Decode latents; see ``LatentSpace.decode``.
+
+        Args:
+            latents: Latents in the scale that the model is trained on.
+        """
         return self.latents.decode(latents)
 
     def vae_settings(self) -> dict[str, Any]:
-        """Return the settings that determine the VAE's output in addition to weights and dtype."""
+        """Return the VAE's settings that affect its output, other than weights and dtype."""
         return self.latents.settings()
 
     def hash(self, names: Sequence[str]) -> str:
@@ -223,14 +235,14 @@ class FrozenParts:
 
 
 def pipeline_class(pipeline: str | type[Any]) -> Any:
-    """Return a diffusers pipeline class by name, or a custom class."""
+    """Return the diffusers pipeline class with this name; return a class unchanged."""
     import diffusers
 
     if isinstance(pipeline, type):
         return pipeline
     if not diffusers.utils.is_transformers_available():
         raise MissingDependencyError(
-            f"{pipeline} of diffusers needs transformers, which is not installed",
+            f"diffusers' {pipeline} needs transformers, which is not installed",
             fix="pip install transformers",
         )
     return getattr(diffusers, pipeline)
@@ -242,7 +254,7 @@ def pipeline_name(pipeline: str | type[Any]) -> str:
 
 
 def component_class(library: str, name: str) -> Any:
-    """Return the class of a component in ``model_index.json``; ``None`` if it does not exist."""
+    """Return a component's class from its entry in ``model_index.json``, or ``None`` if unknown."""
     import diffusers
 
     found = getattr(diffusers, name, None)
@@ -287,7 +299,7 @@ class Blueprint:
     scheduler: Any
     """Scheduler for sampling."""
     vae: Described | None
-    """Stand-in for the VAE, which defines sizes."""
+    """Stand-in for the VAE; the pipeline reads sizes from it."""
 
     @classmethod
     def of(cls, pipeline: Any) -> Blueprint:
@@ -362,7 +374,8 @@ class Blueprint:
         """Build a pipeline from components.
 
         Args:
-            **components: Components by name; missing components are ``None``, except the VAE.
+            **components: Components by name. Missing components are ``None``, except the VAE, which
+                is a stand-in.
         """
         settings: dict[str, Any] = dict.fromkeys(self.components) | dict(self.settings)
         if "safety_checker" in settings:
@@ -373,7 +386,7 @@ class Blueprint:
 
 
 class PipelineModel(torch.nn.Module):
-    """A stand-in for the model in a pipeline, which calls the engine.
+    """A stand-in that replaces the model in a pipeline and calls the engine.
 
     Floating-point inputs, except time steps and sizes, are cast to the engine's dtype. Outputs are
     cast to fp32, so that the scheduler does not compute in bf16. Moving or casting the pipeline
@@ -421,7 +434,7 @@ class PipelineModel(torch.nn.Module):
 
 
 class TrainedEncoder(torch.nn.Module):
-    """A stand-in for a text encoder in a pipeline, which calls the trained encoder in the engine.
+    """A stand-in that replaces a pipeline's text encoder and calls the engine's trained encoder.
 
     The pipeline can neither move nor freeze the encoder, because the stand-in has no parameters.
 
@@ -439,10 +452,10 @@ class TrainedEncoder(torch.nn.Module):
         self.__dict__.update(_name=name, _module=module, _within=None)
 
     def call_in(self, model: Denoiser | None) -> None:
-        """Use the encoder of an engine for all following calls.
+        """Use the engine's encoder for all subsequent calls.
 
         Args:
-            model: Engine with the encoder; ``None`` for the encoder without an engine.
+            model: Engine that contains the encoder; ``None`` calls the encoder without an engine.
         """
         self.__dict__["_within"] = model
 
@@ -459,7 +472,7 @@ class TrainedEncoder(torch.nn.Module):
 
 
 def call_cast(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a model; cast floats, except time steps and sizes, to the model's dtype."""
+    """Call a model after casting floats, except time steps and sizes, to its dtype."""
     names = inspect.signature(primary_of(model).forward).parameters
     arguments = [
         value if name in _KEPT_EXACT else _cast_floats(value, model.dtype)

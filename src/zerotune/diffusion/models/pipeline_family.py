@@ -73,7 +73,7 @@ class TextToImage(ABC):
     """
 
     pipeline: ClassVar[Any]
-    """Pipeline class that loads and samples: the name of a diffusers class, or a custom class."""
+    """Pipeline class for loading and sampling: the name of a diffusers class, or a custom class."""
     component: ClassVar[str]
     """Name of the trained model in the pipeline."""
     text_tensors: ClassVar[tuple[str, ...]]
@@ -86,15 +86,15 @@ class TextToImage(ABC):
     """Whether texts are encoded together with the image to edit."""
 
     usual_scale: ClassVar[int] = 8
-    """Image pixels per latent pixel along one side, if no VAE is available."""
+    """Number of image pixels per latent pixel along one side, used if no VAE is available."""
     usual_frames: ClassVar[int] = 1
-    """Frames per latent frame if no VAE is available."""
+    """Number of frames per latent frame, used if no VAE is available."""
     packing: ClassVar[Packing] = Unpacked()
     """Layout of latents in the pipeline."""
     clips: ClassVar[bool] = False
     """Whether latents have a frame dimension: (b, c, frames, h, w)."""
     listed: ClassVar[bool] = False
-    """Whether the pipeline expects a list of texts, each of its own length."""
+    """Whether the pipeline expects a list of text embeddings, each with its own length."""
     guided_by: ClassVar[str | None] = "guidance_scale"
     """Name of the pipeline's argument for classifier-free guidance, or ``None``."""
     unguided: ClassVar[float] = 1.0
@@ -104,7 +104,7 @@ class TextToImage(ABC):
     reference: ClassVar[str | None] = None
     """Name of the pipeline's argument that receives ``reference_latents``."""
     needs_references: ClassVar[bool] = True
-    """Whether every sample of a family with ``reference`` needs a reference image."""
+    """Whether every sample needs a reference image; applies only if ``reference`` is set."""
     several_references: ClassVar[bool] = False
     """Whether a sample may have several reference images."""
     by_class: ClassVar[bool] = False
@@ -116,7 +116,8 @@ class TextToImage(ABC):
     parts: FrozenParts | None = None
     """VAE and text encoders. Required for sampling, but not for training from caches."""
     dropout: float = attrs.field(default=0.0, validator=validated(probability))
-    """Probability of training on the empty text, for classifier-free guidance."""
+    """Probability of replacing a caption by the empty text in training, for classifier-free
+    guidance."""
     parts_device: torch.device | None = None
     """Device on which the parts encode uncached data; by default the batch's device."""
     guidance: float = 1.0
@@ -125,14 +126,14 @@ class TextToImage(ABC):
     """The pipeline without weights; by default the pipeline of ``parts``."""
 
     base_component: ClassVar[str | None] = None
-    """Name in the pipeline of the frozen model that the trained model controls."""
+    """Component name of the frozen model that the trained model controls."""
 
     also_needed: ClassVar[tuple[str, ...]] = ()
     """Names of components that this family loads and most other families do not."""
 
     @classmethod
     def separate_models(cls) -> tuple[str, ...]:
-        """Return the pipeline's names for the trained model and for a ControlNet's frozen model."""
+        """Return the component names of the trained model and of a ControlNet's frozen model."""
         return tuple(name for name in (cls.component, cls.base_component) if name is not None)
 
     @abstractmethod
@@ -176,7 +177,7 @@ class TextToImage(ABC):
         """
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return a batch's latents (b, c, h, w) in fp32; without latents, encode its images."""
+        """Return a batch's latents (b, c, h, w) in fp32, encoding its images if needed."""
         if "latents" in batch:
             return batch["latents"].float()
         images = images_of(batch)
@@ -258,7 +259,11 @@ class TextToImage(ABC):
             return {**others, **self.embed(parts, list(captions), model.device)}
 
     def read_images(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return the images to encode together with texts; ``None`` unless ``reads_references``."""
+        """Return the images to encode together with a batch's texts; ``None`` if there are none.
+
+        Args:
+            batch: Tensors and captions by name.
+        """
         return batch.get(REFERENCE_IMAGES)
 
     def check_dataset(self, dataset: Any) -> None:
@@ -279,7 +284,7 @@ class TextToImage(ABC):
             dataset.augmentation.check_countable()
 
     def one_of_each(self, references: Tensor) -> Tensor:
-        """Remove the dimension of references if the family supports only one per sample.
+        """Remove the reference dimension if the family supports only one reference per sample.
 
         Args:
             references: Images or latents (b, 1, c, h, w) or (b, c, h, w); (b, r, c, h, w) with
@@ -307,7 +312,7 @@ class TextToImage(ABC):
         """Return embeddings of captions.
 
         Args:
-            batch: Batch with the captions' samples.
+            batch: Batch to which the captions belong.
             captions: One caption per sample.
         """
         return self.encode_texts(captions, device=self.clean_device(batch))
@@ -321,16 +326,20 @@ class TextToImage(ABC):
         """Return the embeddings that replace dropped captions of a batch.
 
         Args:
-            batch: Batch with the captions' samples.
+            batch: Batch to which the captions belong.
             device: Target device.
 
         Returns:
-            One embedding (1, …) for all samples, or (b, …) if it differs by sample.
+            One embedding (1, …) for all samples, or one per sample (b, …).
         """
         return self.unconditional(device=device)
 
     def clean_device(self, batch: Mapping[str, Any]) -> torch.device:
-        """Return the device of a batch's tensors."""
+        """Return the device of a batch's tensors.
+
+        Args:
+            batch: Tensors and captions by name.
+        """
         for value in batch.values():
             if isinstance(value, Tensor):
                 return value.device
@@ -384,7 +393,11 @@ class TextToImage(ABC):
         raise NotImplementedError
 
     def no_references(self, key: str) -> DataError:
-        """Return the error for a missing reference image."""
+        """Return the error for a missing reference image.
+
+        Args:
+            key: Name of the missing tensor in the batch.
+        """
         return DataError(
             f"{type(self).__name__} needs a reference image for each sample",
             key=key,
@@ -437,7 +450,11 @@ class TextToImage(ABC):
         return {name: value.to(device) for name, value in encoded.items()}
 
     def unconditional(self, *, device: torch.device) -> dict[str, Tensor]:
-        """Return the embedding (1, …) of the pipeline's empty negative prompt."""
+        """Return the embedding (1, …) of the empty negative prompt.
+
+        Args:
+            device: Device of the embedding.
+        """
         return self.remembered_negative([""], device=device)
 
     def remembered_negative(
@@ -477,14 +494,14 @@ class TextToImage(ABC):
         )
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Return the settings, other than weights, on which embeddings depend, as JSON values."""
+        """Return the settings that embeddings depend on besides the weights, as JSON values."""
         return {}
 
     def known_blueprint(self) -> Blueprint:
         """Return the pipeline without weights.
 
         Raises:
-            DataError: The family was created without ``parts`` or ``blueprint``, and needs one.
+            DataError: The family has neither ``parts`` nor ``blueprint``, and needs one of them.
         """
         if self.blueprint is not None:
             return self.blueprint
@@ -496,7 +513,7 @@ class TextToImage(ABC):
             f"{type(self).__name__} has no pipeline",
             key="blueprint",
             value=None,
-            fix="use load_pretrained(folder).family, or with parts=False to load only the model",
+            fix="use load_pretrained(folder).family; pass parts=False to load only the model",
         )
 
     def latent_space(self) -> LatentSpace | _UsualSpace:
@@ -511,7 +528,7 @@ class TextToImage(ABC):
         return blueprint.around(**{self.component: stand_in, "scheduler": scheduler, **others})
 
     def objective_settings(self) -> dict[str, Any]:
-        """Return settings of the objective with which models of this family were trained."""
+        """Return the objective settings with which this family's models were trained."""
         return {}
 
     def text_kwargs(
@@ -546,7 +563,7 @@ class TextToImage(ABC):
         """Adapt a new pipeline to the arguments of its call.
 
         Args:
-            pipe: Pipeline, created for one call.
+            pipe: Pipeline created for one call.
             call_kwargs: Keyword arguments of the call, such as ``height``; may be changed.
         """
 
@@ -554,7 +571,7 @@ class TextToImage(ABC):
         """Return the pipeline's arguments for an image or clip size.
 
         Args:
-            size: ``height`` and ``width`` in pixels, for clips also ``num_frames``.
+            size: ``height`` and ``width`` in pixels; for clips, also ``num_frames``.
         """
         return dict(size)
 
@@ -610,7 +627,7 @@ class TextToImage(ABC):
         return ()
 
     def drawing_pipeline(self, parts: FrozenParts, model: Denoiser, scheduler: Any) -> Any:
-        """Return the pipeline that samples.
+        """Create the pipeline for sampling.
 
         Args:
             parts: VAE and text encoders.
@@ -623,8 +640,8 @@ class TextToImage(ABC):
         """Return the pipeline's arguments for prompts, references and guidance.
 
         A guidance-distilled model receives the guidance scale as an input. With a negative prompt,
-        the model's guidance input keeps its training value, and the scale controls classifier-free
-        guidance.
+        this input keeps its training value, and the scale controls classifier-free guidance
+        instead.
 
         Args:
             drawing: Prompts, seeds and options.
@@ -676,8 +693,8 @@ class TextToImage(ABC):
         """Return the reference images of ``drawing``.
 
         Raises:
-            DataError: ``drawing`` has no reference images, or several per sample and the family
-                supports only one.
+            DataError: ``drawing`` has no reference images, or it has several per sample but the
+                family supports only one.
         """
         if drawing.references is None:
             raise DataError(
@@ -720,7 +737,7 @@ class TextToImage(ABC):
     def _needed(self, what: str) -> FrozenParts:
         if self.parts is None:
             raise DataError(
-                f"{type(self).__name__} has neither VAE nor text encoders, so {what} "
+                f"{type(self).__name__} has neither a VAE nor text encoders, so {what} "
                 "cannot be encoded",
                 key="parts",
                 value=None,
@@ -796,25 +813,25 @@ class PipelineFamily(TextToImage):
     """Class name of the trained model in diffusers; ``model_facts`` needs it to find the family of
     a configuration."""
     encoded: ClassVar[tuple[str, ...]] = ()
-    """Names of ``encode_prompt``'s outputs in order; by default ``text_tensors``, then the same
-    names with ``negative_``."""
+    """Names of ``encode_prompt``'s outputs in order; by default ``text_tensors``, followed by the
+    same names prefixed with ``negative_``."""
     text_width: ClassVar[str | None] = None
-    """Key of the text width in the model's configuration, if it is not a usual key."""
+    """Key of the text width in the model's configuration, if it is not one of the usual keys."""
     one_by_one: ClassVar[bool] = False
-    """Whether each sample needs a separate pipeline call, because a call has only one time step."""
+    """Whether each sample needs a separate pipeline call, because a call supports one time step."""
 
     max_sequence_length: int | None = None
-    """Number of tokens per text; by default the pipeline's number."""
+    """Number of tokens per text; by default the pipeline's value."""
     texts_alone: bool = False
-    """Whether texts are encoded one by one. ``load_pretrained`` sets ``texts_alone`` if the
-    pipeline pads texts to the longest one, because embeddings would then depend on the batch."""
+    """Whether texts are encoded one by one. ``load_pretrained`` sets it if the pipeline pads texts
+    to the longest one, which makes embeddings depend on the batch."""
 
     # -- Texts.
 
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode captions with ``encode_prompt`` and the arguments that ``__call__`` passes."""
+        """Encode captions with ``encode_prompt``, using the arguments that ``__call__`` passes."""
         singles = [[caption] for caption in captions] if self.texts_alone else [list(captions)]
         found = [
             self.encode_with(
@@ -827,7 +844,7 @@ class PipelineFamily(TextToImage):
     def embed_negative(
         self, parts: FrozenParts, texts: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode negative prompts; some pipelines add instructions to prompts only."""
+        """Encode negative prompts; some pipelines add instructions only to positive prompts."""
         if "negative_prompt" not in parameters_of(parts.pipeline.encode_prompt):
             return self.embed(parts, texts, device)
         prompts = {
@@ -890,7 +907,7 @@ class PipelineFamily(TextToImage):
     # -- Samples.
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return a batch's latents (b, c, [frames,] h, w), fp32; without latents, encode images."""
+        """Return a batch's latents (b, c, [frames,] h, w), fp32, encoding its images if needed."""
         latents = super().clean(batch)
         return latents.unsqueeze(2) if self.clips and latents.ndim == 4 else latents
 
@@ -930,8 +947,8 @@ class PipelineFamily(TextToImage):
         """Return the prediction that the pipeline's ``__call__`` passes to its scheduler.
 
         Raises:
-            DataError: The pipeline called its model more than once, or the prediction's shape
-                differs from the latents'.
+            DataError: The pipeline's call ended without calling ``scheduler.step``, or the
+                prediction and the latents differ in shape.
         """
         conditioning = self.with_texts(model, conditioning)
         if not self.calls_one_by_one():
@@ -954,7 +971,7 @@ class PipelineFamily(TextToImage):
     def in_one_call(
         self, model: Denoiser, noisy: Tensor, steps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Return the prediction of one call of the pipeline.
+        """Return the prediction from one pipeline call.
 
         Args:
             model: Model that predicts.
@@ -989,7 +1006,8 @@ class PipelineFamily(TextToImage):
         if found is not None and tuple(found.shape) == wanted:
             return found
         raise DataError(
-            f"the pipeline predicts shape {tuple(prediction.shape)} for latents of shape {wanted}",
+            f"the pipeline's prediction has shape {tuple(prediction.shape)}, but its latents have "
+            f"shape {wanted}",
             key=f"{self.pipeline}.scheduler.step",
             fix="declare the pipeline's packing of latents in the family; models that also "
             "predict a variance are not supported",
@@ -1020,7 +1038,8 @@ class PipelineFamily(TextToImage):
     def _check_sides(self, shape: Sequence[int]) -> None:
         if any(side % self._patch for side in shape[-2:]):
             raise DataError(
-                f"{self.pipeline} packs latents into patches of {self._patch} by {self._patch}",
+                f"both sides must be divisible by {self._patch}, because {self.pipeline} packs "
+                f"latents into patches of {self._patch} by {self._patch}",
                 key="latents",
                 value=tuple(shape[-2:]),
                 fix="use buckets whose sides are divisible by "
@@ -1063,12 +1082,12 @@ class PipelineFamily(TextToImage):
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """Return example latents and conditioning for a model; only masks are not on ``meta``.
+        """Return example latents and conditioning for a model, on ``meta`` except for masks.
 
         Args:
             model: A diffusers model; its configuration defines the text width.
             batch: Number of samples.
-            side: Side of square latents, or their height and width.
+            side: Height and width of the latents; one number for square latents.
             frames: Number of latent frames of a clip.
         """
         config = config_of(model)
@@ -1081,7 +1100,7 @@ class PipelineFamily(TextToImage):
         return latents, known
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
-        """Return an example of one text tensor: a mask of ones, or a tensor on ``meta``.
+        """Return an example text tensor: ones for a mask, otherwise an empty tensor on ``meta``.
 
         Args:
             name: Name in ``text_tensors``.
@@ -1183,6 +1202,7 @@ def _text_tensor(named: Mapping[str, Any], name: str, prefix: str) -> Tensor:
             "the pipeline's encode_prompt did not return this tensor",
             key=f"text_tensors: {name}",
             value=type(found).__name__,
-            fix="name the outputs of encode_prompt in order: encoded = (...)",
+            fix="set encoded = (...) in the family to the names of encode_prompt's outputs, in "
+            "order",
         )
     return found

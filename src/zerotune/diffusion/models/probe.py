@@ -1,4 +1,4 @@
-"""Test a declared family before training, on shapes without arithmetic.
+"""Test a declared family before training, by computing only shapes.
 
 The model is on the ``meta`` device, without weights. Masks, sizes and time steps have values,
 because pipelines may read them.
@@ -93,9 +93,9 @@ def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...
                 key="family",
                 before="tested without weights",
                 after="not tested",
-                reason=f"{pipeline_name(family.pipeline)} reads values, which a model without "
-                f"weights does not have ({str(error).splitlines()[0]}); the first training step "
-                "shows whether the family works",
+                reason=f"{pipeline_name(family.pipeline)} reads tensor values, which a model "
+                f"without weights does not have ({str(error).splitlines()[0]}); the first training "
+                "step shows whether the family works",
                 severity="warning",
             ),
         )
@@ -113,8 +113,9 @@ def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision,
         family: Family with its frozen parts; without text encoders nothing is tested.
 
     Returns:
-        The family, with ``texts_alone`` if its pipeline pads texts to the longest one. Decisions
-        with a warning if texts of different lengths cannot share a micro batch.
+        The family, with ``texts_alone`` set if its pipeline pads texts to the longest one. The
+        decisions made, including a warning if texts of different lengths cannot share a micro
+        batch.
     """
     encoders = () if family.parts is None else family.parts.modules
     if family.reads_references or not any(name.startswith("text_encoder") for name in encoders):

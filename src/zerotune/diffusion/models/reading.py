@@ -1,6 +1,6 @@
 """Families whose text encoder encodes each text together with an image.
 
-Each embedding, also in caches, belongs to a pair of text and image.
+Each embedding, including cached ones, belongs to one text-image pair.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zerotune.errors import DataError
 class ReadingFamily(PipelineFamily):
     """Mixin for families whose text encoder encodes texts together with images.
 
-    By default, the images are a batch's references; a family with different images overrides
+    By default, the images are a batch's references; a family that uses other images overrides
     ``read_images`` and ``check_dataset``.
     """
 
@@ -72,7 +72,7 @@ class ReadingFamily(PipelineFamily):
         check_edits(dataset)
 
     def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return embeddings of ``captions`` and the images of ``batch``."""
+        """Return embeddings of ``captions``, each encoded with its images in ``batch``."""
         return self.encode_texts(
             captions, device=self.clean_device(batch), references=self.read_images(batch)
         )
@@ -80,7 +80,7 @@ class ReadingFamily(PipelineFamily):
     def empty_texts_of(
         self, batch: Mapping[str, Any], *, device: torch.device
     ) -> dict[str, Tensor]:
-        """Return embeddings of the empty text with the image of each sample.
+        """Return embeddings of the empty text, encoded with each sample's image.
 
         Raises:
             DataError: The batch comes from a cache, which contains no images.

@@ -1,6 +1,6 @@
 """Shapes and activation costs of published models, for estimates without loading a model.
 
-``python -m tools.families`` writes the files in this folder from diffusers' model classes.
+``python -m tools.families`` generates the files in this folder from diffusers' model classes.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class ModelFamily:
     class_name: str
     """Name of the model's class in diffusers."""
     resolution: int
-    """Side length in pixels of the images it was trained on; for clips, of a square of equal
+    """Side length of the training images in pixels; for clips, the side of a square with a frame's
     area."""
     facts: ModelFacts
-    """The parameters, all trainable, and the costs of activations."""
+    """Parameters (all trainable) and activation costs."""
     configuration: str
     """Digest of the diffusers configuration, from ``configuration_digest``."""
     frames: int | None = None
-    """Frames of the clips it was trained on; ``None`` for an image model."""
+    """Number of frames in each training clip; ``None`` for an image model."""
     frozen_bytes: int = 0
-    """Bytes of a frozen model on the device: the base model of a ControlNet."""
+    """Bytes that a ControlNet's frozen base model takes on the device; 0 for other models."""
 
 
 _STEERED: Final[Mapping[str, str]] = {
@@ -107,7 +107,7 @@ def family_of(configuration: str) -> ModelFamily | None:
 
 
 def facts_to_json(facts: ModelFacts) -> dict[str, Any]:
-    """Return the facts of a model with only trainable parameters as JSON data."""
+    """Return the facts of a fully trainable model as JSON data."""
     data: dict[str, Any] = {"name": facts.name, "frames_per_latent": facts.frames_per_latent}
     for part in ("activations", "arithmetic"):
         value = getattr(facts, part)
@@ -119,7 +119,7 @@ def facts_to_json(facts: ModelFacts) -> dict[str, Any]:
 
 
 def facts_from_json(data: Mapping[str, Any]) -> ModelFacts:
-    """Read the facts of a model from the data of ``facts_to_json``."""
+    """Restore the facts of a model from the output of ``facts_to_json``."""
     costs, work = data["activations"], data["arithmetic"]
     return ModelFacts(
         name=data["name"],
@@ -139,13 +139,13 @@ def facts_from_json(data: Mapping[str, Any]) -> ModelFacts:
 
 
 def frozen_beside(model: object) -> int:
-    """Return the bytes of a family's frozen base model on the device."""
+    """Return how many bytes a ControlNet's frozen base model takes on the device; 0 for others."""
     known = model_family(model) if isinstance(model, str) else model
     return known.frozen_bytes if isinstance(known, ModelFamily) else 0
 
 
 def family(name: str) -> ModelFacts:
-    """Return the facts of a family with all parameters trainable.
+    """Return the facts of a family's model; all its parameters are trainable.
 
     Args:
         name: Name of the family, such as ``"sdxl"``.
@@ -162,12 +162,13 @@ def as_facts(
     lora: int | None = None,
     base_dtype: str | None = None,
 ) -> ModelFacts:
-    """Return the facts of a model.
+    """Convert a model, a family, or the name of a family to ``ModelFacts``.
 
     Args:
         model: Facts, a family or its name, or a module.
-        lora: Rank of adapters that are trained instead of the model; ``None`` trains the model.
-        base_dtype: Quantized dtype of the frozen model under adapters, such as ``"nf4"``.
+        lora: Rank of LoRA adapters to train instead of the model; ``None`` trains the model.
+        base_dtype: Dtype to which the frozen model under the adapters is quantized, such as
+            ``"nf4"``.
     """
     facts = _facts_of(model)
     if lora is not None:
@@ -178,7 +179,8 @@ def as_facts(
         "a quantized model cannot be trained; only adapters on it can",
         key="base_dtype",
         value=base_dtype,
-        fix="add adapters, such as lora=16 (--lora 16), or omit base_dtype",
+        fix="add adapters, such as lora=16, or omit base_dtype",
+        shell_fix="add adapters, such as --lora 16, or omit --base-dtype",
     )
 
 

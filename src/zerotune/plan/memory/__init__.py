@@ -1,1 +1,1 @@
-"""The memory a plan needs, by component: values, arithmetic and reports."""
+"""Estimates of a plan's memory, by component, and of the time of a training step."""

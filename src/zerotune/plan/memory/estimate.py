@@ -61,15 +61,15 @@ class Workload:
     ema: EMAPlace = "none"
     """Location of the fp32 copy of an ``EMAShadow``."""
     frozen_bytes: int = 0
-    """Bytes of frozen models (VAE, text encoders) on the device. Every rank first loads them into
-    host memory, unpartitioned."""
+    """Bytes of frozen models (VAE, text encoders) on the device. Every rank first loads all of them
+    into host memory."""
     model_in_memory: bool = False
     """Whether each rank has the whole fp32 model in memory before the engine starts. ``False``: the
     weights are still in files, as after ``load_pretrained(folder, plan=plan)``."""
     ranks_per_machine: int | None = None
-    """Processes that share the host RAM; ``None`` for all processes."""
+    """Number of processes that share one machine's RAM; ``None``: all processes."""
     exact_pinning: bool | None = None
-    """Whether page-locked blocks have their exact size, as with ``DS_PIN_MEMORY_BACKEND=native`` or
+    """Whether page-locked blocks keep their exact size, as with ``DS_PIN_MEMORY_BACKEND=native`` or
     torch's ``pinned_max_round_threshold_mb``; otherwise each is rounded up to a power of two.
     ``None``: exact if the platform's torch supports it."""
 
@@ -107,11 +107,11 @@ class MemoryItem:
 
 @attrs.frozen(kw_only=True)
 class MemoryPeak:
-    """The phase with the highest memory use of one place."""
+    """Peak use of device memory, host memory or NVMe, and the phase in which it occurs."""
 
     place: Place
     phase: Phase
-    """Phase with the highest memory use; the first of several equal phases."""
+    """Phase with the highest memory use; the first if several are equal."""
     nbytes: int
     """Bytes per rank."""
     items: tuple[MemoryItem, ...]
@@ -120,12 +120,12 @@ class MemoryPeak:
 
 @attrs.frozen(kw_only=True, repr=False)
 class MemoryEstimate(Readable):
-    """Memory of a resolved plan per rank, by component, from ``DeepSpeedPlan.estimate``."""
+    """Memory that a resolved plan needs per rank, by component; see ``DeepSpeedPlan.estimate``."""
 
     resolved: ResolvedPlan
     """The estimated plan."""
     workload: Workload
-    """The workload of the estimate."""
+    """Batch size, resolution and options that the estimate assumes."""
     items: tuple[MemoryItem, ...]
     notes: tuple[str, ...] = ()
     """Components that the numbers do not include, with reasons."""
@@ -141,7 +141,7 @@ class MemoryEstimate(Readable):
         return tuple(sorted(held, key=lambda item: -item.nbytes))
 
     def peak(self, place: Place) -> MemoryPeak:
-        """Return the phase in which ``place`` uses the most memory, with its components.
+        """Return the peak in ``place``: the phase with the highest use, and its components.
 
         Args:
             place: ``"device"``, ``"host"`` or ``"nvme"``.
@@ -157,7 +157,7 @@ class MemoryEstimate(Readable):
 
     @property
     def host(self) -> int:
-        """Peak bytes of host RAM per rank, pinned memory included."""
+        """Peak bytes of host RAM per rank, including pinned memory."""
         return self.peak("host").nbytes
 
     @property
@@ -174,7 +174,7 @@ class MemoryEstimate(Readable):
 
     @property
     def swap_traffic(self) -> SwapTraffic:
-        """Bytes that one optimizer step of one rank reads from and writes to swap files."""
+        """Bytes that one rank reads from and writes to swap files in one optimizer step."""
         from zerotune.plan.memory.time import swap_traffic
 
         return swap_traffic(self)
@@ -187,20 +187,20 @@ class MemoryEstimate(Readable):
 
     @override
     def brief(self) -> str:
-        """Summarise the peak of each place in one line."""
+        """Summarise peak device, host and NVMe memory in one line."""
         from zerotune.plan import text
 
         return text.describe_estimate(self)
 
     @override
     def page(self) -> Page:
-        """Return the estimate as a report: one bar per place, then its components."""
+        """Return a report of peak device, host and NVMe memory, and of their components."""
         from zerotune.plan import text
 
         return text.estimate_page(self)
 
     def explain(self) -> str:
-        """Return the estimate as text: one bar per place, then its components."""
+        """Describe peak device, host and NVMe memory and their components as text."""
         from zerotune.plan import text
 
         return text.estimate_page(self).text(text.WIDTH)
@@ -209,11 +209,12 @@ class MemoryEstimate(Readable):
         """Predict the time of an optimizer step.
 
         Args:
-            rates: Speeds of the machine; by default those that ``zerotune doctor --rates``
-                measured, or those of a catalogue.
+            rates: Speeds of the machine; by default those measured by ``zerotune doctor --rates``,
+                or else catalogued speeds.
 
         Returns:
-            The time; ``None`` if the arithmetic of the model or the size of its images is unknown.
+            The time; ``None`` if the model's operation counts (``ModelFacts.arithmetic``) or the
+            image size are unknown.
         """
         from zerotune.plan.memory.time import known_rates, step_time
 
@@ -237,9 +238,10 @@ CHECKPOINT: Final[frozenset[Phase]] = frozenset({"checkpoint"})
 TRAINING: Final = BACKWARD | STEP | CHECKPOINT
 
 EXCHANGED_PARTS: Final = 64
-"""Maximum number of parts of a hidden step that ranks exchange one by one."""
+"""Maximum number of parts into which ranks split updated weights to exchange them during a hidden
+step."""
 LEAST_EXCHANGED: Final = 2**18
-"""Minimum elements of an exchanged part."""
+"""Minimum number of elements in a part of exchanged weights."""
 _STEPPED_IN_ONE_PASS: Final = frozenset({"DeepSpeedCPUAdam", "AdamWBF16States"})
 _ELEMENT: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -265,7 +267,7 @@ class Costing:
 
     @property
     def device(self) -> Place:
-        """Place of accelerator memory: the host if the accelerator is the CPU, else the device."""
+        """Where accelerator memory is: ``"host"`` if it is that of the CPU, else ``"device"``."""
         return "host" if self.on_cpu else "device"
 
     @property
@@ -275,7 +277,7 @@ class Costing:
 
     @property
     def positions(self) -> int:
-        """Size of a sample, with which activations scale; 0 if unknown."""
+        """Size that activations scale with: image pixels times latent frames; 0 if unknown."""
         height, width, frames = self.workload.height, self.workload.width, self.workload.frames
         if height is None or width is None:
             return 0
@@ -283,7 +285,7 @@ class Costing:
 
     @property
     def flattens_on_host(self) -> bool:
-        """Whether weights pass through one block of host memory (``flat_through_host``)."""
+        """Whether weights are flattened in host memory before the copy to the device."""
         through = self.resolved.stage in (1, 2) and self.resolved.offload_optimizer != "none"
         return (
             through and self.resolved.uses_deepspeed and not self.on_cpu and self.streaming is None
@@ -296,12 +298,12 @@ class Costing:
 
     @cached_property
     def streamed(self) -> StreamedFacts:
-        """Elements of the streamed units, and of the parameters that stay on the device."""
+        """Size of each streamed unit, and of the weights that stay on the device, in elements."""
         return self.model.streamed_by(() if self.streaming is None else self.streaming.units)
 
     @property
     def splits_masters(self) -> bool:
-        """Whether streamed master weights are stored as bf16 weights and low halves."""
+        """Whether each streamed master weight is stored as its bf16 weight and the low 16 bits."""
         return self.streaming is not None and self.streaming.split_masters
 
     @cached_property
@@ -328,7 +330,7 @@ class Costing:
 
     @property
     def flat_part(self) -> int:
-        """Elements of this rank's part of the flattened trainable parameters, stages 1 and 2."""
+        """Number of elements in this rank's part of the flat parameters (stages 1 and 2)."""
         return math.ceil(self.trained / self.ranks)
 
     @property
@@ -340,12 +342,12 @@ class Costing:
 
     @property
     def largest(self) -> int:
-        """Number P of elements in the largest trainable parameter."""
+        """Number of elements in the largest trainable parameter."""
         return self.model.largest_trainable
 
     @property
     def states(self) -> float:
-        """Optimizer states per element, counted in fp32 numbers."""
+        """Size of the optimizer states of one element, in fp32 values."""
         plan, choice = self.resolved.plan, self.resolved.optimizer
         if choice is not None:
             return entry_of(choice.name).states_per_weight(choice.params)
@@ -354,12 +356,12 @@ class Costing:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of a master weight and of its gradient if the optimizer is offloaded."""
+        """Bytes per master weight, and per gradient if the optimizer is offloaded."""
         return 2 if self._low_precision("master_weights_and_grads") else 4
 
     @property
     def codes_moments(self) -> bool:
-        """Whether the optimizer stores moments as 8-bit codes, whose update needs more time."""
+        """Whether the optimizer stores moments as 8-bit codes, which take longer to update."""
         choice = self.resolved.optimizer
         name = self.resolved.plan.optimizer_name if choice is None else choice.name
         return "streamed weights" in entry_of(name).requires
@@ -398,13 +400,13 @@ class Costing:
 
     @property
     def checks_gradients(self) -> bool:
-        """Whether DeepSpeed checks each gradient that moves to an optimizer in host memory."""
+        """Whether DeepSpeed checks gradients for overflow before a host optimizer uses them."""
         resolved = self.resolved
         offloads = resolved.offload_optimizer != "none"
         return resolved.uses_deepspeed and offloads and not self.steps_in_one_pass
 
     def host_gradients(self, blocks: Iterable[float], pin: bool, note: str) -> Iterator[MemoryItem]:
-        """Yield the gradients of offloaded master weights, for blocks of the given sizes."""
+        """Yield the host memory for gradients, in blocks with the given numbers of elements."""
         blocks, master = tuple(blocks), self.master_bytes
         wide = [master * block for block in blocks]
         if not (self.reduces_nothing and self.element < master):
@@ -417,19 +419,19 @@ class Costing:
 
     @property
     def pins_exactly(self) -> bool:
-        """Whether page-locked blocks have their exact size."""
+        """Whether page-locked blocks keep their exact size instead of being rounded up."""
         stated = self.workload.exact_pinning
         return pins_exactly(self.resolved.platform) if stated is None else stated
 
     @property
     def deepspeed_pins_exactly(self) -> bool:
-        """Whether blocks that DeepSpeed page-locks have their exact size."""
+        """Whether blocks that DeepSpeed page-locks keep their exact size."""
         return self.pins_exactly or (
             self.workload.exact_pinning is None and pins_natively(self.resolved.platform)
         )
 
     def place(self, offload: str) -> Place:
-        """Return the place for an offload device ``"none"``, ``"cpu"`` or ``"nvme"``."""
+        """Return where the offload device ``"none"``, ``"cpu"`` or ``"nvme"`` stores its data."""
         places: dict[str, Place] = {"none": self.device, "cpu": "host", "nvme": "nvme"}
         return places[offload]
 
@@ -447,7 +449,7 @@ class Costing:
         )
 
     def locked(self, component: str, nbytes: float, note: str = "") -> MemoryItem:
-        """Return a component that asynchronous I/O page-locks in its exact size."""
+        """Return a component that asynchronous I/O page-locks at its exact size."""
         return MemoryItem(
             component=component, place="host", nbytes=math.ceil(nbytes), pinned=True, note=note
         )
@@ -461,14 +463,14 @@ class Costing:
         *,
         by_torch: bool = False,
     ) -> MemoryItem:
-        """Return page-locked host memory, with each block rounded up as its allocator rounds.
+        """Return a page-locked component; its blocks are rounded up as the allocator rounds them.
 
         Args:
             component: Name of the component.
             blocks: Bytes of each block.
             phases: Phases in which the memory is used.
             note: Remark for reports.
-            by_torch: Whether torch allocates the blocks, instead of DeepSpeed.
+            by_torch: Whether torch rather than DeepSpeed allocates the blocks.
         """
         sizes = [math.ceil(block) for block in blocks if block > 0]
         if self.pins_exactly if by_torch else self.deepspeed_pins_exactly:
@@ -570,7 +572,7 @@ def _plain_beside_the_device(case: Costing) -> Iterator[MemoryItem]:
     # A gradient leaves once it is a sum: of one micro batch, of one rank.
     waits = case.ranks > 1 or (case.resolved.gradient_accumulation_steps or 1) > 1
     kept = 4 * count if waits else 8 * case.largest
-    note = "fp32" if waits else "fp32, two on their way to the host"
+    note = "fp32" if waits else "fp32, the two gradients that are being copied to the host"
     yield case.item("gradients", case.device, min(kept, 4 * count), BACKWARD, note)
     for component in ("master weights", "gradients"):
         if pin:
@@ -711,7 +713,7 @@ def _beside_offload(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[Mem
     # The backend flattens them on the host, which ``_as_loaded`` counts.
     moving = element * largest if not case.on_cpu else element * part
     yield case.item(
-        "temporaries", case.device, moving, INITIALIZATION, "weights during the copy to one block"
+        "temporaries", case.device, moving, INITIALIZATION, "weights being copied to one block"
     )
 
 
@@ -806,7 +808,8 @@ def _weights_in_files(
     yield case.item("weights", "nvme", case.element * swapped, note=case.resolved.precision)
     yield case.item("weights", "host", case.element * stays, note="too small to swap")
     size, count = int(section.buffer_size or 0), int(section.buffer_count or 0)
-    yield case.locked("swap buffers", case.element * size * count, f"{count} of {size:,} elements")
+    note = f"{count} buffers of {size:,} elements"
+    yield case.locked("swap buffers", case.element * size * count, note)
     yield case.locked(
         "swap buffers", case.element * _largest_group(case), "the largest sub-group's weights"
     )
@@ -904,7 +907,7 @@ def _optimizer_in_files(case: Costing, section: OffloadSection | None) -> Iterat
     yield case.locked(
         "swap buffers",
         4 * group * count,
-        f"{count} of {group:,} elements, the largest sub-group",
+        f"{count} buffers of {group:,} elements, the size of the largest sub-group",
     )
 
 
@@ -914,7 +917,8 @@ def _optimizer_in_files(case: Costing, section: OffloadSection | None) -> Iterat
 
 
 GRADIENTS_UNDER_WAY: Final = 2
-"""Units whose gradients are being copied to the host, besides the unit in backward."""
+"""Number of units whose gradients are copied to the host while another unit is in its backward
+pass."""
 
 
 def gradient_buffers(resolved: ResolvedPlan, sizes: Collection[int]) -> tuple[int, str]:
@@ -925,7 +929,7 @@ def gradient_buffers(resolved: ResolvedPlan, sizes: Collection[int]) -> tuple[in
         sizes: Size of each streamed unit's gradients.
 
     Returns:
-        The number, and the reason in words. The number is 0 if each unit has a buffer.
+        The number, and the reason in words. The number is 0 if every unit has its own buffer.
     """
     count = (resolved.streaming or Streaming()).gradient_buffers
     obstacles = {
@@ -933,7 +937,7 @@ def gradient_buffers(resolved: ResolvedPlan, sizes: Collection[int]) -> tuple[in
         > 0,
         "host memory accumulates the gradients of "
         "all micro batches": resolved.gradient_accumulation_steps > 1,
-        f"{count} buffers of the largest unit would not save memory": (
+        f"{count} buffers of the largest unit's size would not save memory": (
             count * max(sizes, default=0) >= sum(sizes)
         ),
     }
@@ -946,7 +950,8 @@ def gradient_buffers(resolved: ResolvedPlan, sizes: Collection[int]) -> tuple[in
 _LEAST_BUFFERS: Final = 3
 """With fewer buffers, gradients must wait for optimizer passes."""
 BUFFERS_IN_BACKWARD: Final = 2
-"""Buffers that receive or update gradients during the backward pass."""
+"""Number of gradient buffers in use during the backward pass: one receives gradients while a unit
+is updated from the other."""
 _LEFT: Final = 4
 """At most one of this many units is updated in the next forward pass, which takes at least that
 share of both passes."""
@@ -957,7 +962,7 @@ def with_gradients_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
 
     Args:
         estimate: Estimate of the streaming plan.
-        usable: Bytes of host memory for each rank.
+        usable: Bytes of host memory that each rank may use.
     """
     resolved = estimate.resolved
     if resolved.model is None or resolved.streaming is None:
@@ -995,7 +1000,7 @@ def streamed(case: Costing) -> Iterator[MemoryItem]:
     note = f"room for {capacity / (element * units.total or 1):.0%} of {len(units.units)} units"
     yield case.item("streamed weights", case.device, capacity, TRAINING, note)
     coming = (1 + GRADIENTS_UNDER_WAY) * max(units.trained, default=0) + units.resident_trained
-    note = "of units, before the copy to the host"
+    note = "gradients of units before the copy to the host"
     yield case.item("gradients", case.device, element * coming, BACKWARD, note)
     if (case.resolved.gradient_accumulation_steps or 1) > 1:
         note = "the largest gradient, and the sum that it is added to"
@@ -1021,8 +1026,8 @@ def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
         key="streamed.memory",
         before=resolved.streaming.memory,
         after=memory,
-        reason=f"of {format_size(usable)} of usable device memory, other components need "
-        f"{format_size(others)}; all units together have {format_size(total)}",
+        reason=f"other components need {format_size(others)} of the {format_size(usable)} of "
+        f"usable device memory; all units together need {format_size(total)}",
     )
     return attrs.evolve(
         resolved,
@@ -1149,7 +1154,7 @@ def sample_size(
     """Return the size of a sample as fields of ``Workload``.
 
     Args:
-        model: A model, or a family or its name; a family has a default size.
+        model: A model, a family or a family's name; a family provides the default size.
         facts: Facts of the model.
         resolution: Side length in pixels, or height and width.
         frames: Number of frames of a clip.
@@ -1163,16 +1168,16 @@ def sample_size(
         count(frames, "frames")
         if facts.frames_per_latent is None:
             raise InvalidValueError(
-                f"frames is set, but {facts.name} is trained on images",
+                f"is set, but {facts.name} is trained on images, which have no frames",
                 key="frames",
                 value=frames,
-                fix="omit frames, or choose a video model",
+                fix="omit it, or choose a video model",
             )
     return {"height": height, "width": width, "frames": frames}
 
 
 def sides(resolution: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
-    """Return height and width in pixels of a resolution."""
+    """Return a resolution's height and width in pixels."""
     if resolution is None:
         return None, None
     pair: Any = (resolution, resolution) if isinstance(resolution, int) else resolution
@@ -1246,7 +1251,7 @@ def _as_loaded(case: Costing, items: Iterable[MemoryItem]) -> Iterator[MemoryIte
         yield case.item("model as loaded", "host", max(0, excess), INITIALIZATION, note)
     elif case.flattens_on_host:
         excess = case.element * case.trained - later
-        note = "the flat copy of all weights, before the copy to the device"
+        note = "the flat copy of all weights, before it is moved to the device"
         yield case.item("temporaries", "host", max(0, excess), INITIALIZATION, note)
 
 
@@ -1283,7 +1288,7 @@ def _around_the_engine(case: Costing) -> Iterator[MemoryItem]:
     work = case.workload
     yield case.item("frozen parts", case.device, work.frozen_bytes, note="VAE, text encoders")
     if not case.on_cpu:
-        note = "during loading, whole on every rank"
+        note = "during loading, in full on every rank"
         yield case.item("frozen parts", "host", work.frozen_bytes, INITIALIZATION, note)
     if work.ema != "none":
         place = case.device if work.ema == "device" else work.ema
@@ -1296,13 +1301,13 @@ def _around_the_engine(case: Costing) -> Iterator[MemoryItem]:
 def _notes(case: Costing) -> Iterator[str]:
     work = case.workload
     if case.streaming is not None and not case.streamed.units:
-        yield "units are unknown: the class does not define which modules are streamed"
+        yield "streamed units are unknown: the model's class does not define them"
     if work.height is None:
         yield "activations are not included: no resolution was given"
     elif case.model.activations is None:
-        yield "activations are not included: they are unknown for this model; use model_facts()"
+        yield "activations are not included: they are unknown for this model (see model_facts)"
     elif case.model.frames_per_latent is not None and work.frames is None:
-        yield "activations are those of one frame: no frames were given for this video model"
+        yield "activations are those of one frame: no frame count was given for this video model"
     elif work.gradient_checkpointing and case.model.activations.checkpointed is None:
         yield "this model has no gradient checkpointing, so all activations are kept"
     elif work.activation_offload and not offloads_activations(case):

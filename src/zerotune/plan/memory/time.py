@@ -45,52 +45,53 @@ def _rate_field() -> Any:
 
 @attrs.frozen(kw_only=True)
 class Rates:
-    """Speeds, per second, that a single process reaches on an idle machine."""
+    """Speeds that a single process reaches on an idle machine; every rate is per second."""
 
     products: float = _rate_field()
-    """Floating-point operations of matrix products in bf16 or fp16, forward and backward; a
-    multiply-add counts as two."""
+    """FLOP/s of matrix products in bf16 or fp16, forward and backward; a multiply-add counts as
+    two."""
     products_fp32: float = _rate_field()
     """The same in fp32."""
     convolutions: float = _rate_field()
-    """Floating-point operations of convolutions in bf16 or fp16."""
+    """FLOP/s of convolutions in bf16 or fp16."""
     convolutions_fp32: float = _rate_field()
     """The same in fp32."""
     attention: float = _rate_field()
-    """Floating-point operations of attention in bf16 or fp16."""
+    """FLOP/s of attention in bf16 or fp16."""
     attention_fp32: float = _rate_field()
     """The same in fp32."""
     product_calls: float = _rate_field()
-    """Tiny matrix products in bf16 or fp16, one after another."""
+    """Tiny matrix products per second in bf16 or fp16, one after another."""
     product_calls_fp32: float = _rate_field()
     """The same in fp32."""
     attention_calls: float = _rate_field()
-    """Tiny attention operators in bf16 or fp16, forward and backward together."""
+    """Tiny attention operators per second in bf16 or fp16, forward and backward together."""
     attention_calls_fp32: float = _rate_field()
     """The same in fp32."""
     device_memory: float = _rate_field()
-    """Bytes that norms, activations and sums in bf16 or fp16 read and write on the device. The rate
-    is lower than in fp32 on processors that compute element by element."""
+    """Bytes per second that norms, activations and sums in bf16 or fp16 read and write on the
+    device. On processors that compute them element by element, the rate is lower than in fp32."""
     device_memory_fp32: float = _rate_field()
     """The same in fp32."""
     to_host: float = _rate_field()
-    """Bytes from the device to page-locked memory."""
+    """Bytes per second copied from the device to page-locked memory."""
     to_device: float = _rate_field()
-    """Bytes from page-locked memory to the device."""
+    """Bytes per second copied from page-locked memory to the device."""
     host_memory: float = _rate_field()
-    """Bytes that a copy in host memory reads and writes."""
+    """Bytes per second that a copy in host memory reads and writes."""
     new_memory: float = _rate_field()
-    """Bytes of host memory written for the first time since it was allocated."""
+    """Bytes per second written to newly allocated host memory for the first time."""
     operators: float = _rate_field()
-    """Operator launches, one after another, without products and attention."""
+    """Operators launched per second, one after another, except matrix products and attention."""
     host_step: float = _rate_field()
-    """Bytes that an optimizer in host memory reads and writes."""
+    """Bytes per second that an optimizer in host memory reads and writes."""
     coded_step: float = _rate_field()
-    """Weights whose 8-bit moments an optimizer in host memory decodes, updates and encodes."""
+    """Weights per second whose 8-bit moments an optimizer in host memory decodes, updates and
+    encodes."""
     disk_read: float = _rate_field()
-    """Bytes read from swap files."""
+    """Bytes per second read from swap files."""
     disk_write: float = _rate_field()
-    """Bytes written to swap files."""
+    """Bytes per second written to swap files."""
     measured: frozenset[str] = frozenset()
     """Names of the rates that were measured on this machine; others are catalogued."""
     origin: str = "given"
@@ -159,7 +160,8 @@ CARDS: Final = tuple(
         ("RTX 3050", 6, 14, 7, 168, 16),
     )
 )
-"""Matrix products in bf16 (or fp16 on cards without bf16) with fp32 sums, without sparsity."""
+"""Cards with published figures. Matrix products are in bf16 (fp16 on cards without bf16) with fp32
+accumulation and without sparsity."""
 _REACHED: Final = {"products": 0.6, "convolutions": 0.45, "attention": 0.45, "memory": 0.8}
 """Shares of the published figures that real models reach."""
 _BUS_REACHED: Final = 0.8
@@ -189,7 +191,7 @@ _CALLS_ON_CORE: Final[Mapping[str, Any]] = dict.fromkeys(_CALLS, 2e4)
 def catalogued_rates(platform: Platform) -> Rates:
     """Return the rates expected from the published figures of the machine's card.
 
-    An unlisted card counts as the listed card with the nearest memory size.
+    An unlisted card gets the rates of the listed card with the nearest memory size.
     """
     if platform.accelerator == "cpu":
         return _of_processor(platform)
@@ -250,7 +252,7 @@ def rates_file() -> Path:
 
 
 def hardware_key(platform: Platform) -> str:
-    """Return the key for rates: accelerator, devices, processor, cores and torch version."""
+    """Return the key of stored rates: accelerator, devices, processor, cores and torch version."""
     devices = ", ".join(one.name for one in platform.devices)
     torch = platform.versions.get("torch", "none")
     parts = (platform.accelerator, devices, platform.processor, str(platform.usable_cores), torch)
@@ -321,7 +323,7 @@ class SwapTraffic:
     written: int
 
     def seconds(self, *, read_rate: float, write_rate: float) -> float:
-        """Return the minimum seconds that a step spends on the disk, without overlap.
+        """Return the minimum time of a step's disk I/O in seconds, without overlap.
 
         Args:
             read_rate: Bytes per second, shared by the ranks of a machine.
@@ -377,23 +379,23 @@ class StepTraffic:
     """Bytes that one rank moves in one optimizer step, by purpose."""
 
     gradients: int
-    """Gradients over the bus in the backward pass, to an optimizer on the host."""
+    """Bytes of gradients that the backward pass copies over the bus to an optimizer on the host."""
     parameters: int
-    """Parameters over the bus in forward and backward pass, if they are on the host."""
+    """Bytes of parameters on the host that the forward and backward passes copy over the bus."""
     weights: int
-    """Updated weights over the bus in the optimizer step, to the device."""
+    """Bytes of updated weights that the optimizer step copies over the bus to the device."""
     optimizer: int
-    """Read and written in host memory by an optimizer that runs on the CPU."""
+    """Host memory traffic of an optimizer that runs on the CPU."""
     ema: int
-    """Read and written in host memory by an ``EMAShadow`` there."""
+    """Host memory traffic of an ``EMAShadow`` in host memory."""
     swap: SwapTraffic
-    """Read from and written to swap files."""
+    """Swap file traffic."""
     added: int = 0
-    """Read and written in host memory if the ranks of a machine sum gradients there."""
+    """Host memory traffic if the ranks of a machine sum gradients in host memory."""
     chain: int = 0
-    """Additional traffic of DeepSpeed's step in host memory, for clipping and casts."""
+    """Additional host memory traffic of DeepSpeed's step, for clipping and casts."""
     on_device: int = 0
-    """Read and written in device memory by an optimizer on the device."""
+    """Device memory traffic of an optimizer on the device."""
     new_in_backward: int = 0
     """Newly allocated host memory for gradients and copies, if the accelerator is the CPU; the C
     library returns it to the system each time."""
@@ -402,7 +404,7 @@ class StepTraffic:
 
     @property
     def bus(self) -> int:
-        """All bytes over the bus; 0 if the accelerator is the CPU."""
+        """Total bytes copied over the bus; 0 if the accelerator is the CPU."""
         return self.gradients + self.parameters + self.weights
 
 
@@ -555,13 +557,13 @@ def _update(case: Costing) -> float:
 
 
 Lane = Literal["device", "in", "out", "host", "cores", "calls", "disk"]
-"""Resource that a part uses: the device, the bus to it and from it (in parallel), host memory, the
-host's cores, the launch of operators, or the disk."""
+"""Resource that a part of a step uses: the device, one direction of the bus (to or from the
+device), host memory, the host's cores, operator launches, or the disk."""
 StepPhase = Literal["forward", "backward", "optimizer", "weights", "ema"]
 """Phase of a step."""
 Schedule = Literal["in turn", "hidden", "eager"]
-"""When an optimizer in host memory runs: after the backward pass; during the next forward pass; or
-also during the last backward pass, as soon as each gradient arrives."""
+"""When an optimizer in host memory runs: ``"in turn"`` after the backward pass, ``"hidden"`` during
+the next forward pass, or ``"eager"`` also during the last backward pass, as gradients arrive."""
 _PASSES: Final[tuple[StepPhase, ...]] = ("forward", "backward")
 _AFTER: Final[tuple[StepPhase, ...]] = ("optimizer", "weights", "ema")
 _PER_GRADIENT: Final[Mapping[int, int]] = {0: 5, 1: 12, 2: 12, 3: 12}
@@ -621,14 +623,14 @@ class StepTime:
     schedule: Schedule = "in turn"
     """When the plan's optimizer runs."""
     micro_batches: int = 1
-    """Forward passes of a step; the optimizer overlaps with one of them."""
+    """Forward passes per optimizer step; the optimizer overlaps with one of them."""
     carried: float = 1.0
-    """Share of the optimizer's work that may overlap with the next forward pass, because host
-    memory can buffer these gradients."""
+    """Share of the optimizer's work that may overlap with the next forward pass, limited by how
+    many gradients host memory can buffer."""
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase without overlap with other phases."""
+        """Seconds of each phase if phases do not overlap."""
         return {phase: max(lanes.values()) for phase, lanes in self._lanes.items() if lanes}
 
     @property
@@ -640,9 +642,9 @@ class StepTime:
         return found
 
     def scheduled(self, schedule: Schedule) -> float:
-        """Return the seconds of a step if the optimizer runs at the times of ``schedule``.
+        """Return the predicted seconds of a step whose optimizer runs according to ``schedule``.
 
-        An optimizer on the device never overlaps with passes.
+        An optimizer on the device never overlaps with the passes.
 
         Args:
             schedule: ``"in turn"``, ``"hidden"`` or ``"eager"``.
@@ -679,7 +681,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step without overlap of its phases."""
+        """Seconds of a step whose phases do not overlap."""
         return self.scheduled("in turn")
 
     @property
@@ -694,12 +696,12 @@ class StepTime:
 
     @property
     def hides(self) -> bool:
-        """Whether the plan's optimizer runs during the passes."""
+        """Whether the plan's optimizer overlaps with a forward or backward pass."""
         return self.schedule != "in turn"
 
     @property
     def expected(self) -> float:
-        """Seconds of a step with the plan's schedule."""
+        """Seconds of a step with the plan's optimizer schedule."""
         return self.scheduled(self.schedule)
 
     @property
@@ -727,11 +729,12 @@ def step_time(estimate: MemoryEstimate, rates: Rates) -> StepTime | None:
     """Predict the time of one optimizer step.
 
     Args:
-        estimate: Estimate of a plan that was resolved with its model, for a size of images.
+        estimate: Estimate for an image resolution; its plan must be resolved with a model.
         rates: Speeds of the machine.
 
     Returns:
-        The time; ``None`` if the arithmetic of the model or the size of its images is unknown.
+        The time; ``None`` if the model's operation counts (``ModelFacts.arithmetic``) or the image
+        size are unknown.
     """
     model, work = estimate.resolved.model, estimate.workload
     if model is None or model.arithmetic is None or work.height is None:
@@ -814,13 +817,13 @@ def _computed(
         rate, amount = f"{name}{suffix}", getattr(work, name).of(**size)
         seconds = shared * times * amount / getattr(rates, rate)
         yield TimePart(
-            phase=phase, lane="device", what=f"{what}: {name}", seconds=seconds, rate=rate
+            phase=phase, lane="device", what=f"{name} of {what}", seconds=seconds, rate=rate
         )
     yield TimePart(
         phase=phase,
         # A device computes while the next operators are begun.
         lane="device" if case.on_cpu else "calls",
-        what=f"{what}: operator launches",
+        what=f"operator launches of {what}",
         seconds=shared * times * work.operators / rates.operators,
         rate="operators",
     )
@@ -829,7 +832,7 @@ def _computed(
         yield TimePart(
             phase=phase,
             lane="device",
-            what=f"{what}: {name.replace('_', ' ')}",
+            what=f"{name.replace('_', ' ')} of {what}",
             seconds=shared * times * getattr(work, name) / getattr(rates, rate),
             rate=rate,
         )
@@ -837,7 +840,7 @@ def _computed(
     yield TimePart(
         phase=phase,
         lane="device",
-        what=f"{what}: other operators",
+        what=f"other operators of {what}",
         seconds=shared * nbytes / getattr(rates, f"device_memory{suffix}"),
         rate=f"device_memory{suffix}",
     )
@@ -894,7 +897,7 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     yield "optimizer", "disk", "swap files read", swap.read, "disk_read"
     yield "optimizer", "disk", "swap files written", swap.written, "disk_write"
     yield "weights", "in", "weights to the device", traffic.weights, "to_device"
-    yield "ema", "host", "the average", traffic.ema, "host_memory"
+    yield "ema", "host", "the EMA", traffic.ema, "host_memory"
 
 
 def _coded(case: Costing) -> float:

@@ -119,7 +119,7 @@ def test_streams_that_do_not_fit_together_are_data_errors():
     with pytest.raises(DataError, match="same keys") as caught:
         next(PriorPreservation(instances=one, priors=repeated(latents=images)))
     assert caught.value.value == ["images", "latents"]
-    with pytest.raises(DataError, match="one size"):
+    with pytest.raises(DataError, match="same size"):
         next(PriorPreservation(instances=one, priors=repeated(images=torch.zeros(2, 1, 4, 8))))
     with pytest.raises(DataError, match="without prior preservation"):
         both().load_state_dict({"position": 4})
