@@ -113,7 +113,7 @@ BENCHMARK = Benchmark(
         for what, quantity, limit in (
             ("a save reaches the disk no later than DeepSpeed's", "save_to_disk_seconds", 1.0),
             ("a resume takes no longer than DeepSpeed's", "resume_seconds", 1.0),
-            ("saving and resuming need at most half as much additional memory as DeepSpeed",
+            ("saving and resuming need at most half of the additional memory that DeepSpeed needs",
              "memory_bytes", 0.5),
         )
     ),

@@ -18,8 +18,8 @@ from bench.runner import Benchmark, Case, Goal, Measured, alternate
 
 MEMORY, BUCKETS = "DataLoader, files in memory", "BucketStream of an ImageFolder"
 PLAIN = (
-    "The plain loader decodes files in memory and returns squares of the same area, without "
-    "captions or sizes. Neither loader uses worker processes."
+    "The plain loader decodes files held in memory, and returns square images of the same area, "
+    "without captions or sizes. Neither loader uses worker processes."
 )
 
 
@@ -108,7 +108,7 @@ BENCHMARK = Benchmark(
     cases=cases,
     ours=(BUCKETS,),
     goals=(
-        Goal("buckets yield at least 0.95 times as many images per second as a plain loader",
+        Goal("buckets reach at least 95 % of the images per second of a plain loader",
              "pixels", BUCKETS, "images_per_second", 0.95, MEMORY),
     ),
 )  # fmt: skip

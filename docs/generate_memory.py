@@ -28,10 +28,10 @@ TARGET = Path(__file__).parent / "fits.md"
 
 INTRODUCTION = """\
 For the fastest plan that fits, the tables show the predicted seconds per training step, and a
-letter for where the plan keeps the optimizer and the weights. All plans are for one GPU, {host} of
-host memory and an NVMe disk, with batch 1 and {side} x {side} pixels (clips: as in the table),
-AdamW in bf16 with fp32 master weights, and an EMA in host memory. No figure was measured on a GPU:
-memory comes from [the memory model](memory.md), times from [published
+letter that says where the plan keeps the optimizer and the weights. The machine has one GPU, {host}
+of host memory and an NVMe disk. All plans train in bf16 with AdamW, fp32 master weights and an EMA
+in host memory, at batch 1 and {side} x {side} pixels (for clips, the table gives the size). No
+figure was measured on a GPU: memory comes from [the memory model](memory.md), times from [published
 figures](memory.md#how-long-a-step-takes) of {cards}.
 
 The letters mean: {letters}. An asterisk (\\*) means that blocks are recomputed in the backward pass
@@ -43,8 +43,8 @@ STREAMING = """\
 [Streaming](streaming.md) moves weights through the GPU block by block. Streaming is off unless you
 set `streamed=True`, and has not been measured on a GPU.
 
-The table shows the predicted seconds per step on a 24 GiB GPU for different amounts of host
-memory, without NVMe or an EMA, and with gradient clipping. The first figure in a cell is for the
+The table shows the predicted seconds per step on a 24 GiB GPU for different amounts of host memory.
+The plans clip gradients, and use neither NVMe nor an EMA. In each cell, the first figure is for the
 fastest plan without streaming, and the second for the fastest plan with streaming. A dash means
 that no plan fits."""
 

@@ -66,13 +66,13 @@ METHOD = """\
 Each benchmark consists of cases, and each case compares several implementations. The
 implementations of a case run alternately, round by round, on one machine, so that a slowdown of the
 machine affects all of them. A ratio is the median of the ratios of all rounds. If the machine's
-speed changes from round to round, this ratio differs from the quotient of the two medians in the
-table, and may even be on the other side of 1; the ratio is the fairer figure. The interval in
+speed changes from round to round, the ratio can differ from the quotient of the two medians in the
+table: one may be above 1 and the other below. The ratio is then the fairer figure. The interval in
 brackets is a 95 % confidence interval of the median ratio; it is based on order statistics, so it
-holds for any distribution. With five rounds, the interval reaches from the lowest to the highest
+holds for any distribution. With five rounds, the interval extends from the lowest to the highest
 ratio, and its confidence is 94 %. A figure without an interval was measured once. A goal counts as
-met or missed if the whole interval is on one side of it. If the interval contains the goal, the
-table says on which side of it the median is, and that the difference is within the noise. The
+met or missed if the whole interval is on one side of the goal. If the interval contains the goal,
+the table says whether the median meets the goal, and that the difference is within the noise. The
 JSON files contain medians, quartiles, settings and versions.
 
 Memory estimates are compared with two measurements. Memory *in use* is the size of the process's
@@ -115,7 +115,7 @@ REASONS: Mapping[tuple[str, str], str] = {
     ("checkpoint", "ZeRO-3: a save"): "zerotune's save also reads every byte back and hashes it",
     ("stream", "optimizer pass 0.9 times"): (
         "on these cores, the simulated computation alone takes 1.04 times its ideal time, and "
-        "the optimizer passes of the last units run after it, in parallel with nothing"
+        "the optimizer passes of the last units run after it, without any overlap"
     ),
     ("stream", "optimizer pass twice"): "the lower bound is 0.58 times the time without overlap",
     ("stream", "transfers 1.5 times"): (
@@ -137,15 +137,15 @@ reference ran alternately. The brackets contain a 95 % confidence interval
 ONE_PASS = """\
 zerotune runs Adam, unscaling, clipping and every EMA in one pass over host memory; DeepSpeed and a
 separate EMA need several passes. On a GPU, zerotune uses the single pass unless a check (at the
-first start, or by `zerotune doctor --prove`) has found that its results differ
+first start, or by `zerotune doctor --prove`) has failed on this GPU
 ([proven on this machine](diagnostics.md#proven-on-this-machine))."""
 
 NOT_ON_A_GPU = """\
 No figure on this page was measured on a GPU. The costs of offload over a bus, the overlap with
 computation on a device, and the device's memory are predictions ([memory](memory.md)). On a GPU
 with at least 24 GiB, `python -m bench.gpu` measures the costs of offload. It trains SDXL's full
-U-Net alternately with zerotune and with the configuration behind the published figures, which come
-from an RTX 4090 with 24 GB:"""
+U-Net alternately with zerotune and with the reference configuration, whose figures were published
+for an RTX 4090 with 24 GB:"""
 
 REPEAT = """\
 `python -m pip install nox && nox -s bench -- all` runs all measurements, which takes about half an

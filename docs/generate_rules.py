@@ -12,10 +12,10 @@ TARGET = Path(__file__).with_name("rules.md")
 HEAD = """\
 # Rules
 
-`plan.check()` applies the rules on this page to a plan. `plan.resolve()` applies them before
-it fills in any value. A finding is an error, a warning or a note. An *error* stops
-`resolve()`, a *warning* becomes a recorded decision, and only `check()` reports a *note*. Every
-finding names the key, the value, the reason and the fix:
+`plan.check()` applies the rules on this page to a plan. `plan.resolve()` applies them before it
+fills in any value. A finding is an error, a warning or a note. An *error* stops `resolve()`, a
+*warning* becomes a recorded decision, and a *note* is reported only by `check()`. Every finding
+names the key, the value, the reason and the fix:
 
 ```{doctest}
 >>> from zerotune import DeepSpeedPlan
@@ -52,7 +52,7 @@ STRICTER = {
         "zerotune supports data parallelism only"
     ),
     r"expert_parallel|flops_profiler\.enabled|timers|torch_autocast\..*": "DeepSpeed treats values"
-    " that are neither objects, lists nor booleans as empty or as true",
+    " other than objects, lists and booleans as empty or as true",
 }
 """Regular expressions of keys that only zerotune refuses, with the reason."""
 LAXER = {
@@ -73,7 +73,9 @@ LAXER = {
 """Regular expressions of keys that only ``DeepSpeedConfig`` refuses, with the reason."""
 
 VALUES = {
-    "`asked` processes": "as many processes as the file requests",
+    "`asked` processes": "the number of processes that the file requests",
+    "write `world_size` for num_processes": "set num_processes to the world size",
+    "`tenth`": "a tenth of the total",
     "`world_size`": "the world size",
     "`run_steps`": "the number of optimizer steps in the run",
     "`half_the_run`": "half the number of optimizer steps in the run",

@@ -1,7 +1,7 @@
 """Records of automatic choices, findings and errors about settings, and a log for them.
 
-Readers and resolvers receive a ``Log``. They record decisions in it, as well as errors that do not
-stop them, so that a user sees all errors at once.
+Readers and resolvers receive a ``Log``. They record decisions in it, and also errors after which
+they can continue, so that a user sees all errors at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Decision:
     before: Any
     """The original value; ``None`` if it was not set."""
     after: Any
-    """The value that will be used; ``None`` if the setting is removed, ``before`` if it is kept."""
+    """The value that will be used; ``None`` if the setting is removed; equal to ``before`` if the
+    value is kept."""
     reason: str
     """The reason, in one sentence."""
     severity: Severity = "note"
@@ -198,7 +199,7 @@ class Log:
         self.decisions.append(attrs.evolve(one, written=written) if written else one)
 
     def warn(self, key: str, reason: str, fix: str) -> None:
-        """Record a warning that leaves the task of ``fix`` to the user.
+        """Record a warning; ``fix`` tells the user what to do.
 
         Args:
             key: Path of the setting, or name of the file.

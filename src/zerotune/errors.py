@@ -29,8 +29,8 @@
     └── MissingDependencyError (ImportError)
 
 Every message reads ``key = value: reason. Fix: what to do``; the parts are also attributes. All
-mistakes in one input are reported together, one per line: the first is the raised error, and its
-``others`` are the rest.
+mistakes in one input are reported together, one per line. The first is the raised error, whose
+``others`` contain the rest.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def test_states_that_cannot_be_told_apart_are_said_to_be_left_out(tmp_path):
     (expected,) = run_ranks(partial(saved_by_plain_accelerate, hooks=False), str(tmp_path))
     checkpoint = convert(tmp_path / "state", tmp_path / "portable")
     manifest = verify_checkpoint(checkpoint)
-    assert "pass base=" in manifest.extra["left_out"]["optimizer.bin"]
+    assert "set base=" in manifest.extra["left_out"]["optimizer.bin"]
     (actual,) = run_ranks(gone_on_embedded, str(checkpoint))
     assert (actual["step"], actual["ema"], actual["whole"]) == (0, 0, 0)
     assert actual["losses"][0] == pytest.approx(expected["losses"][3], rel=5e-5)

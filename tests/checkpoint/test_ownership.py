@@ -183,7 +183,7 @@ def test_without_locks_the_record_alone_is_asked(tmp_path, monkeypatch, holder):
 def test_a_damaged_record_keeps_nobody_out(tmp_path, text):
     (tmp_path / OWNER_RECORD).write_text(text)
     with RootHold(tmp_path) as hold:
-        assert "the lock is free" in hold.decisions[0].reason
+        assert "the folder is not locked" in hold.decisions[0].reason
     assert names(tmp_path) == []
 
 

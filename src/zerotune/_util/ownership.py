@@ -232,8 +232,8 @@ class OwnerRecord:
             seen = f" (which the owner saw as {self.filesystem})" if self.filesystem else ""
             return (
                 f"the owner took the lock on host {self.owner.host} (in a different container, or "
-                f"before a restart), and on {kind or 'this file system'}{seen} a free lock does "
-                "not prove that the owner has ended"
+                f"before a restart), and on {kind or 'this file system'}{seen} an unlocked "
+                "folder does not prove that the owner has ended"
             )
         return None
 

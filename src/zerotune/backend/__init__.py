@@ -1,1 +1,4 @@
-"""Engines, verification and master weights. All code that uses deepspeed or accelerate is here."""
+"""Engines, verification and master weights.
+
+This package contains all code that uses deepspeed or accelerate.
+"""

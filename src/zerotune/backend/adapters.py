@@ -3,8 +3,8 @@
 Adapters follow peft: a layer ``X`` becomes ``X.base_layer``, with factors ``X.lora_A.<adapter>``,
 ``X.lokr_w1.<adapter>`` and so on. This module parses these names without importing peft. diffusers
 and peft use the model's own layer names. ComfyUI and kohya use the layer names of the original
-release, where one layer may combine three projections. zerotune reads such files with diffusers'
-``lora_state_dict``, and checks each LoRA export with it before writing the file.
+release, where one layer may combine three projections. zerotune uses diffusers' ``lora_state_dict``
+to read such files, and to check each LoRA export before writing the file.
 """
 
 from __future__ import annotations
@@ -556,8 +556,8 @@ def write_lora(
         model: The model that contains the layers.
         form: Format, ``"comfyui"`` or ``"kohya"``.
         component: Name of the model in its pipeline, such as ``"transformer"``.
-        outputs: Function that takes a layer's name and returns the layer's number of outputs. It is
-            called for untrained layers that the format joins with trained ones.
+        outputs: Function that takes a layer's name and returns the layer's number of outputs. The
+            function is called for untrained layers that the format joins with trained ones.
         dtype: Dtype of the file's tensors.
     """
     known = published(model, form, component)

@@ -150,8 +150,8 @@ def expected_groups(
 ) -> tuple[RunningGroup, ...]:
     """Return the parameter groups that the running engine must have.
 
-    These are the plan's groups. With mup, they are the groups of ``client`` instead, because mup
-    splits groups by width when it creates its optimizer.
+    Without mup, these are the plan's groups. With mup, they are the groups of ``client``, because
+    mup splits groups by width when it creates its optimizer.
 
     Args:
         choice: The plan's optimizer.

@@ -190,7 +190,7 @@ class Compiled:
         return _graphs_and_breaks()[1] - self._before[1]
 
     def verify(self) -> Decision:
-        """Return a decision with the numbers of graphs and breaks; call this after a training step.
+        """Return a decision about graphs and graph breaks; call this after a training step.
 
         Raises:
             VerificationError: No graph was compiled.

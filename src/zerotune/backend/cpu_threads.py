@@ -1,4 +1,4 @@
-"""Set a rank's OpenMP threads and CPU cores if its optimizer runs on the CPU; restore them later.
+"""Set the OpenMP threads and CPU cores of ranks with a CPU optimizer, and restore them later.
 
 torch and DeepSpeed's CPU optimizers share one OpenMP runtime (torch's ``libgomp``), so
 ``torch.set_num_threads`` applies to both. ``DataLoader`` workers use one thread each.

@@ -97,8 +97,8 @@ class Launch:
         if missing:
             raise EngineError(
                 f"the launcher set {', '.join(given)} but not {', '.join(missing)}",
-                fix="start with torchrun, accelerate launch or deepspeed, set the missing "
-                "variables, or unset all of them for a single process",
+                fix="use a launcher (torchrun, accelerate launch or deepspeed) or set the missing "
+                "variables; to run a single process, unset all of these variables",
             )
         numbers = {}
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -139,10 +139,10 @@ class ProcessGroup:
         launch: This process's rank and world size; default: read from the environment.
         timeout_s: Seconds after which a collective raises an error.
 
-    An existing group (the user's, or accelerate's) is used and never destroyed. If zerotune creates
-    the group, all ``ProcessGroup`` objects share it, and closing the last of them destroys it.
-    Under a launcher the group lasts until the process exits, because a second rendezvous in the
-    launcher's store is unreliable.
+    If torch already has a default group (the user's, or accelerate's), it is used and never
+    destroyed. If zerotune creates the group, all ``ProcessGroup`` objects share it, and closing the
+    last of them destroys it. Under a launcher the group lasts until the process exits, because a
+    second rendezvous in the launcher's store is unreliable.
     """
 
     def __init__(
@@ -419,7 +419,7 @@ class ProcessGroup:
             looking.join()
 
     def close(self) -> None:
-        """Leave the group; if zerotune created it, the last user destroys it. Repeatable.
+        """Leave the group; its last user destroys it if zerotune created it. Repeatable.
 
         Separate connections are closed at once, so that ranks waiting on them notice.
         """

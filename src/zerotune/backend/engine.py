@@ -54,7 +54,8 @@ class EngineState:
     micro_step: int
     """Number of micro batches."""
     skipped_steps: int
-    """Number of steps skipped by a loss scale overflow, a non-finite gradient or ``discard``."""
+    """Number of steps skipped because of loss scale overflow, non-finite gradients or
+    ``discard``."""
     scheduler: dict[str, Any]
     loss_scaler: dict[str, Any]
 

@@ -1,6 +1,6 @@
 """The fp32 weights that the optimizer updates, with one interface for every engine.
 
-Under ZeRO no rank holds all master weights. Under NVMe offload not even a rank's share is in
+Under ZeRO no rank holds all master weights. With NVMe offload, not even a rank's share is in
 memory. EMA, checkpoints, export and verification read and write master weights through
 ``MasterWeights`` and never use DeepSpeed's internals.
 """
@@ -162,7 +162,7 @@ class OptimizerStates:
                 state[name] = _scalar(value)
 
     def begin_scalars_anew(self) -> None:
-        """Reset every one-element state with a nonzero initial value to that value."""
+        """Reset one-element states to their initial value if that value is not zero."""
         for name in _BEGIN_AT.keys() & self._state.keys():
             self._state[name].fill_(_BEGIN_AT[name])
 
@@ -284,7 +284,7 @@ class Fragment:
 
 @attrs.frozen(kw_only=True, eq=False)
 class EditableFragment(Fragment):
-    """A fragment whose weights and states can be written, and missing states created."""
+    """A fragment with writable weights and states, whose missing states can be created."""
 
     def ensure_states(self, names: tuple[str, ...]) -> Mapping[str, torch.Tensor]:
         """Return the states; if any is missing, first create zeros for the whole flat tensor.
@@ -587,7 +587,7 @@ class MasterWeights:
                 worst = int((~alike).nonzero()[0])
                 raise EngineError(
                     "the model's weights differ from the optimizer's master weights: other code "
-                    "replaced or changed them, and the next step would undo or ignore this",
+                    "replaced or changed them, so the next step would undo or ignore the change",
                     key=address.name,
                     value=f"{float(there[worst]):g}, master weight {float(here[worst]):g}",
                     fix="write weights through engine.master_weights.editing(), and restore "
@@ -769,7 +769,7 @@ def require_trainable(module: torch.nn.Module) -> Named:
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-    """Return the L2 norm of all gradients, computed as in gradient clipping, without clipping."""
+    """Return the L2 norm of all gradients as gradient clipping computes it, without clipping."""
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
@@ -839,7 +839,7 @@ class ResidentLayout(MasterLayout):
 
 UNDER_WAY: Final = "zerotune_step"
 """Name of the attribute that marks ZeRO wrappers and optimizers whose step may still be pending
-after ``step`` returns. Its value has the methods ``settle`` and ``follow``."""
+after ``step`` returns. The value of this attribute has the methods ``settle`` and ``follow``."""
 
 
 class SteppedLayout(MasterLayout):

@@ -383,7 +383,7 @@ def _builds_for_cuda(builder: Any) -> bool:
 
 
 def doubt(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
-    """Return a diagnosis if nvcc and torch have different major CUDA versions; a build may fail.
+    """Return a diagnosis if nvcc's and torch's major CUDA versions differ; builds may then fail.
 
     Args:
         builder: DeepSpeed's builder of the op.
@@ -458,7 +458,7 @@ class LivingLock:
         return True
 
     def wait(self) -> None:
-        """Do nothing, because ``try_acquire`` has already waited; torch calls this method."""
+        """Do nothing: torch calls this method to wait, but ``try_acquire`` has already waited."""
 
     def release(self) -> None:
         """Release the lock."""
@@ -673,7 +673,7 @@ OP_NAMES: Final = tuple(op.name for op in _OPS)
 
 
 def op_report(*, toolchain: Toolchain | None = None) -> tuple[OpStatus, ...]:
-    """Report which of the ops that zerotune uses are built or can be built, and why others cannot.
+    """Report whether each op that zerotune uses is built or can be built, and if not, why.
 
     Nothing is compiled except a test program for libaio. The call imports deepspeed, which selects
     DeepSpeed's accelerator for the whole process.
@@ -733,9 +733,9 @@ def building() -> Iterator[None]:
 def same_ninja() -> AbstractContextManager[None]:
     """Put the ninja of this Python environment first on ``PATH`` inside the block.
 
-    Different ninja versions invalidate each other's build log. A script started as
-    ``.venv/bin/python`` may find a different version from a script started in the activated
-    environment. Alternating between them would then recompile an op in every run.
+    A build log written by one ninja version is invalid for a different one. A script started as
+    ``.venv/bin/python`` may find a different ninja than the same script in the activated
+    environment. Alternating between the two ways would then recompile an op in every run.
     """
     folder = Path(sys.executable).parent
     own = shutil.which("ninja", path=str(folder))

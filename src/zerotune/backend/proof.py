@@ -1,9 +1,9 @@
 """``Proof``: check that the fast paths give bit-identical results on this device.
 
-zerotune has not been tested on most devices. It therefore tests itself once for each combination of
-device, driver, torch, DeepSpeed and zerotune. ``zerotune doctor --prove``, or the first start on a
-device, runs the checks (``zerotune.training.proving``) in a separate process and stores the outcome
-in the user's cache. A fast path is the default only if its checks have passed.
+zerotune has not been tested on most devices. Therefore zerotune tests itself once for each
+combination of device, driver, torch, DeepSpeed and zerotune. ``zerotune doctor --prove``, or the
+first start on a device, runs the checks (``zerotune.training.proving``) in a separate process and
+stores the outcome in the user's cache. A fast path is the default only if its checks have passed.
 """
 
 from __future__ import annotations

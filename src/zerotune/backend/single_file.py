@@ -56,7 +56,7 @@ class Run:
 
 
 Places = Mapping[str, tuple[Run, ...]]
-"""Positions of the rows of each model tensor in the file, by the tensor's name in the model."""
+"""Where the file stores the rows of each model tensor, by the tensor's name in the model."""
 
 
 def place_rows(

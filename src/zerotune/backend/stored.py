@@ -334,7 +334,7 @@ def make_room(
         parameter: The parameter.
         dtype: Dtype for the allocated values.
         device: Device on which the memory is allocated.
-        passing: Whether the memory is freed soon; host memory is then mapped separately, so that
+        passing: Whether the memory is freed soon; if so, host memory is mapped separately, so that
             the heap is not fragmented.
 
     Returns:
@@ -401,7 +401,7 @@ def check_has_weights(module: torch.nn.Module) -> None:
                 "the parameter has neither values nor a file to read them from",
                 key=f"model.{name}",
                 value="meta",
-                fix="train the model that load_pretrained returned instead of a copy, or build the "
+                fix="train the model that load_pretrained returned, not a copy of it, or build the "
                 "model outside torch.device('meta')",
             )
 

@@ -1,8 +1,8 @@
 """Several models that one engine trains, such as a U-Net and its text encoders.
 
-DeepSpeed trains a single module, so a container module holds all models. Its ``forward`` passes
-each call to one of the models. Every call therefore goes through the engine, which at stage 3
-gathers the weights.
+DeepSpeed trains a single module, so a container module holds all models. The container's
+``forward`` passes each call to one of the models. Every call therefore goes through the engine,
+which at stage 3 gathers the weights.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def components(
         name: Name of a single model in the pipeline; default: derived from the model's class.
 
     Returns:
-        For each component, the prefix of its parameters' names in ``model``, and the module.
+        The prefix of each component's parameter names in ``model``, and the component's module.
     """
     if isinstance(model, TrainedParts):
         if name is not None and name not in model.names:

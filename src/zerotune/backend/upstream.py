@@ -108,7 +108,7 @@ def unpartitioned() -> Iterator[None]:
     """Inside the block, models are created unpartitioned on every rank.
 
     An active ``deepspeed.zero.Init`` and a DeepSpeed configuration registered with transformers
-    both partition new models. The block disables both and restores them at the end.
+    both partition new models. Both are disabled inside the block and restored at its end.
     """
     with ExitStack() as stack:
         partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
@@ -128,7 +128,7 @@ def unpartitioned() -> Iterator[None]:
 
 
 def check_whole(module: torch.nn.Module, *, name: str) -> None:
-    """Raise an error if a module is partitioned; its forward would fail (``'weight' must be 2-D``).
+    """Raise an error if a module is partitioned: its forward would fail (``'weight' must be 2-D``).
 
     Args:
         module: The module.

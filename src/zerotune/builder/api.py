@@ -1,4 +1,4 @@
-"""JSON endpoints that the page calls; the plan computes every answer."""
+"""JSON endpoints that the page calls; every answer is computed from the plan."""
 
 from __future__ import annotations
 

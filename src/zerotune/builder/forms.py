@@ -1,7 +1,7 @@
 """Convert between the form's state and a plan without loss.
 
-The state is a plain DeepSpeed configuration plus launch settings, so the form neither
-drops keys nor changes values such as ``"auto"`` or stage 0. The page and the server exchange it as
+The state is a plain DeepSpeed configuration plus launch settings, so the form neither drops keys
+nor changes values such as ``"auto"`` or stage 0. The page and the server exchange the state as
 JSON, including integers that JavaScript cannot represent.
 """
 
@@ -185,7 +185,7 @@ class Reading:
     plan: DeepSpeedPlan | None
     """The plan; ``None`` if the form has errors."""
     partial_plan: DeepSpeedPlan | None = None
-    """The plan without its invalid settings, which is checked for further errors."""
+    """The plan without the invalid settings; it is checked for further errors."""
     errors: tuple[ZeroTuneError, ...] = ()
     """All errors that were found."""
 

@@ -105,9 +105,9 @@ class Setup:
     family: str = "sdxl"
     """Model family; ``""`` for a model without a family, whose memory is not estimated."""
     resolution: int | None = None
-    """Side of the image in pixels; default the family's native size."""
+    """Side of the image in pixels; by default the family's native size."""
     frames: int | None = None
-    """Number of frames per clip; default the family's number."""
+    """Number of frames per clip; by default the family's number."""
     world_size: int = 1
     total_steps: int = 10_000
     """Number of optimizer steps, for schedules that do not set a length."""
@@ -121,7 +121,7 @@ class Setup:
     this_machine: bool = False
     """Whether to plan for this machine instead of the machine described below."""
     card: str | None = None
-    """Card with known rates, such as "RTX 4090, 24 GiB"; default the card nearest in memory."""
+    """Card with known rates, such as "RTX 4090, 24 GiB"; by default nearest in memory size."""
     vram: int = 24 * 2**30
     """GPU memory in bytes, per GPU."""
     ram: int = 64 * 2**30
@@ -267,7 +267,7 @@ _SETUP_READERS: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 ASSUMED_LR: Final = 1e-4
-"""Learning rate that is assumed if the training script sets it."""
+"""Learning rate to assume if the training script sets the learning rate."""
 
 LEASE_PLACEHOLDER: Final = "(a temporary folder for each run)"
 """Placeholder for a swap folder that is not set."""
@@ -566,7 +566,7 @@ class _Form:
                     key="optimizer.params.lr",
                     before=AUTO,
                     after=ASSUMED_LR,
-                    reason="the training script sets the learning rate; this page assumes "
+                    reason="the training script sets the learning rate; the page assumes "
                     "this value",
                 )
             )

@@ -170,7 +170,7 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
         text: JSON or accelerate's YAML.
         name: Name of the file; messages show it, and its suffix selects the format.
         root: Folder that must contain every file that the text names.
-        folder: Folder that relative paths in the text refer to; default the root.
+        folder: Folder that relative paths in the text refer to; by default the root.
     """
     content, sentences = parse_any(text, source=name)
     check_content(content)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SHADOW: Final = "shadow/"
 BUFFER: Final = "buffer/"
 GENERATOR: Final = "rng/"
-"""Name prefix of the tensors with generator states in a rank's file."""
+"""Name prefix of generator states in a rank's file."""
 GENERATOR_TEXT: Final = "rng"
 """Metadata key for generator values that are not tensors."""
 
@@ -54,7 +54,7 @@ class ShadowLike(Protocol):
 
 
 def shadow_key(shadow: str, key: str) -> str:
-    """Return a rank file's key for a shadow tensor that belongs to no fragment."""
+    """Return the key, in a rank's file, of a shadow tensor that belongs to no fragment."""
     return f"{SHADOW}{shadow}/{key}"
 
 
@@ -116,7 +116,7 @@ class RankContents:
     parts: Mapping[Subject, tuple[Part, ...]]
     counters: Mapping[str, Counters]
     shadows: Mapping[str, Tensors]
-    """Maps each shadow's name to its fragment tensors, by ``FragmentAddress.key``."""
+    """Maps each shadow's name to the shadow's fragment tensors, by ``FragmentAddress.key``."""
     others: Tensors
     """Buffers, generator states and shadow tensors without a fragment, for this rank's file."""
     metadata: Mapping[str, str]
@@ -127,7 +127,7 @@ class RankContents:
 
     @classmethod
     def of(cls, engine: Engine, *, shadows: Mapping[str, ShadowLike], rng: bool) -> RankContents:
-        """Describe what this rank saves of an engine, without reading weights.
+        """Describe the parts of an engine that this rank saves, without reading weights.
 
         Args:
             engine: Engine to save.

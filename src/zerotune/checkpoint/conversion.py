@@ -73,8 +73,8 @@ def convert(
 
     Args:
         source: Folder to convert. A folder written by accelerate's ``save_state`` may contain a
-            DeepSpeed checkpoint in ``pytorch_model``. If such a folder was saved without DeepSpeed,
-            assigning Adam's states to parameters requires the model's class.
+            DeepSpeed checkpoint in ``pytorch_model``. If the folder was saved without DeepSpeed,
+            the model's class is required to assign Adam's states to parameters.
         target: Path to write; must not exist.
         shadow: For a zerotune checkpoint, name of the EMA shadow to write instead of the trained
             weights.
@@ -419,7 +419,7 @@ class StateFolder:
         elif names is None:
             why = (
                 "the states are numbered, not named, and no config.json names the model's class; "
-                "pass base=, a folder of this model"
+                "set base= to a folder of this model"
             )
         elif [shapes.get(name) for name in names] != [tuple(s["exp_avg"].shape) for s in states]:
             why = (

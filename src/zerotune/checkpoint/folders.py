@@ -55,7 +55,7 @@ _FREE_MARGIN: Final = 2**24
 
 
 def step_folder(root: str | os.PathLike[str], step: int) -> Path:
-    """Return the folder below ``root`` for optimizer step ``step``: ``<root>/step-00001234``."""
+    """Return the checkpoint folder of optimizer step ``step``, such as ``<root>/step-00001234``."""
     return Path(root) / f"step-{step:08d}"
 
 
@@ -307,8 +307,8 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 def remove_leftovers(parent: Path, *, name: str | None = None) -> None:
     """Delete leftovers of killed saves in ``parent``.
 
-    Folders in use are kept. A complete leftover is kept if its checkpoint is missing, because it
-    then serves as the checkpoint. A leftover that cannot be deleted causes a warning.
+    Folders in use are kept. If a checkpoint is missing, its complete leftover is kept and serves as
+    the checkpoint. A leftover that cannot be deleted causes a warning.
 
     Args:
         parent: Folder that contains the checkpoints.
@@ -596,8 +596,8 @@ class RootHold(Closable):
 
     Without the lock, a job that is started twice would delete its own checkpoints. Reading,
     resuming and exporting need no lock. The lock of a killed process is replaced. If file locks are
-    not visible to other machines, a run on another machine loses its lock too, and its next save
-    fails (``confirm``).
+    not visible to other machines, the lock of a running job on another machine may be replaced too,
+    and that job's next save fails (``confirm``).
 
     Not collective: create a ``RootHold`` on rank 0. One process may lock the same folder several
     times::
@@ -753,7 +753,9 @@ class _Hold:
         except FileNotFoundError:
             return
         except CheckpointError as error:
-            self._note(f"the record of the folder's owner {error.reason}, and the lock is free")
+            self._note(
+                f"the record of the folder's owner {error.reason}, and the folder is not locked"
+            )
             return
         if former.owner == ProcessIdentity.current():
             return

@@ -716,7 +716,7 @@ class _Load:
         return ShadowTensors(reader, name, addresses, rank=self._like)
 
     def _left_out(self) -> tuple[Decision, ...]:
-        reason = "the checkpoint contains this shadow, but it was not passed to load_checkpoint"
+        reason = "this shadow is in the checkpoint, but was not passed to load_checkpoint"
         return tuple(
             _load_decision(f"shadows.{name}", "saved", None, reason, warning=True)
             for name in self.manifest.shadows

@@ -472,7 +472,7 @@ class BackgroundSaver(Closable):
             extra: JSON-serialisable data of the caller.
             shadows: EMA shadows by name.
             rng: Also save the states of every rank's random number generators.
-            timeout_s: Seconds to wait for the other ranks; default the group's timeout.
+            timeout_s: Seconds to wait for the other ranks; defaults to the group's timeout.
             allow_not_finite: Allow NaN and infinity in the checkpoint, for debugging.
 
         Returns:

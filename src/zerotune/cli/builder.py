@@ -21,8 +21,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--root",
         type=Path,
         metavar="DIR",
-        help="the only folder that the page may access; default the plan's folder, or the working "
-        "directory",
+        help="the only folder that the page may access; by default the plan's folder, or the "
+        "working directory",
     )
     parser.add_argument(
         "--host",
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="file that contains the token; default the environment variable "
+        help="file that contains the token; by default the environment variable "
         "ZEROTUNE_BUILDER_TOKEN; if neither is set, a token is created unless --host is loopback",
     )
     parser.add_argument(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zerotune.platform.toolchain import Toolchain
 
 NAME: Final = "doctor"
-SUMMARY: Final = "Show what this machine can use for training, and why it cannot use the rest."
+SUMMARY: Final = "Show what this machine supports, and why other features are unavailable."
 
 _STATE_STYLES: Final = {
     "installed": "good",

@@ -1,4 +1,4 @@
-"""Activation offload: keep activations in host memory and prefetch them one block ahead.
+"""Activation offload: store activations in host memory and prefetch them before they are needed.
 
 ``ActivationOffload`` decides which tensors are offloaded and when they are prefetched.
 Implementations of ``Transfers`` copy tensors between device and host.
@@ -42,7 +42,7 @@ class Stored:
     event: Any = None
     """Event recorded after the copy; ``None`` if copies are synchronous."""
     is_copy: bool = True
-    """Whether ``tensor`` is a copy, which later changes to the device tensor do not affect."""
+    """Whether ``tensor`` is a copy, unaffected by later changes to the device tensor."""
 
 
 @attrs.define(kw_only=True)
@@ -59,7 +59,7 @@ class Loading:
 class Transfers(Protocol):
     """Interface for copies between device and host that overlap with the computation.
 
-    "The computation" is the work queued on the device's current stream.
+    Here, "the computation" is the work queued on the device's current stream.
     """
 
     def store(self, tensor: torch.Tensor) -> Stored:
@@ -199,7 +199,7 @@ class StreamTransfers:
 
     Because copies in both directions share the side stream, a host block is never overwritten
     before its previous content has been read. Device tensors are always allocated on the
-    computation's stream. The computation waits for each copy before reusing memory, so that peak
+    computation's stream. The computation waits for each copy before its memory is reused, so peak
     memory does not depend on timing. With ``record_stream``, memory would stay occupied while the
     host runs ahead.
 
@@ -288,7 +288,7 @@ def _dense_parts(
 
 
 def transfers_for(device: torch.device) -> Transfers:
-    """Return a device's transfers; asynchronous if a GPU passed ``zerotune doctor --prove``."""
+    """Return a device's transfers; asynchronous on GPUs that passed ``zerotune doctor --prove``."""
     if device.type not in ("cuda", "xpu"):
         return KeptTransfers()
     unproven = why_unproven("activation offload", accelerator=cast(Accelerator, device.type))
@@ -321,11 +321,11 @@ class OffloadCounts:
 class ActivationOffload(Closable):
     """Offload the activations of a diffusers model's checkpointed blocks to host memory.
 
-    Gradient checkpointing keeps the inputs of all blocks, and tensors computed between blocks,
-    until the backward pass. This class copies the activations of each block, except the last, to
-    page-locked host memory while the next block runs. In the backward pass, the activations of a
-    block are copied back while the following block of the model is recomputed. Results are bitwise
-    identical to those without offload. On the CPU, nothing is copied. ::
+    Gradient checkpointing keeps the inputs of all blocks, and the tensors computed between blocks,
+    until the backward pass. This class copies these activations, except those of the last block, to
+    page-locked host memory while the next block runs. In the backward pass, a block's activations
+    are copied back while the next block in the model is recomputed. Results are bitwise identical
+    to those without offload. On the CPU, nothing is copied. ::
 
         with ActivationOffload().attach(unet):
             loss = objective(unet, batch, generator)
@@ -339,7 +339,7 @@ class ActivationOffload(Closable):
             that require no gradient, such as conditioning shared by all blocks, always stay on the
             device.
         ahead: Number of blocks to prefetch.
-        transfers: Object that copies tensors; by default chosen according to the device type.
+        transfers: Object that copies tensors; by default it depends on the device type.
 
     Raises:
         InvalidValueError: ``smallest`` is not a valid size, or ``ahead`` is below 1.
@@ -439,8 +439,8 @@ class ActivationOffload(Closable):
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run ``function(*args)`` with gradient checkpointing, and offload its inputs.
 
-        ``attach`` passes ``checkpoint`` to diffusers. A model from another library may call
-        ``checkpoint`` for its blocks.
+        ``attach`` passes ``checkpoint`` to diffusers. Models from other libraries may call
+        ``checkpoint`` for their blocks.
 
         Args:
             function: Block to run.

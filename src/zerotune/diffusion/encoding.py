@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Ranks(Protocol):
-    """Protocol of a group of processes that share the work, such as an engine's ``group``."""
+    """Protocol for a group of processes that share the work, such as an engine's ``group``."""
 
     rank: int
     world_size: int
@@ -75,8 +75,8 @@ def encode_dataset(
             detected immediately.
 
     Returns:
-        The dataset to train on: a ``Mixture`` or ``PreferencePairs`` if ``images`` is one,
-        otherwise ``CachedImages``.
+        The dataset to train on: ``CachedImages``, unless ``images`` is a ``Mixture`` or
+        ``PreferencePairs``, whose type is kept.
 
     Raises:
         DataError: The family has no frozen parts, or an image is broken.

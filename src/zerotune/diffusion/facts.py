@@ -247,15 +247,14 @@ def model_facts(
 ) -> ModelFacts:
     """Return the names and shapes of a model's parameters, and its activation memory.
 
-    zerotune includes the facts of the families in ``zerotune.plan.families.family_names()``. The
-    facts of any other configuration are measured in a few seconds, and stored in the user's cache
-    folder.
+    Facts about the families in ``zerotune.plan.families.family_names()`` are built in. Facts about
+    other configurations are measured in a few seconds, and stored in the user's cache folder.
 
     Args:
         source: A module (on the ``meta`` device unless ``activations=False``), a diffusers
             configuration (a mapping with ``_class_name``), a ``config.json``, or a folder that
-            contains a ``config.json``. A configuration needs no memory for weights, because its
-            model is built on the ``meta`` device.
+            contains a ``config.json``. If it is a configuration, the model is built on the ``meta``
+            device, so its weights need no memory.
         inputs: Function that creates the arguments of ``forward`` on the ``meta`` device.
             ``inputs`` is not needed for diffusers' U-Nets, SD3 and Flux transformers, and models of
             declared families.
@@ -264,7 +263,7 @@ def model_facts(
 
     Raises:
         InvalidValueError: The class or file does not exist, or ``inputs`` is required but missing.
-        MissingDependencyError: transformers, which the model's pipeline needs, is not installed.
+        MissingDependencyError: The model's pipeline needs transformers, which is not installed.
     """
     if isinstance(source, torch.nn.Module):
         facts = _facts_of_module(source, inputs=inputs, activations=activations)
@@ -299,7 +298,7 @@ def family_facts(
 
     Raises:
         InvalidValueError: ``kind.model`` is empty, and ``folder`` is ``None``.
-        MissingDependencyError: transformers, which the pipeline needs, is not installed.
+        MissingDependencyError: The pipeline needs transformers, which is not installed.
     """
     if folder is None and not kind.model:
         raise InvalidValueError(

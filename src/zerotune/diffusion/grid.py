@@ -36,8 +36,7 @@ def images_to_grid(
     Args:
         images: Images (n, c, h, w) with 1 or 3 channels; values are clamped to [-1, 1].
         columns: Number of images per row.
-        row_labels: Labels to the left of the rows; later rows have no label if there are fewer
-            labels than rows.
+        row_labels: Labels to the left of the rows, from the top; the remaining rows have no label.
         upscale: Integer factor by which the images are enlarged.
         gap: Number of pixels between images.
 

@@ -58,10 +58,11 @@ def validation_loss(
 ) -> HeldOutLoss:
     """Measure the loss on held-out batches at fixed noise levels with fixed noise.
 
-    Collective under an ``Engine``: every rank passes the same arguments, computes its share of the
-    batches, and gets the same result. Losses of different steps and runs are comparable, because
-    the noise depends only on the seed and the position of a sample in ``batches``. The objective's
-    noise and weighting have no effect. Validation does not disturb the training random state.
+    Collective with an ``Engine``: every rank must pass the same arguments. Each rank computes its
+    share of the batches, and all ranks return the same result. Losses of different steps and runs
+    are comparable, because the noise depends only on the seed and the position of a sample in
+    ``batches``. The objective's noise and weighting have no effect. Validation does not change the
+    random state of training.
 
     Args:
         objective: ``DenoisingObjective``, ``FlowMatchingObjective``, or your own

@@ -72,8 +72,8 @@ class Adapters:
     """Settings shared by all kinds of adapters."""
 
     targets: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
-    """Layers to adapt: suffixes of dotted names (``"to_q"``, ``"to_out.0"``), such as a family's
-    ``lora_targets``, or one regular expression that must match the whole name. Default: the
+    """Layers to adapt: either suffixes of dotted names (``"to_q"``, ``"to_out.0"``), such as a
+    family's ``lora_targets``, or one regular expression that matches whole names. Default: the
     attention projections."""
     exclude: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
     """Layers to exclude, written like ``targets``."""
@@ -98,7 +98,7 @@ class Adapters:
         return f"{type(self).__name__}Config"
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of peft's configuration, except targets and excluded layers."""
+        """Return the arguments of peft's configuration, except for targets and excluded layers."""
         found = {theirs: getattr(self, name) for name, theirs in self.peft_names.items()}
         return {name: dict(v) if isinstance(v, dict) else v for name, v in found.items()}
 
@@ -208,7 +208,8 @@ class LoKr(_Ranked):
     """Size of the first factor, used if it divides the layer's size. -1 chooses a size near the
     square root of the layer's size."""
     decompose_both: bool = False
-    """Whether the first factor is also a product of low-rank matrices, if its size allows this."""
+    """Whether the first factor is also a product of low-rank matrices, provided that it is large
+    enough."""
 
     peft_names: ClassVar[Mapping[str, str]] = {
         **_Ranked.peft_names,
@@ -503,8 +504,8 @@ def load_adapters(
         CheckpointError: The file does not exist.
         CheckpointMismatchError: The file has no adapters for the model, or adapters that do not
             fit the model.
-        InvalidValueError: ``component`` cannot be derived from the model's class, or the model
-            already has adapters.
+        InvalidValueError: ``component`` is required for the model's class, or the model already has
+            adapters.
         MissingDependencyError: peft is not installed.
     """
     _peft()

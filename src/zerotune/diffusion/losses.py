@@ -52,7 +52,7 @@ class Loss(Protocol):
 
 
 def unknown_schedule(schedule: str) -> InvalidValueError:
-    """Return the exception for an objective that does not support a threshold schedule."""
+    """Return the exception for a threshold schedule that the objective does not support."""
     flow = schedule == "snr"
     why = "flow matching has no signal-to-noise ratio" if flow else "EDM has no time steps"
     return InvalidValueError(

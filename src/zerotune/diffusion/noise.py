@@ -28,7 +28,7 @@ class DrawnNoise:
 
 @runtime_checkable
 class Noise(Protocol):
-    """Protocol: draws the noise of a batch. Any object with a method ``draw`` is accepted."""
+    """Protocol for drawing the noise of a batch. Any object with a method ``draw`` is accepted."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
         """Draw noise on the device of ``clean``.
@@ -62,7 +62,7 @@ class GaussianNoise:
 
 @attrs.frozen(kw_only=True)
 class OffsetNoise:
-    """Noise plus a random offset per sample and channel, which helps the model learn brightness.
+    """Noise plus a random offset per sample and channel, to help the model learn brightness.
 
     Source: ``noise_offset`` of diffusers' ``examples/text_to_image/train_text_to_image.py``.
     """
@@ -82,7 +82,7 @@ class OffsetNoise:
 
 @attrs.frozen(kw_only=True)
 class InputPerturbation:
-    """Extra noise in the input but not the target, which makes the model robust to its own errors.
+    """Extra noise in the input but not in the target, to make the model robust to its own errors.
 
     Source: ``input_perturbation`` of diffusers' ``examples/text_to_image/train_text_to_image.py``,
     after https://arxiv.org/abs/2301.11706.
@@ -112,7 +112,7 @@ def _check_discount(_instance: object, attribute: Any, value: float) -> None:
 
 @attrs.frozen(kw_only=True)
 class MultiResolutionNoise:
-    """Sum of noise at decreasing resolutions, which helps the model learn large shapes.
+    """Sum of noise at decreasing resolutions, to help the model learn large shapes.
 
     Each iteration reduces the resolution by a factor of 2 to 4, and upsamples its noise bilinearly
     to the full size. The sum is normalised to standard deviation 1 over the batch. The frames of a

@@ -1,6 +1,6 @@
 """Noise schedules: diffusers schedulers, the trained range, and resolution-dependent shifts.
 
-Training and sampling often share a scheduler, but neither may change it for the other. Training
+Training and sampling often share a scheduler, but must not affect each other through it. Training
 uses a copy from ``own_copy`` or ``adding_scheduler``; sampling uses a copy from
 ``drawing_scheduler``.
 """
@@ -51,7 +51,7 @@ def adding_scheduler(scheduler: Any) -> Any:
     """Return the scheduler that adds noise when a denoising model is trained.
 
     As in diffusers' training scripts, DDPM with the same configuration replaces Euler, DPM-Solver
-    and similar schedulers. The replaced schedulers scale noise differently and do not support
+    and similar schedulers. The replaced schedulers scale noise differently and cannot compute
     velocity targets.
     """
     if not hasattr(scheduler, "alphas_cumprod"):
@@ -88,7 +88,7 @@ def adds_noise(scheduler: Any) -> bool:
 
 
 def ddpm_of(scheduler: Any) -> Any | None:
-    """Return a DDPM scheduler with the noise schedule of ``scheduler``.
+    """Return a DDPM scheduler with the same noise schedule as ``scheduler``.
 
     Returns:
         ``None`` if DDPM with the same settings has a different noise schedule.
@@ -124,7 +124,7 @@ def replacement_decision(scheduler: Any, adding: Any) -> tuple[Decision, ...]:
 
 
 def drawing_scheduler(scheduler: Any, trained_with: Any = None) -> Any:
-    """Return a copy of a scheduler for sampling, with the prediction type and shift of training.
+    """Return a copy of a scheduler for sampling, with prediction type and shift as in training.
 
     If the training schedule ends in pure noise, sampling starts from pure noise
     (``timestep_spacing="trailing"``). DDIM replaces a scheduler that does not support a schedule

@@ -85,8 +85,8 @@ class LevelObjective(Objective, Protocol):
     ) -> torch.Tensor:
         """Return the mean squared error at each of q quantiles: a tensor (q,) in fp32.
 
-        The errors include the batch's loss weights but not the objective's weighting, so they are
-        comparable across objectives.
+        The errors include the batch's loss weights but not the objective's weighting, so errors of
+        different objectives are comparable.
 
         Args:
             model: Model that predicts.
@@ -104,7 +104,7 @@ class LevelObjective(Objective, Protocol):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Inputs:
-    """A batch's clean samples, conditioning and noise, which can be combined at any noise level."""
+    """A batch's clean samples, conditioning and noise, to be combined at any noise level."""
 
     batch: Mapping[str, torch.Tensor]
     clean: torch.Tensor
@@ -273,7 +273,7 @@ class DenoisingObjective(SchedulerObjective):
             )
         if self._prediction == "epsilon" and float(self._adding.alphas_cumprod[-1]) == 0.0:
             raise InvalidValueError(
-                "the schedule ends in pure noise, from which a noise-predicting model "
+                "the schedule ends in pure noise, where a model that predicts noise "
                 "learns nothing about the image",
                 key="scheduler.prediction_type",
                 value="epsilon",
@@ -398,8 +398,8 @@ class FlowMatchingObjective(SchedulerObjective):
     mode_scale: float = 1.29
     """Scale of the density ``"mode"``."""
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
-    """Loss weight as a function of sigma. With ``density="uniform"``, each value matches diffusers'
-    ``weighting_scheme`` of the same name."""
+    """Loss weight as a function of sigma. With ``density="uniform"``, each value is equivalent to
+    diffusers' ``weighting_scheme`` of that name."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
     """Trained range of sigmas, after any shift; the density is rescaled to this range."""
     resolution_shift: Shift | None = None
@@ -570,7 +570,7 @@ class EDMObjective(SchedulerObjective):
     """Standard deviation of log sigma for the density ``"log_normal"``."""
     weighting: Literal["none", "edm"] = "none"
     """``"edm"`` is the paper's weighting, which makes the loss of an untrained model equal at all
-    sigmas. With ``density="uniform"``, its weights are far from 1: up to 250,000 at sigma 0.002."""
+    sigmas. With ``density="uniform"``, some weights are extreme: up to 250,000 at sigma 0.002."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
     """Trained range of the scheduler's sigma table, from 0 (least noise) to 1 (most noise)."""
 

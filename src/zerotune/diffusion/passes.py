@@ -73,9 +73,9 @@ def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
     """Yield a function that measures one forward and backward pass of a ``meta`` module.
 
     Gradients of parameters are freed immediately, because estimates count gradients separately. If
-    the module has a long list of identical blocks, only a few at the start and the end run. Every
-    other block is counted like one of the inner blocks that run. If a first forward pass shows that
-    the blocks differ, all blocks run.
+    the module has a long list of identical blocks, only a few at the start and the end run. Each
+    skipped block is counted like one of the inner blocks that run. If an initial forward pass shows
+    that the blocks differ, all blocks run.
     """
 
     def drop(parameter: torch.Tensor) -> None:
@@ -213,7 +213,7 @@ class Away:
     ends: int | None = None
 
     def moved(self, stored: int, begins: int, ends: int) -> Away:
-        """Return a copy whose positions are shifted by the given numbers of operators."""
+        """Return a copy whose positions are shifted by these numbers of operators."""
         return Away(
             nbytes=self.nbytes,
             stored=self.stored + stored,
@@ -494,7 +494,7 @@ class _UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class SizesOnly(_UncompiledMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode in which an operator with a ``meta`` input computes only sizes."""
+    """Dispatch mode in which operators with a ``meta`` input compute only sizes."""
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}

@@ -49,7 +49,7 @@ class PreferenceObjective:
     2500 for Stable Diffusion 1.5."""
     reference: Any = None
     """Reference model: a frozen copy, which is moved to the trained model's device. By default, the
-    trained model with its adapters disabled, which needs no second copy."""
+    trained model with disabled adapters, which needs no second copy."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.objective, SchedulerObjective):

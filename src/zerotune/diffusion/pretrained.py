@@ -191,7 +191,7 @@ class Pretrained:
     def read_weights(
         self, *, dtype: str | None = None, device: torch.device | str = "cpu"
     ) -> torch.nn.Module:
-        """Read weights that are still in their files, to use the model without an engine.
+        """Read all weights that are not loaded yet, to use the model without an engine.
 
         Args:
             dtype: Dtype of the weights: ``"fp32"``, ``"bf16"`` or ``"fp16"``; by default the dtype
@@ -256,15 +256,15 @@ def load_pretrained(
 
     With ``plan``, the trained model's weights are checked but stay in their safetensors files. The
     plan's engine later reads the weights one at a time, in the plan's precision. At stage 3 each
-    rank reads only its own part of each weight. Without an engine, ``Pretrained.read_weights``
-    reads all weights.
+    rank reads only its own part of each weight. To read all weights without an engine, call
+    ``Pretrained.read_weights``.
 
     Args:
         source: A folder with ``model_index.json``, the folder of an unconditional U-Net
             (``config.json``), the hub id of a pipeline, or a safetensors file. The file may hold
             the whole pipeline or only its U-Net or transformer, in ComfyUI's or the original
             layout.
-        config: Folder or hub id of a pipeline whose models have the same sizes as the models in the
+        config: Folder or hub id of a pipeline whose models have the same sizes as those in the
             single file. A single file contains no configuration. Parts that the single file lacks
             are also read from ``config``. By default, diffusers infers the pipeline from the keys
             of the single file.
@@ -278,7 +278,7 @@ def load_pretrained(
             controls.
         family: A custom family for an unsupported pipeline, or a name. A name selects a known
             family of the pipeline (``"sdxl"``), a class (``"module:Class"``) or ``"controlnet"``.
-            ``"controlnet"`` trains a ControlNet, and freezes the pipeline's model.
+            ``"controlnet"`` trains a ControlNet and freezes the pipeline's model.
         controlnet: Folder of an existing ControlNet, or the ControlNet itself; by default a new
             ControlNet is initialised from the pipeline's model.
         parts: ``False`` omits VAE and text encoders, which training from caches does not need.
@@ -297,7 +297,7 @@ def load_pretrained(
     Raises:
         InvalidValueError: ``source`` cannot be loaded, or its weights' names or shapes do not match
             the model. The family is unknown or fails the test of ``probe``. The scheduler cannot
-            add the noise with which the model was trained. The quantization is not available.
+            add noise as in the model's original training. The quantization is not available.
         MissingDependencyError: A package that the text encoders or the quantization require is not
             installed.
     """
@@ -666,8 +666,8 @@ class _StoredPipeline:
                     f"{listing(sorted(single.parts))}",
                     key="config",
                     value=str(self.folder),
-                    fix="pass the folder of a whole pipeline, or pass parts=False to train from "
-                    "caches",
+                    fix="pass the folder of a complete pipeline, or pass parts=False to train "
+                    "from caches",
                 ) from error
             if isinstance(error, ImportError):
                 raise MissingDependencyError(
@@ -738,7 +738,7 @@ class _StoredPipeline:
             )
         before, after = stored, "DDPMScheduler"
         reason = (
-            f"{stored} and DDPMScheduler have the same noise schedule, and DDPMScheduler "
+            f"DDPMScheduler has the same noise schedule as {stored}, and also "
             "implements the forward process"
         )
         if ddpm is None:
@@ -889,7 +889,7 @@ class _Loading:
                 f"the folder contains neither {INDEX} nor the config.json of a UNet2DModel",
                 key="source",
                 value=str(self.folder),
-                fix="pass the folder of a whole pipeline, or of a UNet2DModel",
+                fix="pass the folder of a complete pipeline, or of a UNet2DModel",
             )
         with unpartitioned():
             model, decisions = self.model(UNet2DModel)
@@ -909,7 +909,7 @@ class _Loading:
         told = type(self.quantization).__name__
         if told == "GGUFQuantizationConfig":
             raise InvalidValueError(
-                "diffusers reads GGUF from single files, not from a pipeline's folder",
+                "diffusers supports GGUF only in single files, not in a pipeline's folder",
                 key="quantization",
                 value=told,
                 fix=f"write model = diffusers.{kind.__name__}.from_single_file(FILE, "
@@ -933,7 +933,7 @@ class _Loading:
             Decision(
                 key="model.weights",
                 before="read from their files by the engine",
-                after=f"read and quantized on every rank by {told}",
+                after=f"read on every rank, and quantized with {told}",
                 reason="quantization packages need whole weights",
             ),
         )
@@ -948,8 +948,8 @@ class _Loading:
                 key="model.weights",
                 before="read from their files by the engine",
                 after=f"read whole on every rank, in {chosen}",
-                reason="the model has no safetensors file, and other formats cannot be read in "
-                "parts; convert the model with save_pretrained",
+                reason="the model has no safetensors file, and other formats can only be read "
+                "whole; convert the model with save_pretrained",
                 severity="warning",
             ),
         )

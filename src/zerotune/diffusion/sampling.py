@@ -149,9 +149,9 @@ def sample(
 ) -> torch.Tensor:
     """Sample images with a diffusers scheduler, at any ZeRO stage.
 
-    Collective under an ``Engine`` with several ranks: every rank passes the same arguments, samples
-    its share, and receives all images. The noise of an image does not depend on the number of ranks
-    or the batch size. To sample with EMA weights::
+    Collective under an ``Engine`` with several ranks: every rank must pass the same arguments. Each
+    rank samples its share and receives all images. The noise of an image does not depend on the
+    number of ranks or the batch size. To sample with EMA weights::
 
         with ema.swapped_in():
             images = sample(engine, scheduler=DDIMScheduler(), labels=labels)
@@ -170,7 +170,7 @@ def sample(
         size: Height and width in pixels, only with prompts; by default the model's native size.
         frames: Number of frames per clip, only with a video family; by default the pipeline's
             number.
-        references: Images to edit, (n, 3, height, width) in [-1, 1], only with an editing family.
+        references: Images (n, 3, height, width) in [-1, 1] to edit, only with an editing family.
             Families with several references per image also accept (n, r, 3, height, width).
         steps: Number of denoising steps.
         guidance_scale: Classifier-free guidance scale; 1 disables guidance.
@@ -289,7 +289,7 @@ class _Loop:
         unknown = self.family.without_condition(conditioning)
         if unknown is None:
             raise InvalidValueError(
-                "requires a model that was also trained without labels",
+                "requires a model that was trained both with and without labels",
                 key="guidance_scale",
                 value=self.guidance_scale,
                 fix="train with ClassConditional(null_label=..., dropout=0.1), or pass 1.0",

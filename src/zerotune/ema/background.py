@@ -25,8 +25,8 @@ class BackgroundEMA(Closable):
     """Updates one or several shadows in a thread, with the same results as without a thread.
 
     Between two optimizer steps the fp32 master weights do not change, so the thread can read them
-    without a copy. The next optimizer step, and all code that reads the shadow or edits the
-    weights, wait for the update::
+    without a copy. The next optimizer step waits for the update, as does all code that reads the
+    shadow or edits the weights::
 
         ema = EMAShadow(decay=0.9999)
         with BackgroundEMA(shadow=ema).attach(engine) as background:

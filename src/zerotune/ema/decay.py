@@ -19,7 +19,7 @@ class DecaySchedule(Protocol):
         """Return the decay for an optimizer step.
 
         Args:
-            step: Optimizer step since averaging began, counting from 0.
+            step: Number of the optimizer step since averaging began, counting from 0.
 
         Returns:
             The decay, in [0, 1); 0 makes the shadow a copy of the weights.
@@ -169,8 +169,8 @@ def decay_of_update(
 ) -> float:
     """Return the decay of one update that covers the last ``update_every`` optimizer steps.
 
-    The result is the product of the steps' decays (``decay ** update_every`` for a constant decay),
-    so the half-life does not depend on ``update_every``.
+    The result is the product of the decays of these steps (``decay ** update_every`` for a constant
+    decay), so the half-life does not depend on ``update_every``.
 
     Args:
         schedule: Schedule of the decay per optimizer step.

@@ -49,8 +49,8 @@ class EMAModel:
         ...
         ema_unet.step(unet.parameters())
 
-    Names and semantics are those of diffusers; the EMA page of the documentation lists each
-    difference. The shadow is always fp32, starts on the CPU, and averages only trainable
+    Names and semantics are as in diffusers; the EMA page of the documentation lists all
+    differences. The shadow is always fp32, starts on the CPU, and averages only trainable
     parameters; frozen parameters are copied from the model. Unlike in diffusers, a wrong number or
     shape of parameters always raises an error. Under ZeRO, all methods except ``step`` and
     ``store`` are collective; if a rank omits a call, an error names that rank.
@@ -110,8 +110,8 @@ class EMAModel:
 
         Use ``follow`` in a script that creates its EMA before ``prepare``. The script may create
         the EMA from the model or, as diffusers' scripts do, from a copy of the model. The average
-        starts from the values with which the EMA was created. An EMA that was created from the
-        engine is unchanged.
+        starts from the values with which the EMA was created. If the EMA was created from the
+        engine, ``follow`` has no effect.
 
         Raises:
             EMAError: The engine's parameters have different shapes, or the EMA has already taken
@@ -357,7 +357,7 @@ class EMAModel:
             self._frozen = {index: values[index].detach().clone() for index in self._frozen}
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write a diffusers model folder with the averages; its config includes the EMA settings.
+        """Write the averages, with the EMA settings, as a diffusers model folder.
 
         Rank 0 writes the folder. With sharded averages, all ranks must call ``save_pretrained``,
         and no rank continues before the folder exists.

@@ -472,8 +472,8 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
     """Several shadows of the same weights, for example with different half-lives.
 
     An update reads every fragment once for all shadows, which saves time if the master weights are
-    on NVMe or a GPU. ``EMAShadows`` is a mapping by name, as the ``shadows=`` argument of
-    checkpoint functions requires::
+    on NVMe or a GPU. ``EMAShadows`` is a mapping from names to shadows, as the ``shadows=``
+    argument of checkpoint functions requires::
 
         emas = EMAShadows(
             shadows={
@@ -643,7 +643,7 @@ def expect_together(*shadows: EMAShadow) -> None:
 
 
 def joined(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> bool:
-    """Let a running optimizer step apply all updates; return ``False`` if the step cannot."""
+    """Let a running optimizer step apply all updates; return ``False`` if this is impossible."""
     followers = [each for update in updates if (each := update.follower) is not None]
     # Asked also when there is nothing to move: the step learns that somebody averages.
     if len(followers) < len(updates) or not master.follow(followers):
@@ -666,7 +666,7 @@ def apply_updates(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> Non
 
 
 def check_complete(master: MasterWeights, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that the ranks' fragments contain every element of every trainable parameter.
+    """Check that all ranks' fragments together contain every element of the trainable parameters.
 
     Collective: every rank must call ``check_complete``.
     """
@@ -836,7 +836,7 @@ def room_for(master: MasterWeights, store: ShadowStore) -> dict[str, torch.Tenso
     """Allocate an uninitialised 1-D fp32 tensor in ``store`` for every fragment of this rank.
 
     Returns:
-        Tensors by the fragment's key.
+        The tensors, keyed like the fragments.
     """
     # One allocation, not one per fragment: thousands of small blocks would each be rounded up.
     buffer = store.allocate(master.numel, device=master.device)

@@ -205,7 +205,7 @@ class _Sweep:
             said = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
             other = _other_owner(root, name) if isinstance(error, PermissionError) else None
             if other is not None:
-                said = f"belongs to user {other}, whose own runs delete it ({said})"
+                said = f"belongs to user {other}; runs of that user delete it ({said})"
             # No folder of ours at all: a link, a file, a mount.
             foreign = isinstance(error, NotADirectoryError)
             foreign = foreign or getattr(error, "errno", None) == errno.ELOOP

@@ -55,7 +55,7 @@ def run_id_of(name: str) -> str | None:
 
 @attrs.frozen(kw_only=True)
 class LeaseRecord(OwnerRecord):
-    """One rank's record in a lease: the owning process, its start time and its plan.
+    """One rank's record in a lease: owning process, start time and plan.
 
     The lock of the lease shows whether the process is alive. The record identifies the process and
     contains the maximum swap size. On file systems with unreliable locks, it also helps to detect a
@@ -360,7 +360,7 @@ def dismantle(folder: int, removed: Removed) -> None:
     """Empty a leased folder on which the caller has an exclusive lock.
 
     The records and the lock file are deleted last. After an interruption the folder is therefore
-    still recognised as a lease, and its free lock shows that no process owns the folder.
+    still recognised as a lease, and as one that no process owns, because it is not locked.
 
     Args:
         folder: Descriptor of the folder.
@@ -541,8 +541,8 @@ def _doubt(records: tuple[LeaseRecord, ...], kind: str | None) -> str | None:
     if not records and kind not in LOCAL_FILESYSTEMS:
         where = kind or "this file system"
         return (
-            f"the folder has no record, and on {where} a free lock does not prove that the run has "
-            "ended"
+            f"the folder has no lease record, and on {where} an unlocked folder does not prove "
+            "that its run has ended"
         )
     return next((doubt for record in records if (doubt := record.doubt(kind))), None)
 

@@ -83,7 +83,7 @@ class Lease(Readable):
 
     @property
     def path(self) -> Path | None:
-        """Parameter swap folder, otherwise optimizer swap folder; ``None`` without NVMe."""
+        """Swap folder of the parameters, else of the optimizer; ``None`` without NVMe."""
         return self.paths.get("param", self.paths.get("optimizer"))
 
     def _carrying(self) -> Lease:
@@ -148,7 +148,7 @@ class Invitation:
                 "is not a run id; share must return the string that rank 0 passed",
                 key="OffloadManager.share",
                 value=text,
-                fix="pass share=, a collective that broadcasts rank 0's string to all ranks",
+                fix="set share= to a collective that broadcasts rank 0's string to all ranks",
             )
         return cls(run_id=run_id, aio=content["aio"], plan=content["plan"])
 
@@ -202,7 +202,7 @@ def need_share(share: Share | None) -> Share:
         "several ranks need the same run id, but no function that shares it was passed",
         key="OffloadManager.share",
         value=None,
-        fix="pass share=, a function that returns rank 0's string on every rank",
+        fix="set share= to a function that returns rank 0's string on every rank",
     )
 
 

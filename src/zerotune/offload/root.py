@@ -86,7 +86,7 @@ class RootChoice:
         if given.is_symlink():
             if not given.exists():
                 raise self._unusable(
-                    "is a symbolic link to a missing target; check that its disk is mounted"
+                    "is a symbolic link to a missing target, whose disk may not be mounted"
                 )
             # Whoever may change the link could move the next run's clean-up to any folder.
             raise self._unusable(

@@ -61,8 +61,8 @@ class Situation:
     precision: str = "fp32"
     """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
     accelerator: str = "cpu"
-    """DeepSpeed's name for the accelerator (``"cuda"``, ``"cpu"``, ``"xpu"``, ``"mps"``), or with
-    the plain engine the platform's name for it."""
+    """DeepSpeed's name for the accelerator (``"cuda"``, ``"cpu"``, ``"xpu"``, ``"mps"``), or, with
+    the plain engine, the platform's name."""
     versions: Mapping[str, str] = attrs.field(factory=dict)
     """Installed versions by package."""
     allow_untested: bool | None = None
@@ -315,9 +315,9 @@ _OWN: Final[Mapping[str, str]] = {
     _8BIT_STATES: "no other library updates 8-bit moments in host memory unit by unit",
     _BF16_STATES: "DeepSpeed stores states in bf16 only if the master weights are bf16 too",
     "Lion": "without CPU offload, DeepSpeed has only a CUDA kernel for it",
-    "Lamb": "DeepSpeed has only a CUDA kernel for fp16, and ZeRO passes it flat partitions, "
-    "although the trust ratio needs whole parameters; zerotune's version sums each "
-    "parameter's norms over its shards",
+    "Lamb": "DeepSpeed's only kernel needs CUDA, fp16 and, for the trust ratio, whole parameters "
+    "instead of ZeRO's flat partitions; zerotune's version sums each parameter's norms over its "
+    "shards",
     "Muon": "DeepSpeed's own version chooses parameters by name, omits convolutions, and does "
     "not support stage 3 in its default configuration; zerotune's version joins sharded "
     "matrices and works the same at every stage",

@@ -803,7 +803,7 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
 
 
 DEFAULT_WARMUP: Final = 500
-"""Default number of warm-up steps if the run's length is unknown; otherwise its upper limit."""
+"""Default warm-up steps of a run of unknown length; maximum of the default for other runs."""
 WARMUP_SHARE: Final = 20
 """The default warm-up is at most the run's length divided by this number."""
 
@@ -1133,7 +1133,7 @@ class Sources:
         if value is UNSET:
             fact = _RUN_FACT.get(parameter.name)
             raise OptimizerError(
-                f"{owner} needs it, but neither the configuration nor the run sets it",
+                f"{owner} needs this value, but neither the configuration nor the run sets it",
                 key=key,
                 **({"value": AUTO} if automatic else {}),
                 fix=f"write a number, or pass RunFacts({fact}=…) to the run"

@@ -51,10 +51,10 @@ class Parameter:
     nullable: bool = False
     """Whether ``None`` is allowed."""
     optional: bool = False
-    """Whether it has no value unless the configuration sets it (a switch that does not affect
-    results)."""
+    """Whether the argument is omitted unless the configuration sets it, as for switches that do not
+    affect results."""
     only: frozenset[str] = frozenset()
-    """Classes whose constructor accepts it; empty if all do."""
+    """Classes whose constructor accepts the argument; empty if all do."""
 
     @property
     def unwritten(self) -> Any:
@@ -144,7 +144,7 @@ class OptimizerEntry(Entry):
     fp32_per_weight: float | None = None
     """Size of all states per weight, counted in fp32 numbers; ``None`` means one for each state."""
     refusal: str | None = None
-    """Why the optimizer cannot run anywhere; ``None`` for all others."""
+    """Why the optimizer can never run; ``None`` for all others."""
     instead: str | None = None
     """The closest alternative to an optimizer that cannot run anywhere."""
     adam_like: bool = False
@@ -771,7 +771,7 @@ IMPLEMENTATION_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "muonwithauxadam": "Muon",
     }
 )
-"""Class names, each read as an optimizer name because DeepSpeed chooses the class itself."""
+"""Class names that are read as optimizer names, because DeepSpeed chooses the class itself."""
 
 
 BY_WORD: Final[Mapping[str, str]] = {
@@ -779,7 +779,7 @@ BY_WORD: Final[Mapping[str, str]] = {
     **SPELLINGS,
     **IMPLEMENTATION_NAMES,
 }
-"""Canonical names by all of their spellings, normalised by ``squash``."""
+"""Canonical name for each spelling; spellings are normalised by ``squash``."""
 
 Origin = Literal["plain", "torch", "deepspeed", "package"]
 

@@ -71,7 +71,7 @@ TOP_LEVEL = frozenset(
 
 
 def is_accelerate(content: Mapping[Any, Any]) -> bool:
-    """Whether a mapping is accelerate's; a trainer's may also contain ``deepspeed_config``."""
+    """Whether a mapping has accelerate's structure; trainers' files may contain the block too."""
     return BLOCK in content and ("distributed_type" in content or "compute_environment" in content)
 
 

@@ -171,7 +171,7 @@ class Advice(Readable):
 
     @property
     def headroom(self) -> dict[Place, int]:
-        """Unused bytes of the budget, of device memory per rank and of RAM and NVMe per machine."""
+        """Unused bytes of the budget: device memory per rank, and RAM and NVMe per machine."""
         needs = machine_needs(self.estimate)
         return {
             "device": self.budget.device - needs["device"],
@@ -234,7 +234,7 @@ class Layout:
     parameters: str = "none"
     pinned: bool = True
     fills_device: bool = False
-    """Whether the device keeps as much of the optimizer as fits."""
+    """Whether the device stores as much of the optimizer as fits."""
     streams: bool = False
     """Whether weights are streamed; the device keeps as many units as fit."""
     splits: bool = False
@@ -292,7 +292,7 @@ ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
 _OPT_IN: Final = (
     "chosen only if streaming is requested; `zerotune doctor --prove` verifies its results"
 )
-ALSO_FITS: Final = "also fits; more offload than needed, or slower"
+ALSO_FITS: Final = "also fits, but offloads more or is slower"
 """Default reason why a candidate that fits was not chosen."""
 _SUGGESTED_BASE: Final = "nf4"
 _SUGGESTED_RANK: Final = 16

@@ -95,7 +95,7 @@ class Panel:
 def plot_memory(
     estimate: MemoryEstimate, path: str | os.PathLike[str], *, budget: RankBudget | None = None
 ) -> Path:
-    """Draw a bar of stacked components for peak device, host and NVMe memory (PNG, PDF or SVG).
+    """Draw peak device, host and NVMe memory as stacked bars in a PNG, PDF or SVG file.
 
     Each bar has its own scale, which starts at zero and includes the budget, if there is one.
 
@@ -135,7 +135,7 @@ def memory_panels(
     budget: RankBudget | None = None,
     measured: RankBudget | None = None,
 ) -> list[Panel]:
-    """Return a panel for each of device, host and NVMe that is used or has a budget.
+    """Return a panel for each kind of memory (device, host, NVMe) that is used or has a budget.
 
     Args:
         estimate: The memory estimate.

@@ -1,11 +1,11 @@
 # ruff: noqa: RUF009  (`setting` and `extra_keys` return attrs.field, as RUF009 cannot see)
 """The parts of a plan: settings, sections, facts, choices, and the plan itself.
 
-The module first defines the types of settings (*kinds*), how sections are declared and read, which
-DeepSpeed keys zerotune passes through, and old spellings of keys. Then come the sections, facts
+The module first defines the types of settings (*kinds*), the base class of sections, the DeepSpeed
+keys that zerotune passes through, and the old spellings of keys. Then come the sections, facts
 about the model and the run, ``DeepSpeedPlan`` (what the user wants) and ``ResolvedPlan`` (what will
-run). Other modules read, write, check and resolve plans. Both plan classes offer these actions as
-methods, which import those modules when called.
+run). Other modules read, write, check and resolve plans. Both plan classes have methods for these
+actions, which import the other modules when called.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Kind(ABC):
         """
 
     def read_into(self, log: Log, value: Any, key: str) -> Any:
-        """Convert ``value`` as ``read`` does, and log a decision if this changes it.
+        """Convert ``value`` as ``read`` does, and log a decision if the result differs.
 
         Args:
             log: Log that receives decisions.
@@ -582,7 +582,7 @@ def extra_keys() -> Any:
 
 
 def modelled(cls: type[Section]) -> list[attrs.Attribute[Any]]:
-    """Return the configuration keys among the fields of ``cls``, in the order they are written."""
+    """Return the fields of ``cls`` that are configuration keys, in the written order."""
     fields: tuple[attrs.Attribute[Any], ...] = attrs.fields(cls)  # type: ignore[arg-type]
     return [attribute for attribute in fields if "kind" in attribute.metadata]
 
@@ -1526,7 +1526,7 @@ class ParameterFacts:
 
         Args:
             rank: Inner dimension of the factors.
-            ends: Suffixes of the names of the layers to adapt.
+            ends: Suffixes of the dotted names of layers to adapt.
         """
         layer, _, kind = self.name.rpartition(".")
         named = any(layer == end or layer.endswith(f".{end}") for end in ends)
@@ -1587,7 +1587,7 @@ STORAGES: Final[Mapping[str, tuple[float, float]]] = {
     "int8": (1, 4),
     "fp8": (1, 4),
 }
-"""Bytes per element and per output row of a weight that bitsandbytes or torchao quantizes, by
+"""Bytes per element and bytes per output row of weights quantized by bitsandbytes or torchao, by
 storage dtype."""
 
 
@@ -1621,9 +1621,9 @@ class ActivationCost:
     """Bytes per sample and image pixel (not latent pixel); for clips, see
     ``ModelFacts.positions``."""
     small: tuple[tuple[int, float, float], ...] = attrs.field(default=(), converter=_as_triples)
-    """Groups of equal tensors, as count, bytes per sample and bytes per pixel. A group is included
-    only if each tensor has fewer than ``SMALLEST_OFFLOADED`` bytes; a negative count subtracts
-    the group."""
+    """Groups of equally large tensors; each group has a count, bytes per sample and bytes per
+    pixel. A group is included only if each tensor has fewer than ``SMALLEST_OFFLOADED`` bytes; a
+    negative count subtracts the group."""
     moments: tuple[ActivationCost, ...] = attrs.field(default=(), converter=_as_costs)
     """Costs at other moments of the pass, where other batch sizes or resolutions may have their
     peak."""
@@ -1710,7 +1710,7 @@ class ArithmeticFacts:
 
     @property
     def of_frozen_weights(self) -> ArithmeticFacts:
-        """Return the work with frozen weights: the backward pass has half the matrix products."""
+        """Return the work with frozen weights, which halve the backward pass's matrix products."""
         halved = attrs.evolve(
             self.backward,
             products=self.backward.products.times(0.5),
@@ -1731,7 +1731,7 @@ class ActivationFacts:
     """Device memory with ``ActivationOffload``, which recomputes blocks and keeps their inputs in
     host memory; ``None`` if unknown."""
     offloaded_host: ActivationCost | None = None
-    """Host memory that the offloaded block inputs take."""
+    """Host memory for the offloaded block inputs."""
 
 
 @attrs.frozen(kw_only=True)
@@ -1747,7 +1747,7 @@ class BlockFacts:
 
     @classmethod
     def of(cls, module: Any) -> tuple[BlockFacts, ...]:
-        """Find innermost modules of classes in ``_repeated_blocks`` and ``_no_split_modules``."""
+        """Find innermost modules with classes in ``_repeated_blocks`` or ``_no_split_modules``."""
         names = {"ResnetBlock2D"}
         for attribute in ("_no_split_modules", "_repeated_blocks"):
             names.update(getattr(module, attribute, None) or ())
@@ -1821,7 +1821,7 @@ class ModelFacts:
     units: tuple[str, ...] = ()
     """Dotted names of modules that are each streamed as one unit."""
     frames_per_latent: int | None = None
-    """Frames per latent frame after the first; ``None`` for an image model."""
+    """Number of frames in each latent frame after the first; ``None`` for an image model."""
 
     def positions(self, *, height: int, width: int, frames: int | None = None) -> int:
         """Return the size that activations scale with: image pixels times latent frames.
@@ -1897,7 +1897,7 @@ class ModelFacts:
                 f"no layer of {self.name} has a name with one of these endings",
                 key="lora_targets",
                 value=ends,
-                fix="write suffixes of the names of the layers to adapt",
+                fix="write the suffixes of layer names, such as to_q",
             )
         frozen = [
             each.quantized(base_dtype)
@@ -1964,7 +1964,7 @@ class ModelFacts:
         return sum([-(-each.nbytes(element_bytes) // ranks) for each in self.parameters])
 
     def parts(self, ranks: int) -> tuple[int, ...]:
-        """Return how many elements of each parameter one of ``ranks`` ranks holds, with padding."""
+        """Return each parameter's number of elements on one of ``ranks`` ranks, with padding."""
         # Kept: every candidate of an advice adds up the same thousands of them.
         if ranks not in self._parts:
             self._parts[ranks] = tuple([-(-each.numel // ranks) for each in self.parameters])
@@ -2053,8 +2053,8 @@ UNET_BLOCKS: Final = frozenset({"BasicTransformerBlock", "ResnetBlock2D"})
 def repeated_modules(module: Any) -> tuple[str, ...]:
     """Return the dotted names of repeated modules, except those inside another repeated module.
 
-    Repeated modules are the blocks that diffusers marks as repeated, and the blocks of U-Nets. In
-    models without such blocks, they are modules of the same class in one list.
+    Repeated modules are the blocks that diffusers marks as repeated, and the blocks of U-Nets. In a
+    model without such blocks, modules of the same class in one list count as repeated.
     """
     classes = set(UNET_BLOCKS)
     for part in module.modules():
@@ -2452,12 +2452,12 @@ class DeepSpeedPlan(Readable, Section):
         """Write the plan to a file atomically.
 
         Args:
-            path: The file. Its previous version is kept as ``….bak``.
+            path: The file. An existing file is kept as ``….bak``.
             format: ``"deepspeed"``, ``"accelerate"``, ``"python"`` or ``"trainer"`` (a
                 ``config.json`` that contains ``deepspeed_config``; its other content is preserved).
                 By default, the suffix and the existing file determine the format.
             lossy: Launch settings that may be dropped if the format does not support them.
-            like: A configuration whose key order JSON output follows.
+            like: A configuration that determines the order of keys in JSON output.
 
         Raises:
             InvalidValueError: A launch setting is neither supported by the format nor named in
@@ -2604,8 +2604,8 @@ class DeepSpeedPlan(Readable, Section):
             run: Values from the training script, for ``"auto"`` and missing keys.
             deepspeed: ``False`` selects the plain engine.
             host_step: ``False`` uses DeepSpeed's own step for Adam in host memory.
-            hidden: Whether Adam in host memory runs in a thread during the next forward pass. By
-                default, it does so only if this saves time. Results are bitwise equal.
+            hidden: Whether Adam in host memory runs in a thread during the next forward pass; by
+                default only if this saves time. Results are bitwise equal.
             streamed: Whether weights are on the device only while they are used: ``True``, or
                 ``Streaming`` options. Results are bitwise equal to those of ZeRO-2 with CPU
                 offload. If streaming is not possible, DeepSpeed trains without it, and a decision
@@ -2646,8 +2646,8 @@ class DeepSpeedPlan(Readable, Section):
             context: Context for the rules.
             settle: Function that resolves optimizer and schedule, such as
                 ``OptimizerResolver().settled``.
-            resolve_in: Context for resolving the plan, if the rules must ignore its machine or its
-                run; default ``context``.
+            resolve_in: Context for resolving the plan, if it has a machine or run that the rules
+                must ignore; default ``context``.
             mistakes: Errors from reading the plan, which are not reported again.
         """
         from zerotune.plan import rules
@@ -2982,17 +2982,17 @@ class Streaming:
     gradient_buffers: int = attrs.field(default=6)
     """Number of units whose gradients may be in host memory at the same time. The limit applies if
     updates run during the backward pass, that is, without clipping and accumulation. One buffer
-    receives gradients, one is in an update, and the others wait for updates during the next forward
-    pass, so more buffers hide more work."""
+    receives gradients, and one is used by an update. The others keep gradients for updates during
+    the next forward pass, so more buffers let more work overlap."""
 
     @gradient_buffers.validator
     def _check_buffers(self, _attribute: Any, value: Any) -> None:
-        fix = "write 6: one is being filled, one is being read, four wait for the next forward pass"
+        fix = "write 6: one being filled, one being read, and four kept for the next forward pass"
         whole(value, key="streamed.gradient_buffers", least=1, fix=fix)
 
     @window.validator
     def _check_window(self, _attribute: Any, value: Any) -> None:
-        fix = "write 3: one in use, one being loaded, one being released"
+        fix = "write 3: one in use, one being loaded, and one being released"
         whole(value, key="streamed.window", least=2, fix=fix)
 
     def capacity(self, sizes: Collection[int]) -> int:
@@ -3047,7 +3047,7 @@ class ResolvedPlan(Readable):
     time."""
     streamed: bool | Streaming | None = None
     """Whether weights are streamed; ``None``: only if ``zerotune doctor --prove`` has verified
-    it."""
+    streaming."""
 
     @property
     def context(self) -> Context:
@@ -3110,7 +3110,8 @@ class ResolvedPlan(Readable):
     def nvme_paths(self) -> dict[str, str | None]:
         """Swap folders for parameters (``"param"``) and optimizer states (``"optimizer"``).
 
-        A key exists only if these are swapped; its value is ``None`` until the folder is set.
+        A key exists only if the plan swaps that part; its value is ``None`` until the folder is
+        set.
         """
         zero = self.plan.zero_optimization
         parts = {

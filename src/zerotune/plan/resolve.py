@@ -473,7 +473,7 @@ def leaf_blocks(model: ModelFacts | None) -> tuple[BlockFacts, ...]:
 
 
 def prefetch_bucket(model: ModelFacts | None) -> int:
-    """Return the number of elements to prefetch: one block, and at least the largest tensor."""
+    """Return the prefetch size in elements: one block, but at least the largest tensor."""
     if model is None or model.numel == 0:
         return PREFETCH_BUCKET
     block = max((block.numel for block in leaf_blocks(model)), default=PREFETCH_BUCKET)
@@ -559,7 +559,7 @@ class Swapping:
 
     @property
     def buffers(self) -> int:
-        """Number of swap buffers for all parameters resident at once, without prefetching.
+        """Number of swap buffers for simultaneously resident parameters, without prefetching.
 
         Each resident parameter needs one buffer. While a module runs, its direct parameters and
         those of its parent modules are resident.
@@ -1065,7 +1065,7 @@ SETTING: Final = "pinned_max_round_threshold_mb"
 THRESHOLD: Final = 1
 """Value of ``SETTING`` in MiB; smaller blocks are still rounded, so that torch can reuse them."""
 OLDEST_TORCH: Final = (2, 13)
-"""Oldest torch release known to have the setting; the backend also tries it on older ones."""
+"""Oldest torch release known to have the setting; the backend also tries it on older releases."""
 ROUNDING: Final = frozenset({"cuda", "rocm"})
 """Accelerators on which torch's allocator rounds page-locked blocks."""
 
@@ -1086,8 +1086,8 @@ def pins_natively(platform: Platform) -> bool:
     """Whether DeepSpeed page-locks blocks itself, because torch would round their sizes up.
 
     Args:
-        platform: The machine. DeepSpeed must be installed, and locked memory must be unlimited,
-            because DeepSpeed otherwise fails to lock it.
+        platform: The machine. It must have DeepSpeed and no limit on locked memory; with a limit,
+            DeepSpeed would fail to lock blocks.
     """
     needed = not pins_exactly(platform) and platform.memlock_limit is None
     return needed and "deepspeed" in platform.versions

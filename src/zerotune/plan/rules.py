@@ -372,7 +372,7 @@ SETTING_RULES: Final = (
         "note",
         {f"{_OPTIMIZER}.ratio": is_below(1)},
         stages=(3,),
-        summary="With an offload ratio below 1, torch's AdamW updates what stays on the device.",
+        summary="With an offload ratio below 1, torch's AdamW updates the weights on the device.",
         reason="torch's AdamW updates the part on the device, and DeepSpeed's AdamW updates the "
         "rest",
         fix="set the ratio to 1.0 to use one implementation for all weights",
@@ -682,8 +682,8 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
     """Before torch 2.13, rounding of pinned memory wastes 16 GiB for SDXL at stage 2.
 
     torch rounds each pinned block up to a power of two. With torch 2.13, zerotune disables this
-    rounding. DeepSpeed 0.19.8 page-locks blocks at their exact size if the process may lock
-    any amount of memory. The rule applies only if the model and the torch version are known.
+    rounding. DeepSpeed 0.19.8 page-locks blocks at their exact size if the process may lock an
+    unlimited amount of memory. The rule applies only if the model and the torch version are known.
     """
     plan, context, section = case.plan, case.context, offload_section(case.plan, "optimizer")
     here = context.platform
@@ -771,7 +771,7 @@ def clipping_unset(case: Case, this: Rule) -> Findings:
 
 @rule("precision-conflict", "error", only_deepspeed=False)
 def precision_conflict(case: Case, this: Rule) -> Findings:
-    """At most one of bf16 and fp16 may be enabled, and the launcher's file must agree.
+    """At most one of bf16 and fp16 may be enabled, with the same setting in the launcher's file.
 
     Disable one of the two precisions, and set the launcher's ``mixed_precision`` to the other.
     """
@@ -1052,7 +1052,7 @@ def nvme_optimizer_buffers(case: Case, this: Rule) -> Findings:
     fix=f'write at least {{need}}, or "{AUTO}"',
 )
 def nvme_pipeline_buffers(case: Case, this: Rule) -> Findings:
-    """Pipelined swapping needs four more buffers for reading ahead and four for writing back.
+    """Pipelined swapping needs four extra buffers to read ahead, and another four to write back.
 
     The pool needs 8 buffers with either ``pipeline_read`` or ``pipeline_write``, and 12 with both.
     """
@@ -1213,7 +1213,7 @@ def parallelism(case: Case, this: Rule) -> Findings:
     """Only data parallelism is supported: sequences, matrices and layers are not split.
 
     With ``sequence_parallel_size: 2`` DeepSpeed counts only half of the ranks for the train batch
-    size, but leaves it to the model to split sequences.
+    size, but the model itself must split the sequences.
     """
     section = "parallelism_config"
     places = {path: (path, counted) for path, counted in _PARALLEL.items()}
@@ -1288,7 +1288,7 @@ def gradient_norm(case: Case, this: Rule) -> Findings:
     fix='remove this key, or write "mean"',
 )
 def gradient_sum(case: Case, this: Rule) -> Findings:
-    """With stage 3, ZenFlow or DeepCompile, DeepSpeed cannot sum gradients over ranks."""
+    """DeepSpeed cannot sum gradients over ranks at stage 3, with ZenFlow or with DeepCompile."""
     plan, value = case.plan, case.plan.extra.get("gradient_allreduce_op")
     if not isinstance(value, str) or value.lower() != "sum":
         return

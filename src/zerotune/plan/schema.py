@@ -42,7 +42,8 @@ class Parameter:
     modelled: bool = False
     """Whether zerotune models the key; otherwise, the key is passed through to DeepSpeed."""
     stages: tuple[int, ...] = ()
-    """ZeRO stages at which the key has an effect; empty if unknown, or if it affects all stages."""
+    """ZeRO stages at which the key has an effect; empty if unknown, or if it has an effect at all
+    stages."""
 
     @property
     def name(self) -> str:

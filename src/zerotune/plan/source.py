@@ -37,8 +37,8 @@ def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
     """Set the maximum size of plan files inside the ``with`` block; the default is 16 MiB.
 
     Args:
-        size: Bytes, or an amount such as ``"64MiB"``. A YAML file may have 1/128 of this size; a
-            JSON file may contain one value per 20 bytes of it.
+        size: Bytes, or an amount such as ``"64MiB"``. A YAML file is limited to 1/128 of ``size``.
+            A JSON file may contain at most one value per 20 bytes of ``size``.
         key: Name of the setting, for messages.
 
     Raises:
@@ -525,7 +525,7 @@ def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
     other = {
         ".toml": (
             "is TOML, a format for trainers' settings but not for DeepSpeed configurations",
-            "pass the JSON or YAML file named in it or on the trainer's command line",
+            "pass the JSON or YAML file that it or the trainer's command line names",
         ),
         ".hjson": (
             "is HJSON, which is not supported",
@@ -702,8 +702,8 @@ def with_named_files(
 
     Args:
         content: A configuration, or a trainer's settings that contain one.
-        place: Function that takes a key and its path. It returns the new path, or raises an error
-            to reject the file.
+        place: Function that takes a key and the path in its value. It returns the new path, or
+            raises an error to reject the file.
 
     Returns:
         A copy of ``content`` with the new paths.

@@ -60,7 +60,7 @@ _WHERE = {
 def plan_page(
     plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
 ) -> Page:
-    """Return a report of a plan: errors, settings, changes made when it was read, findings."""
+    """Return a report of a plan: errors, settings, changes made on reading, and findings."""
     findings = check_plan(plan, Context(world_size=world_size, platform=platform))
     errors = [one for one in findings if one.severity == "error"]
     rows = [(label, _unless_refused(label, value, errors)) for label, value in _asked_rows(plan)]
@@ -465,7 +465,7 @@ class MemoryTable(Table):
 
     @override
     def html(self) -> str:
-        """Return a bar each for device, host and NVMe memory; tooltips show component sizes."""
+        """Return one bar each for device, host and NVMe memory; tooltips show component sizes."""
         unit = estimate_unit(self.estimate, self.budget)
         return "".join(
             fit._html_bar(self.estimate, fit.words(unit))
@@ -569,7 +569,7 @@ def subject(estimate: MemoryEstimate) -> str:
 
 
 def peak_words(estimate: MemoryEstimate, place: Place) -> str:
-    """Describe when the use of device, host or NVMe memory peaks, as the end of a sentence."""
+    """Return the end of a sentence that says when device, host or NVMe memory use peaks."""
     if len(set(_totals(estimate, place).values())) == 1:
         return "at any time"
     return f"at the peak, {DURING[estimate.peak(place).phase]}"
@@ -729,7 +729,7 @@ def seconds_words(seconds: float) -> str:
 
 
 def advice_page(advice: Advice, *, most: int | None = None) -> Page:
-    """Return a report of advice: the choice with its reason, free memory, other candidates.
+    """Return a report of advice: the choice with its reason, free memory, and other candidates.
 
     Args:
         advice: The advice.

@@ -56,7 +56,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
     """Write a file atomically; an existing file is replaced.
 
     Args:
-        path: The file. Its folder is created; a symbolic link is followed.
+        path: The file. Missing folders are created, and symbolic links are followed.
         content: Content of the file.
 
     Returns:
@@ -126,8 +126,8 @@ def plan_document(
         lossy: Launch settings that may be dropped if the format does not support them, such as
             ``"num_processes"`` if the batch size per rank depends on it. Unsupported settings that
             only affect how processes start are always dropped; a decision records this.
-        like: A configuration whose key order JSON output follows; default the order of the plan's
-            fields.
+        like: A configuration that determines the order of keys in JSON output; default the order of
+            the plan's fields.
 
     Raises:
         InvalidValueError: The format is unknown, or a launch setting is neither supported by the
@@ -227,7 +227,7 @@ def format_of(path: Path) -> str:
 
 
 def in_order(config: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Sort the keys of ``config`` in the order of ``like``; keys that ``like`` lacks come last."""
+    """Sort the keys of ``config`` as in ``like``; keys that are not in ``like`` come last."""
     names = [name for name in like if name in config]
     ordered = {name: config[name] for name in (*names, *config)}
     for name in names:
@@ -381,7 +381,8 @@ class _Writer(Log):
                 self.plan, after = evolved(self.plan, **{key: launched}), launched
                 reason = f"{where} has only one key for this setting, so it is written as {key}"
             else:
-                reason = f"{where} has only this key for it, and {key} = {written} takes precedence"
+                kept = f"{key} = {written} takes precedence"
+                reason = f"{where} has only one key for this setting, and {kept}"
             self.decide(f"launch.{key}", launched, after, reason)
 
     def _settle_swap_folders(self, launch: LaunchSection, where: str) -> None:

@@ -573,7 +573,7 @@ class CgroupMemory:
     limit: int | None = None
     """The smallest limit, or ``None``."""
     available: int | None = None
-    """Bytes left in the control group that has the fewest left; reclaimable page cache counts as
+    """Bytes left in the control group with the least memory left; reclaimable page cache counts as
     free."""
 
 

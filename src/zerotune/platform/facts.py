@@ -120,8 +120,8 @@ class Platform:
     """Number of logical cores that this process may use, within its CPU affinity and the
     container's quota; at least 1."""
     versions: Mapping[str, str] = attrs.field(factory=dict, hash=False)
-    """Versions of python and of the installed packages among torch, deepspeed, accelerate and
-    diffusers."""
+    """Versions of python, and of torch, deepspeed, accelerate and diffusers if they are
+    installed."""
     torch_build: str | None = None
     """Platform for which torch was built (``"cuda 12.8"``, ``"rocm 6.4"``, ``"cpu"``)."""
     bf16: bool

@@ -1,7 +1,7 @@
 """Measure activation memory, and decide on gradient checkpointing and activation offload.
 
 Activations are measured on the ``meta`` device at the training resolution. Blocks are recomputed if
-the caller or an ``Advice`` requests it, or if memory is too small otherwise.
+the caller or an ``Advice`` requests it, or if memory would otherwise be too small.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Activations:
 def known_activations(
     model: Any, data: Any, *, batch: int, checkpointed: bool = True
 ) -> Activations:
-    """Measure activations of one training step on the ``meta`` device, at the training resolution.
+    """Measure one training step's activations on the ``meta`` device, at the training resolution.
 
     The measured model is rebuilt from the model's diffusers configuration, so adapters are not
     counted.

@@ -75,8 +75,8 @@ class EmbeddedPlan(Closing):
         plan: A plan, a DeepSpeed configuration as a dict, or the path of a configuration; a
             ``ResolvedPlan`` is used unchanged.
         model: The model to train, in fp32; only its shapes and names are read. Required only for
-            frameworks that read the whole configuration before they receive the model, such as
-            Fabric.
+            frameworks, such as Fabric, that read the whole configuration before they receive the
+            model.
         resolver: Resolves optimizer and schedule; default ``OptimizerResolver()``.
         offload: Creates the swap folders; default ``OffloadManager()``.
         run: Values for the fields that are ``"auto"`` in the plan, as ``RunFacts`` or as the
@@ -135,7 +135,7 @@ class EmbeddedPlan(Closing):
                 f"{self._platform.accelerator} on this machine",
                 key="ACCELERATE_USE_CPU",
                 value=os.environ["ACCELERATE_USE_CPU"],
-                fix="omit --cpu, or set DS_ACCELERATOR=cpu in the environment as well",
+                fix="omit --cpu, or set DS_ACCELERATOR=cpu in the environment too",
             )
         self.resources.enter_context(held("ACCELERATE_USE_CPU", "false"))
         # accelerate's launcher sets an address where several processes were asked for.
@@ -222,7 +222,7 @@ class EmbeddedPlan(Closing):
         return self.plan.to_deepspeed()
 
     def shard(self, model: torch.nn.Module) -> None:
-        """At stage 3, partition the model from host memory, one parameter at a time.
+        """At stage 3, partition a model in host memory, one parameter at a time.
 
         Call ``shard`` before the framework receives the model. Without ``shard`` the framework
         moves the whole model to the device before DeepSpeed partitions it. If the weights have not
@@ -267,7 +267,7 @@ class EmbeddedPlan(Closing):
         return accelerate_optimizer(self.plan, model), EngineSchedule(self)
 
     def accelerator(self, **arguments: Any) -> Any:
-        """Return an ``accelerate.Accelerator`` for a script that needs no other change.
+        """Return an ``accelerate.Accelerator``; the script needs no other change.
 
         The accelerator's ``prepare`` replaces the script's optimizer and schedule with those of the
         plan, records these replacements as decisions, and attaches the engine. ``save_state`` and
@@ -277,7 +277,7 @@ class EmbeddedPlan(Closing):
         ``load_state`` and ``get_state_dict`` are collective. ``end_training`` closes the run.
 
         Args:
-            arguments: The script's arguments for ``Accelerator``. Values from the plan override
+            arguments: The script's arguments for ``Accelerator``. The plan's values override these
                 arguments; each override is recorded as a decision.
 
         Raises:

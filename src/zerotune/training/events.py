@@ -123,7 +123,7 @@ class Callback:
         """
 
     def on_values(self, trainer: RunView, values: Mapping[str, float]) -> None:
-        """Called with named values measured at this step, such as a validation loss.
+        """Called with values, such as a validation loss, that were measured at the current step.
 
         Args:
             trainer: The trainer that runs ``fit``.
@@ -131,7 +131,7 @@ class Callback:
         """
 
     def on_images(self, trainer: RunView, name: str, images: torch.Tensor) -> None:
-        """Called with images that were sampled at this step.
+        """Called with images that were sampled at the current step.
 
         Args:
             trainer: The trainer that sampled the images.

@@ -222,7 +222,7 @@ _PAGE_LOCKED: Final = "a page-locked allocation failed: "
 
 @attrs.frozen(kw_only=True)
 class Situation:
-    """Plan and current activity of a run, for the message of an out-of-memory error."""
+    """Plan and current activity of a run, for an out-of-memory error's message."""
 
     plan: ResolvedPlan
     doing: str

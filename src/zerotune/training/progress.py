@@ -44,7 +44,7 @@ class ProgressBar(Callback):
         self._bar: Any = None
 
     def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
-        """Remember the resumed step, which ``on_fit_start`` prints."""
+        """Remember the step at which the run resumes; ``on_fit_start`` prints it."""
         self._resumed = next(str(d) for d in reversed(trainer.decisions) if d.key == "step")
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:

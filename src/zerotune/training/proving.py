@@ -540,7 +540,7 @@ class Check:
     name: str
     """Name of the fast path in ``zerotune.backend.proof.PATHS``."""
     run: Callable[[Bench], float | None]
-    """Function that runs the check; may return the seconds to record as its duration."""
+    """Function that runs the check; may return the duration to record, in seconds."""
     on_streams: bool = False
     """Whether the check also runs on recorded streams."""
     needs_ops: bool = False

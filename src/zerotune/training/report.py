@@ -518,10 +518,10 @@ def bounds(
 
 
 def copy_rate() -> float:
-    """Measure host memory bandwidth in bytes per second: reads plus writes of a plain copy.
+    """Measure host memory bandwidth in bytes per second, counting a copy's reads and writes.
 
-    The result is the rate of the fastest of four copies, with torch's current number of threads. It
-    is cached per number of threads.
+    The result is the rate of the fastest of four copies, with torch's current number of threads.
+    The result is cached for each number of threads.
     """
     return _copy_rate_with(torch.get_num_threads())
 

@@ -45,7 +45,8 @@ class SaveEvery(Callback):
 
     When ``fit`` starts, leftovers of killed runs are deleted from ``root``. While ``fit`` runs,
     ``root`` is locked, so a second job that saves to it fails before its first step (see
-    ``RootHold``). Checkpoints beyond ``keep`` are deleted after each save and when ``fit`` ends.
+    ``RootHold``). All but the newest ``keep`` checkpoints are deleted after each save and when
+    ``fit`` ends.
 
     Args:
         steps: Optimizer steps between two checkpoints.
@@ -394,8 +395,8 @@ class TrainerState:
             key="generators",
             before=len(self.generators),
             after=group.world_size,
-            reason="the number of processes changed, so the generators of noise and time steps "
-            "are reseeded from the seed and the step",
+            reason="the number of processes changed, so the random generators for noise and "
+            "time steps are reseeded from the seed and the step",
             severity="warning",
         )
         announce((decision,), rank=group.rank)

@@ -74,8 +74,8 @@ def prepare(
         model: The model in fp32, or a result of ``load_pretrained``.
         plan: A plan, a DeepSpeed configuration as a dict, or the path of a configuration; a
             ``ResolvedPlan`` is used unchanged. Default: the plan passed to ``load_pretrained``.
-        resolver: Resolves optimizer and schedule; default ``OptimizerResolver()``. Ignored if a
-            resolved plan already contains an optimizer.
+        resolver: Resolves optimizer and schedule; default ``OptimizerResolver()``. Ignored if
+            ``plan`` is resolved and already contains an optimizer.
         offload: Creates the swap folders; default ``OffloadManager()``.
         run: Values for the fields that are ``"auto"`` in the plan.
         platform: The machine to run on; detected by default.
@@ -367,7 +367,7 @@ def check_resolver(resolver: Any, *, key: str = "resolver") -> None:
         why,
         key=key,
         value=resolver if isinstance(resolver, str) else kind.__name__,
-        fix=f'name the optimizer in the plan, DeepSpeedPlan.build(optimizer="{name}", lr=…), or '
+        fix=f'set the optimizer with DeepSpeedPlan.build(optimizer="{name}", lr=…), or '
         f'pass resolver=OptimizerResolver(overrides={{"optimizer.type": "{name}", "lr": …}})',
     )
 

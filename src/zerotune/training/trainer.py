@@ -96,8 +96,8 @@ class Trainer(Closing, Readable):
     Args:
         model: The model in fp32, or a result of ``load_pretrained``, which also provides a plan,
             an objective and a pipeline.
-        plan: ZeRO stage, offload, precision, batch and optimizer, as a plan, a dict or the path of
-            a file. An ``Advice`` also sets gradient checkpointing and activation offload.
+        plan: A plan, a dict or the path of a file; sets ZeRO stage, offload, precision, batch and
+            optimizer. An ``Advice`` also sets gradient checkpointing and activation offload.
         resolver: Resolves optimizer and schedule.
         offload: Creates the swap folders.
         ema: EMA of the weights: a decay, an ``EMAShadow``, ``EMAShadows``, or a ``BackgroundEMA``
@@ -246,7 +246,7 @@ class Trainer(Closing, Readable):
 
         Raises:
             InvalidValueError: No limit is given, or a number is out of range.
-            DataError: There are no data, a batch has the wrong size, or epochs cannot be counted.
+            DataError: No data are given, a batch has the wrong size, or epochs cannot be counted.
             TrainingError: The loss or the gradient is not finite, and ``non_finite`` raises.
             OutOfMemoryError: Memory ran out; the message names a plan that fits.
             CollectiveError: The ranks have different data, or a rank failed; the message names the
@@ -376,7 +376,7 @@ class Trainer(Closing, Readable):
         self._tell("on_resume", Path(path))
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Pass named values of this step, such as a validation loss, to the callbacks.
+        """Pass values of the current step, such as a validation loss, to the callbacks.
 
         Args:
             values: Values by name.
@@ -384,7 +384,7 @@ class Trainer(Closing, Readable):
         self._tell("on_values", values)
 
     def show(self, name: str, images: torch.Tensor) -> None:
-        """Pass images sampled at this step to the callbacks.
+        """Pass images that were sampled at the current step to the callbacks.
 
         Args:
             name: Name under which the images are logged.
@@ -399,7 +399,7 @@ class Trainer(Closing, Readable):
         weights: str | EMAShadow | None = None,
         dtype: str | torch.dtype = "fp32",
     ) -> Path:
-        """Export the trained weights in the format they were loaded from. Collective.
+        """Export the trained model in the format from which it was loaded. Collective.
 
         If the model has adapters, ``export`` writes the adapters (``export_adapters``). If
         ``model=`` was a result of ``load_pretrained``, ``export`` writes the whole pipeline

@@ -1,9 +1,10 @@
 """Ends a run whose ranks deadlock, and reports what each rank is executing.
 
 If ranks run different modules, or different numbers of forward passes, a collective never
-completes. Without a watchdog the job occupies its GPUs until a timeout whose message names no
-module. On each rank a thread periodically reads the training thread's stack and writes the current
-module and line to the process group's store. Writing to the store needs no collective.
+completes. Without a watchdog the job occupies its GPUs until the collective times out with a
+message that names no module. On each rank a thread periodically reads the training thread's stack
+and writes the current module and line to the process group's store. Writing to the store needs no
+collective.
 """
 
 from __future__ import annotations

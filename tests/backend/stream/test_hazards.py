@@ -117,7 +117,7 @@ def test_a_step_before_the_last_micro_batch(monkeypatch):
         original(self, is_last=True)
 
     monkeypatch.setattr(steps.StreamedSteps, "begin_backward", begin)
-    with pytest.raises(Exception, match="used again in the backward pass"):
+    with pytest.raises(Exception, match="the backward pass uses this module again"):
         streamed(EAGER)
 
 

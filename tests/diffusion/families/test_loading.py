@@ -303,7 +303,7 @@ def test_folders_that_are_no_pipelines_are_refused(folders, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidValueError, match=r"config\.json"):
         load_pretrained(tmp_path / "empty")
-    with pytest.raises(InvalidValueError, match="folder of a whole pipeline"):
+    with pytest.raises(InvalidValueError, match="folder of a complete pipeline"):
         load_pretrained(folders["sdxl"] / "unet")
     unknown = edited(folders["sdxl"], tmp_path / "new", _class_name="BrandNewPipeline")
     with pytest.raises(InvalidValueError, match=r"no known family.*StableDiffusionXLPipeline"):

@@ -1,9 +1,10 @@
 """Training under ZeRO through DeepSpeed's own API.
 
-accelerate is not used, because a resolved plan needs none of what accelerate's DeepSpeed plugin
-does. The plugin fills in ``"auto"`` values, replaces unknown optimizers with DeepSpeedCPUAdam with
-offload, derives bucket sizes from a ``hidden_size`` that diffusion models lack, and divides
-schedules by the number of processes. See docs/engines.md for measurements.
+accelerate is not used, because a resolved plan needs none of the changes that accelerate's
+DeepSpeed plugin makes. The plugin fills in ``"auto"`` values, replaces unknown optimizers with
+DeepSpeedCPUAdam if the optimizer is offloaded, derives bucket sizes from a ``hidden_size`` that
+diffusion models lack, and divides schedules by the number of processes. See docs/engines.md for
+measurements.
 """
 
 from __future__ import annotations
@@ -374,8 +375,8 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
 def end_threads(engine: Any) -> None:
     """Release the process groups and I/O queues of a destroyed DeepSpeed engine.
 
-    Without this call, references from the engine's module would keep threads and file descriptors
-    alive.
+    Without this call, references from the engine's module would keep threads alive and file
+    descriptors open.
 
     Args:
         engine: DeepSpeed's engine.
@@ -396,12 +397,12 @@ def end_threads(engine: Any) -> None:
 
 
 def replay_adam_steps(adam: Any, steps: int) -> None:
-    """After a resume, restore the powers of beta in DeepSpeed's CPU Adam.
+    """After a resume, restore the powers of the betas in DeepSpeed's CPU Adam.
 
-    DeepSpeedCPUAdam, like FusedAdam on a CPU, computes powers of beta as running fp32 products.
-    Computing a power directly rounds differently (for 0.999, first at step 3). Without
-    ``replay_adam_steps``, the losses of a resumed run differ by about 1e-6 from an uninterrupted
-    run's.
+    DeepSpeedCPUAdam, like FusedAdam on a CPU, computes powers of the betas as running fp32
+    products. Powers that are computed directly are rounded differently (for 0.999, the first
+    difference is at step 3). Without ``replay_adam_steps``, the losses of a resumed run would
+    differ by about 1e-6 from those of an uninterrupted run.
 
     Args:
         adam: DeepSpeed's optimizer; only DeepSpeedCPUAdam and FusedAdam on a CPU are changed.

@@ -175,8 +175,8 @@ def loads_whole(plan: ResolvedPlan) -> tuple[Decision, ...]:
             key="transformers.from_pretrained",
             before="partitioned",
             after="whole",
-            reason="a partitioned frozen model, such as a text encoder, cannot run; DeepSpeed "
-            "partitions only the trained model, in accelerator.prepare",
+            reason="a frozen model, such as a text encoder, could not run if it were partitioned; "
+            "DeepSpeed partitions only the trained model, in accelerator.prepare",
         ),
     )
 
@@ -190,7 +190,7 @@ def accelerate_optimizer(plan: ResolvedPlan, model: torch.nn.Module) -> Any:
 
     Returns:
         ``accelerate.utils.DummyOptim`` with the plan's parameter groups if DeepSpeed builds the
-        optimizer; otherwise the optimizer itself, which accelerate does not replace.
+        optimizer; otherwise a torch optimizer, which accelerate does not replace.
     """
     choice, named = chosen_optimizer(plan), trainable_parameters(model)
     if choice.source != "deepspeed":
@@ -204,8 +204,8 @@ def embedded_accelerator(embedding: Any, given: Mapping[str, Any]) -> Any:
 
     Args:
         embedding: The ``EmbeddedPlan`` to run; it saves and loads checkpoints, and registers EMAs.
-        given: Keyword arguments of the script's ``Accelerator``. The plan's values replace
-            conflicting ones, and each replacement is recorded as a decision.
+        given: Keyword arguments of the script's ``Accelerator``. If an argument conflicts with the
+            plan, the plan's value replaces it, and the replacement is recorded as a decision.
     """
     arguments = embedding.accelerator_arguments()
     handlers = [*(given.get("kwargs_handlers") or ()), *arguments.pop("kwargs_handlers", ())]
@@ -242,7 +242,7 @@ def _accelerator_class() -> Any:
                     key="accelerator.prepare",
                     value=[type(model).__name__ for model in models],
                     fix="move frozen models with .to(accelerator.device) instead; wrap several "
-                    "trained models in one torch.nn.Module, and pass it here and as "
+                    "trained models in one torch.nn.Module, and pass this module here and as "
                     "EmbeddedPlan(model=...)",
                 )
             self.embedding.settle(models[0])
@@ -315,7 +315,7 @@ def _rescheduled(plan: ResolvedPlan, given: LRScheduler, *, each_step: int) -> D
     name = "a constant rate" if plan.scheduler is None else plan.scheduler.name
     decision = _settled_otherwise("accelerator.prepare.lr_scheduler", type(given).__name__, name)
     if not isinstance(given, LambdaLR):
-        reason = f"{decision.reason}; its learning rates cannot be compared with the script's"
+        reason = f"{decision.reason}; the schedules' learning rates cannot be compared"
         return attrs.evolve(decision, reason=reason)
     base = chosen_optimizer(plan).lr
     ours = [lr_at(plan.scheduler, step, base) for step in _SAMPLED]
@@ -529,10 +529,10 @@ def _refuse_empty_tensors(engine: Any) -> None:
         empty = sum(p.numel() == 0 and 0 not in full_shape(p) for p in parameters)
         if empty and not saving:
             raise EngineError(
-                f"ZeRO-3 has partitioned {empty} of {len(parameters)} parameters, so a state_dict "
-                "or save_pretrained of the model would contain empty tensors",
+                f"ZeRO-3 has partitioned {empty} of {len(parameters)} parameters, so the "
+                "model's state_dict and save_pretrained would write empty tensors",
                 key="model.state_dict",
-                fix="call zerotune.export_model(path, engine=run.engine) on every rank, or "
+                fix="on every rank, call zerotune.export_model(path, engine=run.engine), "
                 "export_pipeline or export_adapters",
             )
 

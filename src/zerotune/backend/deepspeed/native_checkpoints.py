@@ -1,7 +1,7 @@
 """Read DeepSpeed's own checkpoint folders, part by part.
 
-The files are pickles. They are loaded with ``weights_only``, which runs no code from the file; only
-a few harmless DeepSpeed classes are allowed.
+The files are pickles, loaded with ``weights_only``, which runs no code from them. Only a few
+harmless DeepSpeed classes are allowed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NativePart:
 
 
 class NativeCheckpoint:
-    """A checkpoint of ``deepspeed_engine.save_checkpoint`` at stage 1, 2 or 3.
+    """A checkpoint that ``deepspeed_engine.save_checkpoint`` wrote at stage 1, 2 or 3.
 
     Args:
         folder: The folder passed to ``save_checkpoint``, or its subfolder ``global_step…``.

@@ -1,10 +1,11 @@
 """Stages 1 and 2: every rank has all weights in low precision, and updates a part of each group.
 
 DeepSpeed needs far more device memory to start than to train (``DeepSpeedZeroOptimizer.__init__``
-of 0.19.8). It first copies each group's weights to a flat tensor on the device, and then clones
-this rank's part there before moving the clone to the host. During each copy, the device holds the
-weights twice, so a GPU that could train a model may fail to start. ``flat_through_host`` makes both
-copies in host memory, weight by weight, with bit-identical results.
+of 0.19.8). DeepSpeed first copies each group's weights to a flat tensor on the device, and then
+clones this rank's part on the device before moving the clone to the host. During each copy, the
+device holds the weights twice, so starting may run out of memory on a GPU that could train the
+model. ``flat_through_host`` makes both copies in host memory, weight by weight, with bit-identical
+results.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ class PartitionedStep(HostStep):
     def why_at_once(self) -> str | None:
         sizes = {len(each) for each in self._wrapper.parallel_partitioned_bit16_groups}
         if sizes != {self._group.world_size}:
-            return "some weights are partitioned over only some of the ranks"
+            return "some weights are partitioned over a subset of the ranks"
         return super().why_at_once()
 
     @override
@@ -525,8 +526,8 @@ def flat_through_host(
 ) -> Iterator[list[Decision]]:
     """Inside the block, DeepSpeed builds the optimizer of stages 1 and 2 without device copies.
 
-    Without optimizer offload the function has no effect, because the states on the device need more
-    memory than the copies.
+    Without optimizer offload the function has no effect: the optimizer states on the device then
+    need more memory than the copies would.
 
     Args:
         deepspeed: The module.
@@ -584,7 +585,7 @@ def flatten_on_host(
     """Copy parameters into one flat host tensor, and free each parameter as soon as it is copied.
 
     Args:
-        parameters: At least one parameter; their data become empty.
+        parameters: At least one parameter; the call empties them.
         alignment: The length is padded with zeros to a multiple of this number of elements.
         padding: Number of zeros after each parameter.
         moved: Whether DeepSpeed has already moved the weights to ``cpu_data``.
@@ -635,7 +636,7 @@ class _ClonesOnHost(TorchFunctionMode):
     def decision(self) -> Decision:
         """Return the decision on where the copies were made."""
         if not self._watched or self._cloned != self._watched:
-            return _held_on("device", "this DeepSpeed creates master weights differently")
+            return _held_on("device", "this DeepSpeed release creates master weights differently")
         return _held_on(
             "host",
             "DeepSpeed would hold the weights twice on the device while creating the optimizer",

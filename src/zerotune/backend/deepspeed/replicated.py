@@ -90,9 +90,9 @@ class HalfWrapper(OptimizerWrapper):
     def correct(self) -> tuple[Decision, ...]:
         """Undo the optimizer step that DeepSpeed's wrappers run when they are created.
 
-        ``FP16_Optimizer`` allocates its states by running a step on zero gradients. That step
+        ``FP16_Optimizer`` allocates its states by running a step on zero gradients. This extra step
         applies weight decay and sets Adam's counter to 1. The first real step would therefore use
-        the bias correction of the second, and losses would differ from stages 1-3 by up to 5e-2.
+        the second step's bias correction, and losses would differ from stages 1-3 by up to 5e-2.
         """
         if self.engine.global_steps:
             return ()

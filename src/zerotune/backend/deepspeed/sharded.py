@@ -242,7 +242,7 @@ class ShardedStep(HostStep):
         if any(flat is None for flat in self._wrapper.fp16_partitioned_groups_flat):
             return "DeepSpeed writes the weights to NVMe during the step"
         if not all(self._steps(index) for index in range(len(self._slabs))):
-            return "a part of the optimizer is on the device, where DeepSpeed runs its step"
+            return "DeepSpeed runs the step of the part of the optimizer that is on the device"
         return super().why_at_once()
 
     @override
@@ -596,8 +596,8 @@ def align_swapped_gradients(engine: Any) -> tuple[Decision, ...]:
     if (changed := SWAPPER.changed()) is None:
         swapper._adjust_for_misaligned_lengths = partial(split_aligned, swapper)
     else:
-        reason = f"{changed}, so DeepSpeed swaps gradients itself; release 0.19.8 read unaligned "
-        reason += "gradients back incorrectly"
+        reason = f"{changed}, so zerotune leaves gradient swapping to DeepSpeed, which may read "
+        reason += "unaligned gradients back incorrectly, as release 0.19.8 does"
     return (
         Decision(
             key="zero_optimization.offload_optimizer.device",
@@ -719,7 +719,7 @@ def restored(module: torch.nn.Module, *, world_size: int) -> Iterator[None]:
         module: The module that the engine trains.
         world_size: Number of ranks.
     """
-    reason: str | None = f"its weights were partitioned over {world_size} ranks"
+    reason: str | None = f"the model's weights were partitioned over {world_size} ranks"
     if world_size == 1:
         reason = _too_large(module)
     weights = {} if reason is not None else dict(_whole_weights(module))
@@ -752,7 +752,7 @@ def _too_large(module: torch.nn.Module) -> str | None:
     if swapped == 0 or swapped <= _SHARE * (free := detect_platform().host_memory.available):
         return None
     return (
-        f"its weights on NVMe ({format_size(swapped)}) do not fit in host memory "
+        f"the model's weights on NVMe ({format_size(swapped)}) do not fit in host memory "
         f"({format_size(free)} free)"
     )
 

@@ -172,7 +172,7 @@ def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
         # DeepSpeed broadcasts parameters as bytes, and torch cannot view all tensors so.
         if not value:
             what = "broadcast a parameter without dimensions"
-            fix = "use a parameter with one element, torch.nn.Parameter(torch.tensor([x])), or "
+            fix = "use a parameter with one element (torch.nn.Parameter(torch.tensor([x]))), or "
             fix += "train with the plain engine"
         elif plan.stage != 3 and parameter.stride(-1) != 1:
             value, what = parameter.stride(), "broadcast a parameter with a strided layout"
@@ -235,7 +235,7 @@ def join(
 def join_checked(
     plan: ResolvedPlan, model: torch.nn.Module, resources: ExitStack, *, timeout_s: float
 ) -> tuple[ModuleType, ProcessGroup, Named]:
-    """Call ``join``, and check plan and model. Collective.
+    """Call ``join``, and then check the plan and the model. Collective.
 
     Args:
         plan: The resolved plan.
@@ -263,8 +263,9 @@ def read_weights(
 ) -> tuple[Decision, ...]:
     """Load weights that are still in files onto the device; at stage 3, partitioning loads them.
 
-    The weights are read in the plan's precision, which needs half the memory of fp32. Training does
-    not change, because DeepSpeed rounds weights to the plan's precision in any case.
+    The weights are read in the plan's precision; bf16 and fp16 need half the memory of fp32.
+    Training results do not change, because DeepSpeed rounds weights to the plan's precision in any
+    case.
 
     Args:
         deepspeed: The module.
@@ -334,7 +335,7 @@ def initialize(
         deepspeed: The module.
         plan: The resolved plan.
         arguments: Result of ``initialize_arguments``.
-        resources: Exit stack for the cleanup functions that DeepSpeed's engine lacks.
+        resources: Exit stack for the cleanup that DeepSpeed's engine does not do itself.
 
     Returns:
         DeepSpeed's engine, and decisions about the placement of weights.
@@ -390,8 +391,8 @@ def pin_exactly(
     """Prevent torch from rounding page-locked blocks up to powers of two.
 
     zerotune changes torch's allocator setting for this process; if torch lacks the setting,
-    DeepSpeed page-locks memory itself. A user's ``PYTORCH_ALLOC_CONF`` takes precedence. So does
-    ``DS_PIN_MEMORY_BACKEND=native``, a backend that does not round.
+    DeepSpeed page-locks memory itself. A user's ``PYTORCH_ALLOC_CONF`` takes precedence.
+    ``DS_PIN_MEMORY_BACKEND=native``, which does not round sizes, takes precedence as well.
 
     Args:
         plan: The plan that is about to start.
@@ -413,7 +414,7 @@ def pin_exactly(
     why = _set_and_verify()
     if why is None:
         reason = "by default torch rounds page-locked blocks up to powers of two, which wastes "
-        reason += "memory; blocks above this size are now exact"
+        reason += "memory; blocks above this size are no longer rounded"
         return (_pinned(THRESHOLD, reason),)
     return (_natively(plan, resources, why),)
 

@@ -3,7 +3,7 @@
 There is one module per kind: ``replicated`` (stage 0), ``partitioned`` (stages 1 and 2) and
 ``sharded`` (stage 3). A later DeepSpeed may change a method that zerotune replaces. Therefore
 ``backend/data/sources.json`` contains hashes of these methods for each tested release; ``python -m
-tools.deepspeed_sources`` adds the installed release.
+tools.deepspeed_sources`` adds those of the installed release.
 
 DeepSpeed's step in host memory converts every gradient to fp32 in a separate buffer, computes its
 norm with a copy in fp64, and then reads memory again for clipping, Adam and the cast. ``HostStep``
@@ -161,11 +161,11 @@ class OptimizerWrapper(ABC):
         """
 
     def correct(self) -> tuple[Decision, ...]:
-        """Apply corrections that all DeepSpeed engines need, including those of other trainers."""
+        """Apply corrections that every DeepSpeed engine needs, including another trainer's."""
         return ()
 
     def improve(self) -> tuple[Decision, ...]:
-        """Apply corrections that only zerotune's engine needs, before the step is replaced."""
+        """Before the step is replaced, apply corrections that only zerotune's engine needs."""
         return ()
 
     def refused(self) -> EngineError | None:
@@ -198,8 +198,8 @@ class OptimizerWrapper(ABC):
             group: The process group of all ranks.
 
         Returns:
-            The fused step, or ``None`` if DeepSpeed's step remains, and the decisions. There are no
-            decisions unless the optimizer is a DeepSpeedCPUAdam or an AdamWBF16States.
+            The fused step (``None`` if DeepSpeed's step is not replaced) and the decisions. For
+            optimizers other than DeepSpeedCPUAdam and AdamWBF16States, there are no decisions.
         """
         adam, kind = self.inner, self.step_kind
         ours = isinstance(adam, AdamWBF16States)

@@ -1,1 +1,1 @@
-"""Torch optimizers: zerotune's own, and those from torch or other packages that a plan names."""
+"""Torch optimizers: zerotune's own, and any that a plan names from torch or other packages."""

@@ -1,7 +1,7 @@
 """Torch optimizers that DeepSpeed lacks, or supports only at some ZeRO stages.
 
-They are Lamb, Lion and Muon, and AdamW with 16-bit or 8-bit moments. All accept whole parameters
-and ZeRO's flat shards: see ``ShardAware``.
+These optimizers are Lamb, Lion, Muon, and AdamW with 16-bit or 8-bit moments. All of them accept
+whole parameters as well as ZeRO's flat shards (see ``ShardAware``).
 """
 
 from __future__ import annotations
@@ -649,8 +649,8 @@ class Codebook:
     def encode_again(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode like ``encode``, but keep numbers returned by ``decode`` bit for bit.
 
-        ``encode`` alone may change such numbers: if a block's largest number by magnitude is
-        negative, its code represents a magnitude slightly below the block's scale.
+        ``encode`` alone may change such numbers: if the number with the largest magnitude in a
+        block is negative, its code represents a magnitude slightly below the block's scale.
 
         Args:
             numbers: Numbers to encode, fp32, 1-D.
@@ -738,7 +738,8 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
         """Create the states before the first step; all moments are zero.
 
         Args:
-            state: The optimizer's state of one tensor; receives the states.
+            state: The optimizer's state dict for one tensor; the moments and scales are added in
+                place.
             numel: Number of elements of the tensor.
         """
         for name, signed in _MOMENTS.items():

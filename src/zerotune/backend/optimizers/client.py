@@ -166,7 +166,8 @@ class CurveScheduler:
         """Advance to the next optimizer step.
 
         Args:
-            last_batch_iteration: Index of the last finished step; default: the next index.
+            last_batch_iteration: Index of the last finished step; default: the previous index plus
+                1.
         """
         self._steps = self._steps + 1 if last_batch_iteration is None else last_batch_iteration + 1
         self._apply()

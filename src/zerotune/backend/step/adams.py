@@ -1,7 +1,7 @@
 """Fused steps of every Adam in host memory: a single pass over memory per slab (flat tensor).
 
 ``Stepper.begin`` counts a step and records its hyperparameters. It returns a ``SlabStep``, which
-updates nothing until it is run, in pieces of any size and from any thread.
+updates nothing until it is run. It can be run in pieces of any size and from any thread.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class WholeMasters(Masters):
 
 @attrs.frozen(kw_only=True, eq=False)
 class SplitMasters(Masters):
-    """Master weights stored as the model's bf16 weights and 16 low bits, saving 2 bytes per weight.
+    """Master weights split into the model's bf16 weights and 16 low bits; saves 2 bytes per weight.
 
     A low half above 0x8000 means that the bf16 weight was rounded up. A low half of exactly 0x8000
     is a tie, which is rounded to even; if the tie is rounded up, 0x8001 is stored. One master
@@ -165,12 +165,12 @@ TORCH_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW)
 Vectors = Callable[[slice, Sequence[Average]], None]
 Tail = Callable[[slice, torch.Tensor], None]
 Places = Sequence[tuple[int, int]]
-"""For each contiguous run of a slab, its first element in the slab and in the group."""
+"""For each contiguous run of elements: its start in the slab and its start in the group."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class SlabStep:
-    """A step of one slab that has begun; the slab's elements may be updated in any order.
+    """A step that has begun on one slab; the slab's elements may be updated in any order.
 
     All tensors are flat and have the same length.
     """
@@ -179,9 +179,9 @@ class SlabStep:
     out: torch.Tensor | None
     """Output tensor for the weights in the model's dtype."""
     vectors: Vectors
-    """Update whole vectors of elements, including averages and the cast to ``out``."""
+    """Update whole vectors of elements and their averages, and cast the weights to ``out``."""
     tail: Tail
-    """Update the remaining elements in fp32, with the FMAs of DeepSpeed's or torch's compiler."""
+    """Update the remaining elements in fp32, with the same FMAs as DeepSpeed's or torch's build."""
     whole: int | None = None
     """Index of the first element for ``tail``; default: the first after the last whole vector."""
 

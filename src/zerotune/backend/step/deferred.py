@@ -53,8 +53,8 @@ ROUNDS_OTHERWISE: Final = "this build of torch rounds differently from the op ho
 class DeferredSteps(ABC):
     """Run the steps of an Adam in host memory, possibly after ``step`` has returned.
 
-    A deferred update runs in a thread during the next forward pass, when the averages are updated,
-    or when a weight is used.
+    A deferred update runs in a thread during the next forward pass. Without a thread, it runs when
+    the averages are updated or a weight is used.
 
     ``adam`` is a DeepSpeedCPUAdam, or an Adam of torch or zerotune.
     """
@@ -123,7 +123,7 @@ class DeferredSteps(ABC):
         self._adam.replay(steps)
 
     def take_at_once(self, reason: str) -> None:
-        """Complete every later update before ``step`` returns.
+        """From now on, complete every update before ``step`` returns.
 
         Args:
             reason: Why updates cannot be deferred.
@@ -146,7 +146,7 @@ class DeferredSteps(ABC):
         announce([decision], rank=self._group.rank)
 
     def hide(self) -> None:
-        """Run every later update in a separate thread, during the next forward pass."""
+        """From now on, run every update in a separate thread, during the next forward pass."""
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="zerotune-step",
@@ -399,7 +399,7 @@ def take_over(
         reason: Reason to record in the decision if the step is replaced.
 
     Returns:
-        The replacement, or ``None`` if the step is not replaced, and the decisions.
+        The replacement (``None`` if the step is not replaced) and the decisions.
     """
     if isinstance(adam, AdamWBF16States):
         usual, rounds_alike = "AdamWBF16States' own", torch_rounds_alike
@@ -433,7 +433,7 @@ def _shares_cores(step: DeferredSteps) -> Decision:
     if not step.hidden:
         reason = "nothing else runs during the optimizer step"
     elif taken < threads:
-        reason = "one thread remains for the host's part of the next forward pass"
+        reason = "one thread remains for host work in the next forward pass"
     else:
         reason = "using all threads is faster than leaving a core free for the next forward pass"
     return Decision(
@@ -494,7 +494,7 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
 
 _CALL_COMPILED: Final = (
     "a module's __call__ is compiled, and its guards read the weights before zerotune can wait; "
-    "use the trainer's compile=True, or module.forward = torch.compile(module.forward), instead"
+    "instead, use the trainer's compile=True or module.forward = torch.compile(module.forward)"
 )
 _COMPILED: Final = (
     "a compiled function may use the weights, and its guards read them before zerotune can wait"

@@ -1,10 +1,10 @@
 """``HostStepOp``: zerotune's only compiled op, which fuses Adam, the averages and the cast.
 
-``torch.compile`` could generate such a kernel, but was 10 % slower in an experiment and needs a
-kernel for every combination of averages, dtypes and thread counts. The compiler would also decide
-which products become FMAs, which changes the last bit. The op is therefore written in C++
-(``host_step.cpp``) and uses neither torch nor Python. It compiles in seconds, into the folder of
-DeepSpeed's ops.
+``torch.compile`` could generate such a kernel, but its kernel was 10 % slower in an experiment, and
+every combination of averages, dtypes and thread counts would need a separate kernel. The compiler
+would also decide which products become FMAs, which changes the last bit. The op is therefore
+written in C++ (``host_step.cpp``) and uses neither torch nor Python. The op compiles in seconds,
+into the folder of DeepSpeed's ops.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class HostStepOp:
     def spare_a_core(self) -> None:
         """Make later calls from this thread leave one core free for concurrent work.
 
-        On two cores, no core is left free, because a call on one core takes longer than a call on
-        two shared cores.
+        On two cores, none is left free, because a call takes longer on one core than on two cores
+        that it shares with other work.
         """
         self._spared.core = True
 
@@ -224,7 +224,7 @@ class HostStepOp:
             gradient: Gradient, fp32, bf16 or fp16.
             noise: 32-bit seed for stochastic rounding (``noise_key``).
             position: Index of the first element in the noise sequence.
-            averages: Averages with as many elements as the weights.
+            averages: Averages, each with the same number of elements as the weights.
             out: Tensor that receives the weights, cast to the tensor's dtype.
         """
         if isinstance(numbers, AdamNumbers):

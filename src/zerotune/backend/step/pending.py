@@ -4,8 +4,9 @@ A step is divided into parts. A thread runs the parts in the order in which the 
 the weights (``ThreadedStep``); without a thread, the first use of a weight runs its parts. Until a
 tensor is updated, it is empty and has a class that intercepts every use through torch, so that a
 use waits for exactly the parts that write the tensor. Code that bypasses torch finds the tensor
-empty and fails. The parameters of a step are fixed when the engine starts, even if some are frozen
-later. If a view could still read old values, the step is completed before ``step`` returns.
+empty and fails. The set of parameters that steps update is fixed when the engine starts, even if
+some are frozen later. If a view could still read old values, the step is completed before ``step``
+returns.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _PARTS_ALONE: Final = 256
 
 @attrs.frozen(kw_only=True)
 class Piece:
-    """Consecutive elements of one slab (flat tensor), from a single fragment or padding."""
+    """Consecutive elements of one slab (flat tensor): part of one fragment, or padding."""
 
     slab: int
     start: int
@@ -62,7 +63,7 @@ class Part:
 
 @attrs.frozen(kw_only=True)
 class Span:
-    """Position of a parameter in the concatenation of all ranks' parts of a slab."""
+    """Position of a parameter in a slab that is concatenated from all ranks' parts."""
 
     name: str
     slab: int
@@ -188,7 +189,7 @@ class Exchange:
         return order
 
     def agree(self, error: BaseException | None) -> None:
-        """Before sending a part's weights, raise an error if any rank has failed to compute them.
+        """Raise an error if any rank failed to compute the weights that will be sent next.
 
         Args:
             error: This rank's error, or ``None``.
@@ -367,7 +368,7 @@ class PendingStep:
         return True
 
     def moved(self) -> bool:
-        """Whether any tensor no longer uses the memory that the step writes."""
+        """Whether other code has replaced the memory of any tensor since its update."""
         return any(
             id(tensor) not in self._awaited and tensor.data_ptr() != address
             for tensor, address in self._addresses
@@ -380,7 +381,7 @@ class PendingStep:
         self._end()
 
     def run_in_thread(self) -> None:
-        """Call ``run`` as the target of a thread, and store every error instead of raising it."""
+        """Thread target: call ``run``, and store any error instead of raising it."""
         try:
             self.run()
         except BaseException as error:  # noqa: BLE001 - raised again where somebody waits

@@ -1,1 +1,1 @@
-"""Streaming of weights, unit by unit: on the device while used, otherwise in host memory."""
+"""Weight streaming: each unit of weights is on the device only while it is used."""

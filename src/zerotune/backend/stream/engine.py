@@ -547,7 +547,7 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
         )
     streaming = plan.streamed if isinstance(plan.streamed, Streaming) else Streaming()
     if not find_units(model, streaming.units):
-        return "the model has no repeated blocks; name modules to stream in Streaming(units=...)"
+        return "the model has no repeated blocks; set Streaming(units=...) to the modules to stream"
     try:
         op = load_host_step()
     except PlatformError as error:
@@ -579,7 +579,7 @@ def require_other_engine(plan: ResolvedPlan) -> None:
 
 
 class StreamLayout(MasterLayout):
-    """Layout of the master weights of streamed units in host memory.
+    """Layout for the master weights, in host memory, of a model with streamed units.
 
     Args:
         units: The trained units.

@@ -36,7 +36,7 @@ class UnitPass:
         check: Function that is called once the gradients are on the host; returns whether to update
             the unit.
         written: Future that is done once the unit is updated.
-        views: Number of views of the unit's weights that ``steps`` contains.
+        views: Number of views of the unit's weights in ``steps``.
         rank: Priority; updates with a lower rank run first.
     """
 
@@ -65,8 +65,8 @@ class UnitPass:
     def is_ready(self) -> bool:
         """Whether gradients are on the host and copies of the previous weights are complete.
 
-        ``Passes`` runs only ready updates, so its thread never waits for a lane that waits for an
-        update.
+        ``Passes`` runs only ready updates, so its thread never waits for a lane that is itself
+        waiting for an update.
         """
         return all(copy is None or copy.is_done for copy in (self._landed, self._reading))
 

@@ -224,7 +224,7 @@ class SharedStreamEngine(StreamEngine):
 def why_not_together(
     plan: ResolvedPlan, model: torch.nn.Module, *, obstacle: str | None, timeout_s: float
 ) -> str | None:
-    """Return why the ranks cannot stream together, with the same result on all ranks. Collective.
+    """Return why the ranks cannot stream together; the result is the same on all ranks. Collective.
 
     Args:
         plan: A resolved plan for several ranks.

@@ -1,10 +1,10 @@
-"""``Residency``: upload units to the device before they are used, and evict units.
+"""``Residency``: upload units to the device before they are used, and evict them later.
 
 In the forward pass, a hook before a module's call uploads its unit; in the backward pass, a hook on
-the call's output does. A unit may be evicted when no call uses it. In the backward pass, a call
+the call's output does so. A unit may be evicted when no call uses it. In the backward pass, a call
 ends when the unit's last gradient is computed; for a frozen unit, it ends when the gradients of the
-call's inputs are. The order of uses is learned from the last complete pass: units are prefetched in
-this order, and the unit whose next use is furthest away is evicted first.
+call's inputs are computed. The order of uses is learned from the last complete pass: units are
+prefetched in this order, and the unit whose next use is furthest away is evicted first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Anonymous memory shared by the ranks of one machine, and synchronisation through this memory.
+"""Anonymous memory that the ranks of one machine share, and their synchronisation through it.
 
 The memory is an unnamed file, so nothing remains after its processes end, even if they are killed.
 Ranks synchronise with counters in shared memory. A waiting rank checks whether the processes of the
@@ -287,14 +287,15 @@ class Meeting(Closable):
         return self._tables.stages[:, : unit.nbytes].view(unit.host.dtype).unbind()
 
     def land(self, index: int, came: Collection[int] = ()) -> None:
-        """Wait until every rank has staged gradients; check that they belong to the same members.
+        """Wait until every rank has staged gradients; check that all ranks staged the same members.
 
         Args:
             index: Index of the unit, or one of ``END``, ``STEP`` and ``DROPPED``.
             came: Indices of the unit's members that have a gradient.
 
         Raises:
-            CollectiveError: A rank has staged different gradients, or is missing.
+            CollectiveError: A rank is missing, or has staged the gradients of a different unit or
+                of different members.
         """
         counters = self._tables.counters[:, _LANDED]
         side = int(counters[self._rank]) & 1
@@ -329,7 +330,7 @@ class Meeting(Closable):
     def add_squares(
         self, own: Mapping[tuple[int, int], float], came: Collection[int]
     ) -> dict[tuple[int, int], float]:
-        """Return sums of squared gradients over all ranks, for the unit of the last ``land``.
+        """Return sums of squared gradients over all ranks, for the unit last passed to ``land``.
 
         Args:
             own: This rank's sums, by member and by the rank that owns the elements under ZeRO-2.
@@ -474,7 +475,7 @@ class Meeting(Closable):
                 f"not every rank reached {purpose!r} ({states})",
                 key=f"rank {self._rank}",
                 fix="make this call on every rank, not inside `if rank == 0`; if a rank has ended, "
-                "look for its error in its log",
+                "look for the error in that rank's log",
             )
         )
 

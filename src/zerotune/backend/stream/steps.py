@@ -2,8 +2,9 @@
 
 A unit's gradients are copied to the host once all of them are computed. With clipping, updates
 begin after the gradient norm is known. Without clipping, a unit's update begins as soon as its
-gradients are on the host, while the backward pass continues: nothing reads a parameter after its
-gradient has been accumulated. The arithmetic equals ZeRO-2's with CPU offload.
+gradients are on the host, while the backward pass continues. This is safe, because nothing reads a
+parameter after its gradient has been accumulated. The arithmetic is that of ZeRO-2 with CPU
+offload.
 """
 
 from __future__ import annotations
@@ -435,7 +436,7 @@ class StreamedSteps:
     # -- Averages.
 
     def expect(self, followers: Sequence[Follower]) -> None:
-        """Announce averages that the next step must update, from its first unit on.
+        """Announce averages that the next step must update, starting with the step's first unit.
 
         Args:
             followers: The averages; pass the same ones to ``follow`` after the step.
@@ -553,7 +554,7 @@ def used_after_step(unit: Unit) -> EngineError:
         unit: The unit.
     """
     return EngineError(
-        "this module is used again in the backward pass after the update of its weights began",
+        "the backward pass uses this module again, although the update of its weights has begun",
         key=f"model.{unit.name}",
         value="gradient_clipping=0",
         fix="enable gradient_clipping, so that updates wait for the whole backward pass",

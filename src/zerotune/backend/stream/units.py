@@ -107,7 +107,7 @@ class Part:
     offset: int
     """Offset of the first element in the slab."""
     fragments: tuple[tuple[int, slice], ...]
-    """Ranks, and the slab elements that each rank would own under ZeRO-2."""
+    """Each rank, and the slab elements that it would own under ZeRO-2."""
     singles: tuple[slice, ...]
     """Slab elements that ZeRO-2's Adam updates with scalar instead of vector code."""
 
@@ -421,11 +421,11 @@ def _kinds(
 
 
 def find_units(model: torch.nn.Module, named: Sequence[str] = ()) -> NamedModules:
-    """Return the modules whose weights are streamed, one unit each, with their names.
+    """Return the modules to stream, with their names; the weights of each module form one unit.
 
     By default, these are the repeated blocks that diffusers declares or that zerotune knows. In
-    other models, they are consecutive modules of the same class. If such modules are nested, only
-    the outermost one is streamed.
+    other models, consecutive modules of the same class are streamed. If such modules are nested,
+    only the outermost one is streamed.
 
     Args:
         model: The model.
@@ -501,7 +501,7 @@ class FlatOrder:
         return int(self._places[name][1].start) + element
 
     def fragments(self, name: str) -> Iterator[tuple[int, slice]]:
-        """Yield each rank, and the elements of a flattened parameter that it owns under ZeRO-2.
+        """Yield each rank, and the part of a flattened parameter that the rank owns under ZeRO-2.
 
         Args:
             name: Name of the parameter.

@@ -3,7 +3,7 @@
 Inside a call of its unit, the parameter behaves normally. Outside such calls, for example in
 another unit's hook or in another thread, every use gets the newest weights from host memory.
 ``detach``, ``data`` and ``state_dict`` return views of the weights in host memory; all other uses
-get a copy on the device, through which gradients flow back. No use sees stale values or another
+get a copy on the device, through which gradients flow back. No use can read stale values or another
 unit's memory.
 """
 

@@ -425,7 +425,7 @@ def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[s
         raise CheckpointMismatchError(
             f"has no adapters for {component!r}",
             key=str(stored.path),
-            fix="pass component=, the name of the model in the file",
+            fix="set component= to the name of the model in the file",
         )
     if scale != 1 and any("lora_magnitude_vector" in fold.tensors for fold in folds.values()):
         raise InvalidValueError(

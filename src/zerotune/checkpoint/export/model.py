@@ -391,5 +391,5 @@ def _check_frozen(manifest: Manifest, base: Frozen | None) -> None:
                 + (", and no base was given" if base is None else f", and not in {base.path}"),
                 key=record.name,
                 value=record.shape,
-                fix="pass base=, the model folder that training started from",
+                fix="set base= to the model folder that training started from",
             )

@@ -52,7 +52,7 @@ def export_pipeline(
     shard_size: int = SHARD_SIZE,
     timeout_s: float | None = None,
 ) -> Path:
-    """Write the pipeline ``base`` with the engine's model in place of the original. Collective.
+    """Write a copy of the pipeline ``base`` that contains the engine's model. Collective.
 
     Each part of ``TrainedParts`` replaces the pipeline's part of the same name. The other parts
     (VAE, text encoders, tokenizers, scheduler) are copied unchanged. An earlier export is replaced
@@ -147,8 +147,8 @@ def _draft(
             "is a single file, which contains neither tokenizers nor a scheduler",
             key="base",
             value=str(base),
-            fix="pass config=, the folder of the file's pipeline, or export to a path that ends "
-            f"with {SUFFIX}",
+            fix="set config= to the folder of the pipeline that the file belongs to, or export to "
+            f"a path that ends with {SUFFIX}",
         )
     folder = base if config is None else config
     if single:

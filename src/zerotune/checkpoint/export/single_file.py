@@ -362,9 +362,9 @@ def component_of(base: Path, asked: str | None, model: str) -> tuple[str, str]:
         fitting = [name for name, kind in parts.items() if kind == model]
     if len(fitting) != 1:
         raise CheckpointMismatchError(
-            f"matches {len(fitting) or 'no'} parts of the pipeline; its parts are {parts}",
+            f"matches {len(fitting) or 'no'} parts of the pipeline, which contains {parts}",
             key="component",
             value=asked or model,
-            fix="pass component=, the name of the trained part",
+            fix="set component= to the name of the trained part",
         )
     return fitting[0], str(index.get("_class_name"))

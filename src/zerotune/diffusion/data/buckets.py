@@ -34,7 +34,7 @@ class Bucket:
 
 @attrs.frozen(kw_only=True)
 class ReferenceBucket(Bucket):
-    """Bucket of images that share a target size and a number of reference images."""
+    """Bucket of images with the same target size and the same number of reference images."""
 
     references: int
 
@@ -50,7 +50,7 @@ class Placement:
     original: Size
     """Size of the upright image."""
     resized: Size
-    """Size after resizing; it covers the bucket and matches its width or its height."""
+    """Size after resizing: at least the bucket's size, with the bucket's width or height."""
 
     @property
     def scale(self) -> float:
@@ -197,8 +197,8 @@ class AspectBuckets:
 
         Args:
             sizes: Width and height of each upright image.
-            minimum: Minimum number of images per bucket, such as the micro batch size. Images in
-                buckets with fewer images move to the nearest bucket that has enough.
+            minimum: Minimum number of images per bucket, such as the micro batch size. Images from
+                buckets below this minimum move to the nearest bucket with enough images.
 
         Raises:
             DataError: ``sizes`` is empty, or an image has no pixels.

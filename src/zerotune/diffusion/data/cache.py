@@ -131,8 +131,8 @@ class TensorCache:
 
     The files are in ``root/<kind>-<digest>/`` and contain the digest of the settings. A read
     therefore never returns tensors that were computed with different settings. Ranks may write
-    concurrently, because each file name is a hash of the keys in the file. Each tensor has a
-    checksum that is verified at every read.
+    concurrently, because each file is named after a hash of its keys. Each tensor has a checksum
+    that is verified at every read.
 
     Args:
         root: Parent folder of all caches; it may be on a shared disk.
@@ -363,16 +363,16 @@ def cache_latents(
     The key of an image is a hash of its stored bytes, mask, references, bucket, preparation and
     mirroring. Masks are stored at latent size as ``loss_masks``, and encoded references as
     ``reference_latents``. If some images have several references, ``reference_latents`` has the
-    shape (b, r, …). A file is written every ``shard_size`` images, so a call after an interruption
-    encodes only the missing images, even with a different number of ranks.
+    shape (b, r, …). A file is written every ``shard_size`` images. After an interruption, another
+    call therefore encodes only the missing images, even with a different number of ranks.
 
     Args:
         dataset: Images to encode; mirrored versions are encoded too if the augmentation flips
             images.
         cache: Cache to fill.
         encode: Function that runs the VAE on a batch of equally sized images. The function returns
-            named tensors (b, …): the mean of the latents, and also the standard deviation if the
-            loop samples new latents in each epoch.
+            named tensors (b, …): the mean of the latents, plus the standard deviation if the loop
+            samples new latents in each epoch.
         encode_references: Function that encodes reference images; default ``encode``.
         **options: Fields of ``CacheOptions``; by default 4 images per call and 256 per file.
 
@@ -434,7 +434,7 @@ def cache_texts(
     Args:
         captions: All captions.
         cache: Cache to fill.
-        encode: Function from a list of captions to named tensors, batch first.
+        encode: Function that encodes a list of captions as named tensors, batch first.
         **options: Fields of ``CacheOptions``; by default 16 captions per call and 1,024 per file.
     """
     texts = {text_key(text): text for text in (*captions, "")}
@@ -463,7 +463,7 @@ def cache_edits(
     Args:
         dataset: Images with captions and references.
         cache: Cache to fill, of the kind ``EDITS``.
-        encode: Function from captions and images to named tensors, batch first.
+        encode: Function that encodes captions and images as named tensors, batch first.
         read: Function that takes a batch and returns the images for the encoder; by default the
             reference images.
         **options: Fields of ``CacheOptions``; by default 4 texts per call and 64 per file.
@@ -552,7 +552,7 @@ class CachedImages:
 
     @property
     def companions(self) -> frozenset[str]:
-        """Kinds of companion files of the images, which are masks and references."""
+        """Kinds of files that accompany the images: masks and references."""
         return self._dataset.companions
 
     @property
@@ -622,7 +622,8 @@ def _check_reproducible(preparation: Preparation) -> None:
                 key=f"preparation.{name}",
                 value=part,
                 fix="decorate the object's class with attrs.frozen or dataclass(frozen=True), or "
-                "define a __repr__ with all settings; replace a function with such an object",
+                "define a __repr__ with all settings; instead of a function, use an "
+                "object of such a class",
             )
 
 
@@ -643,7 +644,7 @@ def _compute_missing(
     """Compute this rank's share of what the cache lacks, in batches of one bucket."""
     if barrier is None and world_size > 1:
         raise InvalidValueError(
-            "is required, because ranks must wait for each other before reading the cache",
+            "is required, so that no rank reads the cache before all ranks have written it",
             key="barrier",
             value=None,
             fix="pass torch.distributed.barrier",

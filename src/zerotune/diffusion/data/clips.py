@@ -166,7 +166,7 @@ def _container(path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 class ClipCheck(Protocol):
-    """Protocol: how thoroughly clips are checked when a source is opened."""
+    """Protocol for checking clips when a source is opened."""
 
     def look(self, clip: Clip) -> tuple[Size, int]:
         """Return the width and height of the upright frames, and the number of frames.
@@ -535,9 +535,9 @@ class ClipBuckets:
 
         Args:
             items: Metadata of the clips.
-            minimum: Minimum number of clips per bucket, such as the micro batch size. Clips in
-                buckets with fewer clips move to the nearest bucket of the same length that has
-                enough.
+            minimum: Minimum number of clips per bucket, such as the micro batch size. Clips from
+                buckets below this minimum move to the nearest bucket of the same length with enough
+                clips.
 
         Raises:
             DataError: There are no clips, or a clip is too short for all lengths.
@@ -593,7 +593,7 @@ class ClipBuckets:
                 before=None,
                 after=str(self.fps),
                 reason=f"{len(slow)} of {len(items)} clips ({slow[0]}, …) have a lower frame rate "
-                "than the target, so some of their frames are repeated",
+                "than the target, so some frames are repeated",
                 severity="warning",
             )
         spans = [numbers[-1] - numbers[0] + 1 for numbers in map(_frame_numbers, placements)]
@@ -616,7 +616,7 @@ def _frame_numbers(placement: Placement) -> tuple[int, ...]:
 
 
 class PreparedClips(PreparedImages):
-    """A bucketed dataset of clips and captions; works with the same caches and streams as images.
+    """A bucketed dataset of clips and captions; supports the same caches and streams as images.
 
     A sample has the same keys as in ``PreparedImages``; ``images`` has the shape (3, frames, h, w).
     All frames of a clip are cropped and mirrored in the same way; the first frame determines the

@@ -48,7 +48,7 @@ def parse_jsonl(text: str, *, source: str, file: str, caption: str) -> dict[str,
     Args:
         text: JSON Lines text; blank lines are skipped.
         source: Name of the metadata file, for error messages.
-        file: Key of the image path, relative to the metadata file.
+        file: Key of the image path, which is relative to the metadata file.
         caption: Key of the caption, or of a list of captions.
     """
     return _collect(_json_rows(text, source), source=source, file=file, caption=caption)
@@ -112,7 +112,7 @@ def _collect(
 def _path_beside(name: str, source: str, number: int) -> str:
     path = PurePosixPath(name.replace("\\", "/"))
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise _bad_line(source, number, f"refers to {name!r}, outside this file's folder")
+        raise _bad_line(source, number, f"refers to {name!r}, which is outside this file's folder")
     return str(path)
 
 
@@ -129,7 +129,7 @@ def _bad_line(source: str, number: int, reason: str) -> DataError:
 
 
 class CaptionFiles(Protocol):
-    """Protocol: finds the captions of a folder."""
+    """Protocol for finding the captions of the images in a folder."""
 
     def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:
         """Return one or several captions for each image, keyed by image name.

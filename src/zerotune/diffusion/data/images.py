@@ -29,7 +29,7 @@ _SCALED = frozenset(("JPEG", "MPO"))
 
 
 class AlphaPolicy(Protocol):
-    """Protocol: removes transparency from an image."""
+    """Protocol for removing transparency from an image."""
 
     def flatten(self, image: Image) -> Image:
         """Convert an RGBA image to RGB.
@@ -157,7 +157,7 @@ def broken_policy(on_broken: OnBroken | None) -> BrokenPolicy:
 
 
 class ImageCheck(Protocol):
-    """Protocol: how thoroughly images are checked when a source is opened."""
+    """Protocol for checking images when a source is opened."""
 
     def size(self, file: Path | bytes) -> Size:
         """Return the width and height of the upright image; Pillow's errors propagate.

@@ -55,15 +55,15 @@ class _Arrived:
 class StreamedImages:
     """Endless stream of micro batches, each from one bucket, over samples read sequentially.
 
-    Images are buffered until their bucket can fill a micro batch, even across epochs. Every rank
+    Images are buffered, even across epochs, until their bucket can fill a micro batch. Every rank
     reads the whole stream but prepares only its share, so the order does not depend on the number
     of ranks. For local files, use ``TarShards`` or ``HuggingFaceImages``, where each rank reads
-    only its share. A resume reads and discards all samples that the run has already read.
+    only its share. A resumed run reads and discards all samples that it consumed before.
 
     Args:
         samples: A restartable iterable that yields the same samples on all ranks, such as a
-            ``webdataset.WebDataset`` over all shards or a streaming Hugging Face dataset. If it has
-            a ``set_epoch`` method, that method is called before each epoch.
+            ``webdataset.WebDataset`` over all shards or a streaming Hugging Face dataset. Its
+            ``set_epoch`` method, if it has one, is called before each epoch.
         read: Function that takes a sample and returns its encoded image and its caption or list of
             captions.
         buckets: Target sizes of the images.

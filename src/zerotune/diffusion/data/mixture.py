@@ -44,7 +44,8 @@ class Mixture:
             family.
         repeats: Number of times each image is used per epoch, by set name; above 0, default 1.
         probabilities: Fraction of samples from each set, instead of ``repeats``; the fractions add
-            up to 1. With probabilities, an epoch has as many samples as all sets together.
+            up to 1. With probabilities, the length of an epoch is the total number of samples in
+            all sets.
 
     Attributes:
         sets: The datasets by name.
@@ -55,8 +56,8 @@ class Mixture:
             sets.
 
     Raises:
-        DataError: There is no set, a set has no buckets, or the sets differ in kind: images or
-            clips, pixels or caches, with or without references.
+        DataError: There is no set, a set has no buckets, or the sets differ in kind (images or
+            clips, pixels or caches, with or without references).
         InvalidValueError: A repeat count or probability is invalid.
     """
 
@@ -124,8 +125,8 @@ class Mixture:
         over = sample.get("latents", sample.get("images"))
         if over is None:
             raise DataError(
-                "this set has no masks but other sets do, and its samples have neither latents "
-                "nor images that define the mask size",
+                "this set has no masks but other sets do; the mask size is unknown, because "
+                "its samples contain neither latents nor images",
                 key=f"sets[{name!r}]",
                 value=sorted(sample),
                 fix=f"add {LOSS_MASKS!r} to the samples of this set: a tensor of ones (1, h, w)",

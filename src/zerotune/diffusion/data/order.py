@@ -14,16 +14,16 @@ import attrs
 import torch
 
 RUN: Final = 8
-"""Number of consecutive micro batches from one group; 2, 4 or 8 ranks can share them evenly."""
+"""Number of consecutive micro batches from one group; 2, 4 or 8 ranks get equal shares of them."""
 _REMEMBERED: Final = 4
 
 
 def derive_seed(seed: int, *parts: object) -> int:
-    """Derive an independent seed in [0, 2**63), identical on every machine.
+    """Derive an independent seed in [0, 2**63); the result is the same on every machine.
 
     Args:
         seed: Seed of the run.
-        parts: Purpose of the seed, such as a name and an epoch; each part is converted to a string.
+        parts: Values that identify the purpose, such as a name and an epoch; converted to strings.
     """
     text = "/".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
@@ -104,9 +104,9 @@ class BucketOrder:
     """An endless sequence of micro batches, each from one bucket.
 
     Each bucket has an endless sequence of images: one permutation per epoch, concatenated and cut
-    into micro batches of equal size. The micro batches of an epoch are shuffled across buckets. The
-    last micro batch of a bucket in an epoch is filled up with images from the next epoch, which
-    then skips them. The sequence does not depend on the number of ranks.
+    into micro batches of equal size. The micro batches of an epoch are shuffled across buckets. A
+    bucket's last micro batch of an epoch is filled up with images from the next epoch; the next
+    epoch then skips these images. The sequence does not depend on the number of ranks.
 
     After e epochs, an image of a set with ``repeats`` r has been used at least ``floor(e * r)`` and
     at most ``ceil(e * r)`` times. With fractional ``repeats``, a permutation may continue in
@@ -119,7 +119,7 @@ class BucketOrder:
     seed: int = 0
     shuffle: bool = True
     origin: tuple[int, ...] = ()
-    """Number of images of each bucket that were used before this sequence; empty means none."""
+    """Number of images of each bucket that earlier sequences used; empty means none."""
     shares: tuple[Share, ...] = ()
     """Sets of the mixture; empty for a single set that uses each image once per epoch."""
     groups: tuple[int, ...] = ()

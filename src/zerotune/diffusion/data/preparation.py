@@ -202,8 +202,8 @@ class Augmentation:
     def words(self, captions: Sequence[str], draw: Draw) -> str:
         """Return the caption for one use of an image; empty if the caption is dropped.
 
-        If an image has several captions, they are used in random order, each once before any is
-        repeated.
+        If an image has several captions, they are used in random order, and none is repeated until
+        all have been used.
 
         Args:
             captions: All captions of the image.
@@ -219,7 +219,7 @@ class Augmentation:
         return self._arranged(captions[order[place]], draw.index, order[place], turn)
 
     def all_words(self, captions: Sequence[str], index: int) -> Iterator[str]:
-        """Yield every text that ``words`` may return for an image, except the empty text.
+        """Yield every non-empty text that ``words`` may return for an image.
 
         Args:
             captions: All captions of the image.
@@ -273,13 +273,13 @@ class PreparedImages:
     Args:
         source: Source of images, such as ``ImageFolder``.
         buckets: Target sizes of the images.
-        minimum: Minimum number of images per bucket; images in buckets with fewer images move to
-            the nearest bucket that has enough.
+        minimum: Minimum number of images per bucket; images from buckets below this minimum move to
+            the nearest bucket with enough images.
         preparation: Settings for transparency, resizing and cropping.
         augmentation: Settings for flips and captions.
 
     Attributes:
-        companions: Kinds of companion files of the images: ``"mask"``, ``"reference"``.
+        companions: Kinds of files that accompany the images: ``"mask"``, ``"reference"``.
         assignment: Bucket of each image.
         decisions: Decisions of the source and the buckets.
     """

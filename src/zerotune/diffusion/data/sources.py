@@ -56,7 +56,7 @@ class SizeIndex:
     decoded only once. If the cache folder is not writable, every process reads all sizes.
 
     Args:
-        parts: Further values on which the sizes depend, such as the folder. Nothing is cached if
+        parts: Other values that determine the sizes, such as the folder. Nothing is cached if
             ``parts`` is empty or the ``repr`` of a part differs between processes.
         count: Number of integers per entry: 2 for images, 3 for clips.
     """
@@ -90,7 +90,7 @@ class SizeIndex:
                 self._write(self._path)
 
     def get(self, name: str, read: Callable[[], Numbers]) -> Numbers:
-        """Return the cached size of an image or clip, or call ``read`` and cache the result.
+        """Return the size of an image or clip from the cache, or from ``read``, and cache it.
 
         Args:
             name: Name among ``stamps``.
@@ -219,7 +219,7 @@ class ImageItem:
     """Width and height of the upright image."""
     caption: str = ""
     further: tuple[str, ...] = ()
-    """Additional captions; each use of the image draws one of all its captions."""
+    """Additional captions; each use of the image draws one caption from ``captions``."""
     references: int = 0
     """Number of reference images."""
 
@@ -351,7 +351,7 @@ class EncodedSource:
     decisions: tuple[Decision, ...] = ()
     companions: frozenset[str] = frozenset()
     """Kinds of companion files. If ``REFERENCE`` is among them, every image has a first reference;
-    files of the other kinds may be missing."""
+    files of other kinds may be missing."""
 
     _items: Sequence[ImageItem] = ()
 
@@ -503,12 +503,12 @@ def scan(
 
     Args:
         stamps: Names of the images or clips in order, each with the result of ``stamp_of``.
-        look: Function that returns the size of a named image, or size and length of a named clip.
+        look: Function that takes a name, and returns an image's size, or a clip's size and length.
         item: Function that creates an item from a name and the result of ``look``.
         index: Cache of sizes that earlier runs have read.
         on_broken: Policy for unreadable images.
-        strays: Images known to be broken, reported first.
-        missing: Images that do not exist, reported last.
+        strays: Images already known to be broken; these are reported first.
+        missing: Images that do not exist; these are reported last.
         errors: Exceptions that ``look`` raises for unreadable files, in addition to Pillow's.
 
     Returns:
@@ -578,8 +578,8 @@ def _scan_decisions(
                 key="data.captions",
                 before="several",
                 after="one caption per use",
-                reason=f"{several} of {len(items)} images have several captions: each caption is "
-                "used once before any is repeated",
+                reason=f"{several} of {len(items)} images have several captions; no caption "
+                "is repeated until all captions of its image have been used",
             )
         )
     return tuple(found)
@@ -595,7 +595,7 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
     effect = {
         MASK: "white pixels count in the loss, black ones do not; without a mask all pixels count",
         REFERENCE: "references are images before an edit or conditions of a ControlNet",
-        **dict.fromkeys(REFERENCES[1:], "one edit uses all references of an image"),
+        **dict.fromkeys(REFERENCES[1:], "each edit uses all references of its image"),
     }
     return tuple(
         Decision(
@@ -615,7 +615,7 @@ def companions_of(source: Any) -> frozenset[str]:
 
 
 def by_reference(each: Sequence[T], *, key: str) -> dict[str, T]:
-    """Map the names ``reference``, ``reference2``, … to the values in ``each``.
+    """Return the values in ``each``, keyed by ``reference``, ``reference2``, ….
 
     Args:
         each: One value per reference, in order.

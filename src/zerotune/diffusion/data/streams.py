@@ -69,7 +69,7 @@ class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         decisions: A warning if the images appear to be in [0, 1].
 
     Raises:
-        DataError: ``images`` is empty, differs in length from ``labels``, or contains values
+        DataError: ``images`` is empty, has a different length than ``labels``, or contains values
             clearly outside [-1, 1], such as integers up to 255.
     """
 
@@ -147,7 +147,7 @@ _MASK: Final = "_mask"
 def stack_samples(samples: list[Any]) -> Batch:
     """Collate samples: stack tensors (``stack_named``) and put strings into ``Captions``.
 
-    torch's ``default_collate`` handles numbers, arrays, and samples that are not mappings.
+    Numbers, arrays, and samples that are not mappings are collated by torch's ``default_collate``.
 
     Args:
         samples: Samples of one batch, all with the same keys.
@@ -167,8 +167,8 @@ def stack_samples(samples: list[Any]) -> Batch:
 def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Stack the tensors of several samples by name.
 
-    Tensors with the same name must have equal shapes, except that tensors with a mask may differ in
-    length. Shorter tensors and their masks are padded with zeros, which ``row_of`` removes.
+    Tensors with the same name must have equal shapes; only tensors with a mask may differ in
+    length. Shorter tensors and their masks are padded with zeros; ``row_of`` removes the padding.
     """
     batch = {}
     for name in rows[0] if rows else ():
@@ -593,8 +593,8 @@ def _small_buckets(assignment: BucketAssignment, size: int) -> tuple[Decision, .
             before=None,
             after=size,
             reason=f"these buckets have fewer images than a micro batch: {', '.join(small)}; their "
-            "images are repeated within a batch, and then left out of some epochs; set "
-            f"minimum={size} to move them to fuller buckets",
+            "images are repeated within a batch, and left out of some later epochs; set "
+            f"minimum={size} to move them to buckets with more images",
             severity="warning",
         ),
     )
@@ -606,8 +606,8 @@ def _small_buckets(assignment: BucketAssignment, size: int) -> tuple[Decision, .
 class RepeatedBatches:
     """Endless batches from an iterable, such as a ``DataLoader``, a list or your own class.
 
-    The iterable is restarted whenever it ends. A resume reads and discards the batches that the run
-    has already used, so an iterable that shuffles must be able to reproduce its order.
+    The iterable is restarted whenever it ends. A resumed run reads and discards the batches that it
+    used before, so an iterable that shuffles must reproduce its order.
 
     Args:
         batches: A restartable iterable over this rank's micro batches.
@@ -722,7 +722,7 @@ _PRIOR_WEIGHTS = "loss_weights"
 
 
 class PriorPreservation:
-    """Micro batches that join instance and prior samples, with the loss weights of DreamBooth.
+    """Micro batches of instance and prior samples, with the loss weights of DreamBooth.
 
     The loss of a batch is ``instance_loss + weight * prior_loss``; each loss is a mean over its
     samples. The plan's micro batch size is the sum of the two streams' micro batch sizes. Instances

@@ -93,7 +93,7 @@ class TarShards(EncodedSource):
                 endings = samples.setdefault(f"{shard.name}/{key}", {})
                 if ending in endings:
                     raise DataError(
-                        f"contains {key}.{ending} twice, or two shards have this name",
+                        f"contains {key}.{ending} twice, or another shard has the same name",
                         key=shard.name,
                         fix="give every sample and every shard a unique name",
                     )

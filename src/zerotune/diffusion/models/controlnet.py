@@ -1,4 +1,4 @@
-"""ControlNets: a trained copy of a model's first blocks lets an image control the frozen model.
+"""ControlNets: trained copies of a model's first blocks, through which an image controls the model.
 
 Only the ControlNet is trained; the diffusers pipeline calls it before the frozen base model. The
 condition images are the dataset's reference images, which are cropped in the same way as the
@@ -202,7 +202,7 @@ class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
         return {"images": _shades(images).to(torch.uint8)}
 
     def latent_settings(self) -> CacheSettings:
-        """Return the base settings plus ``references``, which says that caches store pixels."""
+        """Return the base settings plus ``references``, which records that caches store pixels."""
         usual = super().latent_settings()
         return attrs.evolve(usual, settings={**usual.settings, "references": "pixels"})
 
@@ -256,7 +256,7 @@ class StableDiffusion3ControlNet(ControlNetFamily, StableDiffusion3):
         return {"num_layers": layers, "num_extra_conditioning_channels": 0}
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Undo the VAE's shift of condition latents for ControlNets trained without the shift."""
+        """Undo the VAE's shift of condition latents if the ControlNet was trained without it."""
         config = pipe.controlnet.config
         if config.force_zeros_for_pooled_projection:
             vae = pipe.vae.config

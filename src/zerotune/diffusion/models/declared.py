@@ -1,4 +1,4 @@
-"""Families of supported pipelines; each declares only what its pipeline does not provide."""
+"""Families of supported pipelines; each family declares only what its pipeline does not define."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StableDiffusion(PipelineFamily):
     """Stable Diffusion 1.5, 2.1 and derived models.
 
     Most of these models predict noise; some, such as Stable Diffusion 2.1 at 768², predict
-    velocity. The scheduler's ``prediction_type`` says which.
+    velocity. The scheduler's ``prediction_type`` records the kind of prediction.
     """
 
     pipeline: ClassVar[str] = "StableDiffusionPipeline"
@@ -69,8 +69,9 @@ class StableDiffusionXL(PipelineFamily):
     """Stable Diffusion XL, with two CLIP text encoders and a U-Net conditioned on size and crop.
 
     A batch may contain ``original_sizes``, ``crop_corners`` and ``target_sizes``, each (b, 2), with
-    the vertical value first; ``PreparedImages`` yields all three. If a batch lacks any of them, the
-    images are treated as uncropped and at their original size (Podell et al., "SDXL", 2.2).
+    the vertical value first; ``PreparedImages`` yields all three. If a batch lacks any of these
+    tensors, its images are treated as uncropped and at their original size (Podell et al., "SDXL",
+    2.2).
 
     If the pipeline sets ``force_zeros_for_empty_prompt``, the empty text is encoded as zeros, both
     in training and in sampling. The training script of diffusers embeds the empty text instead.
@@ -148,7 +149,7 @@ class StableDiffusionXL(PipelineFamily):
         return latents, {**texts, _TIME_IDS: self._time_ids({"latents": latents})}
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
-        """Return an example text tensor with the width that the U-Net expects."""
+        """Return an example text tensor of the width that the U-Net expects."""
         if name != "pooled_prompt_embeds":
             return super().example_text(name, config, batch)
         width = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
@@ -219,8 +220,8 @@ class QwenImage(PipelineFamily):
 class ZImage(PipelineFamily):
     """Z-Image, whose model predicts the negated velocity; time runs from noise to data.
 
-    The pipeline receives texts of variable length as a list. ``guidance_scale=0`` disables guidance
-    in diffusers' pipeline; in ``sample``, ``guidance_scale=1`` does.
+    The pipeline receives texts of variable length as a list. To disable guidance, pass
+    ``guidance_scale=0`` to diffusers' pipeline, but ``guidance_scale=1`` to ``sample``.
     """
 
     pipeline: ClassVar[str] = "ZImagePipeline"
@@ -326,7 +327,7 @@ class Flux2(PipelineFamily):
         return _pictures(latents, self.latent_space().scale)
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass each sample's own reference latents; the pipeline uses one set for all samples."""
+        """Pass each sample's own reference latents; the pipeline would use one set for all."""
         super().adjust(pipe, call_kwargs)
         if self.reference not in call_kwargs:
             return
@@ -398,7 +399,7 @@ class Wan(PipelineFamily):
                 "sampling needs both experts, but only the trained expert was loaded",
                 key=f"parts.{self.other}",
                 value=None,
-                fix=f"load the frozen expert too: remove {self.other!r} from leave_out",
+                fix=f"remove {self.other!r} from leave_out to load the frozen expert too",
             )
         beside = PipelineModel(config=config_of(other), model=cast("Denoiser", other))
         return self._around(Blueprint.of(parts.pipeline), model, scheduler, **{self.other: beside})
@@ -438,7 +439,7 @@ class Lumina2(PipelineFamily):
 
 
 class LTXVideo(PipelineFamily):
-    """LTX-Video, whose VAE compresses sides 32-fold and time 8-fold; a latent pixel is a token."""
+    """LTX-Video, whose VAE compresses sides 32-fold and time 8-fold; latent pixels are tokens."""
 
     pipeline: ClassVar[str] = "LTXPipeline"
     model: ClassVar[str] = "LTXVideoTransformer3DModel"
@@ -508,7 +509,7 @@ def _pass_mask_on(module: Any) -> None:
 
 
 class AuraFlow(PipelineFamily):
-    """AuraFlow, whose pipeline is called once per sample, because a call supports one time step."""
+    """AuraFlow, whose pipeline is called once per sample, as a call supports one time step."""
 
     pipeline: ClassVar[str] = "AuraFlowPipeline"
     model: ClassVar[str] = "AuraFlowTransformer2DModel"
@@ -533,10 +534,10 @@ class PixArtSigma(PixArtAlpha):
 
 
 class Krea2(PipelineFamily):
-    """Krea 2, whose embeddings hold hidden states of several text encoder layers for each token.
+    """Krea 2, whose embeddings contain, for each token, hidden states of several encoder layers.
 
-    ``guidance_scale=0`` disables guidance in diffusers' pipeline; in ``sample``,
-    ``guidance_scale=1`` does.
+    To disable guidance, pass ``guidance_scale=0`` to diffusers' pipeline, but ``guidance_scale=1``
+    to ``sample``.
     """
 
     pipeline: ClassVar[str] = "Krea2Pipeline"
@@ -656,8 +657,8 @@ class QwenImageEdit(ReadingFamily, QwenImage):
     reference: ClassVar[str | None] = "image"
 
     reference_area: int = attrs.field(default=1024 * 1024, validator=validated(whole))
-    """Area in pixels to which reference images are resized. A smaller area saves tokens; outside
-    zerotune, however, diffusers' pipeline always uses the default."""
+    """Area in pixels to which reference images are resized. A smaller area saves tokens. Without
+    zerotune, however, diffusers' pipeline always uses the default area."""
 
     @property
     def read_area(self) -> int:

@@ -19,7 +19,7 @@ Conditioning = Mapping[str, Tensor]
 
 
 class Denoiser(Protocol):
-    """Interface of a model that predicts: an ``Engine`` or any diffusers model."""
+    """Interface of a model for predictions: an ``Engine`` or any diffusers model."""
 
     @property
     def device(self) -> torch.device:
@@ -64,12 +64,13 @@ class Family(Protocol):
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Return the model's prediction in the shape of ``noisy``, in the model's dtype or fp32.
+        """Return the model's prediction, with the shape of ``noisy``, in the model's dtype or fp32.
 
         Args:
             model: Model that predicts.
             noisy: Noisy samples (b, c, h, w), fp32.
-            timesteps: Time steps (b,) in the scheduler's units; float time steps stay in fp32.
+            timesteps: Time steps (b,) in the scheduler's units; floating-point time steps remain in
+                fp32.
             conditioning: Value returned by ``conditioning`` or ``condition_on``.
         """
         ...
@@ -148,7 +149,7 @@ def images_of(batch: Mapping[str, Tensor]) -> Tensor:
 def to_model(value: Tensor, model: Denoiser) -> Tensor:
     """Move a tensor to the model's device and cast floats to its dtype.
 
-    Do not cast time steps or sizes with this function, because bf16 rounds 999 to 1000.
+    Do not use this function for time steps or sizes, because bf16 rounds 999 to 1000.
     """
     return value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
 

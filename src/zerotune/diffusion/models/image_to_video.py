@@ -133,8 +133,7 @@ class ImageToVideo(PipelineFamily):
         """Return the first frames of the clips to sample.
 
         Raises:
-            DataError: ``drawing`` has no reference images, or their size differs from the size of
-                the clips.
+            DataError: ``drawing`` has no reference images, or the images and clips differ in size.
         """
         images = super().drawn_references(drawing)
         if drawing.size is not None and tuple(images.shape[-2:]) != tuple(drawing.size):
@@ -142,7 +141,7 @@ class ImageToVideo(PipelineFamily):
                 f"the reference images must have the size of the clips, {tuple(drawing.size)}",
                 key="references",
                 value=tuple(images.shape[-2:]),
-                fix="resize and crop the images to size=, or omit size=",
+                fix="resize and crop the images to the value of size=, or omit size=",
             )
         return images
 
@@ -153,13 +152,13 @@ class ImageToVideo(PipelineFamily):
     # -- A first latent frame that the image replaces.
 
     def gives_first(self, model: Any) -> bool:  # noqa: ARG002 - for subclasses
-        """Return whether ``model`` uses the encoded image as the first latent frame of a clip."""
+        """Return whether ``model`` uses the encoded image as a clip's first latent frame."""
         return False
 
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Predict through the pipeline; a first latent frame that holds the image has zero loss."""
+        """Predict through the pipeline, with zero loss for an image as the first latent frame."""
         found = super().predict(model, noisy, timesteps, conditioning)
         if not self.gives_first(model):
             return found
@@ -288,7 +287,7 @@ class WanImageToVideoLowNoise(_WanImage, WanLowNoise):
 class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     """HunyuanVideo image-to-video; LLaVA encodes each text together with the image.
 
-    The model's configuration says whether the image replaces the first latent frame
+    The model's configuration determines whether the image replaces the first latent frame
     (``token_replace``) or has its own channels (``latent_concat``). With ``latent_concat``, the
     pipeline drops the first four frames of each sampled clip.
     """
@@ -318,7 +317,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         """Encode clips and their first frames.
 
         With ``token_replace``, the first frame is encoded separately and becomes the first latent
-        frame. Encoding the first frame with the clip would normalise it over all frames.
+        frame. If it were encoded with the clip, it would be normalised over all frames.
         """
         found = super().encode_images(images, device=device)
         if self._condition_type(self._needed("images")) != _REPLACED:
@@ -346,7 +345,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     def read(
         self, parts: FrozenParts, caption: str, pictures: list[Any], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode a caption with its image; some of the image's tokens precede the caption's."""
+        """Encode a caption with its image; some image tokens precede the caption's tokens."""
         prompts = {
             "prompt": [caption],
             "image": pictures,

@@ -120,7 +120,8 @@ class LatentSpace:
         if (frames - 1) % self.frames:
             raise DataError(
                 f"the number of frames must be 1 more than a multiple of {self.frames}, because "
-                f"the VAE compresses every {self.frames} frames after the first into one",
+                f"the VAE compresses every {self.frames} frames after the first into "
+                "one latent frame",
                 key="frames",
                 value=frames,
                 fix=f"use ClipBuckets(compression={self.frames}, frames=...) with a valid number "

@@ -1,4 +1,4 @@
-"""A diffusers pipeline for a trained model, with its frozen parts.
+"""Diffusers pipelines of trained models, and their frozen parts.
 
 ``FrozenParts`` are the frozen VAE, text encoders and tokenizers. A ``PipelineModel`` replaces the
 trained model in the pipeline and calls the engine.
@@ -394,7 +394,7 @@ class PipelineModel(torch.nn.Module):
 
     Args:
         config: Configuration of the model.
-        model: Model that predicts; if ``None``, only the configuration is available.
+        model: Model for predictions; if ``None``, only the configuration is available.
     """
 
     def __init__(self, *, config: Any, model: Denoiser | None = None) -> None:
@@ -415,7 +415,7 @@ class PipelineModel(torch.nn.Module):
 
     @contextmanager
     def cache_context(self, name: str, **_: Any) -> Iterator[None]:  # noqa: ARG002 - diffusers'
-        """Do nothing, because training caches nothing between steps."""
+        """Do nothing, because nothing is cached between training steps."""
         yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -455,7 +455,8 @@ class TrainedEncoder(torch.nn.Module):
         """Use the engine's encoder for all subsequent calls.
 
         Args:
-            model: Engine that contains the encoder; ``None`` calls the encoder without an engine.
+            model: Engine that contains the encoder; with ``None``, the encoder is called without an
+                engine.
         """
         self.__dict__["_within"] = model
 

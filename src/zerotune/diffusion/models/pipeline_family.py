@@ -1,8 +1,8 @@
 """Text-to-image families that predict and sample through their diffusers pipeline.
 
 Training runs the pipeline's ``__call__`` for one step with gradients. The engine replaces the
-pipeline's model, and a scheduler with one time step per sample replaces the pipeline's scheduler.
-The first argument of ``scheduler.step`` is the prediction, with its autograd graph. Diffusers' code
+pipeline's model; a scheduler with one time step per sample replaces the original scheduler. The
+pipeline passes the prediction, with its autograd graph, to ``scheduler.step``. Diffusers' code
 therefore handles time scaling, signs, position ids, masks, guidance and reference images.
 """
 
@@ -104,7 +104,7 @@ class TextToImage(ABC):
     reference: ClassVar[str | None] = None
     """Name of the pipeline's argument that receives ``reference_latents``."""
     needs_references: ClassVar[bool] = True
-    """Whether every sample needs a reference image; applies only if ``reference`` is set."""
+    """Whether every sample needs a reference image; ignored unless ``reference`` is set."""
     several_references: ClassVar[bool] = False
     """Whether a sample may have several reference images."""
     by_class: ClassVar[bool] = False
@@ -126,10 +126,10 @@ class TextToImage(ABC):
     """The pipeline without weights; by default the pipeline of ``parts``."""
 
     base_component: ClassVar[str | None] = None
-    """Component name of the frozen model that the trained model controls."""
+    """Component name of the frozen model that a ControlNet controls."""
 
     also_needed: ClassVar[tuple[str, ...]] = ()
-    """Names of components that this family loads and most other families do not."""
+    """Names of components that this family loads, unlike most other families."""
 
     @classmethod
     def separate_models(cls) -> tuple[str, ...]:
@@ -534,7 +534,7 @@ class TextToImage(ABC):
     def text_kwargs(
         self, texts: Mapping[str, Tensor], device: torch.device, prefix: str = ""
     ) -> dict[str, Any]:
-        """Return the pipeline's arguments for texts.
+        """Return the text arguments of the pipeline.
 
         Args:
             texts: Embeddings by their names in ``text_tensors``, batch first.
@@ -560,7 +560,7 @@ class TextToImage(ABC):
         return latents
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:  # noqa: B027 - few need it
-        """Adapt a new pipeline to the arguments of its call.
+        """Adapt a new pipeline to the arguments with which it will be called.
 
         Args:
             pipe: Pipeline created for one call.
@@ -623,7 +623,7 @@ class TextToImage(ABC):
 
     @property
     def drawing_parts(self) -> tuple[str, ...]:
-        """Return the names of frozen parts that sampling steps use."""
+        """Return the names of the frozen parts that sampling steps use."""
         return ()
 
     def drawing_pipeline(self, parts: FrozenParts, model: Denoiser, scheduler: Any) -> Any:
@@ -640,7 +640,7 @@ class TextToImage(ABC):
         """Return the pipeline's arguments for prompts, references and guidance.
 
         A guidance-distilled model receives the guidance scale as an input. With a negative prompt,
-        this input keeps its training value, and the scale controls classifier-free guidance
+        this input keeps its training value, and the scale applies to classifier-free guidance
         instead.
 
         Args:
@@ -813,18 +813,18 @@ class PipelineFamily(TextToImage):
     """Class name of the trained model in diffusers; ``model_facts`` needs it to find the family of
     a configuration."""
     encoded: ClassVar[tuple[str, ...]] = ()
-    """Names of ``encode_prompt``'s outputs in order; by default ``text_tensors``, followed by the
-    same names prefixed with ``negative_``."""
+    """Names of ``encode_prompt``'s outputs in order; by default ``text_tensors``, then the same
+    names with the prefix ``negative_``."""
     text_width: ClassVar[str | None] = None
-    """Key of the text width in the model's configuration, if it is not one of the usual keys."""
+    """Key of the text width in the model's configuration; needed only for an unusual key."""
     one_by_one: ClassVar[bool] = False
     """Whether each sample needs a separate pipeline call, because a call supports one time step."""
 
     max_sequence_length: int | None = None
     """Number of tokens per text; by default the pipeline's value."""
     texts_alone: bool = False
-    """Whether texts are encoded one by one. ``load_pretrained`` sets it if the pipeline pads texts
-    to the longest one, which makes embeddings depend on the batch."""
+    """Whether texts are encoded one by one. ``load_pretrained`` sets this attribute if the pipeline
+    pads texts to the longest one, because embeddings would then depend on the batch."""
 
     # -- Texts.
 
@@ -926,8 +926,8 @@ class PipelineFamily(TextToImage):
         images = batch.get(REFERENCE_IMAGES)
         if images is None:
             raise DataError(
-                f"{type(self).__name__} needs reference images, but the batch has only "
-                f"{sorted(batch)}",
+                f"{type(self).__name__} needs reference images, but the batch contains "
+                f"only {sorted(batch)}",
                 key=f"batch[{REFERENCES!r}]",
                 fix="add reference_images (b, 3, height, width) or reference_latents to the "
                 "batches",
@@ -1076,7 +1076,7 @@ class PipelineFamily(TextToImage):
     # -- Examples.
 
     def without_data(self) -> Self:
-        """Return the family to use for a test on the ``meta`` device."""
+        """Return the family with which to test on the ``meta`` device."""
         return self
 
     def example(

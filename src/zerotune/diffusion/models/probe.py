@@ -1,4 +1,4 @@
-"""Test a declared family before training, by computing only shapes.
+"""Test a declared family before training, computing only tensor shapes.
 
 The model is on the ``meta`` device, without weights. Masks, sizes and time steps have values,
 because pipelines may read them.
@@ -58,7 +58,8 @@ class Witness:
             if found != rows:
                 raise _not_trainable(
                     family,
-                    f"its model receives {found} samples, not {rows}, because guidance is on",
+                    f"its model receives {found} samples instead of {rows}, because "
+                    "guidance is enabled",
                 )
         if not single and not _tells_samples_apart(self.calls[0]):
             raise _not_trainable(family, "its model does not receive a time step for each sample")
@@ -113,7 +114,7 @@ def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision,
         family: Family with its frozen parts; without text encoders nothing is tested.
 
     Returns:
-        The family, with ``texts_alone`` set if its pipeline pads texts to the longest one. The
+        The family; ``texts_alone`` is set if its pipeline pads texts to the longest one. The
         decisions made, including a warning if texts of different lengths cannot share a micro
         batch.
     """

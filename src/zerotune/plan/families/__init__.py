@@ -139,7 +139,7 @@ def facts_from_json(data: Mapping[str, Any]) -> ModelFacts:
 
 
 def frozen_beside(model: object) -> int:
-    """Return how many bytes a ControlNet's frozen base model takes on the device; 0 for others."""
+    """Return the bytes of a ControlNet's frozen base model on the device; 0 for other models."""
     known = model_family(model) if isinstance(model, str) else model
     return known.frozen_bytes if isinstance(known, ModelFamily) else 0
 
@@ -165,7 +165,7 @@ def as_facts(
     """Convert a model, a family, or the name of a family to ``ModelFacts``.
 
     Args:
-        model: Facts, a family or its name, or a module.
+        model: ``ModelFacts``, a module, a family, or the name of a family.
         lora: Rank of LoRA adapters to train instead of the model; ``None`` trains the model.
         base_dtype: Dtype to which the frozen model under the adapters is quantized, such as
             ``"nf4"``.

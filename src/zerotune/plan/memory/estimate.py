@@ -267,7 +267,7 @@ class Costing:
 
     @property
     def device(self) -> Place:
-        """Where accelerator memory is: ``"host"`` if it is that of the CPU, else ``"device"``."""
+        """``"host"`` if the accelerator is the CPU, which uses host memory; else ``"device"``."""
         return "host" if self.on_cpu else "device"
 
     @property
@@ -463,7 +463,7 @@ class Costing:
         *,
         by_torch: bool = False,
     ) -> MemoryItem:
-        """Return a page-locked component; its blocks are rounded up as the allocator rounds them.
+        """Return a page-locked component, with blocks rounded up to the allocator's sizes.
 
         Args:
             component: Name of the component.
@@ -504,7 +504,7 @@ class Costing:
 
     @cached_property
     def stays(self) -> tuple[int, ...]:
-        """Number of elements of each sub-group that an offload ratio below 1 keeps on the device.
+        """Number of elements of each sub-group that stays on the device (offload ratio below 1).
 
         DeepSpeed keeps the first sub-groups on the device; the ratio counts sub-groups, not
         elements.
@@ -544,7 +544,7 @@ _DDP_BUCKETS: Final = 4
 
 
 def plain(case: Costing) -> Iterator[MemoryItem]:
-    """Yield the memory of the plain engine: fp32 weights, autocast in the forward pass."""
+    """Yield the memory of the plain engine: fp32 weights, and autocast in the forward pass."""
     count = case.trained
     yield case.item("weights", case.device, case.model.weight_bytes(4), note=_kept_in(case, "fp32"))
     if case.resolved.precision != "fp32":
@@ -572,7 +572,7 @@ def _plain_beside_the_device(case: Costing) -> Iterator[MemoryItem]:
     # A gradient leaves once it is a sum: of one micro batch, of one rank.
     waits = case.ranks > 1 or (case.resolved.gradient_accumulation_steps or 1) > 1
     kept = 4 * count if waits else 8 * case.largest
-    note = "fp32" if waits else "fp32, the two gradients that are being copied to the host"
+    note = "fp32" if waits else "the two fp32 gradients that are being copied to the host"
     yield case.item("gradients", case.device, min(kept, 4 * count), BACKWARD, note)
     for component in ("master weights", "gradients"):
         if pin:
@@ -664,7 +664,7 @@ def _on_device(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
         case.device,
         max(flattening, element * part, 4 * part),
         INITIALIZATION,
-        "a flat copy of the weights, later zero gradients",
+        "a flat copy of the weights, and later zero gradients",
     )
 
 
@@ -980,7 +980,7 @@ def with_gradients_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
         before=buffers,
         after=kept,
         reason=f"as many as fit in the {format_size(usable)} of host memory per rank; more than "
-        f"{useful} buffers would not help {len(units)} units",
+        f"{useful} buffers have no benefit for {len(units)} units",
     )
     return attrs.evolve(
         resolved,

@@ -1,4 +1,4 @@
-"""Predict the time of a training step from the machine's speeds, traffic and overlap."""
+"""Predict the time of a training step from the machine's speeds, the traffic and the overlap."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ class Rates:
     """The same in fp32."""
     device_memory: float = _rate_field()
     """Bytes per second that norms, activations and sums in bf16 or fp16 read and write on the
-    device. On processors that compute them element by element, the rate is lower than in fp32."""
+    device. On processors that compute bf16 or fp16 element by element, the rate is lower than in
+    fp32."""
     device_memory_fp32: float = _rate_field()
     """The same in fp32."""
     to_host: float = _rate_field()
@@ -82,12 +83,13 @@ class Rates:
     new_memory: float = _rate_field()
     """Bytes per second written to newly allocated host memory for the first time."""
     operators: float = _rate_field()
-    """Operators launched per second, one after another, except matrix products and attention."""
+    """Operators other than matrix products and attention that are launched per second, one by
+    one."""
     host_step: float = _rate_field()
     """Bytes per second that an optimizer in host memory reads and writes."""
     coded_step: float = _rate_field()
-    """Weights per second whose 8-bit moments an optimizer in host memory decodes, updates and
-    encodes."""
+    """Weights that an optimizer in host memory updates per second with 8-bit moments, including
+    decoding and encoding."""
     disk_read: float = _rate_field()
     """Bytes per second read from swap files."""
     disk_write: float = _rate_field()
@@ -563,7 +565,8 @@ StepPhase = Literal["forward", "backward", "optimizer", "weights", "ema"]
 """Phase of a step."""
 Schedule = Literal["in turn", "hidden", "eager"]
 """When an optimizer in host memory runs: ``"in turn"`` after the backward pass, ``"hidden"`` during
-the next forward pass, or ``"eager"`` also during the last backward pass, as gradients arrive."""
+the next forward pass, or ``"eager"`` during the last backward pass (as gradients arrive) and the
+next forward pass."""
 _PASSES: Final[tuple[StepPhase, ...]] = ("forward", "backward")
 _AFTER: Final[tuple[StepPhase, ...]] = ("optimizer", "weights", "ema")
 _PER_GRADIENT: Final[Mapping[int, int]] = {0: 5, 1: 12, 2: 12, 3: 12}
@@ -691,7 +694,7 @@ class StepTime:
 
     @property
     def eager_seconds(self) -> float:
-        """Seconds of a step whose optimizer and EMAs run during both passes."""
+        """Seconds of a step whose optimizer and EMAs overlap with backward and forward passes."""
         return self.scheduled("eager")
 
     @property
