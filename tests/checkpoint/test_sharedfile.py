@@ -73,7 +73,7 @@ def test_whatever_way_parts_are_cut_the_file_is_whole(shapes, cuts, shard_size, 
 )
 def test_elements_that_nobody_or_two_hold_are_refused(parts):
     with pytest.raises(
-        CheckpointError, match=r"weights/p: the ranks' fragments do not contain each of"
+        CheckpointError, match=r"weights/p: the ranks' fragments do not cover the tensor"
     ):
         Filing.of([share(parts[:1]), share(parts[1:])], {"p": (2, 2)})
 

@@ -224,7 +224,7 @@ def test_accumulation_and_clipping_set_twice():
         "launch.gradient_clipping",
         "optimizer.params.max_grad_norm",
     }
-    assert "= 4 is also set" in found["launch.gradient_accumulation_steps"].reason
+    assert "is also set, to 4," in found["launch.gradient_accumulation_steps"].reason
 
 
 def test_the_same_number_twice_is_no_conflict():

@@ -1971,7 +1971,11 @@ class ModelFacts:
         return self._parts[ranks]
 
     def trainable_parts(self, ranks: int) -> tuple[int, ...]:
-        """Return ``parts`` for the trainable parameters only."""
+        """Return ``parts`` for the trainable parameters only.
+
+        Args:
+            ranks: Number of ranks that share each parameter.
+        """
         if self.trainable == self.parameters:
             return self.parts(ranks)
         return tuple([-(-each.numel // ranks) for each in self.trainable])
