@@ -281,7 +281,9 @@ def test_a_silent_rank_of_another_machine_is_told_by_its_silence():
     assert "rank 1 sent its last heartbeat 20 s ago; it was in forward at step 3" in text
     assert beat(1)._aged(silent_s=2, ended=None, interval_s=1) == beat(1), "a pause is no end"
     let_down = beat(0, failed="CollectiveError: a rank was lost", let_down=True, done=True)
-    assert _message([let_down, beat(1)], 2, 8).startswith("a rank failed, and the other ranks are waiting")
+    assert _message([let_down, beat(1)], 2, 8).startswith(
+        "a rank failed, and the other ranks are waiting"
+    )
 
 
 def interrupted(*_):

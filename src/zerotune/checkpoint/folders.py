@@ -55,7 +55,12 @@ _FREE_MARGIN: Final = 2**24
 
 
 def step_folder(root: str | os.PathLike[str], step: int) -> Path:
-    """Return the checkpoint folder of optimizer step ``step``, such as ``<root>/step-00001234``."""
+    """Return the checkpoint folder of an optimizer step, such as ``<root>/step-00001234``.
+
+    Args:
+        root: Folder that contains the run's checkpoints.
+        step: Number of optimizer steps taken.
+    """
     return Path(root) / f"step-{step:08d}"
 
 

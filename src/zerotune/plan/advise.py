@@ -171,7 +171,7 @@ class Advice(Readable):
 
     @property
     def headroom(self) -> dict[Place, int]:
-        """Unused bytes of the budget: device memory per rank, and RAM and NVMe per machine."""
+        """Unused bytes of the budget, for device memory per rank, for RAM and NVMe per machine."""
         needs = machine_needs(self.estimate)
         return {
             "device": self.budget.device - needs["device"],

@@ -552,7 +552,7 @@ class CachedImages:
 
     @property
     def companions(self) -> frozenset[str]:
-        """Kinds of files that accompany the images: masks and references."""
+        """Kinds of files that accompany the images, such as masks and references."""
         return self._dataset.companions
 
     @property
