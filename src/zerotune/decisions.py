@@ -1,7 +1,7 @@
 """Records of automatic choices, findings and errors about settings, and a log for them.
 
-Readers and resolvers receive a ``Log``. They record decisions in it, and also errors after which
-they can continue, so that a user sees all errors at once.
+Readers and resolvers record decisions in a ``Log``, and also errors after which they can continue,
+so that a user sees all errors at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Decision:
     """``"error"``: the plan cannot run; ``"warning"``: probably unintended; ``"note"``: anything
     else."""
     fix: str = ""
-    """What to write instead, if anything."""
+    """What to write instead; empty if there is nothing to change."""
     rule: str = ""
     """Id of the rule or step that created the record; empty for a choice."""
     written: str | None = attrs.field(default=None, eq=False, repr=False)
@@ -249,7 +249,7 @@ class Log:
             return None
 
     def whole(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of ``work``; raise the first recorded error, if any.
+        """Return the result of ``work``; if errors were recorded, raise the first with the others.
 
         Args:
             work: Function to call.

@@ -29,8 +29,8 @@
     └── MissingDependencyError (ImportError)
 
 Every message reads ``key = value: reason. Fix: what to do``; the parts are also attributes. All
-mistakes in one input are reported together, one per line. The first is the raised error, whose
-``others`` contain the rest.
+mistakes in one input are reported together, one per line. The first of these errors is raised, and
+its ``others`` contain the rest.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ZeroTuneError(Exception):
         fix: What to write or do instead, or ``None``.
         others: Other errors found in the same input.
         rank: Rank on which the error occurred; ``None`` if it occurred in this process.
-        shell_fix: ``fix`` for a command line, if ``fix`` is only possible in Python.
+        shell_fix: What to do on a command line, if ``fix`` is only possible in Python.
     """
 
     shell_fix: str | None = None

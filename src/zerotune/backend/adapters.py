@@ -49,7 +49,8 @@ class AdapterParameter:
     layer: str
     """Dotted name of the adapted layer in the model."""
     kind: str
-    """``lora_A``, ``lora_magnitude_vector``, ``lokr_w1``, ``hada_w1_a``, ``oft_R``, …"""
+    """Type of the factor, such as ``lora_A``, ``lora_magnitude_vector``, ``lokr_w1``, ``hada_w1_a``
+    or ``oft_R``."""
     adapter: str
     """Name of the adapter."""
     rest: str
@@ -557,7 +558,7 @@ def write_lora(
         form: Format, ``"comfyui"`` or ``"kohya"``.
         component: Name of the model in its pipeline, such as ``"transformer"``.
         outputs: Function that takes a layer's name and returns the layer's number of outputs. The
-            function is called for untrained layers that the format joins with trained ones.
+            function is called for untrained layers that the format combines with trained ones.
         dtype: Dtype of the file's tensors.
     """
     known = published(model, form, component)
@@ -828,7 +829,7 @@ def compare(
 ) -> bool:
     """Check that a file contains the trained factors; return whether they match bit for bit.
 
-    Zero columns are ignored, because joined layers contain them.
+    Zero columns are ignored, because layers that combine several projections contain them.
 
     Args:
         read: The file as diffusers reads it.

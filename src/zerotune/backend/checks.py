@@ -124,7 +124,7 @@ class RunningGroup:
     members: frozenset[str]
     """Dotted names of the parameters."""
     until: int | None = None
-    """Number of optimizer steps after which the learning rate is 0."""
+    """Number of optimizer steps after which the learning rate is 0; ``None`` if it never is 0."""
 
     @classmethod
     def read(
@@ -156,7 +156,7 @@ def expected_groups(
     Args:
         choice: The plan's optimizer.
         named: Names and parameters of all trained parameters.
-        client: The optimizer that is passed to the engine, if any.
+        client: The optimizer that is passed to the engine; ``None`` if none is passed.
     """
     if choice.package == "mup" and client is not None:
         names = {id(parameter): name for name, parameter in named}
@@ -219,7 +219,7 @@ class Checks:
         Args:
             choice: The plan's optimizer.
             optimizer: The running optimizer.
-            scheduler: The plan's schedule, if any.
+            scheduler: The plan's schedule; ``None`` if the plan has none.
             steps_taken: Number of steps that the schedule has taken.
             groups: Expected groups; default: every group has ``choice.params``.
         """

@@ -66,7 +66,7 @@ class ThreadFacts:
 
     @property
     def chosen_by(self) -> str | None:
-        """How the user has set the number of threads; ``None`` if the user has not."""
+        """Setting with which the user chose the number of threads; ``None`` if there is none."""
         given = self.environ.get(VARIABLE)
         if given is not None and self.launcher is None:
             return f"{VARIABLE}={given} in the environment"

@@ -419,7 +419,7 @@ class ProcessGroup:
             looking.join()
 
     def close(self) -> None:
-        """Leave the group; its last user destroys it if zerotune created it. Repeatable.
+        """Leave the group; if zerotune created it, the last user to leave destroys it. Repeatable.
 
         Separate connections are closed at once, so that ranks waiting on them notice.
         """
@@ -436,7 +436,8 @@ class ProcessGroup:
 def end_groups(groups: list[Any]) -> None:
     """Destroy gloo groups of this process, with their threads and file descriptors.
 
-    NCCL groups are left alone, because destroying one waits for all ranks, even lost ones.
+    NCCL groups are left alone, because destroying an NCCL group waits for all ranks, including lost
+    ones.
 
     Args:
         groups: torch's groups; the list is emptied.
@@ -880,7 +881,7 @@ def own_store(store: Any = None) -> Any:
     """Open a separate connection to a store.
 
     Args:
-        store: torch's store; default: the default process group's.
+        store: torch's store; default: the store of the default process group.
     """
     store = dist.distributed_c10d._get_default_store() if store is None else store
     with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):

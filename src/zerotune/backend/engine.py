@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zerotune.plan.model import ResolvedPlan
 
 GONE: Final = "_zerotune_gone"
-"""Name of the attribute that says why a module lost its weights when its engine closed."""
+"""Name of the attribute that stores why a module lost its weights when its engine closed."""
 
 E = TypeVar("E", bound="Engine")
 P = ParamSpec("P")
@@ -90,7 +90,7 @@ class Engine(Closing):
     updates the weights at the end of an accumulation window. ``close`` releases the buffers and
     then closes ``resources``, which include the engine's process group.
 
-    When it starts, a subclass sets the private attributes below and then verifies the running
+    A subclass sets the private attributes below when it starts, and then verifies the running
     engine.
     """
 

@@ -212,13 +212,13 @@ class FragmentAddress:
     shape: tuple[int, ...]
     """Full, unpartitioned shape of the parameter."""
     start: int
-    """First element of this part in the flattened parameter."""
+    """Index of this part's first element in the flattened parameter."""
     numel: int
     """Number of elements of this part, without padding."""
     slab: int
     """Index of the flat tensor that contains this part."""
     offset: int
-    """First element of this part in that flat tensor."""
+    """Index of this part's first element in the flat tensor."""
 
     @property
     def stop(self) -> int:
@@ -314,7 +314,7 @@ class EditableFragment(Fragment):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Follower:
-    """An average that moves towards the weights: ``tensor.lerp_(weights, weight)``."""
+    """An EMA of the weights, updated with ``tensor.lerp_(weights, weight)``."""
 
     tensors: Mapping[str, torch.Tensor]
     """One tensor per fragment, by ``FragmentAddress.key``: fp32, 1-D, contiguous, on the CPU."""
@@ -327,7 +327,7 @@ class Average(Protocol):
     name: str
 
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and full tensor of every trained parameter. Collective."""
+        """Yield the name and the full averaged tensor of every trained parameter. Collective."""
         ...
 
 
@@ -382,13 +382,13 @@ class MasterLayout(ABC):
         """Wait until a pending optimizer step has written every weight and state."""
 
     def follow(self, followers: Sequence[Follower]) -> bool:  # noqa: ARG002 - of a step under way
-        """Update averages as part of a pending step; see ``MasterWeights.follow``.
+        """Update EMAs as part of a pending step; see ``MasterWeights.follow``.
 
         Args:
-            followers: The averages to update.
+            followers: The EMAs to update.
 
         Returns:
-            Whether a pending step will update the averages.
+            Whether a pending step will update the EMAs.
         """
         return False
 
@@ -402,8 +402,8 @@ class MasterLayout(ABC):
             address: The fragment.
 
         Returns:
-            ``None`` if the model computes with the master weights, or if the master weights or
-            the model's weights are not in memory.
+            The weights; ``None`` if the model computes with the master weights, or if the master
+            weights or the model's weights are not in memory.
         """
         return None
 
@@ -414,7 +414,7 @@ class MasterLayout(ABC):
             slab: Index of the flat tensor.
 
         Returns:
-            ``None`` if the flat tensor must be loaded into memory first.
+            The states; ``None`` if the flat tensor must be loaded into memory first.
         """
         return None
 
@@ -523,26 +523,26 @@ class MasterWeights:
         self._layout.settle()
 
     def expect(self, followers: Sequence[Follower]) -> None:
-        """Announce which averages the next step must update if it begins in the backward pass.
+        """Announce which EMAs the next step must update if it begins in the backward pass.
 
         The call has no effect on a step that begins later.
 
         Args:
-            followers: The averages; pass the same ones to ``follow`` after the step.
+            followers: The EMAs; pass the same ones to ``follow`` after the step.
         """
         self._layout.expect(followers)
 
     def follow(self, followers: Sequence[Follower]) -> bool:
-        """Update averages as part of the pending optimizer step, which reads every weight anyway.
+        """Update EMAs as part of the pending optimizer step, which reads every weight anyway.
 
-        Call ``settle`` before reading the averages.
+        Call ``settle`` before reading the EMAs.
 
         Args:
-            followers: The averages. An empty sequence announces that a later step may have averages
-                to update.
+            followers: The EMAs. An empty sequence announces that a later step may have EMAs to
+                update.
 
         Returns:
-            Whether the step will update the averages; ``False`` if no step is pending.
+            Whether the step will update the EMAs; ``False`` if no step is pending.
         """
         return self._layout.follow(followers)
 

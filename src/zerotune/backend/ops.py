@@ -567,8 +567,8 @@ class OpStatus:
     """``"installed"``: compiled into the deepspeed package. ``"built"``: already compiled and up to
     date. ``"stale"``: already compiled, but will be compiled again. ``"buildable"``: will be
     compiled on first use. ``"locked"``: another process is compiling the op, or ended while
-    compiling it. ``"blocked"``: this machine lacks something. ``"absent"``: DeepSpeed has no
-    implementation for this accelerator."""
+    compiling it. ``"blocked"``: this machine lacks a requirement, such as a compiler. ``"absent"``:
+    DeepSpeed has no implementation for this accelerator."""
     cause: str | None = None
     """Why the op is stale, locked, blocked or absent, or why building it may fail."""
     fix: str | None = None
@@ -592,8 +592,8 @@ class OpStatus:
             name: Name of the op.
             purpose: What zerotune uses the op for.
             state: Availability of the op, such as ``"built"`` or ``"stale"``.
-            found: The diagnosis, if any.
-            library: Path of the compiled library, if any.
+            found: The diagnosis; ``None`` for a status without cause and fix.
+            library: Path of the compiled library; ``None`` if there is none.
         """
         return cls(
             name=name,
@@ -644,9 +644,9 @@ class _Op:
 
 
 _OPS: Final = (
-    _Op("cpu_adam", "CPUAdamBuilder", "Adam and AdamW with the optimizer offloaded to CPU or NVMe"),
-    _Op("cpu_adagrad", "CPUAdagradBuilder", "Adagrad with the optimizer offloaded to CPU"),
-    _Op("cpu_lion", "CPULionBuilder", "Lion with the optimizer offloaded to CPU"),
+    _Op("cpu_adam", "CPUAdamBuilder", "Adam and AdamW with CPU or NVMe offload"),
+    _Op("cpu_adagrad", "CPUAdagradBuilder", "Adagrad with CPU offload"),
+    _Op("cpu_lion", "CPULionBuilder", "Lion with CPU offload"),
     _Op(
         "async_io",
         "AsyncIOBuilder",

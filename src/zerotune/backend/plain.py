@@ -359,8 +359,8 @@ class PlainEngine(CountingEngine):
 class HostWeights:
     """fp32 master weights in host memory for a model on a device.
 
-    Gradients are copied to the host during the backward pass. All norms are read with one
-    synchronisation per step.
+    Gradients are copied to the host during the backward pass. All gradient norms are read from the
+    device with one synchronisation per step.
 
     Args:
         named: Names and parameters, fp32.
@@ -449,7 +449,7 @@ class HostWeights:
 
 
 class PlainStep(DeferredSteps):
-    """Fused steps of the plain engine's Adam in host memory.
+    """Fused optimizer step in host memory for the plain engine's Adam.
 
     Args:
         adam: The optimizer; its ``step`` is replaced.

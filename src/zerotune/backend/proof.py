@@ -186,7 +186,7 @@ class Proof:
     checks: Mapping[str, Outcome] = attrs.field(factory=dict, converter=_outcomes)
     """Results by name, in the order in which the checks ran."""
     error: str | None = None
-    """Why the checks could not be run; ``None`` if they were."""
+    """Why the checks could not be run; ``None`` if they ran."""
     finished: str = attrs.field(factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
     """Date and time at which the proof was made, in UTC."""
 
@@ -337,7 +337,7 @@ def why_unproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
 
 
 def why_disproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
-    """For a fast path that is the default even without a proof, return why the proof failed.
+    """Return why the proof failed, for a fast path that is the default even without a proof.
 
     Args:
         path: The fast path.

@@ -1,6 +1,6 @@
 """Measure within seconds how fast this machine computes and moves data.
 
-``zerotune.plan.memory.time`` uses these rates, one for each kind of work in a step.
+``zerotune.plan.memory.time`` uses these rates to estimate the duration of a training step.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def measure_rates(
 ) -> dict[str, float]:
     """Measure this machine's rates in a few seconds, with torch's current number of threads.
 
-    Disks are not measured; use DeepSpeed's ``ds_nvme_tune``.
+    Disks are not measured; for disks, use DeepSpeed's ``ds_nvme_tune``.
 
     Args:
         device: Device for training; default: the first accelerator, or the CPU.
-        scale: Factor for the usual sizes and times; tests use a small factor.
+        scale: Multiplier for the sizes and durations of the measurements; below 1 only in tests.
         now: Function that returns the time in seconds. On a busy machine, ``time.process_time``
             excludes the time of other processes.
 
@@ -310,10 +310,10 @@ class _Attention(torch.nn.Module):
 
 
 def copy_rate(*, scale: float = 1.0, now: Callable[[], float] = time.perf_counter) -> float:
-    """Return the rate of the fastest of four host memory copies: bytes read and written per second.
+    """Return the fastest rate of four host memory copies: bytes read and written per second.
 
     Args:
-        scale: Factor for the usual size; tests use a small factor.
+        scale: Multiplier for the number of copied bytes; below 1 only in tests.
         now: Function that returns the time in seconds.
     """
     source = torch.ones(max(1, int(64 * scale)) * _MIB // 4)

@@ -3,8 +3,8 @@
 DeepSpeed declares its keys in three ways. Pydantic models contain types and defaults. The keys of
 other sections appear only in calls such as ``get_scalar_param(section, NAME, NAME_DEFAULT)`` or
 ``section.get(NAME, NAME_DEFAULT)``. ``python -m tools.deepspeed_keys`` records these calls in
-``data/keys.json``, and the constants of the installed release give the defaults. This module
-defines all remaining keys.
+``data/keys.json``, and the constants of the installed release give the defaults. Keys that
+DeepSpeed declares in any other way are defined in this module.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def plan_schema() -> dict[str, Any]:
     far as they are known. Under ``x-zerotune``, a key may have ``modelled``, ``stages``,
     ``replaced_by`` and ``alias_of``. ``modelled`` says whether zerotune reads and fills the key;
     all other keys are passed through. ``stages`` lists the ZeRO stages at which the key has an
-    effect, if they are known. Types are DeepSpeed's, plus ``"auto"`` where zerotune or DeepSpeed
-    accepts ``"auto"``. ``zerotune.plan`` also accepts looser spellings.
+    effect, if they are known. The types are those of DeepSpeed, plus ``"auto"`` where zerotune or
+    DeepSpeed accepts it. ``zerotune.plan`` also accepts looser spellings.
 
     ``zerotune.plan.schema`` uses a stored copy of the result and does not need DeepSpeed.
 
@@ -306,7 +306,7 @@ def _keys() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 
 
 def of_type(annotation: Any) -> Schema:
-    """Return the schema of a type annotation; empty (any value) if JSON has no such type.
+    """Return the schema of a type annotation; an empty schema (any value) if JSON has no such type.
 
     Args:
         annotation: The annotation.

@@ -1,8 +1,9 @@
 """Single-file models in the layout of their original release, which ComfyUI also reads.
 
-diffusers converts from this layout to its own, but not back. To find the mapping, zerotune runs
-diffusers' converter on small tensors of row numbers instead of weights. The converted row numbers
-show where each row of each model tensor lies in the file, for reading and writing.
+diffusers converts from this layout to its own, but not back. To find out which row of the file
+becomes which row of the model, zerotune runs diffusers' converter on small tensors of row numbers
+instead of weights. The converted row numbers show where each row of each model tensor lies in the
+file, for reading and writing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 SUFFIX: Final = ".safetensors"
 """File name suffix of a single-file model."""
 INDEX: Final = "model_index.json"
-"""Name of the file that every folder of a diffusers pipeline contains."""
+"""Name of the file that lists the components of a diffusers pipeline, in the pipeline's folder."""
 
 _MODEL: Final = "model.diffusion_model."
 _VAES: Final = ("first_stage_model.", "vae.")
@@ -49,9 +50,9 @@ class Run:
     key: str
     """Name of the file's tensor."""
     there: int
-    """First row in the file's tensor."""
+    """Index of the first of these rows in the file's tensor."""
     here: int
-    """First row in the model's tensor."""
+    """Index of the first of these rows in the model's tensor."""
     count: int
 
 
@@ -159,7 +160,7 @@ def _other_model(name: str, reason: str) -> CheckpointMismatchError:
 
 @attrs.frozen(kw_only=True)
 class SingleFile:
-    """A safetensors file, and the pipeline folder that contains the model's configuration."""
+    """A single-file model, and a diffusers pipeline's folder with the model's configuration."""
 
     path: Path
     config: Path
@@ -227,7 +228,7 @@ class SingleFile:
         return key.startswith(_STALE)
 
     def unused(self, places: Places) -> list[str]:
-        """Return the names of the file's model tensors that the converter does not use.
+        """Return the names of the model's tensors in the file that the converter does not use.
 
         Args:
             places: Result of ``place_rows``.
@@ -358,12 +359,12 @@ class Original:
     """Names that a single file uses for the tensors of a pipeline's component."""
 
     prefix: str
-    """Prefix of the file's names."""
+    """Prefix of the component's tensor names in the file."""
     names: Callable[[list[str], Config], dict[str, str]]
-    """Function that maps the component's names to the file's names, without the prefix."""
+    """Function that maps tensor names of the component to names in the file, without the prefix."""
 
     def keys(self, names: list[str], config: Config) -> dict[str, tuple[str, ...]]:
-        """Map each of the file's tensors to the component tensors that it joins, in order.
+        """Map each tensor of the file to the component's tensors that it concatenates, in order.
 
         Args:
             names: Names of the component's tensors.
@@ -695,6 +696,6 @@ ORIGINALS: Final[Mapping[str, Mapping[str, Original]]] = {
 }
 """Components that a single file contains, with their names in the file, by pipeline class.
 
-Text encoders of SD3 and Flux are published as separate files. diffusers does not read CLIP's
-projection from SD3's file.
+The text encoders of SD3 and Flux are not listed, because they are published as separate files.
+Besides, diffusers does not read CLIP's projection from a single file of SD3.
 """

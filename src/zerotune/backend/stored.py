@@ -46,7 +46,7 @@ TENSOR_DTYPES: Final[Mapping[str, torch.dtype]] = {
 """Dtypes by their names in safetensors headers."""
 
 STEMS: Final = ("diffusion_pytorch_model", "model")
-"""Stems of the weight files that diffusers and transformers write."""
+"""Names, without extension, of the weight files that diffusers and transformers write."""
 
 _READ_AT_ONCE: Final = 2**18
 """Number of elements read and cast at a time."""
@@ -61,7 +61,7 @@ def read_at(descriptor: int, into: memoryview, offset: int) -> int:
         offset: Offset of the first byte in the file.
 
     Returns:
-        Number of bytes read; fewer than the buffer's size only at the end of the file.
+        Number of bytes read, which is below the buffer's size only at the end of the file.
     """
     done = 0
     while done < len(into):
@@ -221,7 +221,7 @@ class StoredWeight:
     stamp: tuple[int, int]
     """File size in bytes and modification time in ns when the header was read."""
     pieces: tuple[StoredTensor, ...] = ()
-    """Positions of the elements if they are not contiguous in the file."""
+    """Parts of the file that contain the elements, in order, if the elements are not contiguous."""
 
     def read_into(self, flat: torch.Tensor, *, start: int = 0) -> None:
         """Fill a 1-D tensor with the parameter's elements, cast to the tensor's dtype.
@@ -262,7 +262,7 @@ class StoredWeight:
 
 
 def stamp_of(found: os.stat_result) -> tuple[int, int]:
-    """Return a file's size in bytes and modification time in ns; a write to the file changes them.
+    """Return a file's size in bytes and modification time in ns, to detect later changes.
 
     Args:
         found: Result of ``os.stat``.
@@ -274,7 +274,7 @@ def stamp_of(found: os.stat_result) -> tuple[int, int]:
 def without_weights() -> Iterator[None]:
     """Inside the block, build models with parameters on ``meta`` and initialised buffers.
 
-    Unlike with ``torch.device("meta")``, computed buffers that are in no file keep their values.
+    Unlike with ``torch.device("meta")``, buffers that no file contains keep their computed values.
     Unlike with accelerate's ``init_empty_weights``, tied parameters stay tied.
     """
     register = torch.nn.Module.register_parameter
@@ -316,7 +316,7 @@ def waiting(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def dtype_at_rest(parameter: torch.Tensor) -> torch.dtype:
-    """Return a parameter's dtype, or its dtype in the file if its values are not loaded."""
+    """Return a parameter's dtype; if its values are not loaded yet, the dtype in the file."""
     weight = stored_weight(parameter)
     return parameter.dtype if weight is None else weight.tensor.dtype
 
@@ -334,11 +334,12 @@ def make_room(
         parameter: The parameter.
         dtype: Dtype for the allocated values.
         device: Device on which the memory is allocated.
-        passing: Whether the memory is freed soon; if so, host memory is mapped separately, so that
-            the heap is not fragmented.
+        passing: Whether the memory will be freed soon. If so, host memory is allocated outside the
+            heap (``mmap``), so that the heap is not fragmented.
 
     Returns:
-        Position of the values, which the caller must read into the parameter.
+        Position of the parameter's values in the file. The caller must read the values into the
+        parameter.
     """
     weight = stored_weight(parameter)
     if weight is None:
@@ -381,7 +382,7 @@ def bring_weights(
 def standing_in(module: torch.nn.Module) -> Iterator[None]:
     """Inside the block, weights that are still in files appear as CPU zeros that use no memory.
 
-    Code that adds layers, such as peft, reads device and dtype from these weights.
+    Libraries that add layers, such as peft, read the device and dtype of these weights.
     """
     parameters = waiting(module)
     for parameter in parameters:

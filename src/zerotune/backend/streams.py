@@ -1,10 +1,10 @@
 """Detect data races between streams, copies and host threads.
 
 A ``Recorder`` sees every torch operation inside its block. Each stream and each host thread has a
-vector clock. Only events, waits, and starting or joining threads synchronise these clocks. An
-access that is not ordered after a conflicting access is recorded as a fault. On a GPU the recorder
-uses real streams and events. Without a GPU, the same code runs with simulated streams, on tensors
-that are declared to be on a device.
+vector clock. These clocks are synchronised only by events and waits, and when a thread starts or is
+joined. An access that is not ordered after an earlier conflicting access is recorded as a data
+race. On a GPU the recorder uses real streams and events. Without a GPU, the same code runs with
+simulated streams, on tensors that are declared to be on a device.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replacement for a device's stream module; records every torch operation.
 
     Args:
-        otherwise: Kind of memory assumed for tensors that are not declared with ``lie``; not used
-            on a GPU.
+        otherwise: Kind of memory assumed for tensors without a declaration (``lie``); not used on a
+            GPU.
         simulated: Whether to simulate streams even if there is a GPU.
     """
 
@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Declare which kind of memory the tensors are in; not needed on a GPU.
 
         Args:
-            place: Device, page-locked or pageable memory.
+            place: Kind of memory (device, page-locked or pageable).
             tensors: The tensors.
         """
         for tensor in tensors:
@@ -218,7 +218,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- Clocks.
 
     def clock(self, name: str) -> Clock:
-        """Return the vector clock of a timeline.
+        """Return the vector clock of a stream or host thread.
 
         Args:
             name: Name of the stream or host thread.
@@ -345,7 +345,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def host_name() -> str:
-    """Return the name of the calling thread's timeline."""
+    """Return the name under which the calling thread's vector clock is stored."""
     thread = threading.current_thread()
     if isinstance(thread, threading._DummyThread):
         # Autograd's thread of a device: the caller of ``backward`` waits for it.
@@ -354,11 +354,11 @@ def host_name() -> str:
 
 
 def learn(clock: Clock, other: Clock) -> None:
-    """Update one vector clock with the later times of another.
+    """Raise each time in a vector clock to the time in another clock, if that one is later.
 
     Args:
         clock: The clock to update.
-        other: The clock that gives the later times.
+        other: The clock to compare with.
     """
     for name, time in other.items():
         clock[name] = max(time, clock.get(name, 0))

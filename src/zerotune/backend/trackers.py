@@ -78,7 +78,7 @@ class Tracker:
             self._try(lambda inner: inner.log_images({name: list(array)}, step=step))
 
     def close(self) -> None:
-        """End the tracker's run. Repeated calls have no effect."""
+        """End the tracker's run. Calling ``close`` again has no effect."""
         self._try(lambda inner: inner.finish())
         self._inner = None
 
@@ -102,12 +102,12 @@ def start_trackers(
     folder: str | os.PathLike[str],
     options: Mapping[str, Mapping[str, Any]],
 ) -> tuple[Tracker, ...]:
-    """Start trackers in this process.
+    """Start experiment trackers in this process.
 
     Args:
-        wanted: Names of trackers in accelerate, or ``accelerate.tracking.GeneralTracker`` objects.
+        wanted: accelerate's names of trackers, or ``accelerate.tracking.GeneralTracker`` objects.
         project: Name of the run or project.
-        folder: Folder for trackers that write files.
+        folder: Folder in which trackers write their files.
         options: Arguments of each tracker by its name, such as ``{"wandb": {"mode": "offline"}}``.
     """
     require_accelerate()

@@ -150,14 +150,14 @@ def primary_of(model: Any) -> Any:
 def components(
     model: torch.nn.Module, name: str | None = None
 ) -> Mapping[str, tuple[str, torch.nn.Module]]:
-    """Return the trained models by their names in a diffusers pipeline.
+    """Return the trained models, keyed by their component names in a diffusers pipeline.
 
     Args:
         model: A model, or ``TrainedParts``.
         name: Name of a single model in the pipeline; default: derived from the model's class.
 
     Returns:
-        The prefix of each component's parameter names in ``model``, and the component's module.
+        For each component name, the prefix of its parameter names in ``model``, and its module.
     """
     if isinstance(model, TrainedParts):
         if name is not None and name not in model.names:

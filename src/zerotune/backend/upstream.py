@@ -90,7 +90,8 @@ def quiet_deepspeed() -> None:
 def whole_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
     """Return a full parameter on the CPU, in the engine's dtype.
 
-    Collective under ZeRO-3: every rank must make the calls in the same order.
+    Collective under ZeRO-3: all ranks must call this function for the same parameters in the same
+    order.
 
     Args:
         parameter: The parameter, partitioned or not.
@@ -128,7 +129,7 @@ def unpartitioned() -> Iterator[None]:
 
 
 def check_whole(module: torch.nn.Module, *, name: str) -> None:
-    """Raise an error if a module is partitioned: its forward would fail (``'weight' must be 2-D``).
+    """Raise an error if a module is partitioned, because its forward pass would fail.
 
     Args:
         module: The module.

@@ -42,7 +42,7 @@ def create_app(
     ``Mount("/builder", create_app(on_apply=use_plan))``.
 
     Args:
-        plan: Initial plan of the form; default ZeRO-2 with CPU offload, bf16 and AdamW.
+        plan: Initial plan of the form; by default ZeRO-2 with CPU offload, bf16 and AdamW.
         plan_file: File that *Apply* writes and that every newly opened page reads.
         root: The only folder that the page may access; by default the working directory.
         on_apply: Function that is called with the plan, in a worker thread, when the user clicks

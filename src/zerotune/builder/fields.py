@@ -74,7 +74,7 @@ class Option:
 
     label: str
     sets: Mapping[str, Any]
-    """Values that the option writes, by path; ``None`` removes a setting."""
+    """Values that the option writes, by path of the setting; ``None`` removes the setting."""
     hint: str = ""
 
 

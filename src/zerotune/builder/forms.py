@@ -159,7 +159,7 @@ class FormState:
         setup: Mapping[str, Any] | None = None,
         like: Mapping[str, Any] | None = None,
     ) -> FormState:
-        """Return the form state of a plan, with the keys in the order of ``like``."""
+        """Return the form state of a plan; the configuration's keys have the order of ``like``."""
         launch = plan.launch.to_dict() if plan.launch else {}
         around = dict(setup or {})
         if isinstance(launch.get("num_processes"), int) and launch["num_processes"] > 0:
@@ -210,7 +210,7 @@ def read_plan(state: FormState) -> Reading:
 
 
 def is_written(config: Any, key: str) -> bool:
-    """Whether ``config`` contains the setting at the path ``key``."""
+    """Return whether ``config`` contains the setting at the path ``key``."""
     here = config
     for name in key.split("."):
         if not isinstance(here, dict) or name not in here:

@@ -1,4 +1,4 @@
-"""Check, resolve and estimate a form, and collect messages by key."""
+"""Check and resolve a form, estimate its memory, and collect messages by key."""
 
 from __future__ import annotations
 
@@ -105,23 +105,25 @@ class Setup:
     family: str = "sdxl"
     """Model family; ``""`` for a model without a family, whose memory is not estimated."""
     resolution: int | None = None
-    """Side of the image in pixels; by default the family's native size."""
+    """Side length of the images in pixels; by default the family's native size."""
     frames: int | None = None
-    """Number of frames per clip; by default the family's number."""
+    """Number of frames per clip; by default the family's usual number."""
     world_size: int = 1
     total_steps: int = 10_000
     """Number of optimizer steps, for schedules that do not set a length."""
     lora: int | None = None
     """Rank of LoRA adapters; ``None`` trains the whole model."""
     base_dtype: str | None = None
-    """Quantization of the base model under adapters; ``None`` uses the plan's precision."""
+    """Quantization of the base model if adapters are trained; ``None`` uses the plan's
+    precision."""
     ema: EMAPlace = "none"
     gradient_checkpointing: bool = True
     activation_offload: bool = False
     this_machine: bool = False
-    """Whether to plan for this machine instead of the machine described below."""
+    """Whether to plan for this machine instead of the machine that the fields below describe."""
     card: str | None = None
-    """Card with known rates, such as "RTX 4090, 24 GiB"; by default nearest in memory size."""
+    """GPU whose known rates are used, such as "RTX 4090, 24 GiB"; by default the known GPU with the
+    nearest memory size."""
     vram: int = 24 * 2**30
     """GPU memory in bytes, per GPU."""
     ram: int = 64 * 2**30
@@ -180,7 +182,7 @@ _FALLBACK_TEXTS: Final[Mapping[str, Callable[[Setup], str]]] = {
 
 
 def fallback_sentence(setup: Setup, wrong: Collection[str]) -> str:
-    """Say which defaults the estimate uses for invalid settings; empty if there are none."""
+    """Return a sentence about the defaults used for invalid settings; empty if all are valid."""
     words = [words(setup) for name, words in _FALLBACK_TEXTS.items() if f"setup.{name}" in wrong]
     if not words:
         return ""
@@ -267,7 +269,7 @@ _SETUP_READERS: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 ASSUMED_LR: Final = 1e-4
-"""Learning rate to assume if the training script sets the learning rate."""
+"""Learning rate to assume if the training script, not the plan, sets it."""
 
 LEASE_PLACEHOLDER: Final = "(a temporary folder for each run)"
 """Placeholder for a swap folder that is not set."""
@@ -294,7 +296,7 @@ class Verdict:
 
     @property
     def runs(self) -> bool:
-        """Whether the plan runs, given enough memory."""
+        """Whether the plan runs if there is enough memory."""
         return self.kind != "stopped"
 
     @classmethod
@@ -345,7 +347,7 @@ class Preview:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the plan runs and fits."""
+        """Whether the plan runs and fits in memory."""
         return Verdict.of(self.messages, self.resolved, self.fit)
 
     def _outputs(self) -> dict[str, Any]:
@@ -645,7 +647,7 @@ def _memory_bars(estimate: MemoryEstimate, every: Iterable[Fit]) -> dict[str, An
 
 
 def time_texts(time: StepTime) -> dict[str, str]:
-    """Format a predicted step: its duration and the rates behind the prediction."""
+    """Format the predicted duration of a step, and the origin of the rates used for it."""
     return {"seconds": seconds_words(time.expected), "rates": f"rates {time.origin}"}
 
 

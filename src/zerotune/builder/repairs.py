@@ -1,9 +1,9 @@
 """Buttons that apply the fixes of messages; a button is offered only if its change works.
 
-A fix is an English sentence. Its words are parsed into changes that set, rename or remove a
-setting, and each change is tried on a copy of the form. A change is offered only if it removes the
-message and causes no error at a changed setting. If a sentence is misread, a button may therefore
-be missing, but no wrong button appears.
+A fix is an English sentence. The words of a fix are parsed into changes that set, rename or remove
+a setting, and each change is tried on a copy of the form. A change is offered only if it removes
+the message and causes no error at a changed setting. If a sentence is misread, a button may
+therefore be missing, but no wrong button appears.
 """
 
 from __future__ import annotations

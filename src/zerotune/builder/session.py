@@ -91,7 +91,7 @@ class PathFacts:
 
 @attrs.frozen(kw_only=True)
 class Root:
-    """The only folder that the page may access; symbolic links are resolved first."""
+    """The only folder that the page may access; paths are checked with symbolic links resolved."""
 
     folder: Path
     """Absolute path without symbolic links."""

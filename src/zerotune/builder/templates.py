@@ -244,7 +244,7 @@ class BuiltinTemplate:
     name: str
     description: str
     group: str
-    """Heading in the page's list."""
+    """Heading under which the page lists the template."""
     setup: Mapping[str, Any]
     """Values for ``preview.Setup``; empty to use the page's setup."""
 

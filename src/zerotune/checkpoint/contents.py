@@ -54,7 +54,7 @@ class ShadowLike(Protocol):
 
 
 def shadow_key(shadow: str, key: str) -> str:
-    """Return the key, in a rank's file, of a shadow tensor that belongs to no fragment."""
+    """Return the key under which a rank's file stores a shadow tensor without a fragment."""
     return f"{SHADOW}{shadow}/{key}"
 
 
@@ -70,7 +70,7 @@ def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @attrs.frozen(kw_only=True)
 class Part:
-    """Elements of a parameter that this rank owns."""
+    """A contiguous range of a parameter's elements that this rank owns."""
 
     name: str
     start: int
@@ -78,13 +78,13 @@ class Part:
 
     @classmethod
     def of(cls, address: FragmentAddress) -> Part:
-        """Return the part of a parameter that a fragment covers."""
+        """Return the range of elements that a fragment of the master weights covers."""
         return cls(name=address.name, start=address.start, numel=address.numel)
 
 
 @attrs.frozen(kw_only=True)
 class Counters:
-    """Step counter and scalar values of an optimizer for one parameter."""
+    """The optimizer's step counter and scalar state for one parameter."""
 
     step: int | None
     scalars: Mapping[str, float]
@@ -102,7 +102,7 @@ class RankShare:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Piece:
-    """Elements to write into a shared file."""
+    """Elements that one rank writes into a file shared by all ranks."""
 
     subject: Subject
     part: Part
@@ -123,11 +123,11 @@ class RankContents:
     rank: int = 0
     world_size: int = 1
     pieces: tuple[Piece, ...] | None = None
-    """Copies of everything in ``parts``; ``None`` if writing reads from the engine directly."""
+    """Copies of everything in ``parts``; ``None`` if the engine's tensors are written directly."""
 
     @classmethod
     def of(cls, engine: Engine, *, shadows: Mapping[str, ShadowLike], rng: bool) -> RankContents:
-        """Describe the parts of an engine that this rank saves, without reading weights.
+        """Describe what this rank saves from an engine, without reading the weights.
 
         Args:
             engine: Engine to save.
@@ -198,7 +198,7 @@ class RankContents:
                 yield Piece(subject=subject, part=part, tensor=tensor)
 
     def copied(self, engine: Engine) -> RankContents:
-        """Copy the contents to host memory, so that training can continue during writing."""
+        """Copy the contents to host memory; training can then continue while they are written."""
         pieces = tuple(
             attrs.evolve(piece, tensor=_copy(piece.tensor)) for piece in self.read(engine)
         )

@@ -68,8 +68,8 @@ def convert(
     ================================  ==============================================
 
     An EMA that diffusers' scripts save with the model (``unet_ema``) becomes the shadow ``"ema"``.
-    Parts of a folder that cannot be converted are logged with reasons, and listed in the
-    checkpoint's ``extra["left_out"]``.
+    Files that cannot be converted are logged with reasons, and listed in the checkpoint's
+    ``extra["left_out"]``.
 
     Args:
         source: Folder to convert. A folder written by accelerate's ``save_state`` may contain a
@@ -89,7 +89,8 @@ def convert(
     Raises:
         CheckpointError: ``source`` is in none of these formats, or ``target`` exists.
         CheckpointCorruptError: A file is damaged.
-        CheckpointMismatchError: ``source`` lacks the shadow, or ``base`` lacks a frozen parameter.
+        CheckpointMismatchError: ``source`` does not contain the shadow, or ``base`` lacks a frozen
+            parameter.
     """
     with system_errors(CheckpointError, target, f"cannot be written from {os.fspath(source)}"):
         folder = Path(source)
@@ -382,7 +383,7 @@ class StateFolder:
         """Return the EMA that diffusers' ``EMAModel`` saved, or ``None``.
 
         Args:
-            shapes: Shapes of the weights that the EMA must match.
+            shapes: Shapes of the model's weights, which the EMA must match.
         """
         found = [path.parent for path in sorted(self.folder.glob(f"*_ema/{CONFIG}"))]
         for path in found:

@@ -236,7 +236,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
 def whole_checkpoints(root: Path) -> Iterator[tuple[Path, Manifest]]:
     """Return paths and manifests of the complete ``step-…`` checkpoints in ``root``, newest first.
 
-    Incomplete or unreadable folders and links are skipped with a warning.
+    Incomplete or unreadable folders and symbolic links are skipped with a warning.
     """
     for path, outcome in _checkpoints(root):
         if isinstance(outcome, Manifest):
@@ -246,7 +246,7 @@ def whole_checkpoints(root: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
-    """Delete older ``step-…`` checkpoints and leftovers of killed saves.
+    """Delete older ``step-…`` checkpoints and the temporary folders of killed processes.
 
     The newest ``keep`` complete checkpoints are kept.
 
@@ -310,15 +310,16 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 
 
 def remove_leftovers(parent: Path, *, name: str | None = None) -> None:
-    """Delete leftovers of killed saves in ``parent``.
+    """Delete temporary folders that killed processes left in ``parent``.
 
-    Folders in use are kept. If a checkpoint is missing, its complete leftover is kept and serves as
-    the checkpoint. A leftover that cannot be deleted causes a warning.
+    Folders in use are kept. If a checkpoint is missing, a complete temporary folder of this
+    checkpoint is kept and serves as the checkpoint. A folder that cannot be deleted causes a
+    warning.
 
     Args:
         parent: Folder that contains the checkpoints.
-        name: Name of the checkpoint whose leftovers are deleted; by default, leftovers of all
-            checkpoints.
+        name: Name of the checkpoint whose temporary folders are deleted; by default, the temporary
+            folders of all checkpoints are deleted.
     """
     for path in _leftovers(parent, name=name):
         base = parent / _base(path)
@@ -502,7 +503,7 @@ class Mark:
 
     @classmethod
     def of(cls, metadata: Mapping[str, str]) -> Mark | None:
-        """Return the mark in a header's metadata, or ``None``."""
+        """Return the mark in a header's metadata; ``None`` if there is no valid mark."""
         try:
             files = json_of(metadata[_MARK_ENTRY])["files"]
         except (KeyError, TypeError, ValueError):
@@ -524,7 +525,7 @@ class Mark:
 
 
 def check_replaceable(path: Path) -> None:
-    """Check that ``path`` is free, or contains only an earlier export."""
+    """Check that ``path`` is missing, an empty folder, or an unchanged earlier export."""
     if not os.path.lexists(path) or (_is_folder(path) and not any(path.iterdir())):
         return
     changed: str | None = None
@@ -602,7 +603,7 @@ class RootHold(Closable):
     Without the lock, a job that is started twice would delete its own checkpoints. Reading,
     resuming and exporting need no lock. The lock of a killed process is replaced. If file locks are
     not visible to other machines, the lock of a running job on another machine may be replaced too,
-    and that job's next save fails (``confirm``).
+    and that job's next save then fails, because it calls ``confirm``.
 
     Not collective: create a ``RootHold`` on rank 0. One process may lock the same folder several
     times::
@@ -611,7 +612,7 @@ class RootHold(Closable):
             ...
 
     Args:
-        root: The folder; a missing folder is created.
+        root: The checkpoint folder, which is created if it is missing.
 
     Attributes:
         decisions: Decisions about the previous owner of the lock.
@@ -626,7 +627,7 @@ class RootHold(Closable):
         self.decisions: tuple[Decision, ...] = self._hold.decisions
 
     def confirm(self) -> None:
-        """Before a save, check that no other run has locked the folder in the meantime.
+        """Check before a save that no other run has replaced this process's lock.
 
         Raises:
             CheckpointError: Another run has locked the folder, or the lock cannot be read.

@@ -1,4 +1,4 @@
-"""Load a checkpoint into an engine: check everything, then fill the engine's fragments.
+"""Check a checkpoint's files and model, then load its values into an engine's fragments.
 
 The module's sections are, in order: the file reader, the fragment filler, the comparison of
 checkpoint and engine, the conversion of counters and generators for a different plan, and
@@ -78,7 +78,7 @@ class CheckpointReader(Closable):
         return {name.removeprefix(BUFFER): reader.tensor(name) for name in named}
 
     def generators(self, rank: int) -> tuple[dict[str, torch.Tensor], str]:
-        """Return the saved states of a rank's generators: tensors by name, and JSON text."""
+        """Return a rank's random generator states: tensors by name, and other states as JSON."""
         reader = self.of(_rank_subject(rank))
         if len(reader.metadata) != 1:
             raise CheckpointCorruptError(
@@ -98,7 +98,7 @@ class CheckpointReader(Closable):
 
 
 class ShadowTensors(Mapping[str, torch.Tensor]):
-    """A mapping that reads this rank's part of a shadow, one tensor at a time."""
+    """Mapping that reads this rank's fragments of an EMA shadow, one tensor at a time."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ def _rank_subject(rank: int) -> Subject:
 
 
 class Filler:
-    """Fills an engine's fragments one by one; the saved run may have been partitioned differently.
+    """Loads saved values into an engine's fragments, even if the partitioning has changed.
 
     Args:
         reader: Reader of the checkpoint.
@@ -412,11 +412,12 @@ def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
 
 
 def restart_generators(tensors: Mapping[str, torch.Tensor], *, rank: int) -> None:
-    """Seed the global generators of a rank that did not exist in the saved run.
+    """Seed the global random number generators of a rank that did not exist in the saved run.
 
     Args:
         tensors: Saved generator states of one rank, from which the seed is derived.
-        rank: This rank; each rank gets its own seed, which is the same in every resume.
+        rank: This rank's number; each rank gets its own seed, which is the same each time the
+            checkpoint is loaded.
     """
     digest = hashlib.sha256(f"rank {rank}".encode())
     for name in sorted(tensors):
@@ -520,7 +521,7 @@ class CheckpointContents:
     """The ``extra`` data passed to ``save_checkpoint``."""
     manifest: Manifest
     decisions: tuple[Decision, ...]
-    """Decisions about parts that were not loaded and about changed values."""
+    """Decisions about saved data that was not loaded and about values that were changed."""
 
 
 def load_checkpoint(

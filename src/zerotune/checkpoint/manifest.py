@@ -67,7 +67,7 @@ class ParameterRecord:
 
 @attrs.frozen(kw_only=True)
 class PlanRecord:
-    """Settings of a saved plan that loading compares with the current plan."""
+    """Settings of a saved plan, which are compared with the current plan on loading."""
 
     engine: str
     """``"deepspeed"`` or ``"plain"``."""
@@ -99,7 +99,7 @@ class Manifest:
     created: str
     """UTC time, ISO 8601."""
     versions: Mapping[str, str]
-    """Versions of zerotune, torch, deepspeed, …"""
+    """Versions of zerotune, torch, deepspeed and other packages."""
     origin: str = "save_checkpoint"
     """``save_checkpoint``, or the format from which the checkpoint was converted."""
     world_size: int
@@ -127,7 +127,8 @@ class Manifest:
     not_finite: tuple[str, ...] | None = attrs.field(
         converter=attrs.converters.optional(tuple[Any, ...]), default=None
     )
-    """Tensors with NaN or infinity, such as ``weights/conv.bias``, and buffers with NaN.
+    """Names of tensors with NaN or infinity, such as ``weights/conv.bias``, and of buffers with
+    NaN.
 
     ``None`` if the tensors were not checked.
     """

@@ -40,15 +40,16 @@ class Card:
     """License id on the Hub (``"apache-2.0"``, ``"other"``)."""
     tags: tuple[str, ...] = attrs.field(default=(), converter=tuple)
     plan: ResolvedPlan | None = None
-    """Plan of the run: ``trainer.engine.plan``."""
+    """Plan of the run, such as ``trainer.engine.plan``."""
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=tuple)
-    """Decisions of the run: ``engine.decisions``, ``exported.decisions``."""
+    """Decisions of the run, such as ``engine.decisions`` or ``exported.decisions``."""
     data: Mapping[str, Any] = attrs.field(factory=dict)
-    """Facts about the data to show in the card: ``{"images": 1200, "size": "1024 x 1024"}``."""
+    """Facts about the training data to show in the card, such as
+    ``{"images": 1200, "size": "1024 x 1024"}``."""
     samples: Mapping[str, str | os.PathLike[str]] = attrs.field(factory=dict)
     """Maps each caption to an image or clip file, which is uploaded with the card."""
     text: str = ""
-    """Markdown text at the top."""
+    """Markdown text at the top of the card."""
 
     def markdown(self, repo_id: str, files: Iterable[str]) -> str:
         """Return the whole card as Markdown.
@@ -115,7 +116,7 @@ class Published:
     commit: str
     """Id of the commit."""
     files: tuple[str, ...]
-    """Files in the repository, by path."""
+    """Paths of the files in the repository."""
 
 
 def publish(

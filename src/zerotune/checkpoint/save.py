@@ -1,4 +1,4 @@
-"""Write a checkpoint from an engine: lay out the files, write on all ranks, verify, rename.
+"""Save an engine's checkpoint: lay out the files, write them on all ranks, verify and rename them.
 
 The module contains, in this order, the file layout, the writer, ``save_checkpoint``, and saving in
 the background.
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 
 
 SHARD_SIZE: Final = 4 * 2**30
-"""Maximum size of a shared file in bytes, so that ranks can verify different files in parallel."""
+"""Maximum bytes of a file that all ranks write, so that ranks can verify different files in
+parallel."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -74,7 +75,7 @@ class Filing:
         """Lay out the data of all ranks in files.
 
         Args:
-            shares: Sizes of each rank's data.
+            shares: Each rank's description of its data.
             shapes: Full shape of each parameter.
             shard_size: Maximum bytes of a file.
         """
@@ -145,7 +146,7 @@ _MOST_NAMES: Final = 5
 
 
 class Writing:
-    """One rank's part in writing a checkpoint."""
+    """The operation of writing a checkpoint, on one rank."""
 
     def __init__(
         self,
@@ -279,8 +280,8 @@ def save_checkpoint(
         directory: Folder of the checkpoint, on a file system shared by all ranks.
         engine: Engine whose master weights, optimizer states, counters and buffers are saved.
             Frozen parameters are not saved.
-        extra: JSON-serialisable data to save, such as a position in the data; ``load_checkpoint``
-            returns it.
+        extra: JSON-serialisable data to save, such as the position in the training data;
+            ``load_checkpoint`` returns it.
         shadows: EMA shadows by name.
         rng: Also save the states of every rank's random number generators.
         timeout_s: Seconds to wait for the other ranks; defaults to the group's timeout.
@@ -431,8 +432,8 @@ class BackgroundSaver(Closable):
             saver.save("checkpoints/step-00001000", shadows={"ema": ema})
             ...
 
-    Only one checkpoint is written at a time. ``save`` and the end of the block wait for the pending
-    checkpoint, and raise an error if writing it failed.
+    Only one checkpoint is written at a time. ``save`` and the end of the ``with`` block wait for
+    the pending checkpoint, and raise an error if writing it failed.
 
     Args:
         engine: Engine to save.
@@ -496,7 +497,7 @@ class BackgroundSaver(Closable):
         return self._pending
 
     def wait(self) -> None:
-        """Wait for the pending checkpoint, if any.
+        """Wait until no checkpoint is being written.
 
         Raises:
             ZeroTuneError: Writing the checkpoint failed.

@@ -202,7 +202,7 @@ def split(specs: Iterable[TensorSpec], most: int | None) -> list[list[TensorSpec
 
 
 def shard_name(stem: str, index: int, count: int) -> str:
-    """Return the name of file ``index`` of ``count``, counted from 1."""
+    """Return the name of file number ``index``, counted from 1, out of ``count`` files."""
     return f"{stem}-{index:05d}-of-{count:05d}.safetensors"
 
 
@@ -273,7 +273,7 @@ class TensorWriter(OpensFiles):
 
     @property
     def not_finite(self) -> tuple[str, ...]:
-        """Tensors with NaN or infinity, such as ``weights/conv.bias``."""
+        """Names of written tensors with NaN or infinity, such as ``weights/conv.bias``."""
         return tuple(self._not_finite)
 
     def sync(self) -> None:
@@ -304,7 +304,7 @@ class TensorWriter(OpensFiles):
 
 
 def write_at(descriptor: int, piece: memoryview, offset: int) -> None:
-    """Write all bytes of ``piece`` at a byte offset."""
+    """Write all bytes of ``piece`` to an open file, at a byte offset."""
     while piece:
         # A write may stop short, at 2 GiB at the latest.
         written = os.pwrite(descriptor, piece, offset)

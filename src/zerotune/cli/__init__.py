@@ -38,7 +38,7 @@ _NARROWEST: Final = 20
 
 
 def print_page(page: Page, *, width: int | None = None) -> None:
-    """Print a report: wrapped and in colour at a terminal, plain elsewhere.
+    """Print a report, with wrapped lines and colours if the output is a terminal.
 
     Args:
         page: The report.
@@ -147,7 +147,7 @@ def add_commands(parser: argparse.ArgumentParser, **commands: type[Below]) -> No
 class Command(Protocol):
     """Interface of a module that defines a subcommand.
 
-    Importing such a module must be cheap, because the help imports all of them.
+    Importing such a module must be cheap, because printing the help imports all such modules.
     """
 
     NAME: str
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status.
 
     Args:
-        argv: Arguments without the program's name; default ``sys.argv[1:]``.
+        argv: Arguments without the program's name; by default ``sys.argv[1:]``.
     """
     for stream in (sys.stdout, sys.stderr):
         # Characters that the terminal cannot encode are escaped, so no report fails on them.

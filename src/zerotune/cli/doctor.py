@@ -54,7 +54,7 @@ class Checkup:
 
     @classmethod
     def of(cls, platform: Platform) -> Checkup:
-        """Examine this machine; ``platform`` must describe the same machine."""
+        """Examine this machine; ``platform`` must also describe this machine."""
         from zerotune.backend.ops import op_report
         from zerotune.backend.step.kernel import host_step_status
         from zerotune.platform.toolchain import detect_toolchain

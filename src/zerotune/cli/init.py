@@ -93,7 +93,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write train.py and plan.json, or neither."""
+    """Write train.py and plan.json; if one cannot be written, write neither."""
     folder = Path(arguments.folder)
     plan, script = folder / "plan.json", folder / "train.py"
     for path in (plan, script):

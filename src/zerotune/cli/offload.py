@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns:
         0 on success; 1 if ``status`` finds a dead process's folder, if ``clean`` cannot delete a
-        folder, or if a DeepSpeed folder has no owner.
+        folder, or if a folder in DeepSpeed's layout has no recorded owner.
     """
     return int(arguments.command(arguments).run())
 

@@ -1,6 +1,6 @@
 """Objectives, model families, data pipelines and sampling.
 
-Every part works with an ``Engine`` and with a bare ``torch.nn.Module``.
+All functions and classes work with an ``Engine`` and with a plain ``torch.nn.Module``.
 """
 
 from __future__ import annotations

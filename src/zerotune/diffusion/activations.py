@@ -38,11 +38,11 @@ class Stored:
     device: torch.device
     """Device of the original tensor."""
     buffer: torch.Tensor | None = None
-    """Pool block that contains ``tensor``; ``None`` without a pool."""
+    """Block of the pool in which ``tensor`` is stored; ``None`` without a pool."""
     event: Any = None
     """Event recorded after the copy; ``None`` if copies are synchronous."""
     is_copy: bool = True
-    """Whether ``tensor`` is a copy, unaffected by later changes to the device tensor."""
+    """Whether ``tensor`` is a copy, which later changes to the device tensor do not affect."""
 
 
 @attrs.define(kw_only=True)
@@ -57,7 +57,7 @@ class Loading:
 
 
 class Transfers(Protocol):
-    """Interface for copies between device and host that overlap with the computation.
+    """Interface for copies between device and host, which may overlap with the computation.
 
     Here, "the computation" is the work queued on the device's current stream.
     """
@@ -94,7 +94,7 @@ class Transfers(Protocol):
         ...
 
     def release(self, stored: Stored) -> None:
-        """Release a tensor that will not be loaded again.
+        """Release the host memory of a tensor that will not be loaded again.
 
         Args:
             stored: Value returned by ``store``.
@@ -199,9 +199,9 @@ class StreamTransfers:
 
     Because copies in both directions share the side stream, a host block is never overwritten
     before its previous content has been read. Device tensors are always allocated on the
-    computation's stream. The computation waits for each copy before its memory is reused, so peak
-    memory does not depend on timing. With ``record_stream``, memory would stay occupied while the
-    host runs ahead.
+    computation's stream. The computation waits for each copy before it reuses the copied tensor's
+    memory, so peak memory does not depend on timing. With ``record_stream``, memory would stay
+    occupied while the host runs ahead.
 
     Args:
         device: A device with streams: CUDA or XPU.
@@ -254,7 +254,7 @@ class StreamTransfers:
         return loading.tensor
 
     def release(self, stored: Stored) -> None:
-        """Return the block to the pool; a copy that reuses it runs later on the side stream."""
+        """Return the block to the pool; copies that reuse it run later on the side stream."""
         # The device tensor may be dropped at the same time, and its memory reused.
         self._computation().wait_event(stored.event)
         if stored.buffer is not None:
@@ -288,7 +288,7 @@ def _dense_parts(
 
 
 def transfers_for(device: torch.device) -> Transfers:
-    """Return a device's transfers; asynchronous on GPUs that passed ``zerotune doctor --prove``."""
+    """Return transfers for a device: asynchronous if the GPU passed ``zerotune doctor --prove``."""
     if device.type not in ("cuda", "xpu"):
         return KeptTransfers()
     unproven = why_unproven("activation offload", accelerator=cast(Accelerator, device.type))
@@ -315,7 +315,7 @@ class OffloadCounts:
     fetched_late: int = 0
     """Tensors whose prefetch had not started when the backward pass needed them."""
     kept: int = 0
-    """Tensors that were still on the device in the backward pass."""
+    """Tensors that were still on the device when the backward pass needed them."""
 
 
 class ActivationOffload(Closable):
@@ -374,7 +374,7 @@ class ActivationOffload(Closable):
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Decision on where activations are stored; empty before the first forward pass."""
+        """Decision about where activations are stored; empty before the first forward pass."""
         if self._transfers is None:
             return ()
         if isinstance(self._transfers, KeptTransfers):

@@ -1,4 +1,4 @@
-"""Encode a whole dataset before training, so that VAE and text encoders can leave the device."""
+"""Encode a dataset before training, so that the VAE and text encoders need no device memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def encode_dataset(
     progress: bool = True,
     timeout_s: float = 24 * 3600.0,
 ) -> CachedImages | Mixture | PreferencePairs:
-    """Cache latents and text embeddings of all images, and move the frozen parts to the host.
+    """Cache a dataset's latents and text embeddings, and move the VAE and text encoders to the CPU.
 
     With several ranks, call this function on every rank; each rank encodes its share. Entries in
     ``folder`` from an earlier run with the same settings are reused; see ``cache_latents``.
@@ -75,8 +75,8 @@ def encode_dataset(
             detected immediately.
 
     Returns:
-        The dataset to train on: ``CachedImages``, unless ``images`` is a ``Mixture`` or
-        ``PreferencePairs``, whose type is kept.
+        The dataset to train on: a ``Mixture`` or ``PreferencePairs`` if ``images`` is one,
+        otherwise ``CachedImages``.
 
     Raises:
         DataError: The family has no frozen parts, or an image is broken.

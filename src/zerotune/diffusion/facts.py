@@ -86,13 +86,13 @@ def example_inputs(module: torch.nn.Module) -> Callable[..., Mapping[str, Any]]:
 
 
 def latent_scale(module: torch.nn.Module) -> int:
-    """Return the model's number of image pixels per latent pixel along one side."""
+    """Return how many image pixels correspond to one latent pixel along each side."""
     family = family_of_model(module)
     return _LATENT if family is None else family.usual_scale
 
 
 def frames_per_latent(module: torch.nn.Module) -> int | None:
-    """Return the model's number of frames per latent frame; ``None`` for image models."""
+    """Return the number of video frames per latent frame; ``None`` for image models."""
     family = family_of_model(module)
     return family.usual_frames if family is not None and family.clips else None
 

@@ -135,7 +135,7 @@ class MP4:
     suffix: str = attrs.field(default=".mp4", init=False)
 
     def encode(self, frames: Sequence[Image]) -> bytes:
-        """Return the content of an MP4 file; odd widths and heights are padded by one pixel."""
+        """Return the content of an MP4 file; an odd width or height is padded by one pixel."""
         if not _has_av():
             raise MissingDependencyError(
                 "is not installed but is required to write MP4",

@@ -1,4 +1,4 @@
-"""Loss on held-out data, with fixed noise so that steps and runs are comparable."""
+"""Loss on held-out data, with fixed noise to make steps and runs comparable."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ class HeldOutLoss:
     """Mean squared errors on held-out data, overall and per noise level."""
 
     mean: float
-    """Mean over all samples and quantiles."""
+    """Mean error over all samples and quantiles."""
     by_quantile: Mapping[float, float]
-    """Mean over all samples for each quantile, from least to most noise."""
+    """Mean error over all samples for each quantile of the noise levels, from least to most
+    noise."""
     samples: int
 
 
@@ -68,7 +69,7 @@ def validation_loss(
         objective: ``DenoisingObjective``, ``FlowMatchingObjective``, or your own
             ``LevelObjective``.
         model: An ``Engine`` or a diffusers model, in evaluation mode during the call.
-        batches: Sequence of all held-out batches, the same on every rank. Each rank reads only its
+        batches: Sequence of all held-out batches, identical on every rank. Each rank reads only its
             share.
         seed: Seed of the noise.
         quantiles: Noise levels from 0 (least noise) to 1 (most noise). Each level requires one

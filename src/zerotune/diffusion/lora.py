@@ -76,7 +76,7 @@ class Adapters:
     family's ``lora_targets``, or one regular expression that matches whole names. Default: the
     attention projections."""
     exclude: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
-    """Layers to exclude, written like ``targets``."""
+    """Layers to exclude, in the format of ``targets``."""
     name: str = attrs.field(default="default")
     """Name of the adapter in the model; adapter files do not contain this name."""
 
@@ -103,7 +103,7 @@ class Adapters:
         return {name: dict(v) if isinstance(v, dict) else v for name, v in found.items()}
 
     def config_in(self, model: torch.nn.Module) -> Any:
-        """Check the targets against ``model``, and return the adapters' peft configuration."""
+        """Check that ``model`` has the targets, and return the adapters' peft configuration."""
         layers, kind = _Layers.of(model), type(self).__name__
         targets = self.targets or layers.projections()
         layers.require(targets, key=f"{kind}.targets")
@@ -208,8 +208,7 @@ class LoKr(_Ranked):
     """Size of the first factor, used if it divides the layer's size. -1 chooses a size near the
     square root of the layer's size."""
     decompose_both: bool = False
-    """Whether the first factor is also a product of low-rank matrices, provided that it is large
-    enough."""
+    """Whether a sufficiently large first factor is also a product of two low-rank matrices."""
 
     peft_names: ClassVar[Mapping[str, str]] = {
         **_Ranked.peft_names,

@@ -128,7 +128,7 @@ class _ScheduledThreshold(ABC):
 
 @attrs.frozen(kw_only=True)
 class Huber(_ScheduledThreshold):
-    """Pseudo-Huber loss: quadratic for small errors, linear for large ones, so outliers count less.
+    """Pseudo-Huber loss: quadratic for small errors, linear for large errors such as outliers.
 
     With the threshold ``c``, the error of a difference ``d`` is ``2 c (sqrt(d² + c²) - c)``, which
     is close to ``d²`` if ``|d|`` is far below ``c``.
@@ -203,7 +203,7 @@ class Comparison:
 
 
 def weighted_mean(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the mean of losses (b,) after multiplying them by the batch's sample weights."""
+    """Multiply losses (b,) by the batch's loss weights, and return their mean."""
     return _weighed(losses, batch).mean()
 
 
@@ -224,7 +224,7 @@ def _weighed(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.T
 def masks_over(
     clean: torch.Tensor, batch: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
-    """Return the batch with its masks resized to the size of ``clean``."""
+    """Return the batch with its loss masks resized to the height and width of ``clean``."""
     mask, images = batch.get(LOSS_MASKS), batch.get("images")
     if mask is None or images is None or mask.shape[-2:] == clean.shape[-2:]:
         return batch

@@ -94,7 +94,7 @@ class InputPerturbation:
     """Noise to perturb."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
-        """Draw the noise that the model predicts, and the perturbed noise of its input."""
+        """Draw the noise to predict, and the perturbed noise for the model's input."""
         drawn = self.noise.draw(clean, generator)
         more = self.strength * _normal_like(clean.shape, clean, generator)
         return DrawnNoise(target=drawn.target, added=drawn.added + more)
@@ -126,7 +126,7 @@ class MultiResolutionNoise:
     iterations: int = attrs.field(
         default=6, validator=validated(whole, least=1, fix="write 6 to 10")
     )
-    """Maximum number of resolutions; drawing stops earlier if a side reaches one pixel."""
+    """Maximum number of resolutions; fewer are used if a side reaches one pixel."""
     discount: float = attrs.field(default=0.3, validator=_check_discount)
     """Factor by which the noise strength is multiplied at each lower resolution."""
     noise: Noise = attrs.field(factory=GaussianNoise)

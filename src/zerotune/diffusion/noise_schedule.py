@@ -1,6 +1,6 @@
 """Noise schedules: diffusers schedulers, the trained range, and resolution-dependent shifts.
 
-Training and sampling often share a scheduler, but must not affect each other through it. Training
+Training and sampling often share a scheduler, but neither may change it for the other. Training
 uses a copy from ``own_copy`` or ``adding_scheduler``; sampling uses a copy from
 ``drawing_scheduler``.
 """
@@ -48,7 +48,7 @@ def own_copy(scheduler: Any) -> Any:
 
 
 def adding_scheduler(scheduler: Any) -> Any:
-    """Return the scheduler that adds noise when a denoising model is trained.
+    """Return the scheduler that adds noise in the training of a denoising model.
 
     As in diffusers' training scripts, DDPM with the same configuration replaces Euler, DPM-Solver
     and similar schedulers. The replaced schedulers scale noise differently and cannot compute
@@ -124,7 +124,7 @@ def replacement_decision(scheduler: Any, adding: Any) -> tuple[Decision, ...]:
 
 
 def drawing_scheduler(scheduler: Any, trained_with: Any = None) -> Any:
-    """Return a copy of a scheduler for sampling, with prediction type and shift as in training.
+    """Return a copy of a scheduler for sampling, with the prediction type and shift of training.
 
     If the training schedule ends in pure noise, sampling starts from pure noise
     (``timestep_spacing="trailing"``). DDIM replaces a scheduler that does not support a schedule
@@ -255,7 +255,7 @@ def noise_levels(scheduler: Any, shape: tuple[int, ...], shift: Shift | None) ->
         scheduler: A scheduler on which ``set_timesteps`` has not been called, so that it still has
             its training tables.
         shape: Shape of the clean samples.
-        shift: Shift for schedulers with ``use_dynamic_shifting``; ``None`` leaves sigmas unchanged.
+        shift: Shift for schedulers with ``use_dynamic_shifting``; ``None`` adds no shift.
     """
     # For some shifts, rounding makes the highest sigma slightly larger than 1.
     sigmas = scheduler.sigmas.float().clamp(max=1.0)
@@ -268,7 +268,7 @@ def noise_levels(scheduler: Any, shape: tuple[int, ...], shift: Shift | None) ->
 
 
 def at_quantile(quantile: float, count: int) -> int:
-    """Return the index that corresponds to a quantile in [0, 1] among ``count`` entries."""
+    """Return the index of the entry at a quantile in [0, 1] of ``count`` sorted entries."""
     return min(int(quantile * count), count - 1)
 
 
@@ -286,7 +286,7 @@ def check_range(_instance: object, attribute: Any, value: tuple[float, float]) -
 
 
 def bounds(steps: int, share: tuple[float, float]) -> tuple[int, int]:
-    """Convert a range of the schedule to a start index and an exclusive end index."""
+    """Convert fractions of a schedule with ``steps`` steps to start and exclusive end indices."""
     low, high = round(share[0] * steps), round(share[1] * steps)
     if low == high:
         raise _no_levels(share)

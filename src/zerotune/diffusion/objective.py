@@ -83,7 +83,7 @@ class LevelObjective(Objective, Protocol):
         noise: Noise,
         generator: torch.Generator,
     ) -> torch.Tensor:
-        """Return the mean squared error at each of q quantiles: a tensor (q,) in fp32.
+        """Return the mean squared error at each of ``q`` quantiles of the noise levels: (q,), fp32.
 
         The errors include the batch's loss weights but not the objective's weighting, so errors of
         different objectives are comparable.
@@ -104,7 +104,7 @@ class LevelObjective(Objective, Protocol):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Inputs:
-    """A batch's clean samples, conditioning and noise, to be combined at any noise level."""
+    """A batch's clean samples, conditioning and noise, before a noise level is chosen."""
 
     batch: Mapping[str, torch.Tensor]
     clean: torch.Tensor
@@ -247,7 +247,7 @@ class DenoisingObjective(SchedulerObjective):
     addition to any min-SNR weights."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
     """Trained range of the schedule, from 0 (least noise) to 1 (most noise). ``(0.0, 0.2)`` trains
-    a refiner for the last fifth of sampling."""
+    a refiner for the last fifth of the sampling steps."""
     _adding: Any = attrs.field(
         init=False, default=attrs.Factory(lambda self: adding_scheduler(self.scheduler), True)
     )
@@ -399,7 +399,7 @@ class FlowMatchingObjective(SchedulerObjective):
     """Scale of the density ``"mode"``."""
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
     """Loss weight as a function of sigma. With ``density="uniform"``, each value is equivalent to
-    diffusers' ``weighting_scheme`` of that name."""
+    the ``weighting_scheme`` of the same name in diffusers."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
     """Trained range of sigmas, after any shift; the density is rescaled to this range."""
     resolution_shift: Shift | None = None
@@ -539,7 +539,7 @@ class FlowMatchingObjective(SchedulerObjective):
 
 @attrs.frozen(kw_only=True, eq=False)
 class EDMObjective(SchedulerObjective):
-    """EDM: the noise has standard deviation sigma; the loss compares denoised with clean samples.
+    """EDM: noise with standard deviation sigma, and a loss between denoised and clean samples.
 
     The scheduler's methods precondition inputs, noise levels and outputs. A batch's
     ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.

@@ -26,26 +26,26 @@ from zerotune.backend.rates import moves_memory
 from zerotune.diffusion.activations import Loading, Stored, stored_strides
 
 KINDS: Final = ("products", "convolutions", "attention", "moved")
-"""Kinds of work: floating-point operations of matrix products, convolutions and attention, and
+"""Counters of a pass: floating-point operations of matrix products, convolutions and attention, and
 bytes read and written by all other operators. A multiplication and an addition count as two
 operations."""
 CALLS: Final = {"products": "product_calls", "attention": "attention_calls"}
-"""Names of the counters of operator calls, by kind of work."""
+"""Names of the counters of operator calls, keyed by entries of ``KINDS``."""
 _META: Final = torch.device("meta")
 
 
 @attrs.frozen(kw_only=True)
 class Pass:
-    """Memory and work of one forward and backward pass; parameters are not counted."""
+    """Memory and operations of one forward and backward pass; parameters are not counted."""
 
     live: tuple[int, ...]
     """Allocated bytes after each operator."""
     operators: tuple[str, ...]
     """Names of the operators, in order of execution."""
     forward: Mapping[str, int]
-    """Work of the forward pass, keyed by the names in ``KINDS`` and ``CALLS``."""
+    """Counters of the forward pass, keyed by the names in ``KINDS`` and ``CALLS``."""
     backward: Mapping[str, int]
-    """Work of the backward pass, including recomputation."""
+    """Counters of the backward pass, including recomputation."""
     first: int
     """Number of operators in the forward pass; the rest belong to the backward pass."""
 
@@ -74,8 +74,8 @@ def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
 
     Gradients of parameters are freed immediately, because estimates count gradients separately. If
     the module has a long list of identical blocks, only a few at the start and the end run. Each
-    skipped block is counted like one of the inner blocks that run. If an initial forward pass shows
-    that the blocks differ, all blocks run.
+    skipped block is counted as if it were one of the inner blocks that run. If an initial forward
+    pass shows that the blocks differ, all blocks run.
     """
 
     def drop(parameter: torch.Tensor) -> None:
@@ -213,7 +213,7 @@ class Away:
     ends: int | None = None
 
     def moved(self, stored: int, begins: int, ends: int) -> Away:
-        """Return a copy whose positions are shifted by these numbers of operators."""
+        """Return a copy; each position is increased by the given number of operators."""
         return Away(
             nbytes=self.nbytes,
             stored=self.stored + stored,
@@ -261,7 +261,7 @@ class CountedTransfers:
         return loading.tensor
 
     def release(self, stored: Stored) -> None:
-        """Forget a tensor that will not be loaded again."""
+        """Remove a tensor that will not be loaded again."""
         self._at.pop(id(stored.tensor), None)
 
 

@@ -42,11 +42,11 @@ class PreferenceObjective:
     """
 
     objective: SchedulerObjective
-    """``DenoisingObjective``, ``EDMObjective`` or ``FlowMatchingObjective``, which determines the
-    prediction type and the noise levels."""
+    """``DenoisingObjective``, ``EDMObjective`` or ``FlowMatchingObjective``, which determines
+    prediction type, noise levels, loss and weighting."""
     beta: float = attrs.field(default=5000.0, validator=validated(positive))
-    """Strength of the pull towards the reference model. diffusers' script uses 5000 for SDXL and
-    2500 for Stable Diffusion 1.5."""
+    """Strength of the regularisation towards the reference model. diffusers' script uses 5000 for
+    SDXL and 2500 for Stable Diffusion 1.5."""
     reference: Any = None
     """Reference model: a frozen copy, which is moved to the trained model's device. By default, the
     trained model with disabled adapters, which needs no second copy."""

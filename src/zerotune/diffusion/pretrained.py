@@ -170,7 +170,7 @@ class Pretrained:
     folder: Path
     """Folder of the pipeline; for a single file, the folder of its configuration."""
     file: Path | None = None
-    """Path of the single file, if the model came from one."""
+    """Path of the single file from which the model was loaded; ``None`` for a folder or hub id."""
     plan: DeepSpeedPlan | ResolvedPlan | None = None
     """Plan passed to ``load_pretrained``; ``Trainer(model=loaded)`` uses it."""
     decisions: tuple[Decision, ...] = ()
@@ -178,7 +178,7 @@ class Pretrained:
 
     @property
     def component(self) -> str | None:
-        """Name of the trained model in its pipeline; ``None`` for a ControlNet or a bare U-Net."""
+        """Name of the model in its pipeline; ``None`` for a ControlNet or without a pipeline."""
         if isinstance(self.family, ControlNetFamily) or not isinstance(self.family, TextToImage):
             return None
         return self.family.component
@@ -214,8 +214,8 @@ class Pretrained:
         """Return the objective with which models of this family were trained.
 
         Families with ``flow_matching`` get a ``FlowMatchingObjective`` with logit-normal density.
-        Denoising families get an ``EDMObjective`` if their scheduler implements EDM, else a
-        ``DenoisingObjective``.
+        Denoising families get an ``EDMObjective`` if their scheduler implements EDM, and a
+        ``DenoisingObjective`` if not.
 
         Args:
             **settings: Options of the objective; ``scheduler`` replaces the loaded scheduler.
@@ -256,7 +256,7 @@ def load_pretrained(
 
     With ``plan``, the trained model's weights are checked but stay in their safetensors files. The
     plan's engine later reads the weights one at a time, in the plan's precision. At stage 3 each
-    rank reads only its own part of each weight. To read all weights without an engine, call
+    rank reads only its own partition of each weight. To read all weights without an engine, call
     ``Pretrained.read_weights``.
 
     Args:
@@ -265,9 +265,9 @@ def load_pretrained(
             the whole pipeline or only its U-Net or transformer, in ComfyUI's or the original
             layout.
         config: Folder or hub id of a pipeline whose models have the same sizes as those in the
-            single file. A single file contains no configuration. Parts that the single file lacks
-            are also read from ``config``. By default, diffusers infers the pipeline from the keys
-            of the single file.
+            single file. A single file contains no configuration. Models that the single file lacks,
+            such as text encoders, are also read from ``config``. By default, diffusers infers the
+            pipeline from the keys of the single file.
         plan: Plan for training. Without a plan all weights are read immediately.
         dtype: Dtype in which the trained model is loaded; by default ``"fp32"``. Use ``"bf16"`` for
             a base model with adapters. DeepSpeed trains in the plan's precision, not in ``dtype``.
@@ -288,7 +288,7 @@ def load_pretrained(
         leave_out: Components to omit, such as ``("text_encoder_3", "tokenizer_3")`` for SD3.
         revision: Revision of the hub repository.
         variant: Variant of the weight files, such as ``"fp16"``.
-        local_files_only: Do not access the hub.
+        local_files_only: Whether to use only local files, without access to the hub.
         **settings: Settings of the family, such as ``dropout`` or ``max_sequence_length``.
 
     Returns:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def evaluating(model: Any) -> AbstractContextManager[None]:
-    """Switch a model to evaluation mode, without gradients, inside a ``with`` block.
+    """Switch a model to evaluation mode and disable gradients inside a ``with`` block.
 
     Args:
         model: An ``Engine`` or a ``torch.nn.Module``.
@@ -78,15 +78,15 @@ class Group(Gathering, Protocol):
 
 
 def shared(group: Gathering | None, purpose: str, work: Callable[[], T]) -> list[T]:
-    """Compute this rank's part of some work, and return the parts of all ranks in rank order.
+    """Call ``work`` on every rank, and return the results of all ranks in rank order.
 
     If ``work`` fails on one rank, all ranks raise an error. If ``work`` fails within a collective,
     such as a forward pass at ZeRO stage 3, the other ranks wait until the group's timeout.
 
     Args:
-        group: Processes that share the work; ``None`` for this process alone.
+        group: Processes that share the work; ``None`` for a single process.
         purpose: Description of the work, for the error message.
-        work: Function that computes this rank's part.
+        work: Function that computes this rank's share of the results.
     """
     if group is None:
         return [work()]
@@ -150,8 +150,8 @@ def sample(
     """Sample images with a diffusers scheduler, at any ZeRO stage.
 
     Collective under an ``Engine`` with several ranks: every rank must pass the same arguments. Each
-    rank samples its share and receives all images. The noise of an image does not depend on the
-    number of ranks or the batch size. To sample with EMA weights::
+    rank samples a share of the images and receives all of them. The noise of an image does not
+    depend on the number of ranks or the batch size. To sample with EMA weights::
 
         with ema.swapped_in():
             images = sample(engine, scheduler=DDIMScheduler(), labels=labels)
@@ -164,7 +164,7 @@ def sample(
         prompts: Prompts for a text-to-image family; see ``TextToImage.draw``.
         negative_prompt: Negative prompt for guidance; only with prompts.
         labels: Labels (n,) for a class-conditional family.
-        count: Number of images; required if neither labels nor prompts are given.
+        count: Number of images; required without labels and prompts.
         shape: Shape (c, h, w) of a sample, only without prompts; by default taken from the model's
             configuration.
         size: Height and width in pixels, only with prompts; by default the model's native size.

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class BackgroundEMA(Closable):
-    """Updates one or several shadows in a thread, with the same results as without a thread.
+    """Updates one or several EMA shadows in a thread; results are the same as without a thread.
 
     Between two optimizer steps the fp32 master weights do not change, so the thread can read them
-    without a copy. The next optimizer step waits for the update, as does all code that reads the
-    shadow or edits the weights::
+    without a copy. The next optimizer step waits for the update; so does all code that reads the
+    shadow or changes the weights::
 
         ema = EMAShadow(decay=0.9999)
         with BackgroundEMA(shadow=ema).attach(engine) as background:
@@ -66,10 +66,10 @@ class BackgroundEMA(Closable):
         return self._master is not None
 
     def attach(self, source: Any) -> Self:
-        """Attach the shadow if necessary, and watch for changes to the weights.
+        """Attach the shadow if it is not attached yet, and observe changes to the weights.
 
         Args:
-            source: As in ``EMAShadow.attach``.
+            source: Engine, master weights or module; see ``EMAShadow.attach``.
 
         Raises:
             EMAError: The ``BackgroundEMA`` is already attached.
@@ -96,7 +96,7 @@ class BackgroundEMA(Closable):
         return self
 
     def expect_step(self) -> None:
-        """Do nothing, because the thread reads the weights after the step."""
+        """Do nothing, because the thread reads the weights after the optimizer step."""
 
     def step(self) -> None:
         """Start an update after one applied optimizer step.
@@ -129,10 +129,11 @@ class BackgroundEMA(Closable):
             self._thread.start()
 
     def join(self) -> None:
-        """Wait for the update in progress, if any.
+        """Wait for any update in progress.
 
         Raises:
-            EMAError: The update has moved the shadow away from the weights.
+            EMAError: The update failed, for example because the weights or the shadow are not
+                finite.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -143,7 +144,7 @@ class BackgroundEMA(Closable):
 
     @override
     def close(self) -> None:
-        """Wait for the update in progress and detach; the shadow remains usable."""
+        """Wait for any update in progress, and detach; the shadow remains usable."""
         try:
             self.join()
         finally:

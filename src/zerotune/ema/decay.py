@@ -71,14 +71,14 @@ class WarmupDecay:
     decay: float = attrs.field(default=0.9999, validator=_kept_share)
     """Largest decay."""
     inverse_gamma: float = attrs.field(default=1.0, validator=_above_zero)
-    """Scale of the warm-up in steps."""
+    """Time scale of the warm-up in optimizer steps."""
     power: float = attrs.field(default=2 / 3, validator=_above_zero)
     """Exponent of the warm-up."""
     min_decay: float = attrs.field(default=0.0, validator=_kept_share)
     """Smallest decay after the first update."""
 
     def at(self, step: int) -> float:
-        """Return 0 at step 0, then a rising decay."""
+        """Return the decay: 0 at step 0, increasing afterwards."""
         if step <= 0:
             return 0.0
         # 1 - x ** -p loses every digit to cancellation while x is close to 1.
@@ -99,7 +99,7 @@ class RampDecay:
     """Smallest decay after the first update."""
 
     def at(self, step: int) -> float:
-        """Return 0 at step 0, then a decay that rises from 2/11."""
+        """Return the decay: 0 at step 0, increasing from 2/11 afterwards."""
         if step <= 0:
             return 0.0
         return max(min((1 + step) / (10 + step), self.decay), self.min_decay)
@@ -107,7 +107,7 @@ class RampDecay:
 
 @attrs.frozen(kw_only=True)
 class HalfLife:
-    """A constant decay, defined by the half-life of a step's share of the average.
+    """A constant decay, defined by the half-life of a step's weight in the average.
 
     Pass ``steps``, or ``samples`` with ``batch_size``::
 

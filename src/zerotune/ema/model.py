@@ -61,7 +61,7 @@ class EMAModel:
         min_decay: Smallest decay after the first update.
         update_after_step: Number of initial steps during which the shadow is a copy of the weights.
         use_ema_warmup: Use ``WarmupDecay`` instead of ``RampDecay``.
-        inv_gamma: ``WarmupDecay.inverse_gamma``.
+        inv_gamma: Passed to ``WarmupDecay`` as ``inverse_gamma``.
         power: ``WarmupDecay.power``.
         foreach: Ignored; accepted for compatibility with diffusers.
         model_cls: A diffusers model class, for ``save_pretrained``.
@@ -106,12 +106,12 @@ class EMAModel:
             self.to(device=old["device"])
 
     def follow(self, source: Any) -> None:
-        """Switch to averaging the weights of ``source``, the model's engine. Collective.
+        """Switch the EMA to the weights of ``source``, the model's engine. Collective.
 
         Use ``follow`` in a script that creates its EMA before ``prepare``. The script may create
-        the EMA from the model or, as diffusers' scripts do, from a copy of the model. The average
-        starts from the values with which the EMA was created. If the EMA was created from the
-        engine, ``follow`` has no effect.
+        the EMA from the model or, as diffusers' scripts do, from a copy of the model. The EMA
+        starts from the values with which it was created. If the EMA was created from the engine,
+        ``follow`` has no effect.
 
         Raises:
             EMAError: The engine's parameters have different shapes, or the EMA has already taken
@@ -158,11 +158,11 @@ class EMAModel:
 
     @property
     def shadow_params(self) -> list[torch.Tensor]:
-        """Full fp32 averages in parameter order; can be set to tensors of the same shapes.
+        """Full fp32 EMA weights in parameter order; can be set to tensors of the same shapes.
 
-        An EMA of parameters returns the shadow's tensors, which later updates modify, as in
-        diffusers. An EMA of an engine returns gathered copies on the CPU, which need as much memory
-        as the whole model.
+        If the EMA was created from parameters, these are the shadow's own tensors, which later
+        updates modify, as in diffusers. If it was created from an engine, these are gathered CPU
+        copies, which need as much memory as the whole model.
         """
         if self._tracked.are_masters:
             return self._live()
@@ -178,7 +178,7 @@ class EMAModel:
     def temp_stored_params(self) -> list[torch.Tensor] | None:
         """CPU copies of the weights saved by ``store``, or ``None``; can be set.
 
-        An EMA of an engine stores this rank's fragments.
+        If the EMA was created from an engine, these are this rank's fragments of the weights.
         """
         return list(self._stored.values()) if isinstance(self._stored, dict) else self._stored
 
@@ -203,7 +203,7 @@ class EMAModel:
         return schedule.at(optimization_step - self.update_after_step - 1)
 
     def step(self, parameters: Parameters | None = None) -> None:
-        """Update the average after one applied optimizer step.
+        """Update the EMA after one applied optimizer step.
 
         Args:
             parameters: Parameters of the trained model. Required only if the EMA was created from a
@@ -221,7 +221,7 @@ class EMAModel:
 
     @torch.no_grad()
     def copy_to(self, parameters: Parameters | None = None) -> None:
-        """Copy the averages into parameters.
+        """Copy the EMA weights into parameters.
 
         Args:
             parameters: Target parameters of any dtype; by default those of the trained model.
@@ -292,8 +292,8 @@ class EMAModel:
             non_blocking: Ignored.
 
         Raises:
-            InvalidValueError: ``dtype`` is not fp32. In bf16, rounding would keep the shadow
-                unchanged.
+            InvalidValueError: ``dtype`` is not fp32. In bf16, most EMA updates would be lost to
+                rounding.
         """
         del non_blocking
         if dtype not in (None, torch.float32):
@@ -357,9 +357,9 @@ class EMAModel:
             self._frozen = {index: values[index].detach().clone() for index in self._frozen}
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write the averages, with the EMA settings, as a diffusers model folder.
+        """Write the EMA weights and settings as a diffusers model folder.
 
-        Rank 0 writes the folder. With sharded averages, all ranks must call ``save_pretrained``,
+        Rank 0 writes the folder. If the EMA is sharded, all ranks must call ``save_pretrained``,
         and no rank continues before the folder exists.
 
         Args:
@@ -501,7 +501,7 @@ def _legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @attrs.frozen(kw_only=True, eq=False)
 class TrackedParameters:
-    """Parameters by position, with access to their master weights."""
+    """The parameters of an EMA, by position, with access to their master weights."""
 
     parameters: tuple[torch.nn.Parameter, ...]
     """The parameters, in the order of ``module.parameters()``."""

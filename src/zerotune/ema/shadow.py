@@ -1,4 +1,4 @@
-"""``EMAShadow``: an fp32 average of this rank's master weights; ``EMAShadows``: several averages.
+"""``EMAShadow``: an fp32 EMA of this rank's master weights; ``EMAShadows``: several EMAs.
 
 An update reads each fragment of the master weights once, even for several shadows. The first
 updates are verified: an error is raised if a shadow does not move closer to the weights.
@@ -42,7 +42,7 @@ _COMPARED_AT_ONCE = 2**18
 class EMAShadow(Readable):
     """An exponential moving average of an engine's fp32 master weights.
 
-    Each rank averages its fragments of the master weights in fp32; the average needs 4 bytes per
+    Each rank averages its fragments of the master weights in fp32; the shadow needs 4 bytes per
     element. Nothing is gathered. With master weights in host memory, updates transfer nothing
     between host and device::
 
@@ -133,7 +133,7 @@ class EMAShadow(Readable):
 
     @property
     def swapped(self) -> bool:
-        """Whether the model currently uses the averaged weights."""
+        """Whether the model currently uses the EMA weights."""
         return self._swapped
 
     @property
@@ -153,7 +153,7 @@ class EMAShadow(Readable):
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def step(self) -> None:
-        """Update the average after one applied optimizer step.
+        """Update the shadow after one applied optimizer step.
 
         Raises:
             EMAError: The shadow is not attached, is swapped in, or moved away from the weights in
@@ -206,7 +206,7 @@ class EMAShadow(Readable):
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Run the model with averaged weights inside the block.
+        """Run the model with the EMA weights inside the block.
 
         Master weights and shadow are exchanged in place, without a third copy. Leaving the block
         restores weights and shadow bit for bit, even after an error. Collective: every rank must
@@ -229,14 +229,15 @@ class EMAShadow(Readable):
             self._swapped = False
 
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and the full average of every trainable parameter.
+        """Yield the name and the full EMA tensor of every trainable parameter.
 
-        Only one full average is in memory at a time.
+        Only one full tensor is in memory at a time.
 
         Collective: every rank must iterate to the end.
 
         Yields:
-            Name, and fp32 CPU tensor with the parameter's shape. The order is the same on all
+            Name of the parameter, and an fp32 CPU tensor of the parameter's shape. The order is the
+            same on all
             ranks.
         """
         master = self._attached()
@@ -281,12 +282,12 @@ class EMAShadow(Readable):
         """Load a ``state_dict`` that the same rank of the same engine returned.
 
         Args:
-            state: Tensors by name. Each tensor is accessed once, so the mapping may read tensors
-                from disk.
+            state: Tensors by name. Each tensor is accessed once, so the mapping may read a tensor
+                from disk when it is accessed.
 
         Raises:
             EMAError: The shadow is not attached, is swapped in, or has different fragments; the
-                shadow is unchanged. If a fragment has a different size, earlier fragments are
+                shadow is unchanged. If only a fragment's size differs, the fragments before it are
                 already loaded when the error is raised.
         """
         self._ready("load_state_dict()")
@@ -320,7 +321,7 @@ class EMAShadow(Readable):
 
         Raises:
             EMAError: The shadow is not attached or is swapped in, or the new storage has too little
-                space. The shadow then stays where it was.
+                space. After an error, the shadow stays in its old storage.
         """
         master = self._ready("move()")
         tensors = room_for(master, as_store(store))
@@ -338,7 +339,7 @@ class EMAShadow(Readable):
         return self._attached(settled=False)
 
     def follow(self, source: Any) -> None:
-        """Switch to averaging different weights with the same names and shapes.
+        """Switch the shadow to other weights with the same names and shapes.
 
         Args:
             source: As in ``attach``, for example a reloaded model.
@@ -382,7 +383,7 @@ class EMAShadow(Readable):
         return Page(blocks=tuple(Line(line) for line in self.explain().splitlines()))
 
     def explain(self) -> str:
-        """Describe the average, its decay and its memory as text."""
+        """Describe the EMA, its decay and its memory as text."""
         every = f", every {counted(self._update_every, 'step')}" if self._update_every > 1 else ""
         after = f", after {counted(self._start_after, 'step')}" if self._start_after else ""
         lines = [f"EMA: {self._schedule!r}{every}{after}"]
@@ -488,7 +489,7 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         shadows: Unattached shadows by name.
 
     Raises:
-        InvalidValueError: There is no shadow, or a shadow has two names.
+        InvalidValueError: No shadow is given, or the same shadow is given under two names.
     """
 
     def __init__(self, *, shadows: Mapping[str, EMAShadow]) -> None:
@@ -514,7 +515,7 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         return self
 
     def step(self) -> None:
-        """Update all averages after one applied optimizer step; see ``EMAShadow.step``."""
+        """Update all shadows after one applied optimizer step; see ``EMAShadow.step``."""
         update_together(*self._shadows.values())
 
     def expect_step(self) -> None:
@@ -584,7 +585,7 @@ class ShadowUpdate:
 
     @property
     def follower(self) -> Follower | None:
-        """The update as a ``Follower`` of the optimizer's step; ``None`` if that is impossible."""
+        """The update in a form that an optimizer step can apply; ``None`` if that is impossible."""
         if self.watched or not all(
             each.device.type == "cpu" and each.is_contiguous() for each in self.tensors.values()
         ):
@@ -836,7 +837,7 @@ def room_for(master: MasterWeights, store: ShadowStore) -> dict[str, torch.Tenso
     """Allocate an uninitialised 1-D fp32 tensor in ``store`` for every fragment of this rank.
 
     Returns:
-        The tensors, keyed like the fragments.
+        The tensors, by the keys of the fragments.
     """
     # One allocation, not one per fragment: thousands of small blocks would each be rounded up.
     buffer = store.allocate(master.numel, device=master.device)

@@ -110,7 +110,8 @@ def _cleanup_decision(one: Leftover, verb: str, *, gone: bool) -> Decision:
 
 
 Cleaner = Callable[[Path], CleanupReport]
-"""Function that an ``OffloadManager`` calls with a root after it creates a swap folder there."""
+"""Function that an ``OffloadManager`` calls with the swap root after creating a swap folder
+there."""
 
 
 def cleanup_stale_swap(
@@ -172,7 +173,9 @@ class _Sweep:
                 "is a symbolic link" if linked else f"cannot be read ({error.strerror})",
                 key="offload.root",
                 value=str(self.path),
-                fix="pass the path of the swap root's folder",
+                fix="pass the path of the swap root itself, not of a link to it"
+                if linked
+                else "pass the path of a folder that this user may read",
             ) from error
 
     def _entries(self, root: int) -> None:
@@ -454,7 +457,7 @@ class Users:
     """Ids of processes that this user may not inspect."""
 
     def doubt(self) -> str | None:
-        """Return why the files may be in use, or ``None``."""
+        """Return why the files may be in use; ``None`` if no process uses them."""
         if self.open_in:
             return f"process {listing(self.open_in, most=5)} has one of the folder's files open"
         if self.swapping:
@@ -473,7 +476,7 @@ class Users:
 def users_of(
     files: Collection[tuple[int, int]], *, last_written: float, proc: Path = Path("/proc")
 ) -> Users:
-    """Find the processes that use, or may use, the given files.
+    """Find the processes that use, or may use, any of ``files``.
 
     Processes on other machines are not found. Inside a container, processes outside the container
     are not found.

@@ -92,7 +92,7 @@ class LeaseRecord(OwnerRecord):
 
         Args:
             text: Content of the record's file.
-            reason: What is wrong with it.
+            reason: What is wrong with the record.
         """
         return OffloadError(
             reason,
@@ -310,7 +310,7 @@ def _lease_error(path: Path, what: str, error: OSError) -> OffloadError:
 
 @contextmanager
 def making_in(root: Path) -> Iterator[None]:
-    """Hold a shared lock on a swap root inside the block, while the caller creates files there.
+    """Context manager with a shared lock on a swap root, while the caller creates files there.
 
     The kernel releases the lock when the process dies. A process that obtains an exclusive lock on
     the root therefore knows that every unfinished file or folder is a leftover.
@@ -357,10 +357,11 @@ def _remove_own(path: Path, lock: int) -> Removal:
 
 
 def dismantle(folder: int, removed: Removed) -> None:
-    """Empty a leased folder on which the caller has an exclusive lock.
+    """Delete the contents of a leased folder that the caller has locked exclusively.
 
-    The records and the lock file are deleted last. After an interruption the folder is therefore
-    still recognised as a lease, and as one that no process owns, because it is not locked.
+    The records and the lock file are deleted last. If the deletion is interrupted, the folder is
+    therefore still recognised as a lease. The missing lock then shows that no process owns the
+    lease.
 
     Args:
         folder: Descriptor of the folder.
@@ -446,7 +447,7 @@ def find_leases(root: Path) -> tuple[FoundLease, ...]:
 
 
 def find_lease(path: Path) -> FoundLease | None:
-    """Return the lease of a folder, or ``None``, without changing any file."""
+    """Return the lease of a folder, without changing any file; ``None`` if there is none."""
     return _inspect(path, run_id_of(path.name), filesystem_kind(path.parent))
 
 
@@ -485,7 +486,7 @@ def _inspect(path: Path, run_id: str | None, kind: str | None) -> FoundLease | N
 
 @contextmanager
 def judged(folder: int, kind: str | None) -> Iterator[Verdict]:
-    """Yield the state of a lease; a lease without a living owner stays locked inside the block.
+    """Context manager that yields a lease's state, and locks a lease without a living owner.
 
     Args:
         folder: Descriptor of the lease's folder.
@@ -674,7 +675,7 @@ def open_folder(path: str | Path, *, within: int | None = None) -> int:
 
 
 def folder_bytes(folder: int) -> int:
-    """Return the bytes on disk below an open folder; files that vanish meanwhile count as 0."""
+    """Return the bytes on disk below an open folder; files deleted in the meantime count as 0."""
     # However deep the tree, one folder of it is open at a time.
     here = open_folder(".", within=folder)
     try:
@@ -743,7 +744,7 @@ def remove_entry(folder: int, name: str, home: tuple[int, str | None], removed: 
 
     Args:
         folder: Descriptor of the open folder.
-        name: Name of the file or folder; a missing name is ignored.
+        name: Name of the file or folder; if it does not exist, nothing is done.
         home: ``mount_identity(folder)``; files on other mounts are not changed.
         removed: Progress counter.
     """
@@ -751,7 +752,7 @@ def remove_entry(folder: int, name: str, home: tuple[int, str | None], removed: 
 
 
 DEEP_PREFIX: Final = ".zerotune-deep-"
-"""Name prefix of a deeply nested folder that is moved to the top during removal."""
+"""Name prefix of a deeply nested folder that is moved to the top of the tree during removal."""
 
 _DEEPEST_EMPTIED: Final = 64
 

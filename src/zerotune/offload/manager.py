@@ -59,11 +59,11 @@ class Lease(Readable):
     plan: ResolvedPlan
     """The plan, with NVMe paths inside the swap folders."""
     paths: Mapping[Target, Path] = attrs.field(factory=lambda: MappingProxyType({}))
-    """Swap folder of each kind of data on NVMe, by ``"param"`` and ``"optimizer"``."""
+    """Swap folders of parameters (key ``"param"``) and optimizer states (key ``"optimizer"``)."""
     roots: tuple[SwapRoot, ...] = ()
     """Verified swap roots that contain the run's folders."""
     run_id: str | None = None
-    """Run id, shared by all ranks; ``None`` without NVMe."""
+    """Run id, shared by all ranks; ``None`` without NVMe offload."""
     decisions: tuple[Decision, ...] = ()
     """All decisions, including those made when the lease ends."""
 
@@ -83,7 +83,10 @@ class Lease(Readable):
 
     @property
     def path(self) -> Path | None:
-        """Swap folder of the parameters, else of the optimizer; ``None`` without NVMe."""
+        """Swap folder of the parameters; ``None`` without NVMe offload.
+
+        If only optimizer states are swapped, this is the swap folder of the optimizer states.
+        """
         return self.paths.get("param", self.paths.get("optimizer"))
 
     def _carrying(self) -> Lease:
@@ -157,7 +160,7 @@ class Invitation:
 
         Args:
             resolved: This rank's plan.
-            rank: Number of this rank.
+            rank: This rank's number.
         """
         mine = json.loads(json.dumps(resolved.content()))
         if self.plan and mine != self.plan:
@@ -170,7 +173,7 @@ class Invitation:
 
 
 def local_ranks(resolved: ResolvedPlan, environ: Mapping[str, str] | None = None) -> int:
-    """Return the number of ranks on this machine: ``LOCAL_WORLD_SIZE`` if set, otherwise all."""
+    """Return this machine's number of ranks: ``LOCAL_WORLD_SIZE`` if set, else the world size."""
     written = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "")
     count = int(written) if written.isdecimal() else resolved.world_size
     return min(max(count, 1), resolved.world_size)
@@ -219,7 +222,8 @@ class OffloadManager:
         root: Root for parameters and optimizer states.
         offload_param_path: Root for parameters.
         offload_optimizer_path: Root for optimizer states; by default the root for parameters.
-        share: Collective that returns rank 0's string on every rank; required with several ranks.
+        share: Collective function that returns rank 0's string on every rank; required with several
+            ranks.
         cleaner: Function that is called with each root after this run's folder is created there;
             ``partial(cleanup_stale_swap, dry_run=True)`` only reports leftovers.
 

@@ -135,7 +135,7 @@ class RootChoice:
 def choose_root(
     target: Target, *, arguments: Roots, resolved: ResolvedPlan, environ: Mapping[str, str]
 ) -> RootChoice:
-    """Choose a swap root: argument, configuration, environment, or temporary folder.
+    """Choose a swap root from arguments, configuration and environment, or use a temporary folder.
 
     If no setting names a root for optimizer states, they use the root for parameters. A blank path
     counts as missing, and so does ``"none"``, which launchers write for a missing path.
@@ -192,7 +192,7 @@ class SwapRoot:
     path: Path
     """Absolute path without symbolic links."""
     filesystem: str | None
-    """The kernel's name for the type of the file system; ``None`` outside Linux."""
+    """Type of the file system, as named by the kernel; ``None`` outside Linux."""
     free_bytes: int
     """Free bytes that an unprivileged user may use."""
     free_inodes: int

@@ -112,7 +112,7 @@ def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
         resolved: The plan, resolved with the shapes of a model.
 
     Returns:
-        The files of one rank; ``None`` if the plan was resolved without a model.
+        Number and size of one rank's swap files; ``None`` if the plan was resolved without a model.
     """
     model = resolved.model
     if model is None:
@@ -174,7 +174,7 @@ def check_space(
 
     Args:
         roots: Root of each kind of data.
-        needs: Swap files of one rank; ``None`` if unknown.
+        needs: Number and size of one rank's swap files; ``None`` if unknown.
         ranks: Number of ranks on this machine.
         run_id: Id of the run.
     """

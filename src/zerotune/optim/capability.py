@@ -1,6 +1,6 @@
 """Decide whether an optimizer can run in a situation, and which class implements it.
 
-``Situation`` contains everything that the answer depends on. ``implementation_of`` returns the
+``Situation`` contains everything that the decision depends on. ``implementation_of`` returns the
 class, the library that provides it and the decay mode. ``capability_of`` applies the rules; if they
 allow an optimizer that failed in a measurement (``data/capabilities.json``), the measurement takes
 precedence. ``check`` and ``reject_unknown`` validate arguments.
@@ -53,7 +53,7 @@ class Situation:
     """Engine, stage, offload, precision, accelerator and versions with which an optimizer runs."""
 
     uses_deepspeed: bool = True
-    """``False`` for the plain engine."""
+    """Whether DeepSpeed runs the training; ``False`` for the plain engine."""
     stage: int = 0
     """ZeRO stage; 0 without DeepSpeed."""
     offload: str = "none"
@@ -132,7 +132,7 @@ class Situation:
 
         Args:
             package: Name of the package.
-            *release: Parts of the release number, such as 0 and 19.
+            *release: Components of the release number, such as 0 and 19.
         """
         version = self.versions.get(package)
         if version is None and package in (self.packages or ()):
@@ -274,7 +274,7 @@ CONFIGURATION_ONLY: Final = frozenset({"adam_w_mode", "torch_adam"})
 """Keys of DeepSpeed's configuration that no torch constructor accepts."""
 
 GROUP_RATES: Final = frozenset({"muon_lr", "adam_lr"})
-"""Keys for the learning rates of Muon's two kinds of groups."""
+"""Keys for the learning rates of the groups that Muon or its auxiliary Adam updates."""
 
 
 def implementation_of(
@@ -381,8 +381,8 @@ class Cell:
     offload: str
     precision: str
     outcome: Status
-    """Result; ``"cannot"`` also if the optimizer ran but some weights did not change or the loss
-    did not decrease."""
+    """Measured status; also ``"cannot"`` if the optimizer ran but some weights did not change or
+    the loss did not decrease."""
     reason: str = ""
     """Why the optimizer cannot run, as reported by the engine; empty if it can."""
     implementation: str = ""
@@ -480,7 +480,7 @@ class Capability:
     status: Status
     """``"works"``, ``"works with"`` (``reason`` states the change) or ``"cannot"``."""
     reason: str = ""
-    """The change, or why the optimizer cannot run."""
+    """The required change, or why the optimizer cannot run."""
     alternative: str | None = None
     """The closest optimizer that can run, if this one cannot."""
     config: Mapping[str, Any] = attrs.field(factory=dict)
@@ -488,7 +488,7 @@ class Capability:
     implementation: str | None = None
     """Class that performs the update with default arguments; ``None`` for status ``"cannot"``."""
     verified: bool = False
-    """Whether a run on the real engine confirmed the result; otherwise it follows from rules."""
+    """Whether a run with the engine confirmed the result; ``False`` if only rules were applied."""
 
     @property
     def runs(self) -> bool:

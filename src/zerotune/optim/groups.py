@@ -257,7 +257,7 @@ class ParameterGroups:
     def without_decay_on_norms_and_biases(self) -> ParameterGroups:
         """Split each group in two: one without weight decay for norms and biases, one for the rest.
 
-        The part without weight decay has the name ``"<name>, no decay"`` and is matched first.
+        The group without weight decay is named ``"<name>, no decay"`` and is matched first.
         """
         split: list[ParameterGroup] = []
         for rule in self.rules:
@@ -421,7 +421,8 @@ MUON_DEFAULTS: Final[tuple[tuple[str, bool], ...]] = (
     ("@last", False),
     ("*", True),
 )
-"""Muon for hidden matrices; Adam for norms, biases, embeddings, and the first and last layers."""
+"""Default patterns, which select Muon for hidden matrices, and Adam for norms, biases, embeddings,
+and the first and last layers."""
 
 
 def _muon_rules(value: Iterable[Any]) -> tuple[tuple[str, bool], ...]:

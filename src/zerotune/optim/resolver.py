@@ -157,11 +157,11 @@ class OptimizerResolver:
     muon: MuonPatterns = attrs.field(default=MuonPatterns())
     """Parameters that Muon updates; ignored by other optimizers."""
     platform: Platform | None = None
-    """Machine that ``capability`` assumes; ``resolve`` uses the plan's."""
+    """Machine that ``capability`` assumes; ``resolve`` uses the plan's machine instead."""
     table: CapabilityTable | None = None
     """Measured results; by default the table that ships with zerotune."""
     deepspeed_version: str | None = None
-    """DeepSpeed release that ``capability`` assumes; by default the platform's."""
+    """DeepSpeed release that ``capability`` assumes; by default the release in ``platform``."""
 
     @on_unsupported.validator
     def _check_policy(self, _attribute: Any, value: str) -> None:
@@ -483,7 +483,7 @@ class Settled:
     entry: OptimizerEntry
     decisions: tuple[Decision, ...]
     rates: Mapping[str, float] = attrs.field(factory=dict)
-    """Explicit learning rates of Muon's two kinds of groups."""
+    """Explicit learning rates of the groups that Muon or its auxiliary Adam updates."""
 
 
 @attrs.define(kw_only=True)
@@ -803,7 +803,7 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
 
 
 DEFAULT_WARMUP: Final = 500
-"""Default warm-up steps of a run of unknown length; maximum of the default for other runs."""
+"""Default number of warm-up steps if the run's length is unknown; otherwise the maximum default."""
 WARMUP_SHARE: Final = 20
 """The default warm-up is at most the run's length divided by this number."""
 
@@ -1063,7 +1063,7 @@ class Suggestion:
     source: str
     """Name of the source; completes "taken from …"."""
     yields: bool = False
-    """Whether an explicit value overrides it without a warning."""
+    """Whether an explicit argument overrides the value without a warning."""
 
 
 @attrs.frozen(kw_only=True)
@@ -1154,7 +1154,7 @@ class Sources:
 
 @attrs.define(kw_only=True)
 class Filled(Log):
-    """Values by argument, with decisions; ``defaulted`` names arguments filled from defaults."""
+    """Values by argument, with decisions; ``defaulted`` names the arguments left at defaults."""
 
     values: dict[str, Any] = attrs.field(factory=dict)
     defaulted: set[str] = attrs.field(factory=set)

@@ -164,7 +164,8 @@ class OptimizerEntry(Entry):
     lr_scale: str | None = None
     """How its usual learning rate differs from AdamW's; ``None`` if it does not."""
     streams: bool = False
-    """Whether it can update streamed weights unit by unit in host memory."""
+    """Whether it can update streamed weights in host memory, one unit (such as a block) at a
+    time."""
 
     def states_for(self, params: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of each parameter's fp32 states, given the arguments ``params``."""
@@ -801,10 +802,10 @@ class OptimizerName:
     origin: Origin = "plain"
     """Kind of prefix: none, ``torch.optim.``, ``deepspeed.`` or the name of a package."""
     implementation: bool = False
-    """Whether it names a class (``FusedAdam``) instead of an optimizer."""
+    """Whether the spelling is a class name (``FusedAdam``) instead of an optimizer name."""
 
     def under(self, params: Mapping[str, Any]) -> str:
-        """Return the canonical name of the optimizer with the arguments ``params``."""
+        """Return the canonical name of the optimizer, given its arguments ``params``."""
         decoupled = next((params[key] for key in DECAY_SPELLINGS if key in params), True)
         if self.implementation and self.canonical == "AdamW" and decoupled is False:
             # FusedAdam(adam_w_mode=False) is L2 Adam, and AdamW would ignore the switch.
@@ -950,11 +951,11 @@ class GroupChoice:
     name: str
     """Name of the group (``"no_decay"``)."""
     params: Mapping[str, Any]
-    """The group's explicit values; other arguments are the optimizer's."""
+    """The group's explicit arguments; all others come from the optimizer."""
     parameters: tuple[str, ...]
     """Dotted names of its parameters, in the model's order."""
     numel: int
-    """Number of elements of these parameters."""
+    """Total number of elements of the group's parameters."""
     until: int | None = None
     """Number of optimizer steps after which the group is no longer trained."""
 
@@ -966,7 +967,7 @@ class OptimizerChoice:
     name: str
     """Canonical name (``"AdamW"``)."""
     params: Mapping[str, Any]
-    """All arguments, explicit and without ``"auto"``: at least ``lr``."""
+    """Explicit values of all arguments, never ``"auto"``; always includes ``lr``."""
     implementation: str
     """Class that performs the update: ``"FusedAdam"``, ``"DeepSpeedCPUAdam"``, ``"AdamW"`` …
     (``type(optimizer).__name__``)."""
@@ -995,7 +996,7 @@ class SchedulerChoice:
     name: str
     """Canonical name from DeepSpeed (``"WarmupLR"``) or diffusers (``"cosine"``)."""
     params: Mapping[str, Any]
-    """All arguments, explicit and without ``"auto"``."""
+    """Explicit values of all arguments, never ``"auto"``."""
     source: SchedulerSource = "deepspeed"
     """``"deepspeed"`` if DeepSpeed's class sets the learning rate; ``"zerotune"`` if zerotune does,
     with the same formula scaled for each parameter group."""

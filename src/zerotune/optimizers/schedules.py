@@ -1,7 +1,7 @@
 """Learning-rate schedules by name: five from DeepSpeed and six from diffusers.
 
-Each is also a function of the optimizer step: ``schedule_curve`` returns the whole curve without
-training.
+Each schedule is also a function of the optimizer step: ``schedule_curve`` returns the whole curve
+without training.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class SchedulerEntry(Entry):
     """``"deepspeed"`` if DeepSpeed's class sets the learning rate, ``"zerotune"`` if zerotune
     does."""
     peak: str | None = None
-    """Argument with the peak learning rate; ``None`` if the schedule scales the optimizer's own."""
+    """Argument that sets the peak learning rate; ``None`` if the schedule scales the optimizer's
+    rate."""
 
 
 _WARMUP_STEPS: Final = integer("warmup_num_steps", 1000, low=0)
@@ -285,7 +286,7 @@ def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
         choice: The schedule; ``None`` for a constant learning rate.
         step: 0-based optimizer step (applied updates, not micro batches).
         base_lr: Learning rate of the parameter group. ``WarmupCosineLR``, diffusers' schedules and
-            warm-ups with ``warmup_max_lr=None`` scale it; all others ignore it.
+            warm-ups with ``warmup_max_lr=None`` scale this rate; all other schedules ignore it.
 
     Returns:
         The learning rate, bitwise equal to that of DeepSpeed or diffusers.
@@ -533,11 +534,11 @@ class ScheduleCurve:
     """Learning rates by optimizer step, with one curve per parameter group."""
 
     name: str
-    """Name of the schedule; ``"constant"`` without one."""
+    """Name of the schedule; ``"constant"`` if there is no schedule."""
     groups: tuple[str, ...]
-    """Names of the groups; ``"all"`` for a single one."""
+    """Names of the groups; ``"all"`` if there is only one group."""
     rates: tuple[tuple[float, ...], ...]
-    """Rates of optimizer steps 0, 1, 2 … for each group."""
+    """Learning rates at optimizer steps 0, 1, 2 …, for each group."""
 
     @property
     def steps(self) -> int:

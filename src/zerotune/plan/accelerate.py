@@ -42,7 +42,8 @@ OF_THE_SCRIPT: Final = (
     "train_micro_batch_size_per_gpu",
     *sorted(DEEPSPEED_IN_BLOCK),
 )
-"""DeepSpeed settings that accelerate takes from the script if the block does not set them."""
+"""DeepSpeed settings that accelerate takes from the script if the ``deepspeed_config`` block does
+not set them."""
 ZERO_IN_BLOCK = frozenset(
     {
         "zero_stage",
@@ -71,7 +72,7 @@ TOP_LEVEL = frozenset(
 
 
 def is_accelerate(content: Mapping[Any, Any]) -> bool:
-    """Whether a mapping has accelerate's structure; trainers' files may contain the block too."""
+    """Whether a mapping has the structure of accelerate's YAML, not that of a trainer's file."""
     return BLOCK in content and ("distributed_type" in content or "compute_environment" in content)
 
 
@@ -541,7 +542,7 @@ def _with_parallelism(found: Translated, environ: Mapping[str, str]) -> Translat
 
 
 def missing_folders(plan: DeepSpeedPlan, log: Log) -> None:
-    """Record a warning for each swap folder that the environment does not name."""
+    """Record a warning for each swap folder that the environment variables do not name."""
     zero = plan.zero_optimization
     sections = {
         "optimizer": zero.offload_optimizer if zero else None,

@@ -1,4 +1,4 @@
-"""Search layouts by stage and offload, and pick the fastest that fits."""
+"""Search combinations of ZeRO stage and offload (layouts), and choose the fastest that fits."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class Advice(Readable):
 
     @property
     def headroom(self) -> dict[Place, int]:
-        """Unused bytes of the budget, for device memory per rank, for RAM and NVMe per machine."""
+        """Unused bytes of the budget, per rank for device memory, per machine for RAM and NVMe."""
         needs = machine_needs(self.estimate)
         return {
             "device": self.budget.device - needs["device"],
@@ -234,7 +234,7 @@ class Layout:
     parameters: str = "none"
     pinned: bool = True
     fills_device: bool = False
-    """Whether the device stores as much of the optimizer as fits."""
+    """Whether the device stores as many of the optimizer states as fit."""
     streams: bool = False
     """Whether weights are streamed; the device keeps as many units as fit."""
     splits: bool = False

@@ -40,7 +40,7 @@ _LINE: Final = 0.2
 
 @attrs.frozen(kw_only=True)
 class Panel:
-    """A stacked bar with title and legend."""
+    """A stacked bar with a title and a legend."""
 
     title: str
     parts: Sequence[tuple[str, float, str]]
@@ -140,8 +140,7 @@ def memory_panels(
     Args:
         estimate: The memory estimate.
         budget: Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``.
-        measured: Measured bytes per rank, with keys as in ``budget``; shown where there is no
-            budget.
+        measured: Measured bytes per rank, with keys as in ``budget``; shown if there is no budget.
     """
     unit, size = estimate_unit(estimate, budget)
     seen: RankBudget = measured or {}

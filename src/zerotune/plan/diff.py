@@ -34,9 +34,9 @@ class Change:
     """Path of the setting (``"zero_optimization.stage"``)."""
     kind: ChangeKind
     before: Any = None
-    """The value in the first plan; ``None`` when added."""
+    """The value in the first plan; ``None`` if only the second plan sets the key."""
     after: Any = None
-    """The value in the second plan; ``None`` when removed."""
+    """The value in the second plan; ``None`` if only the first plan sets the key."""
 
     def __str__(self) -> str:
         return f"{_SIGNS[self.kind]} {self._text}"
@@ -56,7 +56,7 @@ class Change:
         return f"{self.key}: {values[self.kind]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return key, kind, and the values before and after (if any) as JSON-serialisable data."""
+        """Return key, kind, old and new value as JSON-serialisable data, without unset values."""
         sides = {
             "added": {"after": self.after},
             "removed": {"before": self.before},

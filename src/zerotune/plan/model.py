@@ -2,10 +2,10 @@
 """The parts of a plan: settings, sections, facts, choices, and the plan itself.
 
 The module first defines the types of settings (*kinds*), the base class of sections, the DeepSpeed
-keys that zerotune passes through, and the old spellings of keys. Then come the sections, facts
-about the model and the run, ``DeepSpeedPlan`` (what the user wants) and ``ResolvedPlan`` (what will
-run). Other modules read, write, check and resolve plans. Both plan classes have methods for these
-actions, which import the other modules when called.
+keys that zerotune passes through, and the old spellings of keys. It then defines the sections,
+facts about the model and the run, ``DeepSpeedPlan`` (what the user wants) and ``ResolvedPlan``
+(what will run). Other modules read, write, check and resolve plans. Both plan classes have methods
+for these actions, which import the other modules when called.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Number(_OrAuto):
     """Explanation of a value with a special meaning."""
 
     def check(self, value: Any, key: str) -> None:
-        """Accept a finite number in range, or ``"auto"`` if this kind allows it."""
+        """Accept a finite number in range, or ``"auto"`` if the setting allows it."""
         if self.auto and value == AUTO:
             return
         if not is_number(value):
@@ -218,7 +218,7 @@ class Integer(Number):
     maximum: int = _LARGEST_INTEGER
 
     def check(self, value: Any, key: str) -> None:
-        """Accept an ``int`` in range, or ``"auto"`` if this kind allows it."""
+        """Accept an ``int`` in range, or ``"auto"`` if the setting allows it."""
         if self.auto and value == AUTO:
             return
         if not is_integer(value):
@@ -283,10 +283,10 @@ class Boolean(_OrAuto):
     """``true``, ``false`` or ``"auto"``."""
 
     words: Mapping[str, bool] = _WORDS
-    """Other spellings, and the value of each."""
+    """Other spellings of booleans, and the value of each."""
 
     def check(self, value: Any, key: str) -> None:
-        """Accept a ``bool``, or ``"auto"`` if this kind allows it."""
+        """Accept a ``bool``, or ``"auto"`` if the setting allows it."""
         if isinstance(value, bool) or (self.auto and value == AUTO):
             return
         raise self._refused(
@@ -572,7 +572,7 @@ def setting(kind: Kind) -> Any:
 
 
 def comparable(section: Section | None) -> Section | None:
-    """Return a section for comparison; an empty one becomes ``None``."""
+    """Return a section, or ``None`` if it is empty, so that empty equals unset in comparisons."""
     return None if section is None or section == type(section)() else section
 
 
@@ -582,7 +582,7 @@ def extra_keys() -> Any:
 
 
 def modelled(cls: type[Section]) -> list[attrs.Attribute[Any]]:
-    """Return the fields of ``cls`` that are configuration keys, in the written order."""
+    """Return the fields of ``cls`` that are configuration keys, in their order of definition."""
     fields: tuple[attrs.Attribute[Any], ...] = attrs.fields(cls)  # type: ignore[arg-type]
     return [attribute for attribute in fields if "kind" in attribute.metadata]
 
@@ -738,11 +738,13 @@ def join(prefix: str, name: str) -> str:
 
 
 def passed_paths(plan: DeepSpeedPlan, *, unknown: bool = False) -> frozenset[str]:
-    """Return the paths of all ``extra`` keys, which a reader of the written plan must accept.
+    """Return the paths of all keys that zerotune does not model (``extra``).
+
+    Code that reads the written plan back must accept these keys.
 
     Args:
         plan: The plan.
-        unknown: Whether to return only keys that must be named in ``also_known`` to be accepted.
+        unknown: Whether to omit keys that are accepted even if ``also_known`` does not name them.
     """
     sections: list[tuple[Section, str]] = [(plan, "")]
     sections += [(plan.launch, "launch")] if plan.launch else []
@@ -1007,7 +1009,8 @@ STARTING: Final = frozenset(
         "same_network",
     }
 )
-"""Other keys of an accelerate YAML that determine how and where processes are started."""
+"""Keys that determine how and where accelerate starts processes, and that ``LaunchSection`` does
+not model."""
 LAUNCH: Final = STARTING | frozenset(
     {
         "downcast_bf16",
@@ -1276,7 +1279,7 @@ class OffloadSection(Section):
 
 
 def pins(section: OffloadSection | None) -> bool:
-    """Whether this offload uses page-locked buffers; ``"auto"`` counts as false."""
+    """Whether an offload section uses page-locked buffers; ``"auto"`` counts as false."""
     return section is not None and section.pin_memory is True
 
 
@@ -1308,7 +1311,7 @@ class ZeroSection(Section):
     allgather_partitions: bool | Auto | None = setting(Boolean())
     """Gather updated parameters with all-gather instead of broadcasts."""
     allgather_bucket_size: int | Auto | None = setting(Integer())
-    """Elements gathered at a time (stages 1 and 2)."""
+    """Maximum number of elements gathered at a time (stages 1 and 2)."""
     use_multi_rank_bucket_allreduce: bool | Auto | None = setting(Boolean())
     """Combine the buckets of several owners in one reduction (stages 1 and 2)."""
     round_robin_gradients: bool | Auto | None = setting(Boolean())
@@ -1322,7 +1325,7 @@ class ZeroSection(Section):
     sub_group_size: int | Auto | None = setting(Integer())
     """Elements that the optimizer updates at a time (stage 3); 0: one parameter at a time."""
     stage3_prefetch_bucket_size: int | Auto | None = setting(Integer())
-    """Elements fetched ahead of their use."""
+    """Maximum number of elements to prefetch."""
     stage3_param_persistence_threshold: int | Auto | None = setting(Integer())
     """Parameters of at most this many elements are never partitioned."""
     stage3_model_persistence_threshold: int | Auto | None = setting(Integer())
@@ -1380,9 +1383,9 @@ class Fp16Section(Section):
     initial_scale_power: int | Auto | None = setting(Integer())
     """Base-2 exponent of the initial dynamic loss scale."""
     loss_scale_window: int | Auto | None = setting(Integer())
-    """Steps without overflow after which the dynamic loss scale doubles."""
+    """Number of steps without overflow after which the dynamic loss scale doubles."""
     hysteresis: int | Auto | None = setting(Integer())
-    """Overflows tolerated before the scale is halved."""
+    """Number of overflows tolerated before the loss scale is halved."""
     consecutive_hysteresis: bool | Auto | None = setting(Boolean())
     """Restore the full hysteresis after each step without overflow."""
     min_loss_scale: int | Auto | None = setting(Integer())
@@ -1431,7 +1434,7 @@ class AioSection(Section):
     block_size: int | Auto | None = setting(Integer(minimum=1))
     """Bytes of one request."""
     queue_depth: int | Auto | None = setting(Integer(minimum=1))
-    """Requests in flight per thread."""
+    """Number of I/O requests in flight per thread."""
     intra_op_parallelism: int | Auto | None = setting(Integer(minimum=1))
     """Number of threads that read or write one tensor in parallel."""
     single_submit: bool | Auto | None = setting(Boolean())
@@ -1522,10 +1525,10 @@ class ParameterFacts:
         return attrs.evolve(self, trainable=False, storage=storage, stored_bytes=taken)
 
     def adapter(self, *, rank: int, ends: tuple[str, ...]) -> Iterator[ParameterFacts]:
-        """Yield the two LoRA factors of this weight, named as in peft; none if no suffix matches.
+        """Yield this weight's two LoRA matrices, named as in peft; nothing if no suffix matches.
 
         Args:
-            rank: Inner dimension of the factors.
+            rank: Rank of the adapter.
             ends: Suffixes of the dotted names of layers to adapt.
         """
         layer, _, kind = self.name.rpartition(".")
@@ -1625,8 +1628,8 @@ class ActivationCost:
     pixel. A group is included only if each tensor has fewer than ``SMALLEST_OFFLOADED`` bytes; a
     negative count subtracts the group."""
     moments: tuple[ActivationCost, ...] = attrs.field(default=(), converter=_as_costs)
-    """Costs at other moments of the pass, where other batch sizes or resolutions may have their
-    peak."""
+    """Costs at other moments of the pass, which may be the peak at other batch sizes or
+    resolutions."""
 
     def nbytes(self, *, batch: int, pixels: int, element_bytes: int = 2) -> int:
         """Return the peak in bytes for ``batch`` samples of ``pixels`` pixels each.
@@ -1690,7 +1693,8 @@ class PassWork:
     attention: Amount = attrs.field(converter=_as_amount)
     """Floating-point operations of attention, which is recomputed in the backward pass."""
     moved: Amount = attrs.field(converter=_as_amount)
-    """Bytes that all other operators read and write."""
+    """Bytes read and written by operators that are not matrix products, convolutions or
+    attention."""
     operators: int = 0
     """Number of operators, including views; 0 if not counted."""
     product_calls: int = 0
@@ -1726,7 +1730,7 @@ class ActivationFacts:
     full: ActivationCost
     """Cost without recomputation."""
     checkpointed: ActivationCost | None = None
-    """Cost with recomputed blocks; ``None`` if the model does not support recomputation."""
+    """Cost with gradient checkpointing; ``None`` if the model does not support it."""
     offloaded: ActivationCost | None = None
     """Device memory with ``ActivationOffload``, which recomputes blocks and keeps their inputs in
     host memory; ``None`` if unknown."""
@@ -1747,7 +1751,14 @@ class BlockFacts:
 
     @classmethod
     def of(cls, module: Any) -> tuple[BlockFacts, ...]:
-        """Find innermost modules with classes in ``_repeated_blocks`` or ``_no_split_modules``."""
+        """Find the innermost modules of block classes, and count them by class.
+
+        Block classes are those in ``_repeated_blocks`` or ``_no_split_modules`` of the model, and
+        ``ResnetBlock2D``.
+
+        Args:
+            module: The model.
+        """
         names = {"ResnetBlock2D"}
         for attribute in ("_no_split_modules", "_repeated_blocks"):
             names.update(getattr(module, attribute, None) or ())
@@ -1873,7 +1884,7 @@ class ModelFacts:
         """Return the facts of the frozen model with trainable LoRA adapters.
 
         Args:
-            rank: Inner dimension of the two factors.
+            rank: Rank of the adapters.
             targets: Suffixes of the adapted layers' dotted names, as in ``add_lora``; default the
                 attention projections.
             base_dtype: Storage dtype of the frozen matrices, one of ``STORAGES``; default the
@@ -1964,7 +1975,7 @@ class ModelFacts:
         return sum([-(-each.nbytes(element_bytes) // ranks) for each in self.parameters])
 
     def parts(self, ranks: int) -> tuple[int, ...]:
-        """Return each parameter's number of elements on one of ``ranks`` ranks, with padding."""
+        """Return how many elements of each parameter each of ``ranks`` ranks has, with padding."""
         # Kept: every candidate of an advice adds up the same thousands of them.
         if ranks not in self._parts:
             self._parts[ranks] = tuple([-(-each.numel // ranks) for each in self.parameters])
@@ -2067,7 +2078,7 @@ def repeated_modules(module: Any) -> tuple[str, ...]:
 
 
 def outermost_modules(module: Any, wanted: Collection[str]) -> tuple[str, ...]:
-    """Return the dotted names of matching modules with weights, except those inside another match.
+    """Return the dotted names of modules in ``wanted`` that have weights, without nested ones.
 
     Args:
         module: A ``torch.nn.Module``; only modules inside it are returned.
@@ -2115,9 +2126,9 @@ class RunFacts:
     mixed_precision: str | None = None
     """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
     total_steps: int | None = None
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps in the whole run."""
     warmup_steps: int | None = None
-    """Warm-up in optimizer steps."""
+    """Length of the warm-up in optimizer steps."""
 
     @classmethod
     def from_arguments(cls, arguments: Any) -> RunFacts:
@@ -2573,11 +2584,11 @@ class DeepSpeedPlan(Readable, Section):
         platform: Platform | None = None,
         schema: Mapping[str, Any] | None = None,
     ) -> tuple[Decision, ...]:
-        """Return all findings of the rules about this plan, errors first; never raise them.
+        """Return the findings of all rules about this plan, errors first, without raising them.
 
         Args:
             world_size: Number of ranks.
-            platform: The machine; by default, rules that depend on the machine are skipped.
+            platform: The machine; without it, rules that depend on the machine are skipped.
             schema: Schema of the sections that zerotune passes through; default a stored copy.
                 ``zerotune.backend.schema.plan_schema()`` reads the schema of the installed
                 DeepSpeed.
@@ -2610,10 +2621,10 @@ class DeepSpeedPlan(Readable, Section):
             host_step: ``False`` uses DeepSpeed's own step for Adam in host memory.
             hidden: Whether Adam in host memory runs in a thread during the next forward pass; by
                 default only if this saves time. Results are bitwise equal.
-            streamed: Whether weights are on the device only while they are used: ``True``, or
-                ``Streaming`` options. Results are bitwise equal to those of ZeRO-2 with CPU
-                offload. If streaming is not possible, DeepSpeed trains without it, and a decision
-                gives the reason.
+            streamed: Whether to stream weights, that is, to keep them on the device only while they
+                are used; ``True``, or ``Streaming`` options. Results are bitwise equal to those of
+                ZeRO-2 with CPU offload. If streaming is not possible, DeepSpeed trains without it,
+                and a decision gives the reason.
 
         Raises:
             PlanError: The plan cannot run here; the message names key, reason and fix.
@@ -2650,8 +2661,8 @@ class DeepSpeedPlan(Readable, Section):
             context: Context for the rules.
             settle: Function that resolves optimizer and schedule, such as
                 ``OptimizerResolver().settled``.
-            resolve_in: Context for resolving the plan, if it has a machine or run that the rules
-                must ignore; default ``context``.
+            resolve_in: Context in which the plan is resolved, if the rules must ignore that
+                context's machine or run; default ``context``.
             mistakes: Errors from reading the plan, which are not reported again.
         """
         from zerotune.plan import rules
@@ -2677,7 +2688,7 @@ class DeepSpeedPlan(Readable, Section):
 
         Args:
             world_size: Number of ranks for the rules.
-            platform: The machine; by default, rules that depend on the machine are skipped.
+            platform: The machine; without it, rules that depend on the machine are skipped.
         """
         from zerotune.plan import text
 
@@ -2769,11 +2780,11 @@ class DeepSpeedPlan(Readable, Section):
                 To adapt other layers, pass ``facts.with_adapters(rank, targets=...)`` as the model.
             base_dtype: Quantization of the base model under adapters (``"nf4"``, ``"fp4"``,
                 ``"int8"``, ``"fp8"``); default the plan's precision.
-            rates: Speeds of the machine; default the results of ``zerotune doctor --rates`` if
-                there are any, otherwise catalogue values.
+            rates: Speeds of the machine; default the speeds that ``zerotune doctor --rates``
+                measured, or catalogue values if it has not been run.
             prefer: ``"fastest"``, or ``"least offload"`` for the least offload and the lowest stage
-                regardless of time. If the model's arithmetic is unknown, the least offload is
-                chosen.
+                regardless of time. If the model's operation counts are unknown, the least offload
+                is chosen.
             streamed: Whether a plan with streamed weights may be chosen; such plans are always
                 listed. To enable streaming, call ``plan.resolve(streamed=advice.streamed)``.
 
@@ -3022,9 +3033,9 @@ class ResolvedPlan(Readable):
     requested: DeepSpeedPlan
     """The plan as the user wrote it."""
     plan: DeepSpeedPlan
-    """The same plan with every relevant key explicit. Only the parameters of ``optimizer`` and
-    ``scheduler`` may still be ``"auto"``; ``zerotune.optim`` resolves them and calls
-    ``with_choices``."""
+    """The requested plan with every relevant key set explicitly. Only the parameters of
+    ``optimizer`` and ``scheduler`` may still be ``"auto"``; ``zerotune.optim`` resolves them and
+    calls ``with_choices``."""
     platform: Platform
     """The machine the plan was resolved for."""
     world_size: int
@@ -3114,8 +3125,8 @@ class ResolvedPlan(Readable):
     def nvme_paths(self) -> dict[str, str | None]:
         """Swap folders for parameters (``"param"``) and optimizer states (``"optimizer"``).
 
-        A key exists only if the plan swaps that part; its value is ``None`` until the folder is
-        set.
+        There is no key for data that the plan does not swap. A value is ``None`` until its folder
+        is set.
         """
         zero = self.plan.zero_optimization
         parts = {
@@ -3299,7 +3310,8 @@ class ResolvedPlan(Readable):
         """Return the differences from ``other``; the result is falsy if both train in the same way.
 
         Rendered configurations (with swap folders), engines, world sizes, optimizers and schedules
-        are compared; reasons are not. Plans with unresolved values can be compared too.
+        are compared, but not the reasons for them. Plans with unresolved values can be compared
+        too.
 
         Args:
             other: The resolved plan to compare with.

@@ -423,9 +423,9 @@ SHORT_NAMES: Final = {
     "bf16": "bf16.enabled",
     "fp16": "fp16.enabled",
 }
-"""Names that accelerate, trainers and scripts use, and the path of each setting. Keys of
-``zero_optimization`` may also be written without the section, and ``mixed_precision`` (or
-``precision``) sets both ``bf16.enabled`` and ``fp16.enabled``."""
+"""Names that accelerate, trainers and scripts use, and the path of the setting that each name
+stands for. Keys of ``zero_optimization`` may also be written without the section, and
+``mixed_precision`` (or ``precision``) sets both ``bf16.enabled`` and ``fp16.enabled``."""
 
 _BOTH_PRECISIONS: Final = ("mixed_precision", "precision")
 _NVME_PATH: Final = "nvme_path"

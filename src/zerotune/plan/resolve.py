@@ -420,15 +420,15 @@ class Case:
 
 
 REDUCE_BUCKET: Final = 30_000_000
-"""Bucket size in elements: 60 MB in bf16, twice that with ``overlap_comm``. DeepSpeed's default of
-5e8 uses up to 2.8 GiB."""
+"""Default size of the reduce bucket in elements. In bf16 the bucket uses 60 MB, and with
+``overlap_comm`` 120 MB. DeepSpeed's default of 5e8 uses up to 2.8 GiB."""
 PREFETCH_BUCKET: Final = 60_000_000
 MAX_LIVE: Final = 120_000_000
 PERSISTENCE_LIMIT: Final = 100_000
-"""Upper limit of the persistence threshold: DeepSpeed's default."""
+"""Maximum persistence threshold; equal to DeepSpeed's default threshold."""
 PERSISTENCE_BLIND: Final = 10_000
-"""Persistence threshold for an unknown model: enough for biases and norms of any diffusion
-model."""
+"""Persistence threshold for an unknown model. It exceeds the size of the biases and norm weights of
+any diffusion model."""
 PERSISTENT_SHARE: Final = 0.01
 SUB_GROUP: Final = 100_000_000
 SUB_GROUP_NVME: Final = 50_000_000
@@ -473,7 +473,7 @@ def leaf_blocks(model: ModelFacts | None) -> tuple[BlockFacts, ...]:
 
 
 def prefetch_bucket(model: ModelFacts | None) -> int:
-    """Return the prefetch size in elements: one block, but at least the largest tensor."""
+    """Return the prefetch size in elements: that of the largest leaf block or tensor."""
     if model is None or model.numel == 0:
         return PREFETCH_BUCKET
     block = max((block.numel for block in leaf_blocks(model)), default=PREFETCH_BUCKET)
@@ -488,7 +488,7 @@ def max_live(model: ModelFacts | None) -> int:
 
 
 def persistence_threshold(model: ModelFacts | None) -> tuple[int, int]:
-    """Return the largest threshold that leaves at most 1 % of the elements unpartitioned.
+    """Return the largest persistence threshold that leaves at most 1 % of elements unpartitioned.
 
     Returns:
         The threshold, and the number of unpartitioned elements.
@@ -507,7 +507,7 @@ def persistence_threshold(model: ModelFacts | None) -> tuple[int, int]:
 
 
 def partition(parameter: ParameterFacts, world_size: int) -> int:
-    """Return the number of elements of ``parameter`` on each rank, with padding."""
+    """Return the number of elements of ``parameter`` that each rank stores, including padding."""
     return -(-parameter.numel // world_size)
 
 
@@ -572,7 +572,7 @@ class Swapping:
         return max(PARAM_BUFFERS, 2 + max(map(with_owners, list(owned)), default=0))
 
     def buffer_need(self, zero: ZeroSection) -> tuple[int, str]:
-        """Return a buffer's minimum number of elements, with a reason; 0 if nothing is swapped."""
+        """Return the minimum elements of a swap buffer, with a reason; 0 if nothing is swapped."""
         largest, ranks = self.largest, self.world_size
         if largest is None:
             return 0, ""
@@ -611,7 +611,7 @@ def largest_sub_group(model: ModelFacts, world_size: int, sub_group_size: int) -
 
 
 OPTIMIZER_BUFFERS = 4
-"""One buffer each for the master weight, the gradient and Adam's two moments."""
+"""Number of swap buffers per sub-group, for master weights, gradients and Adam's two moments."""
 AIO_BLOCK = 1_048_576
 
 
@@ -619,12 +619,12 @@ NO_PREFETCH: Final = (
     "DeepSpeed 0.19.8 fails when it prefetches parameters from NVMe (a layer is queued "
     "twice when the backward pass begins)"
 )
-"""Observed in ``__prefetch_nvme_param_partitions``: the second step fails with "already assigned
-swap buffer", or the pool runs out ("Not enough buffers")."""
+"""The error occurs in ``__prefetch_nvme_param_partitions``: the second step fails with "already
+assigned swap buffer", or the pool runs out ("Not enough buffers")."""
 
 
 def optimizer_buffers(section: OffloadSection) -> int:
-    """Return the number of buffers that Adam needs with several sub-groups.
+    """Return the number of swap buffers that Adam needs with several sub-groups.
 
     In runs with DeepSpeed 0.19.8, 8 buffers sufficed for ``pipeline_read`` alone. With
     ``pipeline_read`` and ``pipeline_write``, 8 buffers failed and 12 sufficed.
@@ -656,7 +656,7 @@ class Filler(Log):
     """Fills in the unset keys of a plan, and records a decision for each."""
 
     case: Case
-    """The plan before corrections, which never change batch sizes or precision."""
+    """The plan before the rules' corrections; no correction changes batch sizes or precision."""
     stage: int
     aio: AioSection | None = None
     """As it is written."""
@@ -1041,7 +1041,7 @@ _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
 
 
 def stages_of(name: str) -> tuple[int, ...]:
-    """Return the ZeRO stages at which a key has an effect; empty if unknown."""
+    """Return the ZeRO stages at which a key has an effect; empty for an unknown key."""
     return _CHOICES[name][0] if name in _CHOICES else _OFFLOAD_STAGES.get(name, ())
 
 
@@ -1049,8 +1049,8 @@ _OFFLOAD_STAGES = {"offload_optimizer": _ALL, "offload_param": _HIGH}
 
 
 LEAF_MODULE: Final = "leaf_module"
-"""Key of ``zero_optimization``, with ``{"classes": […]}`` as its value; an empty list disables
-it."""
+"""Key of ``zero_optimization`` for leaf modules. Its value is ``{"classes": […]}``; with an empty
+list there are no leaf modules."""
 
 
 # -- Whether page-locked host memory keeps its size.
@@ -1097,7 +1097,7 @@ def pins_natively(platform: Platform) -> bool:
 
 
 def prepared(requested: DeepSpeedPlan, context: Context, log: Log) -> Case:
-    """Return the context, and the plan without sections that its engine does not use.
+    """Return the context, and the plan without the sections that the engine does not use.
 
     Args:
         requested: The plan.
@@ -1123,7 +1123,8 @@ def filled(requested: DeepSpeedPlan, plan: DeepSpeedPlan, case: Case, log: Log) 
     Args:
         requested: The plan as the user wrote it.
         plan: The plan after ``prepared`` and corrections.
-        case: The plan and context before corrections, which never change batch sizes or precision.
+        case: The plan and context before the rules' corrections; no correction changes batch sizes
+            or precision.
         log: Earlier decisions.
     """
     context = case.context
@@ -1347,7 +1348,7 @@ def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
 
 
 def written(resolved: ResolvedPlan) -> dict[str, Any]:
-    """Return the configuration like ``render``, but with unresolved values left in place."""
+    """Return the configuration as ``render`` does, but keep unresolved values."""
     config = resolved.plan.to_dict()
     _render_choices(resolved, config)
     return {key: value for key, value in config.items() if not key.startswith("_")}

@@ -1,7 +1,7 @@
-"""Inspect and apply schemas from ``zerotune.backend.schema.plan_schema`` without DeepSpeed.
+"""Inspect and apply schemas from ``zerotune.backend.schema.plan_schema``; DeepSpeed is not needed.
 
 ``passed_schema`` returns the stored schema of the sections that plans pass through. ``faults``
-validates like DeepSpeed's models, which accept ``"5"`` and ``5.0`` for 5.
+validates values as DeepSpeed's pydantic models do, which accept ``"5"`` and ``5.0`` for 5.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Parameter:
     path: str
     """Dotted path (``"zero_optimization.stage"``)."""
     types: tuple[str, ...]
-    """Allowed JSON types; empty for any type."""
+    """Allowed JSON types; empty if every type is allowed."""
     default: Any = None
     """DeepSpeed's default."""
     doc: str = ""

@@ -578,7 +578,7 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
 
     Args:
         path: The file.
-        key: Setting that names the file, if any.
+        key: Setting that names the file; ``None`` if no setting does.
         tried: All paths that were tried, for messages.
     """
     name = key or "file"
@@ -702,8 +702,8 @@ def with_named_files(
 
     Args:
         content: A configuration, or a trainer's settings that contain one.
-        place: Function that takes a key and the path in its value. It returns the new path, or
-            raises an error to reject the file.
+        place: Function that takes a key and the path in its value, and returns the new path. To
+            reject the file, the function raises an error.
 
     Returns:
         A copy of ``content`` with the new paths.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 Setting = tuple[str, str]
-"""A label and a value, both in words."""
+"""A setting in a report: its label and its value, both as text."""
 
 _LABEL_WIDTH: Final = 15
 _PARTITIONED = {
@@ -376,7 +376,7 @@ class Fit:
     needed: int
     """Bytes per rank."""
     available: int | None
-    """Available bytes per rank; ``None``: not limited."""
+    """Available bytes per rank; ``None`` if there is no limit."""
 
     @property
     def fits(self) -> bool:
@@ -569,7 +569,7 @@ def subject(estimate: MemoryEstimate) -> str:
 
 
 def peak_words(estimate: MemoryEstimate, place: Place) -> str:
-    """Return the end of a sentence that says when device, host or NVMe memory use peaks."""
+    """Return a phrase, for the end of a sentence, that says when memory use peaks."""
     if len(set(_totals(estimate, place).values())) == 1:
         return "at any time"
     return f"at the peak, {DURING[estimate.peak(place).phase]}"
@@ -716,7 +716,7 @@ def time_data(time: StepTime) -> dict[str, Any]:
 
 
 def time_words(time: StepTime) -> str:
-    """Describe a predicted step: its time, its slowest part, and the source of the rates."""
+    """Describe a predicted step: its time, its slowest part, and the source of hardware rates."""
     bound = f"longest part: {time.bound.what}, {seconds_words(time.bound.seconds)}"
     expected, plain = seconds_words(time.expected), seconds_words(time.seconds)
     hidden = f" ({plain} if its optimizer were not hidden)" if time.hides else ""
@@ -788,7 +788,7 @@ def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
 
 
 def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
-    """Return the bytes that one rank of the candidate may use.
+    """Return the bytes that each rank may use if it trains with the candidate's plan.
 
     Args:
         candidate: The candidate in ``NothingFitsError.nearest``.
@@ -807,7 +807,7 @@ def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
     Args:
         budget: Available bytes, with keys ``"device"``, ``"host"``, ``"nvme"``; all ranks of a
             machine share the last two.
-        estimate: Estimate with the number of ranks per machine.
+        estimate: Estimate whose workload states the number of ranks per machine.
     """
     ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
     return {place: size if place == "device" else size // ranks for place, size in budget.items()}

@@ -116,7 +116,7 @@ def plan_document(
 ) -> PlanDocument:
     """Convert a plan to text in the given format; reading the text gives an equivalent plan.
 
-    Each setting is written under the format's own name for it, if there is one.
+    Settings are written under the format's own names where it has such names.
 
     Args:
         plan: The plan.
@@ -693,7 +693,7 @@ _LONGEST_LAID_OUT: Final = 100_000
 
 
 def python_expression(plan: DeepSpeedPlan, *, width: int = _LINE_WIDTH) -> str:
-    """Return a Python expression that recreates ``plan`` and needs only ``DeepSpeedPlan``."""
+    """Return Python code that recreates ``plan``; ``DeepSpeedPlan`` is the only name it needs."""
     known = sorted(passed_paths(plan, unknown=True))
 
     def call(name: str, value: Any, *, launched: bool) -> str:

@@ -55,7 +55,7 @@ class Activations:
     arithmetic: ArithmeticFacts | None = None
     """Compute cost of one forward and backward pass; ``None`` if unknown."""
     why: str = ""
-    """Why the values are unknown, or where the size comes from."""
+    """Reason why values are unknown; if all are known, the source of the image size."""
 
 
 def known_activations(
@@ -102,7 +102,7 @@ def known_activations(
 
 
 def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | None, str]:
-    """Return the largest training height and width in pixels, and where they come from."""
+    """Return the largest training height and width in pixels, and a description of their source."""
     config: Any = getattr(model, "config", None)
     if isinstance(data, BucketedDataset) and data.assignment.members:
         sides = [(each.height, each.width) for each in data.assignment.members]
@@ -299,7 +299,7 @@ def keep_activations(
         engine: Engine of the model.
         advice: Advice that chooses gradient checkpointing and activation offload; ignored if
             ``activations`` is given.
-        activations: Activation offload to attach to the model.
+        activations: The activation offload to use, which is attached to the model.
     """
     model: Any = engine.module
     if advice is not None and activations is None:

@@ -1,4 +1,4 @@
-"""Common interface to a trainer's EMAs: one EMA, several, or EMAs updated in the background."""
+"""Common interface to a trainer's EMAs: one or several EMAs, or EMAs updated in the background."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class Averages:
         """Return an EMA.
 
         Args:
-            name: An EMA's name, one of the trainer's EMAs, ``True`` for the first EMA, or ``False``
-                for none.
+            name: An EMA's name, one of the trainer's EMAs, ``True`` for the first EMA, or
+                ``False``, for which the result is ``None``.
         """
         if name is False:
             return None
@@ -103,7 +103,7 @@ class Averages:
 
         Args:
             weights: An EMA's name, one of the trainer's EMAs, ``None`` for the first EMA, or
-                ``"trained"`` for none.
+                ``"trained"``, for which the result is ``None``.
         """
         if weights is None or weights == "trained":
             return self.named(weights is None)

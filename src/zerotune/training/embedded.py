@@ -206,7 +206,7 @@ class EmbeddedPlan(Closing):
         """The resolved plan, with NVMe paths inside this run's swap folder.
 
         Raises:
-            EngineError: The plan has not received a model yet.
+            EngineError: No model has been passed to the plan yet.
         """
         if self._settled is None:
             raise EngineError(
@@ -224,7 +224,7 @@ class EmbeddedPlan(Closing):
     def shard(self, model: torch.nn.Module) -> None:
         """At stage 3, partition a model in host memory, one parameter at a time.
 
-        Call ``shard`` before the framework receives the model. Without ``shard`` the framework
+        Call ``shard`` before the framework receives the model. Without ``shard``, the framework
         moves the whole model to the device before DeepSpeed partitions it. If the weights have not
         been read yet (``load_pretrained(..., plan=...)``), ``shard`` is required at every stage and
         reads them.
@@ -267,7 +267,7 @@ class EmbeddedPlan(Closing):
         return accelerate_optimizer(self.plan, model), EngineSchedule(self)
 
     def accelerator(self, **arguments: Any) -> Any:
-        """Return an ``accelerate.Accelerator``; the script needs no other change.
+        """Return an ``accelerate.Accelerator`` that applies the plan to the script.
 
         The accelerator's ``prepare`` replaces the script's optimizer and schedule with those of the
         plan, records these replacements as decisions, and attaches the engine. ``save_state`` and
@@ -286,7 +286,7 @@ class EmbeddedPlan(Closing):
         return embedded_accelerator(self, arguments)
 
     def schedule(self) -> EngineSchedule:
-        """Return an object that replaces the script's ``lr_scheduler``."""
+        """Return a replacement for the script's ``lr_scheduler``."""
         return EngineSchedule(self)
 
     def decide(self, *decisions: Decision) -> None:
@@ -344,8 +344,8 @@ class EmbeddedPlan(Closing):
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Gather the model's full tensors on rank 0, each in its own dtype. Collective.
 
-        The tensors need as much host memory as the model. The export functions need memory for
-        only one tensor at a time.
+        The tensors need as much host memory as the model. The export functions need less: memory
+        for one tensor at a time.
 
         Returns:
             CPU tensors by name on rank 0; an empty dict on other ranks.

@@ -44,7 +44,7 @@ class StepMetrics:
     samples: int
     """Number of samples that all ranks have processed since the run began."""
     seconds: float
-    """Wall-clock time of the step."""
+    """Wall-clock time of the step in seconds."""
     phases: Mapping[str, float]
     """Seconds per phase in ``PHASES``."""
     host_peak: int
@@ -123,7 +123,7 @@ class Callback:
         """
 
     def on_values(self, trainer: RunView, values: Mapping[str, float]) -> None:
-        """Called with values, such as a validation loss, that were measured at the current step.
+        """Called with values measured at the current step, such as a validation loss.
 
         Args:
             trainer: The trainer that runs ``fit``.
@@ -171,9 +171,10 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
 class MetricsFile(Callback):
     """Appends every step's metrics to a JSON-lines file, on rank 0.
 
-    A resume deletes the lines of steps that will be repeated, so the file contains each step once.
-    If a run begins at step 0, an existing file is renamed to ``NAME.1``, ``NAME.2``, …. If the disk
-    is full or read-only, a warning is logged, metrics are dropped and training continues.
+    When a run resumes, the lines of steps that will be repeated are deleted, so the file contains
+    each step once. If a run begins at step 0, an existing file is renamed to ``NAME.1``,
+    ``NAME.2``, …. If the disk is full or read-only, a warning is logged, metrics are dropped and
+    training continues.
 
     Args:
         path: Path of the file; a missing folder is created.

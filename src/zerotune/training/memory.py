@@ -52,7 +52,7 @@ def expected_memory(
 
     Args:
         plan: A plan that was resolved with its model.
-        emas: Where each ``EMAShadow`` is stored: ``"host"`` or ``"device"``.
+        emas: Storage location of each ``EMAShadow``: ``"host"`` or ``"device"``.
         activations: Activation memory of a forward and backward pass; ``None`` if unknown.
         arithmetic: Compute cost of a forward and backward pass, from which the step time is
             predicted.
@@ -109,7 +109,7 @@ def _resident_peak() -> int:
 
 
 def host_now() -> int:
-    """Return the current RAM of this process in bytes."""
+    """Return the RAM that this process uses now, in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -170,7 +170,7 @@ class DeviceFigures:
 
     @property
     def beside(self) -> int:
-        """Bytes that this process uses outside torch's allocator: context, kernels, libraries.
+        """Bytes outside torch's allocator, used by this process's CUDA context and libraries.
 
         The value grows during a run, because cuBLAS, cuDNN and NCCL are loaded on first use.
         """
@@ -200,8 +200,8 @@ def _others(device: torch.device) -> int:
 def device_peak(device: torch.device) -> int | None:
     """Return this process's peak GPU memory in bytes; ``None`` without a GPU.
 
-    The value includes the context and all libraries, so the run needs a GPU with at least this much
-    memory.
+    The value includes the CUDA context and all libraries, so the run needs a GPU with at least this
+    much memory.
     """
     return DeviceFigures.now(device).peak if device.type == "cuda" else None
 
@@ -267,7 +267,7 @@ def advising(situation: Callable[[], Situation]) -> Iterator[None]:
 def out_of_memory(error: BaseException) -> BaseException | None:
     """Return the out-of-memory error in an exception's chain of causes, or ``None``.
 
-    zerotune's errors are skipped, because their messages already describe the shortage.
+    zerotune's own errors are ignored, because their messages already describe the shortage.
     """
     seen: set[int] = set()
     current: BaseException | None = error

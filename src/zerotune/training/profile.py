@@ -32,8 +32,7 @@ class Profile:
     steps: int = 3
     """Number of traced steps."""
     warmup: int = 1
-    """Number of untraced warm-up steps before the trace, in which caches fill and kernels
-    compile."""
+    """Number of untraced warm-up steps, during which caches fill and kernels compile."""
     ranks: tuple[int, ...] = attrs.field(default=(0,), converter=tuple[int, ...])
     """Ranks to trace; each of these ranks writes a file."""
     memory: bool = False
@@ -60,7 +59,7 @@ class Operator:
     share: float
     """Share of the total time of all operators, from 0 to 1."""
     nbytes: int = 0
-    """Net bytes allocated per step; 0 unless memory was recorded."""
+    """Net bytes that the operator allocates per step; 0 unless memory was recorded."""
 
     def __str__(self) -> str:
         words = f"{self.name:<40} {1000 * self.seconds:>9.2f} ms {self.share:>6.1%}"

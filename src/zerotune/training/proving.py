@@ -1,4 +1,4 @@
-"""Run the checks of a ``Proof``: compare each fast path with the plain path on small models.
+"""Run the checks of a ``Proof``: compare fast code paths with plain code on small models.
 
 On a device, random delays are queued on its streams, so that a missing synchronisation changes the
 result. Without a device, streams are recorded, and the checks verify that each memory access is
@@ -154,7 +154,7 @@ class Bench:
 
     @contextmanager
     def judged(self) -> Iterator[None]:
-        """If streams are recorded, check the order of the block's operations."""
+        """If streams are recorded, check the order of the memory accesses in the block."""
         if self.recorder is None:
             yield
             return
@@ -409,7 +409,7 @@ class Bench:
             yield
 
     def compare_steps(self, mine: Mapping[str, bool], theirs: Mapping[str, bool]) -> None:
-        """Check that two settings of the optimizer step give the same results at each stage.
+        """Check that two settings of the optimizer step give the same results at each ZeRO stage.
 
         Args:
             mine: Arguments of ``Run`` for the fast path.
@@ -542,7 +542,7 @@ class Check:
     run: Callable[[Bench], float | None]
     """Function that runs the check; may return the duration to record, in seconds."""
     on_streams: bool = False
-    """Whether the check also runs on recorded streams."""
+    """Whether the check also runs on the CPU with recorded streams."""
     needs_ops: bool = False
     """Whether the check uses compiled ops."""
 

@@ -52,7 +52,7 @@ class Report(Readable):
     losses: tuple[float, ...]
     """Loss of each step, averaged over all ranks and micro batches."""
     seconds: float
-    """Wall-clock time of all steps."""
+    """Total wall-clock time of all steps in seconds."""
     phases: Mapping[str, float]
     """Seconds per phase: ``"data"``, ``"forward"``, ``"backward"``, ``"optimizer"``, ``"ema"``."""
     host_before: int
@@ -169,7 +169,7 @@ class Report(Readable):
 
     @override
     def page(self) -> Page:
-        """Return the report as a page, for text, terminals and notebooks."""
+        """Return the report as a page that text, terminals and notebooks can show."""
         blocks: list[Block] = [
             Line("time per step:", style="title"),
             Table(rows=tuple(self.time_rows()), align="lrr", widths=(12, 10, 5)),
@@ -315,7 +315,7 @@ class Record(Callback):
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Values for the ``Report`` fields that this callback accumulates."""
+        """Values of those ``Report`` fields that this callback accumulates."""
         return {
             "first_step": self._first_step,
             "steps": len(self._losses),
@@ -373,11 +373,11 @@ def plot_loss(
 
 
 def moving_mean(steps: Sequence[int], losses: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the middle step and the mean loss of each averaging window.
+    """Return the middle step and the mean loss of each window of consecutive steps.
 
     Args:
         steps: Step numbers, ascending.
-        losses: Losses, one per step; at least one loss.
+        losses: Losses, one per step; must not be empty.
     """
     window = min(_WINDOW, len(losses))
     starts = range(len(losses) - window + 1)
@@ -431,7 +431,7 @@ class Bound:
 
     @property
     def rate(self) -> float:
-        """Bytes per second that the phase moves."""
+        """Transfer rate of the phase in bytes per second."""
         return self.nbytes / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -473,8 +473,8 @@ def bounds(
     """Return the bottleneck of each phase, longest phase first.
 
     Args:
-        phases: Seconds of each phase.
-        seconds: Seconds of all steps.
+        phases: Total seconds of each phase.
+        seconds: Total wall-clock seconds of all steps.
         steps: Number of optimizer steps.
         estimate: The plan's memory estimate, from which transferred bytes are computed.
         reference: Host memory bandwidth in bytes per second; ``None`` if not measured.

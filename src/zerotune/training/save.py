@@ -43,9 +43,9 @@ _TRAINER_ENTRY: Final = "trainer"
 class SaveEvery(Callback):
     """Saves a checkpoint ``root/step-…`` every few steps or minutes, and at the end of every run.
 
-    When ``fit`` starts, leftovers of killed runs are deleted from ``root``. While ``fit`` runs,
-    ``root`` is locked, so a second job that saves to it fails before its first step (see
-    ``RootHold``). All but the newest ``keep`` checkpoints are deleted after each save and when
+    When ``fit`` starts, leftover files of interrupted saves are deleted from ``root``. While
+    ``fit`` runs, ``root`` is locked, so a second job that saves to it fails before its first step
+    (see ``RootHold``). All but the newest ``keep`` checkpoints are deleted after each save and when
     ``fit`` ends.
 
     Args:
@@ -56,8 +56,8 @@ class SaveEvery(Callback):
         keep: Number of checkpoints to keep; ``None`` keeps all.
 
     Raises:
-        InvalidValueError: Neither ``steps`` nor ``minutes`` is given, or one of them is not above
-            0.
+        InvalidValueError: Neither ``steps`` nor ``minutes`` is given, or one of them is not
+            positive.
     """
 
     def __init__(
@@ -269,7 +269,8 @@ def resumed(
     """Load a checkpoint into engine, EMAs, stream and generator; return the decisions. Collective.
 
     A checkpoint without trainer state, such as a converted checkpoint, has no data position and may
-    lack EMAs. State that is missing from the checkpoint is initialised, and a decision says so.
+    lack EMAs. State that is missing from the checkpoint is initialised, and a decision records
+    this.
     """
     group = engine.group
     group.barrier(f"resuming from {os.fspath(path)}")
@@ -363,9 +364,10 @@ class TrainerState:
 
     seed: int
     data: Any
-    """Data position, validated by the stream on restore; ``None`` if there was no stream."""
+    """Data position, validated by the stream on restore; ``None`` if the saved run had no data
+    stream."""
     generators: tuple[str, ...]
-    """Generator state of each rank's objective."""
+    """State of the objective's random number generator on each rank."""
 
     @classmethod
     def of(cls, state: Any) -> TrainerState:
@@ -407,7 +409,7 @@ class TrainerState:
 def moved(stream: BatchStream | None, place: Any, *, group: ProcessGroup) -> Iterator[None]:
     """Move a stream to a saved position; if the block fails, move it back.
 
-    Entering the block is collective.
+    Collective: every rank must enter the block.
     """
     if stream is None or place is None:
         yield

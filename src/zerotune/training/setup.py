@@ -71,7 +71,7 @@ def prepare(
     ``prepare``. A single process started with ``python`` needs no environment variables.
 
     Args:
-        model: The model in fp32, or a result of ``load_pretrained``.
+        model: The model in fp32, or the object returned by ``load_pretrained``.
         plan: A plan, a DeepSpeed configuration as a dict, or the path of a configuration; a
             ``ResolvedPlan`` is used unchanged. Default: the plan passed to ``load_pretrained``.
         resolver: Resolves optimizer and schedule; default ``OptimizerResolver()``. Ignored if
@@ -396,7 +396,7 @@ def check_kind(value: Any, kind: type, *, key: str, write: str) -> None:
 
     Args:
         value: The argument's value; ``None`` if omitted.
-        kind: The class, or a runtime-checkable protocol.
+        kind: The required class or runtime-checkable protocol.
         key: Name of the argument.
         write: Expression that the error's fix recommends.
     """
@@ -426,7 +426,7 @@ def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchS
             lists and tuples. A dataset is sharded across the ranks; each batch of a bucketed
             dataset such as ``PreparedImages`` comes from one bucket.
         engine: Provides rank, world size and micro batch size.
-        seed: Seed of a dataset's order.
+        seed: Seed of the order in which a dataset's samples are read.
         loading: ``num_workers`` and ``pin_memory``; accepted only with a dataset.
     """
     if data is None or isinstance(data, BatchStream):

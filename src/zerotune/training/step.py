@@ -113,7 +113,7 @@ class TrainStep:
         ema: EMA to update after each applied step: an ``EMAShadow``, ``EMAShadows`` or a
             ``BackgroundEMA``.
         non_finite: Policy for non-finite steps; default ``RaiseNonFinite()``.
-        clock: Measures phase times; by default a new ``StepClock``.
+        clock: Clock that measures the phases; by default a new ``StepClock``.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ def check_loss(loss: Any) -> None:
     """Check that an objective returned a scalar tensor that has an autograd graph.
 
     Raises:
-        TrainingError: The objective returned something else.
+        TrainingError: The objective returned any other value.
     """
     if not isinstance(loss, torch.Tensor):
         why, fix = "does not return a tensor", "return the loss as a scalar tensor"
@@ -347,7 +347,7 @@ class NonFinitePolicy(Protocol):
         """Raise an error to end the run, or return normally to drop the step on all ranks.
 
         Args:
-            found: The step, its loss and its gradient norm.
+            found: Description of the non-finite step.
         """
         ...
 
@@ -411,7 +411,7 @@ class RollBackNonFinite:
     """Policy that drops non-finite steps, and rolls the run back after several in a row.
 
     A rollback loads weights, optimizer, schedule, step and EMA from the newest checkpoint without
-    NaN or infinity. The data position and the random state are kept, because repeating the same
+    NaN or infinity. The data position and the random state are kept, because training on the same
     batches would fail again.
 
     Args:

@@ -49,8 +49,8 @@ class StopOnSignals(Callback):
     Args:
         save_to: Folder in which a checkpoint ``step-…`` is saved after a stop, for runs without
             ``SaveEvery``.
-        signals: Signals to handle; an empty sequence handles none. By default SIGINT and SIGTERM,
-            unless the script has installed its own handler for the signal.
+        signals: Signals to handle; an empty sequence handles none. The default is SIGINT and
+            SIGTERM, except a signal for which the script has installed its own handler.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Goal:
             engine: Engine of the run.
             stream: Stream of micro batches.
             steps: Optimizer step at which training ends.
-            epochs: Passes over the data, converted to the step at which training ends.
+            epochs: Number of passes over the data; converted to the step at which training ends.
             time_limit: Time limit in seconds or as a ``timedelta``.
         """
         if steps is None and epochs is None and time_limit is None:
@@ -247,7 +247,7 @@ class Stopping:
         """Why the latest ``fit`` ended early; ``None`` if it reached its goal."""
 
     def begin(self, goal: Goal) -> None:
-        """Clear earlier requests, and start the clock for the time limit."""
+        """Clear earlier stop requests, and start the clock for the time limit."""
         self._request = self.reason = None
         self._limit = goal.seconds or 0.0
         self._deadline = None if goal.seconds is None else time.monotonic() + goal.seconds

@@ -94,8 +94,8 @@ class Trainer(Closing, Readable):
     Under a launcher every process creates a trainer and calls the same methods.
 
     Args:
-        model: The model in fp32, or a result of ``load_pretrained``, which also provides a plan,
-            an objective and a pipeline.
+        model: The model in fp32, or the object returned by ``load_pretrained``, which also provides
+            a plan, an objective and a pipeline.
         plan: A plan, a dict or the path of a file; sets ZeRO stage, offload, precision, batch and
             optimizer. An ``Advice`` also sets gradient checkpointing and activation offload.
         resolver: Resolves optimizer and schedule.
@@ -236,7 +236,7 @@ class Trainer(Closing, Readable):
 
         Args:
             steps: Optimizer step at which training ends.
-            epochs: Passes over the data; the data must have a length.
+            epochs: Number of passes over the data; the data must have a length.
             time_limit: Time limit from now, in seconds or as a ``timedelta``; the first rank to
                 reach it stops all ranks. Leave a margin: the run overshoots the limit by up to one
                 step and a checkpoint.
@@ -342,7 +342,8 @@ class Trainer(Closing, Readable):
             path: A checkpoint written by ``save``, ``save_checkpoint`` or ``convert``.
 
         Raises:
-            CheckpointError: There is no checkpoint, or it belongs to another model.
+            CheckpointError: No checkpoint is found at ``path``, or the checkpoint belongs to
+                another model.
             DataError: The data differ from the saved run's data.
         """
         self._check_open("resume")
@@ -367,7 +368,8 @@ class Trainer(Closing, Readable):
             reason: Reason for the rollback; recorded in ``decisions``.
 
         Raises:
-            CheckpointError: There is no checkpoint, or it belongs to another model.
+            CheckpointError: No checkpoint is found at ``path``, or the checkpoint belongs to
+                another model.
         """
         before, shadows = self.step, self.averages.shadows
         contents = load_checkpoint(path, engine=self.engine, shadows=shadows, rng=False)
@@ -402,8 +404,8 @@ class Trainer(Closing, Readable):
         """Export the trained model in the format from which it was loaded. Collective.
 
         If the model has adapters, ``export`` writes the adapters (``export_adapters``). If
-        ``model=`` was a result of ``load_pretrained``, ``export`` writes the whole pipeline
-        (``export_pipeline``), otherwise the model (``export_model``).
+        ``model=`` was returned by ``load_pretrained``, ``export`` writes the whole pipeline
+        (``export_pipeline``); otherwise it writes the model (``export_model``).
 
         Args:
             path: Folder of the export. For a pipeline, a path that ends in ``.safetensors`` selects
@@ -564,10 +566,10 @@ class RunOptions(TypedDict, total=False):
     memory requires it."""
     threads: int | None
     """Number of OpenMP threads of this rank. ``None``, the default, keeps a number set by
-    ``OMP_NUM_THREADS`` or ``torch.set_num_threads``; otherwise, if the model or the optimizer is on
-    the CPU, it uses the rank's share of the cores."""
+    ``OMP_NUM_THREADS`` or ``torch.set_num_threads``. If no number is set and the model or the
+    optimizer is on the CPU, the rank uses its share of the cores."""
     profile: Profile | None
-    """A torch profiler trace of a few steps; none by default."""
+    """Settings for a torch profiler trace of a few steps; by default nothing is traced."""
     workers: int
     """Number of worker processes that prefetch a dataset; 0, the default, loads in this process."""
     pin: bool

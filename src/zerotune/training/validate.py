@@ -97,7 +97,7 @@ class ValidationImages(Validation):
             ``steps``, ``guidance_scale``, ``ema``, …
 
     Attributes:
-        decisions: The automatic choice of the clip format; empty if ``clips`` is given.
+        decisions: Decision about the automatic choice of clip format; empty if ``clips`` is given.
     """
 
     decisions: tuple[Decision, ...] = ()
@@ -249,14 +249,14 @@ class SampleOptions(TypedDict, total=False):
     labels: torch.Tensor
     count: int
     scheduler: Any
-    """Scheduler; by default the pipeline's if ``prompts`` are given, otherwise the objective's."""
+    """Scheduler; the default is the pipeline's if ``prompts`` are given, else the objective's."""
     steps: int
     guidance_scale: float
     seed: int
     """Seed of the images; default 0."""
     ema: bool | str
-    """Weights to use: ``True`` (default) for the first EMA, if there is one; the name of an EMA; or
-    ``False`` for the trained weights."""
+    """Weights to use: ``True`` (default) for the first EMA, or the trained weights if there is no
+    EMA; the name of an EMA; or ``False`` for the trained weights."""
     shape: tuple[int, int, int]
     size: tuple[int, int]
     frames: int

@@ -67,7 +67,7 @@ class Position:
     """``"data"``, ``"forward"``, ``"backward"``, ``"optimizer"``, ``"ema"``; ``None`` between
     phases."""
     module: str | None
-    """Dotted name of the innermost running module; ``None`` if none runs."""
+    """Dotted name of the innermost running module; ``None`` if no module is running."""
     line: str = ""
     """File, line and function that the training thread executes."""
 
@@ -100,7 +100,7 @@ def names_of(model: torch.nn.Module) -> dict[int, str]:
 def look(
     names: Mapping[int, str], *, step: int, phase: str | None, thread: int
 ) -> tuple[Position, int]:
-    """Return a thread's position, and a number that changes whenever the thread makes progress.
+    """Return what a thread executes, and a number that changes when the thread makes progress.
 
     If the thread runs no module, the stacks of other threads are searched, because autograd runs
     GPU backward passes in separate threads.
@@ -187,7 +187,7 @@ class Beat:
     pulse: int = 0
     """Number of heartbeats sent; it stops growing if the process is stopped or killed."""
     gone: str | None = None
-    """State of a silent rank as seen by other ranks; ``None`` while the rank sends heartbeats."""
+    """Why a rank is considered lost; ``None`` while the rank sends heartbeats."""
 
     def __str__(self) -> str:
         if self.gone is not None:

@@ -481,7 +481,7 @@ class AttachedEngine(ZeROEngine):
         """Finish a micro batch; update the weights if it is the last of its accumulation window.
 
         Raises:
-            EngineError: The trainer's ``backward`` has already taken the step.
+            EngineError: The trainer's ``backward`` has already run the optimizer step.
         """
         if self._trainers_boundary is not None:
             raise EngineError(

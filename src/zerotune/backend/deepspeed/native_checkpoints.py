@@ -1,4 +1,4 @@
-"""Read DeepSpeed's own checkpoint folders, part by part.
+"""Read DeepSpeed's own checkpoint folders, one piece of a weight or state at a time.
 
 The files are pickles, loaded with ``weights_only``, which runs no code from them. Only a few
 harmless DeepSpeed classes are allowed.
@@ -36,7 +36,7 @@ _HARMLESS: Final = (
 
 @attrs.frozen(kw_only=True, eq=False)
 class NativePart:
-    """A part of a parameter, or of one of its optimizer states."""
+    """Consecutive elements of a parameter or of one of its optimizer states."""
 
     state: str | None
     """Name of the state; ``None`` for the fp32 weight."""

@@ -169,7 +169,7 @@ def _skip(_param: torch.nn.Parameter) -> None:
 
 
 class PartitionedStep(HostStep):
-    """Fused step of stages 1 and 2, with one slab per parameter group."""
+    """Fused step of stages 1 and 2, with one slab (flat tensor) per parameter group."""
 
     upstream = STEP
 
@@ -535,7 +535,7 @@ def flat_through_host(
         device: Device of the weights.
 
     Yields:
-        A list that contains the decisions after the block.
+        A list that contains the decisions once the block has ended.
     """
     decisions: list[Decision] = []
     if plan.stage not in (1, 2) or plan.offload_optimizer == "none":
@@ -585,7 +585,7 @@ def flatten_on_host(
     """Copy parameters into one flat host tensor, and free each parameter as soon as it is copied.
 
     Args:
-        parameters: At least one parameter; the call empties them.
+        parameters: Parameters to copy, at least one; the call empties them.
         alignment: The length is padded with zeros to a multiple of this number of elements.
         padding: Number of zeros after each parameter.
         moved: Whether DeepSpeed has already moved the weights to ``cpu_data``.

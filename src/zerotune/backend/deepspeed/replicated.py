@@ -25,7 +25,7 @@ CHECKER: Final = Upstream(
 
 
 class Fp32Wrapper(OptimizerWrapper):
-    """Adapter for stage 0 in fp32, without a wrapper; the parameters are the master weights."""
+    """Adapter for fp32 at stage 0, which has no wrapper; the parameters are the master weights."""
 
     skips_overflow = False
 

@@ -219,7 +219,7 @@ class ShardedLayout(SteppedLayout):
 
 
 class ShardedStep(HostStep):
-    """Fused step of stage 3, with one slab per sub-group, in memory or swapped by DeepSpeed."""
+    """Fused step of stage 3, with one slab (flat tensor) per sub-group, in memory or on NVMe."""
 
     upstream = STEP
 

@@ -1,9 +1,9 @@
 """``OptimizerWrapper``: adapters for the classes in which DeepSpeed wraps an optimizer.
 
-There is one module per kind: ``replicated`` (stage 0), ``partitioned`` (stages 1 and 2) and
-``sharded`` (stage 3). A later DeepSpeed may change a method that zerotune replaces. Therefore
-``backend/data/sources.json`` contains hashes of these methods for each tested release; ``python -m
-tools.deepspeed_sources`` adds those of the installed release.
+There is one module for each way of wrapping: ``replicated`` (stage 0), ``partitioned`` (stages 1
+and 2) and ``sharded`` (stage 3). A later DeepSpeed may change a method that zerotune replaces.
+Therefore ``backend/data/sources.json`` contains hashes of these methods for each tested release;
+``python -m tools.deepspeed_sources`` adds those of the installed release.
 
 DeepSpeed's step in host memory converts every gradient to fp32 in a separate buffer, computes its
 norm with a copy in fp64, and then reads memory again for clipping, Adam and the cast. ``HostStep``
@@ -109,12 +109,12 @@ def tested_sources() -> dict[str, dict[str, list[str]]]:
 
 
 class OptimizerWrapper(ABC):
-    """Adapter for the optimizer of a ``deepspeed.DeepSpeedEngine``; one subclass per kind."""
+    """Adapter for the optimizer of a ``deepspeed.DeepSpeedEngine``; subclasses cover the stages."""
 
     upstream: ClassVar[tuple[Upstream, ...]] = ()
     """Attributes and methods of DeepSpeed that are used or replaced."""
     step_kind: ClassVar[type[HostStep] | None] = None
-    """Class of the fused step; ``None`` if this kind has none."""
+    """Class of the fused step; ``None`` if the adapter has none."""
     scaler_name: ClassVar[str] = "loss_scaler"
     """Attribute that contains the loss scaler."""
     skips_overflow: ClassVar[bool] = True
@@ -161,7 +161,7 @@ class OptimizerWrapper(ABC):
         """
 
     def correct(self) -> tuple[Decision, ...]:
-        """Apply corrections that every DeepSpeed engine needs, including another trainer's."""
+        """Apply corrections that every DeepSpeed engine needs, also in other trainers."""
         return ()
 
     def improve(self) -> tuple[Decision, ...]:

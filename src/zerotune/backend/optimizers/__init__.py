@@ -1,1 +1,1 @@
-"""Torch optimizers: zerotune's own, and any that a plan names from torch or other packages."""
+"""zerotune's own torch optimizers, and those of torch or other packages that a plan names."""

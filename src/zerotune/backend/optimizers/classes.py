@@ -30,11 +30,11 @@ class Piece:
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     start: int
-    """First element of this part in the flattened parameter."""
+    """Index of this part's first element in the flattened parameter."""
     numel: int
     """Number of elements of this part; 0 if another rank has the whole parameter."""
     offset: int
-    """First element of this part in the optimizer's tensor."""
+    """Index of this part's first element in the optimizer's tensor."""
     split: bool
     """Whether the parameter is divided among ranks."""
 
@@ -159,7 +159,7 @@ class ShardAware(TensorByTensor):
             piece: The parameter's part in ``flat``.
 
         Returns:
-            A tensor in the parameter's shape; ``None`` if this rank has no part of it.
+            A tensor in the parameter's shape; ``None`` if this rank has no part of the parameter.
         """
         part = flat.view(-1).narrow(0, piece.offset, piece.numel) if piece.numel else None
         if not piece.split:
@@ -522,7 +522,7 @@ class Noise:
         self._next.clear()
 
     def place(self, group: int, numel: int) -> int:
-        """Return the position of the first element of a group's next tensor.
+        """Return where a group's next tensor starts, as a position among the group's elements.
 
         Args:
             group: Index of the group.

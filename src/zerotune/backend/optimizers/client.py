@@ -133,15 +133,15 @@ class CurveScheduler:
     """Set the learning rate of every group from ``zerotune.optimizers.schedules.lr_at``.
 
     The plain engine always uses this class. The DeepSpeed engine uses it for schedules that
-    DeepSpeed lacks, and for groups with different rates. The engine calls ``step`` after each
-    applied optimizer step.
+    DeepSpeed lacks, and for groups with different learning rates. The engine calls ``step`` after
+    each applied optimizer step.
 
     Args:
         optimizer: The optimizer; each group's ``lr`` keeps its ratio to ``base_lr``.
         choice: The schedule.
         base_lr: Learning rate of the optimizer.
-        until: For each group, the number of steps after which the rate is 0; ``None`` if it never
-            is.
+        until: For each group, the number of steps after which the rate is 0; ``None`` if the rate
+            never becomes 0.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""Fused steps of every Adam in host memory: a single pass over memory per slab (flat tensor).
+"""Fused steps of all Adam variants in host memory: one pass over memory per slab (flat tensor).
 
 ``Stepper.begin`` counts a step and records its hyperparameters. It returns a ``SlabStep``, which
-updates nothing until it is run. It can be run in pieces of any size and from any thread.
+updates nothing until it is run. A ``SlabStep`` can be run on ranges of any size and from any
+thread.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Masters(ABC):
         """Set weights to fp32 values.
 
         Args:
-            values: The values; may be a result of ``read`` that was changed in place.
+            values: The values; may be a tensor that ``read`` returned and the caller changed in
+                place.
             part: Elements to write.
         """
 
@@ -158,7 +160,8 @@ class SplitMasters(Masters):
 
 
 VECTOR: Final = 16
-"""Elements in the widest vector; DeepSpeed and torch update the remainder with scalar code."""
+"""Number of elements in the widest SIMD vector; DeepSpeed and torch update the remaining elements
+with scalar code."""
 _ADAM_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 TORCH_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -179,7 +182,7 @@ class SlabStep:
     out: torch.Tensor | None
     """Output tensor for the weights in the model's dtype."""
     vectors: Vectors
-    """Update whole vectors of elements and their averages, and cast the weights to ``out``."""
+    """Update whole SIMD vectors of elements and their EMAs, and cast the weights to ``out``."""
     tail: Tail
     """Update the remaining elements in fp32, with the same FMAs as DeepSpeed's or torch's build."""
     whole: int | None = None
@@ -191,7 +194,7 @@ class SlabStep:
         Args:
             start: First element.
             stop: Index one past the last element.
-            averages: Averages of exactly these elements, to be updated as well.
+            averages: EMAs of exactly these elements, to be updated as well.
         """
         whole = self.masters.numel // VECTOR * VECTOR if self.whole is None else self.whole
         middle = max(start, min(stop, whole))
@@ -209,7 +212,7 @@ class SlabStep:
 
 
 def no_step(masters: Masters, out: torch.Tensor | None = None) -> SlabStep:
-    """Return a step that leaves a slab's weights unchanged, but updates averages and ``out``.
+    """Return a step that leaves a slab's weights unchanged, but updates EMAs and ``out``.
 
     Args:
         masters: The master weights.

@@ -54,7 +54,7 @@ class DeferredSteps(ABC):
     """Run the steps of an Adam in host memory, possibly after ``step`` has returned.
 
     A deferred update runs in a thread during the next forward pass. Without a thread, it runs when
-    the averages are updated or a weight is used.
+    the EMAs are updated or a weight is used.
 
     ``adam`` is a DeepSpeedCPUAdam, or an Adam of torch or zerotune.
     """
@@ -179,13 +179,13 @@ class DeferredSteps(ABC):
             self._pending = None
 
     def follow(self, followers: Sequence[Follower]) -> bool:
-        """Update averages together with the pending update.
+        """Update EMAs together with the pending update.
 
         Args:
-            followers: The averages.
+            followers: The EMAs.
 
         Returns:
-            Whether the pending update will include them; ``False`` if none is pending.
+            Whether the pending update will include the EMAs; ``False`` if no update is pending.
         """
         self._averaged, pending = True, self._pending
         if pending is None:
@@ -448,8 +448,8 @@ def _shares_cores(step: DeferredSteps) -> Decision:
 def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     """Choose whether updates are deferred and whether a thread runs them. Collective.
 
-    On an accelerator, updates are deferred only if the proof has passed on this device, or if the
-    plan requests it.
+    On an accelerator, updates are deferred only if zerotune's proof of deferred steps has passed on
+    this device, or if the plan requests deferral.
 
     Args:
         step: The optimizer's step.
@@ -508,7 +508,7 @@ _VIEWED: Final = (
 class CompilerWatch:
     """Detect when torch starts a compilation that ``_enter_compiled`` has not announced.
 
-    When one starts, ``call`` runs before torch reads the code and the weights.
+    When such a compilation starts, ``call`` runs before torch reads the code and the weights.
     """
 
     _inside = threading.local()

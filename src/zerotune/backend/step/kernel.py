@@ -1,10 +1,10 @@
-"""``HostStepOp``: zerotune's only compiled op, which fuses Adam, the averages and the cast.
+"""``HostStepOp``: zerotune's only compiled op, which fuses Adam, the EMAs and the cast.
 
 ``torch.compile`` could generate such a kernel, but its kernel was 10 % slower in an experiment, and
-every combination of averages, dtypes and thread counts would need a separate kernel. The compiler
-would also decide which products become FMAs, which changes the last bit. The op is therefore
-written in C++ (``host_step.cpp``) and uses neither torch nor Python. The op compiles in seconds,
-into the folder of DeepSpeed's ops.
+every combination of EMAs, dtypes and thread counts would need a separate kernel. The compiler would
+also decide which products become FMAs, which changes the last bit. The op is therefore written in
+C++ (``host_step.cpp``) and uses neither torch nor Python. The op compiles in seconds, into the
+folder of DeepSpeed's ops.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class TorchAdamNumbers:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Average:
-    """An average to update with the weights: ``shadow.lerp_(weights, weight)``."""
+    """An EMA to update together with the weights: ``shadow.lerp_(weights, weight)``."""
 
     shadow: torch.Tensor
-    """fp32, 1-D, contiguous, on the CPU."""
+    """The EMA, an fp32 tensor, 1-D, contiguous, on the CPU."""
     weight: float
 
 
@@ -211,7 +211,7 @@ class HostStepOp:
         averages: Sequence[Average] = (),
         out: torch.Tensor | None = None,
     ) -> None:
-        """Update weights, moments and averages, and cast the weights.
+        """Update weights, moments and EMAs, and cast the weights.
 
         Args:
             numbers: Coefficients of the step, in DeepSpeed's or torch's arithmetic.
@@ -224,7 +224,7 @@ class HostStepOp:
             gradient: Gradient, fp32, bf16 or fp16.
             noise: 32-bit seed for stochastic rounding (``noise_key``).
             position: Index of the first element in the noise sequence.
-            averages: Averages, each with the same number of elements as the weights.
+            averages: EMAs, each with the same number of elements as the weights.
             out: Tensor that receives the weights, cast to the tensor's dtype.
         """
         if isinstance(numbers, AdamNumbers):

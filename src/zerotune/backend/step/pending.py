@@ -54,7 +54,7 @@ class Piece:
 
 @attrs.frozen(kw_only=True)
 class Part:
-    """Unit of work of a step: pieces that are updated in one go."""
+    """Unit of work of a step: pieces of slabs that are updated together."""
 
     pieces: tuple[Piece, ...]
     names: frozenset[str]
@@ -63,7 +63,7 @@ class Part:
 
 @attrs.frozen(kw_only=True)
 class Span:
-    """Position of a parameter in a slab that is concatenated from all ranks' parts."""
+    """Position of a parameter in a slab that is concatenated from all ranks' partitions."""
 
     name: str
     slab: int
@@ -350,13 +350,13 @@ class PendingStep:
             self._awaited[id(tensor)] = cast(Awaited, tensor)
 
     def follow(self, followers: Sequence[Follower]) -> bool:
-        """Update averages together with the weights.
+        """Update EMAs together with the weights.
 
         Args:
-            followers: The averages.
+            followers: The EMAs.
 
         Returns:
-            Whether the step will update the averages; ``False`` once its last part has run.
+            Whether the step will update the EMAs; ``False`` once its last part has run.
         """
         with self._lock:
             if self._over or self._error is not None:
@@ -712,7 +712,7 @@ def land(tensor: Any) -> None:
 
 @cache
 def awaited(kind: type) -> type:
-    """Return the subclass of ``kind`` for held tensors."""
+    """Return the subclass of the tensor class ``kind`` that held tensors get."""
     return type(f"Awaited{kind.__name__}", (Awaited, kind), {})
 
 

@@ -1,1 +1,1 @@
-"""Weight streaming: each unit of weights is on the device only while it is used."""
+"""Weight streaming: each unit of weights (such as a block) is on the device only while in use."""

@@ -81,7 +81,7 @@ _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class StreamEngine(CountingEngine):
-    """An ``Engine`` that stores all weights in host memory and only a few units on the device.
+    """An ``Engine`` that keeps all weights in host memory and only a few blocks on the device.
 
     Args:
         model: The model, in fp32, on any device.
@@ -579,7 +579,7 @@ def require_other_engine(plan: ResolvedPlan) -> None:
 
 
 class StreamLayout(MasterLayout):
-    """Layout for the master weights, in host memory, of a model with streamed units.
+    """Layout of the host-memory master weights of a model whose weights are streamed.
 
     Args:
         units: The trained units.

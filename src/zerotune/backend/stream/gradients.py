@@ -20,7 +20,8 @@ class Place:
     slabs: Mapping[UnitSlab, torch.Tensor]
     """Flat gradients in the dtype of the weights, with zeros between the parameters."""
     buffer: torch.Tensor | None = None
-    """Buffer that contains ``slabs`` and is reused by other units; ``None`` for private memory."""
+    """Buffer of a ``GradientPool`` that contains ``slabs``; ``None`` if the unit has its own
+    memory."""
 
 
 class Gradients(ABC):
@@ -63,10 +64,10 @@ class GradientsOfAll(Gradients):
 
 
 class GradientPool(Gradients):
-    """A few buffers that streamed units use in turn, if updates begin in the backward pass.
+    """Pool of buffers that streamed units share when updates begin in the backward pass.
 
-    There is no deadlock: ``take`` waits only for updates whose gradients arrived earlier, and an
-    update never waits for a later one.
+    ``take`` cannot deadlock: it waits only for updates whose gradients already occupy a buffer, and
+    no update waits for a later one.
 
     Args:
         units: The trained units; units that stay on the device have private memory.

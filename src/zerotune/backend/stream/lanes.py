@@ -1,9 +1,9 @@
 """``Lane``: ordered copies between host and device in one direction, concurrent with computation.
 
-A lane is a thread, because a copy may wait for an update in host memory. On a device with streams,
-the thread only queues the copy on a separate stream. A copy starts after all work that was on the
-computation stream when the copy was requested. The computation waits for the copy before it uses or
-frees the memory.
+A lane is a thread, because a copy may have to wait until weights are updated in host memory. On a
+device with streams, the thread only queues the copy on a separate stream. A copy starts after all
+work that was on the computation stream when the copy was requested. Computation waits for the copy
+before using or freeing the copied memory.
 """
 
 from __future__ import annotations

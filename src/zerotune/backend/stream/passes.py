@@ -1,8 +1,8 @@
 """``Passes``: one thread that updates units in host memory.
 
-Among units whose gradients are on the host, the unit that is needed soonest is updated first.
-Averages that are added during a step are updated together with each pending unit; for units that
-are already updated, they catch up afterwards.
+Among units whose gradients are on the host, the unit that is needed soonest is updated first. An
+EMA that is added during a step is updated together with each pending unit. For units that are
+already updated, the EMA is updated afterwards.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class UnitPass:
 
     Args:
         unit: The unit.
-        steps: The unit's slabs, each with its step; every step has already begun.
-        averages: Averages updated with this step; more may be appended later.
+        steps: Each of the unit's slabs with its ``SlabStep``, which has already begun.
+        averages: EMAs to update in this step; more may be appended later.
         landed: Copy of the gradients to the host; ``None`` if they are already there.
         check: Function that is called once the gradients are on the host; returns whether to update
             the unit.
@@ -63,7 +63,7 @@ class UnitPass:
 
     @property
     def is_ready(self) -> bool:
-        """Whether gradients are on the host and copies of the previous weights are complete.
+        """Whether the gradients are on the host and no copy of the previous weights is running.
 
         ``Passes`` runs only ready updates, so its thread never waits for a lane that is itself
         waiting for an update.
@@ -72,18 +72,18 @@ class UnitPass:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the unit and all averages are updated."""
+        """Whether the unit and all EMAs of its weights are updated."""
         return self.written.done() and self._followed == len(self.averages)
 
     def when_ready(self, call: Callable[[], None]) -> None:
-        """Run ``call`` whenever one of the awaited copies completes."""
+        """Run ``call`` whenever a copy that the update waits for has completed."""
         for copy in (self._landed, self._reading):
             if copy is not None:
                 copy.when_done(call)
 
     @torch.no_grad()
     def take(self) -> None:
-        """Update the unit; if it is already updated, update only averages that were added since.
+        """Update the unit; if it is already updated, update only EMAs that were added afterwards.
 
         Raises:
             BaseException: The copy of the gradients has failed.
@@ -181,7 +181,7 @@ class Passes:
                     unit_pass.rank = -1
 
     def views(self) -> Counter[Unit]:
-        """Return how many views of each unit's weights the pending and finished updates contain."""
+        """Return the number of views of each unit's weights in pending and finished updates."""
         with self._lock:
             passes = {id(each): each for each in (*self._newest, *self._waiting)}
             counts: Counter[Unit] = Counter()
@@ -190,13 +190,13 @@ class Passes:
             return counts
 
     def follow(self, followers: Sequence[Follower]) -> bool:
-        """Update averages together with the newest step.
+        """Update EMAs together with the newest step, if it is still pending.
 
         Args:
-            followers: The averages.
+            followers: The EMAs to update.
 
         Returns:
-            Whether a pending step will update them.
+            Whether a pending step will update the EMAs.
         """
         with self._lock:
             if self._error is not None or all(each.is_complete for each in self._newest):

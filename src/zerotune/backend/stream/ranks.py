@@ -43,7 +43,7 @@ class SharedPasses(Passes):
     """``Passes`` on several ranks; a failure is reported to all ranks.
 
     Args:
-        meeting: Synchronisation of the ranks.
+        meeting: Object that synchronises the ranks.
         passes: See ``Passes``.
     """
 
@@ -61,7 +61,7 @@ class SharedSteps(StreamedSteps):
     """``StreamedSteps`` on several ranks; gradients are summed when they reach host memory.
 
     Args:
-        meeting: Synchronisation of the ranks.
+        meeting: Object that synchronises the ranks.
         steps: See ``StreamedSteps``.
     """
 
@@ -224,7 +224,7 @@ class SharedStreamEngine(StreamEngine):
 def why_not_together(
     plan: ResolvedPlan, model: torch.nn.Module, *, obstacle: str | None, timeout_s: float
 ) -> str | None:
-    """Return why the ranks cannot stream together; the result is the same on all ranks. Collective.
+    """Return why ``SharedStreamEngine`` cannot run; all ranks get the same result. Collective.
 
     Args:
         plan: A resolved plan for several ranks.
@@ -233,7 +233,7 @@ def why_not_together(
         timeout_s: Seconds after which a collective raises an error.
 
     Returns:
-        The reason; ``None`` if the ranks can stream together.
+        The reason; ``None`` if the engine can run.
     """
     with ExitStack() as resources:
         _, group = join(plan.platform, resources, timeout_s=timeout_s)

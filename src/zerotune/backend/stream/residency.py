@@ -1,10 +1,11 @@
 """``Residency``: upload units to the device before they are used, and evict them later.
 
-In the forward pass, a hook before a module's call uploads its unit; in the backward pass, a hook on
-the call's output does so. A unit may be evicted when no call uses it. In the backward pass, a call
-ends when the unit's last gradient is computed; for a frozen unit, it ends when the gradients of the
-call's inputs are computed. The order of uses is learned from the last complete pass: units are
-prefetched in this order, and the unit whose next use is furthest away is evicted first.
+In the forward pass, a hook before a module's call uploads the module's unit; in the backward pass,
+a hook on the call's output uploads the unit again. A unit may be evicted when no call uses it. In
+the backward pass, a call ends when the unit's last gradient is computed; for a frozen unit, it ends
+when the gradients of the call's inputs are computed. The order of uses is learned from the last
+complete pass: units are prefetched in this order, and the unit whose next use is furthest away is
+evicted first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NEVER: Final = 2**62
 
 @attrs.define(kw_only=True)
 class StreamCounts:
-    """Upload and eviction counts of units since the engine started."""
+    """Uploads and evictions of units since the engine started, and the units' device memory."""
 
     fetched: int = 0
     """Number of uploads to the device."""
@@ -66,9 +67,9 @@ class Residency:
         capacity: Limit of device memory for streamed units, in bytes; a call that needs more may
             exceed the limit.
         lane: Lane for copies to the device.
-        hurry: Called with a unit whose pending update must run first.
-        before: Called before each forward pass of the model, and before each call of a streamed
-            module.
+        hurry: Function that is called with a unit whose pending update must run before all others.
+        before: Function that is called before each forward pass of the model, and before each call
+            of a streamed module.
     """
 
     def __init__(

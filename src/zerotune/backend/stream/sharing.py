@@ -1,8 +1,9 @@
 """Anonymous memory that the ranks of one machine share, and their synchronisation through it.
 
-The memory is an unnamed file, so nothing remains after its processes end, even if they are killed.
-Ranks synchronise with counters in shared memory. A waiting rank checks whether the processes of the
-missing ranks are alive, and raises an error that names the missing ranks and their states.
+The memory is an unnamed file, so it is freed when the processes that share it end, even if they are
+killed. Ranks synchronise with counters in shared memory. A waiting rank checks whether the
+processes of the missing ranks are alive, and raises an error that names the missing ranks and their
+states.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class SharedMemory(Closable):
         self._locked.append(tensor)
 
     def apart(self) -> mmap.mmap:
-        """Return a private, copy-on-write mapping of the same bytes."""
+        """Return a private, copy-on-write mapping of the shared memory."""
         access = mmap.PROT_READ | mmap.PROT_WRITE
         return mmap.mmap(self._fd, self._nbytes, flags=mmap.MAP_PRIVATE, prot=access)
 
@@ -287,15 +288,15 @@ class Meeting(Closable):
         return self._tables.stages[:, : unit.nbytes].view(unit.host.dtype).unbind()
 
     def land(self, index: int, came: Collection[int] = ()) -> None:
-        """Wait until every rank has staged gradients; check that all ranks staged the same members.
+        """Wait until every rank has staged gradients; check that all staged the same parameters.
 
         Args:
             index: Index of the unit, or one of ``END``, ``STEP`` and ``DROPPED``.
-            came: Indices of the unit's members that have a gradient.
+            came: Indices of the unit's parameters that have a gradient.
 
         Raises:
             CollectiveError: A rank is missing, or has staged the gradients of a different unit or
-                of different members.
+                of different parameters.
         """
         counters = self._tables.counters[:, _LANDED]
         side = int(counters[self._rank]) & 1
@@ -333,8 +334,9 @@ class Meeting(Closable):
         """Return sums of squared gradients over all ranks, for the unit last passed to ``land``.
 
         Args:
-            own: This rank's sums, by member and by the rank that owns the elements under ZeRO-2.
-            came: Indices of the unit's members that have a gradient.
+            own: This rank's sums, by the parameter's index and the rank that owns the elements
+                under ZeRO-2.
+            came: Indices of the unit's parameters that have a gradient.
         """
         squares = self._tables.squares
         squares[self._rank] = 0

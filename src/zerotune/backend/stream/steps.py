@@ -41,13 +41,13 @@ class Window:
     place: Place | None = None
     """Host memory of the gradients."""
     came: dict[int, torch.Tensor] = attrs.field(factory=dict)
-    """Gradients of the current micro batch on the device, by member index."""
+    """Gradients of the current micro batch on the device, by the parameter's index."""
     landed: Copy | None = None
-    """The newest copy to the host; it completes after all earlier ones."""
+    """Newest copy of gradients to the host; it completes after all earlier copies."""
     on_host: set[int] = attrs.field(factory=set)
-    """Indices of members whose gradient is in host memory."""
+    """Indices of the parameters whose gradient is in host memory."""
     squares: dict[tuple[int, int], float] = attrs.field(factory=dict)
-    """Sums of squared gradients, by member and by the rank that owns the elements under ZeRO-2."""
+    """Sums of squared gradients, by the parameter's index and the elements' rank under ZeRO-2."""
     expected: int = 0
     """Number of gradients expected in this micro batch."""
     taken: bool = False
@@ -70,7 +70,8 @@ class StreamedSteps:
     Args:
         units: The trained units.
         order: ZeRO-2's layout of the parameters, which determines how norms are summed.
-        adam: An Adam supported by ``stepper_of``; its parameters are the keys of the units' slabs.
+        adam: An Adam optimizer that ``stepper_of`` supports; its parameters are the tensors
+            ``UnitSlab.key``.
         op: The compiled kernels.
         gradients: Host memory for gradients.
         lane: Lane for copies from the device.
@@ -436,10 +437,10 @@ class StreamedSteps:
     # -- Averages.
 
     def expect(self, followers: Sequence[Follower]) -> None:
-        """Announce averages that the next step must update, starting with the step's first unit.
+        """Announce EMAs that the next step must update from its first unit onwards.
 
         Args:
-            followers: The averages; pass the same ones to ``follow`` after the step.
+            followers: The EMAs; pass the same ones to ``follow`` after the step.
         """
         self._check_claimed()
         if self.is_eager and not self._under_way:
@@ -447,13 +448,13 @@ class StreamedSteps:
             self._expected = [*others, *followers]
 
     def follow(self, followers: Sequence[Follower]) -> bool:
-        """Update averages together with the newest step.
+        """Update EMAs together with the newest step.
 
         Args:
-            followers: The averages.
+            followers: The EMAs to update.
 
         Returns:
-            Whether a pending step updates them.
+            Whether a pending step updates the EMAs.
         """
         if self._under_way:
             return False
@@ -498,7 +499,7 @@ class StreamedSteps:
                     return
 
     def land_all(self) -> None:
-        """Wait until all resident units have arrived on the device."""
+        """Wait until all resident units are on the device."""
         if not self._held:
             return
         with self._lock, torch._C.DisableTorchFunctionSubclass():
@@ -512,7 +513,7 @@ class StreamedSteps:
         self._held.remove(unit)
 
     def close(self) -> None:
-        """Remove the gradient hooks, and release parameters that still wait for their unit."""
+        """Remove the gradient hooks, and restore parameters whose unit is not on the device yet."""
         for hook in self._hooks:
             hook.remove()
         for unit in self._held:

@@ -1,4 +1,4 @@
-"""``Unit``: weights that are copied to the device together, and their place in host memory."""
+"""``Unit``: weights that are copied to the device together, and their location in host memory."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Part:
     offset: int
     """Offset of the first element in the slab."""
     fragments: tuple[tuple[int, slice], ...]
-    """Each rank, and the slab elements that it would own under ZeRO-2."""
+    """Each rank with the range of slab elements that it would own under ZeRO-2."""
     singles: tuple[slice, ...]
     """Slab elements that ZeRO-2's Adam updates with scalar instead of vector code."""
 
@@ -122,7 +122,7 @@ class Part:
         return slice(self.offset, self.offset + self.span.stop - self.span.start)
 
     def runs(self) -> Iterator[tuple[slice, bool]]:
-        """Yield each range of the slab, and whether scalar code updates the range's elements."""
+        """Yield ranges of this part in the slab, and whether scalar code updates each range."""
         at = self.offset
         for single in self.singles:
             if at < single.start:
@@ -514,7 +514,7 @@ class FlatOrder:
                 yield rank, slice(start - place.start, stop - place.start)
 
     def singles(self, name: str) -> Iterator[slice]:
-        """Yield elements of a flattened parameter that ZeRO-2 updates with scalar code.
+        """Yield the ranges of a flattened parameter that ZeRO-2 updates with scalar code.
 
         Args:
             name: Name of the parameter.

@@ -36,13 +36,13 @@ class Home:
     kind: Any
     """The parameter's original class."""
     inside: Inside
-    """Calls of units that the current thread is executing."""
+    """Registry of the calls of units that each thread is executing."""
 
     def weights(self) -> torch.Tensor:
-        """Wait for the last step, and return the weights in host memory.
+        """Wait for the unit's last update, and return the weights in host memory.
 
         Raises:
-            BaseException: The step has failed.
+            BaseException: The update has failed.
         """
         if self.unit.written is not None:
             self.unit.written.result()
@@ -242,7 +242,7 @@ def _refuse_other(parameter: Any, values: torch.Tensor) -> None:
 
 
 class Inside(threading.local):
-    """Calls of units that the current thread is executing."""
+    """Registry of the calls of units that each thread is executing."""
 
     def __init__(self) -> None:
         self._entered: list[tuple[torch.nn.Module, Sequence[Unit], ExitStack]] = []

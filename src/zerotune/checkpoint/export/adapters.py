@@ -303,7 +303,7 @@ class AdapterOutline:
     keys: Mapping[str, str]
     """Maps each trained parameter to its name in the file."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of the trained parameters, in the order of gathering."""
+    """Shapes of the trained parameters, in the order in which they are gathered."""
     metadata: Mapping[str, Mapping[str, Any]]
     """Adapter settings of each component."""
     adapters: Mapping[str, tuple[str, torch.nn.Module, str]]
@@ -335,7 +335,7 @@ class AdapterOutline:
         )
 
     def check_layout(self, layout: Layout) -> None:
-        """Check that the format supports adapters of this kind."""
+        """Check that the file format supports these adapters."""
         if layout == "peft" and len(self.adapters) > 1:
             raise CheckpointMismatchError(
                 "a peft folder can contain the adapters of only one model",
@@ -395,7 +395,7 @@ def _adapter_key(name: str, adapters: Mapping[str, tuple[str, torch.nn.Module, s
 
 
 def published_prefix(module: torch.nn.Module) -> str:
-    """Return the prefix that a module's layer names have in adapter files."""
+    """Return the prefix that adapter files add to a module's layer names."""
     # transformers 5 dropped this level of CLIP; files keep it, and diffusers takes it away again.
     flat = type(module).__name__.startswith("CLIPText") and not hasattr(module, "text_model")
     return "text_model." if flat else ""

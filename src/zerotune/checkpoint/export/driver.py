@@ -64,11 +64,11 @@ class Draft(Protocol[T_co]):
         ...
 
     def publish(self) -> T_co:
-        """Verify the written files and rename them."""
+        """Verify the written files, then rename them to their final names."""
         ...
 
     def abandon(self) -> None:
-        """Delete the files that have not been renamed yet."""
+        """Delete the temporary files that do not have their final names yet."""
         ...
 
 
@@ -88,11 +88,11 @@ def meet(
     Args:
         engine: Engine to export.
         path: Path of the export.
-        call: Name of the function, for error messages.
+        call: Name of the calling function, for error messages.
         arguments: Other arguments that must be equal on all ranks.
         weights: As in ``export_model``.
         timeout_s: Timeout in seconds; defaults to the group's timeout.
-        purpose: Description of the work, for error messages.
+        purpose: Description of the operation, such as ``"exporting to"``, for error messages.
     """
     if not hasattr(engine, "master_weights"):
         raise InvalidValueError(
@@ -136,10 +136,11 @@ def export_together(
 
     Args:
         engine: Engine to export.
-        purpose: Description of the work, for error messages.
+        purpose: Description of the operation, for error messages.
         begin: Called on rank 0 to start the export.
         weights: Source of the trained parameters.
-        others: Frozen parameters and buffers, or base tensors of a merge, by name.
+        others: Untrained tensors by name: frozen parameters and buffers, or the base weights of a
+            merge.
 
     Returns:
         The result of rank 0's export, returned on every rank.
@@ -248,7 +249,7 @@ class ExportWriter:
             undo.pop_all()
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool = False) -> None:  # noqa: ARG002
-        """Write a tensor under each of its names, cast to the export's dtype."""
+        """Cast a tensor to the export's dtype, and write it under each of its names."""
         for key in all_names(name, self._aliases):
             self._writer.write(key, tensor)
 
@@ -263,7 +264,7 @@ class ExportWriter:
         self._writer.write(name, part, start=start)
 
     def publish(self, *, check: Callable[[Path], None] | None = None) -> Path:
-        """Compare the files on disk with the written data, then rename them.
+        """Compare the files on disk with the written data, then give them their final names.
 
         Args:
             check: Function that is called with a single file's temporary path before the file is
@@ -284,7 +285,7 @@ class ExportWriter:
         return self.path
 
     def abandon(self) -> None:
-        """Delete the files that have not been renamed yet."""
+        """Delete the temporary files that do not have their final names yet."""
         self._writer.close()
         self._staging.abandon()
 
@@ -310,10 +311,10 @@ class ExportWriter:
 
 
 def all_names(name: str, aliases: Mapping[str, str]) -> list[str]:
-    """Return all names of a tensor, beginning with its first name."""
+    """Return all names of a tensor: its first name, then its aliases."""
     return [name, *(alias for alias, first in aliases.items() if first == name)]
 
 
 def json_text(content: Mapping[str, Any]) -> bytes:
-    """Format data as JSON, as diffusers and peft do."""
+    """Format data as indented JSON with sorted keys, as diffusers and peft do."""
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -65,7 +65,8 @@ class Fold:
     scaling: float = 1.0
     """Multiplier for the product of the factors."""
     tensors: dict[str, torch.Tensor] = attrs.field(factory=dict)
-    """Factors in fp32 on the CPU, by kind: ``lora_A``, ``lora_B``, ``lokr_w1``, ``oft_R``, …"""
+    """The adapter's factors in fp32 on the CPU, by name: ``lora_A``, ``lora_B``, ``lokr_w1``,
+    ``oft_R``, …"""
     settings: Mapping[str, Any] = attrs.field(factory=dict)
     """peft's configuration of the adapter, shared by all layers."""
 

@@ -146,7 +146,8 @@ def export_model(
         CheckpointError: The path exists and is not an export, the disk is too small, or writing
             fails.
         CheckpointCorruptError: The data on disk differ from the written data.
-        CheckpointMismatchError: The model trains adapters.
+        CheckpointMismatchError: The model trains adapters; use ``export_adapters`` or
+            ``export_merged``.
         InvalidValueError: ``weights`` names an EMA that is not attached to the engine.
         CollectiveError: A rank did not call ``export_model``, or the arguments differ.
     """
@@ -229,7 +230,7 @@ def export_checkpoint(
 def checked_checkpoint(
     directory: str | os.PathLike[str], *, shadow: str | None
 ) -> tuple[Path, Manifest]:
-    """Check a checkpoint's files and its requested shadow; return its folder and manifest."""
+    """Check a checkpoint's files and that it has ``shadow``; return its folder and manifest."""
     folder, manifest = find_checkpoint(directory)
     check_files(folder, manifest)
     if shadow is not None and shadow not in manifest.shadows:
@@ -264,8 +265,8 @@ def engine_writer(
         dtype: As in ``export_model``.
         shard_size: As in ``export_model``.
         whole: Pipeline folder that will contain the export.
-        part: Prefix of a part's parameter names in the engine, and its module; by default the whole
-            model is written.
+        part: Prefix of the part's parameter names in the engine, and the part's module; by default
+            the whole model is written.
         texts: Contents of additional files for a model that is not from diffusers, by file name.
     """
     prefix, module = part or ("", engine.module)
@@ -363,7 +364,8 @@ def stored_tensors(
     Args:
         reader: Reader of the checkpoint.
         manifest: Manifest of the checkpoint.
-        shadow: EMA shadow that replaces the trained weights; ``None`` for the trained weights.
+        shadow: Name of the EMA shadow to yield instead of the trained weights; ``None`` yields the
+            trained weights.
         frozen: Source of the frozen parameters.
 
     Raises:

@@ -107,13 +107,13 @@ class Layout:
     places: Places
     """Positions of the trained model's tensors in the file."""
     others: Callable[[], Named]
-    """Yields the tensors of the untrained parts."""
+    """Function that yields the names and tensors of the untrained parts."""
     check: Callable[[Path], None] | None = None
     """Function that is called with the file's temporary path before the file is renamed."""
 
 
 class SingleFileDraft:
-    """An unfinished single file on rank 0: tensors of the trained model, then the other parts.
+    """An unfinished single-file export on rank 0; the trained model is written first.
 
     Args:
         target: Path of the file.
@@ -134,13 +134,13 @@ class SingleFileDraft:
             self._writer.append_part(run.key, part, start=run.there * rows.shape[1])
 
     def publish(self) -> Path:
-        """Write the other parts, verify everything and rename the file."""
+        """Write the untrained parts, verify the file and give it its final name."""
         for key, tensor in self._layout.others():
             self._writer.append(key, tensor)
         return self._writer.publish(check=self._layout.check)
 
     def abandon(self) -> None:
-        """Delete the file if it has not been renamed yet."""
+        """Delete the temporary file if it does not have its final name yet."""
         self._writer.abandon()
 
 
@@ -181,7 +181,7 @@ def layout_of_folder(model: Trained, folder: Path, *, part: str, pipeline: str) 
         model: The trained model.
         folder: Pipeline folder that training started from; its other parts are copied.
         part: Name of the model in the pipeline.
-        pipeline: Class of the pipeline.
+        pipeline: Name of the pipeline's class.
     """
     originals = ORIGINALS.get(pipeline, {})
     if part not in originals:
@@ -340,7 +340,7 @@ def component_of(base: Path, asked: str | None, model: str) -> tuple[str, str]:
     Args:
         base: Folder of the pipeline.
         asked: Name of the model; ``None`` to find it by the model's class.
-        model: Class of the model.
+        model: Name of the model's class.
     """
     try:
         index: dict[str, Any] = json_of((base / INDEX).read_text(encoding="utf-8"))

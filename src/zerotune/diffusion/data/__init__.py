@@ -1,4 +1,4 @@
-"""Training data: sources of images, aspect-ratio buckets, sample order, caches."""
+"""Training data: image sources, aspect-ratio buckets, sample order and caches."""
 
 from __future__ import annotations
 

@@ -44,13 +44,13 @@ class ReferenceBucket(Bucket):
 
 @attrs.frozen(kw_only=True)
 class Placement:
-    """How an image is fitted to its bucket: resized to ``resized``, then cropped."""
+    """How an image is fitted to its bucket: it is resized to ``resized``, then cropped."""
 
     bucket: Bucket
     original: Size
     """Size of the upright image."""
     resized: Size
-    """Size after resizing: at least the bucket's size, with the bucket's width or height."""
+    """Size after resizing: one side equals the bucket's, and the other is at least as long."""
 
     @property
     def scale(self) -> float:
@@ -62,7 +62,7 @@ class Placement:
 
     @property
     def excess(self) -> Size:
-        """Pixels to crop horizontally and vertically after resizing; at least one value is 0."""
+        """Number of columns and rows to crop after resizing; at least one of them is 0."""
         return self.resized[0] - self.bucket.width, self.resized[1] - self.bucket.height
 
 
@@ -92,9 +92,9 @@ class BucketAssignment:
 class AspectBuckets:
     """Aspect-ratio buckets of at most ``area`` pixels, with sides that are multiples of ``step``.
 
-    For each width, there is a bucket with the largest height that fits; for each height, there is
-    one with the largest width that fits. The largest square is also a bucket. Each image is
-    assigned to the bucket with the nearest aspect ratio; ties go to the larger bucket.
+    Each possible width gives a bucket with the largest height that fits, and each possible height
+    gives a bucket with the largest width that fits. The largest square is also a bucket. Each image
+    is assigned to the bucket with the nearest aspect ratio; ties go to the larger bucket.
 
     Raises:
         InvalidValueError: A value is out of range, or no size fits.
@@ -103,8 +103,8 @@ class AspectBuckets:
     area: int = attrs.field(default=1024 * 1024, validator=validated(positive, fix="raise it"))
     """Maximum number of pixels per image."""
     step: int = attrs.field(default=64, validator=validated(positive, fix="raise it"))
-    """Number by which width and height are divisible, such as the combined downsampling factor of
-    VAE and U-Net."""
+    """Number that divides the width and height of every bucket, such as the combined downsampling
+    factor of VAE and U-Net."""
     max_aspect: float = attrs.field(default=2.0)
     """Maximum ratio of the longer to the shorter side; images with a larger ratio are cropped."""
 
@@ -197,8 +197,8 @@ class AspectBuckets:
 
         Args:
             sizes: Width and height of each upright image.
-            minimum: Minimum number of images per bucket, such as the micro batch size. Images from
-                buckets below this minimum move to the nearest bucket with enough images.
+            minimum: Minimum number of images per bucket, such as the micro batch size. Images of a
+                bucket with fewer images move to the remaining bucket with the nearest aspect ratio.
 
         Raises:
             DataError: ``sizes`` is empty, or an image has no pixels.

@@ -47,7 +47,7 @@ _MOST_OPEN = 128
 
 @attrs.frozen(kw_only=True)
 class CacheSettings:
-    """Settings that determine an encoder's output; each combination has a separate cache."""
+    """Settings that determine an encoder's output; each combination of values has its own cache."""
 
     kind: str
     """Kind of cached tensors, such as ``"latents"``; part of the folder name."""
@@ -314,7 +314,7 @@ EncodeImages = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 EncodeTexts = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
 """Function from captions to named tensors, batch first, such as ``{"prompt_embeds": …}``."""
 Progress = Callable[[int, int], None]
-"""Function called with the number of finished items and the total number, both for this rank."""
+"""Function that is called with this rank's number of finished items and total number of items."""
 
 TEXTS: Final = "texts"
 """Cache kind for text embeddings."""
@@ -342,7 +342,7 @@ class CacheOptions(TypedDict, total=False):
     world_size: int
     """Number of processes that share the work; default 1."""
     progress: Progress | None
-    """Function that is called at the start and after each batch."""
+    """Function that is called at the start and after each batch, to report progress."""
     release: Callable[[], None] | None
     """Function that frees the encoder, such as ``lambda: vae.to("cpu")``. It is called when this
     rank has finished, even if it had no work."""
@@ -367,8 +367,8 @@ def cache_latents(
     call therefore encodes only the missing images, even with a different number of ranks.
 
     Args:
-        dataset: Images to encode; mirrored versions are encoded too if the augmentation flips
-            images.
+        dataset: Images to encode; if the augmentation flips images, the mirrored images are encoded
+            as well.
         cache: Cache to fill.
         encode: Function that runs the VAE on a batch of equally sized images. The function returns
             named tensors (b, …): the mean of the latents, plus the standard deviation if the loop
@@ -456,9 +456,9 @@ def cache_edits(
 ) -> None:
     """Encode each caption together with the image that it edits. Collective.
 
-    This function replaces ``cache_texts`` for encoders that read caption and image together. Every
-    caption is encoded with its image, and again with the mirrored image if the augmentation flips
-    images. If captions are dropped, the empty caption is encoded as well.
+    Use this function instead of ``cache_texts`` if the text encoder reads the caption and the image
+    together. Every caption is encoded with its image, and again with the mirrored image if the
+    augmentation flips images. If captions are dropped, the empty caption is encoded as well.
 
     Args:
         dataset: Images with captions and references.
@@ -518,10 +518,10 @@ def text_key(caption: str) -> str:
 class CachedImages:
     """A bucketed dataset of cached latents and, with ``texts``, of cached text embeddings.
 
-    A sample contains the cached tensors and the same sizes and crops as in ``PreparedImages``.
-    Without ``texts``, it also contains ``captions``. Order, flips and dropped captions are the same
-    as with ``PreparedImages``, so a run may switch from pixels to latents. Samples are read without
-    decoding any image.
+    A sample contains the cached tensors, and the same sizes and crops as a sample of
+    ``PreparedImages``. Without ``texts``, it also contains ``captions``. Order, flips and dropped
+    captions are the same as with ``PreparedImages``, so a run may switch from pixels to latents.
+    Samples are read without decoding any image.
 
     Args:
         dataset: Dataset from which the caches were filled.
@@ -588,7 +588,7 @@ class CachedImages:
         """Return the cache key of a caption, or of a caption and image that are encoded together.
 
         Args:
-            caption: Caption, or the empty string if it is dropped.
+            caption: Caption; the empty string if the caption is dropped.
             index: Index of the image.
             flipped: Whether the image is mirrored.
         """

@@ -58,7 +58,7 @@ _HALF: Final = Fraction(1, 2)
 
 
 class Clip(Protocol):
-    """Protocol: access to one stored clip."""
+    """Protocol for reading one stored clip."""
 
     @property
     def rate(self) -> Fraction:
@@ -182,7 +182,7 @@ class WholeClip:
     """Decode every frame to detect truncated clips and count frames exactly."""
 
     def look(self, clip: Clip) -> tuple[Size, int]:
-        """Return the width and height of all frames, and the number of frames."""
+        """Return the frames' common width and height, and the number of frames."""
         sizes = [image.size for image in clip.images()]
         if len(set(sizes)) != 1:
             found = ", ".join(f"{width}x{height}" for width, height in sorted(set(sizes)))
@@ -456,7 +456,7 @@ class ClipPlacement(Placement):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Indices of the selected frames: the source frame nearest to each target time."""
+        """Indices of the source frames that are nearest to the frame times in training."""
         return tuple(
             self.start + int(number * self.step + _HALF) for number in range(self.bucket.frames)
         )
@@ -474,8 +474,8 @@ def _frames_per_second(value: float | Fraction) -> Fraction:
 class ClipBuckets:
     """Buckets of clips: every combination of a size in ``sizes`` and a length in ``frames``.
 
-    A clip is assigned to the longest length for which it has enough frames, and to the size with
-    the nearest aspect ratio. A clip that is longer than its bucket loses frames at both ends.
+    A clip is assigned to the bucket with the greatest length for which it has enough frames, and
+    with the nearest aspect ratio. A clip that is longer than its bucket loses frames at both ends.
 
     Raises:
         InvalidValueError: The VAE does not support one of the lengths, or ``fps`` is not above 0.
@@ -484,15 +484,15 @@ class ClipBuckets:
     sizes: AspectBuckets
     """Widths and heights of the buckets, the same for every length."""
     compression: int = attrs.field(default=4, validator=validated(whole, fix="write 1"))
-    """Number of frames per latent frame of the VAE (``family.parts.latents.frames``). The first
-    latent frame encodes a single frame."""
+    """Number of video frames that the VAE encodes as one latent frame
+    (``family.parts.latents.frames``). The first latent frame encodes only one video frame."""
     frames: tuple[int, ...] = attrs.field(default=(17, 33, 49, 81), converter=_rising)
     """Lengths in frames, each 1 more than a multiple of ``compression``; 1 is a still image."""
     fps: Fraction | None = attrs.field(
         default=None, converter=attrs.converters.optional(_frames_per_second)
     )
-    """Frames per second in training, reached by dropping or repeating frames. By default each clip
-    keeps its frame rate."""
+    """Frame rate in training; frames are dropped or repeated to reach it. By default, each clip
+    keeps its own frame rate."""
 
     @frames.validator
     def _check_lengths(self, _attribute: Any, value: tuple[int, ...]) -> None:
@@ -522,7 +522,7 @@ class ClipBuckets:
         return Fraction(1) if self.fps is None else item.rate / self.fps
 
     def length(self, item: ClipItem) -> int | None:
-        """Return the longest length for which a clip has enough frames, or ``None``.
+        """Return the greatest length for which a clip has enough frames; ``None`` if there is none.
 
         Args:
             item: Metadata of the clip.
@@ -535,8 +535,8 @@ class ClipBuckets:
 
         Args:
             items: Metadata of the clips.
-            minimum: Minimum number of clips per bucket, such as the micro batch size. Clips from
-                buckets below this minimum move to the nearest bucket of the same length with enough
+            minimum: Minimum number of clips per bucket, such as the micro batch size. Clips of a
+                bucket with fewer clips move to the nearest bucket of the same length with enough
                 clips.
 
         Raises:
@@ -618,9 +618,9 @@ def _frame_numbers(placement: Placement) -> tuple[int, ...]:
 class PreparedClips(PreparedImages):
     """A bucketed dataset of clips and captions; supports the same caches and streams as images.
 
-    A sample has the same keys as in ``PreparedImages``; ``images`` has the shape (3, frames, h, w).
-    All frames of a clip are cropped and mirrored in the same way; the first frame determines the
-    crop.
+    A sample has the same keys as a sample of ``PreparedImages``; ``images`` has the shape (3,
+    frames, h, w). All frames of a clip are cropped and mirrored in the same way; the first frame
+    determines the crop.
 
     Args:
         source: Source of clips, such as ``ClipFolder``.

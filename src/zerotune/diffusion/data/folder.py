@@ -196,10 +196,11 @@ class MetadataFile:
 class ImageFolder(EncodedSource):
     """All images of a folder and its subfolders, sorted by name.
 
-    For the image ``cat.png``, the mask ``cat.mask.png`` weights the loss: white pixels count, black
-    pixels do not. ``cat.reference.png`` is the image before an edit, or the condition of a
-    ControlNet. Further references are ``cat.reference2.png``, ``cat.reference3.png`` and so on.
-    References may also be in separate folders; each reference then has the name of its image.
+    For the image ``cat.png``, the mask ``cat.mask.png`` weights the loss: white pixels have full
+    weight, black pixels have none. ``cat.reference.png`` is the image before an edit, or the
+    condition of a ControlNet. Further references are ``cat.reference2.png``, ``cat.reference3.png``
+    and so on. References may also be in separate folders, in which each reference has the name of
+    its image.
 
     Args:
         root: The folder. Names that begin with a dot are ignored.

@@ -45,8 +45,8 @@ class HuggingFaceImages(EncodedSource):
         caption: Name of the caption column; ``None`` for no captions. A row may contain a
             list of captions.
         reference: Name of the column with reference images: images before an edit, or conditions of
-            a ControlNet. With several reference columns, only the first must be filled in every
-            row.
+            a ControlNet. With several reference columns, every row needs an image in the first
+            column; the others may be empty.
         check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
             the size of each image.
         on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error.

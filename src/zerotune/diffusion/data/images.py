@@ -1,4 +1,4 @@
-"""Decoding of images to upright RGB, with policies for transparency and broken files."""
+"""Decode images to upright RGB, with policies for transparency and broken files."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class BrokenPolicy(Protocol):
     """Protocol: handles a broken image."""
 
     def broken(self, image: BrokenImage) -> None:
-        """Handle a broken image: return to skip the image, or raise an error to stop the run.
+        """Handle a broken image: return normally to skip it, or raise an error to stop the run.
 
         Args:
             image: Name of the image and reason for the failure.
@@ -122,7 +122,7 @@ class RefuseBroken:
 
 
 OnBroken = BrokenPolicy | Literal["skip", "error", "refuse"]
-"""What happens to broken images: ``"skip"``, ``"error"`` or a policy object."""
+"""Policy for broken images: ``"skip"``, ``"error"`` or a ``BrokenPolicy`` object."""
 
 
 def named_policy(
@@ -131,7 +131,7 @@ def named_policy(
     """Look up a policy by name; a policy object is checked and returned.
 
     Args:
-        value: Policy name, policy object, or ``None`` for the first of ``kinds``.
+        value: Policy name or object; ``None`` selects the first policy in ``kinds``.
         kinds: Policy factories by name.
         key: Name of the argument, for the error message.
         method: Method that a policy object must have.

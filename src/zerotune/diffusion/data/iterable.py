@@ -53,12 +53,13 @@ class _Arrived:
 
 
 class StreamedImages:
-    """Endless stream of micro batches, each from one bucket, over samples read sequentially.
+    """Endless stream of micro batches, each from one bucket, from samples that are read in order.
 
     Images are buffered, even across epochs, until their bucket can fill a micro batch. Every rank
     reads the whole stream but prepares only its share, so the order does not depend on the number
     of ranks. For local files, use ``TarShards`` or ``HuggingFaceImages``, where each rank reads
-    only its share. A resumed run reads and discards all samples that it consumed before.
+    only its share. A resumed run reads samples again from the beginning of an epoch, and discards
+    those that it has already used.
 
     Args:
         samples: A restartable iterable that yields the same samples on all ranks, such as a

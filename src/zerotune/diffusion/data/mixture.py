@@ -43,13 +43,13 @@ class Mixture:
         sets: Datasets by name: ``PreparedImages``, ``PreparedClips``, or ``CachedImages`` of one
             family.
         repeats: Number of times each image is used per epoch, by set name; above 0, default 1.
-        probabilities: Fraction of samples from each set, instead of ``repeats``; the fractions add
-            up to 1. With probabilities, the length of an epoch is the total number of samples in
-            all sets.
+        probabilities: Fraction of samples from each set, by set name; pass it instead of
+            ``repeats``. The fractions add up to 1. With probabilities, the length of an epoch is
+            the total number of samples in all sets.
 
     Attributes:
         sets: The datasets by name.
-        shares: Images and repeats of each set.
+        shares: For each set, its images and its number of repeats.
         companions: Kinds of companion files (masks, references) that at least one set has. If one
             set has masks, images of the other sets get a mask of ones.
         decisions: The decision that records the sets' weights, followed by the decisions of all
@@ -100,10 +100,10 @@ class Mixture:
         return (*self._own, *itertools.chain.from_iterable(theirs))
 
     def over(self, sets: Mapping[str, BucketedDataset]) -> Mixture:
-        """Return a copy that reads the same images from other datasets, such as ``CachedImages``.
+        """Return a copy that reads the images from other datasets, such as ``CachedImages``.
 
         Args:
-            sets: Replacement for each dataset in the attribute ``sets``, by name.
+            sets: The new datasets, with the same names as in the attribute ``sets``.
         """
         return Mixture(sets, repeats={share.name: share.repeats for share in self.shares})
 

@@ -14,16 +14,18 @@ import attrs
 import torch
 
 RUN: Final = 8
-"""Number of consecutive micro batches from one group; 2, 4 or 8 ranks get equal shares of them."""
+"""Number of consecutive micro batches from one group of buckets; 2, 4 or 8 ranks share them
+equally."""
 _REMEMBERED: Final = 4
 
 
 def derive_seed(seed: int, *parts: object) -> int:
-    """Derive an independent seed in [0, 2**63); the result is the same on every machine.
+    """Derive a seed in [0, 2**63) for one purpose; the result is the same on every machine.
 
     Args:
         seed: Seed of the run.
-        parts: Values that identify the purpose, such as a name and an epoch; converted to strings.
+        parts: Values that identify the purpose, such as a name and an epoch; they are converted to
+            strings.
     """
     text = "/".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
@@ -81,7 +83,7 @@ class Share:
 
     name: str
     images: range
-    """Indices of the set's images among the images of all sets."""
+    """Indices of the set's images, counted across all sets."""
     repeats: Fraction
     """Number of uses of each image per epoch."""
 
@@ -119,12 +121,13 @@ class BucketOrder:
     seed: int = 0
     shuffle: bool = True
     origin: tuple[int, ...] = ()
-    """Number of images of each bucket that earlier sequences used; empty means none."""
+    """For each bucket, the number of images used before a change of the micro batch size; an empty
+    tuple means none."""
     shares: tuple[Share, ...] = ()
     """Sets of the mixture; empty for a single set that uses each image once per epoch."""
     groups: tuple[int, ...] = ()
-    """Group number of each bucket. ``RUN`` consecutive micro batches come from one group, so that
-    all ranks have equal work in a step. An empty tuple disables this grouping."""
+    """Group number of each bucket. ``RUN`` consecutive micro batches come from one group of
+    buckets, so that all ranks have equal work in a step. An empty tuple disables grouping."""
 
     @property
     def length(self) -> float:

@@ -51,7 +51,7 @@ class PreferencePairs:
     """
 
     samples_each: Final = 2
-    """Number of images that each sample adds to the model's batch."""
+    """Number of images per sample (a preferred and a rejected one)."""
 
     def __init__(
         self,
@@ -99,10 +99,10 @@ class PreferencePairs:
         return {**self.sets["preferred"][use], **beside}
 
     def over(self, sets: Mapping[str, BucketedDataset]) -> PreferencePairs:
-        """Return a copy that reads the same images from other datasets, such as ``CachedImages``.
+        """Return a copy that reads the images from other datasets, such as ``CachedImages``.
 
         Args:
-            sets: Replacement for each dataset in the attribute ``sets``, by name.
+            sets: The new datasets, with the same names as in the attribute ``sets``.
         """
         found = copy.copy(self)
         found.sets = MappingProxyType(dict(sets))

@@ -42,7 +42,7 @@ LOSS_MASKS: Final = "loss_masks"
 """Batch key of loss masks (b, 1, h, w), which multiply the squared error at each position."""
 REFERENCE_IMAGES: Final = "reference_images"
 """Batch key of reference images (b, 3, h, w) in [-1, 1], or (b, r, 3, h, w) if some samples have
-several."""
+several references."""
 
 _BETWEEN_WORDS: Final = " ,;."
 
@@ -57,7 +57,7 @@ class Crop(Protocol):
 
         Args:
             image: Resized image.
-            excess: Pixels to crop horizontally and vertically.
+            excess: Number of columns and rows to crop.
         """
         ...
 
@@ -71,7 +71,7 @@ class CenterCrop:
 
         Args:
             image: The resized image.
-            excess: Columns and rows to remove.
+            excess: Number of columns and rows to crop.
         """
         return excess[0] // 2, excess[1] // 2
 
@@ -133,8 +133,8 @@ class TagShuffle:
     separator: str = attrs.field(default=",")
     """Separator of tags."""
     orders: int | None = attrs.field(default=None)
-    """Number of random tag orders per caption, used in turn. By default each use draws a new order,
-    so embeddings cannot be cached."""
+    """Number of random tag orders per caption; the orders are used in turn. By default, each use
+    has a new random order, so text embeddings cannot be cached."""
 
     @separator.validator
     def _some(self, _: Any, value: str) -> None:
@@ -168,7 +168,7 @@ class TagShuffle:
 
 @attrs.frozen(kw_only=True)
 class Augmentation:
-    """Random variations of images and captions, reproducible from the seed."""
+    """Random variations of images and captions, which the seed determines."""
 
     flip: float = attrs.field(default=0.0, validator=validated(probability))
     """Probability of mirroring an image horizontally."""
@@ -180,7 +180,7 @@ class Augmentation:
     """Text before each caption, such as the trigger word ``"zoe, "``. Tag shuffling and dropout
     never change this text. An image without a caption gets only the prefix and suffix."""
     suffix: str = ""
-    """Text after each caption, treated like ``prefix``."""
+    """Text after each caption; tag shuffling and dropout never change it."""
     seed: int = 0
 
     def flips(self, draw: Draw) -> bool:
@@ -380,7 +380,7 @@ class PreparedImages:
             The tensors by name, and the corner. ``images`` is the image that ``pixels`` returns. If
             the source has masks, ``loss_masks`` is (1, h, w) in [0, 1], all ones for an image
             without a mask. If the source has references, ``reference_images`` is (3, h, w) in
-            [-1, 1], or (r, 3, h, w) if some images have several.
+            [-1, 1], or (r, 3, h, w) if some images have several references.
         """
         if not self.companions:
             pixels, corner = self.pixels(index, flipped=flipped)

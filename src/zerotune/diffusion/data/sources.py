@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Numbers = tuple[int, ...]
-"""Size of an image or clip in the index: width, height and, for a clip, number of frames."""
+"""Size of an image (width, height) or clip (width, height, frames), as stored in ``SizeIndex``."""
 Stamp = list[list[int]]
 """Modification time in nanoseconds and size in bytes, for each file of an image or clip."""
 
@@ -75,8 +75,8 @@ class SizeIndex:
         """Load the index for a ``with`` block, and save new entries at the end of the block.
 
         Args:
-            stamps: Result of ``stamp_of`` for each name; ``None`` if the file must be read every
-                time.
+            stamps: Result of ``stamp_of`` for each image or clip name; ``None`` if its file must be
+                read every time.
         """
         self._stamps, self._stored = stamps, self._read()
         if self._path is None or all(self._known(name) for name in stamps):
@@ -219,7 +219,7 @@ class ImageItem:
     """Width and height of the upright image."""
     caption: str = ""
     further: tuple[str, ...] = ()
-    """Additional captions; each use of the image draws one caption from ``captions``."""
+    """Additional captions; each use of the image selects one of ``captions``."""
     references: int = 0
     """Number of reference images."""
 
@@ -288,7 +288,7 @@ def caption_text(words: Any) -> CaptionText:
 
 
 MASK: Final = "mask"
-"""Companion kind for loss masks; white pixels count, black pixels do not."""
+"""Companion kind for loss masks; white pixels have full weight in the loss, black pixels none."""
 REFERENCE: Final = "reference"
 """Companion kind for the first reference, such as the image before an edit."""
 REFERENCES: Final = (REFERENCE, *(f"{REFERENCE}{number}" for number in range(2, 11)))
@@ -340,7 +340,7 @@ class ImageSource(Protocol):
 
 
 class EncodedSource:
-    """Base class of sources of encoded images; a subclass returns the files or their bytes.
+    """Base class for sources of encoded images; subclasses return each image's path or bytes.
 
     Attributes:
         broken: Skipped images with reasons.
@@ -483,7 +483,7 @@ def _check_companion(kind: str, file: Path | bytes, size: Size, check: ImageChec
 
 
 def same_shape(one: Size, other: Size) -> bool:
-    """Return whether two sizes have the same aspect ratio, up to rounding to whole pixels."""
+    """Return whether two sizes have the same aspect ratio, apart from rounding to whole pixels."""
     off = abs(one[0] * other[1] - one[1] * other[0])
     return off <= max(*one, *other)
 
@@ -499,7 +499,7 @@ def scan(
     missing: Iterable[BrokenImage] = (),
     errors: tuple[type[Exception], ...] = (),
 ) -> tuple[list[Item], tuple[BrokenImage, ...], tuple[Decision, ...]]:
-    """Check every image of a source and separate the broken ones.
+    """Check every image or clip of a source, and separate the broken ones.
 
     Args:
         stamps: Names of the images or clips in order, each with the result of ``stamp_of``.
@@ -637,7 +637,7 @@ def has_several_references(source: Any) -> bool:
 
 
 class RepeatedSource:
-    """A source whose images are used several times per epoch, with a new flip for each use.
+    """A source whose images are used several times per epoch; each use may be flipped differently.
 
     Args:
         source: Source to repeat.
@@ -731,7 +731,7 @@ class JoinedSources:
         return number, self._sources[number], index - before
 
     def item(self, index: int) -> ImageItem:
-        """Return an image's name, size and caption; the name begins with the source's number."""
+        """Return an image's name, size and caption; the name begins with its source's index."""
         number, source, inner = self._find(index)
         item = source.item(inner)
         return attrs.evolve(item, name=f"{number}/{item.name}")

@@ -167,8 +167,9 @@ def stack_samples(samples: list[Any]) -> Batch:
 def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Stack the tensors of several samples by name.
 
-    Tensors with the same name must have equal shapes; only tensors with a mask may differ in
-    length. Shorter tensors and their masks are padded with zeros; ``row_of`` removes the padding.
+    Tensors with the same name must have equal shapes; only tensors that come with a mask may differ
+    in length. Shorter tensors and their masks are padded with zeros; ``row_of`` removes the
+    padding.
     """
     batch = {}
     for name in rows[0] if rows else ():
@@ -355,8 +356,8 @@ class DataStream(_OrderedStream):
         """Continue from a saved position, with the saved seed and ``shuffle`` setting.
 
         Raises:
-            DataError: The state is invalid, or the length of the dataset has changed. The position
-                of the stream is then unchanged.
+            DataError: The state is invalid, or the length of the dataset has changed. In this case,
+                the position of the stream is unchanged.
         """
         length = saved(state, "length", int)
         order = attrs.evolve(
@@ -494,7 +495,7 @@ class BucketStream(_OrderedStream):
 
     @property
     def used(self) -> dict[str, int]:
-        """Number of images that all ranks have used from each set; empty without a mixture."""
+        """Number of images of each set that all ranks have used; empty if there is no mixture."""
         shares = self._order.shares
         if not shares:
             return {}
@@ -502,7 +503,7 @@ class BucketStream(_OrderedStream):
         return dict(zip(names, self._order.used_of_shares(self._position), strict=True))
 
     def explain(self) -> str:
-        """Describe the repeats and image uses of each set; empty without a mixture."""
+        """Describe the repeats and image uses of each set; an empty text without a mixture."""
         used = self.used
         rows = [
             f" {share.name}: {len(share.images)} images, each {float(share.repeats):g} "
@@ -527,7 +528,7 @@ class BucketStream(_OrderedStream):
 
         Raises:
             DataError: The state is invalid, or the images, their buckets or repeats have changed.
-                The position of the stream is then unchanged.
+                In this case, the position of the stream is unchanged.
         """
         if saved(state, "data", str) != self._identity:
             raise DataError(
@@ -574,7 +575,7 @@ def dataset_digest(dataset: BucketedDataset) -> str:
 
 
 def shares_of(dataset: Any) -> tuple[Share, ...]:
-    """Return the sets of a mixture; empty for any other dataset."""
+    """Return the sets of a mixture; an empty tuple for any other dataset."""
     return tuple(getattr(dataset, "shares", ()))
 
 
@@ -677,7 +678,7 @@ def saved(
         kind: Required type.
         least: Minimum of an integer field.
         most: Maximum of an integer field.
-        of: Name of ``state`` for the error message.
+        of: What to call ``state`` in the error message.
     """
     value: Any = state.get(key, UNSET) if isinstance(state, Mapping) else UNSET
     if isinstance(value, int) and kind is int:

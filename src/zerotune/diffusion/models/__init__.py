@@ -1,1 +1,1 @@
-"""Model families, which turn batches into inputs and call their models."""
+"""Model families, which convert batches to model inputs and call the models."""

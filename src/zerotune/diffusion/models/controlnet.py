@@ -1,4 +1,4 @@
-"""ControlNets: trained copies of a model's first blocks, through which an image controls the model.
+"""ControlNets: copies of a model's first blocks, trained to control the model with an image.
 
 Only the ControlNet is trained; the diffusers pipeline calls it before the frozen base model. The
 condition images are the dataset's reference images, which are cropped in the same way as the
@@ -119,7 +119,7 @@ class ControlNetFamily(PipelineFamily):
         Args:
             kind: Class of the ControlNet.
             base: Base model with its weights loaded.
-            scale: Image pixels per latent pixel along one side.
+            scale: Number of image pixels per latent pixel along one side.
         """
         # A copy of the configuration, because SD3's constructor changes it.
         source: Any = Described(base)
@@ -189,7 +189,7 @@ class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
         return cast("torch.nn.Module", made)
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass each sample's sizes to both models; the condition pixels remain unchanged."""
+        """Pass each sample's sizes to the ControlNet and U-Net; condition pixels are unchanged."""
         StableDiffusionXL.adjust(self, pipe, call_kwargs)
 
     def encode_references(
@@ -219,7 +219,7 @@ class StableDiffusionXLControlNet(ControlNetFamily, StableDiffusionXL):
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """Return example latents and conditioning, including condition pixels."""
+        """Return example latents and conditioning, including the pixels of condition images."""
         latents, known = super().example(model, batch=batch, side=side, frames=frames)
         height, width = (each * self.latent_space().scale for each in latents.shape[-2:])
         pixels = torch.empty(batch, 3, height, width, device="meta")
@@ -256,7 +256,7 @@ class StableDiffusion3ControlNet(ControlNetFamily, StableDiffusion3):
         return {"num_layers": layers, "num_extra_conditioning_channels": 0}
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Undo the VAE's shift of condition latents if the ControlNet was trained without it."""
+        """Undo the VAE's shift of condition latents for a ControlNet trained without this shift."""
         config = pipe.controlnet.config
         if config.force_zeros_for_pooled_projection:
             vae = pipe.vae.config

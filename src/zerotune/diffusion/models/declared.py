@@ -1,4 +1,4 @@
-"""Families of supported pipelines; each family declares only what its pipeline does not define."""
+"""Families of supported pipelines; each declares what its diffusers pipeline does not define."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StableDiffusion(PipelineFamily):
     by_class: ClassVar[bool] = True
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Return no settings, because CLIP pads every text to the same length."""
+        """Return an empty dictionary; no setting affects the embeddings."""
         return {}
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:  # noqa: ARG002
@@ -373,7 +373,7 @@ class Wan(PipelineFamily):
         return boundary, 1.0
 
     def calls_one_by_one(self) -> bool:
-        """Return whether each sample needs a separate pipeline call, as in Wan 2.2's 5B model."""
+        """Return whether each sample needs a separate pipeline call, as for Wan 2.2's 5B model."""
         return bool(self.known_blueprint().settings.get("expand_timesteps"))
 
     def predicting_pipeline(self, model: Denoiser, scheduler: Any) -> Any:
@@ -386,7 +386,7 @@ class Wan(PipelineFamily):
         )
 
     def drawing_pipeline(self, parts: FrozenParts, model: Denoiser, scheduler: Any) -> Any:
-        """Return a pipeline with the trained and the frozen expert.
+        """Return a sampling pipeline with both experts, the trained and the frozen one.
 
         Raises:
             DataError: The frozen expert was not loaded.
@@ -406,7 +406,7 @@ class Wan(PipelineFamily):
 
     @property
     def drawing_parts(self) -> tuple[str, ...]:
-        """Return the name of the frozen expert."""
+        """Return the component name of the frozen expert."""
         return (self.other,)
 
 
@@ -439,7 +439,7 @@ class Lumina2(PipelineFamily):
 
 
 class LTXVideo(PipelineFamily):
-    """LTX-Video, whose VAE compresses sides 32-fold and time 8-fold; latent pixels are tokens."""
+    """LTX-Video; its VAE compresses sides 32-fold and time 8-fold. Each latent pixel is a token."""
 
     pipeline: ClassVar[str] = "LTXPipeline"
     model: ClassVar[str] = "LTXVideoTransformer3DModel"
@@ -485,7 +485,7 @@ class Chroma(PipelineFamily):
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Predict through the pipeline, and pass the attention mask to checkpointed blocks."""
+        """Call the pipeline to predict, and pass the attention mask to checkpointed blocks."""
         _pass_mask_on(getattr(model, "module", model))
         return super().predict(model, noisy, timesteps, conditioning)
 
@@ -509,7 +509,7 @@ def _pass_mask_on(module: Any) -> None:
 
 
 class AuraFlow(PipelineFamily):
-    """AuraFlow, whose pipeline is called once per sample, as a call supports one time step."""
+    """AuraFlow; its pipeline supports one time step per call, so it is called once per sample."""
 
     pipeline: ClassVar[str] = "AuraFlowPipeline"
     model: ClassVar[str] = "AuraFlowTransformer2DModel"
@@ -657,8 +657,8 @@ class QwenImageEdit(ReadingFamily, QwenImage):
     reference: ClassVar[str | None] = "image"
 
     reference_area: int = attrs.field(default=1024 * 1024, validator=validated(whole))
-    """Area in pixels to which reference images are resized. A smaller area saves tokens. Without
-    zerotune, however, diffusers' pipeline always uses the default area."""
+    """Area in pixels to which reference images are resized. A smaller area saves tokens. However,
+    diffusers' pipeline without zerotune always uses the default area."""
 
     @property
     def read_area(self) -> int:
@@ -699,11 +699,11 @@ class QwenImageEdit(ReadingFamily, QwenImage):
         return width, height
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Return the base settings plus ``read_area``, on which embeddings depend."""
+        """Return the base settings plus ``read_area``, which affects the embeddings."""
         return {**super().embedding_settings(), "read_area": self.read_area}
 
     def latent_settings(self) -> CacheSettings:
-        """Return the base settings plus ``reference_area``, on which cached latents depend."""
+        """Return the base settings plus ``reference_area``, which affects cached latents."""
         usual = super().latent_settings()
         own = {**usual.settings, "reference_area": self.reference_area}
         return attrs.evolve(usual, settings=own)

@@ -15,11 +15,11 @@ from zerotune.diffusion.data.streams import check_float
 from zerotune.errors import DataError, InvalidValueError
 
 Conditioning = Mapping[str, Tensor]
-"""Keyword arguments of the model's forward pass, batch first; empty if unconditional."""
+"""Keyword arguments of the model's forward pass, batch first; empty for unconditional models."""
 
 
 class Denoiser(Protocol):
-    """Interface of a model for predictions: an ``Engine`` or any diffusers model."""
+    """Interface of a callable model: an ``Engine`` or any diffusers model."""
 
     @property
     def device(self) -> torch.device:
@@ -38,7 +38,7 @@ class Denoiser(Protocol):
 
 @runtime_checkable
 class Family(Protocol):
-    """Interface of a model family, which turns a batch into inputs and calls the model.
+    """Interface of a model family, which converts batches to model inputs and calls the model.
 
     Tensors stay on the batch's device until ``predict`` moves them to the model's device. A family
     that can also sample is a ``LabelFamily`` or a ``PromptFamily``.
@@ -48,7 +48,7 @@ class Family(Protocol):
         """Return the clean samples (b, c, h, w) of a batch in fp32.
 
         Args:
-            batch: Tensors and captions by name, as the data yields them.
+            batch: Tensors and captions by name, as the data loader yields them.
         """
         ...
 
@@ -78,7 +78,7 @@ class Family(Protocol):
 
 @runtime_checkable
 class LabelFamily(Family, Protocol):
-    """Interface of class-conditional and unconditional families, sampled by zerotune's own loop."""
+    """Interface of class-conditional and unconditional families, sampled without a pipeline."""
 
     def condition_on(self, labels: Tensor | None) -> Conditioning:
         """Return the conditioning for sampling.
@@ -99,7 +99,7 @@ class LabelFamily(Family, Protocol):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Drawing:
-    """Prompts for the images that one rank samples, with the options of ``sample``."""
+    """Prompts of the images that one rank samples, and the options passed to ``sample``."""
 
     prompts: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -223,7 +223,7 @@ class Unconditional:
         return {}
 
     def without_condition(self, conditioning: Conditioning) -> Conditioning | None:  # noqa: ARG002
-        """Return ``None``, because an unconditional model has no guidance."""
+        """Return ``None``, because unconditional models do not support guidance."""
         return None
 
     def predict(

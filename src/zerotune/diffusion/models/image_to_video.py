@@ -48,7 +48,7 @@ _LEFT_OUT: Final = 4
 
 @attrs.frozen(kw_only=True, eq=False)
 class ImageToVideo(PipelineFamily):
-    """Mixin for families whose models generate a clip from its first frame.
+    """Base class of families whose models generate a clip from its first frame.
 
     In training, the first frame comes from the clip; in sampling, it comes from ``references``.
     Caches store the encoded first frame as ``reference_latents``.
@@ -61,7 +61,7 @@ class ImageToVideo(PipelineFamily):
 
     @abstractmethod
     def encode_frames(self, parts: FrozenParts, images: Tensor, frames: int) -> dict[str, Tensor]:
-        """Encode first frames for the model, on the devices of ``parts``.
+        """Encode first frames; each part runs on its current device.
 
         Args:
             parts: VAE and text encoders.
@@ -99,7 +99,7 @@ class ImageToVideo(PipelineFamily):
             return self.encode_frames(parts, clips[:, :, 0], clips.shape[2])
 
     def latent_settings(self) -> CacheSettings:
-        """Return the base settings plus ``first_frame``, on which cached latents depend."""
+        """Return the base settings plus ``first_frame``, which affects cached latents."""
         usual, parts = super().latent_settings(), self._needed("images")
         others = [name for name in self.frame_parts(parts) if name != "vae"]
         own = {"first_frame": parts.hash(others) if others else True}
@@ -158,7 +158,7 @@ class ImageToVideo(PipelineFamily):
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Predict through the pipeline, with zero loss for an image as the first latent frame."""
+        """Call the pipeline to predict; the loss of a latent frame taken from the image is zero."""
         found = super().predict(model, noisy, timesteps, conditioning)
         if not self.gives_first(model):
             return found
@@ -288,8 +288,8 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     """HunyuanVideo image-to-video; LLaVA encodes each text together with the image.
 
     The model's configuration determines whether the image replaces the first latent frame
-    (``token_replace``) or has its own channels (``latent_concat``). With ``latent_concat``, the
-    pipeline drops the first four frames of each sampled clip.
+    (``token_replace``) or is passed in additional channels (``latent_concat``). With
+    ``latent_concat``, the pipeline drops the first four frames of each sampled clip.
     """
 
     pipeline: ClassVar[str] = "HunyuanVideoImageToVideoPipeline"
@@ -299,7 +299,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         return bool(config_of(model).image_condition_type == _REPLACED)
 
     def frame_parts(self, parts: FrozenParts) -> tuple[str, ...]:  # noqa: ARG002
-        """Return only the VAE's name, because LLaVA encodes images together with texts."""
+        """Return only the VAE's name, because LLaVA encodes the frame together with the text."""
         return ("vae",)
 
     def encode_frames(
@@ -327,7 +327,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         return {**found, "latents": torch.cat([found[REFERENCES], latents[:, :, 1:]], dim=2)}
 
     def latent_settings(self) -> CacheSettings:
-        """Return the base settings plus ``image_condition_type``, on which the latents depend."""
+        """Return the base settings plus ``image_condition_type``, which affects the latents."""
         usual = super().latent_settings()
         kind = {"image_condition_type": self._condition_type(self._needed("images"))}
         return attrs.evolve(usual, settings={**usual.settings, **kind})
@@ -339,7 +339,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     # -- Texts.
 
     def check_dataset(self, dataset: Any) -> None:
-        """Check that captions can be enumerated; the first frames serve as references."""
+        """Check that all captions can be enumerated; reference images are not required."""
         dataset.augmentation.check_countable()
 
     def read(
@@ -389,7 +389,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
         return super().drawn_texts(texts, drawing, device=device)
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Return the base settings plus ``image_embed_interleave``, on which embeddings depend."""
+        """Return the base settings plus ``image_embed_interleave``, which affects embeddings."""
         kept = {"image_embed_interleave": self._interleave(self._needed("captions"))}
         return {**super().embedding_settings(), **kept}
 
@@ -430,7 +430,7 @@ class HunyuanVideoImageToVideo(ImageToVideo, ReadingFamily, HunyuanVideo):
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
     ) -> tuple[Tensor, Conditioning]:
-        """Return example latents and conditioning, including one latent frame of the image."""
+        """Return example latents and conditioning, including the image as one latent frame."""
         latents, known = super().example(model, batch=batch, side=side, frames=frames)
         return latents, {**known, REFERENCES: known[REFERENCES][:, :, :1]}
 

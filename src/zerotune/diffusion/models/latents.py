@@ -46,7 +46,7 @@ class LatentSpace:
 
     @property
     def frames(self) -> int:
-        """Return the number of frames per latent frame after the first; 1 for images."""
+        """Return the number of frames per latent frame, except for the first; 1 for images."""
         if not self._of_clips:
             return 1
         for name in ("temporal_compression_ratio", "time_compression_ratio"):
@@ -90,7 +90,7 @@ class LatentSpace:
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode latents one sample at a time, because decoding needs more memory than encoding.
+        """Decode latents one sample at a time, to limit memory.
 
         Args:
             latents: Latents in the shape that ``encode`` returns.
@@ -178,7 +178,7 @@ class LatentSpace:
 
 @runtime_checkable
 class Packing(Protocol):
-    """Interface of packings, which convert between latents and the pipeline's layout."""
+    """Interface for the conversion between latents and the layout that a pipeline expects."""
 
     def pack(self, latents: torch.Tensor) -> torch.Tensor:
         """Convert latents to the pipeline's layout.
@@ -216,9 +216,9 @@ class Tokens:
     """Packing as tokens (b, n, c * patch²): patches row by row, channels first within a patch."""
 
     patch: int = 1
-    """Side of a patch in latent pixels; a patch covers one frame."""
+    """Side length of a patch in latent pixels; a patch covers one latent frame."""
     packs: bool = True
-    """Whether the pipeline expects tokens as input; otherwise only its predictions are tokens."""
+    """Whether the pipeline's input latents are tokens; if not, only its predictions are tokens."""
 
     def pack(self, latents: torch.Tensor) -> torch.Tensor:
         """Convert latents to tokens."""

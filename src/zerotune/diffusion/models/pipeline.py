@@ -42,7 +42,7 @@ Embeddings = Mapping[str, torch.Tensor]
 
 
 class FrozenParts:
-    """Frozen parts of a diffusers pipeline, which every rank holds unpartitioned.
+    """Frozen models of a diffusers pipeline, such as the VAE; every rank holds them unpartitioned.
 
     ``on`` moves some parts to a device temporarily, and ``release`` moves all parts to the host.
 
@@ -94,10 +94,10 @@ class FrozenParts:
 
     @contextmanager
     def calling(self, model: Denoiser) -> Iterator[None]:
-        """Use the trained text encoders of an engine or model inside the ``with`` block.
+        """Inside the ``with`` block, call the text encoders that an engine or model trains.
 
         Args:
-            model: The engine or model.
+            model: Engine or model that contains the trained text encoders.
         """
         encoders = self.trained_encoders.values()
         for encoder in encoders:
@@ -221,7 +221,7 @@ class FrozenParts:
         """Decode latents; see ``LatentSpace.decode``.
 
         Args:
-            latents: Latents in the scale that the model is trained on.
+            latents: Latents, normalised as in training.
         """
         return self.latents.decode(latents)
 
@@ -267,7 +267,7 @@ def component_class(library: str, name: str) -> Any:
 
 
 class Described:
-    """A stand-in that provides a model's configuration but cannot compute.
+    """A stand-in that provides a model's configuration but cannot be called.
 
     The stand-in is not a ``torch.nn.Module``, so that it does not affect the pipeline's device.
 
@@ -394,7 +394,7 @@ class PipelineModel(torch.nn.Module):
 
     Args:
         config: Configuration of the model.
-        model: Model for predictions; if ``None``, only the configuration is available.
+        model: Model to call; if ``None``, only the configuration is available.
     """
 
     def __init__(self, *, config: Any, model: Denoiser | None = None) -> None:
@@ -452,7 +452,7 @@ class TrainedEncoder(torch.nn.Module):
         self.__dict__.update(_name=name, _module=module, _within=None)
 
     def call_in(self, model: Denoiser | None) -> None:
-        """Use the engine's encoder for all subsequent calls.
+        """Route all subsequent calls through an engine.
 
         Args:
             model: Engine that contains the encoder; with ``None``, the encoder is called without an

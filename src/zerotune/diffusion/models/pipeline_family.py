@@ -1,4 +1,4 @@
-"""Text-to-image families that predict and sample through their diffusers pipeline.
+"""Text-to-image families that call their diffusers pipeline for training and sampling.
 
 Training runs the pipeline's ``__call__`` for one step with gradients. The engine replaces the
 pipeline's model; a scheduler with one time step per sample replaces the original scheduler. The
@@ -81,22 +81,22 @@ class TextToImage(ABC):
     lora_targets: ClassVar[tuple[str, ...]]
     """Modules that get adapters by default, as in diffusers' training scripts."""
     flow_matching: ClassVar[bool] = False
-    """Whether these models use flow matching; otherwise they predict noise."""
+    """Whether these models use flow matching; if not, they are denoising diffusion models."""
     reads_references: ClassVar[bool] = False
-    """Whether texts are encoded together with the image to edit."""
+    """Whether the text encoder encodes each text together with the image to edit."""
 
     usual_scale: ClassVar[int] = 8
     """Number of image pixels per latent pixel along one side, used if no VAE is available."""
     usual_frames: ClassVar[int] = 1
     """Number of frames per latent frame, used if no VAE is available."""
     packing: ClassVar[Packing] = Unpacked()
-    """Layout of latents in the pipeline."""
+    """Conversion between latents and the pipeline's layout."""
     clips: ClassVar[bool] = False
     """Whether latents have a frame dimension: (b, c, frames, h, w)."""
     listed: ClassVar[bool] = False
     """Whether the pipeline expects a list of text embeddings, each with its own length."""
     guided_by: ClassVar[str | None] = "guidance_scale"
-    """Name of the pipeline's argument for classifier-free guidance, or ``None``."""
+    """Name of the pipeline's argument for classifier-free guidance; ``None`` if there is none."""
     unguided: ClassVar[float] = 1.0
     """Value of the ``guided_by`` argument that disables guidance."""
     embedded_guidance_arg: ClassVar[str | None] = None
@@ -123,7 +123,7 @@ class TextToImage(ABC):
     guidance: float = 1.0
     """Guidance scale that a distilled model receives in training."""
     blueprint: Blueprint | None = None
-    """The pipeline without weights; by default the pipeline of ``parts``."""
+    """The pipeline without weights; by default created from the pipeline of ``parts``."""
 
     base_component: ClassVar[str | None] = None
     """Component name of the frozen model that a ControlNet controls."""
@@ -224,7 +224,7 @@ class TextToImage(ABC):
 
     @property
     def trains_texts(self) -> bool:
-        """Return whether text encoders are trained; if so, embeddings must not be cached."""
+        """Return whether text encoders are trained, in which case embeddings must not be cached."""
         return self.parts is not None and bool(self.parts.trained_encoders)
 
     def _kept_captions(self, batch: Mapping[str, Any], generator: torch.Generator) -> Captions:
@@ -267,7 +267,7 @@ class TextToImage(ABC):
         return batch.get(REFERENCE_IMAGES)
 
     def check_dataset(self, dataset: Any) -> None:
-        """Reject a dataset that cannot be encoded in advance.
+        """Raise an error if a dataset cannot be encoded in advance.
 
         Args:
             dataset: ``PreparedImages`` or ``PreparedClips``.
@@ -287,8 +287,8 @@ class TextToImage(ABC):
         """Remove the reference dimension if the family supports only one reference per sample.
 
         Args:
-            references: Images or latents (b, 1, c, h, w) or (b, c, h, w); (b, r, c, h, w) with
-                ``several_references``.
+            references: Images or latents: (b, c, h, w), (b, 1, c, h, w), or, with
+                ``several_references``, (b, r, c, h, w).
 
         Raises:
             DataError: Samples have several references, and the family supports only one.
@@ -473,7 +473,7 @@ class TextToImage(ABC):
         return {name: value.to(device) for name, value in encoded.items()}
 
     def latent_settings(self) -> CacheSettings:
-        """Return the settings that cached latents depend on."""
+        """Return the settings that affect cached latents."""
         parts = self._needed("images")
         return CacheSettings(
             kind="latents",
@@ -483,7 +483,7 @@ class TextToImage(ABC):
         )
 
     def text_settings(self) -> CacheSettings:
-        """Return the settings that cached embeddings depend on."""
+        """Return the settings that affect cached embeddings."""
         parts = self._needed("captions")
         encoders = parts.text_encoders
         return CacheSettings(
@@ -494,7 +494,7 @@ class TextToImage(ABC):
         )
 
     def embedding_settings(self) -> dict[str, Any]:
-        """Return the settings that embeddings depend on besides the weights, as JSON values."""
+        """Return the settings, other than weights, that affect embeddings, as JSON values."""
         return {}
 
     def known_blueprint(self) -> Blueprint:
@@ -617,7 +617,7 @@ class TextToImage(ABC):
 
         Args:
             output: Output of the pipeline's call.
-            last: Latents after the last step of the pipeline.
+            last: Latents after the pipeline's last denoising step.
         """
         return last
 
@@ -640,8 +640,8 @@ class TextToImage(ABC):
         """Return the pipeline's arguments for prompts, references and guidance.
 
         A guidance-distilled model receives the guidance scale as an input. With a negative prompt,
-        this input keeps its training value, and the scale applies to classifier-free guidance
-        instead.
+        the input is instead the value used in training, and the sampling scale controls
+        classifier-free guidance.
 
         Args:
             drawing: Prompts, seeds and options.
@@ -678,7 +678,7 @@ class TextToImage(ABC):
         device: torch.device,
         negative: bool = False,
     ) -> dict[str, Tensor]:
-        """Return embeddings of prompts, or of negative prompts if ``negative``.
+        """Return embeddings of prompts, or, with ``negative``, of negative prompts.
 
         Args:
             texts: Prompts or negative prompts.
@@ -816,15 +816,18 @@ class PipelineFamily(TextToImage):
     """Names of ``encode_prompt``'s outputs in order; by default ``text_tensors``, then the same
     names with the prefix ``negative_``."""
     text_width: ClassVar[str | None] = None
-    """Key of the text width in the model's configuration; needed only for an unusual key."""
+    """Configuration key of the text embedding dimension; set it only if the key is not in
+    ``_TEXT_WIDTHS``."""
     one_by_one: ClassVar[bool] = False
-    """Whether each sample needs a separate pipeline call, because a call supports one time step."""
+    """Whether each sample needs its own pipeline call, because a call supports only one time
+    step."""
 
     max_sequence_length: int | None = None
     """Number of tokens per text; by default the pipeline's value."""
     texts_alone: bool = False
     """Whether texts are encoded one by one. ``load_pretrained`` sets this attribute if the pipeline
-    pads texts to the longest one, because embeddings would then depend on the batch."""
+    pads texts to the longest text of a batch, because embeddings would otherwise depend on the
+    batch."""
 
     # -- Texts.
 
@@ -965,7 +968,7 @@ class PipelineFamily(TextToImage):
         return torch.cat(singles)
 
     def calls_one_by_one(self) -> bool:
-        """Return whether the pipeline predicts the samples of a batch one by one."""
+        """Return whether each sample of a batch needs a separate pipeline call."""
         return self.one_by_one
 
     def in_one_call(
@@ -1069,14 +1072,14 @@ class PipelineFamily(TextToImage):
 
         Args:
             model: Model that predicts.
-            scheduler: Scheduler whose single step ends the call.
+            scheduler: Scheduler that ends the pipeline's call after one step.
         """
         return self._around(self.known_blueprint(), model, scheduler)
 
     # -- Examples.
 
     def without_data(self) -> Self:
-        """Return the family with which to test on the ``meta`` device."""
+        """Return a version of the family for tests on the ``meta`` device."""
         return self
 
     def example(
@@ -1100,7 +1103,7 @@ class PipelineFamily(TextToImage):
         return latents, known
 
     def example_text(self, name: str, config: Any, batch: int) -> Tensor:
-        """Return an example text tensor: ones for a mask, otherwise an empty tensor on ``meta``.
+        """Return an example text tensor: ones for a mask; an empty ``meta`` tensor for embeddings.
 
         Args:
             name: Name in ``text_tensors``.

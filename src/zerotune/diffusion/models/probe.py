@@ -1,4 +1,4 @@
-"""Test a declared family before training, computing only tensor shapes.
+"""Test a family before training by computing tensor shapes only.
 
 The model is on the ``meta`` device, without weights. Masks, sizes and time steps have values,
 because pipelines may read them.
@@ -111,11 +111,11 @@ def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision,
     """Test whether texts of different lengths affect each other's embeddings.
 
     Args:
-        family: Family with its frozen parts; without text encoders nothing is tested.
+        family: Family with its frozen parts; nothing is tested if it has no text encoders.
 
     Returns:
-        The family; ``texts_alone`` is set if its pipeline pads texts to the longest one. The
-        decisions made, including a warning if texts of different lengths cannot share a micro
+        The family; ``texts_alone`` is set if its pipeline pads texts to the longest text of a
+        batch. Decisions, including a warning if texts of different lengths cannot share a micro
         batch.
     """
     encoders = () if family.parts is None else family.parts.modules

@@ -47,7 +47,7 @@ class ReadingFamily(PipelineFamily):
 
     @abstractmethod
     def pictures_of(self, parts: FrozenParts, images: Tensor) -> list[list[Any]]:
-        """Return the PIL images of each sample, in the size that the text encoder receives.
+        """Return the PIL images of each sample, resized for the text encoder.
 
         Args:
             parts: VAE and text encoders.
@@ -67,7 +67,7 @@ class ReadingFamily(PipelineFamily):
         return stack_named([row_of(one, 0) for one in encoded])
 
     def check_dataset(self, dataset: Any) -> None:
-        """Reject a dataset that cannot be encoded in advance, or that lacks references."""
+        """Raise an error if a dataset cannot be encoded in advance or lacks references."""
         super().check_dataset(dataset)
         check_edits(dataset)
 

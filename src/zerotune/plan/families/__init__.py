@@ -38,8 +38,8 @@ class ModelFamily:
     class_name: str
     """Name of the model's class in diffusers."""
     resolution: int
-    """Side length of the training images in pixels; for clips, the side of a square with a frame's
-    area."""
+    """Side length of the training images in pixels; for video clips, the side of a square with the
+    same area as a frame."""
     facts: ModelFacts
     """Parameters (all trainable) and activation costs."""
     configuration: str

@@ -1,7 +1,7 @@
 """Memory estimates of plans, per rank and component.
 
-The formulas come from the code of DeepSpeed 0.19.8 and from measurements; each group names its
-source.
+The formulas come from the code of DeepSpeed 0.19.8 and from measurements; each group of formulas
+names its source.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Workload:
     ema: EMAPlace = "none"
     """Location of the fp32 copy of an ``EMAShadow``."""
     frozen_bytes: int = 0
-    """Bytes of frozen models (VAE, text encoders) on the device. Every rank first loads all of them
-    into host memory."""
+    """Bytes of frozen models (VAE, text encoders) on the device. Every rank first loads all these
+    models into host memory."""
     model_in_memory: bool = False
     """Whether each rank has the whole fp32 model in memory before the engine starts. ``False``: the
     weights are still in files, as after ``load_pretrained(folder, plan=plan)``."""
@@ -238,10 +238,10 @@ CHECKPOINT: Final[frozenset[Phase]] = frozenset({"checkpoint"})
 TRAINING: Final = BACKWARD | STEP | CHECKPOINT
 
 EXCHANGED_PARTS: Final = 64
-"""Maximum number of parts into which ranks split updated weights to exchange them during a hidden
-step."""
+"""Maximum number of parts into which ranks split updated weights to exchange them while the
+optimizer step overlaps with the next forward pass."""
 LEAST_EXCHANGED: Final = 2**18
-"""Minimum number of elements in a part of exchanged weights."""
+"""Minimum number of elements in each part of the exchanged weights."""
 _STEPPED_IN_ONE_PASS: Final = frozenset({"DeepSpeedCPUAdam", "AdamWBF16States"})
 _ELEMENT: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -256,7 +256,7 @@ class Costing:
 
     @property
     def may_hide(self) -> bool:
-        """Whether the step may run during the next forward pass."""
+        """Whether the optimizer step may run during the next forward pass."""
         wanted = self.resolved.hidden_step
         return not self.on_cpu if wanted is None else wanted
 
@@ -330,7 +330,7 @@ class Costing:
 
     @property
     def flat_part(self) -> int:
-        """Number of elements in this rank's part of the flat parameters (stages 1 and 2)."""
+        """Number of elements in this rank's partition of the flattened parameters (stages 1, 2)."""
         return math.ceil(self.trained / self.ranks)
 
     @property
@@ -347,7 +347,7 @@ class Costing:
 
     @property
     def states(self) -> float:
-        """Size of the optimizer states of one element, in fp32 values."""
+        """Size of the optimizer states per trained weight, as a number of fp32 values."""
         plan, choice = self.resolved.plan, self.resolved.optimizer
         if choice is not None:
             return entry_of(choice.name).states_per_weight(choice.params)
@@ -380,7 +380,7 @@ class Costing:
 
     @property
     def reduces_nothing(self) -> bool:
-        """Whether the one-pass step skips the reduction, because there is only one rank."""
+        """Whether the one-pass Adam step skips the gradient reduction because there is one rank."""
         choice = self.resolved.optimizer
         settled = choice is not None and choice.implementation in _STEPPED_IN_ONE_PASS
         # Elsewhere than measured, the estimate stays on the safe side.
@@ -929,7 +929,7 @@ def gradient_buffers(resolved: ResolvedPlan, sizes: Collection[int]) -> tuple[in
         sizes: Size of each streamed unit's gradients.
 
     Returns:
-        The number, and the reason in words. The number is 0 if every unit has its own buffer.
+        The number of buffers (0 if every unit has its own), and the reason in words.
     """
     count = (resolved.streaming or Streaming()).gradient_buffers
     obstacles = {
@@ -958,7 +958,7 @@ share of both passes."""
 
 
 def with_gradients_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
-    """Return a streaming plan with as many gradient buffers as fit and save time.
+    """Return a streaming plan with as many gradient buffers as fit in host memory and save time.
 
     Args:
         estimate: Estimate of the streaming plan.

@@ -279,7 +279,7 @@ def known_rates(platform: Platform, *, file: Path | None = None) -> Rates:
 def store_rates(
     platform: Platform, found: Mapping[str, float], *, file: Path | None = None
 ) -> Path:
-    """Store measured rates, and keep those of other hardware.
+    """Store measured rates, and keep the stored rates of other hardware.
 
     Args:
         platform: The machine on which the rates were measured.
@@ -346,7 +346,7 @@ class SwapTraffic:
 
 
 def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
-    """Return the swap traffic of a step from the sizes of the swap files; 0 without NVMe."""
+    """Return the swap traffic per step from the sizes of the swap files; 0 without NVMe offload."""
     weights = optimizer = 0
     for item in estimate.items:
         if item.place == "nvme" and item.component == "weights":
@@ -395,12 +395,12 @@ class StepTraffic:
     added: int = 0
     """Host memory traffic if the ranks of a machine sum gradients in host memory."""
     chain: int = 0
-    """Additional host memory traffic of DeepSpeed's step, for clipping and casts."""
+    """Additional host memory traffic of DeepSpeed's optimizer step, for clipping and casts."""
     on_device: int = 0
     """Device memory traffic of an optimizer on the device."""
     new_in_backward: int = 0
     """Newly allocated host memory for gradients and copies, if the accelerator is the CPU; the C
-    library returns it to the system each time."""
+    library returns this memory to the system after each use."""
     new_in_step: int = 0
     """Newly allocated host memory in the optimizer step."""
 
@@ -622,11 +622,11 @@ class StepTime:
     rates: Rates
     """Rates of the prediction."""
     notes: tuple[str, ...] = ()
-    """Parts that the prediction does not include, with reasons."""
+    """Parts of a step that the prediction does not include, with reasons."""
     schedule: Schedule = "in turn"
     """When the plan's optimizer runs."""
     micro_batches: int = 1
-    """Forward passes per optimizer step; the optimizer overlaps with one of them."""
+    """Forward passes per optimizer step; the optimizer step overlaps with one of them."""
     carried: float = 1.0
     """Share of the optimizer's work that may overlap with the next forward pass, limited by how
     many gradients host memory can buffer."""
@@ -684,17 +684,17 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step whose phases do not overlap."""
+        """Predicted seconds per step if phases do not overlap."""
         return self.scheduled("in turn")
 
     @property
     def hidden_seconds(self) -> float:
-        """Seconds of a step whose optimizer and EMAs run during the next forward pass."""
+        """Seconds per step if the optimizer step and EMA updates run in the next forward pass."""
         return self.scheduled("hidden")
 
     @property
     def eager_seconds(self) -> float:
-        """Seconds of a step whose optimizer and EMAs overlap with backward and forward passes."""
+        """Seconds per step if the optimizer step and EMA updates overlap with both passes."""
         return self.scheduled("eager")
 
     @property
@@ -704,12 +704,12 @@ class StepTime:
 
     @property
     def expected(self) -> float:
-        """Seconds of a step with the plan's optimizer schedule."""
+        """Predicted seconds per step with the plan's optimizer schedule."""
         return self.scheduled(self.schedule)
 
     @property
     def bound(self) -> TimePart:
-        """The part that takes the longest time."""
+        """The part of the step that takes the longest."""
         return max(self.parts, key=lambda part: part.seconds)
 
     @property
