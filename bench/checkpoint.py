@@ -27,8 +27,8 @@ NOTES = (
         "`resume` reads files from the page cache."
     ),
     (
-        "`memory growth` is the growth of anonymous memory during the save or the resume, "
-        "whichever is larger."
+        "`memory growth` is the growth of anonymous memory during the save or during the resume; "
+        "the table gives the larger of the two."
     ),
 )
 

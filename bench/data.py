@@ -108,7 +108,7 @@ BENCHMARK = Benchmark(
     cases=cases,
     ours=(BUCKETS,),
     goals=(
-        Goal("buckets reach at least 95 % of the images per second of a plain loader",
+        Goal("buckets deliver at least 95 % of a plain loader's images per second",
              "pixels", BUCKETS, "images_per_second", 0.95, MEMORY),
     ),
 )  # fmt: skip

@@ -160,7 +160,7 @@ def _filled(value: Any, engine: Any) -> Any:
     return torch.rand(value.shape, device=engine.device).to(dtype)
 
 
-_ABOVE = "the estimate is at most 10 % above the peak of the process"
+_ABOVE = "the estimate is at most 10 % above the process's peak memory"
 _BELOW = "memory in use, without freed blocks, is at most 3 % above the estimate"
 
 BENCHMARK = Benchmark(

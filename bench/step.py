@@ -393,7 +393,7 @@ class RawLoop(_Loop):
 
 
 _WHOLE = "a training step takes at most 0.85 times as long as in a hand-written loop"
-_ONE_PASS = "one pass takes at most 0.65 times as long as DeepSpeed's separate passes"
+_ONE_PASS = "a single pass takes at most 0.65 times as long as DeepSpeed's separate passes"
 
 BENCHMARK = Benchmark(
     name="step",
@@ -406,13 +406,13 @@ BENCHMARK = Benchmark(
                  "seconds", 0.65, CHAIN + name)
             for name in list(AVERAGES)[1:]
         ),
-        Goal("one pass with one EMA reaches at least 90 % of the bandwidth of a memory copy",
+        Goal("a single pass with one EMA reaches at least 90 % of the bandwidth of a memory copy",
              "step alone", PASS + ", one EMA", "bytes_per_second", 0.9, COPY),
-        Goal("one pass with bf16 moments takes at most 0.75 times as long as with fp32 moments",
-             STATES, "bf16 moments", "thread_seconds", 0.75, "fp32 moments"),
+        Goal("a single pass with bf16 moments takes at most 0.75 times as long as with fp32 "
+             "moments", STATES, "bf16 moments", "thread_seconds", 0.75, "fp32 moments"),
         *(Goal(f"{case}: {_WHOLE}", case, OURS, "seconds", 0.85, BY_HAND) for case in PLANS),
-        Goal("at least 90 % of the time of Adam and the EMA overlaps with a simulated device's "
-             "computation",
+        Goal("at least 90 % of the time that Adam and the EMA need overlaps with a simulated "
+             "device's computation",
              SIMULATED, BEHIND, "visible_share", 0.1),
     ),
 )  # fmt: skip

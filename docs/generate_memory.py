@@ -27,17 +27,17 @@ from zerotune.platform import Platform
 TARGET = Path(__file__).parent / "fits.md"
 
 INTRODUCTION = """\
-For the fastest plan that fits, the tables show the predicted seconds per training step, and a
-letter that says where the plan keeps the optimizer and the weights. The machine has one GPU, {host}
-of host memory and an NVMe disk. All plans train in bf16 with AdamW, fp32 master weights and an EMA
-in host memory, at batch 1 and {side} x {side} pixels (for clips, the table gives the size). No
-figure was measured on a GPU: memory comes from [the memory model](memory.md), times from [published
-figures](memory.md#how-long-a-step-takes) of {cards}.
+For the fastest plan that fits, the tables show the predicted seconds per training step. A letter
+says where the plan keeps the optimizer and the weights. The machine has one GPU, {host} of host
+memory and an NVMe disk. All plans train in bf16 with AdamW, fp32 master weights and an EMA in host
+memory, at batch 1 and {side} x {side} pixels (for clips, the table gives the size). No figure was
+measured on a GPU: memory figures come from [the memory model](memory.md), and times from [published
+figures](memory.md#how-long-a-step-takes) for {cards}.
 
 The letters mean: {letters}. An asterisk (\\*) means that blocks are recomputed in the backward pass
 (gradient checkpointing); two asterisks mean that the blocks' inputs are also kept in host memory. A
 dash means that no plan fits. For your own machine, run `zerotune plan advise --family sdxl --vram
-24 --ram 64`, also with `--nvme 2TB`, `--lora {rank}` or `--base-dtype nf4` (QLoRA)."""
+24 --ram 64`, if needed with `--nvme 2TB`, `--lora {rank}` or `--base-dtype nf4` (QLoRA)."""
 
 STREAMING = """\
 [Streaming](streaming.md) moves weights through the GPU block by block. Streaming is off unless you

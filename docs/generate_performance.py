@@ -67,19 +67,19 @@ Each benchmark consists of cases, and each case compares several implementations
 implementations of a case run alternately, round by round, on one machine, so that a slowdown of the
 machine affects all of them. A ratio is the median of the ratios of all rounds. If the machine's
 speed changes from round to round, the ratio can differ from the quotient of the two medians in the
-table: one may be above 1 and the other below. The ratio is then the fairer figure. The interval in
-brackets is a 95 % confidence interval of the median ratio; it is based on order statistics, so it
-holds for any distribution. With five rounds, the interval extends from the lowest to the highest
-ratio, and its confidence is 94 %. A figure without an interval was measured once. A goal counts as
-met or missed if the whole interval is on one side of the goal. If the interval contains the goal,
-the table says whether the median meets the goal, and that the difference is within the noise. The
-JSON files contain medians, quartiles, settings and versions.
+table: one may be above 1 and the other below. In this case, the ratio is more reliable. The
+interval in brackets is a 95 % confidence interval of the median ratio; it is based on order
+statistics, so it holds for any distribution. With five rounds, the interval extends from the lowest
+to the highest ratio, and its confidence is 94 %. A figure without an interval was measured once. A
+goal counts as met if the whole interval meets it, and as missed if the whole interval misses it. If
+the interval contains the goal, the table says whether the median meets the goal, and that the
+difference is within the noise. The JSON files contain medians, quartiles, settings and versions.
 
 Memory estimates are compared with two measurements. Memory *in use* is the size of the process's
-live blocks. The *peak of the process* also contains freed blocks that the C library keeps for
-reuse; on a CPU, they can raise the peak by a fifth. An estimate may be at most 3 % below the memory
-in use, and at most 10 % above the peak of the process. An estimate is **not** an upper bound on the
-peak of the process."""
+live blocks. The *peak memory of the process* also contains freed blocks that the C library keeps
+for reuse; on a CPU, they can raise the peak by a fifth. An estimate may be at most 3 % below the
+memory in use, and at most 10 % above the process's peak memory. An estimate is **not** an upper
+bound on the peak memory."""
 
 # The reference system's own figures, as published: SDXL's full U-Net, ZeRO-2 with the optimizer
 # in RAM, on an RTX 4090 with 24 GB.
@@ -95,11 +95,11 @@ SDXL_PARAMETERS, SDXL_FLOPS = 2.567e9, 8 * 25.4e12
 LEAST = (
     ("computation", f"{SDXL_FLOPS / 1e12:.0f} TFLOP"),
     (
-        "bus, ZeRO-2 with the optimizer in RAM: fp32 gradients to RAM, bf16 weights to the device",
+        "bus traffic, ZeRO-2, optimizer in RAM: fp32 gradients to RAM, bf16 weights to the device",
         f"{6 * SDXL_PARAMETERS / 1e9:.1f} GB",
     ),
     (
-        "host memory, Adam: reads weights, gradients and moments; writes weights and moments",
+        "host memory traffic, Adam: reads weights, gradients, moments; writes weights, moments",
         f"{28 * SDXL_PARAMETERS / 1e9:.1f} GB",
     ),
 )
@@ -113,13 +113,17 @@ REASONS: Mapping[tuple[str, str], str] = {
         "zerotune's save also reads every byte back and hashes it"
     ),
     ("checkpoint", "ZeRO-3: a save"): "zerotune's save also reads every byte back and hashes it",
-    ("stream", "optimizer pass 0.9 times"): (
-        "on these cores, the simulated computation alone takes 1.04 times its ideal time, and "
-        "the optimizer passes of the last units run after it, without any overlap"
+    ("stream", "if the optimizer pass takes 0.9 times"): (
+        "on these cores, the simulated computation takes 4 % longer than intended, and the "
+        "optimizer passes of the last units run only after it"
     ),
-    ("stream", "optimizer pass twice"): "the lower bound is 0.58 times the time without overlap",
-    ("stream", "transfers 1.5 times"): (
-        "the lower bound is 0.85 times the time with a hidden optimizer step"
+    ("stream", "if the optimizer pass takes twice"): (
+        "even with perfect overlap, a step would take 0.58 times as long, so the goal leaves "
+        "almost no margin"
+    ),
+    ("stream", "if transfers take 1.5 times"): (
+        "even with perfect overlap, a step would take 0.85 times as long, so the goal leaves no "
+        "margin"
     ),
 }
 """Reasons for missed goals, by benchmark and the beginning of the goal's text."""
@@ -135,10 +139,10 @@ reference ran alternately. The brackets contain a 95 % confidence interval
 ([method](measurements.md#method))."""
 
 ONE_PASS = """\
-zerotune runs Adam, unscaling, clipping and every EMA in one pass over host memory; DeepSpeed and a
-separate EMA need several passes. On a GPU, zerotune uses the single pass unless a check (at the
-first start, or by `zerotune doctor --prove`) has failed on this GPU
-([proven on this machine](diagnostics.md#proven-on-this-machine))."""
+zerotune runs Adam, unscaling, clipping and every EMA in a single pass over host memory; DeepSpeed
+and a separate EMA need several passes. On a GPU, zerotune uses the single pass unless one of its
+checks (run at the first start or by `zerotune doctor --prove`) has failed on this GPU ([proven on
+this machine](diagnostics.md#proven-on-this-machine))."""
 
 NOT_ON_A_GPU = """\
 No figure on this page was measured on a GPU. The costs of offload over a bus, the overlap with
@@ -248,7 +252,7 @@ def _estimates(result: Mapping[str, Any]) -> str:
         of_peak.append(100 * (estimated / peak - 1))
     return (
         f"For {len(of_use)} plans, the memory estimate differs by {_range(of_use)} from the "
-        f"memory in use, and by {_range(of_peak)} from the peak of the process."
+        f"memory in use, and by {_range(of_peak)} from the process's peak memory."
     )
 
 
@@ -385,7 +389,7 @@ def _memory(result: Mapping[str, Any]) -> Iterator[str]:
     cores = result["hardware"]["usable_cores"]
     yield f"The table compares memory estimates with the memory of real steps on {cores} CPU cores:"
     rows = [
-        "| plan | peak of the process | in use | estimated | against in use | against the peak |",
+        "| plan | peak memory | in use | estimated | against in use | against the peak |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for case in result["cases"]:
@@ -395,8 +399,8 @@ def _memory(result: Mapping[str, Any]) -> Iterator[str]:
         rows.append("| " + " | ".join(cells) + " |")
     yield "\n".join(rows)
     yield (
-        "On a CPU, the C library keeps freed blocks of up to 32 MiB for reuse. The peak of the "
-        "process includes these blocks, so leave some additional memory free for them."
+        "On a CPU, the C library keeps freed blocks of up to 32 MiB for reuse. The process's "
+        "peak memory includes these blocks, so leave some additional memory free for them."
     )
 
 

@@ -123,7 +123,7 @@ def test_a_folder_is_written_from_a_file_and_configurations(folders, tmp_path):
     for name in ("vae", "text_encoder", "text_encoder_2"):
         assert same(getattr(read, name).state_dict(), getattr(expected, name).state_dict()), name
     assert same(read.unet.state_dict(), load_pretrained(file, config=bare).model.state_dict())
-    assert "pass config=" in error
+    assert "set config= to the folder" in error
     assert "the export is made from it" in own
 
 

@@ -771,7 +771,7 @@ def clipping_unset(case: Case, this: Rule) -> Findings:
 
 @rule("precision-conflict", "error", only_deepspeed=False)
 def precision_conflict(case: Case, this: Rule) -> Findings:
-    """At most one of bf16 and fp16 may be enabled, with the same setting in the launcher's file.
+    """Only one of bf16 and fp16 may be enabled, and the launcher's file must agree.
 
     Disable one of the two precisions, and set the launcher's ``mixed_precision`` to the other.
     """

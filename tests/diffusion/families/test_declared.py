@@ -379,7 +379,7 @@ def test_a_pipeline_that_calls_twice_doubles_or_forgets_is_refused(bare, monkeyp
 
     for change, reason in (
         (once_more, "called 2 times"),
-        (doubled, "receives 4 samples, not 2"),
+        (doubled, "receives 4 samples instead of 2"),
         (same_time, "does not receive a time step for each sample"),
         (without_gradient, "no gradient reaches the first block"),
         (no_step, "ended without calling scheduler.step"),
