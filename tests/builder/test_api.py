@@ -316,7 +316,7 @@ class TestAdvise:
         assert found["chosen"]["foremost"]
         predicted = found["chosen"]["predicted"]
         assert re.fullmatch(r"\d+\.\d\d s|\d+\.\d ms", predicted["seconds"])
-        assert predicted["rates"].startswith("rates catalogued, of RTX 4070 (12 GiB)")
+        assert predicted["rates"].startswith("rates catalogued for RTX 4070 (12 GiB)")
         for each in (found["chosen"], *found["runners_up"]):
             shown = client.post("/api/preview", json={"state": each["state"]}).json()
             assert all(bar["fits"] for bar in shown["memory"]["bars"]), each["title"]

@@ -993,7 +993,7 @@ def test_the_journey_of_sdxl_on_12_gib(page, place):
     assert page.tab.input_value("#fit-vram") == "12"
     page.tab.click("#fit-do")
     page.tab.wait_for_selector("#fit-results .candidate")
-    rates = "rates catalogued, RTX 4070 (12 GiB)"
+    rates = "rates catalogued for RTX 4070 (12 GiB)"
     assert rates in page.tab.locator("#fit-rates").text_content()
     shown = page.tab.locator("#fit-results .candidate:visible .seconds b").all_text_contents()
     assert shown

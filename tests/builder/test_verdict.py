@@ -65,7 +65,7 @@ class TestVerdict:
 
     def test_seconds_come_with_their_rates(self, client):
         time = preview(client, setup={"card": "RTX 3090, 24 GiB"})["time"]
-        assert time["rates"] == "rates catalogued, RTX 3090 (24 GiB)"
+        assert time["rates"] == "rates catalogued for RTX 3090 (24 GiB)"
         other = preview(client, setup={"card": "RTX 4090, 24 GiB"})["time"]
         assert other["seconds"] != time["seconds"]
         assert preview(client, setup={"vram": "much"})["time"] is None

@@ -152,7 +152,7 @@ def test_what_is_still_to_come_is_judged_by_what_is_free(tmp_path, free, own, ot
     told = tell_shortage(tmp_path, free=free, own=own, others=others)
     assert (told is None) == enough
     if told is not None:
-        assert f"another program filled the swap disk of {tmp_path}" in told
+        assert f"another program used up the swap disk of {tmp_path}" in told
         assert f"({free} bytes) are free" in told
         assert f"this run must still write {disk_size(own)}" in told
         assert ("other runs have reserved 5.0 MiB" in told) == bool(others)
@@ -206,7 +206,7 @@ def test_a_disk_that_another_program_fills_stops_the_run_with_a_checkpoint(tmp_p
         other.unlink()
         second = trainer.fit(steps=3).stopped
         assert "this run must still write" in first
-        assert f"another program filled the swap disk of {disk}: 0.0 MiB (0 bytes)" in first
+        assert f"another program used up the swap disk of {disk}: only 0.0 MiB (0 bytes)" in first
         assert saved == ["step-00000000"]
         assert "a checkpoint was saved" in trainer.decisions[-1].reason
         assert second is None, "once all is written no room is needed"

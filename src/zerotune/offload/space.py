@@ -268,7 +268,7 @@ def tell_shortage(root: Path, *, free: int, own: int, others: int) -> str | None
         return None
     taken = f", of which other runs have reserved {disk_size(others)}" if others else ""
     return (
-        f"another program filled the swap disk of {root}: {disk_size(free)} ({free} "
+        f"another program used up the swap disk of {root}: only {disk_size(free)} ({free} "
         f"bytes) are free{taken}, but this run must still write {disk_size(own)}"
     )
 

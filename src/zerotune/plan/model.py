@@ -1624,9 +1624,9 @@ class ActivationCost:
     """Bytes per sample and image pixel (not latent pixel); for clips, see
     ``ModelFacts.positions``."""
     small: tuple[tuple[int, float, float], ...] = attrs.field(default=(), converter=_as_triples)
-    """Groups of equally large tensors; each group has a count, bytes per sample and bytes per
-    pixel. A group is included only if each tensor has fewer than ``SMALLEST_OFFLOADED`` bytes; a
-    negative count subtracts the group."""
+    """Groups of small tensors of equal size, each as (number of tensors, bytes per sample, bytes
+    per pixel). A group is included only if each tensor has fewer than ``SMALLEST_OFFLOADED`` bytes;
+    a negative count subtracts the group."""
     moments: tuple[ActivationCost, ...] = attrs.field(default=(), converter=_as_costs)
     """Costs at other moments of the pass, which may be the peak at other batch sizes or
     resolutions."""
@@ -2761,8 +2761,8 @@ class DeepSpeedPlan(Readable, Section):
             ram: RAM of each machine, in bytes or as ``"64GiB"``; default this machine's.
             nvme: Disk space for swap files on each machine, in bytes or as ``"1TiB"``.
             batch: Samples per forward pass and rank.
-            resolution: Side length in pixels, or height and width; default the family's own.
-            frames: Frames per clip for a video model; default the family's own.
+            resolution: Side length in pixels, or height and width; by default the family's.
+            frames: Frames per clip for a video model; by default the family's clip length.
             world_size: Number of ranks, all on one machine.
             precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``.
             gradient_accumulation_steps: Forward passes per optimizer step.
@@ -2847,8 +2847,8 @@ class DeepSpeedPlan(Readable, Section):
             world_size: Number of ranks.
             run: Values from the training script.
             batch: Samples per forward pass and rank, instead of the plan's.
-            resolution: Side length in pixels, or height and width; default the family's own.
-            frames: Frames per clip for a video model; default the family's own.
+            resolution: Side length in pixels, or height and width; by default the family's.
+            frames: Frames per clip for a video model; by default the family's clip length.
             ema: Location of an ``EMAShadow``: ``"none"``, ``"host"``, ``"device"``, ``"nvme"``.
             gradient_checkpointing: Whether blocks are recomputed in the backward pass.
             activation_offload: Whether inputs of recomputed blocks are kept in host memory

@@ -380,11 +380,11 @@ def test_cards_are_found_by_name_and_by_memory():
         return catalogued_rates(attrs.evolve(CUDA, devices=(device,)))
 
     named = card("NVIDIA A100-SXM4-40GB", 40)
-    assert named.origin == "catalogued, A100 (40 GiB)"
+    assert named.origin == "catalogued for A100 (40 GiB)"
     assert named.device_memory < card("NVIDIA A100-SXM4-80GB", 80).device_memory
     assert card("NVIDIA H100 PCIe", 80).products < card("NVIDIA H100 80GB HBM3", 80).products
     unknown = card("Something else", 23)
-    assert "24 GiB), the listed card nearest in memory" in unknown.origin
+    assert "24 GiB), the listed card with the closest memory size" in unknown.origin
     assert unknown.source("products") == "catalogued"
 
 

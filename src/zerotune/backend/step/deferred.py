@@ -524,7 +524,7 @@ class CompilerWatch:
 
     @classmethod
     def enter(cls, by: int) -> None:
-        """Announce the beginning or the end of a call whose compiled code waits for the weights.
+        """Count the calls in progress whose compiled code itself waits until weights are updated.
 
         Args:
             by: 1 before the call, -1 after it.

@@ -203,10 +203,10 @@ def catalogued_rates(platform: Platform) -> Rates:
     named = [card for card in CARDS if card.name in name]
     card = min(named or CARDS, key=lambda one: abs(one.memory - memory))
     like = f"{card.name} ({card.memory} GiB)"
-    origin = f"catalogued, {like}"
+    origin = f"catalogued for {like}"
     if not named:
         # Only the memory size of an unlisted card is known.
-        origin = f"catalogued, of {like}, the listed card nearest in memory"
+        origin = f"catalogued for {like}, the listed card with the closest memory size"
     return Rates(
         products=card.low * _REACHED["products"] * _TERA,
         products_fp32=card.fp32 * _REACHED["products"] * _TERA,
@@ -241,7 +241,7 @@ def _of_processor(platform: Platform) -> Rates:
         device_memory=_HOST["host_memory"] / 2, device_memory_fp32=_HOST["host_memory"],
         to_host=_HOST["host_memory"], to_device=_HOST["host_memory"], **_HOST,
         coded_step=_coded_step(platform), **_DISK,
-        origin=f"catalogued, {platform.usable_cores} cores",
+        origin=f"catalogued for {platform.usable_cores} cores",
     )  # fmt: skip
 
 
