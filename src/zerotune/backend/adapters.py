@@ -515,7 +515,7 @@ def _publication(model: torch.nn.Module, component: str) -> Published | None:
 
 
 def published(model: torch.nn.Module, form: Layout, component: str) -> Published:
-    """Return a model's layer names in a format; raise an error if diffusers cannot read the format.
+    """Return the names of a model's layers in the given format, which diffusers must read.
 
     Args:
         model: The model.

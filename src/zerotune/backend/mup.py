@@ -41,8 +41,9 @@ def set_base_shapes(
 
     Args:
         model: The model to train.
-        base: The base model as a module, which may be on the meta device. For a diffusers model,
-            changes to ``model.config`` suffice, such as ``{"block_out_channels": (32, 64)}``.
+        base: The base model as a module, which may be on the meta device. For a diffusers model, a
+            mapping of overrides of ``model.config`` suffices, such as ``{"block_out_channels": (32,
+            64)}``.
         delta: A model whose widths differ from the base model's, in the same form as ``base``.
             Dimensions that differ between ``base`` and ``delta`` are widths.
         rescale: Whether to scale the initial weights according to mup. Pass ``False`` for weights

@@ -160,7 +160,7 @@ def _other_model(name: str, reason: str) -> CheckpointMismatchError:
 
 @attrs.frozen(kw_only=True)
 class SingleFile:
-    """A single-file model, and a diffusers pipeline's folder with the model's configuration."""
+    """A single-file checkpoint, and the diffusers pipeline folder with its configuration."""
 
     path: Path
     config: Path
