@@ -538,7 +538,7 @@ class TrackedParameters:
                     "is not one of the fp32 weights that the optimizer updates",
                     key=f"parameters[{index}]",
                     value=(str(parameter.dtype), tuple(parameter.shape)),
-                    fix="create EMAModel(engine, ...) after accelerate or DeepSpeed has created the "
+                    fix="create EMAModel(engine, ...) once accelerate or DeepSpeed has created the "
                     "engine, or call accelerator.register_for_checkpointing(ema) after prepare",
                 )
             if id(parameter) not in names:
