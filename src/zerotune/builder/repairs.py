@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
@@ -250,15 +250,10 @@ _UNTIL: Final = re.compile(r"; | to | for | instead| which | if | unless |, or l
 
 def _propose(message: Decision, state: FormState) -> Iterator[Repair]:
     """Yield the repairs that a fix may mean; changes joined by "and" form one repair."""
-    before: list[Repair] = []
-    for both, verb, objects in _commands(message.fix):
-        found = list(_READERS[verb](message, objects, state))
-        if both:
-            before = [_combine(first, then) for first in before for then in found]
-        else:
-            yield from before
-            before = found
-    yield from before
+    yield from _join(
+        (both, _READERS[verb](message, objects, state))
+        for both, verb, objects in _commands(message.fix)
+    )
     if "did you mean" in message.fix and not message.key.endswith(".type"):
         yield from _read_remove(message, "it", state)
 
@@ -269,6 +264,19 @@ def _commands(fix: str) -> Iterator[tuple[bool, str, str]]:
     ends = [*(one.start() for one in starts[1:]), len(fix)]
     for start, end in zip(starts, ends, strict=False):
         yield bool(start["both"]), start["verb"], fix[start.end() : end]
+
+
+def _join(groups: Iterable[tuple[bool, Iterable[Repair]]]) -> Iterator[Repair]:
+    """Yield the repairs of each group, combined with those before it where "and" precedes it."""
+    before: list[Repair] = []
+    for both, found in groups:
+        if both:
+            now = list(found)
+            before = [_combine(first, then) for first in before for then in now]
+        else:
+            yield from before
+            before = list(found)
+    yield from before
 
 
 def _combine(first: Repair, then: Repair) -> Repair:
@@ -290,21 +298,15 @@ def _remove_repair(store: str, path: str) -> Repair:
 
 def _read_set(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
     """Parse ``A or B to VALUE``, once or several times."""
-    before: list[Repair] = []
-    for one in _SET.finditer(objects):
+
+    def repairs_of(one: re.Match[str]) -> Iterator[Repair]:
         values = [json.loads(one["value"]), *([AUTO] if one["auto"] else [])]
-        found = [
-            _set_repair(*_locate(path, state), value)
-            for name in one["names"].split(" or ")
-            for value in values
-            for path in _paths(name, message.key)
-        ]
-        if one["both"]:
-            before = [_combine(first, then) for first in before for then in found]
-        else:
-            yield from before
-            before = found
-    yield from before
+        for name in one["names"].split(" or "):
+            for value in values:
+                for path in _paths(name, message.key):
+                    yield _set_repair(*_locate(path, state), value)
+
+    yield from _join((bool(one["both"]), repairs_of(one)) for one in _SET.finditer(objects))
 
 
 def _read_rename(message: Decision, objects: str, state: FormState) -> Iterator[Repair]:
