@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from zerotune.errors import NothingFitsError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.advise import Advice
 from zerotune.plan.families import family_names, model_family
-from zerotune.plan.memory.time import catalogued_rates
+from zerotune.plan.memory.time import listed_card
 from zerotune.platform import Platform
 
 TARGET = Path(__file__).parent / "fits.md"
@@ -118,17 +117,9 @@ def _folded(title: str, *blocks: str) -> str:
 
 
 def _cards() -> str:
-    names = [_card(size) for size in CARDS]
+    # The tables give no names of cards, so only the memory size counts.
+    names = [listed_card("", int(size.removesuffix("GiB"))).name for size in CARDS]
     return f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _card(size: str) -> str:
-    """Return the listed card whose figures are used for cards with ``size`` of memory."""
-    memory = parse_size(size, key="vram")
-    platform = Platform.synthetic("cuda", vram=memory, ram=parse_size(HOST, key="ram"))
-    found = re.search(r"of (.+?) \(", catalogued_rates(platform).origin)
-    assert found is not None
-    return found[1]
 
 
 def _gib(size: str) -> str:

@@ -190,6 +190,18 @@ _CALLS_ON_CARD: Final[Mapping[str, Any]] = dict.fromkeys(_CALLS, 2e5)
 _CALLS_ON_CORE: Final[Mapping[str, Any]] = dict.fromkeys(_CALLS, 2e4)
 
 
+def listed_card(name: str, memory: int) -> Card:
+    """Return the card whose published figures are used for a device.
+
+    Args:
+        name: Name that the driver gives to the device. If it contains no listed name, only the
+            memory size counts.
+        memory: Memory of the device in GiB.
+    """
+    named = [card for card in CARDS if card.name in name]
+    return min(named or CARDS, key=lambda one: abs(one.memory - memory))
+
+
 def catalogued_rates(platform: Platform) -> Rates:
     """Return the rates expected from the published figures of the machine's card.
 
@@ -200,13 +212,11 @@ def catalogued_rates(platform: Platform) -> Rates:
     device = min(platform.devices, key=lambda one: one.total_memory, default=None)
     name = "" if device is None else device.name
     memory = 24 if device is None else round(device.total_memory / 2**30)
-    named = [card for card in CARDS if card.name in name]
-    card = min(named or CARDS, key=lambda one: abs(one.memory - memory))
-    like = f"{card.name} ({card.memory} GiB)"
-    origin = f"catalogued for {like}"
-    if not named:
+    card = listed_card(name, memory)
+    origin = f"catalogued for {card.name} ({card.memory} GiB)"
+    if card.name not in name:
         # Only the memory size of an unlisted card is known.
-        origin = f"catalogued for {like}, the listed card with the closest memory size"
+        origin += ", the listed card with the closest memory size"
     return Rates(
         products=card.low * _REACHED["products"] * _TERA,
         products_fp32=card.fp32 * _REACHED["products"] * _TERA,
