@@ -119,6 +119,16 @@ class TestSave:
         written = json.loads((tmp_path / "ds.json").read_text())
         assert written == {"train_batch_size": 4, "bf16": {"enabled": True}}
 
+    @pytest.mark.parametrize(
+        ("lossy", "close"),
+        [(["num_proceses"], "num_processes"), (["bogus"], "gpu_ids"), ("launch.gpu_id", "gpu_ids")],
+    )
+    def test_a_name_in_lossy_that_is_no_launch_setting_is_an_error(self, plan, lossy, close):
+        with pytest.raises(InvalidValueError, match="is not a launch setting") as caught:
+            plan_document(plan, lossy=lossy)
+        assert caught.value.key == "lossy"
+        assert close in caught.value.fix
+
     def test_accelerates_json_is_not_written_over_as_something_else(self, plan, tmp_path):
         file = tmp_path / "default_config.json"
         file.write_text('{"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 1}}')

@@ -504,7 +504,7 @@ class _ConvertPlan(Below):
         plan = DeepSpeedPlan.load(self.arguments.file, also_known=self.arguments.also_known)
         if self.arguments.to == "accelerate":
             plan = launchable(plan, processes=self.arguments.num_processes)
-        lossy = _launch_settings(self.arguments.lossy)
+        lossy = [name for name in self.arguments.lossy.split(",") if name.strip()]
         if self.arguments.output is None:
             document = plan_document(plan, self.arguments.to, lossy=lossy)
             _tell_decisions((*plan.decisions, *document.decisions))
@@ -517,22 +517,6 @@ class _ConvertPlan(Below):
         for backup in saved.backups:
             tell(f"kept {backup}")
         return 0
-
-
-def _launch_settings(text: str) -> list[str]:
-    """Parse ``--lossy``: names of launch settings, separated by commas."""
-    from zerotune.plan.accelerate import LAUNCH_IN_BLOCK, TOP_LEVEL
-
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in TOP_LEVEL | LAUNCH_IN_BLOCK:
-            raise InvalidValueError(
-                "is not a launch setting",
-                key="--lossy",
-                value=name,
-                fix="write names such as num_processes,gpu_ids",
-            )
-    return names
 
 
 def _tell_decisions(decisions: Iterable[Decision]) -> None:

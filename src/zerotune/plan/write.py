@@ -13,7 +13,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune._util.files import sync, write_atomically
-from zerotune._util.text import as_number, is_integer, is_number
+from zerotune._util.text import as_number, as_texts, did_you_mean, is_integer, is_number
 from zerotune.decisions import Decision, Log
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError
 from zerotune.plan.accelerate import (
@@ -34,6 +34,7 @@ from zerotune.plan.model import (
     LaunchSection,
     as_tuple,
     evolved,
+    modelled,
     passed_paths,
 )
 from zerotune.plan.source import (
@@ -130,11 +131,11 @@ def plan_document(
             the plan's fields.
 
     Raises:
-        InvalidValueError: The format is unknown, or a launch setting is neither supported by the
-            format nor named in ``lossy``.
+        InvalidValueError: The format is unknown, ``lossy`` contains a name that is not a launch
+            setting, or a launch setting is neither supported by the format nor named in ``lossy``.
         PlanError: ``existing`` cannot be read or is not a JSON object.
     """
-    writer = _Writer(plan=plan, lossy=lossy, like=like or {})
+    writer = _Writer(plan=plan, lossy=_launch_settings(plan, lossy), like=like or {})
     if format == "deepspeed":
         return writer.deepspeed()
     if format == "accelerate":
@@ -150,6 +151,24 @@ def plan_document(
         value=format,
         fix="use one of " + ", ".join(repr(name) for name in FORMATS),
     )
+
+
+def _launch_settings(plan: DeepSpeedPlan, names: Collection[str]) -> frozenset[str]:
+    """Return the launch settings that ``names`` names, each with or without ``launch.``."""
+    settings = {name: name.strip().removeprefix("launch.") for name in as_texts(names)}
+    written = plan.launch.to_dict() if plan.launch else {}
+    modelled_here = {attribute.name for attribute in modelled(LaunchSection)}
+    known = TOP_LEVEL | LAUNCH_IN_BLOCK | modelled_here | written.keys()
+    for name, setting in settings.items():
+        if setting not in known:
+            close = did_you_mean(setting, sorted(known)) or ["num_processes", "gpu_ids"]
+            raise InvalidValueError(
+                "is not a launch setting",
+                key="lossy",
+                value=name,
+                fix=f"use names such as {', '.join(close)}",
+            )
+    return frozenset(settings.values())
 
 
 def launchable(plan: DeepSpeedPlan, *, processes: int = 1) -> DeepSpeedPlan:
@@ -280,7 +299,7 @@ class _Writer(Log):
     """Conversion of a plan to a format, with its decisions."""
 
     plan: DeepSpeedPlan
-    lossy: Collection[str] = ()
+    lossy: frozenset[str] = frozenset()
     like: Mapping[str, Any] = attrs.field(factory=dict)
 
     @property
@@ -319,10 +338,9 @@ class _Writer(Log):
         # Needed to compute the batch sizes.
         starting = _LAUNCHER_SETTINGS - {"num_processes"} if shares else _LAUNCHER_SETTINGS
         unsaid = {key: value for key, value in left.items() if self._says_nothing(key, value)}
-        named = {name.strip().removeprefix("launch.") for name in self.lossy}
-        starts = [key for key in left if key in starting and key not in named and key not in unsaid]
+        starts = [key for key in left if key in starting and key not in self.lossy and key not in unsaid]
         lost = {key: value for key, value in left.items() if key not in (*unsaid, *starts)}
-        refused = [key for key in lost if key not in named]
+        refused = [key for key in lost if key not in self.lossy]
         if refused:
             others = f" (nor {', '.join(refused[1:])})" if refused[1:] else ""
             names = ",".join(lost)
