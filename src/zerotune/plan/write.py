@@ -338,7 +338,9 @@ class _Writer(Log):
         # Needed to compute the batch sizes.
         starting = _LAUNCHER_SETTINGS - {"num_processes"} if shares else _LAUNCHER_SETTINGS
         unsaid = {key: value for key, value in left.items() if self._says_nothing(key, value)}
-        starts = [key for key in left if key in starting and key not in self.lossy and key not in unsaid]
+        starts = [
+            key for key in left if key in starting and key not in self.lossy and key not in unsaid
+        ]
         lost = {key: value for key, value in left.items() if key not in (*unsaid, *starts)}
         refused = [key for key in lost if key not in self.lossy]
         if refused:
