@@ -34,8 +34,12 @@ PICTURE = DOCS / "images" / "memory.png"
 COMMAND = "plan advise --family sdxl --vram 12 --ram 128 --ema host"
 ANSWER = "zerotune-answer"
 RESULTS = DOCS / "results"
+APART = 8
+"""Cases of one quantity get panels of their own if their largest bars differ by this factor."""
 TALLEST = 8.8
 """Largest height of a chart in inches, at 100 pixels per inch."""
+MARGIN = 0.6
+"""Lines between the top of a panel and its first name."""
 SHOWN = "zerotune-shown"
 """Metadata key under which a chart stores its data, so that a test finds outdated charts."""
 
@@ -100,9 +104,14 @@ def shown(result: Mapping[str, Any]) -> str:
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Draw a panel per quantity, with a bar and quartiles per implementation and case."""
-    drawn = panels(result)
-    lines = [sum(len(bars) + 1 for bars in cases.values()) for cases in drawn.values()]
-    rest = 0.6 * len(lines) + 0.8
+    drawn = [
+        (quantity, cases)
+        for quantity, all_cases in panels(result).items()
+        for cases in _by_size(all_cases)
+    ]
+    # Bars, a name for each case, and the margin above the first name.
+    lines = [sum(len(bars) + 1 for bars in cases.values()) + MARGIN for _, cases in drawn]
+    rest = 0.5 * len(lines) + 0.8
     # A chart is no taller than a screen.
     line = min(0.24, (TALLEST - rest) / sum(lines))
     height = line * sum(lines) + rest
@@ -111,12 +120,28 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     title = result["title"][0].upper() + result["title"][1:]
     heading = f"{textwrap.fill(title, 100)}\n{machine(result)}; {marks}"
     figure.suptitle(heading, fontsize=9)
-    axes = figure.subplots(len(drawn), 1, height_ratios=lines, squeeze=False)[:, 0]
-    for axis, (quantity, cases) in zip(axes, drawn.items(), strict=True):
+    heights = [each + 1 for each in lines]
+    axes = figure.subplots(len(drawn), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for axis, (quantity, cases) in zip(axes, drawn, strict=True):
         _draw_panel(axis, quantity, cases, result, fontsize=8 if line > 0.2 else 7)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", metadata={SHOWN: shown(result), "Software": None})
     write_atomically(path, picture.getvalue())
+
+
+def _by_size(cases: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Mapping[str, Any]]]:
+    """Group neighbouring cases whose bars can be compared on one axis."""
+    groups: list[dict[str, Mapping[str, Any]]] = []
+    sizes: list[float] = []
+    for name, bars in cases.items():
+        size = max(bar["median"] for bar in bars.values())
+        within = [*sizes, size] if groups else []
+        if not groups or max(within) > APART * min(within):
+            groups.append({})
+            sizes = []
+        groups[-1][name] = bars
+        sizes.append(size)
+    return groups
 
 
 def _draw_panel(
@@ -146,7 +171,7 @@ def _draw_panel(
             axis.text(max(middle, high), len(names), text, fontsize=fontsize, va="center")
             names.append(name)
     axis.set_yticks(range(len(names)), names, fontsize=fontsize)
-    axis.set_ylim(len(names), -0.6)
+    axis.set_ylim(len(names), -MARGIN)
     axis.margins(x=0.12)
     axis.tick_params(axis="x", labelsize=8)
     axis.tick_params(axis="y", length=0)
