@@ -49,6 +49,8 @@ html_js_files = ["accessible.js"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+# The fields of attrs classes are documented as attributes, not once more as parameters.
+autodoc_typehints_description_target = "documented_params"
 autodoc_mock_imports: list[str] = []
 napoleon_google_docstring = True
 napoleon_use_ivar = True

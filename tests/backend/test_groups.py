@@ -16,6 +16,7 @@ from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
 from zerotune.optimizers.catalogue import GroupChoice, OptimizerChoice, SchedulerChoice
 from zerotune.optimizers.schedules import lr_at
 from zerotune.plan.model import DeepSpeedPlan
+from zerotune.training.setup import build_engine
 
 SCHEDULE = {
     "type": "WarmupLR",
@@ -154,3 +155,12 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor():
     curve.step()
     assert optimizer.param_groups[0]["lr"] is rate
     assert curve.get_lr() == [1.5]
+
+
+def test_muon_does_not_train_with_a_plan_that_was_only_previewed():
+    plan = DeepSpeedPlan.build(
+        stage=0, precision="fp32", optimizer={"type": "Muon", "params": {"lr": 1e-2}}
+    )
+    previewed = OptimizerResolver().previewed(plan.resolve(deepspeed=False))
+    with pytest.raises(EngineError, match="have not been chosen"):
+        build_engine(model=HostileNet(scalar=False), plan=previewed)

@@ -145,6 +145,14 @@ class TestPreview:
         (other,) = messages(found, "zero_force_ds_cpu_optimizer")
         assert "for the reason given at zero_allow_untested_optimizer" in other["text"]
 
+    def test_muon_runs_for_a_model_that_is_not_listed(self, client):
+        config = {**PLAN, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+        found = preview(client, config=config, setup={"family": ""})
+        assert found["runs"]
+        assert not [one for one in found["messages"] if one["severity"] == "error"]
+        (groups,) = messages(found, "optimizer.groups")
+        assert "depend on the model's parameters, which are unknown here" in groups["text"]
+
     def test_packages_that_are_not_installed_are_said_before_they_are_chosen(
         self, client, monkeypatch
     ):

@@ -80,6 +80,17 @@ def test_errors_of_every_stage_fail(check, change, rule, key):
     assert "Fix: " in error["text"]
 
 
+def test_an_optimizer_that_needs_a_model_is_no_error_in_a_file(check):
+    config = {**CLEAN, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+    status, out, _ = check(config)
+    assert status == 0
+    assert "[error]" not in out
+    config["optimizer"]["params"]["momentum"] = 2
+    status, out, _ = check(config)
+    assert status == 1
+    assert "optimizer.params.momentum = 2" in out
+
+
 def test_the_world_size_matters(check):
     config = {**CLEAN, "train_batch_size": 4, "gradient_accumulation_steps": 4}
     assert check(config)[0] == 0

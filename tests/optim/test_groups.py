@@ -179,6 +179,26 @@ def test_groups_need_the_model(make_plan):
         OptimizerResolver(groups=ParameterGroups.no_decay()).resolve(plan)
 
 
+def test_a_preview_without_a_model_leaves_groups_open(make_plan):
+    for optimizer, groups in (("AdamW", ParameterGroups.no_decay()), ("Muon", None)):
+        plan = attrs.evolve(make_plan(optimizer, {"lr": 1e-3}), model=None)
+        resolver = OptimizerResolver(groups=groups)
+        with pytest.raises(OptimizerError, match="from_module"):
+            resolver.settled(plan)
+        previewed = resolver.previewed(plan)
+        assert previewed.optimizer.name == optimizer
+        assert previewed.optimizer.groups == ()
+        (decision,) = [one for one in previewed.decisions if one.key == "optimizer.groups"]
+        assert decision.after == "open"
+
+
+def test_a_preview_with_a_model_is_what_will_run(make_plan):
+    shapes = [(f"layer{number}.weight", (4, 4)) for number in range(3)]
+    plan = attrs.evolve(make_plan("Muon", {"lr": 1e-3}), model=ModelFacts.from_shapes(shapes))
+    resolver = OptimizerResolver()
+    assert resolver.previewed(plan) == resolver.settled(plan)
+
+
 def test_explain_and_the_decision_show_sizes_and_arguments(resolve, decisions_for):
     resolution = resolve(ParameterGroups.no_decay())
     line = "no decay: 3 parameters, 19 elements, lr 0.001, weight_decay 0"

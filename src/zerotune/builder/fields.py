@@ -260,7 +260,8 @@ def _workload_fields() -> tuple[Field, ...]:
         _setup_field(
             "gradient_checkpointing",
             "Gradient checkpointing",
-            options={"yes, recompute activations": True, "no, keep activations": False},
+            "Recompute the activations of blocks in the backward pass instead of keeping them.",
+            options={"yes": True, "no": False},
         ),
         _setup_field(
             "total_steps", "Steps of the run", "Length of a schedule that does not set its own."

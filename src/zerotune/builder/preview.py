@@ -521,7 +521,7 @@ class _Form:
         context = Context(
             world_size=self.setup.world_size, platform=self.platform, model=model, run=run
         )
-        found = plan.inspect(context, settle=OptimizerResolver(platform=self.platform).settled)
+        found = plan.inspect(context, settle=OptimizerResolver(platform=self.platform).previewed)
         messages = [*found.refusals, *found.findings]
         if found.resolved is None:
             # A plan that cannot run has no choices or assumptions to report.
@@ -545,7 +545,7 @@ class _Form:
         try:
             found = partial_plan.inspect(
                 Context(world_size=self.setup.world_size),
-                settle=OptimizerResolver(platform=self.platform).settled,
+                settle=OptimizerResolver(platform=self.platform).previewed,
                 resolve_in=Context(
                     world_size=self.setup.world_size, platform=self.platform, run=run
                 ),

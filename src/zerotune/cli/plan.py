@@ -443,7 +443,7 @@ def _settle_written(resolved: ResolvedPlan) -> ResolvedPlan:
     # A quarter of the command's time, so only where there is something to look at.
     from zerotune.optim.resolver import OptimizerResolver
 
-    return OptimizerResolver().settled(resolved)
+    return OptimizerResolver().previewed(resolved)
 
 
 def _open_run(plan: DeepSpeedPlan) -> Any:

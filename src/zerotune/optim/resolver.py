@@ -8,7 +8,7 @@ the optimizer and counts optimizer steps.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -49,6 +49,7 @@ from zerotune.optim.capability import (
     reject_unknown,
 )
 from zerotune.optim.groups import (
+    KEY,
     MuonPatterns,
     ParameterGroups,
     describe,
@@ -186,6 +187,13 @@ class OptimizerResolver:
             UnknownKeyError: An argument is unknown.
             InvalidValueError: An argument has the wrong type or is out of range.
         """
+        return self._resolve(resolved, self._grouped)
+
+    def _resolve(
+        self,
+        resolved: ResolvedPlan,
+        group: Callable[[Settled, ResolvedPlan], tuple[OptimizerChoice, tuple[Decision, ...]]],
+    ) -> OptimizerResolution:
         overrides = settings_by_path(self.overrides, _override_paths) if self.overrides else {}
         asked, situation, log = _Asked(resolved, overrides), Situation.of(resolved), Log()
         schedule = log.attempt(asked.schedule)
@@ -199,7 +207,7 @@ class OptimizerResolver:
                 table=self.table,
             ).settled()
         )
-        choice, grouping = self._grouped(settled, resolved)
+        choice, grouping = group(settled, resolved)
         scheduler, why = asked.settle_schedule(schedule, attrs.evolve(settled, choice=choice))
         return OptimizerResolution(
             optimizer=choice,
@@ -225,10 +233,19 @@ class OptimizerResolver:
         Raises:
             OptimizerError: As in ``resolve``.
         """
-        resolution = self.resolve(resolved)
-        return resolved.with_choices(
-            resolution.optimizer, resolution.scheduler, resolution.decisions
-        )
+        return _filled(resolved, self.resolve(resolved))
+
+    def previewed(self, resolved: ResolvedPlan) -> ResolvedPlan:
+        """Return the plan ``resolved`` as ``settled`` does, even if its model is unknown.
+
+        Parameter groups, and Muon's choice of parameters, depend on the model. Without a model they
+        stay open, and a decision says so. Such a plan can be shown, but Muon cannot train with it.
+
+        Raises:
+            OptimizerError: As in ``resolve``.
+        """
+        group = self._grouped if resolved.model is not None else self._ungrouped
+        return _filled(resolved, self._resolve(resolved, group))
 
     def explain(self, resolved: ResolvedPlan) -> str:
         """Describe the optimizer and schedule for the plan ``resolved``, with reasons."""
@@ -313,6 +330,18 @@ class OptimizerResolver:
             return choice, decisions
         # The split into Muon's and Adam's replaces the groups that were just described.
         return muon_groups(choice, resolved.model, self.muon, settled.rates)
+
+    def _ungrouped(
+        self, settled: Settled, _resolved: ResolvedPlan
+    ) -> tuple[OptimizerChoice, tuple[Decision, ...]]:
+        if self.groups is None and settled.choice.name != "Muon":
+            return settled.choice, ()
+        reason = "parameter groups depend on the model's parameters, which are unknown here"
+        return settled.choice, (Decision(key=KEY, before=None, after="open", reason=reason),)
+
+
+def _filled(resolved: ResolvedPlan, resolution: OptimizerResolution) -> ResolvedPlan:
+    return resolved.with_choices(resolution.optimizer, resolution.scheduler, resolution.decisions)
 
 
 # -- What is asked for: the sections of the plan under the overrides.

@@ -23,12 +23,18 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 def chosen_optimizer(plan: ResolvedPlan) -> OptimizerChoice:
-    """Return the plan's optimizer; raise an error if the plan was resolved without one."""
+    """Return the plan's optimizer; raise an error if it has not been resolved completely."""
     if plan.optimizer is None:
         raise EngineError(
             "the plan's optimizer has not been resolved",
             key="plan.optimizer",
             fix="call plan = OptimizerResolver().apply(plan)",
+        )
+    if plan.optimizer.name == "Muon" and not plan.optimizer.groups:
+        raise EngineError(
+            "the parameters that Muon updates have not been chosen",
+            key="optimizer.groups",
+            fix="resolve the plan with ModelFacts.from_module(model) for the model to train",
         )
     return plan.optimizer
 
