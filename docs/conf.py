@@ -13,6 +13,7 @@ import zerotune
 sys.path.insert(0, str(Path(__file__).parent))
 
 import generate_api
+from docutils import nodes
 
 project = "zerotune"
 author = copyright = "the zerotune developers"
@@ -49,8 +50,6 @@ html_js_files = ["accessible.js"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-# The fields of attrs classes are documented as attributes, not once more as parameters.
-autodoc_typehints_description_target = "documented_params"
 autodoc_mock_imports: list[str] = []
 napoleon_google_docstring = True
 napoleon_use_ivar = True
@@ -72,13 +71,35 @@ def accessible(
     )
 
 
-def described(app: Any, what: str, name: str, method: Any, options: Any, lines: list[str]) -> None:
-    """Describe a method's parameters as the class that it overrides or implements does."""
+def described(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Complete a docstring before napoleon reads it.
+
+    A method's parameters are described as in the class that it overrides or implements. A colon in
+    an attribute's first line does not end a type.
+    """
     del app, options
-    function = getattr(method, "__func__", method)
+    function = getattr(value, "__func__", value)
     if what == "method" and inspect.isfunction(function):
         owner = generate_api.owner_of(name.rpartition(".")[0])
         lines[:] = generate_api.with_arguments(owner, function, "\n".join(lines)).splitlines()
+    elif what in ("attribute", "data", "property"):
+        # napoleon looks for a type in the first line only: an empty comment has none.
+        lines[:0] = ["..", ""]
+
+
+def undescribed_removed(app: Any, domain: str, kind: str, content: Any) -> None:
+    """Remove a class's parameters without words: fields of attrs classes are also attributes."""
+    del app, domain
+    if kind != "class":
+        return
+    fields = [each for each in content.findall(nodes.field) if each.parent.parent is content]
+    named = {each: each[0].astext().partition(" ")[::2] for each in fields}
+    wordless = {
+        name for each, (role, name) in named.items() if role == "param" and each[1].astext() == ""
+    }
+    for each, (role, name) in named.items():
+        if role in ("param", "type") and name in wordless:
+            each.parent.remove(each)
 
 
 def setup(app: Any) -> None:
@@ -87,4 +108,6 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", described, priority=400)
     # Behind the theme's own, which makes the navigation.
     app.connect("html-page-context", accessible, priority=900)
+    # After autodoc's own, which adds the parameters' types.
+    app.connect("object-description-transform", undescribed_removed, priority=900)
     app.connect("builder-inited", lambda app: generate_api.write(Path(app.srcdir) / "api"))

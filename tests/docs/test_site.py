@@ -88,6 +88,16 @@ def test_what_fits_is_two_screens_at_most(tab, site):
     assert tab.locator("details[open] table").first.is_visible()
 
 
+def test_attributes_are_described_once_and_whole(site):
+    for page in site.glob("api/*.html"):
+        # A colon in the first line would make napoleon take the words before it for a type.
+        assert ">Type<span" not in page.read_text(), page.name
+    page = (site / "api" / "zerotune.plan.ModelFacts.html").read_text()
+    assert "Number of frames in each latent frame" in page
+    assert "<strong>frames_per_latent</strong>" not in page, "also among the parameters"
+    assert "<strong>frames</strong>" in page, "no parameter of a method is left"
+
+
 def test_every_link_inside_the_site_leads_somewhere(site):
     anchors = {}
     for page in site.rglob("*.html"):
