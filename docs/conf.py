@@ -39,7 +39,7 @@ html_theme_options = {
         }
     ],
 }
-# A console's prompt and what it answers are not copied.
+# Copy neither prompts nor output of consoles.
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 html_title = f"zerotune {release}"
@@ -59,7 +59,7 @@ nitpicky = False
 def accessible(
     app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
-    """Give captions a level, and make empty cells of a table's head no headings."""
+    """Give captions a heading level, and turn empty header cells of tables into plain cells."""
     del app, pagename, templatename, doctree
     captions = context.get("furo_navigation_tree", "")
     context["furo_navigation_tree"] = captions.replace(
@@ -71,7 +71,7 @@ def accessible(
 
 
 def described(app: Any, what: str, name: str, method: Any, options: Any, lines: list[str]) -> None:
-    """Describe a method's parameters as the class that it overrides or implements does."""
+    """Add parameters from the method that this method overrides or implements."""
     del app, options
     function = getattr(method, "__func__", method)
     if what == "method" and inspect.isfunction(function):
@@ -80,9 +80,9 @@ def described(app: Any, what: str, name: str, method: Any, options: Any, lines: 
 
 
 def setup(app: Any) -> None:
-    """Write the pages of the API before pages are read."""
+    """Register the handlers; the pages of the API are written before Sphinx reads pages."""
     # Before napoleon, which turns sections into fields.
     app.connect("autodoc-process-docstring", described, priority=400)
-    # Behind the theme's own, which makes the navigation.
+    # After the theme's handler, which creates the navigation.
     app.connect("html-page-context", accessible, priority=900)
     app.connect("builder-inited", lambda app: generate_api.write(Path(app.srcdir) / "api"))
