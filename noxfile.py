@@ -1,4 +1,4 @@
-"""Everything a developer runs. ``nox -l`` lists it; ``nox -s demo`` is the main job."""
+"""All developer tasks. ``nox -l`` lists them; ``nox -s demo`` is the main one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENGINES = ("deepspeed", "torch")
 
 
 def versions(written: str) -> dict[str, str]:
-    """Versions of the packages an engine is made of, as a file of the project says them."""
+    """Return the versions of the packages that engines depend on, from a file of the project."""
     lines = Path(ROOT, written).read_text(encoding="utf-8")
     found = re.findall(rf'^ *"?({"|".join(ENGINES)})[>=]=([\d.]+)', lines, re.MULTILINE)
     return dict(found)
@@ -42,7 +42,8 @@ LAYERS = (
     "from importlinter.cli import lint_imports_command; lint_imports_command()",
     "--no-cache",
 )
-# A file each, in the order of tests/conftest.py: tests that wait for a process leave a core idle.
+# Whole files per worker, in the order of tests/conftest.py. Three workers, since tests that wait
+# for a process leave a core idle.
 THREE_AT_A_TIME = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
@@ -57,7 +58,7 @@ def run(session: nox.Session, *command: str, **options: Any) -> None:
 
 
 def shared_environment(session: nox.Session) -> None:
-    """Install zerotune with all it can use into ``.nox/zerotune``, unless it is there."""
+    """Install zerotune with its development extras into ``.nox/zerotune``, unless it is there."""
     if not (SHARED / "bin" / "python").exists():
         session.run(sys.executable, "-m", "venv", str(SHARED), external=True)
     session.env["VIRTUAL_ENV"] = str(SHARED)
@@ -66,34 +67,34 @@ def shared_environment(session: nox.Session) -> None:
     wanted = Path(CONSTRAINTS).read_text() + (ROOT / "pyproject.toml").read_text()
     if not stamp.exists() or stamp.read_text() != wanted:
         run(session, "-m", "pip", "install", "-c", CONSTRAINTS, "-e", ".[dev]")
-        # Its dependencies (torchvision, pandas, seaborn) only draw its own examples.
+        # Without dependencies: torchvision, pandas and seaborn are only for mup's own examples.
         run(session, "-m", "pip", "install", "-c", CONSTRAINTS, "--no-deps", "mup")
         stamp.write_text(wanted)
 
 
 def training_environment(session: nox.Session, *ops: str) -> None:
-    """The shared environment, with DeepSpeed's ops (all, or those named) compiled once."""
+    """Prepare the shared environment, and compile DeepSpeed's ops (all, or those named) once."""
     shared_environment(session)
     session.env["TORCH_EXTENSIONS_DIR"] = EXTENSIONS
     session.env.setdefault("MAX_JOBS", str(os.cpu_count() or 2))
-    # Spinning threads of one process starve the other on machines with few cores.
+    # On machines with few cores, spinning threads of one process starve the others.
     session.env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # 1 says that DeepSpeed cannot run here; then the plain engine does.
+    # Exit code 1: DeepSpeed cannot run here, and the plain engine runs instead.
     run(session, "-m", "zerotune", "doctor", "--build-missing", *ops, success_codes=[0, 1])
 
 
 @nox.session(python=False)
 def demo(session: nox.Session) -> None:
-    """Train on real digits under ZeRO-2 with CPU offload; write pictures and figures."""
+    """Train on real digits under ZeRO-2 with CPU offload; write images and figures."""
     training_environment(session, "cpu_adam")
     run(session, "examples/digits.py", *session.posargs)
 
 
 @nox.session(python=False)
 def tests(session: nox.Session) -> None:
-    """Style, types, layers, then the whole suite with the real DeepSpeed engine."""
+    """Check style, types and layers, then run the whole suite with the real DeepSpeed engine."""
     training_environment(session)
-    # Each rank imports its test anew: compiled once, also where the machine asks for no bytecode.
+    # Each rank imports its test again: write bytecode even if the environment disables it.
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
     if not session.posargs:
         run(session, *STYLE)
@@ -105,7 +106,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON)
 def lint(session: nox.Session) -> None:
-    """Ruff: style and format."""
+    """Check style and format with Ruff."""
     install(session, "ruff")
     session.run("python", *STYLE)
     session.run("python", *FORMAT)
@@ -113,14 +114,14 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def types(session: nox.Session) -> None:
-    """Mypy, strict, on the package."""
+    """Check the package with Mypy, strict."""
     shared_environment(session)
     run(session, *TYPES)
 
 
 @nox.session(python=PYTHON)
 def layers(session: nox.Session) -> None:
-    """Import-linter: arrows point down only."""
+    """Check with Import-linter that layers import only lower layers."""
     install(session, "import-linter")
     session.install("--no-deps", "-e", ".")
     session.run("python", *LAYERS)
@@ -128,7 +129,7 @@ def layers(session: nox.Session) -> None:
 
 @nox.session(python=["3.10", "3.11", "3.12", "3.13"])
 def pure(session: nox.Session) -> None:
-    """The configuration layers on every supported Python, with neither torch nor deepspeed."""
+    """Test the configuration layers on every supported Python, without torch and deepspeed."""
     install(
         session, "attrs", "typing-extensions", "packaging", "psutil", "pyyaml", "rich",
         "matplotlib", "pytest", "pytest-timeout", "hypothesis",
@@ -137,7 +138,7 @@ def pure(session: nox.Session) -> None:
     report = Path(session.create_tmp()) / "tests.xml"
     session.run(
         "python", "-m", "pytest", "-m", "not deepspeed and not nightly", f"--junitxml={report}",
-        # Compared with torch's own classes.
+        # These two compare with torch's own classes.
         "--ignore=tests/optimizers/test_curves.py",
         "--ignore=tests/optimizers/test_catalogue.py",
         "tests/plan", "tests/optimizers", "tests/optim",
@@ -148,13 +149,13 @@ def pure(session: nox.Session) -> None:
 
 
 def record(session: nox.Session, report: Path, *names: str) -> None:
-    """Write a whole run down in docs/status.md; fails where one of its tests did."""
+    """Record a complete run in docs/status.md; fail if one of its tests failed."""
     if not session.posargs:
         session.run("python", "docs/generate_status.py", *names, str(report))
 
 
 def engine_tests_with(session: nox.Session, package: str, version: str) -> None:
-    """The engine tests with another version of one package; what came of it is recorded."""
+    """Run the engine tests with a different version of one package, and record the outcome."""
     constraints = Path(session.create_tmp()) / "constraints.txt"
     lines = Path(CONSTRAINTS).read_text().splitlines()
     kept = [line for line in lines if not line.startswith(f"{package}==")]
@@ -171,7 +172,7 @@ def engine_tests_with(session: nox.Session, package: str, version: str) -> None:
         *(session.posargs or [*THREE_AT_A_TIME, "tests/backend", "tests/checkpoint"]),
         success_codes=[0] if session.posargs else [0, 1],
     )  # fmt: skip
-    # With the newest of one package the run is that of the newest of the other as well.
+    # A run with the newest version of one package has the newest version of the other too.
     ran = NEWEST if NEWEST[package] == version else {package: version}
     record(session, report, *(f"engine, {name} {one}" for name, one in ran.items()))
 
@@ -179,14 +180,14 @@ def engine_tests_with(session: nox.Session, package: str, version: str) -> None:
 @nox.session(python=PYTHON)
 @nox.parametrize("deepspeed", sorted({OLDEST["deepspeed"], NEWEST["deepspeed"]}))
 def deepspeed_versions(session: nox.Session, deepspeed: str) -> None:
-    """The engine tests on the oldest and the newest supported DeepSpeed."""
+    """Run the engine tests on the oldest and the newest supported DeepSpeed."""
     engine_tests_with(session, "deepspeed", deepspeed)
 
 
 @nox.session(python=PYTHON)
 @nox.parametrize("torch", [OLDEST["torch"], NEWEST["torch"]])
 def torch_versions(session: nox.Session, torch: str) -> None:
-    """The engine tests on the oldest and the newest tested torch, as the index has them."""
+    """Run the engine tests on the oldest and the newest tested torch from the package index."""
     engine_tests_with(session, "torch", torch)
 
 
@@ -202,7 +203,7 @@ def docs(session: nox.Session) -> None:
 
 
 def built_wheel(session: nox.Session) -> Path:
-    """Build sdist and wheel; where the wheel lies."""
+    """Build sdist and wheel; return the wheel's path."""
     install(session, "build")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
@@ -213,7 +214,7 @@ def built_wheel(session: nox.Session) -> Path:
 
 @nox.session(python=PYTHON)
 def wheel(session: nox.Session) -> None:
-    """Build sdist and wheel; install the wheel alone and import from it."""
+    """Build sdist and wheel; install only the wheel and import from it."""
     built = built_wheel(session)
     install(session, "attrs", "typing-extensions", "packaging", "psutil", "pyyaml", "rich")
     session.install("--no-deps", "--force-reinstall", str(built))
@@ -228,10 +229,10 @@ def wheel(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON)
 def second_day(session: nox.Session) -> None:
-    """Play the second day with the wheel, in an environment that has nothing else of zerotune."""
+    """Run tests/second_day.py with the wheel, in an environment with no other zerotune."""
     built = built_wheel(session)
     install(session, f"zerotune[demo,lora,test] @ {built.as_uri()}")
-    # Ops built against one environment's torch are built anew for another's.
+    # Ops are compiled for one environment's torch, so this one needs its own cache.
     session.env["TORCH_EXTENSIONS_DIR"] = f"{EXTENSIONS}-wheel"
     session.env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     compiled = ("doctor", "--build-missing", "cpu_adam", "fused_adam")
@@ -241,14 +242,14 @@ def second_day(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON)
 def newcomer(session: nox.Session) -> None:
-    """Time a newcomer's way with the wheel: to the first caught failure and trained step."""
+    """Time a newcomer with the wheel, up to the first caught failure and the first step."""
     built = built_wheel(session)
     install(session, "attrs")
     session.run("python", "-m", "tests.newcomer", str(built), "--constraints", CONSTRAINTS)
 
 
 def diffusers_examples(session: nox.Session) -> str:
-    """Clone the release of diffusers whose own scripts tests run; where it cannot, those skip."""
+    """Clone the diffusers release whose scripts tests run; if this fails, those tests skip."""
     place = ROOT / ".nox" / "diffusers"
     if not place.exists():
         session.run(
@@ -261,10 +262,10 @@ def diffusers_examples(session: nox.Session) -> str:
 
 @nox.session(python=False)
 def nightly(session: nox.Session) -> None:
-    """What the suite proves on smaller cases: ``nox -s nightly -- tests/checkpoint -k nvme``.
+    """Run the full test matrix: ``nox -s nightly -- tests/checkpoint -k nvme``.
 
     Every EMA, adapter and family under every plan, every resume between plans, each optimizer in
-    each place. What families trained is recorded in docs/families.md.
+    each place. The losses of families are recorded in docs/families.md.
     """
     training_environment(session)
     notes = ROOT / ".nox" / "families.jsonl"
@@ -279,27 +280,27 @@ def nightly(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def stress(session: nox.Session) -> None:
-    """Faults of every class by chance, for two minutes: ``nox -s stress -- --minutes 30``."""
+    """Inject random faults of every class (two minutes): ``nox -s stress -- --minutes 30``."""
     training_environment(session)
     run(session, "-m", "stress.faults", *(session.posargs or ["--minutes", "2"]))
 
 
 @nox.session(python=False)
 def fuzz(session: nox.Session) -> None:
-    """Anything at all, given to all that reads: ``nox -s fuzz -- --minutes 30 --seed 1``."""
+    """Feed arbitrary input to all parsers: ``nox -s fuzz -- --minutes 30 --seed 1``."""
     shared_environment(session)
     run(session, "-m", "stress.fuzz", *session.posargs)
 
 
 @nox.session(python=False)
 def bench(session: nox.Session) -> None:
-    """Benchmarks by name: ``nox -s bench -- overhead``."""
+    """Run benchmarks by name: ``nox -s bench -- overhead``."""
     training_environment(session)
     run(session, "-m", "bench", *session.posargs)
 
 
 @nox.session(python=False)
 def gpu(session: nox.Session) -> None:
-    """What a GPU is for, piece by piece: ``nox -s gpu -- --minutes 10 --output DIR``."""
+    """Run everything that needs a GPU: ``nox -s gpu -- --minutes 10 --output DIR``."""
     training_environment(session, "cpu_adam")
     run(session, "-m", "bench.gpu", *(session.posargs or ["--minutes", "60"]))

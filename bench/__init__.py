@@ -1,1 +1,1 @@
-"""Measurements against other libraries and against estimates: ``python -m bench`` lists them."""
+"""Benchmarks against other libraries and against estimates: ``python -m bench`` lists them."""

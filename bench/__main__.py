@@ -1,7 +1,7 @@
-"""Run benchmarks by name; ``python -m bench`` alone lists them, ``python -m bench.gpu`` is a GPU's.
+"""Run benchmarks by name; ``python -m bench`` lists them, ``python -m bench.gpu`` runs on a GPU.
 
-Each leaves ``NAME.json``: medians, quartiles and ratios, with the machine and versions.
-docs/performance.md and its charts are made from those in docs/results.
+Each writes ``NAME.json``: medians, quartiles and ratios, with the machine and versions.
+docs/performance.md and its charts are generated from the results in docs/results.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 NAMES = (
     "ema", "data", "memory", "checkpoint", "step", "overhead", "prediction", "stream",
 )  # fmt: skip
-"""Shortest first."""
+"""From the shortest to the longest."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what was named; a missed goal is in the result and no failure."""
+    """Run the named benchmarks; a missed goal is recorded in the result and is no failure."""
     parser = argparse.ArgumentParser(
         prog="python -m bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(options.names) - {*NAMES, "all"}:
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     output = options.output or Path("outputs", "bench-quick" if options.quick else "bench")
-    # Read when torch is loaded: threads that spin while they wait starve the next contestant.
+    # Torch reads it when it is loaded: threads that spin while they wait would slow the next
+    # contestant.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from bench.runner import load, run
     from bench.show import markdown

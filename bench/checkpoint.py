@@ -17,9 +17,8 @@ from bench.runner import Benchmark, Case, Goal, Measured, alternate
 from bench.workers import Worker, together
 
 PAGE = 4096
-"""Of growth no less is told, so that there is something to compare with."""
+"""Smaller growth is reported as one page, so that ratios never divide by zero."""
 NOTES = (
-    # One paragraph each.
     (
         "`save` is the time until the call returns, and `save to disk` the time until the files "
         "are on the disk (`fsync`). zerotune's call returns only when every byte is on the disk "
@@ -59,7 +58,7 @@ def measure(settings: Mapping[str, Any], scratch: Path) -> Measured:
             },
             rounds=settings["rounds"],
             warm_up=settings["warm_up"],
-            # What another contestant left unwritten would be written in this one's time.
+            # Otherwise one contestant's dirty pages would be written during the next one's turn.
             before=os.sync,
         )
     return Measured(
@@ -93,7 +92,7 @@ def _save_and_load(worker: Worker, folder: Path) -> dict[str, float]:
 
 
 def _bring_to_disk(folder: Path) -> int:
-    """Wait until all files are on the disk; how much they hold."""
+    """Flush all files to disk and return their total bytes."""
     nbytes = 0
     for path in (path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Images per second: buckets of files against a plain loader whose files lie in memory."""
+"""Images per second: aspect-ratio buckets over files, against a plain loader of files in memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def pixels(settings: Mapping[str, Any], scratch: Path) -> Measured:
-    """Decode, resize, crop, stack; in this process."""
+    """Time decoding, resizing, cropping and stacking in this process."""
     from zerotune.diffusion.data import AspectBuckets, BucketStream, ImageFolder, PreparedImages
 
     folder = scratch / "images"
@@ -62,7 +62,7 @@ def pixels(settings: Mapping[str, Any], scratch: Path) -> Measured:
 
 
 class _FilesInMemory(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """What one writes first: decode, resize the short side, crop the middle."""
+    """A minimal dataset: decode, resize the shorter side, crop the centre."""
 
     def __init__(self, folder: Path, side: int) -> None:
         self._files = [path.read_bytes() for path in sorted(folder.glob("*.jpg"))]
@@ -89,7 +89,7 @@ def _endless(dataset: Any, batch: int) -> Iterator[Any]:
 
 
 def _draw(folder: Path, count: int, side: int) -> None:
-    """Images of many shapes, smooth with some grain, so that JPEG has what photographs give."""
+    """Write smooth images with grain, in several shapes, so that JPEG sees photo-like content."""
     folder.mkdir()
     random = np.random.default_rng(0)
     for number in range(count):

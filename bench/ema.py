@@ -1,6 +1,6 @@
 """Seconds and bytes of an EMA update, against other libraries and a plain memory copy.
 
-timm and ema-pytorch take part where they are installed (``pip install --no-deps``).
+timm and ema-pytorch take part if they are installed (``pip install --no-deps``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Stack(torch.nn.Module):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, x_bc: torch.Tensor) -> torch.Tensor:
-        """Something to train: (batch, width) in, the same out."""
+        """Map (batch, width) to (batch, width); only its gradients matter."""
         for layer in self.layers:
             x_bc = torch.tanh(layer(x_bc))
         return x_bc
@@ -47,7 +47,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def update(settings: Mapping[str, Any], _scratch: Path) -> Measured:
-    """The update alone, in the foreground."""
+    """Measure the update alone, in the foreground."""
     model = Stack(settings["layers"], settings["width"])
     parameters = list(model.parameters())
 
@@ -62,7 +62,8 @@ def update(settings: Mapping[str, Any], _scratch: Path) -> Measured:
         before=move,
     )
     count = sum(parameter.numel() for parameter in parameters)
-    # What must move in fp32: a copy reads and writes, an average reads two and writes one.
+    # Least fp32 memory traffic: a copy reads once and writes once; an EMA reads twice and writes
+    # once.
     moved = dict.fromkeys(samples, 12 * count) | {COPY: 8 * count, TWO: 20 * count}
     for name, found in samples.items():
         found["bytes_per_second"] = [moved[name] / seconds for seconds in found["seconds"]]
@@ -70,7 +71,7 @@ def update(settings: Mapping[str, Any], _scratch: Path) -> Measured:
 
 
 def _contestants(model: Stack) -> dict[str, Callable[[], object]]:
-    """What updates an average of ``model``, by name."""
+    """Return functions that update an EMA of ``model``, by name."""
     from diffusers.training_utils import EMAModel
 
     parameters = list(model.parameters())
@@ -104,7 +105,7 @@ def _contestants(model: Stack) -> dict[str, Callable[[], object]]:
 
 
 def _timm() -> Any:
-    """The file alone: the package wants torchvision, which an average does not."""
+    """Load timm's EMA module by its file: only the rest of timm needs torchvision."""
     (folder,) = importlib.util.find_spec("timm").submodule_search_locations  # type: ignore[union-attr]
     path = Path(folder, "utils", "model_ema.py")
     spec: Any = importlib.util.spec_from_file_location("timm_model_ema", path)
@@ -114,13 +115,13 @@ def _timm() -> Any:
 
 
 def training_step(settings: Mapping[str, Any], _scratch: Path) -> Measured:
-    """A whole step, by how the average is updated; forward and backward use the same cores."""
+    """Measure whole steps by EMA implementation; forward and backward use the same cores."""
     model = Stack(settings["layers"], settings["width"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     x_bc = torch.randn(settings["batch"], settings["width"])
 
     def two_steps(update_average: Callable[[], object]) -> dict[str, float]:
-        # The update of the first step overlaps the second, and its end is waited for there.
+        # The first step's update overlaps the second step, which waits for its end.
         began = 0.0
         for repeat in range(3):
             if repeat == 1:

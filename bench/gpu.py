@@ -1,10 +1,10 @@
-"""What a GPU is lent for, piece by piece: ``python -m bench.gpu --minutes 10 --output DIR``.
+"""Run everything that needs a GPU: ``python -m bench.gpu --minutes 10 --output DIR``.
 
-The time is short and may end at any moment. So pieces come in the order of what they teach, each
-is a process of its own with a limit of its own, each result is saved before the next begins, and
-the next call goes on where this one stopped. Nothing is fetched and nothing installed: packages
-that the machine lacks lie in a folder of wheels (``tools/carry.py``), which is unpacked. The
-session itself needs the standard library only; what its pieces need they import themselves.
+GPU time is short and may end at any moment, so the most informative pieces come first. Each piece
+runs in its own process with its own time limit, and its result is saved before the next piece
+begins. The next call continues where this one stopped. Nothing is downloaded or installed: missing
+packages come from a folder of wheels (``tools/carry.py``), which is unpacked. The session itself
+needs only the standard library; each piece imports its own dependencies.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tools.carry import WHEELS, paths
 GIB: Final = 2**30
 ROOT: Final = Path(__file__).resolve().parents[1]
 TRIES: Final = 2
-"""How often a piece that fails is tried, over all calls."""
+"""Attempts for a failing piece, over all calls."""
 _BEGAN: Final = time.monotonic()
 _SAVING_S: Final = 5.0
-"""Of the time there is, kept for ending a piece and for the last report."""
+"""Seconds reserved at the end of the session for ending a piece and writing the last report."""
 _ENDING_S: Final = 20.0
-"""Of a piece's limit, for an interrupted pytest to say what it has found."""
+"""Seconds reserved at the end of a piece's limit for an interrupted pytest to print its summary."""
 _TAIL: Final = 4000
-"""Characters of a piece's output that are kept."""
+"""Characters kept from the end of a piece's output."""
 _OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-"""Without a network each question to a hub is asked again and again, for minutes."""
+"""Without a network, every hub request is retried for minutes."""
 _NEEDED: Final = ("torch", "deepspeed", "accelerate", "diffusers")
 _OPS: Final = ("cpu_adam", "host_step", "pin_memory")
 _CAPS: Final = (8, 4, 6, 12, 24, 16, 10)
@@ -49,30 +49,30 @@ _MARKS: Final = re.compile(r"\bmark\.(gpu|device)\b")
 
 
 class Piece(NamedTuple):
-    """One thing to be learnt, in a process of its own."""
+    """A measurement or check that runs in its own process."""
 
     name: str
     made: str
-    """``"module:function"``: called with the settings, a folder and ``limit_s``, gives JSON-able
-    data, or yields it as it grows: what was there is kept when the rest fails."""
+    """``"module:function"``, called with the settings, a folder and ``limit_s``. It returns
+    JSON-able data, or yields it as it grows; the last yield is kept if the rest fails."""
     settings: Mapping[str, Any] = {}
     limit_s: float = 120.0
-    """The most it may take."""
+    """Time limit in seconds."""
     least_s: float = 20.0
-    """It is not begun when less is left."""
+    """The piece is not started if fewer seconds are left."""
     lost: Callable[[Mapping[str, Any]], bool] | None = None
-    """Whether this machine lacks what a stored result says was made: then it is made again."""
+    """Whether this machine lacks what a stored result says was built; then the piece runs again."""
 
 
 class Session:
-    """Runs pieces until all are done or the time is up; its file is whole after each.
+    """Runs pieces until all are done or the time is up; the file is complete after each piece.
 
     Args:
-        path: The JSON file, one for a machine.
-        machine: Hardware and versions, as the first piece found them.
-        until: When no piece runs any more, by ``time.monotonic``.
-        only: Parts of names; pieces with one of them are run, again if they are done, and no
-            others. Empty: whatever is needed.
+        path: The machine's JSON file.
+        machine: Hardware and versions, from the first piece.
+        until: End of the session, by ``time.monotonic``.
+        only: Parts of names; only pieces whose name contains one run, even if they are done.
+            Empty: all pieces that still need to run.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Session:
         self.path, self.machine, self._until, self._only = path, machine, until, tuple(only)
         stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"pieces": {}}
         self.entries: dict[str, dict[str, Any]] = stored["pieces"]
-        """What was learnt, by the pieces' names."""
+        """Results by piece name."""
 
     def needs(self, piece: Piece) -> bool:
-        """Whether it is still to be run: not done with these settings, and not failed twice.
+        """Return whether a piece must run: not done with these settings, and not failed twice.
 
-        Also when it was done on a machine that had been given back since.
+        A piece that is done runs again if this machine lacks what it built.
         """
         entry = self._same(piece)
         if not entry or (entry["state"] != "done" and entry["tries"] < TRIES):
@@ -94,10 +94,10 @@ class Session:
         return piece.lost is not None and "result" in entry and piece.lost(entry["result"])
 
     def run(self, pieces: Iterable[Piece], saved: Callable[[], object]) -> bool:
-        """Run what is still needed and fits into the time; ``saved`` is called after each.
+        """Run the remaining pieces that fit into the time; ``saved`` is called after each.
 
         Returns:
-            Whether nothing is left to be run.
+            Whether no piece is left to run.
         """
         whole = True
         for piece in pieces:
@@ -118,10 +118,10 @@ class Session:
         return whole
 
     def add(self, piece: Piece, **found: Any) -> None:
-        """Store what became of a piece, and write the file."""
+        """Store the result of a piece, and write the file."""
         before = self._same(piece)
         tries = before.get("tries", 0) + (0 if found["state"] == "cut short" else 1)
-        # What an earlier try came to know is not lost with a later one.
+        # A failed retry must not discard an earlier partial result.
         kept = {"result": before["result"]} if "result" in before else {}
         entry = {"settings": _as_json(piece.settings), "tries": tries, **kept, **found}
         self.entries[piece.name] = entry
@@ -129,7 +129,7 @@ class Session:
         _write(self.path, json.dumps(data, indent=1) + "\n")
 
     def _same(self, piece: Piece) -> Mapping[str, Any]:
-        """What is stored of a piece with these settings; empty: nothing."""
+        """Return the stored entry of a piece with the same settings, or an empty one."""
         entry = self.entries.get(piece.name, {})
         return entry if entry.get("settings") == _as_json(piece.settings) else {}
 
@@ -145,7 +145,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def run_piece(piece: Piece, folder: Path, *, left: float) -> dict[str, Any]:
-    """Run one in its process; its state, seconds, the end of its output, and its result."""
+    """Run a piece in its own process; return its state, seconds, end of output, and result."""
     answer, log = (folder / f".{os.getpid()}.{kind}" for kind in ("answer", "log"))
     limit = min(piece.limit_s, max(1.0, left))
     began = time.monotonic()
@@ -168,7 +168,7 @@ def run_piece(piece: Piece, folder: Path, *, left: float) -> dict[str, Any]:
 
 
 def _child(piece: Piece, answer: Path, log: Any, limit: float) -> int | None:
-    """Run the process; ``None``: it was still running at the limit, and was ended."""
+    """Run the process; return its exit code, or ``None`` if it was killed at the limit."""
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **_OFFLINE}
     first = [str(ROOT / "src"), str(ROOT), *paths(), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, first))
@@ -180,7 +180,7 @@ def _child(piece: Piece, answer: Path, log: Any, limit: float) -> int | None:
     )  # fmt: skip
     assert process.stdin is not None
     try:
-        # Left open: when this process dies the other sees its end, and dies too.
+        # stdin stays open: if this process dies, the child reads end-of-file and exits too.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(settings).encode() + b"\n")
             process.stdin.flush()
@@ -196,7 +196,7 @@ def _child(piece: Piece, answer: Path, log: Any, limit: float) -> int | None:
 
 
 def be_child(made: str, answer: Path) -> None:
-    """The process of one piece; its settings are a line of JSON on standard input."""
+    """Run one piece in this process; its settings are a line of JSON on standard input."""
     settings = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_the_session, daemon=True).start()
     module, _, function = made.partition(":")
@@ -210,24 +210,24 @@ def be_child(made: str, answer: Path) -> None:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skips atexit handlers of libraries that expect their own launcher.
+    # ``os._exit`` skips atexit handlers of libraries that expect their own launcher.
     os._exit(code)
 
 
 def _end_with_the_session() -> None:
     while os.read(0, 1):
         pass
-    # With all that it has started itself: the group is its own.
+    # The child leads its own process group, so this also kills everything it started.
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-# -- The report: each result beside what was expected of it.
+# -- The report: each result next to its expected value.
 
 _COLUMNS: Final = (
     "piece", "state", "s", "seconds per step", "device, GiB", "expected", "host, GiB", "expected",
 )  # fmt: skip
 _SHOWN: Final = ("device_bytes", "host_bytes", "seconds", "estimate", "plan")
-"""What of a result the table has a column for, or nobody reads."""
+"""Keys of a result that have their own columns, or that the report omits."""
 
 
 def report(
@@ -235,7 +235,7 @@ def report(
     entries: Mapping[str, Mapping[str, Any]],
     goals: Sequence[str] = (),
 ) -> str:
-    """What a machine has told, as Markdown."""
+    """Return all results of a machine as Markdown."""
     hardware, versions = machine["hardware"], machine["versions"].items()
     devices = ", ".join(f"{one['name']}, {one['gib']} GiB" for one in hardware["devices"])
     cores = f"{hardware['usable_cores']} cores of {hardware['processor']}"
@@ -258,7 +258,7 @@ def report(
 
 
 def _in_short(found: Mapping[str, Any]) -> str:
-    """What whoever watches should know at once."""
+    """Return a one-line summary of a result for the terminal."""
     if found["state"] != "done":
         lines = found.get("output", "").strip().splitlines()
         return f": {lines[-1][:300]}" if lines else ""
@@ -268,7 +268,7 @@ def _in_short(found: Mapping[str, Any]) -> str:
 
 
 def _measures(result: Mapping[str, Any]) -> list[str]:
-    """Cells of the columns from the fourth on."""
+    """Return the cells from the fourth column on."""
     estimate, steps = result.get("estimate") or {}, result.get("seconds")
     cells = [f"{statistics.median(steps):.3g}" if steps else ""]
     if predicted := estimate.get("seconds"):
@@ -292,7 +292,7 @@ _TIME: Final = 0.7
 
 
 def goals(entries: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What was aimed at for SDXL's full U-Net, and what was reached."""
+    """Compare SDXL's full U-Net with its goals."""
 
     def of(piece: str, quantity: str) -> Any:
         return (entries.get(piece, {}).get("result") or {}).get(quantity)
@@ -326,11 +326,11 @@ MACHINE: Final = Piece(name="machine", made="bench.gpu:machine")
 
 
 def pieces(about: Mapping[str, Any], *, quick: bool) -> Iterator[Piece]:
-    """All of them, in the order of what they teach; ``about`` is what ``machine`` gave."""
+    """Yield all pieces, the most informative first; ``about`` is the result of ``machine``."""
     here = about.get("built", _OPS)
     yield Piece(
         name="ops", made="bench.gpu:build", settings={"ops": _OPS}, limit_s=240.0,
-        # Results go along from machine to machine; what was compiled stays behind.
+        # Results are copied from machine to machine; compiled ops are not.
         lost=lambda made: any(op not in here and f"{op}_failed" not in made for op in _OPS),
     )  # fmt: skip
     yield Piece(name="rates", made="bench.gpu:rates", settings={"quick": quick}, limit_s=60.0)
@@ -349,7 +349,7 @@ def pieces(about: Mapping[str, Any], *, quick: bool) -> Iterator[Piece]:
 
 
 def _sizes(double: int, single: int) -> Iterator[Piece]:
-    """The goals first, in turns with the reference, since what slows a machine slows both."""
+    """Yield the goals first, alternating with the reference: a slow machine slows both."""
     for turn in (1, 2):
         yield from _both("sdxl 1024², batch 8: {}, " + str(turn), 1024, 8, trace=turn == 1)
     yield from _streamed(double, single)
@@ -362,7 +362,7 @@ def _sizes(double: int, single: int) -> Iterator[Piece]:
     flux = {"model": "flux", "more": {"num_layers": double, "num_single_layers": single}}
     name = f"flux, {double} + {single} blocks, 1024², batch 1: {{}}"
     yield from _both(name, 1024, 1, **flux, steps=3)
-    # With everything in the device's memory, whose peak the estimate must meet.
+    # With everything in device memory, to compare its peak with the estimate.
     for stage in (0, 2, 3):
         name = f"sdxl 1024², batch 1: stage {stage}, no offload"
         yield _steps(name, "Ours", {"stage": stage}, 1024, 1, steps=2)
@@ -372,7 +372,7 @@ def _sizes(double: int, single: int) -> Iterator[Piece]:
 
 
 def _streamed(double: int, single: int) -> Iterator[Piece]:
-    """Streamed weights beside ZeRO-3 and TrainStream, which is carried along where it is wanted."""
+    """Yield streamed weights next to ZeRO-3 and TrainStream, if its wheel was carried along."""
     flux = {"model": "flux", "more": {"num_layers": double, "num_single_layers": single}}
     for model, batch, more in (("sdxl", 8, {}), ("flux", 4, flux)):
         name = f"streamed, {model} 1024², batch {batch}: {{}}"
@@ -397,18 +397,18 @@ def _card(gib: int, *, side: int = 1024, batch: int = 1, **more: Any) -> Piece:
 def _steps(
     name: str, made: str, plan: Mapping[str, Any] | None, side: int, batch: int, **more: Any
 ) -> Piece:
-    """Steps of a model; ``more`` replaces settings."""
+    """Return a piece that times steps of a model; ``more`` overrides settings."""
     settings = {"made": made, "model": "sdxl", "more": {}, "side": side, "batch": batch,
                 "steps": 4, "trace": False, "plan": plan, **more}  # fmt: skip
     limit, least = (120.0, 20.0) if settings["model"] == "tiny" else (240.0, 75.0)
     return Piece(name, "bench.large:contestant", settings, limit, least)
 
 
-# -- What the pieces do, each in a process of its own; steps of models are in bench/large.py.
+# -- Functions of the pieces, each in its own process; training steps are in bench/large.py.
 
 
 def machine(_settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Hardware and versions, what is compiled, and how many of Flux's blocks fit."""
+    """Return hardware and versions, the compiled ops, and how many Flux blocks fit."""
     from bench.large import flux_depth
     from bench.runner import machine
     from zerotune import detect_platform
@@ -427,7 +427,7 @@ def _is_built(op: str) -> bool:
 
 
 def build(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Compile ops, as the first engine that needs them would; why one cannot be."""
+    """Compile ops as the first engine would; record the error of an op that fails."""
     found: dict[str, Any] = {}
     for op in settings["ops"]:
         began = time.perf_counter()
@@ -440,7 +440,7 @@ def build(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_words(error: BaseException | None) -> str:
-    """An error and what it came from: a compiler says last what was wrong."""
+    """Format an error with its causes: compilers put the actual error last."""
     causes = []
     while error is not None:
         causes.append(f"{type(error).__name__}: {error}"[-1500:])
@@ -464,9 +464,9 @@ def _load(op: str) -> None:
 
 
 def rates(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes and operations per second: what every step is made of.
+    """Measure bytes and operations per second, which bound every step.
 
-    Those of ``zerotune doctor --rates`` too, which later pieces predict their seconds by.
+    Includes the rates of ``zerotune doctor --rates``, from which later pieces predict their times.
     """
     import torch
 
@@ -503,19 +503,19 @@ _INTERRUPTIBLE: Final = (
     "import signal, sys, pytest; "
     "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(pytest.main())"
 )
-"""Pytest: what a shell begins in the background is born without an ear for interrupts."""
+"""Pytest with Ctrl-C enabled: shells start background processes with SIGINT ignored."""
 
 
 def tests(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The tests that need a GPU, counted; which failed, and how.
+    """Run the tests that need a GPU; count them, and list the failures.
 
-    Those that time was left for: an interrupted pytest still says what it has found.
+    At the time limit pytest is interrupted, so that it still prints its results so far.
     """
     command = [sys.executable, "-c", _INTERRUPTIBLE, "-v", "-rfEs", "-m", "gpu or device",
                "-p", "no:cacheprovider", "--continue-on-collection-errors",
                *marked(settings["files"])]  # fmt: skip
     with tempfile.TemporaryFile("w+") as output:
-        # Wide enough for a whole line of why a test failed.
+        # Wide enough for a failure's whole line.
         wide = {**os.environ, "COLUMNS": "400"}
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=wide)
         whole = True
@@ -532,10 +532,10 @@ def tests(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def marked(places: Iterable[str]) -> list[str]:
-    """Files among these, and in these folders, with tests for a device.
+    """Return the files among ``places`` that contain tests for a device.
 
-    pytest itself would import all others too, for minutes, also those that need what this machine
-    lacks.
+    pytest alone would spend minutes importing all other files, including files whose dependencies
+    this machine lacks.
     """
     files = [
         file
@@ -546,7 +546,7 @@ def marked(places: Iterable[str]) -> list[str]:
 
 
 def counted(text: str) -> dict[str, Any]:
-    """What pytest printed of its tests; nothing where it was ended before any began."""
+    """Parse pytest's summary; empty if pytest was ended before any test."""
     found: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0}
     (*_, last) = ["", *re.findall(r"^=+ (.* in [\d.]+s.*) =+$", text, re.MULTILINE)]
     found |= {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skip)", last)}
@@ -560,11 +560,11 @@ def counted(text: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the session; 0, also when some of it is left for the next call.
+    """Run the session; return 0 even if some pieces remain for the next call.
 
     Raises:
-        SystemExit: There is no GPU, and the sizes are those for one; or a package is missing that
-            nearly all pieces need.
+        SystemExit: There is no GPU and not ``--quick``; or a package is missing that nearly all
+            pieces need.
     """
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long it may take")
@@ -578,17 +578,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.child:
         be_child(options.child[0], Path(options.child[1]))
-    # Minutes that a machine is lent for pass while modules are loaded too.
+    # Loading modules counts too: the time on a lent machine runs from its start.
     began = _BEGAN if arguments is None else time.monotonic()
     until = began + 60 * options.minutes - _SAVING_S
     return run_session(options.output, until=until, quick=options.quick, only=options.piece)
 
 
 def run_session(folder: Path, *, until: float, quick: bool, only: Sequence[str] = ()) -> int:
-    """Look at the machine, run its pieces, and write ``MACHINE.json`` and ``MACHINE.md``."""
+    """Inspect the machine, run its pieces, and write ``MACHINE.json`` and ``MACHINE.md``."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(".*"):
-        # What a session has left that was killed.
+        # Leftovers of a killed session.
         pid = path.name.split(".")[1]
         if pid.isdigit() and not Path("/proc", pid).exists():
             path.unlink(missing_ok=True)
@@ -614,7 +614,7 @@ def run_session(folder: Path, *, until: float, quick: bool, only: Sequence[str] 
         return text
 
     whole = session.run(pieces(machine, quick=quick), write_report)
-    # Last on the screen, for whoever sees no more than that.
+    # Printed last, so that the end of a truncated output still shows the report.
     print(write_report(), flush=True)
     failed = [piece for piece, entry in session.entries.items() if entry["state"] != "done"]
     state = "all has been run" if whole else "run it again to go on"
@@ -623,7 +623,7 @@ def run_session(folder: Path, *, until: float, quick: bool, only: Sequence[str] 
 
 
 def file_name(machine: Mapping[str, Any]) -> str:
-    """A machine's device, or its processor, and its torch, as every transfer takes a name."""
+    """Return device (or processor) and torch version as a name safe for any file transfer."""
     hardware = machine["hardware"]
     names = [one["name"] for one in hardware["devices"]] or [hardware["processor"]]
     parts = (names[0], f"torch-{machine['versions']['torch']}")

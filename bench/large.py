@@ -1,4 +1,4 @@
-"""Steps of a large model: of zerotune's plan, the reference's, and an advised one."""
+"""Steps of a large model under zerotune's plan, the reference's plan, and an advised plan."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from zerotune.plan.model import ModelFacts
 
 SEED: Final = 0
 RATES: Final = "rates.json"
-"""Where a session keeps what it measured of its machine, in its folder."""
+"""File in the session's folder with the rates measured on this machine."""
 MODELS: Final[dict[str, dict[str, Any]]] = {"sdxl": SDXL, "flux": FLUX, "tiny": TINY}
 DOUBLE, SINGLE = 19, 38
-"""Blocks of the published Flux."""
+"""Numbers of double and single blocks of the published Flux."""
 _USED: Final = 0.9
-"""Of a machine's memory; the rest is Python's, torch's and the system's."""
+"""Usable share of host memory; Python, torch and the system need the rest."""
 _BLOCK: Final = re.compile(r"(single_)?transformer_blocks\.(\d+)\.")
 
 
 def contestant(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Steps of a large model: memory after set-up and at its peak, seconds by phase, waits."""
+    """Measure memory after set-up and at its peak, seconds by phase, and device waits."""
     kinds = (Ours, Reference, Advised, Streamed, TrainStreamed)
     runner = {kind.__name__: kind for kind in kinds}[settings["made"]](settings)
     runner.load()
@@ -48,11 +48,11 @@ def contestant(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             about["set_up_reserved_bytes"] = float(torch.cuda.memory_reserved())
         about |= runner.run(settings["steps"])
     about |= device_memory()
-    # What its own data grew by, and page-locked memory where that is not part of it.
+    # Growth of anonymous memory, plus page-locked memory if that is counted separately.
     pinned = about["pinned_bytes"] if about.pop("pinned_apart", False) else 0.0
     about["host_bytes"] = memory.peak - memory.before + pinned
     yield about
-    # Last, since looking costs time and memory, and may fail where the driver does not allow it.
+    # Last: these take time and memory, and the driver may not permit profiling.
     looks: dict[str, Callable[[], Any]] = {"host_waits": lambda: waits(runner)}
     if settings["trace"]:
         looks["trace"] = lambda: traced(runner, settings)
@@ -66,11 +66,11 @@ def contestant(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def waits(runner: Contestant) -> dict[str, int]:
-    """How often a step waits for the device, as torch tells; numbers read, without a GPU too."""
+    """Count device waits of a step as torch reports them, and scalars read (also without a GPU)."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    # By storage: numbers that came to the host together do not wait one by one. Kept, so that no
-    # address is used twice.
+    # By storage: scalars copied to the host together cost one wait. Storages are kept alive so that
+    # no address is reused.
     asked: dict[int, Any] = {}
 
     class Reads(TorchDispatchMode):
@@ -94,7 +94,7 @@ def waits(runner: Contestant) -> dict[str, int]:
 
 
 def traced(runner: Contestant, settings: Mapping[str, Any]) -> str:
-    """Profile one step; the name of the trace."""
+    """Profile one step and return the name of the trace."""
     from torch.profiler import profile
 
     with profile() as profiler:
@@ -105,11 +105,11 @@ def traced(runner: Contestant, settings: Mapping[str, Any]) -> str:
 
 
 class Contestant:
-    """What all have in common.
+    """Base class of all contestants.
 
     Args:
-        settings: ``model``, ``more`` of its configuration, ``batch``, ``side``, ``plan``,
-            ``cap_gib``.
+        settings: ``model``, ``more`` (overrides of its configuration), ``batch``, ``side``,
+            ``plan``, ``cap_gib``.
     """
 
     _phases: tuple[str, ...] = ("forward", "backward", "optimizer")
@@ -127,17 +127,17 @@ class Contestant:
         gc.collect()
 
     def start(self) -> dict[str, Any]:
-        """Make the engine."""
+        """Create the engine."""
         parameters = sum(p.numel() for p in self._model.parameters())
         about = self._begin()
         self._batch = sample_batch(self._config, self._settings, self._engine.device)
         return {"parameters": parameters, **about}
 
     def run(self, steps: int) -> dict[str, list[float]]:
-        """Warm up, take steps as they come, then steps split into phases.
+        """Warm up, time whole steps, then time steps split into phases.
 
-        Looking at the clock between phases keeps one from overlapping the next, so the split
-        steps are not those that count.
+        Measuring between phases keeps them from overlapping, so only the whole steps count for
+        comparisons.
         """
         self.step()
         found = {"seconds": [seconds_of(self.step) for _ in range(steps)]}
@@ -171,7 +171,7 @@ class Contestant:
 
 
 class Reference(Contestant):
-    """The reference's stage-2 JSON through accelerate; buckets and all else as they come."""
+    """The reference's stage-2 JSON through accelerate, with DeepSpeed's default buckets."""
 
     def _begin(self) -> dict[str, Any]:
         os.environ.update(alone())
@@ -186,7 +186,7 @@ class Reference(Contestant):
         return {"what": "stage 2, optimizer in host memory, DeepSpeed's default buckets, no EMA"}
 
     def step(self) -> None:
-        """Accelerate's ``backward`` takes the engine's step too; the split needs the two apart."""
+        """Step forward, backward and optimizer: accelerate's ``backward`` also steps the engine."""
         self._forward()
         self._accelerator.backward(self._loss)
         self._wrapped.step()
@@ -238,7 +238,7 @@ class Ours(Contestant):
                 gradient_checkpointing=recomputed, activation_offload=offloaded, ema="host",
             ),
         )  # fmt: skip
-        # Those that the session measured, where there are any; catalogued ones elsewhere.
+        # Measured rates of this session if there are any, otherwise catalogued ones.
         file = Path(self._settings["folder"], RATES)
         time = estimate.step_time(known_rates(detect_platform(log=False), file=file))
         return {
@@ -247,7 +247,7 @@ class Ours(Contestant):
         }  # fmt: skip
 
     def _with_passes(self, facts: Any) -> Any:
-        """With what is known of the passes of a family, whose model is whole."""
+        """Add the family's activations and arithmetic if the model has its full depth."""
         name = self._settings["model"]
         if self._settings["more"] or name not in family_names():
             return facts
@@ -263,7 +263,7 @@ class Ours(Contestant):
 
 
 class Streamed(Ours):
-    """zerotune with weights that pass through a window; activations stay on the device."""
+    """zerotune with streamed weights; activations stay on the device."""
 
     def _begin(self) -> dict[str, Any]:
         plan = DeepSpeedPlan.build(
@@ -287,7 +287,7 @@ class Streamed(Ours):
 
 
 class TrainStreamed(Contestant):
-    """TrainStream, where it is installed and compiles, with the same clipping; it has no EMA."""
+    """TrainStream, if it is installed and compiles, with the same clipping; it has no EMA."""
 
     def _begin(self) -> dict[str, Any]:
         import trainstream
@@ -310,11 +310,11 @@ class TrainStreamed(Contestant):
         self._adam.zero_grad()
 
     def close(self) -> None:
-        """The process ends."""
+        """Do nothing: the process ends."""
 
 
 class _Placed:
-    """A module that says where its inputs must lie, as an engine does."""
+    """A module with a ``device`` attribute, as an engine has."""
 
     device = torch.device("cuda")
 
@@ -326,7 +326,7 @@ class _Placed:
 
 
 def streamed_bits(_settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether streamed weights leave the bits of ZeRO-2 with CPU offload on this device."""
+    """Check that streamed weights are bit-identical to ZeRO-2 with CPU offload on this device."""
     from zerotune.training.proving import CHECKS, Bench, run_check
 
     bench = Bench.on(detect_platform(log=False), recorded=False)
@@ -339,7 +339,7 @@ def streamed_bits(_settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Advised(Ours):
-    """Whatever ``advise`` chooses for a card of ``cap_gib`` and this machine's RAM."""
+    """The plan that ``advise`` chooses for a card of ``cap_gib`` and this machine's RAM."""
 
     def _begin(self) -> dict[str, Any]:
         ram = detect_platform(log=False).host_memory.available
@@ -362,7 +362,7 @@ class Advised(Ours):
 
 
 def reference_config(batch: int) -> dict[str, Any]:
-    """The reference's file, for one batch per step."""
+    """Return the reference's configuration, for one batch per step."""
     adam = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
     return {
         "train_batch_size": batch,
@@ -380,7 +380,7 @@ def reference_config(batch: int) -> dict[str, Any]:
 
 
 def build(config: Mapping[str, Any]) -> Any:
-    """A diffusers model in fp32 host memory, its weights drawn anew."""
+    """Build a diffusers model with random weights in fp32 host memory."""
     import diffusers
     from accelerate import init_empty_weights
 
@@ -393,7 +393,7 @@ def build(config: Mapping[str, Any]) -> Any:
         for name, parameter in list(module.named_parameters(recurse=False)):
             value = torch.empty(parameter.shape, device=where)
             if parameter.ndim > 1:
-                # Drawn on the GPU: one core would take a minute.
+                # On the GPU: one CPU core would take a minute.
                 value.normal_(std=0.02, generator=generator)
             else:
                 value.fill_(1.0 if name == "weight" else 0.0)
@@ -407,7 +407,7 @@ def build(config: Mapping[str, Any]) -> Any:
 def sample_batch(
     config: Mapping[str, Any], settings: Mapping[str, Any], device: Any
 ) -> dict[str, Any]:
-    """Synthetic latents and conditions in bf16, and what is to be predicted."""
+    """Return synthetic latents and conditions in bf16, and the target."""
     import diffusers
     from torch.utils._pytree import tree_map
 
@@ -432,21 +432,21 @@ def sample_batch(
 
 
 def limit_memory(cap_gib: float | None) -> None:
-    """Let this process take no more of the GPU than a card of that size has.
+    """Limit this process to as much GPU memory as a card of that size has.
 
     Raises:
         RuntimeError: The card is smaller than that.
     """
     if not torch.cuda.is_available() or cap_gib is None:
         return
-    # What cuBLAS and cuDNN take, they take when they are first used.
+    # cuBLAS and cuDNN allocate their workspaces at first use.
     ones = torch.ones(1, 64, 64, 64, device="cuda", dtype=torch.bfloat16)
     convolved = torch.nn.functional.conv2d(ones, ones.new_ones(64, 64, 3, 3)).flatten(2)
     convolved.matmul(ones.new_ones(62 * 62, 64))
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    # Nothing but the context and the libraries is held yet, on an idle card.
+    # On an idle card, only the context and the libraries use memory now.
     left = int(cap_gib * GIB) - (total - free - torch.cuda.memory_reserved())
     if left > free:
         raise RuntimeError(f"this GPU has less than {cap_gib:g} GiB left")
@@ -454,7 +454,7 @@ def limit_memory(cap_gib: float | None) -> None:
 
 
 def seconds_of(act: Callable[[], object]) -> float:
-    """Of a call, until the GPU is done with it."""
+    """Time a call, including the GPU work it starts."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.synchronize()
@@ -466,9 +466,9 @@ def seconds_of(act: Callable[[], object]) -> float:
 
 
 def device_memory() -> dict[str, Any]:
-    """Peaks of the GPU's memory, set-up included, and page-locked host memory.
+    """Return the peaks of GPU memory, set-up included, and page-locked host memory.
 
-    To be asked at the end: the driver's figure has all libraries in it only then.
+    Call it at the end: only then does the driver's figure include all libraries.
     """
     if not torch.cuda.is_available():
         return {}
@@ -485,13 +485,13 @@ def device_memory() -> dict[str, Any]:
     }
 
 
-# -- How much of Flux a machine holds.
+# -- How many Flux blocks fit into a machine's memory.
 
 
 def flux_depth(platform: Platform) -> tuple[int, int]:
-    """Blocks of each kind that a machine's memory holds, two single ones to each double one.
+    """Return the numbers of double and single blocks that fit into host memory, in the ratio 1:2.
 
-    Counted for the reference too: it does not keep torch from rounding page-locked memory.
+    The reference counts too: with it, torch rounds page-locked memory up.
     """
     room = _USED * platform.host_memory.limit
     for double in range(DOUBLE, 1, -1):
@@ -501,7 +501,7 @@ def flux_depth(platform: Platform) -> tuple[int, int]:
 
 
 def flux_need(double: int, platform: Platform) -> int:
-    """The most host memory of any contestant with so many double blocks, bytes."""
+    """Return the largest host memory of any contestant with this many double blocks, in bytes."""
     facts = family("flux")
     kept = tuple(one for one in facts.parameters if _within(one.name, double))
     facts = attrs.evolve(facts, parameters=kept)
@@ -509,7 +509,7 @@ def flux_need(double: int, platform: Platform) -> int:
     resolved = plan.resolve(platform=platform, model=facts)
     ours = resolved.estimate(Workload(ema="host")).host
     reference = resolved.estimate(Workload(exact_pinning=False)).host
-    # As it was loaded, in fp32.
+    # Plus the loaded fp32 weights.
     return max(ours, reference) + 4 * facts.numel
 
 

@@ -1,4 +1,4 @@
-"""The same training three times: zerotune's ``Trainer``, and hand-written DeepSpeed and accelerate.
+"""One training run in three loops: zerotune's ``Trainer``, hand-written DeepSpeed, and accelerate.
 
 Same model, same configuration, same batches, same random numbers. Each lives in a process of its
 own, because engines share global state.
@@ -28,7 +28,7 @@ UNETS: Mapping[str, Mapping[str, Any]] = {
 
 @attrs.frozen(kw_only=True, eq=False)
 class Problem:
-    """A model, its batches and its loss, by hand and as zerotune has it."""
+    """A model, its batches, and its loss, both hand-written and as a zerotune objective."""
 
     model: torch.nn.Module
     batches: list[dict[str, torch.Tensor]]
@@ -37,7 +37,7 @@ class Problem:
 
 
 def unet_problem(kind: str, *, batch: int, side: int) -> Problem:
-    """A diffusers U-Net that learns flow matching of random images."""
+    """Build a diffusers U-Net that learns flow matching on random images."""
     from diffusers import FlowMatchEulerDiscreteScheduler, UNet2DModel
 
     from zerotune import FlowMatchingObjective
@@ -70,7 +70,7 @@ def unet_problem(kind: str, *, batch: int, side: int) -> Problem:
 
 
 def stack_problem(layers: int, *, width: int) -> Problem:
-    """Wide linear layers: many parameters, little arithmetic."""
+    """Build wide linear layers: many parameters, little arithmetic."""
     torch.manual_seed(SEED)
 
     def loss(
@@ -85,17 +85,16 @@ def stack_problem(layers: int, *, width: int) -> Problem:
 
 
 def problem(settings: Mapping[str, Any]) -> Problem:
-    """The problem that settings name."""
     if settings["model"] == "stack":
         return stack_problem(settings["layers"], width=settings["width"])
     return unet_problem(settings["model"], batch=settings["batch"], side=settings["side"])
 
 
 class Loop:
-    """What the three have in common.
+    """Base class of the three loops.
 
     Args:
-        settings: ``plan`` for ``DeepSpeedPlan.build``, and those of the problem.
+        settings: ``plan`` for ``DeepSpeedPlan.build``, and the settings of the problem.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -109,7 +108,7 @@ class Loop:
         return load_libraries()
 
     def start(self) -> int:
-        """Make model and engine; the number of parameters."""
+        """Create model and engine; return the number of parameters."""
         torch.manual_seed(SEED)
         self._problem = problem(self._settings)
         count = sum(parameter.numel() for parameter in self._problem.model.parameters())
@@ -118,9 +117,9 @@ class Loop:
         return count
 
     def steps(self, count: int) -> dict[str, float]:
-        """Take steps; seconds of each, from the end of one to the end of the next."""
+        """Train ``count`` steps; return seconds per step, measured from end to end."""
         self._ends = []
-        # One more: what begins with a cold cache belongs to whoever ran before.
+        # One extra, untimed step: the previous contestant left cold caches.
         self._train(count + 1)
         return {"seconds": (self._ends[-1] - self._ends[0]) / count}
 
@@ -132,7 +131,7 @@ class Loop:
         return self._losses
 
     def config(self) -> dict[str, Any]:
-        """What DeepSpeed is given: the plan as zerotune renders it."""
+        """Return the DeepSpeed configuration that zerotune renders from the plan."""
         return dict(self.plan().to_deepspeed())
 
     def plan(self) -> Any:
@@ -175,7 +174,7 @@ class TrainerLoop(Loop):
         self._trainer.fit(steps=self._trainer.step + count)
 
     def steps(self, count: int) -> dict[str, float]:
-        """Seconds of a step, and the share of what is neither the engine's nor the objective's."""
+        """Return seconds per step, and the share spent outside engine and objective."""
         del self._inside[:]
         found = super().steps(count)
         inside = sum(self._inside[1:]) / count

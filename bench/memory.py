@@ -1,8 +1,9 @@
 """Peak memory of real training steps against the plan's estimate, over stages and offload.
 
-A small U-Net without a GPU, so that device memory is RAM too. There the C library keeps freed
-blocks to use them again, which an estimate of what is in use does not count: both are measured,
-each in a process of its own. ``python -m bench.gpu`` holds SDXL's on a GPU against estimates.
+A small U-Net without a GPU, so device memory is RAM too. The C library keeps freed blocks for
+reuse, which an estimate of memory in use does not count. So peaks are measured with and without
+freed blocks, each in its own process. ``python -m bench.gpu`` compares SDXL on a GPU with its
+estimates.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ TINY = SMALL | {
 MODELS: Mapping[str, Mapping[str, Any]] = {"small": SMALL, "tiny": TINY}
 MEASURED, IN_USE, ESTIMATED = "measured", "measured, without freed blocks", "estimated"
 _MMAP_THRESHOLD = -3
-"""``M_MMAP_THRESHOLD`` of glibc's ``mallopt``: larger blocks go back when they are freed."""
+"""``M_MMAP_THRESHOLD`` of glibc's ``mallopt``: larger blocks are returned when they are freed."""
 
 
 def cases(quick: bool) -> Sequence[Case]:
@@ -82,32 +83,32 @@ def _train(settings: Mapping[str, Any], *, keeps_freed: bool) -> tuple[dict[str,
 
 @functools.cache
 def _facts(model: str) -> Any:
-    """Shapes and activations; ``None`` where activations are not worth counting."""
+    """Return shapes and activations, or ``None`` where activations are negligible."""
     from zerotune import model_facts
 
     return None if model == "tiny" else model_facts(MODELS[model])
 
 
 class Run:
-    """A model, its engine and a few steps, in a process of its own."""
+    """A model, its engine and a few steps, in its own process."""
 
     def __init__(self, settings: Mapping[str, Any], facts: Any) -> None:
         self._settings, self._facts = settings, facts
 
     def held(self) -> int:
-        """With all that a first step loads and compiles: it is not in what is measured."""
+        """Return memory in use after a tiny first step, which loads and compiles everything."""
         load_libraries()
         self._steps("tiny", batch=1, side=32, steps=1)
         return load_libraries()
 
     def held_without_freed_blocks(self) -> int:
-        """The same, and from now on freed blocks of 64 KiB or more go back to the system."""
+        """As ``held``, and return freed blocks of 64 KiB or more to the system from now on."""
         if hasattr(library := ctypes.CDLL(None), "mallopt"):
             library.mallopt(_MMAP_THRESHOLD, 2**16)
         return self.held()
 
     def train(self) -> dict[str, Any]:
-        """Build the engine, take steps; what the plan estimates for it."""
+        """Build the engine and train; return the plan's estimate and facts."""
         from zerotune.plan.memory.estimate import RUNTIME, Workload
 
         settings = self._settings
@@ -117,7 +118,7 @@ class Run:
         estimate = engine.plan.estimate(workload)
         facts = engine.plan.model
         return {
-            # The libraries are not in what is measured.
+            # Without the libraries, which the measurement excludes too.
             "estimated": estimate.host - RUNTIME,
             "facts": {
                 "parameters": sum(p.numel for p in facts.parameters),

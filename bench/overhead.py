@@ -1,4 +1,4 @@
-"""What the ``Trainer`` costs beyond a loop written by hand: time of a step and memory."""
+"""Overhead of the ``Trainer`` over hand-written loops, in time per step and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "ZeRO-3": {
         "stage": 3,
         "precision": "fp32",
-        # Below this size nothing is partitioned, and the model is small.
+        # DeepSpeed keeps smaller parameters unpartitioned, and the model is small.
         "stage3_param_persistence_threshold": 0,
     },
 }
@@ -26,7 +26,7 @@ def cases(quick: bool) -> Sequence[Case]:
     size = (
         {"model": "tiny", "batch": 1, "side": 16, "starts": 1, "rounds": 2, "steps": 2}
         if quick
-        # Short turns: what slows a machine for seconds then slows all of them.
+        # Short turns, so that a machine that is slow for seconds slows all contestants.
         else {"model": "small", "batch": 4, "side": 32, "starts": 5, "rounds": 40, "steps": 2}
     )
     names = list(PLANS)[:1] if quick else list(PLANS)
@@ -34,7 +34,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def measure(settings: Mapping[str, Any], _scratch: Path) -> Measured:
-    """Take the memory of fresh processes, then let three that have started step in turns."""
+    """Measure memory in fresh processes, then let the three step in turns."""
     memory = alternate(
         {name: functools.partial(_memory, settings, name) for name in LOOPS},
         rounds=settings["starts"],
@@ -67,7 +67,7 @@ def measure(settings: Mapping[str, Any], _scratch: Path) -> Measured:
 
 
 def _memory(settings: Mapping[str, Any], name: str) -> dict[str, float]:
-    """Most that a fresh process grows beyond its libraries, from the start through two steps."""
+    """Return a fresh process's peak beyond its libraries, from start through two steps."""
     with Worker(LOOPS[name], dict(settings)) as worker:
         before = worker.call("held")
         _, first = worker.peak("start")

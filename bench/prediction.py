@@ -1,9 +1,9 @@
-"""What a step is predicted to take against what it takes, over plans and models, on processors.
+"""Predicted against measured step times on CPUs, over plans and models.
 
-Rates are measured as ``zerotune doctor --rates`` does it, in a process of their own, in turns with
-steps: what they allocate and free would change what the C library keeps for these. So would a heap
-that others have used: the processes of steps import everything themselves, as a script does.
-Both are counted in processor time of one thread: what others on the machine take is in neither.
+Rates are measured as ``zerotune doctor --rates`` does it, alternating with steps, in a separate
+process: their allocations would change the C library's free lists, and so the steps' times. For the
+same reason, processes of steps start with a fresh heap and import everything themselves, as a
+script does. Both are measured as CPU time of one thread, which excludes other load on the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zerotune.training.trainer import RunView
 MEASURED, PREDICTED = "measured", "predicted"
 PARTS: Final = ("forward", "backward", "optimizer", "ema")
 WITHIN: Final = 0.2
-"""Share of what was measured that a prediction may be off, of steps above ``FROM``."""
+"""Largest relative error of a prediction, for steps longer than ``FROM``."""
 FROM: Final = 0.2
 """Seconds."""
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -58,7 +58,7 @@ _SD3: Mapping[str, Any] = {"model": "SD3", "side": 128, "batch": 1}
 _FLUX: Mapping[str, Any] = {"model": "FLUX.1", "side": 256, "batch": 1}
 _RAM2, _RAM3 = {"stage": 2, "offload": "cpu"}, {"stage": 3, "offload": "cpu"}
 _CLIPPED, _FOUR = {"gradient_clipping": 1.0}, {"gradient_accumulation_steps": 4}
-# Name, model, precision, the rest of the plan, and what else is set.
+# Name, model, precision, rest of the plan, and other settings.
 _TABLE: Final = (
     ("plain engine, U-Net, fp32", _UNET, "fp32", {"stage": 0}, {"deepspeed": False}),
     ("ZeRO-0, U-Net, fp32", _UNET, "fp32", {"stage": 0}, {}),
@@ -97,7 +97,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def measure(settings: Mapping[str, Any], _scratch: Path) -> Measured:
-    """Steps and rates in turns."""
+    """Measure steps and rates in turns."""
     single, scale = {"OMP_NUM_THREADS": "1"}, settings.get("scale", 1.0)
     with (
         Worker(Run, dict(settings), environment=single, fresh=True) as worker,
@@ -109,7 +109,7 @@ def measure(settings: Mapping[str, Any], _scratch: Path) -> Measured:
                 PREDICTED: lambda: worker.call("predict", doctor.call("rates", scale)),
             },
             rounds=settings["rounds"],
-            # An average joins the step once three updates were looked at.
+            # The EMA overlaps the step after three updates have been checked.
             warm_up=2,
         )
         facts = worker.call("facts")
@@ -117,7 +117,7 @@ def measure(settings: Mapping[str, Any], _scratch: Path) -> Measured:
 
 
 class Doctor:
-    """Measures rates as ``zerotune doctor --rates`` does, in processor time of one thread."""
+    """Measures rates as ``zerotune doctor --rates`` does, in CPU time of one thread."""
 
     def rates(self, scale: float) -> dict[str, float]:
         from zerotune.backend.rates import measure_rates
@@ -127,7 +127,7 @@ class Doctor:
 
 
 class Run:
-    """A ``Trainer`` whose steps are counted in processor time, and what is predicted of them."""
+    """A ``Trainer`` whose steps are measured in CPU time, and the plan's prediction for them."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from zerotune import EMAShadow, Trainer
@@ -152,7 +152,7 @@ class Run:
         self._predicted: Any = None
 
     def steps(self, count: int) -> dict[str, float]:
-        """The shortest of some steps, and of its parts, in processor time."""
+        """Return the shortest of ``count`` steps, whole and by part, in CPU time."""
         found: list[dict[str, float]] = []
         for _ in range(count):
             self._trainer.fit(steps=self._trainer.step + 1)
@@ -162,7 +162,7 @@ class Run:
         return {name: min(one[name] for one in found) for name in found[0]}
 
     def predict(self, found: Mapping[str, float]) -> dict[str, float]:
-        """What the plan says of a machine of these rates."""
+        """Predict the step's time from these rates."""
         from zerotune.plan.memory.time import catalogued_rates
 
         plan = self._trainer.engine.plan
@@ -177,7 +177,7 @@ class Run:
         return _quantities(self._predicted.seconds, parts)
 
     def facts(self) -> dict[str, Any]:
-        """What was trained, and which rates the prediction is made of."""
+        """Return the size of the model, and the rates that the prediction uses."""
         return {
             "parameters": self._numel,
             "threads": torch.get_num_threads(),
@@ -193,7 +193,7 @@ def _quantities(seconds: float, parts: Mapping[str, float]) -> dict[str, float]:
 
 
 class _Last(Callback):
-    """Keeps what the latest step took."""
+    """Keeps the metrics of the latest step."""
 
     metrics: StepMetrics
 
@@ -202,7 +202,7 @@ class _Last(Callback):
 
 
 def _problem(settings: Mapping[str, Any]) -> tuple[torch.nn.Module, list[Any], Any]:
-    """A model of random weights, what tells the size of its images, and its loss."""
+    """Return a model of random weights, data that gives the image size, and a loss."""
     import diffusers
 
     config = dict(MODELS[settings["model"]])

@@ -1,4 +1,4 @@
-"""What a benchmark is, how its contestants take turns, and what is kept of their samples."""
+"""Definition of a benchmark, the order of its contestants, and statistics of their samples."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ import attrs
 from zerotune._util.files import write_atomically
 
 Samples = Mapping[str, Mapping[str, Sequence[float]]]
-"""Raw samples by contestant and quantity, whose name tells the unit: ``…seconds``, ``…bytes``,
-``…_per_second``. Of a rate more is better, of all else less."""
+"""Raw samples by contestant and quantity. The quantity's name ends with its unit: ``…seconds``,
+``…bytes``, ``…_per_second``. Higher is better for rates, lower for everything else."""
 Contestant = Callable[[], Mapping[str, float]]
-"""Runs once and gives one sample of each quantity."""
+"""A function that runs once and returns one sample of each quantity."""
 _PACKAGES: Final = (
     "zerotune", "torch", "deepspeed", "accelerate", "diffusers", "transformers", "numpy",
     "safetensors", "pillow", "timm", "ema-pytorch",
@@ -37,41 +37,40 @@ _VARIABLES: Final = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "MKL
 
 @attrs.frozen(kw_only=True)
 class Measured:
-    """What a case gave."""
+    """Result of a case."""
 
     samples: Samples
     baseline: str
-    """The contestant that the others are compared with; the n-th samples of all are of one
-    round."""
+    """The contestant that others are compared with; n-th samples belong to the same round."""
     facts: Mapping[str, Any] = attrs.field(factory=dict)
-    """A few JSON-able values; ``"limits"`` are those of docs/performance.md."""
+    """JSON-able facts about the measurement."""
     notes: tuple[str, ...] = ()
-    """What a reader must know."""
+    """Remarks that a reader needs to interpret the figures."""
 
 
 @attrs.frozen
 class Case:
-    """One comparison. It is measured again when ``settings`` are others than those stored."""
+    """One comparison, measured again if ``settings`` differ from the stored ones."""
 
     name: str
     measure: Callable[[Mapping[str, Any], Path], Measured]
     """Called with the settings and an empty folder, which is removed afterwards."""
     settings: Mapping[str, Any]
-    """All that decides what is measured, as JSON-able data."""
+    """Everything that determines the measurement, as JSON-able data."""
 
 
 @attrs.frozen
 class Goal:
-    """What a contestant's ratio to another, or its median itself, should come to."""
+    """Limit for a contestant's median, or for its ratio to another contestant."""
 
     text: str
     case: str
     contestant: str
     quantity: str
     limit: float | None
-    """The most; of a rate the least. ``None``: it is only compared."""
+    """Maximum, or minimum for a rate; ``None``: a comparison without a goal."""
     against: str | None = None
-    """A contestant; ``None`` compares with a number."""
+    """The other contestant; ``None`` compares the median with ``limit``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -80,18 +79,18 @@ class Benchmark:
 
     name: str
     title: str
-    """One line: what is compared."""
+    """One line that says what is compared."""
     cases: Callable[[bool], Sequence[Case]]
-    """All cases; given whether they must be quick: seconds, at sizes that say nothing."""
+    """Returns all cases; given ``True``, quick ones (seconds) whose figures mean nothing."""
     goals: Sequence[Goal] = ()
     ours: Sequence[str] = ()
     """Contestants that are zerotune's."""
     better: str | None = None
-    """What is better in a picture; ``None``: more of a rate, less of anything else."""
+    """What is better, as the chart's caption says; ``None``: higher for rates, lower otherwise."""
 
 
 def load(name: str) -> Benchmark:
-    """The module's ``BENCHMARK``."""
+    """Return the module's ``BENCHMARK``."""
     found: Benchmark = import_module(f"bench.{name}").BENCHMARK
     return found
 
@@ -99,10 +98,10 @@ def load(name: str) -> Benchmark:
 def run(
     benchmark: Benchmark, *, output: Path, quick: bool = False, fresh: bool = False
 ) -> dict[str, Any]:
-    """Measure each case that is not there yet, and write ``NAME.json`` after each.
+    """Measure each case that is not stored yet, and write ``NAME.json`` after each.
 
     Returns:
-        What the file holds.
+        The content of the file.
     """
     path, here = output / f"{benchmark.name}.json", machine()
     command = f"python -m bench {benchmark.name}" + (" --quick" if quick else "")
@@ -116,7 +115,7 @@ def run(
     result: dict[str, Any] = head | {"cases": [], "goals": []}
     for case in benchmark.cases(quick):
         done = kept.get(case.name)
-        # As JSON has it: a tuple has become a list.
+        # Compare as JSON, which turns tuples into lists.
         if done is None or done["settings"] != json.loads(json.dumps(case.settings)):
             print(f"{benchmark.name}: {case.name}", file=sys.stderr, flush=True)
             measured, about = _measure(case, output)
@@ -135,7 +134,7 @@ def run(
 
 def _measure(case: Case, output: Path) -> tuple[Measured, dict[str, Any]]:
     output.mkdir(parents=True, exist_ok=True)
-    # On the disk of the results: the system's temporary folder is often memory.
+    # On the disk of the results: the system's temporary folder is often in RAM.
     scratch = Path(tempfile.mkdtemp(prefix=".scratch-", dir=output))
     load_before, began = round(os.getloadavg()[0], 2), time.perf_counter()
     try:
@@ -150,7 +149,7 @@ def _measure(case: Case, output: Path) -> tuple[Measured, dict[str, Any]]:
 
 
 def timed(act: Callable[[], object]) -> Contestant:
-    """A contestant whose quantity is the ``seconds`` of a call."""
+    """Return a contestant that measures the ``seconds`` of a call."""
 
     def measure() -> dict[str, float]:
         began = time.perf_counter()
@@ -167,11 +166,11 @@ def alternate(
     warm_up: int = 1,
     before: Callable[[], object] | None = None,
 ) -> dict[str, dict[str, list[float]]]:
-    """Let all contestants run once per round, in another order from round to round.
+    """Run every contestant once per round, in a different order from round to round.
 
-    The first of a round changes, and every other round goes backwards, so that no contestant
-    always follows the same one. Rounds of ``warm_up`` do not count; ``before`` is called before
-    each turn, outside of what it measures. The n-th samples of all are of one round.
+    The first contestant changes, and every other round runs backwards, so that no contestant
+    always follows the same one. The ``warm_up`` rounds do not count; ``before`` is called before
+    each turn, outside its measurement. The n-th samples of all contestants are of one round.
     """
     names = list(contestants)
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in names}
@@ -187,11 +186,11 @@ def alternate(
     return samples
 
 
-# -- What is kept.
+# -- Statistics and storage.
 
 
 def summarised(measured: Measured) -> dict[str, Any]:
-    """Median and spread of each quantity, and its ratio to the baseline of the same round."""
+    """Return median, quartiles, and ratio to the baseline of the same round, by quantity."""
     contestants: dict[str, Any] = {}
     for name, quantities in measured.samples.items():
         contestants[name] = {}
@@ -208,7 +207,7 @@ def summarised(measured: Measured) -> dict[str, Any]:
 
 
 def judged(goal: Goal, samples: Samples) -> dict[str, Any]:
-    """A goal with the median that was reached, and the interval that holds it at 95 %."""
+    """Return a goal with the median reached, and the median's 95 % confidence interval."""
     found: Sequence[float] = samples.get(goal.contestant, {}).get(goal.quantity, ())
     if goal.against is not None:
         found = _ratios(found, samples.get(goal.against, {}).get(goal.quantity, ()))
@@ -220,7 +219,7 @@ def judged(goal: Goal, samples: Samples) -> dict[str, Any]:
 
 
 def refreshed(stored: Mapping[str, Any], benchmark: Benchmark) -> dict[str, Any]:
-    """A stored result with the words and limits that its benchmark has today."""
+    """Update a stored result to the benchmark's current texts and limits."""
     keys = ("case", "contestant", "quantity", "against")
     reached = {tuple(goal[key] for key in keys): goal for goal in stored["goals"]}
     today = [attrs.asdict(goal) for goal in benchmark.goals]
@@ -234,9 +233,9 @@ def refreshed(stored: Mapping[str, Any], benchmark: Benchmark) -> dict[str, Any]
 
 
 def _ratios(samples: Sequence[float], against: Sequence[float]) -> list[float]:
-    """Round by round: what slows the whole machine for a while slows both and cancels.
+    """Return ratios by round: a slow phase of the machine slows both sides and cancels.
 
-    Of the medians where the numbers of samples differ; none where something to divide by is 0.
+    If the numbers of samples differ, the ratio of the medians; empty if a divisor is 0.
     """
     if not samples or not against or not all(against):
         return []
@@ -246,17 +245,17 @@ def _ratios(samples: Sequence[float], against: Sequence[float]) -> list[float]:
 
 
 def quartiles(samples: Sequence[float]) -> list[float]:
-    """The first, the median and the third."""
+    """Return the first quartile, the median and the third quartile."""
     if len(samples) < 2:
         return [rounded(samples[0])] * 3
     return [rounded(one) for one in statistics.quantiles(samples, n=4, method="inclusive")]
 
 
 def median_interval(samples: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
-    """Between which of the samples the median lies, whatever their distribution.
+    """Return a distribution-free confidence interval of the median.
 
-    The narrowest pair of order statistics, alike from both ends, that holds the median with this
-    probability; lowest and highest where there are too few samples for it (below six).
+    It is the narrowest symmetric pair of order statistics that contains the median with this
+    probability; with too few samples (below six), the lowest and the highest.
     """
     ordered, count = sorted(samples), len(samples)
     within, outside = 1, 0.0
@@ -269,12 +268,12 @@ def median_interval(samples: Sequence[float], *, confidence: float = 0.95) -> tu
 
 
 def rounded(value: float) -> float:
-    """Six digits."""
+    """Round to six significant digits."""
     return float(f"{value:.6g}")
 
 
 def compact(result: Mapping[str, Any]) -> str:
-    """JSON with a line for each innermost list and object."""
+    """Format as JSON with one line for each innermost list and object."""
     text, inner = json.dumps(result, indent=1, ensure_ascii=False), re.compile(r"\[[^][{}]*\]")
     for brackets in (inner, re.compile(r"\{[^{}]*\}")):
         text = brackets.sub(lambda found: re.sub(r"\n *", " ", found[0]), text)
@@ -282,7 +281,7 @@ def compact(result: Mapping[str, Any]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What decides a figure beside the code: the hardware, versions, and use of threads."""
+    """Return what determines a figure besides the code: hardware, versions, thread settings."""
     from zerotune import detect_platform
 
     here = detect_platform(log=False)

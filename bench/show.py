@@ -1,4 +1,4 @@
-"""A result as Markdown, and figures with their units; the standard library only."""
+"""Format a result as Markdown, and figures with their units; uses only the standard library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BYTES: Final = {2.0**30: "GiB", 2.0**20: "MiB", 2.0**10: "KiB", 1.0: "B"}
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The whole result: where it was measured, a table per case, the goals."""
+    """Return the whole result: machine, a table per case, goals."""
     parts = [f"# {result['benchmark']}: {result['title']}", provenance(result)]
     for case in result["cases"]:
         parts += [f"## {case['name']}", case_table(case), *case["notes"]]
@@ -29,13 +29,13 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def provenance(result: Mapping[str, Any]) -> str:
-    """Hardware, versions and command."""
+    """Return hardware, versions and command."""
     packages = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return f"{machine(result)}. {packages}. `{result['command']}`"
 
 
 def machine(result: Mapping[str, Any]) -> str:
-    """The hardware it was measured on."""
+    """Return the hardware of a result."""
     found = result["hardware"]
     devices = [f"{device['name']} ({device['gib']:g} GiB)" for device in found["devices"]]
     cores = f"{found['usable_cores']} {found['processor']} cores"
@@ -43,7 +43,7 @@ def machine(result: Mapping[str, Any]) -> str:
 
 
 def case_table(case: Mapping[str, Any]) -> str:
-    """Medians, quartiles and the ratio to the baseline."""
+    """Return a table of medians, quartiles and ratios to the baseline."""
     rows = [f"| | quantity | median | quartiles | to {case['baseline']} |", "|---|---|--:|--:|--:|"]
     for name, quantities in case["contestants"].items():
         for quantity, found in quantities.items():
@@ -55,12 +55,11 @@ def case_table(case: Mapping[str, Any]) -> str:
 
 
 def more_is_better(quantity: str) -> bool:
-    """Whether a quantity is a rate."""
     return quantity.endswith("_per_second")
 
 
 def title(quantity: str) -> str:
-    """``"save_seconds"`` → ``"save"``; the unit stands beside the number."""
+    """Map ``"save_seconds"`` to ``"save"``: the unit is shown with the number."""
     if quantity in _TITLES:
         return _TITLES[quantity]
     for suffix in ("_seconds", "_bytes", "_bytes_per_second", "_per_second"):
@@ -69,7 +68,7 @@ def title(quantity: str) -> str:
 
 
 def amount(value: float, quantity: str) -> str:
-    """A value with the unit that its quantity's name tells."""
+    """Format a value with the unit that its quantity's name implies."""
     size, unit = unit_of(value, quantity)
     digits = 3 if unit in _SECONDS.values() else 4
     number = f"{value / size:.0f}" if unit == "B" else f"{value / size:.{digits}g}"
@@ -77,7 +76,7 @@ def amount(value: float, quantity: str) -> str:
 
 
 def unit_of(value: float, quantity: str) -> tuple[float, str]:
-    """The unit that suits a value, and how much of the quantity it is."""
+    """Return the size and name of the unit that suits a value."""
     if quantity.endswith("_per_second"):
         rate = quantity.endswith("bytes_per_second")
         size, unit = _suited(value, _BYTES) if rate else (1.0, "")
@@ -93,14 +92,14 @@ def _suited(value: float, units: Mapping[float, str]) -> tuple[float, str]:
 
 
 def span(low: float, high: float, quantity: str) -> str:
-    """From … to, the unit once where both have the same."""
+    """Format an interval; a common unit appears once."""
     first, last = amount(low, quantity), amount(high, quantity)
     number, _, unit = first.partition(" ")
     return f"{number} to {last}" if unit and last.endswith(f" {unit}") else f"{first} to {last}"
 
 
 def times(ratio: Sequence[float] | None) -> str:
-    """``"1.003 (0.998 to 1.010)"``, of quartiles."""
+    """Format quartiles as ``"1.003 (0.998 to 1.010)"``."""
     if ratio is None:
         return ""
     low, middle, high = ratio

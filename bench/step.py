@@ -1,4 +1,4 @@
-"""Adam in host memory: one pass against DeepSpeed's chain, alone and in training."""
+"""Adam in host memory: zerotune's single pass against DeepSpeed's chain, alone and in training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEAN: Mapping[str, tuple[str, bool]] = {
     "8-bit moments": ("AdamW8BitStates", False),
     "8-bit moments, split masters": ("AdamW8BitStates", True),
 }
-"""Optimizers, and whether their master weights are split."""
+"""Optimizers, and whether they split master weights."""
 DECAY = 0.999
 STATES = "lean states"
 SIMULATED = "ZeRO-2 with EMA, simulated device"
@@ -58,7 +58,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def step_alone(settings: Mapping[str, Any], _scratch: Path) -> Measured:
-    """Clip, AdamW, cast and averages of one slab whose gradient is there."""
+    """Measure clipping, AdamW, cast and EMAs of one slab whose gradient is ready."""
     with Worker(Slab, dict(settings)) as worker:
         samples: dict[str, dict[str, list[float]]] = worker.call("measure")
     facts = {"parameters": settings["parameters"], "bytes moved per parameter by the pass": 28}
@@ -66,14 +66,14 @@ def step_alone(settings: Mapping[str, Any], _scratch: Path) -> Measured:
 
 
 def lean_states(settings: Mapping[str, Any], _scratch: Path) -> Measured:
-    """The pass with moments and master weights in fewer bits, cast included."""
+    """Measure the pass with moments and master weights in fewer bits, cast included."""
     with Worker(LeanSlabs, dict(settings)) as worker:
         samples: dict[str, dict[str, list[float]]] = worker.call("measure")
     return Measured(samples=samples, baseline=next(iter(LEAN)))
 
 
 class LeanSlabs:
-    """As many weights for each way of keeping them, a sixth of those of the other case."""
+    """The same number of weights for each state format, a sixth of ``Slab``'s."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from zerotune.backend.step.kernel import load_host_step
@@ -85,7 +85,7 @@ class LeanSlabs:
         self._op = load_host_step()
 
     def measure(self) -> dict[str, dict[str, list[float]]]:
-        """Seconds, and those of this thread alone, which others on the machine do not lengthen."""
+        """Measure seconds, and this thread's CPU time, which other load does not change."""
         steps = {name: self._stepped(*how) for name, how in LEAN.items()}
         return alternate(
             {name: functools.partial(self._timed, step) for name, step in steps.items()},
@@ -122,7 +122,7 @@ class LeanSlabs:
 
 
 class Slab:
-    """96 million weights with a bf16 gradient, twice: for the chain and for the pass."""
+    """96 million weights with a bf16 gradient, once for the chain and once for the pass."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from zerotune.backend.step.adams import HostAdam
@@ -138,12 +138,12 @@ class Slab:
         self._gradient = torch.randn(count).bfloat16()
         self._out = torch.empty(count, dtype=torch.bfloat16)
         self._shadows = [torch.randn(count) for _ in range(2)]
-        # The chain begins where DeepSpeed has copied the gradient into its fp32 buffer.
+        # The chain starts after DeepSpeed has copied the gradient into its fp32 buffer.
         _only(self._chain).grad = self._gradient.float()
         self._factor = torch.tensor(0.999)
 
     def measure(self) -> dict[str, dict[str, list[float]]]:
-        """Seconds of both, by the number of averages, and of a copy of as many fp32 numbers."""
+        """Measure both by the number of EMAs, and a copy of as many fp32 numbers."""
         target = torch.empty(self._count)
         running: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(self._shadows[0])}
         for name, count in AVERAGES.items():
@@ -196,7 +196,7 @@ def _only(adam: Any) -> torch.nn.Parameter:
 
 
 def training(settings: Mapping[str, Any], _scratch: Path) -> Measured:
-    """Whole training steps with an average: a model of many weights and little arithmetic."""
+    """Measure training steps with an EMA, on a model of many weights and little arithmetic."""
     contestants: dict[str, tuple[type[_Loop], dict[str, Any]]] = {
         BY_HAND: (RawLoop, {}),
         THEIRS: (EngineLoop, {"host_step": False}),
@@ -207,13 +207,13 @@ def training(settings: Mapping[str, Any], _scratch: Path) -> Measured:
 
 
 def hidden(settings: Mapping[str, Any], _scratch: Path) -> Measured:
-    """How much of the step runs behind the next forward, where that is a device's."""
+    """Measure how much of the step overlaps the next forward, if a device runs the forward."""
     contestants: dict[str, tuple[type[_Loop], dict[str, Any]]] = {
         BEFORE: (SleepingLoop, {"hidden": False}),
         BEHIND: (SleepingLoop, {"hidden": True}),
     }
     found = _interleaved(contestants, settings)
-    # Not of the whole step: what backward takes varies more than there is to be seen.
+    # Without backward, whose variation is larger than the difference.
     before, behind = (
         [
             forward + step + ema - device
@@ -232,7 +232,7 @@ def hidden(settings: Mapping[str, Any], _scratch: Path) -> Measured:
 def _interleaved(
     contestants: Mapping[str, tuple[type[_Loop], dict[str, Any]]], settings: Mapping[str, Any]
 ) -> Measured:
-    """What the steps of each take; compared with the first."""
+    """Measure the steps of each contestant; the first is the baseline."""
     made = {name: (loop, {**settings, **more}) for name, (loop, more) in contestants.items()}
     with together(made) as workers:
         samples = alternate(
@@ -241,7 +241,7 @@ def _interleaved(
                 for name, worker in workers.items()
             },
             rounds=settings["rounds"],
-            # An average joins the step after three updates that are looked at.
+            # The EMA overlaps the step after three updates have been checked.
             warm_up=max(3, 6 // settings["steps"]),
         )
         losses = [worker.call("losses") for worker in workers.values()]
@@ -251,7 +251,7 @@ def _interleaved(
 
 
 class _Loop:
-    """Steps of ``Stack``; whoever inherits it has an engine and an average."""
+    """Steps of ``Stack``; subclasses create the engine and the EMA."""
 
     engine: Any
 
@@ -263,7 +263,7 @@ class _Loop:
         self._losses: list[float] = []
 
     def steps(self, count: int) -> dict[str, float]:
-        """Seconds of a step, and of its parts."""
+        """Return seconds per step, whole and by part."""
         parts = {"forward": self._forward, "backward": lambda: self.engine.backward(self._loss),
                  "step": self.engine.step, "ema": self.average}  # fmt: skip
         names = ("seconds", "device_seconds", *(f"{part}_seconds" for part in parts))
@@ -282,7 +282,7 @@ class _Loop:
         self._loss: torch.Tensor = self.engine(self._x_bc).float().square().mean()
 
     def device_seconds(self) -> float:
-        """What a forward takes with no step under way, where that is measured."""
+        """Return the seconds of a forward with no step pending, where a subclass measures it."""
         return 0.0
 
     def _made(self) -> torch.nn.Module:
@@ -303,7 +303,7 @@ class _Loop:
 
 
 class EngineLoop(_Loop):
-    """zerotune's engine and shadow."""
+    """zerotune's engine and ``EMAShadow``."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from zerotune.ema import EMAShadow
@@ -318,10 +318,10 @@ class EngineLoop(_Loop):
 
 
 class SleepingLoop(EngineLoop):
-    """The same, with a model whose arithmetic somebody else does: this process sleeps meanwhile."""
+    """``EngineLoop`` with simulated device computation: this process sleeps meanwhile."""
 
     def device_seconds(self) -> float:
-        """A forward beside which nothing else is done."""
+        """Time a forward with nothing else running."""
         loss = self._loss
         with self.engine.evaluating():
             seconds = timed(self._forward)()["seconds"]
@@ -335,7 +335,7 @@ class SleepingLoop(EngineLoop):
 
 
 class _Sleeping(torch.nn.Module):
-    """A layer whose forward takes a while and its backward twice that, on no core of ours."""
+    """A layer that sleeps in forward, and twice as long in backward, without using a core."""
 
     def __init__(self, numel: int, seconds: float) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Streamed weights: what of bus and host pass hides behind simulated arithmetic, and real steps.
+"""Streamed weights: how much copying and host work simulated computation hides, and real steps.
 
-Arithmetic, copies and passes take times that are given, by sleeps that leave the cores to others;
-everything between them is the engine that trains.
+Computation, copies and passes are sleeps of given lengths, which leave the cores free; everything
+else is the real engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ REGIMES: Final[Mapping[str, tuple[float, float, float, float, float]]] = {
     "optimizer pass twice as long as the computation": (0.30, 0.90, 0.23, 0.23, 2.40),
     "transfers 1.5 times as long as the forward pass": (0.30, 0.90, 0.45, 0.45, 0.60),
 }
-"""Seconds of a step: forward, backward, weights to the device once, gradients off it, host pass."""
+"""Seconds per step: forward, backward, weights to the device (once), gradients to the host, host
+pass."""
 _MODES: Final[Mapping[str, Mapping[str, Any]]] = {
     RESIDENT: {"window": 999, "clipping": 1.0, "free": True},
     WAITS: {"window": 2, "clipping": 1.0, "ahead": 0, "waits": True},
@@ -62,7 +63,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def simulated(settings: Mapping[str, Any], _scratch: Path) -> Measured:
-    """Steps of a chain of blocks, in five ways."""
+    """Measure steps of a chain of blocks, in five modes."""
     made = {name: (Simulated, {**settings, **mode}) for name, mode in _MODES.items()}
     with together(made) as workers:
         samples = alternate(
@@ -86,7 +87,7 @@ def _steps_of(worker: Worker) -> Callable[[], dict[str, float]]:
 
 
 class Simulated:
-    """A chain of small blocks under the engine, with times of a large one."""
+    """A chain of small blocks under the engine, with the timing of a large one."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from zerotune.plan.model import Streaming
@@ -113,8 +114,8 @@ class Simulated:
             pace(*rest, ahead=settings.get("ahead"))
 
     def steps(self) -> dict[str, float]:
-        """Seconds of a step, and units that were not on their way when they were needed."""
-        # Behind which nothing is left of what was done while others had their turn.
+        """Return seconds per step, and uploads per step that were not prefetched."""
+        # One untimed step, so that nothing pending from other contestants' turns is left.
         self.step()
         count, counts = self._settings["steps"], self._engine.counts
         late, began = counts.late, time.perf_counter()
@@ -126,7 +127,7 @@ class Simulated:
         }
 
     def step(self) -> None:
-        """One, which leaves its passes to the next where it need not wait."""
+        """Train one step; unless it must wait, its passes run on into the next step."""
         engine = self._engine
         engine.backward(engine(self._x_bc).float().square().mean())
         engine.step()
@@ -135,10 +136,10 @@ class Simulated:
 
 
 class Recorded(Simulated):
-    """The same, and what each lane did when, from the first whole step on."""
+    """``Simulated``, which also records the spans of each lane."""
 
     def timeline(self, steps: int) -> list[tuple[str, str, float, float]]:
-        """Lane, block, begin and end of everything in some steps, in seconds since the first."""
+        """Return lane, block, start and end of each span, in seconds since the first."""
         for _ in range(3):
             self.step()
         self._engine.master_weights.settle()
@@ -158,17 +159,17 @@ FORWARD, BACKWARD, IN, OUT, PASS = (
     "forward", "backward", "weights to the device", "gradients off it", "host pass",
 )  # fmt: skip
 SPANS: Final[list[tuple[str, str, float, float]]] = []
-"""What took time in this process: lane, block, begin, end."""
+"""Recorded spans of this process: lane, block, start, end."""
 
 
 def pace(weights: float, gradients: float, host: float, *, ahead: int | None = None) -> None:
-    """Have each unit's copies and its pass take so many seconds in this process.
+    """Patch this process so that each unit's copies and pass take so many seconds.
 
     Args:
-        weights: To the device.
-        gradients: Off it.
-        host: Of the pass.
-        ahead: Units that are fetched before they are needed.
+        weights: Seconds of a unit's copy to the device.
+        gradients: Seconds of its gradients' copy to the host.
+        host: Seconds of its pass.
+        ahead: Number of units to prefetch.
     """
     from zerotune.backend.stream import passes, residency, steps
 
@@ -199,7 +200,7 @@ def _spend(lane: str, name: str, seconds: float) -> None:
 
 
 class _Block(torch.nn.Module):
-    """A few weights, whose passes take a while on no core of ours."""
+    """A few weights that sleep in forward and backward, without using a core."""
 
     def __init__(self, name: str, forward: float, backward: float) -> None:
         super().__init__()
@@ -226,7 +227,7 @@ class _Elsewhere(torch.autograd.Function):
 
 
 def real_steps(settings: Mapping[str, Any], _scratch: Path) -> Measured:
-    """Whole steps of a model of many weights, with everything in the memory there is."""
+    """Measure steps of a model of many weights, with all weights resident in memory."""
     made = {
         PLAIN: (RealSteps, {**settings, "deepspeed": False}),
         ALL_HERE: (RealSteps, {**settings, "streamed": True}),
@@ -264,7 +265,7 @@ class RealSteps:
         self._x_bc = torch.randn(2, width).to(self._engine.dtype)
 
     def steps(self) -> dict[str, float]:
-        """Seconds of a step, with all that it leaves to be done."""
+        """Return seconds per step, including its pending work."""
         return {"seconds": timed(self._steps)()["seconds"] / self._count}
 
     def _steps(self) -> None:

@@ -1,4 +1,4 @@
-"""Contestants that need a process of their own, and the memory they take."""
+"""Contestants in their own processes, and the memory they use."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """An object that lives in a fresh process and is called from this one.
+    """Proxy of an object in a fresh process.
 
-    Two engines cannot share a process, and the memory of one is only its own in its own process.
-    Several workers live at once and are called in turns, so that rounds alternate.
+    Two engines cannot share a process, and only a separate process shows the memory of one. Several
+    workers live at once and are called in turns.
 
     Args:
-        make: A class or function at module level; called in the process with ``arguments``. A
-            ``close`` method of what it gives is called at the end.
+        make: A class or function at module level; called in the process with ``arguments``. The
+            object's ``close`` method, if any, is called at the end.
         arguments: Picklable.
         environment: Set in the process before ``make`` is called.
-        fresh: The process imports everything itself, as a script does: nobody has used its heap.
+        fresh: Import everything in the process, as a script does, so that its heap starts unused.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Worker:
     ) -> None:
         context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
         if not fresh:
-            # Libraries are imported once, not once per worker.
+            # The fork server imports libraries once for all workers.
             context.set_forkserver_preload(["bench.preload"])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
@@ -55,31 +55,30 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The process."""
         return int(self._process.pid)
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of the object and wait for what it returns.
+        """Call a method of the object and return its result.
 
         Raises:
-            WorkerError: It raised, the process died, or the time is up.
+            WorkerError: The method raised, the process died, or there was no answer in time.
         """
         self._pipe.send((method, arguments, named))
         return self._answer(method)
 
     def peak(self, method: str, *arguments: Any, **named: Any) -> tuple[Any, int]:
-        """As ``call``, with the most anonymous memory of the process meanwhile, bytes."""
+        """As ``call``, and return the process's peak of anonymous memory, in bytes."""
         with AnonPeak(self.pid) as memory:
             answer = self.call(method, *arguments, **named)
         return answer, memory.peak
 
     def close(self) -> None:
-        """End the process. May be repeated."""
+        """End the process; may be called repeatedly."""
         if self._process.is_alive():
             try:
                 self._pipe.send(None)
                 self._process.join(30)
-            except OSError:  # It died.
+            except OSError:  # The process died.
                 pass
             self._process.kill()
             self._process.join(10)
@@ -107,7 +106,7 @@ class Worker:
 
 @contextmanager
 def together(made: Mapping[str, tuple[Any, Mapping[str, Any]]]) -> Iterator[dict[str, Worker]]:
-    """A worker of each class with its settings, all at once."""
+    """Start a worker of each class with its settings, all at once."""
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(Worker(make, dict(settings)))
@@ -126,7 +125,7 @@ def _serve(
         while (asked := pipe.recv()) is not None:
             method, positional, named = asked
             pipe.send((True, getattr(made, method)(*positional, **named)))
-    except EOFError:  # The parent has gone.
+    except EOFError:  # The parent process is gone.
         pass
     except BaseException:  # noqa: BLE001 - reported to the parent, whatever it is
         pipe.send((False, traceback.format_exc()))
@@ -134,12 +133,12 @@ def _serve(
     if close is not None:
         close()
     pipe.close()
-    # Skips atexit handlers of libraries that expect their own launcher.
+    # ``os._exit`` skips atexit handlers of libraries that expect their own launcher.
     os._exit(0)
 
 
 def alone() -> dict[str, str]:
-    """What a launcher would set for a single process; DeepSpeed asks for MPI without it."""
+    """Return a launcher's variables for a single process, without which DeepSpeed asks for MPI."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -148,7 +147,7 @@ def alone() -> dict[str, str]:
 
 
 def resolved(model: Any, plan: Mapping[str, Any], *, batch: int, **how: Any) -> Any:
-    """A plan with AdamW, resolved for a model on this machine; ``how`` as of ``resolve``."""
+    """Resolve a plan with AdamW for a model on this machine; ``how`` is passed to ``resolve``."""
     from zerotune import DeepSpeedPlan, OptimizerResolver, detect_platform
     from zerotune.plan.model import ModelFacts
 
@@ -160,14 +159,14 @@ def resolved(model: Any, plan: Mapping[str, Any], *, batch: int, **how: Any) -> 
 
 
 def load_libraries() -> int:
-    """Import what a training script does; the anonymous memory held then."""
+    """Import what a training script imports; return the anonymous memory in use."""
     import accelerate
     import diffusers
     import diffusers.training_utils
 
     import zerotune.training
 
-    # Their names are loaded when they are asked for.
+    # Both load their submodules on first access.
     _ = accelerate.Accelerator, zerotune.training.Trainer
     _ = diffusers.UNet2DModel, diffusers.UNet2DConditionModel
     gc.collect()
@@ -175,20 +174,19 @@ def load_libraries() -> int:
 
 
 def anon_bytes(pid: int | None = None) -> int:
-    """Anonymous memory a process holds: its own data, no files and no shared memory."""
+    """Return a process's anonymous memory: without files and shared memory."""
     _, resident, shared, *_ = Path("/proc", str(pid or os.getpid()), "statm").read_text().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
 
 
 class AnonPeak:
-    """Watches the anonymous memory of a process from a thread of this one.
+    """Polls a process's anonymous memory from a thread of this process.
 
-    The kernel keeps no peak of it, and the peak it keeps counts every file that was mapped. A
-    peak shorter than the interval may be missed.
+    The kernel's own peak also counts mapped files. A peak shorter than the interval may be missed.
 
     Args:
         pid: The process.
-        interval: Seconds between looks.
+        interval: Seconds between samples.
     """
 
     def __init__(self, pid: int, *, interval: float = 0.002) -> None:
@@ -196,7 +194,7 @@ class AnonPeak:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self.before = self.peak = anon_bytes(pid)
-        """Bytes at the start, and most bytes seen."""
+        """Bytes at the start, and the largest sample."""
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -214,5 +212,5 @@ class AnonPeak:
     def _look(self) -> None:
         try:
             self.peak = max(self.peak, anon_bytes(self._pid))
-        except (OSError, ValueError):  # The process has gone.
+        except (OSError, ValueError):  # The process is gone.
             self._stop.set()

@@ -40,7 +40,7 @@ html_theme_options = {
         }
     ],
 }
-# A console's prompt and what it answers are not copied.
+# Copy neither prompts nor output of consoles.
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 html_title = f"zerotune {release}"
@@ -60,7 +60,7 @@ nitpicky = False
 def accessible(
     app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
-    """Give captions a level, and make empty cells of a table's head no headings."""
+    """Give captions a heading level, and turn empty header cells of tables into plain cells."""
     del app, pagename, templatename, doctree
     captions = context.get("furo_navigation_tree", "")
     context["furo_navigation_tree"] = captions.replace(
@@ -103,10 +103,10 @@ def undescribed_removed(app: Any, domain: str, kind: str, content: Any) -> None:
 
 
 def setup(app: Any) -> None:
-    """Write the pages of the API before pages are read."""
+    """Register the handlers; the pages of the API are written before Sphinx reads pages."""
     # Before napoleon, which turns sections into fields.
     app.connect("autodoc-process-docstring", described, priority=400)
-    # Behind the theme's own, which makes the navigation.
+    # After the theme's handler, which creates the navigation.
     app.connect("html-page-context", accessible, priority=900)
     # After autodoc's own, which adds the parameters' types.
     app.connect("object-description-transform", undescribed_removed, priority=900)

@@ -200,7 +200,8 @@ def homes() -> dict[str, list[str]]:
             if name == "__version__":
                 continue
             value = getattr(module, name)
-            # Constants of equal value may be one object, and one object have two names.
+            # Constants of equal value may be one object, and one object may have two names: compare
+            # both.
             paths = found.setdefault((name, id(value)), [])
             own = f"{getattr(value, '__module__', '')}.{name}"
             if not paths and (own in elsewhere or own.startswith("zerotune.errors.")):
@@ -284,21 +285,21 @@ def _made_in(package: str, name: str) -> str:
 def _page(path: str, aliases: list[str]) -> str:
     kind = _directive(path)
     package = _package_of(path)
-    # Not in the tree of pages: the theme writes the whole tree beside each page.
+    # Orphans, since the theme would repeat a complete page tree on every page.
     lines = ["---", "orphan: true", "---", f"[{package}]({package}.md)", ""]
-    # A protocol is not made; its own signature would be that of any call.
+    # Protocols are not instantiated; autodoc would show a constructor with arbitrary arguments.
     signature = "()" if getattr(_value(path), "_is_protocol", False) else ""
     title = path.rpartition(".")[2]
     lines += [f"# {title}", "", "```{eval-rst}", f".. {kind}:: {path}{signature}"]
     if kind == "autodata":
-        # What a constant is says the line below it, where it is made.
+        # A constant's docstring is below its definition, so document it in the defining module.
         package, _, name = path.rpartition(".")
         made = f"{_made_in(package, name)}.{name}"
         lines[-1] = f".. autodata:: {made}"
         aliases = [alias for alias in (path, *aliases) if alias != made]
     if kind == "autoclass":
         lines += ["   :members:", "   :inherited-members: Section, Exception, dict, tuple, Module"]
-    # As data, so that a class of this name is one and not several to what links to it.
+    # Aliases are ``py:data``: several entries for a class would make links to it ambiguous.
     for alias in aliases:
         lines += _same(alias)
     lines.append("```")
@@ -332,7 +333,7 @@ def _front_ends() -> str:
 
 
 def documented() -> set[str]:
-    """Every path that has an entry: modules' own names as well as what packages export."""
+    """Return all documented paths: of the defining modules and of the packages that export them."""
     paths = {path for home, aliases in homes().items() for path in (home, *aliases)}
     paths |= {f"{_made_in(path.rpartition('.')[0], _name(path))}.{_name(path)}" for path in paths}
     paths |= {f"{package}.{name}" for package, names in BELOW.items() for name in names}
@@ -353,7 +354,7 @@ def _package(package: str, paths: list[str], aliases: dict[str, str]) -> str:
     module = importlib.import_module(package)
     head = [f"# {package}", "", (inspect.getdoc(module) or "").replace("``", "`"), ""]
     if package == "zerotune.errors":
-        # Before the module, inside which a name would be taken for one of its own.
+        # Above the module's directive, inside which these paths would be relative to the module.
         lines = [line for path in paths for alias in homes()[path] for line in _same(alias)]
         lines = [*head[:2], "```{eval-rst}", *lines, "", ".. automodule:: zerotune.errors"]
         lines.append("   :members:")
@@ -437,7 +438,7 @@ def with_arguments(owner: type, method: Any, docstring: str) -> str:
     for each in (*overridden, _described().get((name, tuple(parameters)))):
         section = _arguments(inspect.getdoc(each) or "")
         if section and not undescribed(method, section):
-            # Before what follows the arguments.
+            # Above the section that follows the arguments.
             behind = re.search(r"^(?:Returns|Raises|Yields):$", docstring, re.M)
             at = behind.start() if behind else len(docstring)
             return f"{docstring[:at].rstrip()}\n\n{section}\n\n{docstring[at:]}"
@@ -459,13 +460,13 @@ def classes() -> list[type]:
 
 
 def owner_of(path: str) -> type:
-    """Return the class at ``path``, the name of its module and its own."""
+    """Return the class at ``path``, a module's name and a class name."""
     owner: type = _value(path)
     return owner
 
 
 def _resolves(path: str) -> bool:
-    # Constants are documented where their stub says, and not every stub names a module.
+    # Constants are documented in the module that the stub names, and not every stub names one.
     module, _, name = path.rpartition(".")
     return hasattr(importlib.import_module(module), name)
 

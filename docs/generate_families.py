@@ -79,7 +79,7 @@ FAMILIES: Final[Mapping[str, tuple[type, str | None]]] = {
     "ltx": (LTXVideo, "ltx-video"),
     "hunyuan-video": (HunyuanVideo, "hunyuan-video"),
 }
-"""By name in the runs: the family's class, and the published model for the size and the cards."""
+"""Family class, and published model for size and cards, by name in the recorded runs."""
 
 
 def recorded(notes: Iterable[str]) -> dict[str, Any]:

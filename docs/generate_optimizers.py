@@ -20,7 +20,7 @@ _LEGEND = (
 
 
 def rendered(table: CapabilityTable) -> str:
-    """The table for the docs: one row per optimizer, one column per stage and offload."""
+    """Return the table for the docs: one row per optimizer, one column per stage and offload."""
     columns = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (1, "cpu"), (2, "cpu"),
                (3, "cpu"), (3, "nvme")]  # fmt: skip
     head = [
@@ -68,7 +68,7 @@ def _mark(
 
 
 def page() -> str:
-    """The page with its table rewritten."""
+    """Return the page with a new table."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{rendered(CapabilityTable.stored())}\n{END}{after}"

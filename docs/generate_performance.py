@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# As a script it is started from anywhere.
+# Make ``bench`` importable, from whatever folder the script is started.
 sys.path.insert(0, str(ROOT))
 
 from bench.show import amount, case_table, machine, more_is_better  # noqa: E402
@@ -29,7 +29,7 @@ WRITTEN_BY = "<!-- Written by docs/generate_performance.py; edit that. -->"
 ORDER = ("overhead", "checkpoint", "step", "stream", "ema", "data", "memory", "prediction")
 UNMEASURED = "not measured yet"
 
-# Per row: benchmark, case, contestant, quantity, with what it is compared, and its name here.
+# Columns: benchmark, case, contestant, quantity, reference, and label on the page.
 GAINS = (
     ("step", "ZeRO-3 with EMA", "zerotune", "seconds", "hand-written DeepSpeed",
      "a training step with an EMA, ZeRO-3"),
@@ -81,16 +81,16 @@ for reuse; on a CPU, they can raise the peak by a fifth. An estimate may be at m
 memory in use, and at most 10 % above the process's peak memory. An estimate is **not** an upper
 bound on the peak memory."""
 
-# The reference system's own figures, as published: SDXL's full U-Net, ZeRO-2 with the optimizer
-# in RAM, on an RTX 4090 with 24 GB.
+# The reference system's published figures: SDXL's full U-Net, ZeRO-2 with the optimizer in RAM, on
+# an RTX 4090 with 24 GB.
 PUBLISHED = (
     ("1024², batch 8", "13,102 MiB, 8 s per iteration", "8.5 GiB, 0.7 of the time"),
     ("1024², batch 1", "perhaps 8 GiB, untested", "6.9 GiB; 4 GiB at stage 3"),
     ("128², batch 8", "9,237 MiB", "3.5 GiB at stage 3"),
 )
 
-# What a step of SDXL's U-Net must do at 1024 x 1024 and batch 8, with gradient checkpointing:
-# 2.567 billion parameters, 25.4 TFLOP per sample.
+# Work of one step of SDXL's U-Net at 1024 x 1024 and batch 8, with gradient checkpointing: 2.567
+# billion parameters, 25.4 TFLOP per sample.
 SDXL_PARAMETERS, SDXL_FLOPS = 2.567e9, 8 * 25.4e12
 LEAST = (
     ("computation", f"{SDXL_FLOPS / 1e12:.0f} TFLOP"),
@@ -266,7 +266,7 @@ def draw() -> None:
         low, high = goal["interval"]
         axis.barh(line, goal["reached"], color=OURS, height=0.6)
         axis.plot([low, high], [line, line], color="black", linewidth=1)
-        # The line of the reference must not cross a figure.
+        # A white box, because the line at 1 must not cross the number.
         words = f"{goal['reached']:.2f}"
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
         axis.text(max(goal["reached"], high) + 0.02, line, words, va="center", bbox=box)
@@ -293,7 +293,7 @@ def compared_in(
 
 
 def _spread(goal: Mapping[str, Any]) -> str:
-    """``"1.046 (0.989 to 1.097)"``."""
+    """Format as ``"1.046 (0.989 to 1.097)"``."""
     low, high = goal["interval"]
     middle = f"{goal['reached']:.3f}"
     return middle if low == high else f"{middle} ({low:.3f} to {high:.3f})"

@@ -20,7 +20,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 DOCS = Path(__file__).resolve().parent
-# As a script it is started from anywhere.
+# Make ``bench`` importable, from whatever folder the script is started.
 sys.path.insert(0, str(DOCS.parent))
 
 from bench.runner import compact, load, refreshed  # noqa: E402
@@ -157,7 +157,7 @@ def _draw_panel(
     size, unit = unit_of(most, quantity)
     names: list[str] = []
     for case, bars in cases.items():
-        # Over the bars, where it has room to be whole.
+        # Case names go above their bars, where there is room for the whole name.
         inside = axis.get_yaxis_transform()
         axis.text(0.005, len(names), case, fontsize=fontsize, va="center", transform=inside)
         names.append("")

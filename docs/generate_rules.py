@@ -128,7 +128,7 @@ def _paths(keys: str) -> list[str]:
     group = re.search(r"\(([^()]*)\)(\??)", keys)
     if group is None:
         return [path.replace(".*", "*").replace("\\", "") for path in keys.split("|")]
-    # Each alternative takes the place of its group within one top-level alternative.
+    # Expand the group only within the top-level alternative that contains it.
     start = keys.rfind("|", 0, group.start()) + 1
     end = keys.find("|", group.end())
     end = len(keys) if end < 0 else end

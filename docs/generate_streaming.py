@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parent
-# As a script it is started from anywhere.
+# Make ``bench`` importable, from whatever folder the script is started.
 sys.path.insert(0, str(DOCS.parent))
 
 from bench.stream import BACKWARD, FORWARD, IN, OUT, PASS, Recorded  # noqa: E402

@@ -1,1 +1,1 @@
-"""Attacks with a seed and a budget; the suite takes a few of each (``tests/stress``)."""
+"""Randomised attacks with a seed and a time budget; ``tests/stress`` runs a few of each."""

@@ -1,4 +1,4 @@
-"""Gates for hardware, and guards that fail a test which leaves something behind."""
+"""Skip tests whose hardware is missing, and fail tests that leave something behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEAKY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_
 
 
 def _unmet(item: pytest.Item) -> list[str]:
-    """Every reason why this test cannot run here."""
+    """Return every reason why this test cannot run here."""
     reasons = []
     if item.get_closest_marker("deepspeed") and not importlib.util.find_spec("deepspeed"):
         reasons.append("deepspeed is not installed (pip install deepspeed)")
@@ -41,7 +41,7 @@ def _has_cuda() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start engines come first, so that no worker is left alone with one at the end."""
+    """Put files that start engines first, so that no worker runs one alone at the end."""
     starting = {item.path for item in items if item.get_closest_marker("deepspeed")}
     items.sort(key=lambda item: item.path not in starting)
 
@@ -51,7 +51,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if not reasons:
         return
     message = "; ".join(reasons)
-    # A CI machine must have all but a GPU: a skip there would hide a broken installation.
+    # CI must have everything but a GPU: skipping would hide a broken installation.
     if _IN_CI and reasons != ["no CUDA device"]:
         pytest.fail(f"CI lacks a component it should have: {message}", pytrace=False)
     pytest.skip(message)
@@ -65,7 +65,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-# A deadline would compare times with what else the machine does.
+# No deadlines: they would measure other load on the machine.
 with contextlib.suppress(ImportError):
     from hypothesis import settings
 
@@ -75,14 +75,14 @@ with contextlib.suppress(ImportError):
 
 @pytest.fixture(autouse=True, scope="module")
 def libraries_are_not_collected() -> None:
-    """No collection looks again at all that is loaded, which takes it a quarter of a second."""
+    """Keep the garbage collector from scanning loaded libraries again (0.25 s per collection)."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_announced_yet() -> None:
-    """Decisions are announced once per process, and many tests share one."""
+    """Decisions are logged once per process, which many tests share."""
     decisions._announced.clear()
 
 
@@ -101,7 +101,7 @@ def nothing_leaks() -> Iterator[None]:
     assert not leaked, f"the test changed {sorted(leaked)} and did not restore it"
     for thread in set(threading.enumerate()) - threads:
         if not thread.daemon:
-            # Pools of other libraries that were told to end may still be ending.
+            # Other libraries' pools may still be shutting down.
             thread.join(_ENDING_S)
     new = {t.name for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon}
     assert not new, f"the test left threads running: {sorted(new)}"
@@ -109,7 +109,7 @@ def nothing_leaks() -> Iterator[None]:
 
 
 def _torch_as_it_was() -> None:
-    """One test's process group or grad mode would fail every later test of its process."""
+    """Check process group and grad mode: a leftover would fail every later test of this process."""
     if "torch" not in sys.modules:
         return
     import torch
@@ -123,7 +123,7 @@ def _torch_as_it_was() -> None:
 
 @pytest.fixture
 def mounted():
-    """Mounts file systems and unmounts them; skips where this user may not."""
+    """Mount file systems and unmount them afterwards; skip if this user may not."""
     points = []
 
     def mount(point, *options):

@@ -1,8 +1,8 @@
-"""A newcomer's way by the clock: from ``pip install`` to the first caught failure and trained step.
+"""Time a newcomer's first steps: from ``pip install`` to the first caught failure and trained step.
 
-``nox -s newcomer`` builds the wheel and walks it in an environment that has nothing yet, along the
-quickstart: what is typed is what stands on that page. It prints the seconds of each stage, and
-since the beginning. ``python -m tests.newcomer WHEEL`` is the same with a wheel that is there.
+``nox -s newcomer`` builds the wheel and follows the quickstart in a fresh environment, typing what
+is on that page. It prints the seconds of each stage, and the total so far. ``python -m
+tests.newcomer WHEEL`` does the same with an existing wheel.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tests.docs.pages import DOCS, blocks, configuration
 
 PAGE = DOCS / "quickstart.md"
 CAUGHT = "nvme-optimizer-below-stage-3"
-"""What is wrong with the page's configuration."""
+"""The rule that the page's configuration breaks."""
 FIRST_STEP = r"^step +1/"
 GOES_ON = r"^step: 0 -> 20 \(epoch 6, after 0 of 4 micro batches; continues from "
-"""What the trainer says of the checkpoint that the page's first script wrote."""
+"""The trainer's message on resuming the checkpoint of the page's first script."""
 
 
 ANSWER = r"ema = True: says no decay.*ema=0\.9999"
-"""What a trainer says of an average without a decay."""
+"""The trainer's message on an EMA without a decay."""
 
 
 @attrs.frozen
@@ -40,27 +40,27 @@ class Stage:
     what: str
     seconds: float
     since: float
-    """Seconds since the beginning, without what nobody waits for."""
+    """Seconds waited since the beginning."""
 
 
 @attrs.frozen(kw_only=True)
 class Way:
-    """Where it is walked."""
+    """A folder and wheel for the run, and the times of the awaited lines."""
 
     folder: Path
     wheel: str
     constraints: Path | None = None
     clock: list[float] = attrs.field(factory=list)
-    """When the lines came that were waited for."""
+    """Times at which the awaited lines were printed."""
 
     @property
     def python(self) -> str:
-        """Of the clean environment."""
+        """Python of the clean environment."""
         return str(self.folder / "venv" / "bin" / "python")
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Nothing of this checkout, and no op that was compiled before."""
+        """Variables without this checkout or ops compiled earlier."""
         kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         return kept | {
             "TORCH_EXTENSIONS_DIR": str(self.folder / "ops"),
@@ -137,23 +137,23 @@ STAGES: tuple[Callable[[Way], None], ...] = (
 
 
 def _script(way: Way, parts: int = 1) -> list[str]:
-    """The page's first blocks that train, as a file."""
+    """Write the page's first training blocks to a file; return the command that runs it."""
     codes = [one.code for one in blocks(PAGE) if "trainer.fit" in one.code][:parts]
     (way.folder / "first.py").write_text("\n".join(codes))
     return [way.python, "-u", "first.py"]
 
 
 def shown(command: list[str], way: Way, *, until: str = "", status: int = 0) -> None:
-    """Run it until a line of its output, which counts as its end; then let it end.
+    """Run a command, note the time of an awaited output line, and let the command end.
 
     Args:
-        command: What is typed.
-        way: Where.
-        until: A pattern; empty: there is nothing to wait for.
-        status: How it must end.
+        command: Program and arguments.
+        way: Where to run it.
+        until: Pattern of the awaited line; empty to wait for the end.
+        status: Required exit status.
 
     Raises:
-        AssertionError: It ended otherwise, or without that line.
+        AssertionError: It ended with another status, or without that line.
     """
     with subprocess.Popen(
         command, cwd=way.folder, env=dict(way.environment),
@@ -172,7 +172,7 @@ def shown(command: list[str], way: Way, *, until: str = "", status: int = 0) -> 
 
 
 def walk(way: Way) -> Iterator[Stage]:
-    """All stages, as they are over."""
+    """Run all stages, yielding each when it has ended."""
     walked = 0.0
     for stage in STAGES:
         way.clock.clear()
@@ -184,7 +184,7 @@ def walk(way: Way) -> Iterator[Stage]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Walk it and print the figures."""
+    """Run all stages and print their times."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("wheel", help="a wheel, or what else pip installs")
     parser.add_argument("--constraints", type=lambda path: Path(path).resolve())

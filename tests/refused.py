@@ -1,4 +1,4 @@
-"""What everything that reads or writes a path says when the system refuses."""
+"""Collect the errors of all code that reads or writes a path when the system refuses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Work = Callable[[Path], Any]
 
 
 def reading(trainer: Trainer, root: Path) -> dict[str, Work]:
-    """What is asked to read a path."""
+    """Operations that read a path."""
     engine = trainer.engine
     return {
         "resume": trainer.resume,
@@ -50,7 +50,7 @@ def reading(trainer: Trainer, root: Path) -> dict[str, Work]:
 
 
 def writing(trainer: Trainer, root: Path) -> dict[str, Work]:
-    """What is asked to write to a path."""
+    """Operations that write to a path."""
     engine, report = trainer.engine, trainer.report()
     return {
         "save": trainer.save,
@@ -103,7 +103,7 @@ def saving(callback: Any) -> None:
 
 
 def refused(root: str, places: dict[str, str]) -> dict[str, str]:
-    """What each says of each place; empty where it is content."""
+    """Return each operation's error for each place; empty if it succeeds."""
     found = {}
     with small(ema=EMAShadow(decay=0.9)) as trainer:
         trainer.fit(steps=1)

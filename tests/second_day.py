@@ -1,7 +1,7 @@
-"""What people do on their second day, one thing after the other, with what became of each.
+"""What people do on their second day, step by step, with the result of each step.
 
-``python -m tests.second_day`` plays it with whatever zerotune is installed; ``nox -s second_day``
-does so in an environment of its own with the wheel, and a test with the source tree.
+``python -m tests.second_day`` plays it with the installed zerotune; ``nox -s second_day`` with the
+wheel in a separate environment, and a test with the source tree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ try:
 except ImportError:
     INSTALLED = False
 SCRIPTS = "zerotune.examples" if INSTALLED else "examples"
-"""Those of the wheel, or beside the source tree."""
+"""Package of the scripts: in the wheel, or next to the source tree."""
 PHOTOS = {"chelsea": "a cat", "coffee": "a cup of coffee"}
 SMALL = ["--draw-steps", "1", "--prompts", "a cat", "--resolution", "16"]
 ALIKE = 5e-5
@@ -40,7 +40,7 @@ ALIKE = 5e-5
 
 @attrs.frozen
 class Outcome:
-    """What became of a step of the day."""
+    """Result of a step of the day."""
 
     what: str
     well: bool
@@ -49,25 +49,25 @@ class Outcome:
 
 @attrs.frozen(kw_only=True)
 class Day:
-    """Where it takes place, and what has happened so far."""
+    """Folder of the day, and what later steps compare with."""
 
     folder: Path
     memory: dict[str, Any] = attrs.field(factory=dict)
 
     def finetune(self, output: str, steps: int, *more: str, stop: int | None = None) -> Any:
-        """``finetune.py`` in a process of its own, with a SIGTERM during step ``stop``."""
+        """Run ``finetune.py`` in a separate process, with a SIGTERM during step ``stop``."""
         line = [str(self.folder / "model"), str(self.folder / "photos"), str(self.folder / output)]
         line += ["--plan", "sdxl", *SMALL]
         line += ["--every", "100", "--steps", str(steps), *more]
         return run_ranks(finetuned, line, stop)[0]
 
     def exported(self) -> str | None:
-        """A hash of the pipeline's U-Net; ``None``: there is none."""
+        """A hash of the exported U-Net; ``None`` if there is none."""
         file = self.folder / "run" / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors"
         return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else None
 
 
-# -- The steps of the day. Each says what it saw, or fails with what should have been.
+# -- The steps of the day. Each returns a description of its result, or fails.
 
 
 def train(day: Day) -> str:
@@ -196,7 +196,7 @@ STEPS: tuple[Callable[[Day], str], ...] = (
 )
 
 
-# -- The recipes: each command stops after two steps, and is given again with one step more.
+# -- The recipes: each command runs two steps, and is repeated with one step more.
 
 
 def recipe(day: Day, name: str, *line: str, exported: str) -> str:
@@ -272,11 +272,11 @@ RECIPES: tuple[Callable[[Day], str], ...] = (
     train_one_file,
     train_on_clips,
 )
-"""With a wheel only: beside the source tree each recipe has tests of its own."""
+"""Steps with a wheel only: in the source tree each recipe has its own tests."""
 
 
 def play(folder: Path, steps: tuple[Callable[[Day], str], ...] = STEPS) -> Iterator[Outcome]:
-    """The whole day, in a folder that is there and empty."""
+    """Play the whole day in an existing, empty folder."""
     day = Day(folder=folder)
     (ready,) = run_ranks(prepared, str(folder))
     assert ready
@@ -289,16 +289,16 @@ def play(folder: Path, steps: tuple[Callable[[Day], str], ...] = STEPS) -> Itera
 
 
 def check(well: bool, otherwise: str) -> None:
-    """Fail with what was seen instead."""
+    """Fail with ``otherwise``, which describes the observed result."""
     if not well:
         raise AssertionError(otherwise)
 
 
-# -- What the processes do.
+# -- Functions that run in other processes.
 
 
 def prepared(folder: str) -> bool:
-    """A tiny Stable Diffusion and two photographs."""
+    """Write a tiny Stable Diffusion and two photographs."""
     from tests.support import pipelines
 
     pipelines.MAKERS["sd15"](Path(folder) / "model")
@@ -316,7 +316,7 @@ def prepared(folder: str) -> bool:
 
 
 def edges_drawn(folder: str) -> None:
-    """The photographs' edges, under their names in a folder of their own."""
+    """Write the photographs' edges under the same names in another folder."""
     import numpy as np
     from PIL import Image
     from skimage.feature import canny
@@ -329,7 +329,7 @@ def edges_drawn(folder: str) -> None:
 
 
 def pairs_made(folder: str) -> None:
-    """The photographs, and the same ones upside down, which nobody prefers."""
+    """Write the photographs, and upside-down copies as the rejected ones."""
     from PIL import Image
 
     pairs = Path(folder) / "pairs"
@@ -341,7 +341,7 @@ def pairs_made(folder: str) -> None:
 
 
 def clips_cut(folder: str) -> None:
-    """Views that move over the photographs, and a tiny Wan that goes on from an image."""
+    """Write clips that pan over the photographs, and a tiny image-to-video Wan."""
     from PIL import Image
 
     from tests.support.declared_pipelines import wan_i2v
@@ -358,7 +358,7 @@ def clips_cut(folder: str) -> None:
 
 
 def finetuned(line: list[str], stop: int | None) -> list[float]:
-    """Losses of ``finetune.py``."""
+    """Return the losses of ``finetune.py``."""
     import torch
 
     from zerotune.training import Callback
@@ -378,7 +378,7 @@ def finetuned(line: list[str], stop: int | None) -> list[float]:
 
 
 def digits(steps: int, start: str | None, zero: dict[str, Any], save: str | None) -> dict[str, Any]:
-    """A trainer on the digits, from a checkpoint and into one."""
+    """Train on the digits, from a checkpoint and to one."""
     from tests.examples.embedded import new_trainer
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -396,7 +396,7 @@ def digits(steps: int, start: str | None, zero: dict[str, Any], save: str | None
 
 
 def with_accelerate(steps: int, folder: str | None) -> list[float]:
-    """Losses, per optimizer step, of the script that knows nothing of zerotune."""
+    """Return the losses per optimizer step of the script without zerotune."""
     from tests.examples.embedded import run_script
 
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -405,7 +405,7 @@ def with_accelerate(steps: int, folder: str | None) -> list[float]:
 
 
 def converted(state: str, portable: str) -> dict[str, Any]:
-    """What accelerate saved goes on in a trainer, at stage 3."""
+    """Convert accelerate's checkpoint and resume it in a trainer at stage 3."""
     from tests.examples.embedded import new_trainer
     from zerotune import cli
 
@@ -419,7 +419,7 @@ def converted(state: str, portable: str) -> dict[str, Any]:
 
 
 def used_again() -> dict[str, Any]:
-    """A model after its trainer, at stage 3."""
+    """Use a model after its trainer is closed, at stage 3."""
     import torch
 
     from tests.support.models import tiny_unet
@@ -444,7 +444,7 @@ def used_again() -> dict[str, Any]:
 
 
 def embedded(folder: str) -> list[float]:
-    """A script as diffusers has them, stopped after three steps and gone on under another plan."""
+    """Run a script in diffusers' style, stopped after 3 steps and resumed under another plan."""
     from accelerate.state import AcceleratorState, GradientState
 
     from tests.examples.embedded import as_diffusers_writes_them
@@ -458,7 +458,7 @@ def embedded(folder: str) -> list[float]:
 
 
 def loaded_and_exported(folder: str) -> str:
-    """What two trainers say on a tiny SDXL; the second goes on where the first has saved."""
+    """Run two trainers on a tiny SDXL, the second resuming from the first; return their results."""
     import torch
     from diffusers import StableDiffusionXLPipeline
 
@@ -492,14 +492,14 @@ def loaded_and_exported(folder: str) -> str:
 
 
 def from_recipe(name: str, *lines: list[str]) -> list[list[float]]:
-    """Losses of a recipe, for each command."""
+    """Return the losses of a recipe for each command."""
     main = importlib.import_module(f"{SCRIPTS}.recipes.{name}").main
     with contextlib.redirect_stdout(io.StringIO()):
         return [main(line) for line in lines]
 
 
 def mistaken(folder: str) -> dict[str, str]:
-    """Each of the usual inputs: taken, or told what to write."""
+    """Try each of the usual inputs; return the result or the error."""
     import torch
     from torch.utils.data import TensorDataset
 
@@ -544,7 +544,7 @@ def mistaken(folder: str) -> dict[str, str]:
 
 
 def main() -> int:
-    """Play the day; 1 when something went wrong."""
+    """Play the day; return 1 if something went wrong."""
     import zerotune
 
     sys.stdout.write(

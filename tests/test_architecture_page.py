@@ -1,4 +1,4 @@
-"""The architecture page names files that are there."""
+"""The architecture page names existing files."""
 
 from __future__ import annotations
 

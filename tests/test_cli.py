@@ -41,7 +41,7 @@ def run(*arguments, **environment):
 class TestMain:
     @pytest.fixture
     def behave(self, monkeypatch):
-        """Install a command that does what it is told."""
+        """Install a command that runs a given function."""
 
         def install(action):
             command = SimpleNamespace(
@@ -89,7 +89,7 @@ class TestMain:
         with pytest.raises(RuntimeError, match="a bug"):
             cli.main(["act"])
 
-    def test_interrupting(self, behave, capsys):
+    def test_an_interrupt_is_one_line_and_status_130(self, behave, capsys):
         def interrupt(_arguments):
             raise KeyboardInterrupt
 
@@ -99,7 +99,7 @@ class TestMain:
         assert capsys.readouterr().err == "zerotune: interrupted\n"
 
     @pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["doctor", "--nonsense"]])
-    def test_wrong_usage(self, arguments, capsys):
+    def test_wrong_usage_is_status_2(self, arguments, capsys):
         with pytest.raises(SystemExit) as stopped:
             cli.main(arguments)
 
@@ -113,7 +113,7 @@ class TestMain:
         assert stopped.value.code == 0
         assert doctor.SUMMARY.split()[-1] in capsys.readouterr().out
 
-    def test_version(self, capsys):
+    def test_version_is_printed(self, capsys):
         with pytest.raises(SystemExit) as stopped:
             cli.main(["--version"])
 
@@ -200,10 +200,10 @@ class TestVerdict:
         assert found.healthy
         assert found.verdict.endswith("1 of 2 ops can be used (not async_io).")
 
-    def test_everything_usable(self):
+    def test_usable_ops_are_counted(self):
         assert checkup(ops=(ADAM,)).verdict.endswith("1 of 1 ops can be used.")
 
-    def test_disabled(self):
+    def test_a_disabled_deepspeed_is_the_verdict(self):
         support = DeepSpeedSupport(
             available=False, reason="deepspeed is not installed", fix="pip install deepspeed"
         )
@@ -284,7 +284,7 @@ class TestOutput:
             "warning         platform.accelerator: 'cuda' -> 'cpu' (a reason",
         ],
     )
-    def test_it_tells(self, printed, line):
+    def test_every_fact_has_its_line(self, printed, line):
         assert f"  {line}" in printed
 
     def test_the_verdict_comes_last(self, printed):
@@ -305,7 +305,7 @@ class TestBuild:
         with pytest.raises(PlatformError, match="op cpu_adam: the synthetic platform"):
             doctor._build(["cpu_adam"], Platform.synthetic(deepspeed=False))
 
-    def test_it_may_be_repeated(self):
+    def test_build_may_be_repeated(self):
         parser = argparse.ArgumentParser()
         doctor.configure(parser)
 

@@ -34,7 +34,7 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-def test_status_of_nothing(tmp_path, capsys):
+def test_status_of_an_empty_root_says_so(tmp_path, capsys):
     assert run(capsys, "status", tmp_path)[:2] == (
         0,
         "nothing here\n0 B can be freed by `zerotune offload clean`\n",
@@ -60,7 +60,7 @@ def _only_look(root):
     return cleanup_stale_swap(root, dry_run=True)
 
 
-def test_status_as_json(tmp_path, dead, capsys):
+def test_status_can_be_json(tmp_path, dead, capsys):
     (tmp_path / "zero_stage_3").mkdir()
     code, out, _ = run(capsys, "status", tmp_path, "--json")
     data = json.loads(out)

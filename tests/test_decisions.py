@@ -11,7 +11,7 @@ from zerotune.decisions import Decision, announce, render_decisions
 
 
 def decision(severity: str = "note") -> Decision:
-    # A fresh key each time: what was announced in this process is not announced again.
+    # A fresh key each time, since a process announces each decision only once.
     return Decision(
         key=f"k-{uuid.uuid4()}", before="auto", after=3, reason="because", severity=severity
     )
@@ -22,7 +22,7 @@ def test_a_decision_reads_as_one_line() -> None:
     assert shown == "zero.stage: unset -> 2 (the default)"
 
 
-def test_it_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_decision_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="zerotune")
     once = decision()
     announce([once], rank=0)

@@ -1,4 +1,4 @@
-"""The error tree: one message form, parts kept, everything catchable as ZeroTuneError."""
+"""The error tree: one form of messages, their parts as attributes, all of them ZeroTuneError."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def trees() -> dict[Path, ast.Module]:
 
 
 def wrapped(tree: ast.Module) -> Iterator[ast.expr]:
-    """What is raised where the system has refused something."""
+    """Yield what handlers of system errors raise."""
     for handler in ast.walk(tree):
         if not isinstance(handler, ast.ExceptHandler) or handler.type is None:
             continue
@@ -126,7 +126,7 @@ def test_what_the_system_refuses_is_told_with_its_place_and_a_fix() -> None:
         f"{path.relative_to(SOURCE)}:{raised.lineno} {ast.unparse(raised)}"
         for path, raised in found
         for call in (raised.values if isinstance(raised, ast.BoolOp) else [raised])
-        # With the file's name; what called it makes it one of ours.
+        # OSError has the file's name; the caller turns it into an error of ours.
         if not is_whole(call) and made_by(call) not in {*makers, "OSError"}
     ]
     assert len(found) > 40, "they are found at all"

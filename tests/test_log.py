@@ -1,4 +1,4 @@
-"""A log of decisions and mistakes: one by one, all at once, and beside what is left."""
+"""A log of decisions and mistakes: raised together, or returned with the valid part."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_nothing_is_left_behind_an_error_that_was_raised():
     assert [error.key for error in log.mistakes] == ["k-1", "file"]
 
 
-def test_twenty_are_enough():
+def test_reading_stops_after_twenty_mistakes():
     log, asked = Log(), []
 
     def read_on():
@@ -93,7 +93,7 @@ def test_twenty_are_enough():
     assert len(caught.value.each()) == len(asked) == 20
 
 
-def test_none_is_no_error():
+def test_without_mistakes_nothing_is_raised():
     raise_all([])
     assert Log().whole(read, Log(), 1) == [1]
 
@@ -105,5 +105,5 @@ def test_what_is_recorded_bears_the_names_of_the_file():
     log.refuse(InvalidValueError("is negative", key="offload.device", value=-1))
     assert [one.written for one in log.decisions] == ["zero_stage", None]
     assert str(log.decisions[0]).startswith("zero_stage (zero.stage): '2' -> 2")
-    # Ours is left out where the file's name says it.
+    # A mistake shows only the file's name of its key.
     assert str(log.mistakes[0]) == "block.offload.device = -1: is negative."

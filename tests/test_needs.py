@@ -1,4 +1,4 @@
-"""What a missing module means: a skip for a developer, a failure in CI."""
+"""A missing module skips a test for a developer and fails it in CI."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def test_a_module_that_is_there_is_returned(monkeypatch):
         assert needs("json.decoder") is json.decoder
 
 
-def test_a_developer_may_lack_it(monkeypatch):
+def test_a_developer_may_lack_a_module(monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception):
         needs("no_such_module")
 
 
-def test_ci_may_not(monkeypatch):
+def test_ci_may_not_lack_a_module(monkeypatch):
     monkeypatch.setenv("CI", "true")
     with pytest.raises(pytest.fail.Exception, match="install no_such_module"):
         needs("no_such_module.part")
 
 
-def test_ci_may_lack_what_says_why(monkeypatch):
+def test_ci_may_lack_a_module_with_a_reason(monkeypatch):
     monkeypatch.setenv("CI", "true")
     with pytest.raises(pytest.skip.Exception, match="its wheels need CUDA"):
         needs("no_such_module", may_lack="its wheels need CUDA")

@@ -1,4 +1,4 @@
-"""What the fork servers of tests and benchmarks load must leave CUDA to the children."""
+"""Preloading in the fork servers of tests and benchmarks must not initialise CUDA."""
 
 from __future__ import annotations
 

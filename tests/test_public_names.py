@@ -105,7 +105,7 @@ def test_the_plan_loads_neither_torch_nor_numpy():
 
 
 def test_importing_takes_less_than_100_ms():
-    # In processor time, and the best of five: other processes may hold the machine.
+    # CPU time, and the best of five, as other processes may load the machine.
     code = "import time; t = time.process_time(); import zerotune; print(time.process_time() - t)"
     assert min(float(run(code)) for _ in range(5)) < 0.1
 
@@ -128,7 +128,7 @@ PACKAGES = sorted(
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_exported_name_is_also_a_module_s(package):
-    """Whichever was loaded last would hide the other."""
+    """Otherwise the one loaded last would hide the other."""
     module = importlib.import_module(package)
     inside = {found.name for found in pkgutil.iter_modules(module.__path__)}
     assert not inside & set(getattr(module, "__all__", ()))

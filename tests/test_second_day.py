@@ -1,4 +1,4 @@
-"""The second day at its smallest, against the source tree: its beginning, and nightly all of it."""
+"""The second day against the source tree: its first steps, and all of it nightly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of what was run is made of runs."""
+"""The status page is generated from recorded runs."""
 
 from __future__ import annotations
 

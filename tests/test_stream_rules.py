@@ -1,6 +1,6 @@
-"""No read before its event, no buffer used again in flight, no wait that nobody counted.
+"""No read before its event, no reuse of a buffer in flight, no uncounted wait.
 
-The same tests hold on a CPU, where the recorder's streams stand in for a device's, and on a GPU.
+The tests run on a GPU, and on a CPU, where the recorder's streams stand in for a device's.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-# -- What a recorder sees of other threads and of the allocator.
+# -- Recording other threads and the allocator.
 
 
 class InThread(TorchDispatchMode):
-    """A recorder, in another thread than it was entered in."""
+    """Let a recorder also record another thread than it was entered in."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class InThread(TorchDispatchMode):
 
 @contextlib.contextmanager
 def threads_of(recorder: Recorder) -> Iterator[None]:
-    """Watch threads that begin inside the block: each knows what its maker knew."""
+    """Record threads started in the block, ordering each after its start and before its join."""
     start, join, run = threading.Thread.start, threading.Thread.join, threading.Thread.run
     begun: dict[threading.Thread, dict[str, int]] = {}
     ended: dict[threading.Thread, dict[str, int]] = {}
@@ -73,12 +73,12 @@ def threads_of(recorder: Recorder) -> Iterator[None]:
 
 
 def busy(recorder: Recorder) -> set[str]:
-    """Streams and threads that have read or written something."""
+    """Return the streams and threads that have read or written something."""
     return {name for name, clock in recorder._clocks.items() if clock.get(name)}
 
 
 def keep(recorder: Recorder, tensor: torch.Tensor, stream: RecordedStream) -> None:
-    """``tensor.record_stream(stream)``."""
+    """Record ``tensor.record_stream(stream)``."""
     recorder._of(tensor).kept_for.add(stream.name)
     if recorder.real is not None:
         torch.ops.aten.record_stream(tensor, stream.real)
@@ -103,7 +103,7 @@ def test_a_read_before_its_event_is_a_fault() -> None:
     assert "reads device memory written on computation" in recorder.faults[0]
 
 
-def test_what_an_event_orders_is_none() -> None:
+def test_a_read_after_its_event_is_no_fault() -> None:
     recorder, side, locked, there = two_streams()
     side.wait_stream(recorder.current_stream())
     with recorder, recorder.stream(side):
@@ -164,7 +164,7 @@ def test_keeping_memory_for_a_stream_touches_none_of_it() -> None:
     side.wait_stream(recorder.current_stream())
     with recorder, recorder.stream(side):
         locked.copy_(there, non_blocking=True)
-    # No CPU has the operator, whose schema says that it writes.
+    # Noted by hand: CPUs lack the operator. Its schema claims that it writes.
     recorder._note(torch.ops.aten.record_stream.default, (there, None), {}, None, locked=False)
     assert recorder.faults == []
 
@@ -210,7 +210,7 @@ class NoWaitToLoad(StreamTransfers):
 
 
 class ReleasedAtOnce(StreamTransfers):
-    """The host block is given to the next tensor while the first is on its way into it."""
+    """Reuses the host block while the first tensor is still being copied to it."""
 
     def store(self, tensor: torch.Tensor) -> Any:
         stored = super().store(tensor)
@@ -219,7 +219,7 @@ class ReleasedAtOnce(StreamTransfers):
 
 
 def offload(kind: type[StreamTransfers]) -> tuple[Recorder, ActivationOffload]:
-    """Two steps of a U-Net whose activations wait in host memory."""
+    """Run two steps of a U-Net with activations offloaded to host memory."""
     from tests.diffusion.test_activations import text_unet
 
     model = text_unet().to(DEVICE).train()
@@ -253,7 +253,7 @@ def test_activations_that_break_a_rule_are_found_out(kind: type[StreamTransfers]
     assert recorder.faults
 
 
-# -- Averages in the background.
+# -- EMAs in the background.
 
 
 class NotJoined(BackgroundEMA):
@@ -275,7 +275,7 @@ def average(kind: type[BackgroundEMA], recorder: Recorder) -> None:
 
 
 def of_host_memory() -> Recorder:
-    """For what lies in host memory, where threads are what streams are elsewhere."""
+    """A recorder for host memory, in which threads take the place of streams."""
     return Recorder(otherwise="pageable")
 
 
@@ -288,7 +288,7 @@ def test_averages_in_the_background_keep_to_the_rules() -> None:
 
 def test_an_average_that_nobody_waits_for_is_found_out() -> None:
     recorder = of_host_memory()
-    # The shadow notices too, where the two really meet.
+    # If the two really collide, the shadow raises too.
     with contextlib.suppress(EMAError):
         average(NotJoined, recorder)
     faults = recorder.faults
@@ -299,7 +299,7 @@ def test_an_average_that_nobody_waits_for_is_found_out() -> None:
 
 
 def gradients(waits: bool, overlap: bool) -> dict[str, Any]:
-    """Two steps at stage 2 with the recorder as DeepSpeed's device."""
+    """Run two steps at stage 2 with the recorder as DeepSpeed's device."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -318,7 +318,7 @@ def gradients(waits: bool, overlap: bool) -> dict[str, Any]:
     if DEVICE == "cpu":
         accelerator.resolves_data_dependency = lambda _self: False
         accelerator.is_synchronized_device = lambda _self: False
-        # Gradients arrive in another dtype than the buffers then, as from a device.
+        # Then gradients arrive in another dtype than the buffers', as from a device.
         HostStepOp.knows = lambda _self, _dtype: False
     if not waits:
         DeepSpeedZeroOptimizer._wait_for_offload_copies = lambda _self: None
@@ -340,7 +340,7 @@ def gradients(waits: bool, overlap: bool) -> dict[str, Any]:
             passes.append(len(recorder.waits))
             optimizer._wait_for_offload_copies()
             for slab in slabs:
-                slab.grad.mul_(1.0)  # The step does it in C++, which nobody sees.
+                slab.grad.mul_(1.0)  # The step reads them in C++, where the recorder sees nothing.
         engine.step()
     found = {"faults": list(recorder.faults), "waits": passes, "copies": recorder.copies}
     found["busy"] = busy(recorder)
@@ -394,14 +394,14 @@ class NotReceived(StreamUpload):
 
 
 class TooEarly(StreamUpload):
-    """The forward pass before may still read the weights."""
+    """Starts while the previous forward pass may still read the weights."""
 
     def begin(self) -> None:
         self.stream.synchronize()
 
 
 def upload(kind: type[StreamUpload]) -> Recorder:
-    """Three steps of two slabs: written by the host, sent part by part, used by a forward."""
+    """Run three steps on two slabs: written by the host, sent in parts, read by a forward pass."""
     recorder = Recorder()
     with recorder, recorder.page_locking():
         targets = [torch.zeros(64, device=DEVICE) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What the system refuses names the path and what to do, wherever it is met."""
+"""System errors name the path and a fix in all code that reads or writes paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.ranks import run_ranks
 
 
 def judged(found):
-    """Errors that are not ours, and those that lack the path or a fix."""
+    """Return errors that are not ours, and those without a path or a fix."""
     return {name: text for name, text in found.items() if text.startswith(("FOREIGN", "THIN"))}
 
 
@@ -35,5 +35,5 @@ def test_a_disk_that_takes_nothing_is_named_with_what_to_do(tmp_path, mounted):
     (found,) = run_ranks(refused, str(tmp_path), places)
     assert judged(found) == {}
     for name, text in found.items():
-        # An empty folder is made before anything is written to it.
+        # A full disk may not refuse an operation that only makes an empty folder.
         assert text or name.endswith(": full"), name

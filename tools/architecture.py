@@ -1,7 +1,8 @@
-"""The figures and arrows of docs/architecture.md: ``python -m tools.architecture`` writes them.
+"""Write the figures and arrows of docs/architecture.md: ``python -m tools.architecture``.
 
-How large the package is, in which files of it a reader stops between a question and its answer
-(``--files`` names them), and which way imports go, as the contracts of pyproject.toml have it.
+The figures are the size of the package and the number of its files that a typical call runs through
+(``--files`` names them). The arrows are the import directions that pyproject.toml's contracts
+allow.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ INSIDE_PLAN: Final = (
 
 
 def layers(contract: str) -> list[list[str]]:
-    """Names of a contract's modules, layer by layer, the highest first."""
+    """Return the modules of a contract by layer, the highest layer first."""
     import tomllib
 
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -44,7 +45,7 @@ def layers(contract: str) -> list[list[str]]:
 
 
 def arrows() -> str:
-    """Which way imports go inside ``plan/``, from the lowest layer on."""
+    """Return the import directions inside ``plan/``, from the lowest layer up."""
     return " ← ".join(
         f"`{names[0]}`" if len(names) == 1 else f"{{{', '.join(f'`{name}`' for name in names)}}}"
         for names in reversed(layers(INSIDE_PLAN))
@@ -52,19 +53,19 @@ def arrows() -> str:
 
 
 def size() -> tuple[int, int]:
-    """Files of the package, and their lines that are not blank."""
+    """Return the numbers of files and of non-blank lines in the package."""
     texts = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
     return len(texts), sum(bool(line.strip()) for text in texts for line in text.splitlines())
 
 
 @contextmanager
 def entered() -> Iterator[list[str]]:
-    """Files of the package whose functions are called in the block, in threads of it too."""
+    """Collect the package's files whose functions run in the block, in all its threads."""
     files: list[str] = []
 
     def record(frame: FrameType, event: str, _argument: object) -> None:
         code = frame.f_code
-        # Module bodies are left out: what is imported, and when, says nothing of the way.
+        # Module bodies do not count: import order is not part of the path.
         if event != "call" or code.co_name == "<module>":
             return
         name = code.co_filename.removeprefix(f"{PACKAGE}{os.sep}")
@@ -81,7 +82,7 @@ def entered() -> Iterator[list[str]]:
 
 
 def planning() -> dict[str, list[str]]:
-    """The journeys that need neither torch nor DeepSpeed."""
+    """Trace the calls that need neither torch nor DeepSpeed."""
     from zerotune.plan.families import family
 
     adam = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}}
@@ -98,7 +99,7 @@ def planning() -> dict[str, list[str]]:
         "advise": lambda: zerotune.DeepSpeedPlan.advise("sdxl", vram="12GiB", ram="64GiB"),
     }
     journeys = {}
-    # The second time counts; the first is for what is loaded but once.
+    # Each call runs twice; the first fills caches, and the second overwrites its result.
     for name, act in [*acts.items(), *acts.items()]:
         with entered() as journeys[name]:
             act()
@@ -106,7 +107,7 @@ def planning() -> dict[str, list[str]]:
 
 
 def training() -> dict[str, list[str]]:
-    """Starting an engine, saving and resuming, with a small model and the real DeepSpeed."""
+    """Trace starting an engine, saving and resuming, with a small model and the real DeepSpeed."""
     import torch
     from torch import nn
 
@@ -130,7 +131,7 @@ def training() -> dict[str, list[str]]:
 
 
 def figures(journeys: Mapping[str, Sequence[str]]) -> str:
-    """The table of the page; lines in thousands, since they change with every commit."""
+    """Return the page's table; lines in thousands, since they change with every commit."""
     files, lines = size()
     rows = ["| | |", "|---|--:|", f"| files | {files} |"]
     rows += [f"| lines that are not blank, thousands | {lines / 1000:.0f} |"]
@@ -139,7 +140,7 @@ def figures(journeys: Mapping[str, Sequence[str]]) -> str:
 
 
 def block(text: str, name: str) -> str:
-    """What stands between the marks of a name."""
+    """Return the text between the marks of a name."""
     _, _, rest = text.partition(BEGIN.format(name))
     return rest.partition(END.format(name))[0].strip()
 

@@ -1,10 +1,10 @@
-"""Which optimizer really runs where: every name, stage, offload and precision on the real engine.
+"""Test which optimizer runs where: every name, stage, offload and precision on the real engine.
 
 Each cell trains a small network (a convolution, a norm, linear layers) to recognise scikit-learn's
-digits. A cell works when its engine starts, verifies itself, moves the weights and lowers the
-loss; everything else is recorded as what it cannot, with the engine's own words. The table goes
-into ``src/zerotune/optim/data/capabilities.json``; ``python docs/generate_optimizers.py`` writes it
-into the page.
+digits. A cell works when its engine starts, verifies itself, moves the weights and lowers the loss;
+every other cell is recorded as "cannot", with the engine's message. The table goes into
+``src/zerotune/optim/data/capabilities.json``; ``python docs/generate_optimizers.py`` writes it into
+the page.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ TABLE = ROOT / "src" / "zerotune" / "optim" / "data" / "capabilities.json"
 PACKAGES = ("torch", "deepspeed", "mup", "prodigyopt", "schedulefree", "torchao", "bitsandbytes")
 
 STREAMED = frozenset({"AdamW8BitStates"})
-"""Steps streamed weights only."""
+"""Optimizers that exist only for streamed weights."""
 STEPS = 30
 BATCH = 64
 PARAMS: dict[str, dict[str, Any]] = {
-    # Rates at which each optimizer learns this problem within the few steps of a cell.
+    # Learning rates at which each optimizer learns this problem within ``STEPS`` steps.
     "AdamW": {"lr": 5e-3}, "Adam": {"lr": 5e-3}, "Adagrad": {"lr": 2e-2}, "Lion": {"lr": 2e-3},
     "Lamb": {"lr": 5e-2}, "Muon": {"lr": 2e-2, "adam_lr": 5e-3}, "MuAdam": {"lr": 5e-3},
     "MuAdamW": {"lr": 5e-3}, "MuSGD": {"lr": 5e-2, "momentum": 0.9},
@@ -55,7 +55,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Cells decide about themselves, not by what an earlier run of them has found.
+# An empty table: cells must not depend on the results of an earlier run.
 _RESOLVER = OptimizerResolver(
     on_unsupported="error",
     table=CapabilityTable(),
@@ -76,14 +76,14 @@ class DigitsNet(torch.nn.Module):
         self.out = torch.nn.Linear(2 * width, 10)
 
     def forward(self, images_b188: torch.Tensor) -> torch.Tensor:
-        """Scores of ten classes, (b, 10)."""
+        """Return the scores of ten classes, (b, 10)."""
         features = torch.relu(self.norm(self.conv_in(images_b188)))
         features = torch.relu(self.hidden(features)).flatten(1)
         return self.out(torch.relu(self.middle(features)))
 
 
 def model_for(name: str, offload: str = "none", seed: int = 0) -> torch.nn.Module:
-    """The network; for mup's optimizers with base shapes set.
+    """Return the network, with base shapes for mup's optimizers.
 
     DeepSpeed swaps nothing below 1 MiB, so NVMe cells train a wider one (0.27 M weights).
     """
@@ -99,7 +99,7 @@ def model_for(name: str, offload: str = "none", seed: int = 0) -> torch.nn.Modul
 
 
 def plan_for(name: str, stage: int, offload: str, precision: str, swap: Path) -> DeepSpeedPlan:
-    """A plan under which every stage partitions, and NVMe really swaps."""
+    """Return a plan under which every stage partitions and NVMe swaps."""
     zero: dict[str, Any] = {}
     if stage == 3:
         zero = {"stage3_param_persistence_threshold": 0, "sub_group_size": 10_000_000}
@@ -115,7 +115,7 @@ def plan_for(name: str, stage: int, offload: str, precision: str, swap: Path) ->
 
 
 def losses_of(engine: Any, steps: int) -> list[float]:
-    """Train; the same batches in the same order for every cell."""
+    """Train and return the losses; all cells use the same batches in the same order."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -196,7 +196,7 @@ def _judge(place: dict[str, Any], losses: Sequence[float], still: Sequence[str],
 
 
 def places() -> Iterable[tuple[int, str, str]]:
-    """Stage, offload and precision of every cell; NVMe exists at stage 3 only."""
+    """Yield stage, offload and precision of every cell; NVMe requires stage 3."""
     for stage, offload, precision in itertools.product(
         range(4), ("none", "cpu", "nvme"), ("fp32", "bf16")
     ):
@@ -228,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     names = chosen.names or list(OPTIMIZERS)
     table = CapabilityTable.stored()
-    # Not run is not the same as cannot: what needs a package that is missing stays unverified.
+    # A cell that was not run is not "cannot": optimizers whose package is missing stay unverified.
     cells = {
         key: cell
         for key, cell in table.cells.items()
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for place in places():
             if chosen.offload not in (None, place[1]):
                 continue
-            # DeepSpeed prints while it starts.
+            # DeepSpeed prints during startup.
             with contextlib.redirect_stdout(io.StringIO()):
                 cell = run_cell(name, *place)
             cells[cell.key] = cell

@@ -1,8 +1,8 @@
-"""Packages for a machine without a network: ``python -m tools.carry --have LIST``.
+"""Collect wheels for a machine without a network: ``python -m tools.carry --have LIST``.
 
-``LIST`` is what that machine has, as ``pip list`` or ``pip list --format=json`` prints it there, or
-names alone. Its own torch stays; what zerotune needs beside it comes as wheels into ``.wheels``,
-which may not exceed 64 MiB. There they are unpacked without pip.
+``LIST`` is the output of ``pip list`` or ``pip list --format=json`` on that machine, or names
+alone. The machine keeps its own torch; zerotune's other missing dependencies are put as wheels into
+``.wheels``, which may not exceed 64 MiB. The machine unpacks them without pip.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 WHEELS: Final = ROOT / ".wheels"
 SITE: Final = WHEELS / "site"
-"""Where they are unpacked."""
+"""Folder where the wheels are unpacked."""
 NEEDED: Final = ("attrs", "deepspeed", "diffusers", "accelerate", "safetensors", "psutil",
                  "typing-extensions", "packaging", "pyyaml", "rich", "numpy", "pillow",
                  "scikit-learn", "pytest", "pytest-timeout", "hypothesis", "peft",
                  "matplotlib")  # fmt: skip
-"""What zerotune, its tests on a GPU and its benchmarks import themselves."""
+"""Packages that zerotune, its GPU tests and its benchmarks import directly."""
 LIMIT: Final = 64 * 2**20
 SOURCE_ONLY: Final = frozenset({"deepspeed"})
-"""Published without wheels; built here, without any op."""
+"""Packages published without wheels; built here, without any op."""
 _STAYS: Final = frozenset({"torch"})
-"""Larger than all that may be carried, and made for that machine's driver."""
+"""Packages that are too large to carry and depend on the machine's driver."""
 _PLATFORMS: Final = tuple(
     f"manylinux{version}_x86_64" for version in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1")
 )
 
 Fetch = Callable[[str, Path], Path]
-"""Puts the wheel of a requirement into a folder."""
+"""Downloads the wheel of a requirement into a folder and returns its path."""
 
 
 def gather(
     needed: Sequence[str], have: Mapping[str, str], into: Path, fetch: Fetch, *, python: str
 ) -> dict[str, str]:
-    """Fetch what a machine lacks that ``have`` lists, and what that needs, and so on.
+    """Fetch the packages missing from ``have``, and their missing dependencies, recursively.
 
     Returns:
-        Names and versions of what is carried.
+        Names and versions of the fetched packages.
     """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name, parse_wheel_filename
@@ -63,7 +63,7 @@ def gather(
         wanted = queue.pop(0)
         name = canonicalize_name(wanted.name)
         version = present.get(name)
-        # What is there and, where its version is known, new enough.
+        # Present and, if its version is known, new enough.
         serves = not version or name in _STAYS or wanted.specifier.contains(version, True)
         if name in carried or (version is not None and serves):
             continue
@@ -80,7 +80,7 @@ def gather(
 
 
 def _pinned(wanted: Any) -> str:
-    """The version of the tested set, where it names one."""
+    """Return the requirement with the version of ``constraints.txt``, if it names one."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -93,7 +93,7 @@ def _pinned(wanted: Any) -> str:
 
 
 def check_size(folder: Path) -> int:
-    """Bytes of all wheels; ``SystemExit`` where they are too many, with the largest."""
+    """Return the size of all wheels in bytes; exit, naming the largest, if it exceeds the limit."""
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.whl")}
     total = sum(sizes.values())
     if total > LIMIT:
@@ -104,7 +104,7 @@ def check_size(folder: Path) -> int:
 
 
 def read_list(path: Path) -> dict[str, str]:
-    """Names and versions of ``pip list``, in either form; of bare names no versions."""
+    """Read names and versions from ``pip list`` in either format; bare names get no version."""
     text = path.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):
         found = {one["name"]: one["version"] for one in json.loads(text)}
@@ -117,7 +117,7 @@ def read_list(path: Path) -> dict[str, str]:
 
 
 def unpack(wheels: Path, site: Path) -> Path:
-    """Make wheels importable without pip: a wheel is an archive of what is to lie in one folder."""
+    """Make wheels importable without pip: a wheel is an archive to extract into one folder."""
     found = sorted(wheels.glob("*.whl"))
     stamp, wanted = site / ".unpacked", "\n".join(path.name for path in found)
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
@@ -127,7 +127,7 @@ def unpack(wheels: Path, site: Path) -> Path:
         with zipfile.ZipFile(path) as archive:
             archive.extractall(site)
     for data in site.glob("*.data/*lib"):
-        # What a wheel keeps apart for pip to lay beside the rest.
+        # Files that pip would move into site-packages.
         for one in data.iterdir():
             one.replace(site / one.name)
     stamp.write_text(wanted, encoding="utf-8")
@@ -135,9 +135,9 @@ def unpack(wheels: Path, site: Path) -> Path:
 
 
 def paths() -> list[str]:
-    """What must be on the path here: zerotune itself and what was carried, unless installed."""
+    """Return the paths to import zerotune and carried packages from, unless they are installed."""
     found, spec = [], find_spec("zerotune")
-    # An editable installation leaves a folder of that name, without the package, for its data.
+    # An editable installation leaves a data folder named zerotune without the package.
     if spec is None or spec.origin is None:
         found.append(str(ROOT / "src"))
     lacking = find_spec("deepspeed") is None or str(SITE) in sys.path
@@ -147,7 +147,7 @@ def paths() -> list[str]:
 
 
 def fetcher(python: str) -> Fetch:
-    """Through this machine's pip."""
+    """Return a ``Fetch`` that uses this machine's pip."""
     from packaging.requirements import Requirement
 
     def fetch(requirement: str, into: Path) -> Path:

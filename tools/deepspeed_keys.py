@@ -1,8 +1,8 @@
-"""The keys that the installed DeepSpeed reads one by one, found in its own code.
+"""Keys that the installed DeepSpeed reads one by one, extracted from its source.
 
 ``get_scalar_param(section, NAME, NAME_DEFAULT)`` and ``section.get(NAME, NAME_DEFAULT)`` name a key
-and its default by constants of the module, so the code itself is the list. ``zerotune schema``
-takes it from a file: ``python -m tools.deepspeed_keys`` writes that anew.
+and its default by module constants, so the source is the list. ``zerotune schema`` reads the list
+from a file that ``python -m tools.deepspeed_keys`` writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _READERS: Final = frozenset({"get_scalar_param", "get_list_param", "get_dict_par
 
 
 def deepspeed_keys() -> dict[str, Any]:
-    """What the file holds: by module and variable each key, its default and their constants."""
+    """Return each key, its default, and the constants of both, by module and variable."""
     deepspeed = require_deepspeed(accelerator="cpu")
     modules: dict[str, dict[str, Any]] = {}
     for name, variable in READ:
@@ -36,7 +36,7 @@ def deepspeed_keys() -> dict[str, Any]:
 
 
 def render(keys: dict[str, Any]) -> str:
-    """The text of the file."""
+    """Return the file's text."""
     return json.dumps(keys, indent=1, allow_nan=False) + "\n"
 
 
@@ -53,7 +53,7 @@ def _reads(tree: ast.AST, module: ModuleType, variable: str) -> Iterator[tuple[s
 
 
 def _where(call: ast.Call) -> tuple[str | None, list[ast.expr]]:
-    """The dict a call reads from, and its other arguments."""
+    """Return the dict a call reads from, and the call's other arguments."""
     function = call.func
     if isinstance(function, ast.Name) and function.id in _READERS and call.args:
         return ast.unparse(call.args[0]), call.args[1:]

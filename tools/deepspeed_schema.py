@@ -1,7 +1,7 @@
-"""What DeepSpeed refuses in the sections that plans pass through, for the plan layer.
+"""Schema of the values that DeepSpeed rejects in sections that plans pass through unchanged.
 
-``python -m tools.deepspeed_schema`` writes it from the installed DeepSpeed's own models; the
-plan layer imports no DeepSpeed and reads the file.
+``python -m tools.deepspeed_schema`` writes it from the installed DeepSpeed's pydantic models,
+because the plan layer does not import DeepSpeed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SECTIONS = (
     "comet", "comms_logger", "compile", "csv_monitor", "hybrid_engine", "tensor_parallel",
     "tensorboard", "timers", "wandb", "weight_quantization",
 )  # fmt: skip
-"""Those that pydantic models read."""
+"""Sections that DeepSpeed validates with pydantic models."""
 _MAY_BE_AUTO = {"comet", "csv_monitor", "tensorboard", "wandb"}
 _READ_AS_OBJECTS = (
     "activation_checkpointing", "autotuning", "checkpoint", "data_efficiency", "data_types",
     "expert_parallel", "flops_profiler", "pipeline", "torch_autocast",
 )  # fmt: skip
-"""Those that are read key by key: DeepSpeed looks at few of their values."""
+"""Sections that DeepSpeed reads key by key; it checks few of their values."""
 _TRUTH = {"enum": [True, False, 0, 1]}
 _DTYPES = (
     *("bf16", "bfloat16", "torch.bfloat16", "fp16", "float16", "half", "torch.float16"),
@@ -53,19 +53,19 @@ _JUDGED_IN_CODE = {
         "dtype": {"enum": list(_DTYPES)}, "lower_precision_safe_modules": _NAMES,
     },
 }  # fmt: skip
-"""What raises in the code that reads these sections."""
+"""Values of these sections that DeepSpeed's code, not a model, checks."""
 _SPOKEN_FREELY = {"description", "default", "deprecated", HANDLING}
 _WORDS = {
     "anyOf": [
         {"enum": ["fp32", "fp16", "bf16", None], HANDLING: "any case"},
-        {"const": "auto"},  # Which resolving refuses, with better words.
+        {"const": "auto"},  # Resolving refuses it, with a better message.
     ]
 }
 _TEXT = {"anyOf": [{"type": "string"}, _NAMES]}
 
 
 def deepspeed_schema() -> dict[str, Any]:
-    """The schema of what DeepSpeed itself judges, by key."""
+    """Return the schema of what DeepSpeed itself validates, by key."""
     whole = plan_schema()
     top, zero = whole["properties"], whole["properties"]["zero_optimization"]["properties"]
     offload = _object(zero["offload_optimizer"])["properties"]
@@ -82,16 +82,16 @@ def deepspeed_schema() -> dict[str, Any]:
         section.setdefault("properties", {}).update(_JUDGED_IN_CODE.get(name, {}))
         found[name] = section
     found["expert_parallel"] = {"anyOf": [found["expert_parallel"], {"type": "null"}]}
-    # Read where it is used, and there as a truth or a divisor.
+    # Not validated: DeepSpeed uses them as a boolean or a divisor.
     found["prescale_gradients"] = _TRUTH
     found["gradient_predivide_factor"] = {"type": "number", "exclusiveMinimum": 0}
     found["vocabulary_size"] = {"type": ["integer", "null"]}
     found["sequence_parallel_size"] = {"type": "integer", "minimum": 1}
     if "tensor_parallel" in found:
-        # A torch.dtype, of which JSON has none.
+        # A torch.dtype, which JSON cannot express.
         _object(found["tensor_parallel"])["properties"]["dtype"] = {"enum": ["auto"]}
     sections = {name: _plain(zero[name]) for name in sorted(ZERO) if name in zero}
-    # Validators in code, which no schema tells of.
+    # Checked by validators in code, which the generated schema lacks.
     if "leaf_module" in sections:
         inside = _object(sections["leaf_module"])["properties"]
         inside.update(dict.fromkeys(("classes", "names", "name_suffixes"), _TEXT))
@@ -117,7 +117,7 @@ def deepspeed_schema() -> dict[str, Any]:
 
 
 def _objects(schema: dict[str, Any]) -> dict[str, Any]:
-    """Only which keys are sections themselves, and the names of all where no other is read."""
+    """Keep only nested sections, and all key names of sections that allow no others."""
     closed = {key: schema[key] for key in ("additionalProperties",) if key in schema}
     inside = {
         name: _objects(entry) if entry.get("type") == "object" else {}
@@ -128,7 +128,7 @@ def _objects(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(schema: dict[str, Any]) -> dict[str, Any]:
-    """The branch that describes an object."""
+    """Return the branch that describes an object."""
     if "properties" in schema:
         return schema
     return next(branch for branch in schema["anyOf"] if "properties" in branch)
@@ -145,7 +145,7 @@ def _plain(schema: Any) -> Any:
 
 
 def render(schema: dict[str, Any]) -> str:
-    """The file's text."""
+    """Return the file's text."""
     return json.dumps(schema, indent=1, sort_keys=True) + "\n"
 
 

@@ -1,7 +1,7 @@
-"""Adds the installed DeepSpeed to the releases whose replaced methods were read and tested.
+"""Add the installed DeepSpeed to the releases whose replaced methods were reviewed and tested.
 
-Read what has changed in the methods that ``zerotune.backend.deepspeed.start`` names, run the
-tests of engines, and then ``python -m tools.deepspeed_sources``.
+First review the changes in the methods that ``zerotune.backend.deepspeed.start`` names, and run the
+engine tests; then run ``python -m tools.deepspeed_sources``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FILE: Final = Path(zerotune.__file__).parent / "backend" / "data" / "sources.jso
 
 
 def add_installed(content: dict[str, dict[str, list[str]]], version: str) -> None:
-    """Add the installed release to each digest it has."""
+    """Add the installed release to each of its methods' digests."""
     for name, digest in digests().items():
         if digest is None:
             raise SystemExit(f"DeepSpeed {version} has no {name}")

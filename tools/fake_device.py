@@ -1,9 +1,9 @@
-"""A device without memory: real models at their real sizes, every byte of a pass counted.
+"""A device without memory: count every byte of a pass, for real models at their real sizes.
 
-``python -m tools.fake_device`` counts the passes of every family beside what the memory model says,
-for docs/memory-proof.md. They run on torch's fake tensors with the operators a CUDA device has for
-attention and for norms, and with what these take beside their results. What they allocate and free
-is kept in order, so that torch's caching allocator can be asked what it would have reserved.
+``python -m tools.fake_device`` counts passes of every family and compares them with the memory
+model, for docs/memory-proof.md. Passes run on torch's fake tensors, with the attention and norm
+operators of CUDA and their workspaces. Allocations and frees are recorded in order, so that a model
+of torch's caching allocator can compute the reserved memory.
 """
 
 from __future__ import annotations
@@ -31,32 +31,31 @@ from zerotune.plan.families import family_names, model_family
 from zerotune.plan.model import ModelFacts
 
 Keeping = Literal["everything", "block inputs", "block inputs in RAM"]
-"""What a forward pass keeps for the backward pass."""
+"""Activations that a forward pass keeps for the backward pass."""
 _ALIGNMENT: Final = 512
-"""Bytes that every size on a CUDA device is rounded up to."""
+"""CUDA's allocator rounds every size up to a multiple of this, in bytes."""
 
 
 @attrs.frozen(kw_only=True)
 class Event:
-    """Memory that is taken, or given back."""
+    """An allocation or a free."""
 
     block: int
-    """Which one."""
     nbytes: int
-    """Rounded as the device does it; negative: given back."""
+    """Rounded as on the device; negative for a free."""
 
 
 @attrs.frozen(kw_only=True)
 class FakePass:
-    """What one forward and backward pass took of a device that is not there."""
+    """Memory use of one forward and backward pass on the fake device."""
 
     events: tuple[Event, ...]
     host: int
-    """Bytes of the activations that waited in host memory, at their most."""
+    """Peak of activations offloaded to host memory, in bytes."""
 
     @property
     def peak(self) -> int:
-        """Most bytes alive at a time, weights not counted."""
+        """Peak bytes alive at the same time, without weights."""
         live = most = 0
         for event in self.events:
             live += event.nbytes
@@ -64,11 +63,11 @@ class FakePass:
         return most
 
     def reserved(self, *, before: tuple[int, ...] = ()) -> int:
-        """Bytes that torch's caching allocator holds in the end, ``before`` included."""
+        """Return the bytes that torch's caching allocator finally holds, ``before`` included."""
         return self._on(CachingAllocator(), before)
 
     def least(self, *, before: tuple[int, ...] = ()) -> int:
-        """Bytes of the smallest device it runs on, to 2 MiB: free segments are given back there."""
+        """Return the bytes of the smallest device that can run the pass, to within 2 MiB."""
         step = 2 * _MIB
         enough, short = -(-self.reserved(before=before) // step), 0
         while enough - short > 1:
@@ -93,7 +92,7 @@ class FakePass:
 
 
 def rounded(nbytes: int) -> int:
-    """Bytes a CUDA device takes for so many."""
+    """Return the bytes that CUDA allocates for a request."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -110,7 +109,7 @@ class FakeDevice:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with torch.device("meta"):
             model = getattr(diffusers, config["_class_name"]).from_config(dict(config))
-        # Not the model's own: diffusers warns of layers that a real run keeps in fp32.
+        # Not ``model.to``: diffusers warns about layers that a real run keeps in fp32.
         self.model: Any = torch.nn.Module.to(model, torch.bfloat16).train()
         self._arguments = example_inputs(self.model)
         with self._mode:
@@ -118,13 +117,13 @@ class FakeDevice:
                 _replace(module._parameters, lambda one: torch.nn.Parameter(_like(one)))
                 _replace(module._buffers, _like)
         for parameter in self.model.parameters():
-            # Gone to a bucket or to the host at once, as at stage 2.
+            # Freed at once, as at stage 2, where it goes to a bucket or to the host.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
 
     def step(
         self, *, batch: int, height: int, width: int, keeping: Keeping, frames: int | None = None
     ) -> FakePass:
-        """One forward and backward pass in bf16; ``height`` and ``width`` in pixels."""
+        """Run one forward and backward pass in bf16; ``height`` and ``width`` in pixels."""
         clip = {} if frames is None else {"frames": frames}
         given = self._arguments(batch, height, width, **clip)
         transfers = FakeTransfers()
@@ -133,7 +132,7 @@ class FakeDevice:
             arguments = tree_map(_like, given)
             with allocations:
                 output = self.model(**{**arguments, "return_dict": False})[0]
-                # Z-Image gives one tensor for each sample.
+                # Z-Image returns one tensor per sample.
                 samples = torch.stack(output) if isinstance(output, list) else output
                 samples.float().pow(2).mean().backward()
                 del output, samples, arguments
@@ -155,12 +154,12 @@ class FakeDevice:
 
 
 class FakeTransfers:
-    """Copies between a fake device and host memory that is only counted."""
+    """Copies between a fake device and host memory, of which only the bytes are counted."""
 
     def __init__(self) -> None:
         self._held = 0
         self.peak = 0
-        """Most bytes of host memory at a time."""
+        """Peak bytes of host memory."""
 
     def store(self, tensor: torch.Tensor) -> Stored:
         """Count a block of host memory."""
@@ -172,26 +171,26 @@ class FakeTransfers:
         return Stored(tensor=host, device=tensor.device)
 
     def settle(self, stored: Stored) -> None:
-        """Nothing is under way."""
+        """Do nothing: copies complete at once."""
 
     def load(self, stored: Stored) -> Loading:
-        """Take memory of the device."""
+        """Allocate the tensor on the device."""
         source = stored.tensor
         return Loading(
             tensor=torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
         )
 
     def finish(self, loading: Loading) -> torch.Tensor:
-        """What ``load`` took."""
+        """Return the tensor that ``load`` allocated."""
         return loading.tensor
 
     def release(self, stored: Stored) -> None:
-        """Give the block back."""
+        """Free the host block."""
         self._held -= stored.tensor.nbytes
 
 
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down which storages begin and end."""
+    """Records when storages are created and freed."""
 
     def __init__(self, known: list[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -235,16 +234,16 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _workspace(func: Any, args: Any) -> Iterator[int]:
-    """Bytes that a CUDA operator takes while it runs, beside its results."""
+    """Yield the bytes that a CUDA operator needs while it runs, besides its results."""
     if func._overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_backward:
         batch, heads, length, width = args[1].shape
         padded, whole = -(-length // 128) * 128, -(-width // 32) * 32
-        # FlashAttention-2 sums the query's gradient up in fp32.
+        # FlashAttention-2 accumulates the query's gradient in fp32.
         yield 4 * batch * heads * padded * (whole + 1)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """What CUDA's ``_fused_rms_norm`` keeps and gives; elsewhere torch has no such operator."""
+    """The memory use of CUDA's ``_fused_rms_norm``, which torch has for CUDA only."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -298,7 +297,7 @@ def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-# -- What torch's caching allocator reserves.
+# -- Memory that torch's caching allocator reserves.
 
 _MIB: Final = 2**20
 
@@ -318,12 +317,12 @@ class CachingAllocator:
 
     Blocks of up to 1 MiB come from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, larger
     ones from segments of their own, rounded up to 2 MiB. The smallest free block that is large
-    enough is split where more than 512 bytes (of small ones) or 1 MiB would be left over, and
-    neighbours that are free are joined. Segments that are free as a whole are given back to the
-    driver where it has no more.
+    enough is split if at least 512 bytes (small blocks) or more than 1 MiB (large blocks) would be
+    left over, and free neighbours are joined. When the driver has no memory left, entirely free
+    segments are returned to it.
 
     Args:
-        limit: Bytes the driver has; ``MemoryError`` where they do not suffice.
+        limit: Bytes the driver has; ``MemoryError`` if they do not suffice.
     """
 
     def __init__(self, *, limit: int | None = None) -> None:
@@ -336,7 +335,7 @@ class CachingAllocator:
         """Bytes of all segments."""
 
     def take(self, key: int, nbytes: int) -> None:
-        """A block under the name ``key``; ``nbytes`` is a multiple of 512."""
+        """Allocate a block under the name ``key``; ``nbytes`` is a multiple of 512."""
         small = nbytes <= _MIB
         block = self._found(nbytes, small) or self._grown(nbytes, small)
         left = block.size - nbytes
@@ -346,7 +345,7 @@ class CachingAllocator:
         self._taken[key] = (block, small)
 
     def give(self, key: int) -> None:
-        """The block may be used again."""
+        """Free the block for reuse."""
         block, small = self._taken.pop(key)
         if block.before is not None and block.before.free:
             block = self._joined(block.before, block, small)
@@ -416,17 +415,17 @@ class CachingAllocator:
         insort(self._idle[small], (block.size, block.segment, block.start))
 
 
-# -- The memory model held against it.
+# -- Comparison with the memory model.
 
 FILE: Final = Path(__file__).resolve().parents[1] / "docs" / "results" / "fake_device.json"
 KINDS: Final[tuple[Keeping, ...]] = get_args(Keeping)
 SIZES: Final = ((None, None, 1), (None, None, 8), (128, None, 8))
-"""Side in pixels, frames and batch; ``None``: what the family was made for."""
+"""Side in pixels, frames and batch; ``None``: the family's native value."""
 CLIPS: Final = ((None, None, 1), (None, 1, 8), (256, 17, 4))
 
 
 def rows(name: str) -> Iterator[dict[str, Any]]:
-    """Passes of a family, with everything kept, recomputed and offloaded, at three sizes: bytes."""
+    """Yield a family's bytes with everything kept, recomputed and offloaded, at three sizes."""
     config, native = CONFIGURATIONS[name]
     device, facts = FakeDevice(config), model_family(name).facts
     weights = 2 * facts.numel
@@ -450,7 +449,7 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
 def estimate(
     facts: ModelFacts, *, batch: int, pixels: int, keeping: Keeping
 ) -> tuple[float, float]:
-    """Bytes of activations on the device and on the host, as the memory model has them."""
+    """Return the memory model's bytes of activations on the device and on the host."""
     known = facts.activations
     assert known is not None
     costs = dict(zip(KINDS, (known.full, known.checkpointed, known.offloaded), strict=True))
@@ -462,7 +461,7 @@ def estimate(
 
 
 def render(passes: Iterable[Mapping[str, Any]]) -> str:
-    """A line for each."""
+    """Return JSON with one line per pass."""
     lines = ",\n".join(json.dumps(one, ensure_ascii=False) for one in passes)
     return f"[\n{lines}\n]\n"
 

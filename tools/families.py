@@ -1,8 +1,8 @@
 """Write the shapes and activation costs of known model families into the package.
 
-``python -m tools.families [NAME …]``; takes about two minutes per family. ``families.json`` has the
-configurations as published with the models, the side of their images in pixels (of clips, of a
-square of their area) and the frames that their pipelines draw.
+``python -m tools.families [NAME …]``; takes about two minutes per family. ``families.json``
+contains the published configurations, the side of their images in pixels (for clips: of a square of
+the same area), and the number of frames that their pipelines generate.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FRAMES: Final[dict[str, int]] = {
 EDITING: Final[dict[str, str]] = {
     name: one["family"] for name, one in _PUBLISHED.items() if "family" in one
 }
-"""Families of those that are called otherwise than the class of their model says."""
+"""Families of published models whose class name implies a different family."""
 SDXL, SD3, FLUX = (CONFIGURATIONS[name][0] for name in ("sdxl", "sd3-medium", "flux"))
 
 
 def _rounded(value: Any) -> Any:
-    """The same with eight digits, which is more than anybody needs."""
+    """Round floats to eight digits, to keep the file small."""
     if isinstance(value, dict):
         return {name: _rounded(one) for name, one in value.items()}
     if isinstance(value, list | tuple):

@@ -127,7 +127,7 @@ def _readable_value(value: Any) -> str:
     return "unset" if value is None else shorten(value, _LONGEST_SHOWN)
 
 
-# -- Who decides: what the configuration says, then the run, then the launcher, then a default.
+# -- Precedence: the caller, then the configuration, the run, the launcher and the default.
 
 
 OVERRIDE, WRITTEN, RUN = "the caller", "the configuration", "the run"
@@ -151,7 +151,7 @@ def precedence(*, nothing: Any = None, **said: Any) -> list[tuple[Any, str]]:
     return [(value, who) for value, who in every if value is not nothing]
 
 
-# -- What is said while something is read or settled.
+# -- Decisions and errors that occur while a plan is read or resolved.
 
 
 Names = Mapping[str, str]

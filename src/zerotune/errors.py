@@ -56,7 +56,7 @@ _LONGEST_NAME = 300
 _LONGEST_SENTENCE = 2_000
 _DEEPEST_SHOWN = 50
 _LARGEST_WRITTEN_OUT = 12_000
-"""Bit lengths of integers."""
+"""Bit length above which an integer is shortened to its leading hexadecimal digits."""
 
 
 def shorten(value: object, longest: int = _LONGEST_VALUE) -> str:

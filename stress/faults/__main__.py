@@ -1,6 +1,6 @@
-"""Faults of every class: ``python -m stress.faults --seed 1 --minutes 30``.
+"""Inject faults of every class: ``python -m stress.faults --seed 1 --minutes 30``.
 
-``--only NAME --first N --times 1`` repeats the injection that a finding names.
+``--only NAME --first N --times 1`` repeats the injection that a failure names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first injection")
     parser.add_argument("--times", type=int, help="injections of each class at most")
     arguments = parser.parse_args()
-    # What is skipped and announced is as it should be.
+    # Skipped steps and their warnings are expected.
     logging.getLogger("zerotune").setLevel(logging.CRITICAL)
     print(f"seed {arguments.seed}", flush=True)
     rows = campaign(

@@ -1,7 +1,7 @@
-"""Somebody does something to the model between steps, in a configuration by chance.
+"""User code changes the model between steps, in a random configuration.
 
-The run goes on as under the optimizer's own step to the bit, or ends with an error of ours before
-anything has been trained otherwise.
+The run either stays bit-identical to one with the optimizer's own step, or ends with a zerotune
+error before it trains anything differently.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tests.backend.acts import ACTS, KINDS
 
 
 class Acts:
-    """Acts by chance; each run is a process of its own."""
+    """Random acts; each run has its own process."""
 
     def inject(self, _work: Path, chance: random.Random) -> None:
         name = chance.choice(list(ACTS))
-        # Where steps may be under way most of all.
+        # CPU offload twice, since its steps are most often still pending.
         kinds = sorted(ACTS[name].kinds)
         kind = chance.choice([*kinds, *(each for each in kinds if KINDS[each].offload == "cpu")])
         modes = modes_of(KINDS[kind], ACTS[name])
@@ -29,4 +29,4 @@ class Acts:
                 raise Found(kind_of_fault, f"{name}, {kind}, {mode}: {verdict}")
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""

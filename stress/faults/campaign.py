@@ -1,8 +1,8 @@
-"""Every class of faults in turns, with a seed and a budget.
+"""Inject faults of every class in turns, with a seed and a time budget.
 
-Each class prints how many faults it injected, how many were survived (the right answer, or an error
-of ours that names who is at fault), and how many lost or spoiled something, ended in an exception
-that is not ours, named the wrong rank or none, or hung; and the longest any of them took.
+Each class prints how many faults it injected and how many were survived (correct result, or a
+zerotune error that names the culprit). It also prints how many lost or corrupted data, ended in a
+foreign exception, named the wrong rank or none, or hung; and the longest time of any fault.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Found(Exception):
 
 
 class Missed(Exception):
-    """The run was over before it came to where the fault was to be."""
+    """The run ended before it reached the point of the fault."""
 
 
 class NotHere(Exception):
@@ -38,33 +38,33 @@ class NotHere(Exception):
 
 
 class Faults(Protocol):
-    """One class of faults; what it starts may serve many injections."""
+    """A class of faults; a process that it starts may serve many injections."""
 
     def inject(self, work: Path, chance: random.Random) -> float | None:
         """Inject one fault.
 
         Args:
             work: An empty folder, removed afterwards.
-            chance: Decides everything that is left to chance.
+            chance: Source of all randomness.
 
         Returns:
-            Seconds until the fault was over; ``None``: as long as the call takes.
+            Seconds until the fault was handled; ``None``: the duration of the call.
 
         Raises:
-            Found: It was not survived.
+            Found: The fault was not survived.
             Missed: Nothing was injected this time.
-            NotHere: It cannot be tried here.
+            NotHere: The fault cannot be injected on this machine.
         """
         ...
 
     def close(self) -> None:
-        """End what was started."""
+        """End all started processes."""
         ...
 
 
 @attrs.define(kw_only=True)
 class Row:
-    """What became of one class of faults."""
+    """Results of a class of faults."""
 
     name: str
     tried: int = 0
@@ -73,7 +73,7 @@ class Row:
     worst_s: float = 0.0
     used_s: float = 0.0
     why_not: str = ""
-    """Why it was not tried, or not to the end."""
+    """Reason why the class was not tried, or was stopped early."""
 
     @property
     def bad(self) -> int:
@@ -87,7 +87,7 @@ class Row:
 
 
 def attack(name: str, faults: Faults, row: Row, seed: int, number: int) -> None:
-    """Inject one fault, and count what became of it."""
+    """Inject one fault, and count its outcome."""
     began = time.monotonic()
     seconds: float | None = None
     row.tried += 1
@@ -112,7 +112,7 @@ def attack(name: str, faults: Faults, row: Row, seed: int, number: int) -> None:
 
 
 def start(make: Callable[[], Faults], row: Row, started: dict[str, Faults]) -> bool:
-    """Start what injects the faults of a class; whether that went well."""
+    """Start a class of faults; return whether that succeeded."""
     began = time.monotonic()
     try:
         started[row.name] = make()
@@ -131,14 +131,14 @@ def campaign(
     first: int = 0,
     times: int | None = None,
 ) -> list[Row]:
-    """Attack with each class in turns, whichever has had the least time, until time is over.
+    """Inject faults until the time is up, always of the class that has had the least time.
 
     Args:
-        classes: What makes the faults of each class, by name.
-        seed: Fixes every injection by its class and number.
-        minutes: When to begin no further injection.
+        classes: Factories of the classes, by name.
+        seed: Determines every injection, together with its class and number.
+        minutes: Time after which no injection begins.
         first: Number of the first injection of each class.
-        times: Injections of each class at most.
+        times: Maximum number of injections of each class.
     """
     rows = {name: Row(name=name) for name in classes}
     started: dict[str, Faults] = {}
@@ -163,6 +163,6 @@ def campaign(
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows under their headings."""
+    """Return the rows with headings."""
     head = f"{'':<22}" + "".join(f"{heading:>9}" for heading in HEADINGS)
     return "\n".join([head, *map(str, rows)])

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, or made up with right hashes: refused before anything changes."""
+"""Damaged checkpoints, and crafted ones with valid hashes: refused before anything changes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ IN_HOST_MEMORY: Final = (
 
 
 class Checkpoints:
-    """Checkpoints with one thing changed, into one engine or trainer.
+    """Loads checkpoints with one change into one engine or trainer.
 
     Args:
-        ways: Of ``tests.checkpoint.crafted.WAYS``, or ``"trainer"``: the trainer's part.
-        cases: Engines of which one is attacked, by chance.
+        ways: Names in ``tests.checkpoint.crafted.WAYS``, or ``"trainer"`` for the trainer's state.
+        cases: Engines, one of which is attacked at random.
     """
 
     def __init__(self, *ways: str, cases: Sequence[Case] = (PLAIN,)) -> None:

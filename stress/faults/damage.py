@@ -1,4 +1,4 @@
-"""Damage to small things on disk that a run reads: entries of a cache, records of leases."""
+"""Damage to small files that a run reads: cache entries and lease records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerotune.offload.lease import LOCK_FILE, LeaseRecord, lease_name
 
 
 class CacheBits:
-    """A flipped bit anywhere in a cache: the right tensors, or an error."""
+    """A flipped bit anywhere in a cache: reading returns the right tensors or raises an error."""
 
     def inject(self, work: Path, chance: random.Random) -> None:
         settings = CacheSettings(kind="latents", model="none", dtype="float32")
@@ -42,11 +42,11 @@ class CacheBits:
                 raise Found("lost", "other tensors than were written")
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: no process was started."""
 
 
 def _entry() -> dict[str, torch.Tensor]:
-    """All that is kept of an image with a mask and what it was before it was edited."""
+    """Return all cached tensors of an edited image with a mask."""
     return {
         "latents": torch.randn(4, 4, 4),
         "reference_latents": torch.randn(4, 4, 4, dtype=torch.bfloat16),
@@ -56,7 +56,7 @@ def _entry() -> dict[str, torch.Tensor]:
 
 
 class LeaseRecords:
-    """A damaged record beside a dead lease: the dead one goes, nothing fails or waits."""
+    """A damaged record next to a dead lease: the dead one is removed, nothing fails or hangs."""
 
     def inject(self, work: Path, chance: random.Random) -> None:
         folders = [work / lease_name(new_run_id()) for _ in range(2)]
@@ -66,7 +66,7 @@ class LeaseRecords:
             record = LeaseRecord.for_this_process(
                 run_id=folder.name, rank=0, world_size=1, plan_digest="0" * 64, filesystem="ext4"
             )
-            # A process number that no system gives.
+            # A PID that no system assigns.
             text = record.to_json().replace(f'"pid": {os.getpid()}', '"pid": 99999999')
             (folder / "rank0.json").write_text(text)
         harm(folders[0] / "rank0.json", chance, other=folders[1] / "rank0.json")
@@ -77,11 +77,11 @@ class LeaseRecords:
             raise Found("lost", "a folder of nobody knows whom was removed, or the dead one stayed")
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: no process was started."""
 
 
 def harm(path: Path, chance: random.Random, *, other: Path) -> None:
-    """Put something else in a file's place: a pipe, a link to ``other``, a folder, any bytes."""
+    """Replace a file by a pipe, a link to ``other``, a folder, or random bytes."""
     path.unlink()
     way = chance.randrange(4)
     if way == 0:

@@ -1,7 +1,7 @@
-"""A disk that becomes full or read-only while something is written to it.
+"""A disk that becomes full or read-only during a write.
 
-Errors are ours, what was there before stays whole, nothing half-written is left, and as soon as
-there is room again everything goes on.
+Every error is a zerotune error, existing files stay intact, no partial file is left, and writing
+works again once there is room.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ SIZE = 2**20
 
 
 _RAW: Final = re.compile(r"\b(?!OSError)\w*Error: |OSError: (?!.*: '/)")
-"""Ranks report the system's own words behind the purpose, with the path; and no other error."""
+"""Matches foreign errors: ranks may only report an ``OSError`` with its path, after the purpose."""
 
 
 class Writer:
     """A trainer that writes everything it can to one folder.
 
     Args:
-        folder: Where; a file system of its own where one could be mounted.
-        mounted: Whether.
+        folder: Target folder; its own file system if one could be mounted.
+        mounted: Whether ``folder`` is its own file system.
     """
 
     def __init__(self, folder: str, mounted: bool) -> None:
-        # Else a file that grows too large ends the process.
+        # By default, SIGXFSZ kills the process when a file exceeds the limit.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         self._disk, self._mounted = Path(folder), mounted
         self._trainer = trainer(ImageTensors(images=torch.cat([b["images"] for b in batches()])))
@@ -73,7 +73,7 @@ class Writer:
         return list(self._writes)
 
     def attack(self, seed: float) -> str:
-        """Write something to a disk that is in the way; what was said."""
+        """Write something to a failing disk, and return a description of the outcome."""
         chance = random.Random(seed)
         name = chance.choice(self.names)
         way = chance.choice(["full", "read-only"]) if self._mounted else "limit"
@@ -102,7 +102,7 @@ class Writer:
         return said
 
     def _look(self, said: str) -> None:
-        """What was there is whole, and nothing half-written has come to a name or stayed."""
+        """Check that existing files are intact, and that no partial file is published or left."""
         verify_checkpoint(self._good)
         if latest_checkpoint(self._disk / "checkpoints") is None:
             raise Found("lost", f"no checkpoint is left; {said}")
@@ -128,7 +128,7 @@ class Writer:
         self._trainer.callbacks = self._around
         self._trainer.resume(self._good)
 
-    # -- What is written.
+    # -- Writes.
 
     def _save(self) -> None:
         self._trainer.save(self._disk / "checkpoints" / "step-00000002")
@@ -156,11 +156,11 @@ class Writer:
         with OffloadManager(root=self._disk / "swap").lease(swapping_plan()):
             pass
 
-    # -- What is in the way.
+    # -- Disk failures.
 
     @contextmanager
     def _full(self, room: int) -> Iterator[None]:
-        """Nobody foresees it: somebody else fills the disk a moment later."""
+        """Fill the disk, but report free space, as if another process filled it after the check."""
         ballast = self._disk / "ballast"
         free = shutil.disk_usage(self._disk).free
         with ballast.open("wb") as file:
@@ -182,7 +182,7 @@ class Writer:
 
     @contextmanager
     def _limit(self, room: int) -> Iterator[None]:
-        """No file may become larger."""
+        """Limit the file size."""
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
         try:
@@ -192,7 +192,7 @@ class Writer:
 
 
 def mounted(point: Path) -> bool:
-    """Whether a small file system could be mounted there."""
+    """Mount a small file system at ``point``; return whether that succeeded."""
     options = ("-t", "tmpfs", "-o", f"size={64 * SIZE}", "none", str(point))
     if shutil.which("mount") is None:
         return False
@@ -204,7 +204,7 @@ def remount(point: Path, mode: str) -> None:
 
 
 class Disks:
-    """Disks that fail under one trainer; a file system in memory where one may be mounted."""
+    """Failing disks under one trainer; on a tmpfs if one can be mounted."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(

@@ -1,8 +1,8 @@
-"""SIGKILL at a random moment of real runs, clean up, start again: as if nothing had been.
+"""SIGKILL real runs at random moments, clean up, and resume: no difference may remain.
 
-The runs share a swap root with two living ones, whose folders must stay as they are, and with a
-process that cleans it in a loop. What was killed is resumed to the end, and its losses must be
-those of a run that was never killed, bit for bit. Every third has its parameters on NVMe as well.
+The runs share a swap root with two living runs, whose folders must not change, and with a process
+that cleans it in a loop. Killed runs are resumed to the end, and their losses must be bit-identical
+to those of a run that was never killed. Every third run has its parameters on NVMe too.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ while True:
 
 
 def libaio() -> bool:
-    """Whether DeepSpeed's I/O can be built."""
+    """Return whether DeepSpeed's async I/O can be built."""
     return Path("/usr/include/libaio.h").exists()
 
 
 class Victim:
-    """A training run in a process of its own."""
+    """A training run in its own process."""
 
     def __init__(self, root: Path, checkpoints: Path, **options: Any) -> None:
         context = _fork_server()
@@ -60,21 +60,21 @@ class Victim:
         self.said: list[Any] = []
 
     def await_phase(self, phase: str) -> None:
-        """Return once the run has come as far as ``phase``, or has ended."""
+        """Return when the run has reached ``phase`` or has ended."""
         with contextlib.suppress(EOFError):
             while not self.said or self.said[-1] != phase:
                 assert self._pipe.poll(240), f"the run says nothing after {self.said[-1:]}"
                 self.said.append(self._pipe.recv())
 
     def kill_after(self, phase: str, delay: float = 0.0) -> None:
-        """SIGKILL it so many seconds after it has come to ``phase``."""
+        """SIGKILL the run ``delay`` seconds after it has reached ``phase``."""
         self.await_phase(phase)
         time.sleep(delay)
         self.process.kill()
         self.process.join(60)
 
     def losses(self) -> dict[int, float]:
-        """What it gives at its end."""
+        """Wait for the end and return the losses by step."""
         self.await_phase("end")
         result = self._pipe.recv()
         self.process.join(60)
@@ -82,7 +82,7 @@ class Victim:
 
 
 def digest_of(folder: Path) -> str:
-    """A digest of all a folder holds, names included."""
+    """Return a digest of all files in a folder, names included."""
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         total.update(str(path.relative_to(folder)).encode())
@@ -92,7 +92,7 @@ def digest_of(folder: Path) -> str:
 
 
 class Kills:
-    """Kills among two living runs and a cleaner."""
+    """Kills of runs next to two living runs and a cleaner."""
 
     def __init__(self) -> None:
         if libaio():
@@ -120,7 +120,7 @@ class Kills:
             victim.kill_after(phase, chance.random() * (1.0 if phase == "start" else 0.15))
         if report := cleanup_stale_swap(self._root).failures:
             raise Found("lost", f"the cleaning failed: {report}")
-        # The other cleaner may be at work on what this one then left to it.
+        # The other cleaner may still be removing leases that this one skipped.
         living = set(self._folders)
         wait_for(
             lambda: {lease.path for lease in find_leases(self._root)} <= living,
@@ -145,10 +145,10 @@ class Kills:
 
 
 class HostKills:
-    """Kills of runs whose optimizer and average step in host memory in one pass.
+    """Kills of runs whose optimizer and EMA step in host memory in one pass.
 
     Args:
-        kinds: Of runs.
+        kinds: Kinds of runs, as ``param`` of ``train``.
     """
 
     def __init__(self, kinds: Sequence[str] = tuple(IN_HOST_MEMORY)) -> None:
@@ -167,4 +167,4 @@ class HostKills:
             raise Found("lost", f"{kind}: other losses: {losses} for {self._expected[kind]}")
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing: no process is left."""

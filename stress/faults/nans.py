@@ -1,8 +1,8 @@
-"""NaN by place: in the data, the loss, one gradient, a weight or a moment of one rank.
+"""NaN in the data, the loss, one gradient, a weight or a moment of one rank.
 
-Under every kind of engine, with clipping and without, and every policy: no checkpoint that holds
-NaN is published, a good one stays from which training goes on, what is skipped leaves weights and
-states as they were, and what is raised says the truth about them.
+For every kind of engine, with and without clipping, and for every policy: no checkpoint with NaN is
+published, a good checkpoint to resume from remains, skipped steps leave weights and states
+unchanged, and error messages describe both correctly.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from zerotune.training.step import RaiseNonFinite
 PLACES = ("data", "loss", "gradient", "weight", "moment")
 POLICIES = ("raise", "skip", "roll back")
 COUNTED = ("state", "lr", "random", "step ")
-"""What a skipped step may change."""
+"""Entries of the state that a skipped step may change."""
 
 
 @attrs.frozen(kw_only=True)
 class Kind:
-    """An engine."""
+    """Configuration of an engine."""
 
     stage: int | None
     """``None``: the plain engine."""
@@ -65,7 +65,7 @@ def kind_of(chance: random.Random) -> Kind:
 
 
 class Spoil(torch.autograd.Function):
-    """The input itself, and a gradient whose first element is NaN."""
+    """The identity, whose gradient has NaN as its first element."""
 
     @staticmethod
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class Spoil(torch.autograd.Function):
 
 
 class Net(torch.nn.Module):
-    """A layer whose weights' gradient alone can be spoiled."""
+    """A network in which one layer's gradient alone can be poisoned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Net(torch.nn.Module):
 
 
 class Skipped(logging.Handler):
-    """The steps that were announced as skipped, and the ranks they were bad on."""
+    """Collects the steps logged as skipped, and the ranks with NaN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,13 +107,13 @@ class Skipped(logging.Handler):
             self.steps.append((int(found[1]), found[2]))
 
     def clear(self) -> None:
-        # What was announced before is not said again.
+        # Messages are logged once per process; forget which were.
         decisions._announced.clear()
         self.steps.clear()
 
 
 class Poisoned:
-    """A trainer of one kind, poisoned again and again."""
+    """A trainer of one kind that is poisoned repeatedly."""
 
     def __init__(self, folder: str, kind: Kind) -> None:
         torch.manual_seed(0)
@@ -148,7 +148,7 @@ class Poisoned:
         self._trainer.save(self._root / "start")
 
     def attack(self, place: str, policy: str, seed: float) -> str:
-        """Poison the fourth step, and look at everything afterwards; what the run said."""
+        """Poison the fourth step, check everything afterwards, and return the run's messages."""
         chance, trainer, root = random.Random(seed), self._trainer, self._root / str(seed)
         trainer.resume(self._root / "start")
         self._where = chance.randrange(10**6)
@@ -180,13 +180,14 @@ class Poisoned:
     ) -> None:
         said = f"{place}, {policy}: {error}"
         after = everything(self._trainer.engine, self._trainer.averages.shadows["ema"])
-        # With what needs all ranks: whatever is found after it, nobody waits.
+        # Collectives first: a failed check on one rank must not leave the others waiting.
         finite = self._trainer.engine.group.gather(self._weights_are_finite())
         skipped = self._trainer.engine.group.broadcast(self._told.steps)
         newest, stuck = self._go_on(root)
         if newest is None or stuck:
             raise Found("lost", f"does not go on from {newest}: {stuck}; {said}")
-        if self._rank == 0:  # Which removes older ones.
+        # Removes older checkpoints.
+        if self._rank == 0:
             self._all_finite(root, said)
         if error is not None and not isinstance(error, TrainingError | CheckpointNotFiniteError):
             raise Found("foreign", f"{type(error).__name__}: {said}")
@@ -206,10 +207,10 @@ class Poisoned:
             raise Found("lost", f"no word of it, or a change of {changed[:3]}; {said}")
 
     def _is_one_replica(self, finite: list[bool], skipped: list[tuple[int, str]]) -> bool:
-        """Whether NaN stayed in a copy that is never written, and its rank was named to the end.
+        """Return whether NaN is only in a replica that is never saved, and its rank was named.
 
-        A moment spoils the weights of step 4, whose loss was good; both steps after it are
-        skipped, and the run is over before a third one in a row is an error.
+        A poisoned moment corrupts the weights in step 4, whose loss was finite. Both later steps
+        are skipped, and the run ends before a third skipped step in a row would be an error.
         """
         alone = [rank == self._culprit for rank in range(self._kind.world_size)]
         replicated = self._kind.stage in (None, 0) and self._culprit != 0
@@ -217,7 +218,7 @@ class Poisoned:
         return replicated and finite == [not mine for mine in alone] and skipped == named
 
     def _go_on(self, root: Path) -> tuple[Path | None, str]:
-        """Train on from the newest checkpoint; which it is, and what is wrong then. Collective."""
+        """Train on from the newest checkpoint; return its path and any error. Collective."""
         trainer, group = self._trainer, self._trainer.engine.group
         newest = group.broadcast(latest_checkpoint(root) if group.is_main else None)
         if newest is None:
@@ -264,7 +265,7 @@ class Poisoned:
 
     def _loss(self, engine: Any, batch: Any, _: torch.Generator) -> torch.Tensor:
         images = batch["images"]
-        # Once: after going back the same step is good.
+        # Only once: after a rollback, the same step must succeed.
         mine = self._armed and self._rank == self._culprit
         self._armed = False
         if mine and self._place == "data":
@@ -276,7 +277,7 @@ class Poisoned:
 
 
 class NaNs:
-    """NaN in engines of every kind; each serves several injections."""
+    """NaN in engines of every kind; each team serves several injections."""
 
     def __init__(self) -> None:
         self._team: Team | None = None

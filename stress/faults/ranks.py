@@ -1,9 +1,7 @@
-"""One of several ranks is killed, stopped, loops, raises or differs, with torchrun and without.
+"""One of several ranks is killed, stopped, loops, raises or differs, with and without torchrun.
 
-They are of one machine or each of its own, and keep their states in memory or on NVMe.
-
-Everybody who is left is told which rank it was, within the trainer's timeout and ten seconds, and
-nobody else is blamed.
+Ranks are on one machine or on one machine each, with optimizer states in memory or on NVMe. All
+survivors must name the culprit within the trainer's timeout plus ten seconds, and no other rank.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ ALLOWED_S = TIMEOUT_S + 10
 DIFFERING = ("model", "data", "plan")
 ENDING = ("kill", "stop", "loop", "exception")
 OURS = ("zerotune.", "torch.distributed.elastic.multiprocessing.api.SignalException")
-"""What a rank may end with; torchrun's own handler makes the second of a SIGTERM."""
+"""Prefixes of errors that a rank may end with; torchrun raises the second on SIGTERM."""
 IN_A_STEP = ("data", "forward", "backward", "after the step", "while saving")
 MOMENTS = (*IN_A_STEP, "starting", "resuming", "exporting")
 
 
 @attrs.frozen(kw_only=True)
 class Fault:
-    """What happens to which rank, when."""
+    """The kind of fault, its rank, and its moment."""
 
     what: str
     lost: int
@@ -55,13 +53,13 @@ class Fault:
     torchrun: bool
     background: bool
     machines: bool
-    """Each rank is on one of its own."""
+    """Whether each rank is on its own machine."""
     nvme: bool
-    """Optimizer states are swapped."""
+    """Whether optimizer states are swapped."""
 
     @property
     def nodes(self) -> int:
-        """How many machines ``torchrun`` is told of."""
+        """Number of machines passed to ``torchrun``."""
         return self.world_size if self.machines else 1
 
     @classmethod
@@ -85,7 +83,7 @@ class Fault:
 
 
 class Faulty(Callback):
-    """Puts the fault where it belongs."""
+    """Triggers the fault at its moment."""
 
     def __init__(self, fault: Fault, folder: Path, rank: int) -> None:
         self._fault, self._folder = fault, folder
@@ -93,7 +91,7 @@ class Faulty(Callback):
         self.step = -1
 
     def at(self, moment: str) -> None:
-        # Writing in the background may be a step late.
+        # A background save may run a step late.
         stepping = moment in IN_A_STEP
         early = stepping and self.step < self._fault.step
         late = stepping and self.step > self._fault.step and moment != "while saving"
@@ -116,7 +114,7 @@ class Faulty(Callback):
 
 
 class Images(ImageTensors):
-    """Data that tell when a sample is read."""
+    """Data that report when a sample is read."""
 
     faulty: Faulty | None = None
 
@@ -127,7 +125,7 @@ class Images(ImageTensors):
 
 
 class Hooked(torch.autograd.Function):
-    """The identity, which tells when the backward pass comes by."""
+    """The identity, which reports when the backward pass reaches it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, faulty: Faulty) -> torch.Tensor:
@@ -141,7 +139,7 @@ class Hooked(torch.autograd.Function):
 
 
 def trained(folder: Path, fault: Fault, rank: int) -> None:
-    """Train with the fault in it."""
+    """Train with the fault."""
     odd = rank == fault.lost
     width = 3 + (odd and fault.what == "model")
     count = 24 + 4 * (odd and fault.what == "data")
@@ -185,7 +183,7 @@ def trained(folder: Path, fault: Fault, rank: int) -> None:
 
 
 def net(width: int, *, swaps: bool) -> torch.nn.Sequential:
-    """Two layers; with more between them that are large enough for DeepSpeed to swap."""
+    """Return two layers; ``swaps`` adds layers large enough for DeepSpeed to swap."""
     large = (
         torch.nn.Flatten(),
         torch.nn.Linear(16 * width, 1024),
@@ -201,7 +199,7 @@ def net(width: int, *, swaps: bool) -> torch.nn.Sequential:
 
 
 def before_each(name: str, faulty: Faulty, moment: str) -> None:
-    """Let the fault happen when a function of the tensors' files is called."""
+    """Trigger the fault in calls of a function that reads or writes tensor files."""
     from zerotune.backend import stored
     from zerotune.checkpoint import tensors
 
@@ -216,7 +214,7 @@ def before_each(name: str, faulty: Faulty, moment: str) -> None:
 
 
 def run_rank(folder: Path, fault: Fault, variables: dict[str, str]) -> None:
-    """One rank, which leaves behind what it was told."""
+    """Run one rank, and write its errors and logs to files."""
     os.environ.update(variables)
     quiet()
     rank = int(os.environ["RANK"])
@@ -236,18 +234,18 @@ def run_rank(folder: Path, fault: Fault, variables: dict[str, str]) -> None:
             (folder / f"told-{rank}").write_text(told)
             raise
     (folder / f"told-{rank}").write_text(told)
-    # Skips the exit handlers of libraries that expect their own launcher.
+    # ``os._exit`` skips the exit handlers of libraries that expect their own launcher.
     os._exit(0 if told == "trained to the end" else 1)
 
 
 def run_torchrun(folder: Path, fault: Fault, port: int, node: int) -> None:
-    """What ``torchrun`` does: its agent, over ranks that are forked instead of started anew.
+    """Run ``torchrun``'s agent, with forked ranks instead of new processes.
 
     Args:
-        folder: Where the ranks leave what they were told.
-        fault: What is to happen.
-        port: Where the agents meet.
-        node: Number of the machine; it has one rank where there are several machines.
+        folder: Folder for the ranks' errors and logs.
+        fault: The fault to trigger.
+        port: Port of the rendezvous.
+        node: Number of the machine; with several machines, each has one rank.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -270,7 +268,8 @@ def run_torchrun(folder: Path, fault: Fault, port: int, node: int) -> None:
     except ChildFailedError as error:
         (folder / f"torchrun-{node}").write_text(str(error))
     except RendezvousConnectionError:
-        pass  # The other machine's agent has gone, and the store with it.
+        # The other machine's agent has exited, and the rendezvous store with it.
+        pass
     os._exit(0)
 
 
@@ -278,7 +277,7 @@ class RankFaults:
     """Runs of several ranks, one of which is at fault.
 
     Args:
-        always: What no chance decides.
+        always: Fixed fields of ``Fault``.
     """
 
     def __init__(self, **always: Any) -> None:
@@ -290,7 +289,7 @@ class RankFaults:
         return self.suffer(work, attrs.evolve(Fault.by_chance(chance), **self._always))
 
     def suffer(self, work: Path, fault: Fault) -> float:
-        """Run with the fault; seconds until all that are left were told."""
+        """Run with the fault; return the seconds until all survivors reported it."""
         context, port = _fork_server(), free_port()
         if fault.torchrun:
             processes = [
@@ -341,11 +340,11 @@ class RankFaults:
         return seconds
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing: no process is left."""
 
 
 def ended(work: Path, rank: int) -> bool:
-    """Whether a rank's process is over."""
+    """Return whether a rank's process has ended."""
     pid = work / f"pid-{rank}"
     if not pid.exists() or not pid.read_text():
         return False
@@ -357,7 +356,7 @@ def ended(work: Path, rank: int) -> bool:
 
 
 def put_away(work: Path, fault: Fault) -> None:
-    """End what loops, is stopped, or hangs."""
+    """Kill ranks that loop, are stopped, or hang."""
     for rank in range(fault.world_size):
         path = work / f"pid-{rank}"
         if path.exists() and path.read_text() and not ended(work, rank):
@@ -366,7 +365,7 @@ def put_away(work: Path, fault: Fault) -> None:
 
 
 def told(work: Path) -> str:
-    """All that was said."""
+    """Return all errors and logs of the ranks."""
     said = []
     for path in sorted([*work.glob("told-*"), *work.glob("log-*")]):
         if text := path.read_text().strip():
@@ -375,7 +374,7 @@ def told(work: Path) -> str:
 
 
 def judge(work: Path, fault: Fault, survivors: list[int]) -> None:
-    """Whether what was said names the rank at fault and nobody else, and nothing was lost."""
+    """Check that messages name the culprit and no other rank, and that no checkpoint is damaged."""
     for rank in range(fault.world_size):
         if rank != fault.lost or fault.what in DIFFERING:
             judge_word(work, fault, rank)
@@ -390,9 +389,9 @@ def judge(work: Path, fault: Fault, survivors: list[int]) -> None:
 
 
 def check_swap(work: Path, fault: Fault) -> None:
-    """Nothing stays on the swap disk once all processes are over."""
+    """Check that the swap disk is empty once all processes have ended."""
     root = work / "swap"
-    # The disk of another machine is that machine's to clean.
+    # Each machine cleans only its own disk.
     if fault.machines or not root.exists():
         return
     every = range(fault.world_size)
@@ -403,13 +402,14 @@ def check_swap(work: Path, fault: Fault) -> None:
 
 
 def judge_word(work: Path, fault: Fault, rank: int) -> None:
-    """Whether a rank was told which one is at fault, by an error of ours."""
+    """Check that a rank named the culprit, in a zerotune error."""
     text, log = (read(work / f"{kind}-{rank}") for kind in ("told", "log"))
     if text and not text.startswith(OURS):
         raise Found("foreign", f"{fault}: rank {rank}: {told(work)}")
     by_agent = fault.nodes == 1 or not text or text.startswith(OURS[1])
     if fault.torchrun and fault.what in ("kill", "exception") and by_agent:
-        return  # torchrun names the first to fail itself, and ends the others at once.
+        # torchrun itself names the first rank to fail, and ends the others at once.
+        return
     if fault.what in DIFFERING:
         named = "disagree" in text + log and f"rank {fault.lost}: " in text + log
     else:
@@ -423,7 +423,7 @@ def read(path: Path) -> str:
 
 
 def check_blame(work: Path, fault: Fault, survivors: list[int]) -> None:
-    """Nobody says that a survivor, and only a survivor, has failed."""
+    """Check that no message blames a survivor alone."""
     for path in [*work.glob("told-*"), *work.glob("log-*")]:
         for line in path.read_text().splitlines():
             for rank in survivors:

@@ -1,4 +1,4 @@
-"""A trainer that resumes checkpoints whose own part, ``extra.trainer``, was made up."""
+"""Trainers that resume from checkpoints with a crafted ``extra.trainer``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trainer(data: Any) -> Trainer:
 
 
 class Resumed:
-    """Two trainers, on a dataset and on batches of the user's own, and a checkpoint of each."""
+    """Two trainers, on a dataset and on the user's own batches, and a checkpoint of each."""
 
     def __init__(self, root: str) -> None:
         self.root = Path(root)
@@ -60,7 +60,7 @@ class Resumed:
             self._states[name] = self._now(each)
 
     def attack(self, way: str, seed: Any) -> tuple[str, str]:
-        """As ``tests.checkpoint.crafted.Attacked.attack``."""
+        """Implement ``tests.checkpoint.crafted.Attacked.attack``."""
         assert way == "trainer"
         chance = random.Random(seed)
         name = chance.choice(sorted(self.trainers))
@@ -88,11 +88,11 @@ class Resumed:
         return outcome, f"{said} ({json.dumps(content['extra'])[:300]})"
 
     def unchanged(self, name: str) -> bool:
-        """Whether a trainer is as it was after its third step."""
+        """Return whether a trainer is unchanged since its third step."""
         return self._now(self.trainers[name]) == self._states[name]
 
     def _went_on(self, each: Trainer, name: str) -> tuple[str, str]:
-        """What was taken must also train."""
+        """Check that a checkpoint that was accepted can also be trained from."""
         try:
             each.fit(steps=3)
         except Exception as error:  # noqa: BLE001 - it was not refused, so it must work

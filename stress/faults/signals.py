@@ -1,8 +1,7 @@
-"""One signal or two at any moment of a run that saves in the background or not.
+"""One or two signals at any moment of a run, with and without background saves.
 
-Whatever comes when: the process ends soon, in one of the ways that are promised; every checkpoint
-that has its name is whole, and the run that resumes the newest has the losses of one that was
-never disturbed, bit for bit.
+The process always ends soon, in a documented way; every published checkpoint is complete; and a run
+resumed from the newest checkpoint has losses bit-identical to those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ ALLOWED_S = 10.0
 
 @attrs.frozen(kw_only=True)
 class Disturbance:
-    """Which signals, after which step, with which pauses."""
+    """Signals to send, after which step, and with which pauses."""
 
     signals: tuple[int, ...]
     after: int
@@ -60,7 +59,7 @@ class Disturbance:
 
 
 class Telling(Callback):
-    """Tells of every step."""
+    """Reports every step through a pipe."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
@@ -70,7 +69,7 @@ class Telling(Callback):
 
 
 def disturbed(root: str, pipe: Any, background: bool, slow: float) -> None:
-    """Train to the end from the newest checkpoint, and tell how it ended."""
+    """Train to the end from the newest checkpoint, and report how the run ended."""
     quiet()
     if slow:
         slowly(slow)
@@ -99,7 +98,7 @@ def disturbed(root: str, pipe: Any, background: bool, slow: float) -> None:
         ending = f"refused: {traceback.format_exc()}"
     except BaseException:  # noqa: BLE001 - what is looked for
         ending = f"foreign: {traceback.format_exc()}"
-    # As when an interpreter exits: it waits for a checkpoint that is being written.
+    # Wait for a checkpoint being written, as an exiting interpreter does.
     import threading
 
     for thread in threading.enumerate():
@@ -125,7 +124,7 @@ def slowly(seconds: float) -> None:
 
 
 class Run:
-    """A run in a process of its own."""
+    """A run in its own process."""
 
     def __init__(self, root: Path, *, background: bool, slow: float) -> None:
         context = _fork_server()
@@ -140,7 +139,7 @@ class Run:
         self._step = -2
 
     def follow(self, step: int, *, seconds: float) -> None:
-        """Return when that step is over, or the run."""
+        """Return when the step or the run is over."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(EOFError, ConnectionResetError):
             while self._step < step and not self.ending:
@@ -163,7 +162,7 @@ class Run:
 
 
 class Signals:
-    """Runs that are sent signals, and go on afterwards."""
+    """Runs that receive signals, and are then resumed."""
 
     def __init__(self) -> None:
         self._expected: dict[int, float] = {}
@@ -196,7 +195,7 @@ class Signals:
 
     def _judge(self, how: Disturbance, run: Run, root: Path) -> None:
         died = [f"code -{number}" for number in how.signals]
-        # Before fit and after it the signals are those of Python and of the system.
+        # Outside ``fit``, Python's and the system's own handlers apply.
         expected = ("end", "signal ", "interrupted", *died)
         if not run.ending.startswith(expected):
             raise Found("foreign", f"{how}: {run.ending}")
@@ -209,4 +208,4 @@ class Signals:
                 raise Found("lost", f"{how}: stopped after step {reached}, saved {newest}")
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing: no process is left."""

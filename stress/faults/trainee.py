@@ -1,4 +1,4 @@
-"""A run that saves as it goes, may be killed at any moment, and goes on where it was."""
+"""A run that saves regularly, may be killed at any moment, and resumes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from zerotune.plan.model import ResolvedPlan, Streaming
 
 STEPS = 4
 IN_HOST_MEMORY = {"plain": (False, False), "plain, hidden": (False, True), "hidden": (True, True)}
-"""Where AdamW runs in one pass with an average: with DeepSpeed, and behind the next forward."""
+"""Runs with single-pass AdamW and an EMA: (with DeepSpeed, step overlaps the next forward)."""
 STREAMED = {"streamed": 1.0, "streamed, stepped in the backward pass": 0.0}
-"""Clipping of runs whose weights are streamed."""
+"""Gradient clipping of runs with streamed weights."""
 
 
 def quietly(_: str) -> None:
-    """Tells nobody."""
+    """Do nothing."""
 
 
 def train(
@@ -34,11 +34,12 @@ def train(
     save: bool = True,
     param: str = "cpu",
 ) -> dict[int, float]:
-    """Train to the end from the last checkpoint, if there is one; losses by step.
+    """Train to the end from the last checkpoint, if there is one; return the losses by step.
 
-    ``tell`` hears of each stage: ``start``, ``ready``, ``step N``, ``saving N``, ``end``.
-    ``param`` is where parameters are, with the optimizer on NVMe, or one of ``IN_HOST_MEMORY``
-    or ``STREAMED``; then the last of the losses is a sum of all weights and averages.
+    ``tell`` is called with each stage: ``start``, ``ready``, ``step N``, ``saving N``, ``end``.
+    ``param`` is the device of the parameters, with the optimizer on NVMe, or a key of
+    ``IN_HOST_MEMORY`` or ``STREAMED``; for such a key, the last loss is a sum of all weights and
+    EMAs.
     """
     import zerotune
 
@@ -81,12 +82,12 @@ def train(
 
 
 def plan_in_host_memory(kind: str, model: torch.nn.Module) -> ResolvedPlan:
-    """A plan whose optimizer steps in host memory."""
+    """Return a plan whose optimizer steps in host memory."""
     from zerotune.backend import plain
 
     deepspeed, hidden = IN_HOST_MEMORY.get(kind, (True, False))
     if hidden and not deepspeed:
-        # The model as on a device: its weights lie elsewhere than those that are stepped.
+        # Simulate a device, whose weights are separate from the stepped master weights.
         plain._has_memory_of_its_own = lambda _: True
     return DeepSpeedPlan.build(
         stage=2,
@@ -105,7 +106,7 @@ def plan_in_host_memory(kind: str, model: torch.nn.Module) -> ResolvedPlan:
 
 
 def tell_and_train(pipe: Any, *args: Any, **options: Any) -> None:
-    """``train`` in a process that says through a pipe how far it is."""
+    """Run ``train`` and report its stages and losses through a pipe."""
     import os
 
     from stress.faults.workers import quiet
@@ -114,5 +115,5 @@ def tell_and_train(pipe: Any, *args: Any, **options: Any) -> None:
     losses = train(*args, tell=pipe.send, **options)
     pipe.send(losses)
     pipe.close()
-    # Skips the exit handlers of libraries that expect their own launcher.
+    # ``os._exit`` skips the exit handlers of libraries that expect their own launcher.
     os._exit(0)

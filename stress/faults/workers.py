@@ -1,4 +1,4 @@
-"""Forked processes that hold what is attacked, so that a start serves many injections."""
+"""Forked processes that hold the target of attacks, so that one start serves many injections."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.support.ranks import _fork_server, free_port
 
 
 class Team:
-    """One process per rank, each holding what ``make(*args)`` gives there.
+    """One process per rank, each with its own ``make(*args)``.
 
     Args:
         make: Importable.
         args: Picklable.
-        world_size: How many; one is started as under a bare ``python``.
+        world_size: Number of processes; a single one runs as under a bare ``python``.
     """
 
     def __init__(self, make: Callable[..., Any], *args: Any, world_size: int = 1) -> None:
@@ -37,14 +37,14 @@ class Team:
 
     @property
     def alive(self) -> bool:
-        """Whether all of them are there to be asked."""
+        """Return whether all processes are alive."""
         return all(process.is_alive() for process, _ in self._members)
 
     def ask(self, method: str, *args: Any, seconds: float = 60.0) -> list[Any]:
-        """What the method returns on each rank.
+        """Call a method on all ranks and return the results.
 
         Raises:
-            Found: It raised, ended the process or did not return in time; then all are ended.
+            Found: The call raised, ended its process or timed out; then all processes are killed.
         """
         try:
             for _, pipe in self._members:
@@ -78,7 +78,7 @@ class Team:
         raise Found(kind, f"rank {rank}: {what}" if len(self._members) > 1 else what)
 
     def close(self) -> None:
-        """End them."""
+        """Kill all processes."""
         for process, pipe in self._members:
             process.kill()
             process.join(10)
@@ -86,7 +86,7 @@ class Team:
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What ``torchrun`` sets."""
+    """Return the variables that ``torchrun`` sets."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -97,7 +97,7 @@ def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def quiet() -> None:
-    """No output and one thread: the parent tells what was found."""
+    """Discard output and use one thread; the parent prints the results."""
     import torch
 
     torch.set_num_threads(1)
@@ -122,15 +122,15 @@ def _serve(make: Any, args: Any, variables: dict[str, str], pipe: Any) -> None:
                 pipe.send((False, (found.kind, str(found))))
             except BaseException:  # noqa: BLE001 - what the campaign looks for
                 pipe.send((False, ("foreign", traceback.format_exc()[-1200:])))
-    # Skips the exit handlers of libraries that expect their own launcher.
+    # ``os._exit`` skips the exit handlers of libraries that expect their own launcher.
     os._exit(0)
 
 
 def wait_for(condition: Callable[[], bool], *, seconds: float, what: str) -> None:
-    """Return once it holds.
+    """Wait until the condition holds.
 
     Raises:
-        Found: It did not come to hold in time.
+        Found: The condition did not hold in time.
     """
     deadline = time.monotonic() + seconds
     while not condition():

@@ -1,1 +1,1 @@
-"""Anything at all, given to everything that reads: ``python -m stress.fuzz --minutes 1``."""
+"""Feed arbitrary input to everything that parses: ``python -m stress.fuzz --minutes 1``."""

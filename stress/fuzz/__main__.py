@@ -1,4 +1,4 @@
-"""``python -m stress.fuzz --minutes 1 [--seed 7]``: prints what failed, and keeps it as a case."""
+"""``python -m stress.fuzz --minutes 1 [--seed 7]``: print failures, and store them as cases."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from stress.fuzz.cases import Case, make_case
 
 CORPUS = Path(__file__).parent / "corpus"
 _TRIES = 150
-"""Attempts to make a failing case shorter."""
+"""Maximum attempts to shorten a failing case."""
 
 
 def main() -> int:
-    """Attack until the time is over; 1 when something failed."""
+    """Attack until the time is up; return 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def builder_client(root: Path, templates: Path) -> Any:
-    """A client of a builder in ``root``; ``None`` where the builder's extra is not installed."""
+    """Return a test client for the builder in ``root``; ``None`` without the builder's extra."""
     try:
         from starlette.testclient import TestClient
 
@@ -77,7 +77,7 @@ def _attacked(attack: Attacker, arguments: argparse.Namespace) -> set[tuple[str,
 
 
 def _shortened(attack: Attacker, case: Case, failure: Failure) -> Case:
-    """The case with as much taken out as does not change what fails."""
+    """Return the case, shortened as far as the same failure remains."""
     if failure.what.startswith(("time", "memory")):
         return case
     tries = 0
@@ -97,7 +97,7 @@ def _shortened(attack: Attacker, case: Case, failure: Failure) -> Case:
 
 
 def _shorter(text: str) -> Iterator[str]:
-    """The text without one of its settings, without a part."""
+    """Yield the text without one of its settings, or without one part."""
     with contextlib.suppress(ValueError, RecursionError):
         yield from (json.dumps(each) for each in _without_one(json.loads(text)))
     size = len(text) // 2

@@ -1,4 +1,4 @@
-"""What is done with a case; foreign exceptions, long times and much memory may not happen."""
+"""Operations on a case; foreign exceptions, long run times and high memory use are failures."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from zerotune.plan.read import SHORT_NAMES, load_plan, read_partly
 from zerotune.platform import Platform
 
 LONGEST: Final = 2.0
-"""Seconds of this process's own processor time that an operation may take."""
+"""Maximum CPU seconds of an operation."""
 MOST: Final = 200 * 2**20
-"""Bytes by which it may make this process larger."""
+"""Maximum memory growth of this process during an operation, in bytes."""
 _HOPELESS: Final = 30.0
-"""Seconds after which an operation is stopped."""
+"""CPU seconds after which an operation is aborted."""
 _ANSWERS: Final = frozenset({200, 400, 404, 409, 413, 422})
 VARIABLES: Final = [
     "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
@@ -56,31 +56,31 @@ _FORMATS: Final = {"deepspeed": ".json", "accelerate": ".yaml", "trainer": ".jso
 
 @attrs.frozen(kw_only=True)
 class Failure:
-    """One operation that did what it may not."""
+    """An operation that broke a limit or raised a foreign exception."""
 
     operation: str
     what: str
-    """Which limit was passed, and by how much, or the exception."""
+    """The exception, or the limit and the value that exceeded it."""
     place: str = ""
-    """Where an exception came from."""
+    """Code location of the exception."""
 
     @property
     def signature(self) -> tuple[str, str, str]:
-        """What failures of the same cause have in common."""
+        """Common part of failures with the same cause."""
         return self.operation.partition(" ")[0], self.what.partition(":")[0], self.place
 
 
 class TooSlowError(BaseException):
-    """An operation was stopped."""
+    """An operation was aborted."""
 
 
 class Attacker:
-    """Everything that reads, in one process.
+    """Runs all operations that parse a case, in one process.
 
     Args:
-        folder: Where files of cases, and what is saved, lie.
+        folder: Folder for the files of cases and for output.
         client: A client of the builder, or ``None``.
-        longest: Seconds that an operation may take.
+        longest: Maximum CPU seconds of an operation.
     """
 
     def __init__(self, folder: Path, client: Any = None, *, longest: float = LONGEST) -> None:
@@ -93,11 +93,11 @@ class Attacker:
         self.largest = 0
 
     def __call__(self, case: Case, only: str = "") -> list[Failure]:
-        """Everything that goes wrong with a case; what is done with it is in its seed.
+        """Return all failures of a case; its seed determines the operations.
 
         Args:
-            case: What to read.
-            only: The operation to try; all by default.
+            case: The input to parse.
+            only: Operation to run (with those that it needs); all by default.
         """
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
@@ -136,19 +136,19 @@ class Attacker:
         return None
 
     def _before(self) -> int:
-        """Bytes in memory before an operation, with what earlier ones left behind given back."""
+        """Return memory in use before an operation, after freeing what earlier operations left."""
         resident = _status("VmRSS")
         if resident > self._base + 16 * 2**20:
             gc.collect()
             _trim()
         with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+            Path("/proc/self/clear_refs").write_text("5")  # Reset the peak.
         resident = _status("VmRSS")
         self._base = min(self._base, resident) if self._base else resident
         return resident
 
 
-# -- What is done.
+# -- Operations.
 
 
 def _operations(
@@ -159,7 +159,7 @@ def _operations(
     file.write_bytes(case.content())
     plans: list[DeepSpeedPlan] = []
     yield "load", lambda: plans.append(DeepSpeedPlan.load(file))
-    if not plans:  # what is right of a file with mistakes is a plan too
+    if not plans:  # The valid part of a faulty file is a plan too.
         yield "load rest", lambda: plans.extend(_rest(file))
     yield "from_json", lambda: DeepSpeedPlan.from_json("{" + case.text)
     around = {name: _words(chance) for name in chance.sample(VARIABLES, 3)}
@@ -229,7 +229,7 @@ def _rest(file: Path) -> list[DeepSpeedPlan]:
 
 
 def _words(chance: random.Random) -> str:
-    """A value as a variable of the environment holds it."""
+    """Return a value as an environment variable's text."""
     value = chance.choice(VALUES)
     return value if isinstance(value, str) else str(value).lower()
 
@@ -246,10 +246,10 @@ def _written(plan: DeepSpeedPlan, to: str, suffix: str, folder: Path) -> None:
     except ZeroTuneError:
         return
     if not suffix:
-        if len(text) < 10**6:  # Python's own compiler takes much memory
+        if len(text) < 10**6:  # Python's own compiler needs much memory.
             compile(text, "plan.py", "exec")
         return
-    if len(text) > 16 * 2**20:  # indented, it is longer than what was read
+    if len(text) > 16 * 2**20:  # Indentation makes it longer than the input.
         return
     file = folder / f"written{suffix}"
     file.write_text(text, encoding="utf-8")
@@ -348,7 +348,7 @@ def _inside(folder: Path) -> Iterator[None]:
 
 
 def _trim() -> None:
-    """Give freed memory back to the system, where the C library can."""
+    """Return freed memory to the system, if the C library supports it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -360,7 +360,7 @@ def _peak() -> int:
 def _status(name: str) -> int:
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:  # not Linux: memory is not looked at
+    except OSError:  # Not Linux: memory is not checked.
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
 

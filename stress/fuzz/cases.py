@@ -1,4 +1,4 @@
-"""What is given to the readers: configurations of the tests, damaged, mixed and made up."""
+"""Input for the parsers: configurations from the tests, damaged, mixed and made up."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from zerotune.plan.model import (
 )
 
 LONGEST_KEPT: Final = 1000
-"""Letters beyond which a case is kept packed."""
+"""Cases with more characters are stored compressed."""
 
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """One thing to read."""
+    """An input to parse."""
 
     text: str
-    """The file; half letters are written as bytes that are no text (``surrogatepass``)."""
+    """The file's text; lone surrogates become invalid bytes (``surrogatepass``)."""
     suffix: str = ".json"
     seed: str = ""
-    """What chooses what is done with it."""
+    """Determines the operations on the case."""
 
     def content(self) -> bytes:
-        """The bytes of the file."""
+        """Return the bytes of the file."""
         return self.text.encode("utf-8", "surrogatepass")
 
     def to_json(self) -> dict[str, str]:
-        """The case as a corpus keeps it."""
+        """Return the case in the corpus format."""
         kept = {"suffix": self.suffix, "seed": self.seed}
         if len(self.text) <= LONGEST_KEPT and self.text.isascii():
             return {**kept, "text": self.text}
@@ -58,7 +58,7 @@ class Case:
 
     @classmethod
     def from_json(cls, kept: dict[str, str]) -> Case:
-        """The case that was kept."""
+        """Read a case from the corpus format."""
         text = kept.get("text")
         if text is None:
             packed = base64.b85decode(kept["packed"])
@@ -66,7 +66,7 @@ class Case:
         return cls(text=text, suffix=kept["suffix"], seed=kept["seed"])
 
 
-# -- What there is to start from.
+# -- Starting points.
 
 
 FILES: Final = [
@@ -114,11 +114,11 @@ TOKENS: Final = [
 ]  # fmt: skip
 
 
-# -- Ways of making one.
+# -- Generators of cases.
 
 
 def _damaged(chance: random.Random) -> Case:
-    """A file with letters taken out, put in and swapped."""
+    """Return a file with characters removed, inserted and swapped."""
     text, suffix = chance.choice(FILES)
     for _ in range(chance.choice((1, 1, 2, 4, 16))):
         at = chance.randrange(len(text) + 1)
@@ -135,14 +135,14 @@ def _damaged(chance: random.Random) -> Case:
 
 
 def _spliced(chance: random.Random) -> Case:
-    """The beginning of one file before the end of another."""
+    """Return the beginning of one file followed by the end of another."""
     (one, suffix), (other, _) = chance.choice(FILES), chance.choice(FILES)
     text = one[: chance.randrange(len(one) + 1)] + other[chance.randrange(len(other) + 1) :]
     return Case(text=text, suffix=chance.choice((suffix, ".json", ".yaml", ".hjson")))
 
 
 def _renamed(chance: random.Random) -> Case:
-    """A file under the name of another kind."""
+    """Return a file with the suffix of a different format."""
     return Case(text=chance.choice(FILES)[0], suffix=chance.choice((".json", ".yaml", ".hjson")))
 
 
@@ -165,7 +165,7 @@ def _key(chance: random.Random) -> str:
 
 
 def _made_up(chance: random.Random) -> Case:
-    """Known keys in their places, with values that may be right."""
+    """Return a configuration of known keys with plausible values."""
     config = _section(chance, DeepSpeedPlan, TOP_LEVEL)
     for name in ("optimizer", "scheduler"):
         if chance.random() < 0.7:
@@ -204,7 +204,7 @@ def _likely(chance: random.Random, key: str) -> Any:
 
 
 def _written(chance: random.Random, config: Any) -> Case:
-    """A configuration as some file holds it."""
+    """Return a configuration as a file of some format, possibly inside a launcher's file."""
     around: Any = config
     if chance.random() < 0.4:
         key = chance.choice(("deepspeed_config", "--deepspeed_config", "deepspeed"))
@@ -219,7 +219,7 @@ def _written(chance: random.Random, config: Any) -> Case:
 
 
 def _grafted(chance: random.Random) -> Case:
-    """A file with some of its values replaced, keys added and levels moved."""
+    """Return a file with values replaced, keys added and levels moved."""
     text, suffix = chance.choice([file for file in FILES if file[1] == ".json"])
     try:
         config = json.loads(text)
@@ -245,7 +245,7 @@ def _grafted(chance: random.Random) -> Case:
 
 
 def _large(chance: random.Random) -> Case:
-    """Much of the same: what takes more than its length is found by what is long."""
+    """Return long repetitive input, to find operations that are slower than linear."""
     size = chance.choice((1_000, 30_000, 127_000, 1_000_000, 16_000_000))
     unit = chance.choice(
         (
@@ -272,7 +272,7 @@ def _large(chance: random.Random) -> Case:
 
 
 def _aliases(chance: random.Random) -> Case:
-    """YAML that refers to itself."""
+    """Return YAML with nested aliases."""
     levels, width = chance.randrange(1, 60), chance.randrange(1, 12)
     lines = ["a0: &a0 " + chance.choice(("x", "[x, x]", "{zero_stage: 2}", "1"))]
     for level in range(1, levels):
@@ -291,7 +291,7 @@ WAYS: Final[dict[Callable[[random.Random], Case], float]] = {
 
 
 def make_case(seed: int, number: int) -> Case:
-    """The case of that number; the same whenever it is asked for."""
+    """Return the case with this number; it is always the same."""
     chance = random.Random(f"{seed}.{number}")
     (way,) = chance.choices(list(WAYS), weights=list(WAYS.values()))
     return attrs.evolve(way(chance), seed=f"{seed}.{number}")

@@ -10,7 +10,7 @@ from zerotune._util.text import release_of
     ("version", "release"),
     [("0.19.8+cpu", (0, 19, 8)), ("2.6.0rc1", (2, 6, 0)), ("", ()), ("unknown", ())],
 )
-def test_the_release_of_a_version(version, release):
+def test_a_release_is_parsed_from_a_version(version, release):
     assert release_of(version) == release
 
 

@@ -30,7 +30,7 @@ def test_what_is_not_finite_is_no_number(value):
     ("text", "number"),
     [("12", 12), (" 1_000 ", 1000), ("2e8", 2e8), ("-0.5", -0.5), ("nan", None), ("", None)],
 )
-def test_numbers_in_text(text, number):
+def test_numbers_are_parsed_from_text(text, number):
     found = as_number(text)
     assert found == number
     assert type(found) is type(number)

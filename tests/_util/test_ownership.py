@@ -1,4 +1,4 @@
-"""Records of owners on a disk that is full."""
+"""Owner records on a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The colours are told apart, as people with and without colour blindness see them."""
+"""The palette's colours are distinguishable, with and without colour blindness."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WHITE = np.array([0.95047, 1.0, 1.08883])
 
 
 def seen(colour: str, sight: np.ndarray) -> np.ndarray:
-    """A colour in CIELAB, as somebody sees it."""
+    """Convert a colour to CIELAB, optionally as a colour-blind person sees it."""
     coded = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(coded <= 0.04045, coded / 12.92, ((coded + 0.055) / 1.055) ** 2.4)
     xyz = TO_XYZ @ np.clip(sight @ linear, 0, 1) / WHITE
@@ -94,7 +94,7 @@ def test_the_difference_is_that_of_the_published_examples(one, other, known):
 
 @pytest.mark.parametrize("sight", SIGHTS)
 @pytest.mark.parametrize("colours", [palette.COMPONENTS, palette.PHASES], ids=["memory", "step"])
-def test_any_two_can_be_neighbours_and_are_told_apart(colours, sight):
+def test_any_two_colours_are_distinguishable(colours, sight):
     # Whatever lies between two segments may be empty, and then they touch.
     labs = {name: seen(colour, SIGHTS[sight]) for name, colour in colours.items()}
     close = {
@@ -125,7 +125,7 @@ def test_every_phase_of_a_step_has_a_colour():
     assert list(palette.PHASES) == [*PHASES, "rest"]
 
 
-def test_what_others_bring_gets_a_colour_of_its_own():
+def test_unknown_components_get_colours_of_their_own():
     colours = palette.component_colours(["weights", "a", "b", "a"])
     assert colours["weights"] == palette.COMPONENTS["weights"]
     assert colours["a"] != colours["b"]

@@ -90,13 +90,13 @@ def test_a_device_the_kernel_does_not_know_is_unknown(tmp_path):
     assert is_rotational(tmp_path, devices=tmp_path / "none") is None
 
 
-def test_without_a_table_it_is_unknown(tmp_path):
+def test_without_a_mount_table_a_file_system_is_unknown(tmp_path):
     assert filesystem_kind(tmp_path, mount_table=tmp_path / "missing") is None
 
 
 @settings(deadline=None)
 @given(text=st.text())
-def test_any_table_is_survived(tmp_path_factory, text):
+def test_no_mount_table_raises_an_error(tmp_path_factory, text):
     table = tmp_path_factory.mktemp("table") / "mountinfo"
     table.write_text(text, encoding="utf-8", errors="surrogatepass")
     assert filesystem_kind(Path("/"), mount_table=table) is None or " - " in text

@@ -26,7 +26,7 @@ def table():
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Prints at a terminal of some columns, and gives what it shows."""
+    """Print at a terminal of ``columns`` columns and return the screen's contents."""
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")

@@ -44,7 +44,7 @@ LARGEST = 2**63 - 1
         (f"{LARGEST} B", LARGEST),
     ],
 )
-def test_what_people_write(written, nbytes):
+def test_sizes_that_people_write_are_parsed(written, nbytes):
     assert parse_size(written, key="vram") == nbytes
 
 
@@ -70,7 +70,7 @@ def test_what_people_write(written, nbytes):
         (None, "is not a size"),
     ],
 )
-def test_what_is_refused(written, reason):
+def test_malformed_sizes_are_refused(written, reason):
     with pytest.raises(InvalidValueError) as caught:
         parse_size(written, key="vram")
 
@@ -93,12 +93,12 @@ def test_what_is_refused(written, reason):
         (-3 * 1024**3, "-3.00 GiB"),
     ],
 )
-def test_how_sizes_are_shown(nbytes, text):
+def test_sizes_are_shown_in_fitting_units(nbytes, text):
     assert format_size(nbytes) == text
 
 
 @given(st.integers(min_value=0, max_value=LARGEST // 2))
-def test_what_is_shown_can_be_read(nbytes):
+def test_shown_sizes_can_be_parsed(nbytes):
     read = parse_size(format_size(nbytes), key="size")
 
     # Three digits are shown, and what they say is cut to a whole byte.
@@ -118,7 +118,7 @@ def test_units_are_exact(number, unit, blank):
 
 
 @given(st.one_of(st.text(), st.floats(), st.integers(), st.booleans()))
-def test_a_size_or_an_error_of_ours(written):
+def test_parsing_any_value_gives_a_size_or_an_error_of_ours(written):
     try:
         nbytes = parse_size(written, key="size")
     except InvalidValueError:
@@ -140,12 +140,12 @@ def test_a_long_list_says_how_many_more_there_are():
     assert listing(["a", "b", "c", "d"]) == "a, b, c and 1 more"
 
 
-def test_one_key_and_two_keys():
+def test_counts_have_the_right_plural():
     assert counted(1, "key") == "1 key"
     assert counted(2, "entry", "entries") == "2 entries"
 
 
-def test_times_as_clocks_show_them():
+def test_times_are_shown_as_on_a_clock():
     assert format_seconds(59.6) == "1:00"
     assert format_seconds(3723) == "1:02:03"
 

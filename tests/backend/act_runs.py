@@ -1,8 +1,8 @@
-"""Plays a run in which somebody does something to the model between steps, and judges it.
+"""Run an act on the model between training steps and judge the outcome.
 
-The judge is the same run with the optimizer's own step (``host_step=False``) under the same act:
-losses, what was seen, weights, moments and the average are equal in the end; or an error of ours
-came before anything had been trained otherwise.
+The oracle is the same run with the optimizer's own step (``host_step=False``) under the same act.
+Losses, everything looked at, weights, moments and the EMA must be equal at the end, or one of our
+errors must have come before training deviated.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ State = dict[str, np.ndarray[Any, Any]]
 OURS = str(Path(zerotune.__file__).parent)
 EVERY = {**ACTS, **LONG_ACTS}
 AFTER = 20
-"""Steps after the last time something is done."""
+"""Steps after the last time the act is done."""
 TIMEOUT_S = 120.0
 UNITS = ("conv", "mix", "twin", "later", "out")
-"""What is streamed."""
+"""Names of the streamed modules."""
 NAP_S = 1.5e-3
-"""What each part of a step waits for in the thread, around the steps at which something is done."""
+"""Sleep per part of a step in the thread, around the steps at which the act is done."""
 
 
 @attrs.frozen(kw_only=True)
 class Mode:
-    """Who takes the steps, and whether an average joins them."""
+    """How steps are taken, and whether an EMA follows them."""
 
     name: str
     hidden: bool | None = None
@@ -78,7 +78,7 @@ MODES = {
 
 
 def modes_of(kind: Kind, act: Act) -> tuple[str, ...]:
-    """The modes that differ where a plan is of that kind, and in which there is something to do."""
+    """Return the modes that differ for this kind and in which the act does something."""
     waits = kind.offload == "cpu" and not kind.streamed
     names = tuple(MODES) if waits else ("default", "average")
     return tuple(name for name in names if MODES[name].ema or not act.needs_ema)
@@ -86,25 +86,25 @@ def modes_of(kind: Kind, act: Act) -> tuple[str, ...]:
 
 @attrs.frozen(kw_only=True)
 class Played:
-    """What a run left behind."""
+    """Result of a run."""
 
     losses: list[float]
     seen: list[Any]
     averaged: list[Any]
-    """What was seen of an average."""
+    """Values looked at that depend on the EMA."""
     states: list[State]
-    """After each step, and in the end or where an error came: the last one alone otherwise."""
+    """The oracle's state before each step and at the end; other runs only have the last."""
     ema: State
     error: tuple[str, bool, str] | None
-    """Type, whether it is one of ours, and message."""
+    """Type, whether it is a ``ZeroTuneError``, and message."""
     steps: int
-    """Begun when it ended."""
+    """Steps begun when the run ended."""
     hidden: int
-    """Parts taken in the thread."""
+    """Number of parts done in the thread."""
 
 
 class Context:
-    """What an act may look at and change besides engine and model."""
+    """What an act may read and change besides the engine and the model."""
 
     def __init__(self, kind: Kind, mode: Mode) -> None:
         self.kind, self._mode = kind, mode
@@ -118,43 +118,43 @@ class Context:
         )
         """Whether DeepSpeed itself keeps gradients from step to step."""
         self.resources = ExitStack()
-        """Ends before the engine is closed."""
+        """Closed before the engine is."""
         self.predict: Callable[[Any, torch.Tensor], torch.Tensor] = lambda engine, x: engine(x)
         self.engine: Any = None
         self.ema: Any = None
         self.losses: list[float] = []
 
     def begin(self, model: torch.nn.Module) -> None:
-        """Start an engine on a model, in place of the one before."""
+        """Start an engine on a model and use it from now on."""
         from zerotune.ema import EMAShadow
 
         self.engine = begin(self.kind, self._mode, model)
         self.ema = EMAShadow(decay=0.9).attach(self.engine) if self._mode.ema else None
 
     def another(self, model: torch.nn.Module, kind: Kind | None = None) -> Any:
-        """One more engine, of the same kind unless another is given."""
+        """Build one more engine, of the same kind unless another is given."""
         return begin(kind or self.kind, self._mode, model)
 
     def batch(self, step: int) -> torch.Tensor:
-        """Images of a step, in the engine's dtype."""
+        """Return the images of a step in the engine's dtype."""
         generator = torch.Generator().manual_seed(17 * step + self.engine.group.rank)
         return torch.randn(2, Net.CHANNELS, 4, 4, generator=generator).to(self.engine.dtype)
 
     def loss(self) -> torch.Tensor:
-        """Of the step under way."""
+        """Compute the loss of the current step."""
         torch.manual_seed(self.step)
         x = self.batch(self.step)
         return (self.predict(self.engine, x).float() - x.float().roll(1, 1)).square().mean()
 
     def look(self, value: Any, *, averaged: bool = False) -> None:
-        """Keep what somebody saw, to be compared; ``averaged``: where there is an average."""
+        """Record a value for comparison; ``averaged`` if it exists only with an EMA."""
         if isinstance(value, torch.Tensor):
             value = (str(value.dtype), tuple(value.shape), value.detach().double().sum().item())
         (self.averaged if averaged else self.seen).append((self.step, value))
 
 
 def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
-    """The engine of a kind."""
+    """Build an engine of this kind."""
     from zerotune.backend import plain
     from zerotune.plan.model import DeepSpeedPlan, Streaming
 
@@ -171,14 +171,14 @@ def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
         context["streamed"] = Streaming(units=UNITS, window=2)
     with pytest.MonkeyPatch.context() as patch:
         if kind.apart:
-            # The model as on a device: its weights lie elsewhere than those that are stepped.
+            # As on a device: the model's weights are separate from the stepped ones.
             patch.setattr(plain, "_has_memory_of_its_own", lambda _: True)
         return build(model, plan, hidden=mode.hidden, **context)
 
 
 @contextmanager
 def slowed(near: Callable[[], float]) -> Iterator[Counter[str]]:
-    """Small parts, each of which naps in the thread; counts who takes them."""
+    """Cut steps into small parts that sleep in the thread; count parts by thread name."""
     from zerotune.backend.step import pending
     from zerotune.backend.step.adams import SlabStep
 
@@ -204,7 +204,7 @@ def slowed(near: Callable[[], float]) -> Iterator[Counter[str]]:
 
 
 def play(name: str, kind: Kind, mode: Mode, after: int = AFTER) -> Played:
-    """Train, and do it at its steps. To be called in a process of its own."""
+    """Train and do the act at its steps. Call in a process of its own."""
     act = EVERY[name]
     context = Context(kind, mode)
     states: list[State] = []
@@ -245,14 +245,14 @@ def play(name: str, kind: Kind, mode: Mode, after: int = AFTER) -> Played:
 
 
 def nap_of(act: Act, step: int) -> float:
-    """Seconds that a part of a step waits in the thread."""
+    """Return how many seconds each part of this step sleeps in the thread."""
     if step not in act.at:
         return NAP_S / 30
     return NAP_S if len(act.at) < AFTER else NAP_S * random.random() ** 4
 
 
 def one_step(act: Act, context: Context) -> None:
-    """A user's loop: one that goes on with the next batch after an error in a step."""
+    """Run one iteration of a user's loop that continues with the next batch after an error."""
     try:
         do(act, context, FORWARD)
         loss = context.loss()
@@ -272,10 +272,10 @@ def one_step(act: Act, context: Context) -> None:
 
 
 def forget_gradients(engine: Any) -> None:
-    """Have what has no gradient in a window stepped with zeros.
+    """Zero the gradients of parameters that get none in a window.
 
-    DeepSpeed steps it with that of an earlier one in host memory; the one pass does not, as
-    docs/engines.md says.
+    In host memory DeepSpeed steps them with the gradient of an earlier window; the one pass does
+    not (docs/engines.md).
     """
     for slab in engine.master_weights._layout.tensors:
         if slab.grad is not None:
@@ -283,13 +283,13 @@ def forget_gradients(engine: Any) -> None:
 
 
 def moments_of(act: Act, step: int) -> tuple[str, ...]:
-    """Before and after an average has taken the step in, where either will do."""
+    """Return the act's moments, alternately before and after the EMA update if either will do."""
     either = act.moments == (STEP,) and act.at.index(step) % 2
     return (PENDING,) if either else act.moments
 
 
 def do(act: Act, context: Context, moment: str) -> None:
-    """Do it, where its time has come."""
+    """Do the act if this is its step and moment."""
     if context.step not in act.at or moment not in moments_of(act, context.step):
         return
     context.moment = moment
@@ -300,20 +300,20 @@ def do(act: Act, context: Context, moment: str) -> None:
     except Exception as error:
         if any(f.filename.startswith(OURS) for f in traceback.extract_tb(error.__traceback__)):
             raise
-        # Others refuse it, and the user goes on.
+        # Third-party code refused it: the user's script continues.
         context.look(f"{type(error).__name__} ")
     context.times += moment == moments_of(act, context.step)[-1]
 
 
 def described(error: BaseException) -> tuple[str, bool, str]:
-    """Type, whether it is ours, and message with the place it came from."""
+    """Return type, whether it is a ``ZeroTuneError``, and message with its origin."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     places = " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in reversed(frames))
     return type(error).__name__, isinstance(error, ZeroTuneError), f"{str(error)[:300]} ({places})"
 
 
 def state_of(engine: Any) -> State:
-    """Masters, moments and the model's weights, as they lie there."""
+    """Copy masters, moments and the model's weights as they are in memory."""
     found: State = {}
     try:
         for fragment in engine.master_weights.read():
@@ -331,7 +331,7 @@ def state_of(engine: Any) -> State:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    # Forked processes that are gone cannot give a tensor.
+    # As arrays: tensors cannot be received once the forked process that sent them is gone.
     return tensor.detach().float().contiguous().numpy().copy()
 
 
@@ -339,7 +339,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def differs(mine: State, theirs: State) -> str | None:
-    """The first tensor that is not the same to the bit, and how far it is."""
+    """Describe how many tensors are not bit-identical, and the worst of them."""
     if mine.keys() != theirs.keys():
         return f"has other tensors: {sorted(mine.keys() ^ theirs.keys())[:4]}"
     far = {
@@ -357,7 +357,7 @@ def differs(mine: State, theirs: State) -> str | None:
 
 
 def apart(mine: Played, theirs: Played, *, ema: bool) -> str | None:
-    """The first thing that is not equal to the bit."""
+    """Describe the first difference between two runs, bit for bit."""
     for step, (one, other) in enumerate(zip(mine.losses, theirs.losses, strict=False)):
         if one != other and not (one != one and other != other):
             return f"loss of step {step}: {one:.7g}, not {other:.7g}"
@@ -380,8 +380,8 @@ def judge(mine: Played, theirs: Played, *, ema: bool, ends: bool = False) -> str
     Args:
         mine: The run to be judged.
         theirs: The oracle's.
-        ema: Whether averages are compared.
-        ends: Whether the oracle is to end with an error that is not ours.
+        ema: Whether EMAs are compared.
+        ends: Whether the oracle should end with an error that is not ours.
     """
     foreign = theirs.error is not None and not theirs.error[1]
     if foreign != ends and (foreign or theirs.error is None):
@@ -400,7 +400,7 @@ def judge(mine: Played, theirs: Played, *, ema: bool, ends: bool = False) -> str
 
 
 def refused_by_all(mine: Played, theirs: Played) -> str:
-    """Errors of ours in both, not always at one step: each looks at a sample of the weights."""
+    """Judge a run that both refuse, maybe at different steps: each checks a sample of weights."""
     assert mine.error is not None
     count = min(len(mine.losses), len(theirs.losses))
     if mine.losses[:count] != theirs.losses[:count]:
@@ -411,7 +411,7 @@ def refused_by_all(mine: Played, theirs: Played) -> str:
 
 
 def refused(mine: Played, theirs: Played) -> str:
-    """An error of ours: whether it came before anything was trained otherwise."""
+    """Judge one of our errors: it must have come before training deviated."""
     assert mine.error is not None
     name, _, message = mine.error
     if mine.losses != theirs.losses[: len(mine.losses)]:
@@ -425,12 +425,12 @@ def refused(mine: Played, theirs: Played) -> str:
 
 
 def play_all(name: str, kind: Kind, modes: tuple[Mode, ...], after: int) -> list[Played]:
-    """One run after the other in one process."""
+    """Run one mode after the other in one process."""
     return [play(name, kind, mode, after) for mode in modes]
 
 
 def runs(name: str, kind: Kind, modes: tuple[Mode, ...], after: int) -> list[list[Played]]:
-    """What each mode left behind, by rank."""
+    """Return the runs of each mode, by rank."""
     ranks = run_ranks(
         play_all, name, kind, modes, after, world_size=kind.world_size, timeout_s=TIMEOUT_S
     )
@@ -438,9 +438,9 @@ def runs(name: str, kind: Kind, modes: tuple[Mode, ...], after: int) -> list[lis
 
 
 def cell(name: str, kind: Kind, modes: tuple[str, ...], after: int = AFTER) -> dict[str, str]:
-    """What becomes of an act under a kind of engine, by mode.
+    """Return the verdict on an act under a kind of engine, by mode.
 
-    A run that fails behind others in one process is run again alone.
+    A run that fails after others in one process is repeated alone.
     """
     wanted = tuple(MODES[mode] for mode in modes)
     found: dict[str, str] = {}
@@ -466,7 +466,7 @@ def cell(name: str, kind: Kind, modes: tuple[str, ...], after: int = AFTER) -> d
 
 
 def verdict(name: str, kind: Kind, mode: Mode, mine: list[Played], theirs: list[Played]) -> str:
-    """The worst of all ranks'."""
+    """Return the worst verdict of all ranks."""
     if name == "nothing" and mode.hidden and not mine[0].hidden:
         return "FAIL nothing was hidden"
     ends = kind in map(KINDS.get, EVERY[name].ends)

@@ -1,8 +1,8 @@
-"""What people do to a model between steps, as a table.
+"""A table of what users do to a model between steps.
 
-An act is done right after a step has begun, unless it says otherwise, at the third, fourth and
-eighth step. It may look at things (``context.look``), which must then be what a run with the
-optimizer's own step sees.
+Unless it says otherwise, an act is done at the end of the third, fourth and eighth step, while the
+step may still be pending. It may look at values (``context.look``), which must then equal those of
+a run with the optimizer's own step.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ FORWARD, BACKWARD, PENDING, STEP = "before forward", "after backward", "after st
 
 @attrs.frozen(kw_only=True)
 class Kind:
-    """An engine."""
+    """A kind of engine."""
 
     stage: int | None
     """``None``: the plain engine."""
     offload: str = "cpu"
     apart: bool = False
-    """The plain engine's optimizer has its weights elsewhere than the model."""
+    """The plain engine's optimizer steps weights that are separate from the model's."""
     streamed: bool = False
     """Weights pass through a window; the optimizer's own step is that of the plan without it."""
     world_size: int = 1
@@ -56,23 +56,23 @@ KINDS: Final = {
 }
 ALL: Final = frozenset(KINDS)
 SHARDED: Final = frozenset({"z3", "z3 cpu"})
-"""Where the model's own weights are empty between steps."""
+"""Kinds whose model weights are empty between steps."""
 WHOLE: Final = ALL - SHARDED
 BUCKETED: Final = frozenset({"z1", "z1 cpu", "z2", "z2 cpu"})
-"""Where nothing that was trained from the start having a gradient ends the backward pass."""
+"""Kinds whose backward pass fails if no parameter trained from the start gets a gradient."""
 OWN: Final = WHOLE - {"streamed"}
-"""Where the model's own weights are whole, and their views views of them."""
+"""Kinds whose model weights are whole, and views of them real views."""
 PLAIN: Final = frozenset({"plain", "plain cpu", "plain apart"})
 DEEPSPEED: Final = ALL - PLAIN - {"streamed"}
-"""Where DeepSpeed's engine trains."""
+"""Kinds in which DeepSpeed's engine trains."""
 
 
 class Oops(Exception):
-    """What a script goes on after."""
+    """An error that the user's script catches and continues after."""
 
 
 class Net(torch.nn.Module):
-    """Layers of some hundred weights each, one frozen, one weight that no layer holds."""
+    """Layers of a few hundred weights each, one of them frozen, and a weight outside any layer."""
 
     CHANNELS = 16
 
@@ -89,7 +89,7 @@ class Net(torch.nn.Module):
         self.out = torch.nn.Conv2d(side, side, 3, padding=1)
         self.register_buffer("shift", torch.zeros(side))
         self.checkpointing: bool | None = None
-        """``True``: with reentrant autograd."""
+        """Use reentrant autograd if ``True``; no checkpointing if ``None``."""
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.twin(x + self.mix(x))) + self.later(x)
@@ -109,24 +109,24 @@ Do = Callable[[Any, Any, Any], None]
 
 @attrs.frozen(kw_only=True)
 class Act:
-    """Something that people do, and when."""
+    """Something that users do to a model, and when."""
 
     do: Do
     """Called with engine, model and context."""
     at: tuple[int, ...]
-    """Steps."""
+    """Steps at which it is done."""
     moments: tuple[str, ...]
-    """Of each of these steps."""
+    """Moments within each of these steps."""
     kinds: frozenset[str]
-    """Of engines that it can be done to."""
+    """Kinds of engines to which it can be done."""
     before: Callable[[Any, Any], None] | None
     """Called with model and context before the engine starts."""
     upstream: str
     """What the optimizer's own step makes of it."""
     ends: frozenset[str]
-    """Kinds of engines that end with an error under their own step too."""
+    """Kinds of engines whose own step ends with an error too."""
     needs_ema: bool
-    """There is nothing to do without an average."""
+    """Without an EMA there is nothing to do."""
 
 
 ACTS: dict[str, Act] = {}
@@ -143,7 +143,7 @@ def act(
     ends: frozenset[str] = frozenset(),
     needs_ema: bool = False,
 ) -> Callable[[Do], Do]:
-    """Enter a function into the table."""
+    """Add a function to the table."""
 
     def enter(do: Do) -> Do:
         assert name not in ACTS
@@ -180,7 +180,7 @@ def _(engine, model, context):
 
 @act("cpu and back")
 def _(engine, model, context):
-    # On a device another storage comes back; here _apply does what that does.
+    # On a device the weights come back in new storage; ``_apply`` with clones imitates that.
     model.cpu()
     model._apply(lambda tensor: tensor.clone())
 
@@ -278,7 +278,7 @@ def _(engine, model, context):
     model.mix.requires_grad_(False).requires_grad_(True)
 
 
-# -- Other parameters.
+# -- Replacing parameters.
 
 
 @act("tie two weights", at=(3,))
@@ -344,7 +344,7 @@ def _(engine, model, context):
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["mix"]), model)
 
 
-# A streamed weight cannot be made another Parameter: torch refuses it, and the run goes on.
+# torch refuses to replace a streamed weight by another Parameter, and the run continues.
 @act("parametrize with weight_norm", at=(3,), kinds=OWN)
 def _(engine, model, context):
     torch.nn.utils.parametrizations.weight_norm(model.mix)
@@ -368,12 +368,12 @@ def _empty(model: Any, _context: Any) -> None:
 def _(engine, model, context): ...
 
 
-# -- Other weights.
+# -- Writing weights.
 
 
 @contextlib.contextmanager
 def gathered(context: Any, model: Any) -> Iterator[None]:
-    """The model's weights, whole; what is written into them stays."""
+    """Gather the model's weights; writes to them persist."""
     if context.kind.stage != 3:
         yield
         return
@@ -384,7 +384,7 @@ def gathered(context: Any, model: Any) -> Iterator[None]:
 
 
 def averaged(context: Any, model: Any) -> dict[str, torch.Tensor]:
-    """A user's own average of the model's weights, moved towards them."""
+    """Update a user's own EMA of the model's weights and return it."""
     with torch.no_grad(), gathered(context, model):
         mine = context.kept.setdefault("mine", {n: p.clone() for n, p in model.named_parameters()})
         for name, parameter in model.named_parameters():
@@ -556,7 +556,7 @@ def _(engine, model, context):
 
 @act("read the masters")
 def _(engine, model, context):
-    # In any order: each engine has its own.
+    # Sorted, since each engine has its own order.
     fragments = engine.master_weights.read()
     context.look(sorted((f.address.key, float(f.value.double().sum())) for f in fragments))
 
@@ -605,7 +605,7 @@ def _(engine, model, context):
         context.look(value)
 
 
-# The hooks that bring streamed weights cannot be pickled: pickle says so.
+# Streamed weights carry hooks, which pickle refuses.
 @act("pickle a layer", kinds=OWN)
 def _(engine, model, context):
     other = pickle.loads(pickle.dumps(model.later)), pickle.loads(pickle.dumps(model.state_dict()))
@@ -648,7 +648,7 @@ def _view(make: Callable[[torch.Tensor], Any]) -> Do:
 
 
 for name, make in VIEWS.items():
-    # What is differentiated through a streamed weight is a copy of it.
+    # A differentiable view of a streamed weight is a view of a copy.
     where = OWN if name in ("view(-1)", "T") else WHOLE
     act(f"read through {name} made before the step", moments=(BACKWARD, STEP), kinds=where)(
         _view(make)
@@ -677,7 +677,7 @@ def _(engine, model, context):
 
 
 def counting(context: Any) -> Callable[..., Any]:
-    """A backend that counts calls of what it was given."""
+    """Return a compiler backend that counts calls of its graphs."""
 
     def compile_(graph: Any, _inputs: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -690,7 +690,7 @@ def counting(context: Any) -> Callable[..., Any]:
 
 
 def looking_at_graphs(context: Any, predict: Callable[..., Any]) -> Callable[..., Any]:
-    """The same prediction; whether any graph was called is kept for each of the later steps."""
+    """Wrap a prediction and record for each call whether any compiled graph ran."""
 
     def call(engine: Any, x: torch.Tensor) -> torch.Tensor:
         before = context.kept.get("compiled", 0)
@@ -710,7 +710,7 @@ def _(engine, model, context):
 
 @act("compile a layer", at=(2,))
 def _(engine, model, context):
-    # Of a layer of torch's own dynamo makes a graph only where it has hooks.
+    # For torch's own layers dynamo makes a graph only if they have hooks.
     model.mix.compile(backend=counting(context))
 
 
@@ -801,7 +801,7 @@ def _(engine, model, context):
 
 
 def inner_of(engine: Any, context: Any) -> torch.optim.Optimizer:
-    """The optimizer whose step it is."""
+    """Return the innermost optimizer."""
     if context.kind.stage is None:
         return engine._torch_optimizer
     if hasattr(engine, "_adam"):
@@ -811,7 +811,7 @@ def inner_of(engine: Any, context: Any) -> torch.optim.Optimizer:
 
 
 def masters(engine: Any) -> float:
-    """A sum over the weights as they lie in memory, whatever is still to come."""
+    """Sum the master weights as they are in memory, without waiting for a pending step."""
     return sum(
         float(slab.detach().double().sum()) for slab in engine.master_weights._layout.tensors
     )
@@ -837,7 +837,7 @@ def _(engine, model, context):
     context.resources.callback(optimizer.register_optimizer_step_post_hook(look).remove)
 
 
-# -- Groups and rates.
+# -- Parameter groups and learning rates.
 
 
 def groups_of(engine: Any, context: Any) -> list[dict[str, Any]]:
@@ -920,7 +920,7 @@ def _(engine, model, context):
 
 
 def once(context: Any, error: BaseException) -> Callable[..., None]:
-    """Raises it the first time it is called after each act."""
+    """Return a function that raises the error on its first call only."""
     left = [error]
 
     def fail(*_args: Any) -> None:
@@ -976,7 +976,7 @@ def _(engine, model, context):
 
 @act("an exception between forward and backward")
 def _(engine, model, context):
-    engine(context.batch(98))  # Whose loss nobody takes.
+    engine(context.batch(98))  # Its loss is never used.
 
 
 @act("KeyboardInterrupt in a step", moments=(BACKWARD,))
@@ -986,7 +986,7 @@ def _(engine, model, context):
 
 
 def interrupted(seconds: float, do: Callable[[], Any]) -> None:
-    """Do it, and be interrupted after that time wherever the interpreter is."""
+    """Run ``do`` and raise KeyboardInterrupt after that time, wherever the interpreter is."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -1013,7 +1013,7 @@ def _(engine, model, context):
     interrupted(0.003 + 0.003 * context.times, lambda: [p.sum() for p in model.parameters()])
 
 
-# Stage 3 itself does not survive one while it gathers weights.
+# Stage 3 itself does not survive an interrupt while it gathers weights.
 @act("KeyboardInterrupt in a forward without gradients", at=(2, 3, 5, 7), kinds=WHOLE)
 def _(engine, model, context):
     def forward():
@@ -1024,7 +1024,7 @@ def _(engine, model, context):
     interrupted(0.003 + 0.003 * context.times, forward)
 
 
-# -- Others in the process.
+# -- Other engines, functions and threads.
 
 
 def other_model() -> torch.nn.Module:
@@ -1078,7 +1078,7 @@ def _sharded_before(_model: Any, context: Any) -> None:
 
 
 class Fused(torch.autograd.Function):
-    """A product that takes its weight, as those of apex, Liger and Transformer Engine."""
+    """A product with its weight as an argument, as in apex, Liger and Transformer Engine."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
@@ -1151,7 +1151,7 @@ def _(engine, model, context):
     context.look(outs[0])
 
 
-# -- Evaluating, modes.
+# -- Evaluation and modes.
 
 
 @act("evaluate under no_grad")
@@ -1233,7 +1233,7 @@ def _(engine, model, context):
         load_checkpoint(f"{folder}/here", engine=engine, shadows=shadows)
 
 
-# -- Everything, by turns.
+# -- All acts in one run.
 
 REVERSIBLE: Final = (
     "to another dtype and back",
@@ -1260,15 +1260,15 @@ REVERSIBLE: Final = (
     "gradient checkpointing switched on and off",
     "a custom autograd function, later",
 )
-"""What can be done again and again, in any order."""
+"""Acts that can be repeated in any order."""
 LONG: Final = 200
 """Steps of a run in which all of these are done."""
 NEW_ENGINES: Final = (70, 140)
-"""Steps after which an engine is closed and another goes on."""
+"""Steps after which the engine is closed and a new one continues."""
 
 
 def everything(engine: Any, model: Any, context: Any) -> None:
-    """One act at each step, by chance; threads read the weights all the while."""
+    """Do a random act at each step while threads read the weights."""
     chance = random.Random(f"{context.kind}/{context.step}")
     done = context.kept.setdefault("done", Counter())
     name = chance.choice(REVERSIBLE)

@@ -1,4 +1,4 @@
-"""What ranks do to drop an accumulation window."""
+"""Runs in which ranks drop an accumulation window."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = (
 
 
 class Branching(torch.nn.Module):
-    """A part of it takes part in a forward pass only on request."""
+    """A module with a part that is only used on request."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class Branching(torch.nn.Module):
 
 
 def window(engine: Any, number: int, *, bad: bool = False) -> Any:
-    """One accumulation window; a bad one is NaN in its first micro batch, on the last rank."""
+    """Run one accumulation window; a bad one is NaN in its first micro batch, on the last rank."""
     count = engine.plan.gradient_accumulation_steps
     last = engine.group.rank == engine.group.world_size - 1
     for index in range(count):
         generator = torch.Generator().manual_seed(100 * number + 10 * index + engine.group.rank)
         x = torch.randn(4, 7, 7, generator=generator).to(engine.device, engine.dtype)
-        # Without a gradient in the good windows: nothing overwrites what the bad one left.
+        # Good windows leave ``sometimes`` without a gradient, so leftovers are not overwritten.
         output = engine(x, whole=bad or not engine.plan.uses_deepspeed)
         loss = (output.float() - 0.5).pow(2).mean()
         engine.backward(loss * float("nan") if bad and last and index == 0 else loss)
@@ -56,7 +56,7 @@ def window(engine: Any, number: int, *, bad: bool = False) -> Any:
 
 
 def everything(engine: Any) -> dict[str, Any]:
-    """Weights, states and counters of this rank."""
+    """Copy this rank's weights, states and counters."""
     found: dict[str, Any] = {
         "lr": engine.lr,
         "applied": engine.state.global_step - engine.state.skipped_steps,
@@ -94,14 +94,14 @@ def trained(case: Case, *, bad_at: int | None) -> tuple[dict[str, Any], dict[str
 
 
 def poisoned(case: Case) -> dict[str, Any]:
-    """What one gradient that is NaN, on the last rank, does to a step."""
+    """Report what a NaN gradient on the last rank does to a step."""
     engine = start(case, HostileNet(scalar=False))
 
     def take(number: int, factor: float) -> Any:
         generator = torch.Generator().manual_seed(number)
         x = torch.randn(4, 7, 7, generator=generator).to(engine.device, engine.dtype)
         loss = (engine(x).float() - 0.5).pow(2).mean()
-        # Finite itself: 0 * sqrt(0) has an infinite derivative.
+        # The loss stays finite but its gradient does not: sqrt has an infinite derivative at 0.
         last = engine.group.rank == engine.group.world_size - 1
         spoiled = (loss - loss.detach()).abs().sqrt() * 1e30 if factor and last else 0.0
         engine.backward(loss + spoiled)
@@ -125,7 +125,7 @@ def poisoned(case: Case) -> dict[str, Any]:
 
 
 def left_open(case: Case) -> list[str]:
-    """What differs after a loss that is NaN was back-propagated and no step taken of it."""
+    """List what differs after a NaN loss was back-propagated without a step."""
     found = []
     for bad in (False, True):
         torch.manual_seed(0)
@@ -134,7 +134,7 @@ def left_open(case: Case) -> list[str]:
         if bad:
             x = torch.randn(4, 7, 7).to(engine.device, engine.dtype)
             engine.backward(engine(x, whole=True).float().sum() * float("nan"))
-            # What loading a checkpoint ends with.
+            # Loading a checkpoint ends with this call.
             engine.load_state(engine.state)
         assert window(engine, 1).applied
         found.append(everything(engine))
@@ -143,7 +143,7 @@ def left_open(case: Case) -> list[str]:
 
 
 def differences(cases: tuple[Case, ...]) -> list[tuple[str, list[str], dict[str, Any]]]:
-    """For each plan what differs between a run with a dropped window and one without."""
+    """For each plan, list the differences between runs with and without a dropped window."""
     found = []
     for case in cases:
         expected, _ = trained(case, bad_at=None)

@@ -1,4 +1,4 @@
-"""AdamW with moments of one byte: the codes, the pass, what bitsandbytes makes of the same."""
+"""AdamW with one-byte moments: the codes, the pass, and parity with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 30
 
 
 def moments(seed: int = 0) -> torch.Tensor:
-    """Of many magnitudes; blocks whose largest is positive, negative, or all zero."""
+    """Moments of many magnitudes, in blocks whose largest is positive, negative or zero."""
     random_ = torch.Generator().manual_seed(seed)
     found = torch.randn(40 * BLOCK, generator=random_) * torch.logspace(-9, 3, 40 * BLOCK)
     found[BLOCK : 2 * BLOCK] = 0
@@ -118,7 +118,7 @@ def test_weights_and_moments_are_those_of_bitsandbytes():
             state[scale_of(name)], there[f"absmax{number}"], rtol=0.02, atol=0
         )
     found, known, reference = (w.detach()[300:] for w in (ours, theirs, exact))
-    # Both are as far from fp32 moments, and much nearer to each other.
+    # Both deviate equally from fp32 moments, and much less from each other.
     error = float((found - reference).abs().mean())
     assert float((known - reference).abs().mean()) == pytest.approx(error, rel=0.1)
     assert float((found - known).abs().mean()) < 0.2 * error

@@ -1,4 +1,4 @@
-"""Whatever is done to a model between steps: the optimizer's own step's bits, or a clear error."""
+"""Acts on a model between steps give the bits of the optimizer's own step, or a clear error."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ pytestmark = pytest.mark.deepspeed
 
 SEED = int(os.environ.get("ZEROTUNE_ACTS_SEED", "28"))
 HIDDEN = ("plain cpu", "plain apart", "z1 cpu", "z2 cpu", "z3 cpu", "streamed")
-"""Kinds of engines whose steps may be under way."""
+"""Kinds of engines that can leave a step pending."""
 SHORT = 2
-"""Steps after the last time something is done, where each act is done in one configuration."""
+"""Steps after the last act, where each act is done in a single configuration."""
 TOGETHER = 13
-"""Acts that are done one after the other in one process."""
+"""Number of acts done one after the other in one process."""
 
 Batch = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def batches() -> list[Batch]:
-    """Each act once, in a configuration that the seed turns to: those in which steps may wait."""
+    """Pair each act with one configuration with pending steps, chosen by the seed."""
     turn = random.Random(SEED).randrange(100)
     found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in HIDDEN}
     for index, (name, act) in enumerate(ACTS.items()):
@@ -42,7 +42,7 @@ def batches() -> list[Batch]:
 
 
 def play_batch(batch: Batch) -> list[tuple[Played, Played]]:
-    """Of each act the run and the oracle's."""
+    """Return the run of each act, with the oracle's."""
     kind, acts = batch
     return [
         (play(name, KINDS[kind], MODES[mode], SHORT), play(name, KINDS[kind], ORACLE, SHORT))
@@ -62,7 +62,7 @@ def test_acts_change_nothing_or_are_refused(batch):
     }
     for name, mode in acts:
         if found.get((name, mode), "FAIL").startswith("FAIL"):
-            # Alone: what went before may be to blame.
+            # Repeat it alone: an earlier act in the process may be to blame.
             found[name, mode] = cell(name, KINDS[kind], (mode,), SHORT)[mode]
     assert not {act: text for act, text in found.items() if fails(text)}
     assert len(found) == len(acts)
@@ -82,13 +82,13 @@ def fails(text: str) -> bool:
     ("kind", "name"),
     [(kind, name) for name, act in ACTS.items() for kind in KINDS if kind in act.kinds],
 )
-def test_nor_do_they_anywhere(kind, name):
+def test_acts_change_nothing_or_are_refused_under_every_kind_of_engine(kind, name):
     found = cell(name, KINDS[kind], modes_of(KINDS[kind], ACTS[name]), AFTER)
     assert not {mode: text for mode, text in found.items() if fails(text)}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", [kind for kind in HIDDEN if kind != "streamed"])
-def test_nor_do_all_of_them_by_turns_in_200_steps(kind):
+def test_random_acts_over_200_steps_change_nothing(kind):
     found = cell("everything", KINDS[kind], ("hidden", "hidden, average"), AFTER)
     assert not {mode: text for mode, text in found.items() if fails(text)}

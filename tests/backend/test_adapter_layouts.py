@@ -1,4 +1,4 @@
-"""Adapters in ComfyUI's and kohya's names: diffusers' own converters read back what was written."""
+"""Adapters in ComfyUI's and kohya's names, read back by diffusers' own converters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEPTHS = {
     "LTXVideoTransformer3DModel": ONE,
     "Krea2Transformer2DModel": ONE,
 }
-"""Models of their real width, since diffusers' converters count with it."""
+"""Numbers of layers; widths are the real ones, which diffusers' converters rely on."""
 CASES = [(name, form) for name in DEPTHS for form in PUBLISHED[name].layouts]
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj", "add_q_proj", "to_add_out")
 _models: dict[str, torch.nn.Module] = {}
@@ -95,7 +95,7 @@ def test_diffusers_reads_back_the_same_bits(name, form):
 def test_names_are_those_of_the_first_publication():
     flux, wan = model_of("FluxTransformer2DModel"), model_of("WanTransformer3DModel")
     tensors = written(flux, "kohya", factors_for(flux))
-    # Three projections are one, with their factors in blocks, and a fourth that is not trained.
+    # Three projections are fused, their factors in blocks; the fourth part is not trained.
     qkv = tensors["lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight"]
     assert qkv.shape == (3 * 3072, 6)
     assert not qkv[:3072, 2:].any()

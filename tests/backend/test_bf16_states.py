@@ -1,4 +1,4 @@
-"""AdamW with bf16 moments: the rounding, the moments over many steps, checkpoints."""
+"""AdamW with bf16 moments: rounding, moments over many steps, and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.runs import Case, start
 from zerotune.backend.optimizers.classes import AdamWBF16States, round_stochastically
 
 EVERY = torch.arange(2**16, dtype=torch.int32)
-"""Each draw of 16 bits once."""
+"""Every draw of 16 bits, once."""
 
 
 def rounded(value: float) -> torch.Tensor:
@@ -29,14 +29,14 @@ def test_all_draws_together_round_to_the_value_itself(value):
     found = rounded(value)
     low, high = found.min(), found.max()
     assert low <= value <= high
-    # Neighbours in bf16, which has 8 bits: or the value itself.
+    # Neighbours in bf16, which has 8 bits of precision, or the value itself.
     assert high - low <= abs(value) * 2**-7
-    # Each draw happens once, so the mean is exact but for one draw of the 65,536.
+    # Every draw occurs once, so the mean is exact up to one draw of the 65,536.
     assert float(found.mean()) == pytest.approx(value, rel=2**-7 / 2**16)
 
 
 @given(st.floats(width=16, allow_nan=False))
-def test_what_bf16_holds_stays(value):
+def test_bf16_values_are_not_changed_by_rounding(value):
     exact = float(torch.tensor(value).bfloat16())
     if exact in (float("inf"), float("-inf")):
         return
@@ -62,13 +62,13 @@ def test_the_moments_are_right_on_average_after_thousands_of_steps():
     # 1 / (1 - 0.999^2) steps makes 6 %; rounding to nearest would stop at half the moment.
     assert float(ratio.std()) < 0.08
     assert float(ratio.mean()) == pytest.approx(1, abs=0.01)
-    # What the weights moved: the noise of the moments averages out over the steps.
+    # Change of the weights: the noise of the moments averages out over the steps.
     moved = (found - 1).detach().double() / (expected - 1).detach().double()
     assert float(moved.mean()) == pytest.approx(1, abs=2e-3)
     assert float((moved - 1).abs().max()) < 0.05
 
 
-def test_rounding_to_nearest_would_not_do():
+def test_rounding_to_nearest_would_leave_moments_stuck():
     moment = torch.tensor([1.0], dtype=torch.bfloat16)
     for _ in range(100):
         moment = (moment.float() * 0.999).bfloat16()
@@ -109,7 +109,7 @@ def test_what_is_not_finite_does_not_become_a_number(value):
     assert rounded(value).tolist() == pytest.approx([value] * 2**16, nan_ok=True)
 
 
-def test_the_nan_of_cuda_stays_one():
+def test_the_nan_of_cuda_stays_a_nan():
     bits = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32)
     into = torch.zeros(2, dtype=torch.bfloat16)
     round_stochastically(bits.view(torch.float32), torch.full_like(bits, 2**16 - 1), into=into)
@@ -128,7 +128,7 @@ def test_gradients_and_weights_may_lie_as_channels_last():
                 optimizer.step()
             moved.append(weight.detach() - start_at)
     for other in moved[1:]:
-        # Another order in memory is another draw; a mixed-up element would differ by its step.
+        # Another memory order gives other draws; a mixed-up element would differ by its whole step.
         torch.testing.assert_close(other, moved[0], atol=4e-4, rtol=0)
     assert float(moved[0].abs().max()) > 2e-2
 
@@ -187,7 +187,7 @@ def test_moments_carry_over_between_fp32_and_bf16(saved, resumed, tmp_path: Path
     for name, (kind, state) in taken.items():
         assert kind == str(dtype)
         assert state == torch.tensor(states[name][1]).to(dtype).tolist(), name
-    # A few moments are rounded another way; fresh ones would give 0.9 to 3 times the loss.
+    # A few moments are rounded differently; fresh ones would give 0.9 to 3 times the loss.
     assert rest == pytest.approx(whole, rel=2e-2)
     changed = [line for line in decisions if line.startswith("optimizer.type")]
     assert bool(changed) is (saved[0] != resumed[0])

@@ -1,4 +1,4 @@
-"""The plain engine trains weights that lie in memory as channels_last, wherever it steps them."""
+"""The plain engine trains channels_last weights, wherever it steps them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def begin(
         optimizer={"type": optimizer, "params": {"lr": 2e-3, **arguments}},
     )
     with pytest.MonkeyPatch.context() as patch:
-        # The model as on a device: its weights lie elsewhere than those that are stepped.
+        # As on a device: the model's weights are separate from the stepped ones.
         patch.setattr(plain, "_has_memory_of_its_own", lambda _: apart)
         return build(model, plan, hidden=hidden, deepspeed=stage is not None)
 
@@ -74,7 +74,9 @@ def alike(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("optimizer", ["AdamW", "AdamWBF16States"])
 @ranks()
-def test_offload_changes_no_bit(optimizer: str, world_size: int, tmp_path: Path) -> None:
+def test_offload_changes_no_bit_of_channels_last_training(
+    optimizer: str, world_size: int, tmp_path: Path
+) -> None:
     fused = {"fused": True} if optimizer == "AdamW" else {}
     with begin(optimizer=optimizer, **fused) as engine:
         ema = EMAShadow(decay=0.5).attach(engine)
@@ -87,7 +89,7 @@ def test_offload_changes_no_bit(optimizer: str, world_size: int, tmp_path: Path)
         with begin("cpu", **where) as engine:
             ema = EMAShadow(decay=0.5).attach(engine)
             found = train(engine, ema, 0, 1, 2)
-            # Written by one that lies otherwise than it is read by.
+            # Saved with one memory layout and loaded with another.
             save_checkpoint(tmp_path / str(number), engine=engine, shadows={"ema": ema})
             found += train(engine, ema, 3, 4, 5)
             assert found == losses, where
@@ -105,7 +107,7 @@ def test_offload_changes_no_bit(optimizer: str, world_size: int, tmp_path: Path)
 
 
 @ranks(1)
-def test_a_checkpoint_of_it_continues_under_deepspeed(tmp_path: Path) -> None:
+def test_a_channels_last_checkpoint_continues_under_deepspeed(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     with begin() as engine:
         ema = EMAShadow(decay=0.5).attach(engine)
@@ -130,7 +132,7 @@ def test_a_checkpoint_of_it_continues_under_deepspeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optimizer", ["AdamW", "AdamWBF16States"])
 @ranks(1)
 def test_weights_may_move_to_channels_last_and_back(optimizer: str, offload: str) -> None:
-    # torch's fused step pairs weights and moments by address, whatever their strides are.
+    # torch's fused step pairs weights and moments by address, whatever their strides.
     engine = begin(offload, optimizer=optimizer, last=False, weight_decay=0.01)
     reference = net(last=False)
     ordinary = torch.optim.AdamW(reference.parameters(), lr=2e-3, foreach=False)
@@ -145,7 +147,7 @@ def test_weights_may_move_to_channels_last_and_back(optimizer: str, offload: str
         ):
             generator = torch.Generator().manual_seed(step)
             other.grad = torch.randn(other.shape, generator=generator) * 1e-3
-            # The gradient may lie otherwise too.
+            # Gradients may have another memory format too.
             gradient = other.grad.clone()
             if gradient.dim() == 4 and step % 3 == 0:
                 gradient = gradient.contiguous(memory_format=torch.channels_last)
@@ -158,8 +160,9 @@ def test_weights_may_move_to_channels_last_and_back(optimizer: str, offload: str
     for (name, parameter), other in zip(
         engine.module.named_parameters(), reference.parameters(), strict=True
     ):
-        # The unfused loop rounds square roots otherwise; eight steps of bf16 moments, whose noise
-        # follows the order in memory, differ by 8 * lr * 2**-8. Others' moments: by 1e-3.
+        # The unfused loop rounds square roots differently; eight steps of bf16 moments, whose noise
+        # follows the order in memory, differ by 8 * lr * 2**-8. Moments of the wrong element: by
+        # 1e-3.
         atol = 1e-6 if optimizer == "AdamW" else 1e-4
         torch.testing.assert_close(parameter.data, other.data, rtol=0, atol=atol, msg=name)
     key = "optimizer.step"
@@ -171,7 +174,7 @@ def test_weights_may_move_to_channels_last_and_back(optimizer: str, offload: str
 
 
 @ranks(1)
-def test_what_steps_flat_weights_refuses_them_when_they_are_moved() -> None:
+def test_a_flat_optimizer_refuses_weights_moved_to_channels_last() -> None:
     with begin(optimizer="Lamb", last=False) as engine:
         ema = EMAShadow(decay=0.5).attach(engine)
         train(engine, ema, 0)
@@ -184,7 +187,7 @@ def test_what_steps_flat_weights_refuses_them_when_they_are_moved() -> None:
 
 
 @ranks(1)
-def test_what_steps_flat_weights_refuses_it_with_the_fix() -> None:
+def test_a_flat_optimizer_refuses_channels_last_weights_with_the_fix() -> None:
     messages = []
     for arguments in ({"optimizer": "Lamb"}, {"stage": 0}, {"stage": 2}):
         with pytest.raises(EngineError) as caught:

@@ -1,4 +1,4 @@
-"""Compiled models train as they do without, at every stage, and are put back."""
+"""Compiled models train as uncompiled ones do, at every stage, and are restored on closing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerotune.platform import Platform
 
 
 class Block(torch.nn.Module):
-    """Small, because every kind of block is traced anew by every process."""
+    """A small block, because every process traces every kind of block anew."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Stack(torch.nn.Module):
 
 
 def losses(stage: int, deepspeed: bool, wanted: Compilation | None, count: int = 4):
-    """Of a few steps, and what was compiled; with what is left of it after closing."""
+    """Train a few steps; return losses, what was compiled, and what is left of it after closing."""
     from zerotune import prepare
 
     model = Stack()
@@ -97,7 +97,7 @@ def test_every_stage_compiles_blocks_without_a_break(stage):
     assert blocks[2] is (True if stage == 3 else None), "stage 3 really partitions"
 
 
-@pytest.mark.nightly  # A minute of g++; other tests compile for another back end.
+@pytest.mark.nightly  # A minute of g++; other tests compile with another backend.
 def test_inductor_writes_code_for_this_cpu(tmp_path):
     wanted = Compilation()
     eager, compiled = run_ranks(

@@ -21,7 +21,7 @@ def facts(threads, **environ):
     return ThreadFacts(threads=threads, defaults=frozenset({8, 16}), environ=environ)
 
 
-def test_what_torch_takes_by_itself_is_nobodys_choice():
+def test_torchs_own_thread_count_is_nobodys_choice():
     assert facts(8).chosen_by is None
     assert facts(16).chosen_by is None
 
@@ -37,7 +37,7 @@ def test_the_one_thread_of_launchers_is_nobodys_choice():
     assert facts(1, **TORCHRUN).chosen_by is None
     accelerate = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     assert facts(1, **accelerate).launcher == "accelerate"
-    # torchrun leaves what the user exported, and one process alone gets no default.
+    # torchrun keeps the user's exported value, and sets no default for a single process.
     assert facts(4, **TORCHRUN | {"OMP_NUM_THREADS": "4"}).chosen_by is not None
     assert facts(1, **TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}).chosen_by is not None
     assert facts(5, **TORCHRUN).chosen_by == "torch.set_num_threads(5)"
@@ -49,13 +49,13 @@ def _plan(accelerator="cpu", offload="none"):
 
 
 def _rank(environ):
-    """One of two ranks that share this machine's cores."""
+    """Run as one of two ranks that share this machine's cores."""
     from zerotune.backend.distributed import ProcessGroup
 
     os.environ.update(environ)
     whole = os.sched_getaffinity(0)
     torch.set_num_threads(1 if environ else len(whole))
-    torch.ones(2**20).exp()  # OpenMP's threads exist already, as they do after loading a model.
+    torch.ones(2**20).exp()  # Start OpenMP's threads, as loading a model does.
     group = ProcessGroup(backend="gloo")
     with cpu_threads(_plan(), group) as decisions:
         inside = torch.get_num_threads(), _everywhere()
@@ -98,7 +98,7 @@ def test_what_the_user_chose_stays_and_is_recorded():
             assert torch.get_num_threads() == 3
         assert (decision.before, decision.after, decision.reason) == (7, 3, "set by threads=")
         assert torch.get_num_threads() == 7
-        # An optimizer on the GPU does not compute here.
+        # An optimizer on the GPU does no work on the CPU.
         with cpu_threads(_plan("cuda"), alone) as nothing:
             assert nothing == ()
         with cpu_threads(_plan("cuda", "cpu"), alone) as kept:

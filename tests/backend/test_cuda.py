@@ -39,7 +39,7 @@ def reference() -> list[list[float]]:
 
 
 def train_on_cuda(case: Case, steps: int) -> list[float]:
-    """As ``train_unet``, and fails where a CPU would be compared with a CPU."""
+    """Run ``train_unet``; fail if there is no CUDA, rather than compare a CPU with a CPU."""
     from zerotune.platform import detect_platform
 
     assert detect_platform().accelerator == "cuda"

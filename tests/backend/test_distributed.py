@@ -1,4 +1,4 @@
-"""Launch environments, and collectives that name who is missing."""
+"""Launch environments, and collectives that name the missing rank."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_a_bare_python_is_one_process() -> None:
     assert Launch.from_environment({}) == Launch(rank=0, local_rank=0, world_size=1, launched=False)
 
 
-def test_a_launcher_is_read() -> None:
+def test_a_launchers_environment_is_read() -> None:
     assert Launch.from_environment(TORCHRUN) == Launch(
         rank=1, local_rank=1, world_size=2, launched=True
     )
 
 
-def test_half_a_launcher_is_an_error_that_names_what_is_missing() -> None:
+def test_an_incomplete_launcher_environment_is_an_error_that_names_what_is_missing() -> None:
     variables = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE")}
     with pytest.raises(EngineError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
         Launch.from_environment(variables)
@@ -68,7 +68,7 @@ def test_a_barrier_names_the_rank_that_did_not_come() -> None:
 
 
 def losing_a_machine(folder: str, lost: int) -> None:
-    """One of several machines goes down; what the others were told."""
+    """Lose one of several machines; record the errors of the others."""
     rank, told = int(os.environ["RANK"]), Path(folder)
     on_a_machine(f"machine-{rank}")
     group = ProcessGroup(backend="gloo", timeout_s=60)
@@ -76,12 +76,12 @@ def losing_a_machine(folder: str, lost: int) -> None:
     if rank == lost:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 2:
-        # It comes when the first to find out is gone, and the store with it.
+        # Arrive after the first rank to notice has gone, and its store with it.
         wait_for(lambda: group._roll._pulse is None or bool(group._roll._pulse.lost))
         (told / "heard").touch()
         wait_for((told / "0 has gone").exists)
     try:
-        # A barrier would let rank 0 wait for rank 2.
+        # ``gather``, because a barrier would make rank 0 wait for rank 2.
         group.gather(rank)
     except CollectiveError as error:
         (told / f"told-{rank}").write_text(str(error))
@@ -108,7 +108,7 @@ def test_a_rank_lost_with_its_machine_is_named(lost: int, world_size: int, tmp_p
 
 
 def late(folder: str) -> None:
-    """Rank 2's process ends, and rank 1 comes only when rank 0 has been told."""
+    """End rank 2's process; rank 1 arrives only after rank 0 has its error."""
     told, group = Path(folder) / "told", ProcessGroup(backend="gloo", timeout_s=60)
     group.barrier("begin")
     if group.rank == 2:
@@ -131,7 +131,7 @@ def test_a_barrier_waits_for_nobody_once_a_process_has_ended(tmp_path: Path) -> 
 
 
 def parted(folder: str) -> None:
-    """Rank 1's machine goes without closing a connection; rank 2 finds out, rank 0 is told."""
+    """Stop rank 1's machine without closing connections; rank 2 notices and rank 0 learns of it."""
     rank, told = int(os.environ["RANK"]), Path(folder)
     on_a_machine(f"machine-{rank}")
     group = ProcessGroup(backend="gloo", timeout_s=90)
@@ -143,7 +143,7 @@ def parted(folder: str) -> None:
         group.barrier("save a checkpoint", timeout_s=1 if rank == 2 else None)
     except CollectiveError as error:
         (told / f"told-{rank}").write_text(str(error))
-    # What the process is ended by would close its connections.
+    # Ending this process would close its connections.
     wait_for(lambda: len([*told.glob("told-*")]) == 2)
     if rank == 0:
         os.kill(int((told / "lost").read_text()), signal.SIGKILL)
@@ -159,11 +159,11 @@ def test_a_barrier_ends_once_another_rank_tells_who_is_lost(tmp_path: Path) -> N
 
 
 def lost_on_the_way(folder: str, place: str, machines: bool, later: bool) -> None:
-    """Rank 1 is killed after all have come, before a group, or another one, is made of them."""
+    """Kill rank 1 after all ranks arrived but before a first, or ``later``, group is made."""
     rank, here = int(os.environ["RANK"]), Path(folder)
     if machines:
         on_a_machine(f"machine-{rank}")
-    # Both are there: none waits for the other's start.
+    # Wait for both ranks, so that neither waits for the other's start.
     (here / f"here-{rank}").touch()
     wait_for(lambda: len([*here.glob("here-*")]) == 2)
     make = partial(ProcessGroup, backend="gloo", timeout_s=5)
@@ -227,7 +227,7 @@ def test_signs_of_life_end_before_the_interpreter_does() -> None:
     names: list[list[str]] = []
     group = ProcessGroup(backend="gloo", timeout_s=60)
     names.append([thread.name for thread in threading.enumerate()])
-    # Nobody's store goes while another still writes there.
+    # No rank may close its store while another still writes to it.
     group.barrier("end")
     group.close()
     distributed._started._end()
@@ -272,7 +272,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def launch(command: list[str], tmp_path: Path) -> list[dict[str, Any]]:
-    """Start the script under a launcher; what each rank wrote, in rank order."""
+    """Start the script under a launcher; return what each rank wrote, in rank order."""
     done = subprocess.run(
         [*command, str(SCRIPT), str(tmp_path)],
         env=clean_environment() | {"OMP_NUM_THREADS": "1"},
@@ -293,7 +293,7 @@ LAUNCHERS = {
         2,
     ),
     "accelerate": (
-        # Asks for stage 3 through accelerate; the script's own plan says 2 and must win.
+        # Requests stage 3 through accelerate; the script's own plan says 2 and must win.
         [
             *(sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed"),
             *("--zero_stage=3", "--num_processes=2"),
@@ -318,7 +318,7 @@ LAUNCHERS = {
 @pytest.mark.parametrize(
     "name",
     [
-        # torchrun is what accelerate starts, and other tests start Python alone.
+        # accelerate starts torchrun, and other tests start plain Python.
         pytest.param(name, marks=() if name == "accelerate" else pytest.mark.nightly)
         for name in LAUNCHERS
     ],
@@ -334,7 +334,7 @@ def test_the_same_script_runs_under_every_launcher(name: str, tmp_path: Path) ->
     assert all(seen["losses"][-1] < seen["losses"][0] for seen in ranks)
     assert not ranks[0]["changed_environment"]
     for rank in range(world_size) if sys.platform == "linux" else ():
-        # One at work while the interpreter ends can abort the process.
+        # A gloo thread at work during interpreter shutdown can abort the process.
         threads = json.loads((tmp_path / f"threads-{rank}.json").read_text())
         assert threads
         assert not [name for name in threads if "gloo" in name]

@@ -1,4 +1,4 @@
-"""While an engine trains: is the model still what its optimizer steps?"""
+"""During training, checks that the model's weights are still those that the optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.deepspeed
 
 
 def trained_on(stage: int, what: str) -> str | None:
-    """The error of a run in which somebody changes the model after the third step."""
+    """Return the error of a run whose model is changed after the third step."""
     from zerotune.errors import EngineError
 
     engine = begin(stage, Web(), hidden=False)

@@ -1,4 +1,4 @@
-"""Parameter groups reach the real engines whole, and stay whole under every stage."""
+"""Parameter groups reach the real engines intact, and stay intact under every stage."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def engine_with_groups(
 
 
 def train(engine: Any, steps: int = 6) -> tuple[list[float], dict[str, list[float]]]:
-    """Losses and, for each group, the learning rate of every update."""
+    """Train; return losses and, for each group, the learning rate of every update."""
     losses, rates = [], {}
     generator = torch.Generator().manual_seed(engine.group.rank)
     for _ in range(steps):

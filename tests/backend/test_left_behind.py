@@ -1,4 +1,4 @@
-"""What a closed engine leaves in its process: no thread, descriptor, group or replaced function."""
+"""A closed engine leaves no thread, descriptor, group or replaced function in its process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def small() -> torch.nn.Module:
 
 
 def hidden(*, deepspeed: bool = True, timeout_s: float = 600.0) -> Any:
-    """An engine that takes its steps in a thread; of several ranks, through groups of its own."""
+    """Build an engine that steps in a thread and, on several ranks, has its own groups."""
     plan = DeepSpeedPlan.build(
         stage=2 if deepspeed else 0,
         offload="cpu",
@@ -47,21 +47,21 @@ def train(engine: Any, steps: int = 2) -> None:
         loss = engine(torch.ones(2, 8).to(engine.dtype)).float().square().mean()
         engine.backward(loss)
         engine.step()
-        # Nothing of its graph lasts until the next forward.
+        # Do not keep its graph until the next forward.
         del loss
 
 
 def held() -> tuple[int, int, int]:
-    """Threads, descriptors and groups of this process."""
+    """Count this process's threads, descriptors and groups."""
     process = psutil.Process()
     groups = dist.distributed_c10d._world.pg_map
     return process.num_threads(), process.num_fds(), len(groups)
 
 
 def held_at_last(expected: tuple[int, int, int] | None) -> tuple[int, int, int]:
-    """What is held once it is what is expected, or has not changed for a second.
+    """Return the counts once they are as expected or have not changed for a second.
 
-    Threads of a closed group end by themselves, and a connection when the other rank's has ended.
+    Threads of a closed group end by themselves, and connections once the other rank's have ended.
     """
     if dist.is_initialized():
         dist.barrier()
@@ -75,13 +75,13 @@ def held_at_last(expected: tuple[int, int, int] | None) -> tuple[int, int, int]:
 
 
 def counts(case: Case | None) -> list[tuple[int, int, int]]:
-    """What is held after each of three engines, which somebody keeps."""
+    """Return the counts after each of three engines, which stay referenced."""
     found, kept = [], []
     for _ in range(3):
         engine = hidden() if case is None else start(case, small())
         kept.append(engine)
         train(engine)
-        # Two at once, which share what DeepSpeed makes for the process.
+        # A second engine at once, which shares DeepSpeed's process-wide objects.
         with start(PLAIN if case is None else case, small()) as second:
             train(second)
         train(engine)
@@ -91,7 +91,7 @@ def counts(case: Case | None) -> list[tuple[int, int, int]]:
 
 
 def in_a_group(call: Callable[[], Any]) -> Any:
-    """In a group that was there before, which a launcher's processes keep anyway."""
+    """Call it in an existing process group, as under a launcher."""
     dist.init_process_group("gloo")
     return call()
 
@@ -137,7 +137,7 @@ def test_a_start_that_fails_leaves_no_group() -> None:
 
 
 def timeouts() -> list[timedelta]:
-    """Of the groups that a hidden engine makes, but for DeepSpeed's."""
+    """Return the timeouts of the groups that a hidden engine makes, without DeepSpeed's."""
     from deepspeed.utils import groups
 
     before = set(dist.distributed_c10d._world.pg_map)
@@ -149,7 +149,7 @@ def timeouts() -> list[timedelta]:
 
 def test_every_group_has_the_timeout_of_its_engine() -> None:
     found = run_ranks(partial(in_a_group, timeouts), world_size=2)
-    # What the ranks say to each other, the same for the thread, and the weights.
+    # Groups for messages of the ranks, messages of the thread, and weights.
     assert found == [[timedelta(seconds=77)] * 3] * 2
 
 

@@ -1,4 +1,4 @@
-"""Optimizers with states in 8 and 4 bits on the real engine."""
+"""Optimizers with 8-bit and 4-bit states on the real engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_8_bit_states_train_and_are_not_taken_for_numbers_per_weight(
 @ranks(1)
 def test_torchao_starts_under_a_schedule() -> None:
     needs("torchao", may_lack=WHY)
-    # Its update would be compiled for ten seconds; starting is what a rate in a tensor broke.
+    # No step, whose compilation takes ten seconds: a tensor as learning rate broke starting.
     engine = engine_of("TorchAOAdamW8bit", 2, "none")
     assert isinstance(engine.deepspeed_engine.optimizer.param_groups[0]["lr"], torch.Tensor)
     assert engine.lr == pytest.approx(1e-3, rel=1e-6), "a tenth of 1e-2, where the warm-up starts"
@@ -55,7 +55,7 @@ def test_torchao_starts_under_a_schedule() -> None:
 
 
 class Codes(torch.Tensor):
-    """Stands for classes that hide low-bit codes behind an fp32 face, as torchao's do."""
+    """Stands in for classes that present low-bit codes as fp32, as torchao's do."""
 
 
 def test_codes_are_not_states() -> None:

@@ -52,7 +52,7 @@ def examine(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def inspect(engine: Any) -> dict[str, Any]:
-    """Train a little; then look at the weights through every door."""
+    """Train a little, then read the weights through every interface."""
     import torch
 
     master = engine.master_weights
@@ -85,7 +85,7 @@ def inspect(engine: Any) -> dict[str, Any]:
 
 
 def low_precision(engine: Any) -> dict[str, Any]:
-    """Whole trainable parameters as the forward pass sees them."""
+    """Copy whole trainable parameters as the forward pass sees them."""
     if engine.plan.stage == 3:
         import deepspeed
 

@@ -1,4 +1,4 @@
-"""The memory model against the memory that real engines take."""
+"""The memory model against the memory that real engines use."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ pytestmark = [
 ]
 
 LAYERS, WIDTH = 24, 1024
-"""25 million elements in equal matrices, so that activations do not count."""
+"""25 million elements in equal matrices, so that activations are negligible."""
 
-# Bytes of the allocator, of Python objects and of what one sample leaves behind.
+# Memory of the allocator, of Python objects and of what one sample leaves behind.
 SLACK = 0.02
 OVER, UNDER = 0.10, 0.03
-"""The estimate may be over by so much, and under by so much."""
+"""Largest relative overestimate and underestimate."""
 
 
 def train(engine: Any, width: int, steps: int) -> None:
@@ -115,9 +115,9 @@ def test_nvme_leaves_the_host_what_was_estimated(tmp_path):
 
 @ranks(1)
 def test_loading_takes_what_was_estimated(tmp_path):
-    """Bytes per element while adapters' base comes, at the most and as estimated.
+    """Compare measured and estimated peak bytes per element of loading a base for adapters.
 
-    ``False``: from its files; ``True``: made in memory.
+    ``False``: loaded from files; ``True``: built in memory.
     """
     unet = UNet2DModel(sample_size=8, in_channels=1, out_channels=1, norm_num_groups=8,
                        block_out_channels=(256, 512), layers_per_block=2,
@@ -133,7 +133,7 @@ def test_loading_takes_what_was_estimated(tmp_path):
     start(case, torch.nn.Linear(8, 8)).close()
     found = {}
     plan = DeepSpeedPlan.build(stage=2, precision="bf16")
-    load_pretrained(tmp_path, plan=plan)  # What it imports stays.
+    load_pretrained(tmp_path, plan=plan)  # Import everything first, since imports stay in memory.
     for in_memory in (False, True):
         gc.collect()
         before = in_use()
@@ -142,7 +142,7 @@ def test_loading_takes_what_was_estimated(tmp_path):
                 model: Any = UNet2DModel.from_config(UNet2DModel.load_config(tmp_path))
             else:
                 model = load_pretrained(tmp_path, plan=plan).model
-            # As beside adapters, so that loading is what takes most.
+            # As with adapters, so that loading is the peak.
             model.requires_grad_(False)
             model.conv_out.requires_grad_(True)
             engine = start(case, model)
@@ -165,7 +165,7 @@ def test_the_plain_engine_takes_what_was_estimated(offload):
 
 
 def exchange(numel: int) -> tuple[int, int]:
-    """Bytes that an exchange of bf16 weights takes at its peak, and the weights' own."""
+    """Return the peak bytes of an exchange of bf16 weights, and the weights' own bytes."""
     import torch
     import torch.distributed as dist
 
@@ -176,7 +176,7 @@ def exchange(numel: int) -> tuple[int, int]:
     partitions = [torch.zeros(numel, dtype=torch.bfloat16) for _ in range(group.world_size)]
     exchange = Exchange(group=group, data=dist.new_group(), partitions=[partitions])
     most = 0
-    # The watch may sleep through one of them; both ranks take as many.
+    # The sampling thread may miss one of them; both ranks do equally many.
     for _ in range(5):
         with Peak() as peak:
             exchange.share([Piece(slab=0, start=0, stop=numel)])
@@ -195,7 +195,7 @@ def test_an_exchange_takes_what_it_brings():
 
 @attrs.frozen(kw_only=True)
 class Shallow:
-    """A model of few and narrow layers, and a size at which its activations count."""
+    """A model of few and narrow layers, at a size where activations dominate."""
 
     config: dict[str, Any]
     side: int = 512
@@ -235,7 +235,7 @@ SHALLOW = {
 
 
 class AfterEachOperator(TorchDispatchMode):
-    """The most that is in use after any operator: exact, however busy the machine."""
+    """Peak memory after any operator: exact, however busy the machine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class AfterEachOperator(TorchDispatchMode):
 
 
 class OneNorm(torch.autograd.Function):
-    """As large as the one operator that CUDA has for it; on a CPU torch takes several."""
+    """A norm as large as CUDA's single operator; on a CPU torch uses several."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -270,7 +270,7 @@ def as_cuda_norms(given: Any, shape: Any, weight: Any = None, eps: Any = None) -
 
 
 def with_data(name: str, value: Any) -> Any:
-    """Zeros in bf16 for what has no data; times and places keep their type."""
+    """Replace meta tensors by zeros and cast to bf16, except timesteps and position ids."""
     if isinstance(value, list):
         return [with_data(name, one) for one in value]
     if not isinstance(value, torch.Tensor):
@@ -281,7 +281,7 @@ def with_data(name: str, value: Any) -> Any:
 
 
 def pass_of(model: Any, given: dict[str, Any], backward: Any) -> float:
-    """One forward and backward pass; the most bytes in use after any operator."""
+    """Run one forward and backward pass; return the peak bytes after any operator."""
     norm = mock.patch("torch.nn.functional.rms_norm", as_cuda_norms)
     with AfterEachOperator() as most, norm:
         output = model(**{**given, "return_dict": False})[0]
@@ -308,7 +308,7 @@ def test_activations_of_few_layers_are_what_was_estimated(name):
     clip = {} if one.frames is None else {"frames": one.frames}
     arguments = example_inputs(model)(2, one.side, one.side, **clip)
     given = {key: with_data(key, value) for key, value in arguments.items()}
-    # What libraries keep once they have computed such a pass is no model's.
+    # Warm up, since libraries keep memory after their first such pass.
     pass_of(torch.nn.Module.to(model, torch.bfloat16), given, torch.Tensor.backward)
     start(case, torch.nn.Linear(8, 8)).close()
     del model
@@ -322,7 +322,7 @@ def test_activations_of_few_layers_are_what_was_estimated(name):
     for kept in ("all", "block inputs"):
         if kept != "all":
             model.enable_gradient_checkpointing()
-        for _ in range(2):  # The first has no states of the optimizer yet.
+        for _ in range(2):  # The first pass is before the optimizer has states.
             most = pass_of(engine, given, engine.backward)
             engine.step()
         size = {"batch": 2, "height": one.side, "width": one.side, "frames": one.frames}

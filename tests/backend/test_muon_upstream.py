@@ -1,4 +1,4 @@
-"""Why DeepSpeed's own Muon is not used: its defects, and that ours does not have them."""
+"""The defects that keep us from DeepSpeed's own Muon, which ours does not have."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Net(torch.nn.Module):
 
 
 def upstream(stage: int) -> dict[str, Any]:
-    """DeepSpeed's Muon as its configuration asks for it, with the tags we set before."""
+    """Start DeepSpeed's Muon from its configuration, with the tags set beforehand."""
     import os
 
     import deepspeed
@@ -63,7 +63,7 @@ def upstream(stage: int) -> dict[str, Any]:
 def test_deepspeed_overwrites_the_tags_it_asks_for() -> None:
     pytest.importorskip("deepspeed.runtime.zero.muon")
     (found,) = run_ranks(upstream, 1)
-    # The first and the last layer were tagged false before.
+    # The first and the last layer had been tagged false.
     assert found["tags"]["conv_in.weight"] is True
     assert found["tags"]["out.weight"] is True
 
@@ -97,7 +97,7 @@ LR = 0.05
 
 
 class Matrices(torch.nn.Module):
-    """Linear layers alone, which DeepSpeed's Muon can update too; the middle one is hidden."""
+    """Linear layers only, which DeepSpeed's Muon can update too; the middle one is hidden."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,14 +117,14 @@ def error_of(model: Any) -> torch.Tensor:
 
 
 def gradient() -> torch.Tensor:
-    """Of the hidden matrix, at the start, (8, 8)."""
+    """Return the initial gradient of the hidden matrix, (8, 8)."""
     model = Matrices()
     error_of(model).backward()
     return model.hidden.weight.grad
 
 
 def spread(matrix: torch.Tensor) -> float:
-    """Smallest singular value but one, over the largest: near 1 for an orthogonal matrix."""
+    """Return the ratio of the second-smallest to the largest singular value, 1 if orthogonal."""
     values = torch.linalg.svdvals(matrix.float())
     return float(values[-2] / values[0])
 
@@ -218,7 +218,7 @@ def test_ours_takes_an_orthogonal_step_wherever_deepspeeds_did_not(
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))
-    # At stage 3 the engine partitions through zero.Init, where DeepSpeed's was inactive.
+    # At stage 3 our engine partitions through zero.Init, which was inactive for DeepSpeed's.
     assert partitioned == (stage == 3)
     update = torch.tensor(((weights[0] - weights[1]) / LR).tolist())
     torch.testing.assert_close(update, orthogonalise(gradient()), atol=2e-4, rtol=0)

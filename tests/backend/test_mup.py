@@ -1,4 +1,4 @@
-"""Base shapes for diffusers models: widths, readouts, and what is refused."""
+"""Base shapes for diffusers models: widths, readouts, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that DeepSpeed swaps to NVMe come back as they were."""
+"""Gradients that DeepSpeed swaps to NVMe return unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.runs import Case, start
 from zerotune.backend.deepspeed.sharded import split_aligned
 
 ROWS, COLUMNS = 761, 760
-"""Half of such a matrix is more than 1 MiB, below which DeepSpeed swaps nothing."""
+"""Half of such a matrix exceeds 1 MiB, below which DeepSpeed swaps nothing."""
 
 
 def train(case: Case, steps: int) -> dict[str, Any]:

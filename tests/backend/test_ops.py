@@ -1,6 +1,6 @@
-"""The report on DeepSpeed's ops, asked of the real DeepSpeed in processes of their own.
+"""The report on DeepSpeed's ops, taken from the real DeepSpeed in separate processes.
 
-One process plays every scenario, because importing DeepSpeed takes seconds; those who need no
+One process runs every scenario, because importing DeepSpeed takes seconds; scenarios that need no
 DeepSpeed of their own are forked.
 """
 
@@ -40,7 +40,7 @@ NAMES = [
     "fused_lion",
     "fused_lamb",
 ]
-# DeepSpeed itself looks for libaio before it says that async_io can be built.
+# DeepSpeed itself looks for libaio before it reports that async_io can be built.
 WITHOUT_LIBAIO = [name for name in NAMES if name != "async_io"]
 
 
@@ -150,7 +150,7 @@ def told(process):
 
 @needs_tools
 class TestReport:
-    def test_it_covers_the_ops_zerotune_uses(self, told):
+    def test_the_report_covers_the_ops_zerotune_uses(self, told):
         assert told["names"] == NAMES
         assert list(told["complete"]) == NAMES
         assert all(op["purpose"] for op in told["complete"].values())
@@ -174,10 +174,10 @@ class TestReport:
         assert told["complete"]["async_io"]["state"] == "buildable"
         assert told["complete"]["async_io"]["usable"]
 
-    def test_it_builds_nothing_and_leaves_no_folder(self, told):
+    def test_the_report_builds_nothing_and_leaves_no_folder(self, told):
         assert told["touched"] == []
 
-    def test_it_neither_prints_nor_sets_the_environment(self, process, told):
+    def test_the_report_neither_prints_nor_sets_the_environment(self, process, told):
         assert process.stdout.startswith("TOLD")
         assert "accelerator" not in process.stderr
         assert told["environment"] is None
@@ -208,7 +208,7 @@ class TestReport:
 
         assert [name for name, state in states.items() if state == "blocked"] == ["async_io"]
 
-    def test_compiled_ops(self, told):
+    def test_compiled_ops_are_built_or_stale(self, told):
         found = told["cached"]
 
         assert found["cpu_adagrad"]["state"] == "built"
@@ -250,13 +250,13 @@ class TestReport:
         assert message.startswith("op cpu_adam: ")
         assert "delete" in message
 
-    def test_an_op_without_implementation(self, told):
+    def test_building_an_op_without_implementation_is_refused(self, told):
         kind, message = told["build absent"]
 
         assert kind == "PlatformError"
         assert "no implementation" in message
 
-    def test_an_unknown_op(self, told):
+    def test_building_an_unknown_op_suggests_a_name(self, told):
         assert told["build unknown"] == [
             "InvalidValueError",
             "op = 'cpu_adm': no such op. Fix: did you mean cpu_adam.",
@@ -331,11 +331,11 @@ class TestCuda:
         assert "nvcc belongs to CUDA 11.8, but torch was built for CUDA 12.8" in cause
         assert "12.8" in fix
 
-    def test_another_minor_release_is_not(self, told):
+    def test_another_minor_release_of_cuda_is_accepted(self, told):
         assert {tuple(told["same"][name]) for name in WITHOUT_LIBAIO} == {("buildable", None, None)}
 
     @pytest.mark.nvme
-    def test_nor_for_async_io(self, told):
+    def test_another_minor_release_of_cuda_is_accepted_for_async_io(self, told):
         assert told["same"]["async_io"] == ["buildable", None, None]
 
 
@@ -345,7 +345,7 @@ def build_adam():
     from zerotune.backend.ops import build_op
     from zerotune.errors import PlatformError
 
-    # As in a process that has not loaded it yet.
+    # As in a process that has not loaded the op yet.
     OpBuilder._loaded_ops.clear()
     try:
         return attrs.asdict(build_op("cpu_adam"))
@@ -355,7 +355,7 @@ def build_adam():
 
 @needs_tools
 def test_a_failed_build_names_the_root_cause(tmp_path):
-    # A system header that includes what is not there breaks any source file at once.
+    # A system header that includes a missing file breaks any source file at once.
     headers = tmp_path / "headers"
     headers.mkdir()
     (headers / "stdio.h").write_text("#include <there_is_no_such_header.h>\n")

@@ -1,4 +1,4 @@
-"""Each optimizer under ZeRO against the same optimizer alone: partitions must not change it."""
+"""Each optimizer under ZeRO against the same optimizer alone: partitioning must not change it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.support.runs import Case, start, unet_loss
 pytestmark = pytest.mark.deepspeed
 
 STEPS, FEWER = 20, 8
-# Relative, in single losses over 20 steps of fp32. Partitioned sums run in another order; Adam's
-# division by small second moments amplifies that to 2e-5. Lamb adds one sum per parameter over
-# ranks; Muon's iteration multiplies rounding by its coefficients (3.4 per round, five rounds),
-# and Lion turns a difference in the last bit into one of 2 lr where a momentum is nearly 0.
-# Which way a bf16 moment is rounded depends on its place in the shard, so ZeRO's is another sample.
+# Relative difference of single losses over 20 steps in fp32. Partitioned sums run in another order;
+# Adam's division by small second moments amplifies that to 2e-5. Lamb adds one sum per parameter
+# over ranks; Muon's iteration multiplies rounding by its coefficients (3.4 per round, five rounds),
+# and Lion turns a difference in the last bit into one of 2 lr where a momentum is nearly 0. A bf16
+# moment's rounding depends on its place in the shard, so ZeRO's is another sample.
 TOLERANCES = {"Lion": 3e-4, "Muon": 3e-4, "AdamWBF16States": 2e-2}
 TOLERANCE = 5e-5
 
@@ -41,12 +41,12 @@ FEW = [
     ("Lion", 1, "none"), ("Lamb", 2, "cpu"), ("Muon", 3, "cpu"), ("SGD", 3, "none"),
     ("AdamWBF16States", 2, "cpu"),
 ]  # fmt: skip
-"""Each stage, and each of what optimizers need: whole parameters, states of their own, torch's."""
+"""Each stage, and each need of optimizers: whole parameters, custom states, torch's class."""
 SPLIT = [("Lamb", 3, "cpu"), ("Muon", 2, "none")]
 
 
 def train(case: Case, steps: int) -> list[float]:
-    """Losses, with the optimizer that was asked for and no other in its place."""
+    """Return the losses; fail if another optimizer runs than the requested one."""
     engine = start(case, tiny_unet())
     assert engine.plan.optimizer.name == case.optimizer["type"]
     losses = []
@@ -62,7 +62,7 @@ def train(case: Case, steps: int) -> list[float]:
 def train_all(
     cells: list[tuple[str, int, str]], steps: int
 ) -> dict[tuple[str, int, str], list[float]]:
-    """Losses of every cell, and of each optimizer alone under stage ``-1``."""
+    """Return the losses of every cell, and of each optimizer alone under stage ``-1``."""
     names = dict.fromkeys(name for name, _, _ in cells)
     return {
         (name, stage, offload): train(
@@ -72,7 +72,7 @@ def train_all(
                 deepspeed=stage >= 0,
                 optimizer={"type": name, "params": PARAMS[name]},
                 lr=PARAMS[name]["lr"],
-                # Nothing is kept whole, and several sub-groups are stepped one after the other.
+                # No parameter stays whole, and several sub-groups are stepped one after the other.
                 overrides=(("stage3_param_persistence_threshold", 0), ("sub_group_size", 20_000))
                 if stage == 3
                 else (),

@@ -1,4 +1,4 @@
-"""A dozen plans start on the real DeepSpeed and take a step, with zerotune's engine and without."""
+"""A dozen plans start on the real DeepSpeed and step, with zerotune's engine and without."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def check(request, started):
 
 
 @pytest.mark.parametrize("request_", PLANS, ids=name)
-def test_it_starts_with_zerotunes_engine(request_, tmp_path):
+def test_a_plan_starts_with_zerotunes_engine(request_, tmp_path):
     (started,) = run_ranks(start_engine, request_, str(tmp_path))
     check(request_, started)
 
 
 @pytest.mark.nvme
 @pytest.mark.parametrize("request_", SWAPPING, ids=name)
-def test_it_swaps_with_zerotunes_engine(request_, tmp_path):
+def test_a_plan_swaps_with_zerotunes_engine(request_, tmp_path):
     (started,) = run_ranks(start_engine, request_, str(tmp_path))
     check(request_, started)
 
@@ -77,12 +77,12 @@ def raw(requests, folder):
     return zip(requests, found, strict=True)
 
 
-def test_what_is_rendered_starts_without_zerotune(tmp_path):
+def test_a_rendered_plan_starts_without_zerotune(tmp_path):
     for request, started in raw(PLANS, tmp_path):
         check(request, started)
 
 
 @pytest.mark.nvme
-def test_what_is_rendered_swaps_without_zerotune(tmp_path):
+def test_a_rendered_plan_swaps_without_zerotune(tmp_path):
     for request, started in raw(SWAPPING, tmp_path):
         check(request, started)

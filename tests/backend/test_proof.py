@@ -59,7 +59,7 @@ CHECKS = tuple(check.name for check in proving.CHECKS)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of this test's own, on a machine with a card that is not there."""
+    """Use a temporary cache, on a machine with a pretended GPU."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(Combination, "here", classmethod(lambda *_: CARD))
@@ -67,14 +67,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def passed(**failed: str) -> Proof:
-    """A proof in which checks fail with these words; ``None`` in them: was not run."""
+    """Return a proof whose named checks failed with these details; ``None``: not run."""
     checks = {name: Outcome(passed=True, seconds=1.0) for name in CHECKS}
     for name, detail in failed.items():
         checks[name.replace("_", " ")] = Outcome(passed=False, detail=detail, evidence="everything")
     return Proof(combination=CARD, checks=checks)
 
 
-# -- The file.
+# -- The proof file.
 
 
 def test_a_proof_is_kept_and_read_again() -> None:
@@ -169,13 +169,13 @@ def test_a_failure_is_reported_in_one_file_and_a_success_removes_it() -> None:
     assert not report_path(CARD).exists()
 
 
-# -- What is the default.
+# -- Defaults.
 
 
 def hides(
     *, asked: bool | None = None, accelerator: str = "cuda", ranks: int = 1, elsewhere: bool = False
 ) -> tuple[Any, list[str]]:
-    """The decision on a step of that device, and what was done."""
+    """Return the decision on hiding a step on that device, and the calls it made."""
     done: list[str] = []
     step = SimpleNamespace(
         why_at_once=lambda: None,
@@ -227,7 +227,7 @@ def test_ranks_do_the_same_where_one_has_no_proof() -> None:
     assert "another rank" in decision.reason
 
 
-def test_who_asks_gets_it_unproven_and_is_told_so() -> None:
+def test_an_explicit_request_runs_unproven_with_a_warning() -> None:
     decision, done = hides(asked=True)
     assert done == ["hidden"]
     assert "set in the plan, although unproven: nothing is proven yet" in decision.reason
@@ -284,7 +284,7 @@ def test_copies_that_are_waited_for_give_the_same_gradients_and_a_decision() -> 
 
 
 def pin(resources: ExitStack) -> Any:
-    """What is decided on a machine whose torch rounds."""
+    """Return the decision on page-locking on a machine whose torch rounds sizes up."""
     plan = DeepSpeedPlan.build(stage=2, precision="bf16", offload="cpu")
     versions = {"torch": "2.9.0", "deepspeed": "0.19.8"}
     resolved = plan.resolve(
@@ -345,10 +345,10 @@ def test_one_pass_stays_without_a_proof_and_goes_with_a_failed_one() -> None:
     assert "one pass failed on this device (stage 3: a weight differs)" in reason
 
 
-# -- The variable, and the first start.
+# -- The environment variable and the first start.
 
 
-def test_the_variable_says_one_of_four_things() -> None:
+def test_the_variable_has_one_of_four_values() -> None:
     assert [proof_setting({VARIABLE: value}) for value in ("", "off", " ASK ", "always")] == [
         "first", "off", "ask", "always",
     ]  # fmt: skip
@@ -358,7 +358,7 @@ def test_the_variable_says_one_of_four_things() -> None:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Proof | str | None]]:
-    """What the next processes of a proof leave; ``None`` and text: nothing, and what they say."""
+    """Script the results of proof processes: a proof, ``None`` for nothing, or an error text."""
     planned: list[Proof | str | None] = []
 
     def run(_accelerator: str) -> str | None:
@@ -514,7 +514,7 @@ def recorded() -> proving.Bench:
 
 
 @pytest.mark.parametrize("name", ["page-locked copies", "uploads", "activations"])
-def test_what_is_in_order_passes(name: str) -> None:
+def test_the_copy_checks_pass_here_without_a_fault(name: str) -> None:
     outcome = outcome_of(name)
     assert outcome.passed, outcome
 
@@ -627,7 +627,7 @@ def test_a_planted_fault_is_caught(
 
 
 def faulty_engines() -> list[Outcome]:
-    """What the engines' checks say of the plain engine with a fault that only a thread has."""
+    """Return the engines' checks of plain engines with faults that only a thread has."""
     platform = attrs.evolve(
         detect_platform(log=False), deepspeed=Platform.synthetic(deepspeed=False).deepspeed
     )
@@ -663,7 +663,7 @@ def test_a_planted_fault_of_a_hidden_step_is_caught() -> None:
 
 
 def faulty_streaming() -> list[Outcome]:
-    """What the check of streamed weights says of faults in their passes and averages."""
+    """Return the checks of streamed weights with faults in passes and averages."""
     lane, take = lanes.Lane.submit, passes.UnitPass.take
 
     def waits_for_no_pass(self: Any, copy: Any, *, wait: Any = None, then: Any = None) -> Any:

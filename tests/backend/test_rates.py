@@ -1,4 +1,4 @@
-"""Rates that are measured on this machine."""
+"""Rates measured on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerotune.plan.memory.time import RATE_NAMES
 def test_everything_a_processor_does_is_measured():
     found = measure_rates(device=torch.device("cpu"), scale=1 / 64)
     assert set(found) == set(RATE_NAMES) - {"to_host", "to_device", "disk_read", "disk_write"}
-    # Begun one by one, not counted in bytes or products.
+    # Calls per second, not bytes or products.
     begun = [name for name in found if name == "operators" or "_calls" in name]
     assert len(begun) == 5
     assert all(found.pop(name) > 100 for name in begun)

@@ -1,4 +1,4 @@
-"""DeepSpeed's Adam on the CPU: a resumed run steps as an uninterrupted one does, bit for bit."""
+"""DeepSpeed's CPU Adam steps after a resume as in an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LAST = 12
 def weights_by_step(
     kind: str, first: int, replay: bool, groups: tuple[tuple[float, float], ...]
 ) -> list[str]:
-    """Weights after each step from ``first`` on, states being those an earlier process left."""
+    """Return the weights after each step from ``first`` on, with an earlier process's states."""
     import deepspeed.ops.adam
 
     from zerotune.backend.ops import same_ninja
 
     def parameters(step: int) -> list[torch.nn.Parameter]:
-        # What a checkpoint restores does not matter here, as long as it is the same for all.
+        # The restored values do not matter here, as long as all runs have the same.
         generator = torch.Generator().manual_seed(step)
         return [torch.nn.Parameter(torch.randn(257, generator=generator)) for _ in groups]
 

@@ -1,4 +1,4 @@
-"""Schedules count optimizer steps: not micro batches, and not those of other processes."""
+"""Schedules count optimizer steps, not micro batches or the steps of other processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @ranks()
-def test_rates_after_fifty_steps(world_size: int) -> None:
+def test_rates_after_fifty_steps_count_optimizer_steps_only(world_size: int) -> None:
     from zerotune.plan.model import DeepSpeedPlan
 
     found = {}

@@ -1,4 +1,4 @@
-"""The schema holds what the installed DeepSpeed has, and what zerotune knows of it."""
+"""The schema describes the installed DeepSpeed's keys, and zerotune's knowledge of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerotune.plan.schema import known_paths, schema_parameters
 GOLDEN = sorted((Path(__file__).parents[1] / "plan" / "golden").glob("*.json"))
 pytestmark = pytest.mark.deepspeed
 
-# Keys zerotune knows and this DeepSpeed has no reader for, and why it knows them.
+# Keys that zerotune knows but this DeepSpeed does not read, with the reason.
 NOT_DEEPSPEEDS = {
     "allgather_size": "read with the boolean zero_optimization of old files only",
     "data_parallel_size": "written by old files; nothing reads it",
@@ -52,7 +52,7 @@ def validator(schema):
 
 
 def paths(cls, prefix=""):
-    """Every key zerotune models or passes through."""
+    """Yield every key that zerotune models or passes through."""
     for attribute in modelled(cls):
         path = f"{prefix}{attribute.name}"
         kind = attribute.metadata["kind"]
@@ -66,7 +66,7 @@ def paths(cls, prefix=""):
 
 def test_every_key_zerotune_knows_is_in_the_schema(parameters):
     known = set(paths(DeepSpeedPlan))
-    # Of the offload sections one knows SuperOffload.
+    # Only one of the two offload sections has SuperOffload's keys.
     known -= {f"zero_optimization.offload_param.{key}" for key in known_keys.OFFLOAD}
     missing = known - parameters.keys()
     assert missing <= NOT_DEEPSPEEDS.keys()
@@ -108,7 +108,7 @@ def test_names_of_optimizers_and_schedules_are_offered_and_others_taken(schema):
     assert "WarmupCosineLR" in schedules
 
 
-def test_it_is_plain_json_and_made_the_same_again(schema):
+def test_the_schema_is_plain_json_and_reproducible(schema):
     assert json.loads(json.dumps(schema, allow_nan=False)) == schema
 
 

@@ -1,4 +1,4 @@
-"""Optimizer states carried from one optimizer to a fresh one, for every kind torch has."""
+"""Optimizer states moved into a fresh optimizer, for every kind in torch."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Tied(torch.nn.Module):
 
 @pytest.fixture
 def waiting(tmp_path):
-    """A tied model whose weights wait, and their values."""
+    """Return a tied model whose weights are still in a file, and their values."""
     values = {name: torch.randn_like(parameter) for name, parameter in Tied().named_parameters()}
     save_file(values, tmp_path / "x.safetensors")
     with stored.without_weights():
@@ -70,7 +70,7 @@ def test_a_part_is_read_and_cast(waiting):
 
 
 @needs_mallinfo
-def test_what_stands_in_takes_no_memory():
+def test_placeholders_of_weights_take_no_memory():
     with stored.without_weights():
         model = torch.nn.Linear(4096, 4096)
     place = stored.StoredTensor(dtype=torch.float32, shape=(4096, 4096), offset=0)

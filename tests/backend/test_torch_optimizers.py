@@ -58,7 +58,7 @@ def test_lamb_is_algorithm_2(problem):
 def test_lamb_keeps_the_trust_ratio_in_bounds(scale, ratio):
     start = torch.full((4,), scale)
     found, _ = steps(Lamb, [torch.ones(4)], start, lr=1.0)
-    # Adam's first step has length 1 in every element.
+    # Every element of Adam's first step has magnitude 1.
     assert found.tolist() == pytest.approx((start - ratio).tolist(), rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""A script that never closes its engine ends without a word about it."""
+"""A script that never closes its engine ends without an error message."""
 
 from __future__ import annotations
 

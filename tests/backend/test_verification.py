@@ -1,4 +1,4 @@
-"""What runs is compared with what was asked, and a difference stops the run."""
+"""The running configuration is compared with the requested one; a difference stops the run."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_one_error_names_every_difference() -> None:
 
 
 def swap_behind_the_back(what: str) -> str:
-    """Start a real engine while something replaces what the plan asked for."""
+    """Start a real engine while something replaces a part of the plan."""
     import deepspeed
 
     original = deepspeed.initialize

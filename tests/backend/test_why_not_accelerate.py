@@ -19,7 +19,7 @@ CONFIG = {
 
 
 def prepare_with_accelerate(optimizer_name: str, zero: dict[str, Any]) -> dict[str, Any]:
-    """What accelerate makes of a torch optimizer and of ``"auto"``."""
+    """Report what accelerate does to a torch optimizer and to ``"auto"``."""
     import os
 
     import torch

@@ -1,4 +1,4 @@
-"""A trainable parameter without elements, which DeepSpeed carries along at stages 0 to 2."""
+"""A trainable parameter without elements, which DeepSpeed accepts at stages 0 to 2."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from zerotune.plan.model import DeepSpeedPlan
 pytestmark = pytest.mark.deepspeed
 
 PLAIN = -1
-"""In the place of a stage: the plain engine."""
+"""Stands for the plain engine in place of a ZeRO stage."""
 
 
 class Net(torch.nn.Module):
-    """With one, between others, that its forward uses."""
+    """A model with an empty parameter between others, used in its forward."""
 
     def __init__(self, *, empty: bool = True) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def train(engine: Any, *steps: int) -> list[float]:
     ],
 )
 @ranks()
-def test_it_trains_and_resumes_as_without(
+def test_a_parameter_without_elements_does_not_change_training_or_resume(
     stage: int, offload: str, hidden: bool, world_size: int, tmp_path: Path
 ) -> None:
     folder = tmp_path / "saved"
@@ -90,7 +90,7 @@ def test_it_trains_and_resumes_as_without(
         ema.step()
         save_checkpoint(folder, engine=engine, shadows={"ema": ema})
         losses += train(engine, 3, 4, 5)
-        # At stage 0 DeepSpeed's norm over several ranks rounds otherwise beside it.
+        # At stage 0 it changes how DeepSpeed's norm over several ranks rounds.
         assert losses == pytest.approx(without, rel=1e-6)
         assert engine.module.empty.shape == (0, 3)
         assert (0, 3) in [tuple(each.shape) for each in EMAModel(engine).shadow_params]
@@ -104,7 +104,9 @@ def test_it_trains_and_resumes_as_without(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_stage_3_which_cannot_partition_it_names_it_before_anything_starts(world_size: int) -> None:
+def test_stage_3_refuses_a_parameter_without_elements_before_anything_starts(
+    world_size: int,
+) -> None:
     with pytest.raises(RanksFailed, match=r"partition a parameter without elements") as caught:
         run_ranks(refused, world_size=world_size)
     assert "model.empty = (0, 3)" in str(caught.value)

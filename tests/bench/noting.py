@@ -1,4 +1,4 @@
-"""Pieces that only note that they ran, and sessions of them; light, since each is a process."""
+"""Pieces that only record that they ran, and sessions of them; light, as each is a process."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def session(output: Path, *, left: float = 120.0, **more: Any) -> Session:
 
 
 def run(output: Path, *pieces: Piece, **more: Any) -> tuple[bool, dict[str, Any]]:
-    """Whether nothing is left to be run, and what was learnt."""
+    """Run a session; return whether nothing is left to run, and its entries."""
     made = session(output, **more)
     return made.run(pieces, lambda: None), made.entries
 

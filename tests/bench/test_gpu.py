@@ -1,4 +1,4 @@
-"""The session on a GPU, reduced and on whatever there is; and what it does when it is ended."""
+"""The GPU session, reduced to this machine, and how it ends when interrupted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def names(output: Path) -> list[str]:
 
 
 def run_chain(output: Path, killing: int) -> int:
-    """In a process of its own, which a piece may kill."""
+    """Run the chain in a process of its own, which a piece may kill."""
     code = (
         f"from pathlib import Path\nfrom {HERE} import *\n"
         f"run(Path({str(output)!r}), *chain({killing}))\n"
@@ -58,7 +58,7 @@ def test_a_session_killed_during_any_piece_goes_on_with_it(tmp_path: Path, killi
     assert kept == whole[:killing]
     assert run_chain(tmp_path, killing) == 0
     assert list(json.loads(stored.read_text())["pieces"]) == whole
-    # What was saved is not measured again; what was under way is.
+    # Saved pieces are not measured again; the interrupted one is.
     assert names(tmp_path) == whole[: killing + 1] + whole[killing:]
 
 
@@ -200,7 +200,7 @@ def test_pieces_come_in_the_order_of_what_they_teach() -> None:
     assert all(one.limit_s <= 240 for one in found), "the longest fits into ten minutes twice"
 
 
-def test_one_piece_of_it_runs_here(tmp_path: Path) -> None:
+def test_one_piece_of_the_session_runs_on_this_machine(tmp_path: Path) -> None:
     main(["--quick", "--minutes", "9", "--output", str(tmp_path), "--piece", "rates"])
     (stored,) = tmp_path.glob("*-quick.json")
     (entry,) = json.loads(stored.read_text())["pieces"].values()
@@ -211,7 +211,9 @@ def test_one_piece_of_it_runs_here(tmp_path: Path) -> None:
 
 @pytest.mark.deepspeed
 @pytest.mark.nightly
-def test_the_whole_of_it_runs_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_session_runs_on_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--quick", "--minutes", "9", "--output", str(tmp_path)]
     assert main(arguments) == 0
     (stored,) = tmp_path.glob("*-quick.json")
@@ -233,7 +235,7 @@ def test_the_whole_of_it_runs_here(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     assert len(list(tmp_path.iterdir())) <= 8
     capsys.readouterr()
-    # The second call only looks at the machine.
+    # The second call only inspects the machine.
     before = stored.read_text()
     assert main(arguments) == 0
     assert stored.read_text() == before
@@ -242,7 +244,7 @@ def test_the_whole_of_it_runs_here(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
-    """As on a machine with one; pieces that are put into the list are the session's."""
+    """Pretend that this machine has a GPU; return the session's list of pieces to fill."""
     found: list[Piece] = []
     look_as(monkeypatch, MACHINE)
     monkeypatch.setattr(gpu, "pieces", lambda _about, **_quick: found)
@@ -307,7 +309,7 @@ def test_a_machine_without_what_all_pieces_need_is_told_at_once(
 
 
 def test_a_checkout_runs_where_nothing_of_it_is_installed() -> None:
-    # Without `site` there is the standard library only, as on a machine that has nothing.
+    # ``-S`` leaves only the standard library, as on a bare machine.
     command = [sys.executable, "-S", "-m", "bench.gpu", "--help"]
     environment = {"PATH": os.environ["PATH"]}
     done = subprocess.run(
@@ -355,7 +357,7 @@ def test_tests_that_outlast_their_time_are_interrupted_and_counted(
             raise subprocess.TimeoutExpired(self.args, timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Impatient)
-    # As a shell begins what runs in the background.
+    # SIGINT is ignored, as in a process that a shell starts in the background.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         found = gpu.tests({"files": [str(file)], "limit_s": 100.0})
@@ -375,7 +377,7 @@ def test_only_files_with_tests_for_a_device_are_looked_into() -> None:
     assert len(found) < 20
 
 
-def test_interrupted_before_any_test_is_no_result_of_one() -> None:
+def test_an_interruption_before_any_test_counts_no_test() -> None:
     assert gpu.counted("KeyboardInterrupt")["passed"] == 0
 
 

@@ -1,4 +1,4 @@
-"""The large models of a GPU session: how much of them fits."""
+"""The large models of a GPU session: how many of their layers fit."""
 
 from __future__ import annotations
 

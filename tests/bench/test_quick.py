@@ -1,4 +1,4 @@
-"""Every benchmark runs to its end at a size that takes seconds."""
+"""Every benchmark completes at a size that takes seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.runner import load
 
 
 def measured(name, folder):
-    """Run it as the command does; every case must give what its goals look at."""
+    """Run a benchmark as the command does; check that every case gives what its goals need."""
     assert main([name, "--quick", "--output", str(folder)]) == 0
     result = json.loads((folder / f"{name}.json").read_text())
     assert result["quick"]
@@ -23,7 +23,7 @@ def measured(name, folder):
             for found in quantities.values():
                 assert all(math.isfinite(found[key]) for key in ("q1", "median", "q3"))
     reached = {goal["text"] for goal in result["goals"]}
-    # Others are compared with what need not be installed here.
+    # Other goals compare with packages that need not be installed here.
     aims = [goal for goal in load(name).goals if goal.case in cases and goal.limit is not None]
     assert reached >= {goal.text for goal in aims}
     return cases
@@ -42,7 +42,7 @@ def test_all_that_can_be_run_is_listed(capsys):
 def threads(monkeypatch):
     import torch
 
-    # Set by the command for a process of its own.
+    # The command sets it for a process of its own.
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -50,44 +50,44 @@ def threads(monkeypatch):
     torch.set_num_threads(before)
 
 
-def test_ema(tmp_path):
+def test_the_ema_benchmark_completes(tmp_path):
     cases = measured("ema", tmp_path)
     assert {"memory copy", "EMAShadow", "diffusers EMAModel"} <= set(cases["update"]["contestants"])
 
 
-def test_data(tmp_path):
+def test_the_data_benchmark_completes(tmp_path):
     cases = measured("data", tmp_path)
     assert cases["pixels"]["facts"]["buckets"] > 1
 
 
 @pytest.mark.deepspeed
-def test_memory(tmp_path):
+def test_the_memory_benchmark_completes(tmp_path):
     (case,) = measured("memory", tmp_path).values()
     assert case["contestants"]["measured"]["host_bytes"]["median"] > 2**16
 
 
 @pytest.mark.deepspeed
-def test_overhead(tmp_path):
+def test_the_overhead_benchmark_completes(tmp_path):
     (case,) = measured("overhead", tmp_path).values()
     assert case["facts"]["largest relative difference of a loss"] < 1e-5, "another training"
     assert len(case["contestants"]) == 3
 
 
 @pytest.mark.deepspeed
-def test_checkpoint(tmp_path):
+def test_the_checkpoint_benchmark_completes(tmp_path):
     (case,) = measured("checkpoint", tmp_path).values()
     assert len(case["contestants"]) == 3
 
 
 @pytest.mark.deepspeed
-def test_step(tmp_path):
+def test_the_step_benchmark_completes(tmp_path):
     cases = measured("step", tmp_path)
     assert len(cases["step alone"]["contestants"]) == 7
     assert cases["ZeRO-2 with EMA"]["facts"]["losses are equal bit for bit"]
 
 
 @pytest.mark.deepspeed
-def test_stream(tmp_path):
+def test_the_stream_benchmark_completes(tmp_path):
     cases = measured("stream", tmp_path)
     assert [len(case["contestants"]) for case in cases.values()] == [5, 3]
     late = next(iter(cases.values()))["contestants"]
@@ -95,10 +95,10 @@ def test_stream(tmp_path):
     assert late["streamed, eager steps"]["late_fetches"]["median"] == 0
 
 
-# Of what it runs the others run all but the measured rates, which the GPU session's piece runs.
+# Nightly: other tests cover all of it but the measured rates, which the GPU session covers.
 @pytest.mark.nightly
 @pytest.mark.deepspeed
-def test_prediction(tmp_path):
+def test_the_prediction_benchmark_completes(tmp_path):
     (case,) = measured("prediction", tmp_path).values()
     assert case["facts"]["threads"] == 1
     assert set(case["contestants"]) == {"measured", "predicted"}

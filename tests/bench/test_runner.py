@@ -1,4 +1,4 @@
-"""The common frame of the benchmarks: turns, statistics, results that resume, tables, workers."""
+"""The benchmark runner: turns, statistics, resumable results, tables, workers."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_quartiles_lie_within_the_range(samples):
     ("ours", "theirs", "reached"),
     [([1.0], [], None), ([1.0, 2.0], [0.0, 1.0], None), ([1.0, 2.0, 3.0], [4.0], 0.5)],
 )
-def test_ratios_with_nothing_to_divide_by(ours, theirs, reached):
+def test_a_ratio_without_a_divisor_is_left_out(ours, theirs, reached):
     samples = {"ours": {"seconds": ours}, "theirs": {"seconds": theirs}}
     goal = Goal("less", "case", "ours", "seconds", 1.0, "theirs")
     assert judged(goal, samples)["reached"] == reached
@@ -190,7 +190,7 @@ def test_values_have_the_unit_their_name_tells(value, quantity, text):
     assert amount(value, quantity) == text
 
 
-def test_names_and_ranges():
+def test_names_and_ranges_are_shown_in_words_and_units():
     assert title("save_to_disk_seconds") == "save to disk"
     assert title("write_bytes_per_second") == "write"
     assert title("seconds") == "time"
@@ -205,7 +205,7 @@ def test_the_table_has_every_contestant(tmp_path):
 
 
 class Holder:
-    """Lives in a worker."""
+    """State kept in a worker."""
 
     def __init__(self, start):
         self.value = start + int(os.environ.get("ADDED", "0"))
@@ -217,7 +217,7 @@ class Holder:
 
     def allocate(self, nbytes):
         self.kept = bytearray(os.urandom(1)) * nbytes
-        time.sleep(0.5)  # Somebody looks every few milliseconds, but for what else runs.
+        time.sleep(0.5)  # Memory is sampled every few milliseconds, less often on a busy machine.
         self.kept = None
 
     def fail(self):

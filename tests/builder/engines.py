@@ -1,4 +1,4 @@
-"""Starts a saved file on the real engine; run in processes of their own."""
+"""Start a saved file on the real engine, in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def train(file: str, swap: str, steps: int = 2) -> dict[str, Any]:
-    """Load a file that the builder saved, as a training script would, and take some steps."""
+    """Load a file saved by the builder, as a training script would, and take some steps."""
     import torch
 
     from tests.support.models import tiny_unet
@@ -37,7 +37,7 @@ def train(file: str, swap: str, steps: int = 2) -> dict[str, Any]:
 
 
 def accept(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Give configurations to the installed DeepSpeed; what it says of those it refuses."""
+    """Pass configurations to the installed DeepSpeed; return its errors."""
     import deepspeed.runtime.config as reading
 
     class Alone:

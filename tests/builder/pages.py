@@ -1,4 +1,4 @@
-"""A builder that is served for real, and the browser that looks at it."""
+"""Serve a real builder and drive a browser on it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 from tests.support.needs import needs
 
 PATIENCE = 60
-"""Seconds for anything: nothing here takes one, but a machine may have much else to do."""
+"""Timeout in seconds: no operation takes one, but the machine may be busy."""
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 
 
 @contextmanager
 def served(app: Any) -> Iterator[str]:
-    """The address of an application that a thread serves on a free port."""
+    """Serve an application in a thread on a free port; yield its address."""
     uvicorn = needs("uvicorn")
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
@@ -43,7 +43,7 @@ def served(app: Any) -> Iterator[str]:
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """Headless Chromium; a test that needs it is skipped without, and fails in CI."""
+    """Start headless Chromium; without it, skip the test, or fail in CI."""
     playwright = needs("playwright.sync_api")
     program = next((found for name in CHROMIUM if (found := shutil.which(name))), None)
     if program is None:
@@ -58,7 +58,7 @@ def browser() -> Iterator[Any]:
 
 
 class Page:
-    """One tab on the builder, and what a user does there."""
+    """A browser tab on the builder, and a user's actions in it."""
 
     def __init__(self, context: Any, address: str) -> None:
         self.complaints: list[str] = []
@@ -71,7 +71,7 @@ class Page:
         self.settle()
 
     def _heard(self, message: Any) -> None:
-        # A refused request is logged by the browser; the tests ask for some of those.
+        # The browser logs refused requests, and some tests provoke them.
         if message.type == "error" and "Failed to load resource" not in message.text:
             self.complaints.append(message.text)
 
@@ -80,35 +80,35 @@ class Page:
         self.tab.wait_for_selector("body[data-state=ready]")
 
     def config(self) -> Any:
-        """The JSON that is shown."""
+        """Return the JSON that is shown."""
         import json
 
         self.settle()
         return json.loads(self.tab.locator("#output").text_content())
 
     def wait_for(self, key: str, value: Any) -> None:
-        """Wait until the JSON that is shown says so: keys are typed faster than shown."""
+        """Wait until the shown JSON has this value: keys are typed faster than shown."""
         deadline = time.monotonic() + PATIENCE
         while (shown := self.config().get(key)) != value:
             assert time.monotonic() < deadline, f"{key} is {shown!r}, not {value!r}"
             self.tab.wait_for_timeout(50)
 
     def open_text(self, text: str) -> None:
-        """Paste into the dialog and open."""
+        """Paste text into the dialog and open it."""
         self.tab.click("#open-button")
         self.tab.fill("#open-path", "")
         self.tab.fill("#open-text", text)
         self.tab.click("#open-do")
 
     def use_builtin(self, name: str) -> None:
-        """Take a built-in template."""
+        """Use a built-in template."""
         self.tab.click("#templates-button")
         self.tab.get_by_role("button", name=f"Use {name}", exact=True).click()
         self.tab.wait_for_selector("#templates-dialog", state="hidden")
         self.settle()
 
     def use_builtin_over(self, name: str) -> None:
-        """Take a built-in template in place of what is not saved."""
+        """Use a built-in template, discarding unsaved changes."""
         self.tab.click("#templates-button")
         self.tab.get_by_role("button", name=f"Use {name}", exact=True).click()
         self.tab.click("#ask-do")
@@ -116,7 +116,7 @@ class Page:
         self.settle()
 
     def save_as(self, path: str) -> None:
-        """Save to a file of the root."""
+        """Save to a file in the root."""
         self.tab.click("#save-button")
         self.tab.fill("#save-path", path)
         self.tab.click("#save-do")

@@ -1,4 +1,4 @@
-"""Forms as a page would send them."""
+"""Form states as a page would send them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page is told, and what it may do."""
+"""The page's API: what it returns and what it allows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def messages(found, key):
 
 
 class TestPreview:
-    def test_four_files_that_say_the_same(self, client, root):
+    def test_all_output_formats_say_the_same(self, client, root):
         found = preview(client)
         assert json.loads(found["outputs"]["json"]["text"]) == PLAN
         plan = DeepSpeedPlan.from_dict(PLAN)
@@ -100,7 +100,7 @@ class TestPreview:
         assert prodigy["alternative"] == "Prodigy at stage 2"
         assert client.get("/api/optimizers", params={"stage": 4}).status_code == 422
 
-    def test_what_changed_since_it_was_applied(self, client_of):
+    def test_changes_are_those_since_the_plan_was_applied(self, client_of):
         client = client_of(plan=DeepSpeedPlan.from_dict(PLAN), on_apply=str)
         assert preview(client)["changes"]["changes"] == []
         config = {**PLAN, "gradient_clipping": 0.5}
@@ -201,7 +201,7 @@ class TestOpen:
             "train_batch_sise", "zero_optimization.stage",
         }  # fmt: skip
 
-    def test_nothing_is_lost_or_changed(self, client):
+    def test_opening_a_configuration_loses_and_changes_nothing(self, client):
         config = {
             "train_batch_size": "auto",
             "gradient_accumulation_steps": "auto",
@@ -213,7 +213,7 @@ class TestOpen:
         found = client.post("/api/preview", json={"state": opened["state"]}).json()
         assert json.loads(found["outputs"]["json"]["text"]) == config
 
-    def test_a_trainers_file_beside_the_configuration_it_names(self, client, root):
+    def test_a_trainers_file_opens_the_configuration_it_names(self, client, root):
         (root / "ds.json").write_text(json.dumps(PLAN))
         (root / "config.json").write_text(
             json.dumps({"deepspeed_config": "ds.json", "mixed_precision": "bf16"})
@@ -233,11 +233,11 @@ class TestOpen:
         shown = client.post("/api/preview", json={"state": state}).json()["outputs"]["yaml"]["text"]
         assert "num_processes: 2\n" in shown
 
-    def test_comments_are_told(self, client):
+    def test_comments_in_an_opened_file_are_a_warning(self, client):
         opened = self.open(client, text='{"train_batch_size": 1, // one\n}').json()
         assert opened["messages"][0]["severity"] == "warning"
 
-    def test_a_file_that_is_not_there(self, client):
+    def test_opening_a_missing_file_is_a_404(self, client):
         assert self.open(client, path="none.json").status_code == 404
 
 
@@ -300,7 +300,7 @@ class TestApplyAndSave:
         assert DeepSpeedPlan.load(root / "new/folder/b.json") == DeepSpeedPlan.from_dict(PLAN)
         assert not list(root.rglob("*.draft"))
 
-    def test_nothing_to_apply_to(self, client):
+    def test_applying_without_a_target_is_a_409(self, client):
         assert client.post("/api/apply", json={"state": state()}).status_code == 409
 
     def test_a_broken_plan_file_is_said_and_not_overwritten(self, client_of, root):
@@ -341,7 +341,7 @@ class TestAdvise:
         assert answer.json()["key"] == "setup.ram"
 
 
-def test_path_facts(client, root):
+def test_a_path_is_described(client, root):
     (root / "swap").mkdir()
     found = client.get("/api/path", params={"path": "swap"}).json()
     assert found["exists"]

@@ -1,4 +1,4 @@
-"""Colours of the page: what is drawn can be told from what it is drawn on."""
+"""Contrast of the page's colours with their backgrounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerotune._util.palette import COMPONENTS
 
 STATIC = Path(builder.__file__).parent / "static"
 LEAST = 3.0
-"""What WCAG 1.4.11 asks of graphics."""
+"""Minimum contrast ratio of graphics (WCAG 1.4.11)."""
 
 
 def luminance(colour):
@@ -31,7 +31,7 @@ def contrast(one, other):
 
 
 def schemes():
-    """The colours of the light scheme and of the dark one, by name."""
+    """Return the colours of the light and the dark scheme, by name."""
     text = (STATIC / "base.css").read_text()
     light, dark = (
         dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", part))
@@ -41,14 +41,14 @@ def schemes():
 
 
 def rule(selector):
-    """What a rule of the style sheet declares."""
+    """Return the declarations of a style sheet rule."""
     text = (STATIC / "builder.css").read_text()
     (found,) = re.findall(rf"^{re.escape(selector)} {{ (.*) }}$", text, re.MULTILINE)
     return dict(re.findall(r"([a-z-]+): ([^;]+);", found))
 
 
 def named(value):
-    """The names of colours that a value is made of."""
+    """Return the names of the colours in a value."""
     return re.findall(r"var\(--([a-z-]+)\)", value)
 
 
@@ -58,16 +58,16 @@ def test_a_part_of_the_chart_is_told_from_free_memory(scheme):
     (edge,) = named(rule("svg.memory .part")["stroke"])
     ground, lines = dict.fromkeys(named(rule("svg.memory")["background"]))
     assert contrast(colours[edge], colours[ground]) >= LEAST
-    # Free memory is hatched, so that no plain colour looks like it, however near it comes.
+    # Free memory is hatched, so that it differs from any plain colour, however similar.
     assert contrast(colours[lines], colours[ground]) >= LEAST
     alike = [one for one in COMPONENTS.values() if contrast(one, colours[ground]) < 1.2]
     assert bool(alike), "without a colour this near the ground the hatching says nothing"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_limit_is_told_from_the_ground(scheme):
+def test_the_limit_is_told_from_the_parts_it_crosses(scheme):
     colours = schemes()[scheme]
-    # Whatever part it crosses, its halo lies between.
+    # A halo separates it from whatever part it crosses.
     (limit,) = named(rule("svg.memory .limit")["stroke"])
     (halo,) = named(rule("svg.memory .halo")["stroke"])
     assert contrast(colours[limit], colours[halo]) >= LEAST

@@ -1,4 +1,4 @@
-"""Everything the form can say is accepted by the installed DeepSpeed, and some of it is started."""
+"""The installed DeepSpeed accepts everything the form can express, and starts some of it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def form(stage, optimizer_on, parameters_on, optimizer, scheduler):
 
 
 def cases():
-    """Every place with every schedule, every place of the optimizer with every optimizer."""
+    """Yield each placement with every schedule, and optimizer placements with every optimizer."""
     schedules = itertools.cycle([None, *SCHEDULERS])
     for place in PLACES:
         for optimizer in OPTIMIZERS if place[2] == "none" else ():
@@ -64,7 +64,7 @@ def test_deepspeed_accepts_all_that_can_run():
             continue
         emitted[f"{case} as saved"] = preview.plan.to_deepspeed()
         emitted[f"{case} as it runs"] = preview.running_config
-    # What is not emitted is refused for one of two reasons, and says so.
+    # Anything not rendered is refused for one of two reasons, which the message gives.
     for case, message in refused_by_us.items():
         stage, *devices, _, _ = case
         swaps_too_early = "nvme" in devices and stage < 3
@@ -73,7 +73,7 @@ def test_deepspeed_accepts_all_that_can_run():
     assert len(emitted) > 600
     stages = {config["zero_optimization"]["stage"] for config in emitted.values()}
     assert stages == {0, 1, 2, 3}
-    # As it stands in a file.
+    # Through JSON, as in a file.
     assert run_ranks(accept, json.loads(json.dumps(emitted))) == [{}]
 
 

@@ -1,4 +1,4 @@
-"""Every YAML that a built-in template leads to is launched by accelerate itself."""
+"""accelerate itself launches the YAML of every built-in template."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.builder.states import CHOSEN
 from zerotune.builder.templates import BUILTIN
 
 SOME = ("nvme", "two-gpus")
-"""Each is a second of a launcher, so that the suite takes two."""
+"""Templates launched outside nightly runs, since each takes the launcher a second."""
 
-# One process that starts each file as `accelerate launch --config_file FILE script.py` does: the
-# launcher's own imports, three seconds of them, are paid once.
+# One process that starts each file as `accelerate launch --config_file FILE script.py` does, so
+# that the launcher's imports (3 s) are paid once.
 LAUNCH = """
 import os, sys
 os.environ["CUDA_VISIBLE_DEVICES"] = ""

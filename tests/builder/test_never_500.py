@@ -1,4 +1,4 @@
-"""Whatever is sent to an endpoint, it answers, and never with a 500."""
+"""Endpoints answer any request, and never with a 500."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_no_endpoint_breaks(path, client_of):
 
 
 @pytest.mark.parametrize("path", GET)
-def test_no_question_breaks(path, client):
+def test_no_query_breaks_an_endpoint(path, client):
     @QUICK
     @given(
         asked=st.dictionaries(
@@ -144,7 +144,7 @@ def test_no_question_breaks(path, client):
 @QUICK
 @given(content=st.binary(max_size=80))
 @example(content=b'{"state":' * 40)
-def test_no_bytes_break(content, client):
+def test_no_bytes_break_the_preview(content, client):
     headers = {"content-type": "application/json"}
     answer = client.post("/api/preview", content=content, headers=headers)
     assert answer.status_code in {200, 400, 422}
@@ -155,7 +155,7 @@ def test_no_bytes_break(content, client):
 @example(config={**PLAN, "zero_optimization": {"stage": 0, "reduce_bucket_size": "auto"}})
 @example(config={"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 2**63 - 1}})
 def test_form_and_plan_lose_nothing(config):
-    """What the form shows of a plan says the same plan, through the page's JSON too."""
+    """A plan turned into a form and back, through the page's JSON, is the same plan."""
     try:
         plan = DeepSpeedPlan.from_dict(config)
     except ValueError:

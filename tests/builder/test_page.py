@@ -54,12 +54,12 @@ def page(context, address, place):
 
 
 MADE = ("lowest", "sdxl-24", "sdxl-12", "sdxl-8", "nvme", "two-gpus")
-"""Templates that are used in the browser; what the others lead to is asked of the server."""
+"""Templates used in the browser; files of the others come from the server directly."""
 
 
 @pytest.fixture(scope="module")
 def saved(chromium, address, place):
-    """A file for each built-in template, built from an empty form."""
+    """Save a file for each built-in template, built from an empty form."""
     context = chromium.new_context()
     page = Page(context, address)
     files = {}
@@ -77,7 +77,7 @@ def saved(chromium, address, place):
 def test_each_template_becomes_a_file_that_says_what_was_shown(saved):
     plans = {name: DeepSpeedPlan.load(file) for name, file in saved.items()}
     assert {name: plan.stage for name, plan in plans.items()} == {
-        # The fastest that fits: a part of the optimizer stays on the card.
+        # The fastest plan that fits keeps part of the optimizer on the card.
         "lowest": 3,
         "sdxl-24": 3,
         "sdxl-12": 2,
@@ -92,7 +92,7 @@ def test_each_template_becomes_a_file_that_says_what_was_shown(saved):
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        # Those of 12 and 8 GB are much the same file, and so are those of 24 GB and the fastest.
+        # The files for 12 and 8 GB are much alike, as are those for 24 GB and for the fastest.
         ("sdxl-8", 1),
         ("sdxl-24", 1),
         pytest.param("nvme", 1, marks=pytest.mark.nvme),
@@ -107,7 +107,7 @@ def test_each_template_trains(saved, name, ranks, tmp_path):
 
 
 def test_every_option_is_switched_once(page):
-    """Each control of the form is used, and the configuration says what was chosen."""
+    """Every control of the form is used, and the configuration has the chosen values."""
     tab = page.tab
     for details in tab.locator("details.card").all():
         details.locator("summary").first.click()
@@ -136,7 +136,7 @@ def test_every_option_is_switched_once(page):
 
 
 def at(page, path):
-    """What the page's state says at a path; asked of the page, as an invalid plan has no JSON."""
+    """Return the value at a path of the page's state: an invalid plan has no JSON to read."""
     return page.tab.evaluate(
         """async (path) => {
             const { read } = await import(`${document.body.dataset.prefix}/static/state.js`);
@@ -287,7 +287,7 @@ def test_a_path_typed_last_wins_over_text_pasted_before(page, place):
 
 
 def test_nothing_covers_what_is_worked_on(chromium, address):
-    """On phones, tablets, screens, and on a screen at 200 %, where a pixel of the page is two."""
+    """On phones, tablets, screens, and a screen at 200 % (two device pixels per CSS pixel)."""
     context = chromium.new_context(viewport={"width": 390, "height": 844})
     page = Page(context, address)
     page.tab.fill("#setup-vram", "2")
@@ -430,7 +430,7 @@ def test_an_answer_to_an_older_form_is_not_shown(page):
     )
     page.tab.fill("#config-gradient-clipping", "0.25")
     page.tab.evaluate("window.arrived")
-    # As if the next question were asked late: the answer to the first comes before.
+    # Never send the next request, so that the answer to the first arrives before it.
     page.tab.evaluate("window.setTimeout = () => 0")
     page.tab.fill("#config-gradient-clipping", "0.5")
     page.tab.evaluate("window.release()")
@@ -504,7 +504,7 @@ def test_a_reload_loses_nothing(page, place):
     assert page.tab.input_value("#setup-vram") == "11"
     page.tab.get_by_role("button", name="Discard it").click()
     assert page.config()["gradient_clipping"] == 1
-    # What is in another file is not in the plan file, so that it comes back as well.
+    # Changes saved to another file are not in the plan file, so a reload restores them too.
     page.use_builtin("SDXL on 24 GB")
     page.tab.fill("#config-gradient-clipping", "0.125")
     page.tab.click("#save-button")
@@ -513,13 +513,13 @@ def test_a_reload_loses_nothing(page, place):
     page.tab.wait_for_selector("#save-dialog", state="hidden")
     reload(page)
     assert page.config()["gradient_clipping"] == 0.125
-    # What is applied is in the file: a reload reads that again, whoever wrote it.
+    # Applied changes are in the file: a reload reads the file, even if another program wrote it.
     page.tab.click("#apply-button")
     page.tab.wait_for_selector("#status[data-kind=good]:has-text('Applied')")
     (place / "plan.json").write_text(json.dumps({**PLAN, "gradient_clipping": 0.25}))
     reload(page)
     assert page.config()["gradient_clipping"] == 0.25
-    # A draft of what was in the file before does not overwrite what is there now.
+    # A draft based on an older file does not overwrite the current one.
     page.tab.fill("#config-gradient-clipping", "0.75")
     page.settle()
     (place / "plan.json").write_text(json.dumps({**PLAN, "gradient_clipping": 0.1}))
@@ -533,7 +533,7 @@ def test_a_reload_loses_nothing(page, place):
     assert page.config()["gradient_clipping"] == 0.1
 
 
-def test_it_asks_before_work_is_lost(page, place):
+def test_the_page_asks_before_work_is_lost(page, place):
     (place / "there.json").write_text("{}")
     page.tab.fill("#config-gradient-clipping", "0.5")
     page.settle()
@@ -554,7 +554,7 @@ def test_it_asks_before_work_is_lost(page, place):
     page.tab.wait_for_selector("#save-dialog", state="hidden")
     assert json.loads((place / "there.json").read_text())["gradient_clipping"] == 0.5
     assert (place / "there.json.bak").read_text() == "{}"
-    # It is saved now, so that nothing is asked.
+    # Nothing is unsaved now, so no question is asked.
     page.use_builtin("SDXL on 8 GB")
     page.tab.fill("#setup-vram", "11")
     page.tab.select_option("#optimizer-type", "Lion")
@@ -582,7 +582,7 @@ def test_the_text_is_edited_in_place(page):
     page.tab.wait_for_selector("#editor", state="hidden")
     page.settle()
     assert page.tab.evaluate("document.activeElement.id") == "edit"
-    # What no field shows is taken out where it is told.
+    # A key without a field is removed by the button beside its message.
     page.tab.get_by_role("button", name="Remove elasticity, for elasticity").click()
     assert page.config() == PLAN
     undo(page)
@@ -629,7 +629,7 @@ def test_nothing_is_said_to_run_while_the_plan_is_invalid(page):
     assert arrows == []
 
 
-def test_a_note_says_what_it_is_on(page):
+def test_a_note_names_its_field(page):
     page.tab.locator("summary", has_text="note").first.wait_for()
     notes = page.tab.locator("details.notes summary").evaluate_all(
         "all => all.filter((each) => each.checkVisibility()).map((each) => each.textContent)"
@@ -656,12 +656,12 @@ def test_two_tabs_lose_nothing(page, context, address, place):
     assert other.complaints == []
 
 
-def test_templates_in_two_tabs(page, context, address):
+def test_two_tabs_do_not_overwrite_each_others_templates(page, context, address):
     other = Page(context, address)
     for each in (page, other):
         each.tab.click("#templates-button")
         each.tab.fill("#template-name", "shared")
-    page.tab.bring_to_front()  # A tab that is not seen draws once a second.
+    page.tab.bring_to_front()  # A background tab only draws once a second.
     page.tab.click("#template-save")
     page.tab.wait_for_selector("#templates-own :text('shared')")
     other.tab.bring_to_front()
@@ -686,8 +686,8 @@ def test_templates_in_two_tabs(page, context, address):
     page.tab.wait_for_selector("#templates-own :text('None yet')")
 
 
-def test_by_keyboard_alone(page, place):
-    """From the top of the page: stage 3, half clipping, as text, a template, a file, apply."""
+def test_the_page_works_by_keyboard_alone(page, place):
+    """From the top of the page: stage 3, clipping 0.5, text view, template, file, apply."""
     press = page.tab.keyboard.press
 
     def tab_to(wanted, *, back=False):
@@ -756,7 +756,7 @@ def test_by_keyboard_alone(page, place):
 
 
 def test_axe_finds_nothing_to_say(chromium, address):
-    """In every state, in the light and in the dark scheme."""
+    """In every state of the page, in the light and in the dark scheme."""
     axe = needs("axe_playwright_python.sync_playwright").Axe()
     context = chromium.new_context(viewport={"width": 1300, "height": 900})
     page = Page(context, address)
@@ -766,11 +766,11 @@ def test_axe_finds_nothing_to_say(chromium, address):
         look_at_phone,
     ):
         prepare(page)
-        # What is dark differs in its colours alone.
+        # The dark scheme differs in its colours only.
         for scheme, only in (("light", {}), ("dark", {"runOnly": ["color-contrast"]})):
             page.tab.emulate_media(color_scheme=scheme, reduced_motion="reduce")
             options = {"resultTypes": ["violations"], **only}
-            # What lies behind a dialog was looked at before, and cannot be reached.
+            # Everything behind a dialog was checked before, and cannot be reached.
             on_top = page.tab.locator("dialog[open]").count()
             inside = f"#{page.tab.evaluate(TOPMOST)}" if on_top else None
             found = axe.run(page.tab, context=inside, options=options).response
@@ -890,7 +890,7 @@ def test_nothing_is_cut_off_on_a_narrow_screen(chromium, address):
 
 
 def test_the_header_breaks_no_word(page):
-    """At every width, with *Apply* and as much to say as there can be; no summary is too small."""
+    """At every width, with *Apply* and the longest texts; no summary is too small."""
     page.tab.select_option("#optimizer-type", "Muon")
     page.tab.fill("#setup-resolution", "large")
     page.settle()
@@ -983,11 +983,11 @@ SCHEMA = {
     ],
     "removed": [{"path": "elasticity", "reason": "DeepSpeed 0.19 removed elastic training"}],
 }  # fmt: skip
-"""As the server would send it; the real one is tested where DeepSpeed may be imported."""
+"""A schema as the server sends it; the real one is tested where DeepSpeed may be imported."""
 
 
-def test_the_journey_of_sdxl_on_12_gib(page, place):
-    """From the card's name to a file that fits it, with the seconds of a step and their rates."""
+def test_a_user_gets_from_a_12_gib_card_to_an_sdxl_file_that_fits(page, place):
+    """From the card's name to a file that fits it, with the step time and its assumed rates."""
     page.tab.click("#fit-button")
     page.tab.select_option("#fit-card", label="RTX 4070, 12 GiB")
     assert page.tab.input_value("#fit-vram") == "12"
@@ -1005,15 +1005,15 @@ def test_the_journey_of_sdxl_on_12_gib(page, place):
     page.save_as("of-the-journey.json")
     plan = DeepSpeedPlan.load(place / "of-the-journey.json")
     assert (plan.stage, plan.offload_optimizer_device) == (2, "cpu")
-    # Another size is another card.
+    # Another memory size means another card.
     page.tab.fill("#setup-vram", "4")
     page.settle()
     assert page.tab.locator("#verdict").text_content() == "Runs, but does not fit: GPU."
     assert page.tab.input_value("#setup-card") == '""'
 
 
-def test_the_journey_of_qwen_image_lora_on_24_gib(page):
-    """Nothing fits the whole model; the button trains adapters, as the template does."""
+def test_a_user_gets_to_qwen_image_adapters_that_fit_24_gib(page):
+    """The whole model does not fit; the button switches to adapters, as the template does."""
     page.tab.click("#fit-button")
     page.tab.select_option("#fit-family", label="Qwen-Image")
     page.tab.fill("#fit-vram", "24")
@@ -1055,8 +1055,8 @@ SIX_MISTAKES = """{
 """
 
 
-def test_the_journey_of_a_file_with_six_mistakes(page, place):
-    """A missing brace is shown where it lacks; each of the others has a button."""
+def test_a_user_repairs_a_file_with_six_mistakes(page, place):
+    """A missing brace is shown where it belongs; each of the other mistakes has a button."""
     page.open_text(SIX_MISTAKES)
     page.tab.locator("#open-error:has-text('Line 8, column 25')").wait_for()
     start = page.tab.evaluate("document.querySelector('#open-text').selectionStart")

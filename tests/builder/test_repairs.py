@@ -1,4 +1,4 @@
-"""A button for every finding, which does what the finding's fix says."""
+"""Every finding has a button, which does what the finding's fix says."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def scheduler(name, **params):
 
 
 def case(rule, *labels, launch=None, setup=None, platform=None, without=(), **config):
-    """A form that a rule has something to say about, and the buttons it gets."""
+    """Make a form with a finding of this rule, and the labels of its buttons."""
     config = {key: value for key, value in {**PLAN, **config}.items() if key not in without}
     form = {"config": config, "launch": launch, "setup": setup}
     return pytest.param(rule, labels, form, platform, id=f"{rule}-{labels[0] if labels else ''}")
@@ -325,7 +325,7 @@ RULES = [
         activation_checkpointing={"partition_activations": True},
     ),
 ]
-"""For each rule, forms that it has something to say about, and the buttons in order."""
+"""For each rule, forms that break it, and the labels of their buttons in order."""
 
 NOT_ON_THE_PAGE = {"unknown-key": "an unknown key is an error of reading"}
 WITHOUT_A_BUTTON = {
@@ -333,11 +333,11 @@ WITHOUT_A_BUTTON = {
     "scheduler.params.cycle_min_lr": "only the user knows a rate that is written nowhere",
     "a.b": "the form addresses a key by its path, which a dot in a name divides",
 }
-"""Rules and keys whose fix no button can do."""
+"""Rules and keys whose fix no button can apply."""
 
 
 def read(*labels, without=(), launch=None, setup=None, key=None, **config):
-    """A form that cannot be read or run as it is, and the buttons of its error at ``key``."""
+    """Make a form that cannot be read or run, and the labels of its error's buttons at ``key``."""
     name = key or next(iter({**config, **(launch or {}), **(setup or {})}), "")
     found = case(name, *labels, without=without, launch=launch, setup=setup, **config)
     return pytest.param(key, *found.values[1:], id=f"{name}-{'-'.join(labels[:1])}")
@@ -450,11 +450,11 @@ READING = [
     read("Clear Processes", setup={"world_size": "0"}),
     read("Set LoRA rank to 16", "Clear Base dtype", setup={"base_dtype": "nf4"}),
 ]
-"""For each kind of error of reading, resolving and settling, a form and the buttons in order."""
+"""For each error of reading, resolving and settling, a form and the labels of its buttons."""
 
 
 class _On(Machines):
-    """The machines of users, and ``platform`` as this machine."""
+    """The users' machines, with ``platform`` as this machine."""
 
     def __init__(self, platform):
         super().__init__()
@@ -471,7 +471,7 @@ def any_machine():
 
 
 def offered(form, platform, any_machine):
-    """The form, the machines it is for, and each message with its buttons."""
+    """Return the form, its machines, and each message with its buttons."""
     setup = {**(form["setup"] or {}), **({"this_machine": True} if platform else {})}
     before = FormState.of_request(state(**{**copy.deepcopy(form), "setup": setup}))
     machines = _On(platform) if platform else any_machine
@@ -481,7 +481,7 @@ def offered(form, platform, any_machine):
 
 
 def applied(before, repair, machines):
-    """What is said of a form after a button is pressed."""
+    """Return the messages about a form after a button is pressed."""
     after = copy.deepcopy(before)
     for edit in repair.edits:
         edit.apply(after)
@@ -514,7 +514,7 @@ def test_the_buttons_of_an_error_do_what_its_fix_says(any_machine, key, labels, 
 
 
 def mend_all(before, machines, found):
-    """Each button takes its message away, and every error and warning with a fix has one."""
+    """Check that each button removes its message, and that each fix has one."""
     for message, each in found:
         wanted = message.severity != "note" and message.fix
         assert each or not wanted or message.key in WITHOUT_A_BUTTON, message
@@ -528,7 +528,7 @@ def mend_all(before, machines, found):
 
 
 def test_a_misread_fix_is_no_button(any_machine):
-    # "did you mean 'gradient_clipping'": that one is written too, and would be lost.
+    # "did you mean 'gradient_clipping'" would overwrite the value that key already has.
     form = {"config": {**PLAN, "gradient_cliping": 0.5}, "launch": None, "setup": None}
     _, _, found = offered(form, None, any_machine)
     ((_, each),) = ((message, each) for message, each in found if each)

@@ -1,4 +1,4 @@
-"""The page and the command line answer the same questions alike."""
+"""The page and the command line give the same answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXPLAINED = [
     {"family": "flux", "vram": "80", "ram": "256", "world_size": "2"},
     {"family": "wan-1.3b", "vram": "24", "ram": "64", "frames": "17", "resolution": "512"},
 ]
-"""Fifty questions with those above."""
+"""Fifty questions, with those above."""
 
 
 def options(question):
@@ -47,7 +47,7 @@ def asked(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_each_question_is_another():
+def test_no_question_is_asked_twice():
     every = [
         json.dumps(question)
         for question in (*ADVISED, *({**one, "plan": True} for one in EXPLAINED))
@@ -56,7 +56,7 @@ def test_each_question_is_another():
 
 
 def brief(candidate):
-    """What counts of a candidate, whoever tells it."""
+    """Reduce a candidate to the values that must agree."""
     return {
         "title": candidate["title"],
         "needs": candidate["needs"],
@@ -70,12 +70,12 @@ def brief(candidate):
 @pytest.mark.parametrize(
     "number",
     [
-        # Coprime to the three machines and kinds of work, so that each is asked about.
+        # 5 is coprime to the number of machines and of kinds of work, so each is covered.
         number if number % 5 == 0 else pytest.param(number, marks=pytest.mark.nightly)
         for number in range(len(ADVISED))
     ],
 )
-def test_what_fits(client, capsys, number):
+def test_page_and_command_line_give_the_same_advice(client, capsys, number):
     question, precision = ADVISED[number], PRECISIONS[sum(divmod(number, 3)) % 3]
     status, said = asked(capsys, "plan", "advise", *options(question), "--precision", precision)
     config = {key: value for key, value in PLAN.items() if key != "bf16"}
@@ -101,7 +101,7 @@ def test_what_fits(client, capsys, number):
 
 
 @pytest.mark.parametrize("question", EXPLAINED)
-def test_what_a_plan_needs(client, capsys, tmp_path, question):
+def test_page_and_command_line_agree_on_what_a_plan_needs(client, capsys, tmp_path, question):
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(PLAN))
     _, said = asked(capsys, "plan", "explain", str(file), *options(question))

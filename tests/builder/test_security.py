@@ -1,4 +1,4 @@
-"""Who is answered and who is not."""
+"""Which requests are answered and which are refused."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_page_needs_nothing_from_elsewhere(client):
 
 
 class TestToken:
-    def test_without_it_nothing_is_answered(self, client_of):
+    def test_without_the_token_nothing_is_answered(self, client_of):
         client = client_of(token="s3cret")
         for path in ("/", "/api/start", "/static/main.js"):
             assert client.get(path).status_code == 401
@@ -97,7 +97,7 @@ class TestToken:
         assert "samesite=strict" in cookie
         assert client.get("/api/start").status_code == 200
 
-    def test_the_redirect_stays_here(self, client_of):
+    def test_the_redirect_stays_on_this_host(self, client_of):
         client = client_of(token="s3cret")
         answer = client.get(
             "http://127.0.0.1:8265//evil.example/?token=s3cret", follow_redirects=False
@@ -111,7 +111,7 @@ class TestToken:
         assert answer.status_code == 400
         assert answer.json() == {"error": "a query may contain 20 fields at most"}
 
-    def test_a_bearer_token_does(self, client_of):
+    def test_a_bearer_token_is_accepted(self, client_of):
         client = client_of(token="s3cret")
         headers = {"authorization": "Bearer s3cret"}
         assert client.post("/api/preview", json={}, headers=headers).status_code == 200
@@ -123,7 +123,7 @@ class TestSize:
         answer = client.post("/api/preview", content=b" " * 2001, headers=JSON)
         assert answer.status_code == 413
 
-    def test_also_when_it_does_not_say_how_large_it_is(self, client_of):
+    def test_a_large_body_without_a_declared_size_is_refused(self, client_of):
         client = client_of(largest_body=2000)
         parts = (b" " * 500 for _ in range(5))
         assert client.post("/api/preview", content=parts, headers=JSON).status_code == 413
@@ -208,7 +208,7 @@ def test_static_files_do_not_lead_out_of_their_folder(client):
         assert client.get(path).status_code == 404
 
 
-def test_mounted_under_a_prefix_it_finds_its_own_files(root):
+def test_a_builder_mounted_under_a_prefix_finds_its_own_files(root):
     inner = create_app(root=root, hosts={"trainer.example"})
     client = TestClient(
         Starlette(routes=[Mount("/tools/builder", inner)]), base_url="http://trainer.example"

@@ -1,4 +1,4 @@
-"""``zerotune builder``: what it prints, what it refuses, and that it really serves."""
+"""``zerotune builder``: its output, its refusals, and that it really serves."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_whoever_comes_once_the_address_is_known_is_not_refused():
         socket.create_connection(listening.getsockname(), timeout=120).close()
 
 
-def test_it_serves_and_another_host_gets_a_token(tmp_path):
+def test_the_builder_serves_and_another_host_gets_a_token(tmp_path):
     httpx = needs("httpx")
     command = [sys.executable, "-m", "zerotune", "builder", "--no-browser", "--port", "0"]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The user's own templates: safe names, whole files, and nothing lost between two tabs."""
+"""User templates: safe names, complete files, and no loss between two tabs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_deleted_template_is_not_made_again_by_accident(store):
         store.put(template(), version=old.version)
 
 
-def test_renaming(store):
+def test_a_template_can_be_renamed_unless_the_name_exists(store):
     old = store.put(template("one"), version=None)
     store.put(template("two"), version=None)
     with pytest.raises(PlanConflictError, match="already"):
@@ -77,7 +77,7 @@ def test_renaming(store):
 
 
 def test_many_at_once_each_take_a_turn(tmp_path):
-    """Two stores on one folder, as two builders have."""
+    """Two stores share a folder, as two builders do."""
     stores = [TemplateStore(tmp_path), TemplateStore(tmp_path)]
     base = stores[0].put(template(), version=None)
     outcomes = []
@@ -106,7 +106,7 @@ def test_somebody_elses_file_does_no_harm(store):
     assert [each.name for each in store.all()] == ["mine"]
 
 
-def test_they_live_in_the_users_configuration(monkeypatch, tmp_path):
+def test_templates_live_in_the_users_configuration(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert user_folder() == tmp_path / "zerotune" / "templates"
     monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
@@ -118,7 +118,7 @@ class TestOverHttp:
     def save(self, client, **body):
         return client.post("/api/templates/save", json={"state": state(), **body})
 
-    def test_the_whole_life_of_one(self, client, tmp_path):
+    def test_a_template_can_be_saved_renamed_used_and_deleted(self, client, tmp_path):
         saved = self.save(client, name="first").json()
         stored = json.loads((tmp_path / "templates" / "first.json").read_text())
         assert stored["state"]["config"] == PLAN
@@ -150,17 +150,17 @@ class TestOverHttp:
         assert self.save(client, name="first", version=version).is_success
         assert self.save(client, name="../first").status_code == 422
 
-    def test_there_is_a_built_in_one_for_every_family(self):
+    def test_every_family_has_a_built_in_template(self):
         assert {one.setup.get("family") for one in BUILTIN} == {None, *family_names()}
 
-    def test_every_built_in_one_fits_what_it_is_for(self, client):
+    def test_every_built_in_template_fits_its_machine(self, client):
         for one in client.get("/api/templates").json()["builtin"]:
             body = {"id": one["id"], "setup": {**CHOSEN, "lora": "4", "resolution": "64"}}
             used = client.post("/api/templates/use", json=body).json()
             shown = client.post("/api/preview", json={"state": used["state"]}).json()
             assert shown.get("runs"), (one, shown)
             assert all(bar["fits"] for bar in shown["memory"]["bars"]), one
-            # What was planned for before says nothing of the template's model.
+            # The workload planned before does not describe the template's model.
             subject = shown["memory"]["subject"]
             assert ("64 x 64" in subject) == (one["id"] == "lowest"), one
             assert ("rank 4" in subject) == (one["id"] == "lowest"), one

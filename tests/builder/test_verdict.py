@@ -1,4 +1,4 @@
-"""One verdict on a plan, and the order of keys of what is applied."""
+"""The verdict on a plan, and the key order of applied files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TestVerdict:
             ({"base_dtype": "nf4"}, "cannot run"),
         ],
     )
-    def test_it_counts_findings_setup_and_fit(self, client, setup, text):
+    def test_the_verdict_counts_findings_setup_and_fit(self, client, setup, text):
         found = preview(client, setup=setup)
         assert found["verdict"]["text"] == text
         stopped = text == "cannot run"
@@ -80,7 +80,7 @@ class TestOrder:
         "train_micro_batch_size_per_gpu": 1,
     }
 
-    def test_what_is_applied_keeps_the_order_of_its_keys(self, client_of, root):
+    def test_an_applied_plan_keeps_the_order_of_its_keys(self, client_of, root):
         file = root / "plan.json"
         file.write_text(json.dumps(self.CONFIG))
         client = client_of(plan_file=file)
@@ -91,7 +91,7 @@ class TestOrder:
         assert client.post("/api/apply", json=body).is_success
         assert json.dumps(json.loads(file.read_text())) == json.dumps(config)
 
-    def test_a_trainers_file_keeps_it_too(self, client_of, root):
+    def test_a_trainers_file_keeps_the_order_of_its_keys(self, client_of, root):
         file = root / "config.json"
         file.write_text(json.dumps({"seed": 3, "deepspeed_config": self.CONFIG}))
         client = client_of(plan_file=file)
@@ -103,10 +103,10 @@ class TestOrder:
             self.CONFIG
         )
 
-    def test_advice_keeps_it(self, client):
+    def test_advice_keeps_the_order_of_the_forms_keys(self, client):
         found = client.post("/api/advise", json={"state": state(self.CONFIG)}).json()
         assert list(found["chosen"]["state"]["config"])[:5] == list(self.CONFIG)
 
-    def test_a_plan_without_one_has_that_of_its_fields(self, root):
+    def test_a_saved_plan_has_the_same_contents(self, root):
         DeepSpeedPlan.from_dict(self.CONFIG).save(root / "a.json")
         assert json.loads((root / "a.json").read_text()) == self.CONFIG

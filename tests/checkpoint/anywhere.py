@@ -1,7 +1,7 @@
-"""One run under many plans: what is saved under one goes on under another.
+"""One run under many plans: a checkpoint of one resumes under another.
 
-The batch of a step is the same whatever the number of processes, which share it; the losses of
-all plans are therefore those of one run.
+All processes of a run share the same batch, whatever their number, so the losses of all plans are
+those of one run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Net(HostileNet):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, scalar=False)
-        # What is not trained is not in a checkpoint; it comes with the model.
+        # Checkpoints lack frozen weights, so every model must start with the same ones.
         self.frozen.load_state_dict(HostileNet(0, scalar=False).frozen.state_dict())
         self.entry = torch.nn.Linear(49, 760)
         self.wide = torch.nn.Linear(760, 760)
@@ -70,18 +70,18 @@ class Net(HostileNet):
 
 
 def case_of(name: str, precision: str, world_size: int, swap: str) -> Case:
-    """The plan of a run; its processes share one batch."""
+    """Return the plan of a run whose processes share one batch."""
     case = attrs.evolve(PLANS[name], precision=precision, micro_batch=_BATCH // world_size)
     return attrs.evolve(case, nvme_path=swap) if case.offload == "nvme" else case
 
 
 def train(engine: Any, ema: Any, first: int, steps: int) -> list[float]:
-    """Losses over the batch that all ranks share, step by step."""
+    """Train on the batches that all ranks share; return the losses."""
     losses = []
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(_BATCH, 7, 7, generator=generator)
-        # Noise that nobody can learn keeps the loss, and with it the relative error, at size.
+        # Noise that cannot be learned keeps the loss, and so the relative error, from shrinking.
         y = x.flip(1).tanh() + 0.5 * torch.randn(_BATCH, 7, 7, generator=generator)
         mine = slice(engine.group.rank, None, engine.group.world_size)
         output = engine(x[mine].to(engine.device, engine.dtype)).float()
@@ -94,7 +94,7 @@ def train(engine: Any, ema: Any, first: int, steps: int) -> list[float]:
 
 
 def gathered(engine: Any, ema: Any) -> dict[str, str]:
-    """Every bit of weights, states and EMA, by parameter, whoever holds it."""
+    """Fingerprint whole weights, states and EMA by parameter, gathered from all ranks."""
     found = {}
     master = engine.master_weights
     sources = {"weights": None}
@@ -107,7 +107,7 @@ def gathered(engine: Any, ema: Any) -> dict[str, str]:
 
 
 def held(engine: Any) -> dict[str, Any]:
-    """Whether this plan does to the weights what it is tested for."""
+    """Report whether this plan partitions and swaps the weights as intended."""
     named = engine.module.named_parameters()
     return {
         "swapped": swapped_groups(engine),
@@ -117,7 +117,7 @@ def held(engine: Any) -> dict[str, Any]:
 
 @contextmanager
 def counting() -> Iterator[dict[str, int]]:
-    """Bytes of tensors read inside the block, by the kind of file."""
+    """Count bytes of tensors read inside the block, by kind of file."""
     from zerotune.checkpoint.tensors import TensorReader
 
     read: dict[str, int] = {}
@@ -133,7 +133,7 @@ def counting() -> Iterator[dict[str, int]]:
 
 
 def saved(name: str, precision: str, folder: str, swap: str) -> dict[str, Any]:
-    """An uninterrupted run that saves on the way."""
+    """Train without interruption, saving a checkpoint on the way."""
     from zerotune.checkpoint import save_checkpoint
 
     world_size = Launch.from_environment().world_size
@@ -148,7 +148,7 @@ def saved(name: str, precision: str, folder: str, swap: str) -> dict[str, Any]:
 
 
 def resumed(name: str, precision: str, folders: list[str], swap: str) -> list[dict[str, Any]]:
-    """The same engine goes on from one checkpoint after the other."""
+    """Resume the same engine from one checkpoint after the other."""
     from zerotune.checkpoint import restore
 
     world_size = Launch.from_environment().world_size
@@ -175,10 +175,10 @@ def resumed(name: str, precision: str, folders: list[str], swap: str) -> list[di
 
 
 def apart(left: list[float], right: list[float]) -> float:
-    """The largest relative difference of two runs' losses."""
+    """Return the largest relative difference between two runs' losses."""
     return max(abs(a - b) / abs(a) for a, b in zip(left, right, strict=True))
 
 
 def folder_of(root: Path, name: str, precision: str, world_size: int) -> Path:
-    """Where a run's checkpoint lies."""
+    """Return the path of a run's checkpoint."""
     return root / f"{name}-{precision}-{world_size}"

@@ -1,4 +1,4 @@
-"""Manifests and headers made up by chance, whose hashes are right: into one real engine."""
+"""Random manifests and headers with valid hashes, loaded into a real engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ODD: tuple[Any, ...] = (
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every container and key inside a JSON value."""
+    """List every container and key inside a JSON value."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     found = []
     for key, item in list(pairs):
@@ -57,7 +57,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def mutate(content: Any, chance: random.Random) -> None:
-    """Change one thing somewhere."""
+    """Change one random place."""
     holder, key = chance.choice(places(content))
     what = chance.randrange(4)
     if what == 0:
@@ -79,7 +79,7 @@ def sign(folder: Path, content: dict[str, Any]) -> None:
 
 def craft_manifest(folder: Path, chance: random.Random) -> None:
     content = json.loads((folder / manifests.MANIFEST).read_text())
-    # The parts that are read one by one; the rendered configuration is only looked up in.
+    # Drop the rendered configuration, which is only looked up in, not parsed key by key.
     content["plan"]["config"] = {}
     mutate(content, chance)
     sign(folder, content)
@@ -103,7 +103,7 @@ def craft_header(folder: Path, chance: random.Random) -> None:
 
 
 def damage_file(folder: Path, chance: random.Random) -> None:
-    """Flip bits, cut, lengthen, empty, remove or replace any file, whose hash then is wrong."""
+    """Flip bits, cut, lengthen, empty, remove or replace any file, so that its hash is wrong."""
     path = chance.choice(sorted(folder.iterdir()))
     content = bytearray(path.read_bytes())
     way = chance.choice(["bit", "bits", "cut", "longer", "empty", "remove", "pipe", "link", "dir"])
@@ -128,17 +128,17 @@ def damage_file(folder: Path, chance: random.Random) -> None:
 
 
 SAME_WIDTH = {"F32": "I32", "I64": "F64", "U8": "I8"}
-"""Of another kind, so that every size stays right."""
+"""Another dtype of the same width, so that every size stays valid."""
 
 
 def harm_header(folder: Path, kind: str, what: str, begins: str) -> None:
-    """Let a header say something else of one tensor, under right hashes.
+    """Change what a header says about one tensor, with valid hashes.
 
     Args:
         folder: A checkpoint.
-        kind: Of the file.
-        what: ``dtype``, ``offsets`` (bytes that are not there) or ``overlap``.
-        begins: How the tensor's name begins.
+        kind: Kind of the file.
+        what: ``dtype``, ``offsets`` (beyond the file's end) or ``overlap``.
+        begins: Prefix of the tensor's name.
     """
     content = json.loads((folder / manifests.MANIFEST).read_text())
     record = next(each for each in content["files"] if each["kind"] == kind)
@@ -171,7 +171,7 @@ PLACES = (
     ("rank", "shadow"),
     ("rank", "rng"),
 )
-"""Kinds of files, and what of them a header is about."""
+"""Kinds of files, with the prefix of the tensor to change."""
 
 
 WAYS = {"manifest": craft_manifest, "header": craft_header, "damage": damage_file}
@@ -186,20 +186,20 @@ class Attacked:
         self._before = self._now()
 
     def attack(self, way: str, seed: Any) -> tuple[str, str]:
-        """Change one thing of the good checkpoint, and read it in every way.
+        """Change one thing in a copy of the good checkpoint, and read it in every way.
 
         Args:
-            way: Which of ``WAYS``.
+            way: Key of ``WAYS``.
             seed: Decides what is changed.
 
         Returns:
-            ``refused``, ``loaded``, ``changed`` (it was refused too late) or ``foreign``; and what
-            was said.
+            ``refused``, ``loaded``, ``changed`` (refused too late) or ``foreign``, and the
+            message.
         """
         return self.attack_by(lambda folder: WAYS[way](folder, random.Random(seed)))
 
     def attack_by(self, harm: Callable[[Path], None]) -> tuple[str, str]:
-        """The same, after whatever was done to a copy of the good checkpoint."""
+        """Run ``attack`` with ``harm`` applied to a copy of the good checkpoint."""
         tried = self._tried
         folder = tried.root / "crafted" / "step-00000001"
         shutil.rmtree(folder, ignore_errors=True)
@@ -240,7 +240,7 @@ class Attacked:
 
 
 def campaign(root: str, *, seed: int, count: int) -> dict[str, Any]:
-    """Load crafted checkpoints; what was no error of ours, and what changed the engine."""
+    """Load crafted checkpoints; report foreign errors and those that changed the engine."""
     attacked, chance = Attacked(root), random.Random(seed)
     found: dict[str, Any] = {"foreign": [], "changed": [], "refused": 0, "loaded": 0}
     for number in range(count):

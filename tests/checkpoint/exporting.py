@@ -1,4 +1,4 @@
-"""What the ranks of the export tests do."""
+"""Functions that the ranks of the export tests run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SHARD = 2**20
 
 
 def unet(seed: int = 0) -> Any:
-    """A U-Net of about 800,000 parameters, with a frozen part: sub-groups of it are swapped."""
+    """Build a U-Net of about 800,000 parameters with a frozen part, large enough to swap."""
     model = tiny_unet(seed, (32, 64))
     model.conv_in.requires_grad_(False)
     return model
 
 
 def output_of(model: Any) -> torch.Tensor:
-    """The model's answer to a fixed question."""
+    """Return the model's output for fixed inputs."""
     generator = torch.Generator().manual_seed(5)
     images = torch.randn(2, 1, 8, 8, generator=generator)
     with torch.no_grad():
@@ -38,7 +38,7 @@ def output_of(model: Any) -> torch.Tensor:
 
 
 def exported(case: Case, root: str) -> dict[str, Any]:
-    """Train, export in every way, and compare with what plain diffusers makes of it."""
+    """Train, export in every way, and compare with plain diffusers."""
     folder = Path(root)
     swap = folder / "swap"
     swap.mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def exported(case: Case, root: str) -> dict[str, Any]:
         engine.backward(unet_loss(engine, step))
         engine.step()
         ema.step()
-    for size in (2 * SHARD, SHARD):  # The second takes the place of the first.
+    for size in (2 * SHARD, SHARD):  # The second replaces the first.
         export_model(folder / "trained", engine=engine, shard_size=size)
     export_model(folder / "ema", engine=engine, weights=ema)
     export_model(folder / "small.safetensors", engine=engine, dtype="bf16")
@@ -66,7 +66,7 @@ def exported(case: Case, root: str) -> dict[str, Any]:
 
 
 def failures(engine: Any, folder: Path) -> dict[str, str]:
-    """What both ranks are told when rank 0 cannot write."""
+    """Return the errors of each rank when rank 0 cannot write."""
     mine = folder / "mine"
     if engine.group.is_main:
         mine.mkdir()
@@ -81,7 +81,7 @@ def failures(engine: Any, folder: Path) -> dict[str, str]:
 
 
 def compared(folder: Path, outputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What plain diffusers makes of the exports."""
+    """Compare the outputs of exports in plain diffusers with the engine's."""
     from diffusers import UNet2DModel
 
     unet(0).save_pretrained(folder / "base")

@@ -21,10 +21,10 @@ and EMA equal those of the checkpoint bit for bit.
 
 
 def write_table(measured: dict[str, Any], labels: Sequence[str]) -> None:
-    """Write the page.
+    """Write the documentation page.
 
     Args:
-        measured: By precision, the difference of each ``"source -> target"``; and the spread.
+        measured: Difference of each ``"source -> target"`` by precision, and the spread.
         labels: The plans, in the order of rows and columns.
     """
     parts = [_HEAD]

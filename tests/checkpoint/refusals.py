@@ -1,4 +1,4 @@
-"""Everything that can go wrong with one checkpoint, tried in one process with a real engine."""
+"""Everything that can go wrong with a checkpoint, in one process with a real engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zerotune.ema import EMAShadow
 
 
 def told(action: Callable[[], Any]) -> str:
-    """Class and message of the error an action ends with; empty when it works."""
+    """Return class and message of the error that an action raises; empty if it succeeds."""
     try:
         action()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the result
@@ -32,7 +32,7 @@ def told(action: Callable[[], Any]) -> str:
 
 
 class Tried:
-    """One trained engine, one good checkpoint of it, and what happens to copies of that."""
+    """A trained engine, a good checkpoint of it, and the outcomes of damaged copies."""
 
     def __init__(self, root: str, case: Case = PLAIN) -> None:
         self.root = Path(root)
@@ -54,7 +54,7 @@ class Tried:
         return save_checkpoint(folder, engine=self.engine, **arguments)
 
     def damage(self, name: str, harm: Callable[[Path], Any]) -> None:
-        """Harm a copy of the good checkpoint; it must be noticed and change nothing."""
+        """Damage a copy of the good checkpoint: it must be detected, and the engine unchanged."""
         folder = self.root / name
         shutil.copytree(self.good, folder)
         harm(folder)
@@ -98,7 +98,7 @@ def damaged(root: str) -> dict[str, Any]:
 
 
 def refused(root: str) -> dict[str, Any]:
-    """What save and load refuse, with the reason."""
+    """Collect everything that save and load refuse, with the reasons."""
     tried = Tried(root)
     path, engine, ema = tried.root / "new", tried.engine, tried.ema
     for name, extra in {
@@ -138,7 +138,7 @@ def refused(root: str) -> dict[str, Any]:
 
 
 def not_finite(tried: Tried, path: Path) -> None:
-    """What becomes of a save when there is one NaN among the weights and an infinite moment."""
+    """Save with a NaN among the weights and an infinite moment."""
     asked = spoiled_buffer(tried, path)
     poison(tried.engine, float("nan"))
     tried.refuse("not finite", lambda: tried.save(path))
@@ -157,7 +157,7 @@ def not_finite(tried: Tried, path: Path) -> None:
 
 
 def spoiled_buffer(tried: Tried, path: Path) -> Path:
-    """The same of a buffer, whose checkpoint is saved on request; where others are asked for."""
+    """Save with a NaN in a buffer; return where to save with ``allow_not_finite``."""
     root, (average,) = tried.root / "asked", buffers_called(tried.engine, "average")
     average[0] = float("nan")
     tried.refuse("not a number in a buffer", lambda: tried.save(path))
@@ -189,7 +189,7 @@ def steps_root(tried: Tried) -> Path:
 
 @contextmanager
 def failing_write(after: int) -> Iterator[None]:
-    """Make writing fail once so many bytes of tensors have been written."""
+    """Make writing fail after this many bytes of tensors."""
     real, left = tensorfile.write_at, [after]
 
     def write(descriptor: int, piece: memoryview, offset: int) -> None:
@@ -235,7 +235,7 @@ def other_optimizer(folder: str, case: Case) -> dict[str, Any]:
 
 
 def other_plan(folder: str, case: Case) -> Any:
-    """Load a checkpoint of the plain engine under another plan; the error or the decisions."""
+    """Load a plain engine's checkpoint under another plan; return the error or the decisions."""
     engine = hostile(case, seed=0)
     contents: list[Any] = []
     error = told(lambda: contents.append(load_checkpoint(folder, engine=engine)))

@@ -1,4 +1,4 @@
-"""What the ranks of the checkpoint tests do, each function in a process of its own."""
+"""Functions that the ranks of the checkpoint tests run, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ BEFORE, AFTER = 3, 5
 
 
 class BufferedNet(HostileNet):
-    """``HostileNet`` with buffers that change in training and matter for the output."""
+    """``HostileNet`` with buffers that change in training and affect the output."""
 
     def __init__(self, seed: int = 0, *, scalar: bool = True) -> None:
         super().__init__(seed, scalar)
-        # What is not trained is not in a checkpoint; it comes with the model.
+        # Checkpoints lack frozen weights, so every model must start with the same ones.
         twin = HostileNet(0, scalar)
         self.frozen.load_state_dict(twin.frozen.state_dict())
         self.register_buffer("calls", torch.tensor(0))
@@ -40,7 +40,7 @@ class BufferedNet(HostileNet):
 
 
 class WideBufferedNet(WideNet, BufferedNet):
-    """With buffers and layers that swap."""
+    """``BufferedNet`` with layers large enough to swap."""
 
 
 def hostile(case: Case, seed: int) -> Any:
@@ -50,7 +50,7 @@ def hostile(case: Case, seed: int) -> Any:
 
 
 def swapped_groups(engine: Any) -> int:
-    """Sub-groups of the optimizer that lie on NVMe now."""
+    """Count the optimizer's sub-groups that are on NVMe now."""
     wrapper = getattr(getattr(engine, "deepspeed_engine", None), "optimizer", None)
     groups = getattr(wrapper, "fp32_partitioned_groups_flat", ())
     return sum(group.numel() == 0 for group in groups)
@@ -63,7 +63,7 @@ def reseed(seed: int) -> None:
 
 
 def train(engine: Any, ema: Any, steps: int) -> list[float]:
-    """Losses of inputs drawn from all three global generators."""
+    """Train on inputs drawn from all three global generators; return the losses."""
     losses = []
     for _ in range(steps * engine.plan.gradient_accumulation_steps):
         x = torch.randn(4, 7, 7) * float(np.random.rand()) + random.random()
@@ -82,7 +82,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 def everything(engine: Any, ema: Any) -> dict[str, Any]:
-    """Every bit of a run's state on this rank, by name."""
+    """Fingerprint the whole state of a run on this rank, by name."""
     found: dict[str, Any] = {"state": attrs.asdict(engine.state), "lr": engine.lr}
     for fragment in engine.master_weights.read():
         key = fragment.address.key
@@ -102,7 +102,7 @@ def everything(engine: Any, ema: Any) -> dict[str, Any]:
 
 
 def held_part(parameter: Any, engine: Any) -> torch.Tensor:
-    """This rank's part of a low-precision weight, without stage 3's padding."""
+    """Return this rank's part of a low-precision weight, without stage 3's padding."""
     if not hasattr(parameter, "ds_tensor"):
         return parameter
     size = parameter.ds_tensor.ds_numel
@@ -115,7 +115,7 @@ def shadow_of(engine: Any) -> EMAShadow:
 
 
 def uninterrupted(case: Case, folder: str) -> dict[str, Any]:
-    """Train, save on the way, train on."""
+    """Train, save on the way, and continue."""
     engine = hostile(case, seed=0)
     ema = shadow_of(engine)
     reseed(100 + engine.group.rank)
@@ -137,7 +137,7 @@ def uninterrupted(case: Case, folder: str) -> dict[str, Any]:
 
 
 def resumed(case: Case, folder: str, astray: int) -> dict[str, Any]:
-    """Load into another model's engine, ``astray`` steps into its own training, and go on."""
+    """Load into another model's engine after ``astray`` steps of its own, and continue."""
     engine = hostile(case, seed=1)
     ema = shadow_of(engine)
     reseed(7)

@@ -1,4 +1,4 @@
-"""LoRA files: what diffusers makes of them, and which are never written."""
+"""LoRA files: how diffusers reads them, and which are never written."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ KINDS = {
 def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    # Closing an engine collects garbage, which would look through all of transformers each time.
+    # Closing an engine collects garbage, which would scan all of transformers each time.
     gc.freeze()
     yield
     gc.unfreeze()
@@ -68,7 +68,7 @@ _trained: dict[str, dict[str, torch.Tensor]] = {}
 
 @pytest.fixture
 def runs(fresh):
-    """An engine of a kind, with adapters that have trained for three steps."""
+    """Return an engine of a kind, with adapters trained for three steps."""
 
     def get(kind):
         adapted = KINDS[kind]
@@ -85,7 +85,7 @@ def runs(fresh):
 
 @pytest.fixture
 def fresh():
-    """An engine of its own for tests that spoil it."""
+    """Return a new engine for tests that damage it."""
     engines = []
 
     def get(adapted, steps=2, model=None, pretended=None):
@@ -159,12 +159,12 @@ def test_the_file_is_what_diffusers_itself_writes(kind, runs, tmp_path):
     again, original = LoraConfig(**settings), LoraConfig(**full)
     for key in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_dora", "target_modules"):
         assert getattr(again, key) == getattr(original, key), key
-    # Settings that an older peft may not know are left out while they say nothing.
+    # Settings at their defaults are omitted, as an older peft may not know them.
     assert len(settings) < len(full)
 
 
 def test_without_its_header_the_file_would_mean_something_else(runs, tmp_path):
-    """Why the settings are in the header: alpha is not in the tensors."""
+    """The settings are in the header because the tensors do not contain alpha."""
     from safetensors.torch import load_file, save_file
 
     engine, adapted = runs("sd3")
@@ -200,14 +200,14 @@ def test_folded_weights_give_the_same_output(kind, runs, tmp_path):
     folded = type(model).from_pretrained(folder)
     assert folded.state_dict().keys() == model.state_dict().keys()
     if kind == "text":
-        # The U-Net is folded; the encoder keeps its adapters.
+        # The U-Net is merged; the encoder keeps its adapters.
         base = loaded(adapted, export_adapters(tmp_path / "file", engine=engine))
         setattr(base, component, folded)
         output = output_without_engine(base, adapted, torch.float32)
     else:
         output = output_without_engine(folded, adapted, torch.float32)
     assert float((output - expected).abs().max() / expected.abs().max()) < 2e-6
-    # The same from the file alone.
+    # The same, merged from the file alone.
     model.save_pretrained(tmp_path / "base")
     file = export_adapters(tmp_path / "file.safetensors", engine=engine)
     again = merge_adapters(file, tmp_path / "again", base=tmp_path / "base", component=component)
@@ -300,7 +300,7 @@ def test_adapters_as_they_were_initialized_are_refused(fresh, tmp_path, rounding
     adapted = Adapted(kind="sd3", lora=LoRA(rank=4, init=False))
     engine = fresh(adapted)
     first = {name: p.detach() for name, p in adapted.model().named_parameters()}
-    # An engine of 16 bits begins with rounded values, which are no learning either.
+    # A 16-bit engine begins with rounded values, which do not count as learning.
     edit(
         engine,
         lambda f: f.value.copy_(first[f.address.name].to(rounding).float().flatten()),
@@ -425,7 +425,7 @@ def test_kohyas_file_gives_the_trained_output_bit_for_bit(kind, runs, tmp_path):
     assert header["ss_network_dim"] == "4"
     begins = {"_".join(key.split("_")[:2]) for key in keys}
     assert begins == {"lora_unet"} | ({"lora_te1"} if kind == "text" else set())
-    # alpha is twice the rank, which changes no bits.
+    # alpha is twice the rank; scaling by a power of two keeps all bits.
     assert not file.decisions
     expected = output_of(engine, adapted)
     assert torch.equal(
@@ -522,7 +522,7 @@ def tiny_wan():
     ids=["lora", "lokr", "loha"],
 )
 def test_what_others_call_otherwise_comes_back(layout, lora, fresh, tmp_path):
-    """Trained values that no forward pass needs: all that counts is which layer gets them."""
+    """The values are random: only which layer gets them matters."""
     adapted, model = Adapted(lora=lora), tiny_wan()
     add_lora(model, lora)
     torch.manual_seed(2)

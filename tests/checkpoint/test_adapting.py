@@ -1,4 +1,4 @@
-"""The loss scale and the random numbers of a run that goes on under another plan."""
+"""Loss scale and random states of a run resumed under another plan."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def carried(scaler, saved, running, fresh):
             {},
             [("fp16.loss_scale", 512.0, None)],
         ),
-        # A bf16 engine of DeepSpeed has a scaler of 1 that means nothing.
+        # DeepSpeed's bf16 engine has a meaningless loss scale of 1.
         (
             {"cur_scale": 1.0},
             ("bf16", "deepspeed"),

@@ -1,4 +1,4 @@
-"""What is saved under one plan goes on under another, as if nothing had happened."""
+"""A checkpoint of one plan resumes under another as if uninterrupted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.checkpoint.anywhere import apart, folder_of
 from tests.support.ranks import run_ranks
 
 FP32, BF16 = 5e-5, 3e-3
-"""Largest relative difference of a loss: the spread of uninterrupted runs of different stages."""
+"""Largest relative loss difference: the spread of uninterrupted runs at different stages."""
 
 # (saved under, processes) -> (resumed under, processes); a checkpoint is used more than once.
 # ``test_matrix`` has all pairs of all plans.
@@ -27,7 +27,7 @@ Run = tuple[str, int, str]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Any:
-    """Uninterrupted runs with a checkpoint on the way, each made when it is first needed."""
+    """Return uninterrupted runs with a checkpoint, each made on first use."""
     root = tmp_path_factory.mktemp("anywhere")
     made: dict[Run, dict[str, Any]] = {}
 
@@ -58,7 +58,7 @@ def test_a_run_goes_on_under_another_plan(source, target, precision, runs, tmp_p
     check(name, expected, ranks[0][0], precision)
     assert ranks[0][0]["losses"] == ranks[-1][0]["losses"]
     for (found,) in ranks:
-        # Each rank reads what it owns, once, and nothing else.
+        # Each rank reads exactly the elements it owns, once.
         kinds = ("weights", "optimizer.exp_avg", "optimizer.exp_avg_sq", "shadow.ema")
         assert {kind: found["read"].pop(kind) for kind in kinds} == dict.fromkeys(
             kinds, 4 * found["owned"]
@@ -69,7 +69,7 @@ def test_a_run_goes_on_under_another_plan(source, target, precision, runs, tmp_p
 
 
 def check(name: str, expected: dict[str, Any], actual: dict[str, Any], precision: str) -> None:
-    # Weights, moments, counters and EMA are the saved ones to the bit, however they are divided.
+    # Weights, moments, counters and EMA equal the saved ones bit for bit, however partitioned.
     names = {each for each in expected["state"] if not each.startswith("step ")}
     assert len(names) > 4 * 10
     assert not {n for n in names if actual["state"][n] != expected["state"][n]}
@@ -77,7 +77,7 @@ def check(name: str, expected: dict[str, Any], actual: dict[str, Any], precision
     assert steps == {str(anywhere.BEFORE)}
     assert actual["step"] == anywhere.BEFORE
     assert any(d.startswith(("stage: ", "engine: ")) for d in actual["decisions"])
-    # Otherwise nothing was partitioned or swapped, and the test would show nothing.
+    # Otherwise nothing was partitioned or swapped, and the test would prove nothing.
     assert bool(actual["whole"]) == ("z3" not in name)
     assert bool(actual["swapped"]) == ("nvme" in name)
     bound = FP32 if precision == "fp32" else BF16

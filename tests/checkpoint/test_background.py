@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on hold the moment they were asked for."""
+"""Checkpoints written during training hold the state at the time of the call."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
         assert failing.failed
         assert "No space left on device" in told(saver.wait)
     verify_checkpoint(folder)
-    # Rank 0 removes what is unfinished after all were told.
+    # Rank 0 removes the unfinished save after all ranks have the error.
     engine.group.barrier("looking at what is left")
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
     engine.close()

@@ -1,4 +1,4 @@
-"""Two ranks: nobody waits for ever, and a failure on one is an error on both."""
+"""On two ranks: no endless waits, and a failure on one is an error on both."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_save_on_one_rank_only_names_the_missing_one(tmp_path, saver):
 
 
 def save_with_a_dying_rank(root: str) -> None:
-    """Rank 1 is gone in the midst of writing; rank 0 writes down what it was told."""
+    """Kill rank 1 while it writes; rank 0 records its error."""
     from zerotune.checkpoint import save_checkpoint
     from zerotune.checkpoint import tensors as tensorfile
 
@@ -96,7 +96,7 @@ def test_trouble_on_one_rank_is_told_on_both(tmp_path):
     with mock.patch("pathlib.Path.is_dir", return_value=False) if rank else nullcontext():
         shared = told(save)
     assert ("rank 1 reports: rank 0 created this folder", "does not see it")[rank] in shared
-    # Rank 0 clears up after it has told the others.
+    # Rank 0 cleans up after the other ranks have the error.
     engine.group.barrier("looking at what is left")
     assert list(tmp_path.iterdir()) == []
     engine.group.barrier("looked at what is left")

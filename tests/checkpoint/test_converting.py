@@ -1,4 +1,4 @@
-"""Checkpoints made of DeepSpeed's own and of model folders."""
+"""Checkpoints converted from DeepSpeed's own and from model folders."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from zerotune.errors import CheckpointError
 
 
 def native(name: str, root: str, world_size: int) -> dict[str, Any]:
-    """Train, save with DeepSpeed itself, train on."""
+    """Train, save with DeepSpeed itself, and continue."""
     case = attrs.evolve(PLANS[name], micro_batch=8 // world_size)
     engine = start(case, Net(0))
     ema = shadow_of(engine)
     train(engine, ema, 0, anywhere.BEFORE)
-    # As a script without zerotune may spell it; the file holds what was written.
+    # A script without zerotune may use this spelling, which DeepSpeed's file then holds.
     engine.deepspeed_engine.config["optimizer"]["type"] = "adamw"
     engine.deepspeed_engine.save_checkpoint(str(Path(root) / "native"))
     found = {"state": gathered(engine, ema), "losses": train(engine, ema, anywhere.BEFORE, 5)}
@@ -40,7 +40,7 @@ def native(name: str, root: str, world_size: int) -> dict[str, Any]:
 
 
 def converted(root: str) -> dict[str, Any]:
-    """Convert DeepSpeed's checkpoint and go on without DeepSpeed."""
+    """Convert DeepSpeed's checkpoint and resume without DeepSpeed."""
     from zerotune.checkpoint import load_checkpoint
 
     folder = Path(root)
@@ -88,7 +88,7 @@ def test_a_model_folder_becomes_a_checkpoint_and_a_model_folder_again(tmp_path):
     convert(tmp_path / "model", tmp_path / "portable")
     manifest = Manifest.read(tmp_path / "portable")
     assert (manifest.plan, manifest.state.global_step) == (None, 0)
-    # Plain safetensors, by the names of the parameters.
+    # Plain safetensors, keyed by parameter name.
     (weights,) = (tmp_path / "portable").glob("weights-*.safetensors")
     loaded, state = load_file(weights), model.state_dict()
     assert set(loaded) == set(state)
@@ -133,7 +133,7 @@ def stepped(model: Any, accelerator: Any, optimizer: Any, ema: Any, part: list) 
 
 
 def saved_by_plain_accelerate(root: str, *, hooks: bool) -> dict[str, Any]:
-    """Accelerate without DeepSpeed, with the hooks of diffusers' scripts or without."""
+    """Train with accelerate without DeepSpeed, optionally with the hooks of diffusers' scripts."""
     from accelerate import Accelerator
     from diffusers import UNet2DModel
     from diffusers.training_utils import EMAModel
@@ -162,7 +162,7 @@ def saved_by_plain_accelerate(root: str, *, hooks: bool) -> dict[str, Any]:
 
 
 def gone_on_embedded(checkpoint: str) -> dict[str, Any]:
-    """What was converted, in an embedded run with an average that is registered."""
+    """Resume a converted checkpoint in an embedded run with a registered EMA."""
     from zerotune.ema import EMAModel
     from zerotune.training import EmbeddedPlan
 

@@ -1,4 +1,4 @@
-"""Whatever stands in manifests and headers, there is an error of ours, before anything changes."""
+"""Any content of manifests and headers gives one of our errors, before anything changes."""
 
 from __future__ import annotations
 

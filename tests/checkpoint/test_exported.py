@@ -1,4 +1,4 @@
-"""Exports take the place of earlier ones, and of nothing else: without an engine."""
+"""Exports replace earlier exports and nothing else; without an engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def export(path: Path, value: float, *, whole: Whole | None = None) -> Path:
 
 
 def values(path: Path) -> set[float]:
-    """What an export holds; every tensor is read."""
+    """Return the values in an export, reading every tensor."""
     with ModelFolderReader(path) as reader:
         return {float(v) for name in NAMES for v in reader.tensor(name)}
 
@@ -87,7 +87,7 @@ def test_files_of_others_in_an_export_stay(tmp_path):
     (folder / "README.md").write_text("a card")
     (folder / "samples").mkdir()
     (folder / "samples" / "cat.png").write_bytes(b"cat")
-    # As files of a checkpoint are called.
+    # Named like a file of a checkpoint.
     (folder / "weights-00001-of-00002.safetensors").write_bytes(b"mine")
     export(folder, 2.0)
     assert values(folder) == {2.0}
@@ -174,7 +174,7 @@ def test_parts_of_a_pipeline_know_the_rest(tmp_path):
     pipeline = tmp_path / "sdxl"
 
     def write(part: str, value: float, others: Path) -> None:
-        """As ``export_pipeline``: what was not trained is copied from another one."""
+        """Write as ``export_pipeline`` does: untrained parts are copied from another pipeline."""
         staging = folders.ExportStaging(pipeline)
         kept = shutil.ignore_patterns(part)
         shutil.copytree(others, staging.path, ignore=kept, dirs_exist_ok=True)
@@ -191,7 +191,7 @@ def test_parts_of_a_pipeline_know_the_rest(tmp_path):
     assert values(pipeline / "unet") == {2.0}
     pipeline.rename(tmp_path / "unet-trained")
     write("text_encoder", 3.0, tmp_path / "unet-trained")
-    # Its U-Net still has the mark of the pipeline it comes from.
+    # That pipeline's U-Net still has its export mark.
     write("text_encoder", 4.0, tmp_path / "unet-trained")
     assert values(pipeline / "unet") == {2.0}
     assert values(pipeline / "text_encoder") == {4.0}

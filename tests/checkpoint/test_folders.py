@@ -1,4 +1,4 @@
-"""Names, replacement, leftovers, pruning: on small checkpoints made without an engine."""
+"""Names, replacement, leftovers and pruning, on small checkpoints made without an engine."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_names_used_while_writing_are_refused(tmp_path, name):
 def test_the_newest_whole_checkpoint_is_the_latest(tmp_path):
     assert latest_checkpoint(tmp_path / "nowhere") is None
     assert latest_checkpoint(tmp_path) is None
-    # 100,000,000 steps need nine digits; they are newer although they sort first as text.
+    # 100,000,000 steps need nine digits: the newest, although it sorts first as text.
     ordered = steps(tmp_path, 5, 20, 99_999_999, 100_000_000)
     assert latest_checkpoint(tmp_path) == ordered[-1]
     assert ordered[0].name == "step-00000005"
@@ -133,7 +133,7 @@ def test_prune_keeps_the_newest_whole_ones(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "step-00000007").mkdir()
     assert prune(tmp_path, keep=2) == (made[1], made[0])
-    # The truncated one is not counted and not removed: somebody may want to look at it.
+    # The truncated one is neither counted nor removed, so that the user can inspect it.
     assert names(tmp_path) == [
         "mine",
         "step-00000003",

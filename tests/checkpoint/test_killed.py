@@ -1,4 +1,4 @@
-"""SIGKILL at every point of a save that replaces a checkpoint: a whole one always remains."""
+"""SIGKILL at every point of a save that replaces a checkpoint: a complete one always remains."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.support.runs import PLAIN
 
 
 def mark(engine: Any, number: int) -> None:
-    """Make weights that tell which save they belong to."""
+    """Fill the weights with the number of the save."""
     with engine.master_weights.editing() as fragments:
         for fragment in fragments:
             fragment.value.fill_(number)
 
 
 def save_and_die(engine: Any, folder: Path, *, number: int, moment: int) -> bool:
-    """Save in a child process that is killed on the way; whether it came to the end."""
+    """Save in a child process that is killed on the way; return whether it finished."""
     from zerotune.checkpoint import save_checkpoint
 
     def save() -> None:

@@ -1,4 +1,4 @@
-"""The manifest: round trip, alterations, other files."""
+"""The manifest: round trip, alterations, foreign files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerotune.errors import CheckpointCorruptError, CheckpointError
 TEXT = sample_manifest().to_json()
 
 
-def test_round_trip():
+def test_a_manifest_survives_a_round_trip():
     assert Manifest.from_json(TEXT) == sample_manifest()
     assert Manifest.from_json(TEXT).to_json() == TEXT
 
@@ -34,13 +34,13 @@ def test_any_altered_character_is_noticed(position, character):
         manifest = Manifest.from_json(altered)
     except CheckpointError:
         return
-    # White space between the values may change without changing what they say.
+    # White space between values may change without changing their meaning.
     assert manifest == sample_manifest()
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.one_of(st.text(), st.recursive(st.none() | st.integers(), st.lists).map(json.dumps)))
-def test_anything_else_is_refused(text):
+def test_text_that_is_no_manifest_is_refused(text):
     with pytest.raises(CheckpointCorruptError):
         Manifest.from_json(text)
 
@@ -60,7 +60,7 @@ def test_a_newer_format_asks_for_a_newer_zerotune():
 
 
 def resigned(change):
-    """A manifest somebody altered on purpose, hash included."""
+    """Return a manifest that was altered on purpose, with a valid hash."""
     from zerotune.checkpoint import manifest as module
 
     content = json.loads(TEXT)

@@ -1,7 +1,6 @@
-"""Every plan's checkpoint under every plan.
+"""Every plan's checkpoint under every plan; each target resumes from all sources in one engine.
 
-Each target resumes from all sources in one engine. The table of what was measured goes into
-``docs/resume-matrix.md`` when both precisions have run.
+Once both precisions have run, the measurements are written to ``docs/resume-matrix.md``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FP32 = 5e-5
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def sources(request, tmp_path_factory) -> Any:
-    """Uninterrupted runs under every plan, each with a checkpoint on the way."""
+    """Return uninterrupted runs under every plan, each with a checkpoint on the way."""
     precision, root = request.param, tmp_path_factory.mktemp(request.param)
     made = {}
     for name, world_size in RUNS:
@@ -44,7 +43,7 @@ def sources(request, tmp_path_factory) -> Any:
 
 @pytest.fixture(scope="module")
 def measured() -> Any:
-    """What the tests of this module found; written down at the end."""
+    """Collect the measurements of this module and write them at the end."""
     found: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {}, "spread": {}}
     yield found
     if all(len(found[precision]) == len(RUNS) ** 2 for precision in ("fp32", "bf16")):
@@ -52,13 +51,13 @@ def measured() -> Any:
 
 
 @pytest.mark.parametrize("target", RUNS, ids=lambda run: f"{run[0]}x{run[1]}")
-def test_every_checkpoint_goes_on_under(target, sources, measured):
+def test_every_checkpoint_resumes_under_every_plan(target, sources, measured):
     precision, root, made = sources
     name, world_size = target
     folders = [str(folder_of(root, a, precision, n)) for a, n in RUNS]
     arguments = (name, precision, folders, str(swap_of(root)))
     ranks = run_ranks(anywhere.resumed, *arguments, world_size=world_size, timeout_s=1800)
-    # bf16 rounds differently at every stage: uninterrupted runs are the measure.
+    # bf16 rounds differently at every stage, so the spread of uninterrupted runs is the bound.
     spread = max(
         apart(a["losses"], b["losses"]) for a, b in itertools.permutations(made.values(), 2)
     )
@@ -76,7 +75,7 @@ def test_every_checkpoint_goes_on_under(target, sources, measured):
         worst[source] = difference
     bound = FP32 if precision == "fp32" else spread
     assert max(worst.values()) <= bound, worst
-    # The same plan, the same numbers.
+    # The same plan gives the same numbers.
     assert worst[target] == 0.0
 
 

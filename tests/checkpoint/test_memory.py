@@ -1,4 +1,4 @@
-"""Saving, loading and averaging need no second copy of the weights."""
+"""Saving, loading and EMAs need no second copy of the weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_memory_stays_within_one_fragment(tmp_path):
     engine.close()
     assert 64 < shadow < 65
     assert size > 4 * 64
-    # The shadow costs 4 bytes per element and next to nothing beside.
+    # The shadow costs 4 bytes per element and hardly any more.
     assert abs(peaks.pop("attach") - shadow) < 0.02 * shadow + 1
     # A full copy would be 64 MiB, a fragment is 8.
     assert all(peak < 20 for peak in peaks.values()), peaks

@@ -1,4 +1,4 @@
-"""One run at a time saves in a folder of checkpoints, and a second start is told so."""
+"""Only one run at a time saves in a folder of checkpoints; a second gets an error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ hold.close()
 
 @pytest.fixture
 def holder():
-    """Starts processes that hold a folder; ends those still running."""
+    """Start processes that hold a folder; end those still running."""
     running = []
 
     def start(root, how="alone"):
@@ -122,7 +122,7 @@ def test_who_lives_without_its_lock_is_left_alone(tmp_path, holder):
 
 
 def elsewhere(root):
-    """The record of a run on another machine, whose lock does not reach here."""
+    """Write the record of a run on another machine, whose lock is not visible here."""
     hold = RootHold(root)
     record = (root / OWNER_RECORD).read_text()
     hold.close()
@@ -150,7 +150,7 @@ def test_on_a_shared_file_system_the_other_is_told_when_it_saves(
         assert decision.severity == severity
         assert mechanism.re.search(says, decision.reason)
         hold.confirm()
-        # Now the other one takes it: this run is told before it saves again, and removes nothing.
+        # The other run takes over: this run's next save fails, and it removes nothing.
         (tmp_path / OWNER_RECORD).write_text(theirs)
         with pytest.raises(CheckpointError, match=r"far-away .* has taken it over"):
             hold.confirm()

@@ -1,4 +1,4 @@
-"""A pipeline with the trained model in it, whole or not there."""
+"""Exported pipelines contain the trained model, complete or not at all."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_pipeline_has_the_trained_model_and_the_rest_of_the_old(tmp_path):
         DDPMPipeline(unet=unet(seed=1), scheduler=DDPMScheduler()).save_pretrained(base)
     engine.group.barrier("the base is there")
     target = folder / "exported"
-    for step in range(2):  # The second takes the place of the first.
+    for step in range(2):  # The second replaces the first.
         engine.backward(unet_loss(engine, step))
         engine.step()
         export_pipeline(target, engine=engine, base=base)

@@ -1,4 +1,4 @@
-"""Exports on the Hub, against a stand-in of its HTTP interface: no network is used."""
+"""Exports on the Hub, against a fake of its HTTP interface, without a network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zerotune.platform import Platform
 
 needs("huggingface_hub")
 
-# Of huggingface_hub, when it uploads a file.
+# Raised within huggingface_hub when it uploads a file.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 SHARD = 4096
@@ -32,14 +32,14 @@ SHARD = 4096
 def hub(monkeypatch):
     import huggingface_hub._commit_api as commits
 
-    # The other protocol of uploads has servers of its own.
+    # The xet upload protocol has servers of its own, which the fake lacks.
     monkeypatch.setattr(commits, "is_xet_available", lambda: False)
     with stand_in() as found:
         yield found
 
 
 def model_folder(path, *, count=4, shard=SHARD, value=1.0):
-    """What export_model writes."""
+    """Write a folder as export_model does."""
     specs = [TensorSpec(key=f"w{i}", dtype=torch.float32, shape=(512,)) for i in range(count)]
     config = {"_class_name": "UNet2DModel"}
     writer = model_writer(path, config=config, specs=specs, shard_size=shard)
@@ -49,7 +49,7 @@ def model_folder(path, *, count=4, shard=SHARD, value=1.0):
 
 
 def adapter_file(folder):
-    """What export_adapters writes."""
+    """Write a file as export_adapters does."""
     spec = TensorSpec(key="unet.to_q.lora_A.weight", dtype=torch.float32, shape=(4, 8))
     writer = ExportWriter(folder / LORA_FILE, stem=None, specs=[spec])
     return writer.write([(spec.key, torch.ones(4, 8))])
@@ -97,7 +97,7 @@ def test_an_upload_that_is_refused_midway_leaves_what_was_there(hub, tmp_path):
         hub.files["diffusion_pytorch_model-00001-of-00002.safetensors"]
         != before["diffusion_pytorch_model-00001-of-00002.safetensors"]
     )
-    # The files had arrived before the commit was refused, and are not sent again.
+    # The files had arrived before the commit was refused, so they are not sent again.
     assert not [each for each in hub.requests if each.startswith("PUT")]
 
 

@@ -1,4 +1,4 @@
-"""Damaged and foreign checkpoints, and saves that cannot be: one clear error each."""
+"""Damaged and foreign checkpoints and impossible saves give one clear error each."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_damage_is_found_before_anything_is_loaded(damaged, harm, message):
         ("parent", r"steps: is not a checkpoint.*did you mean .*step-00000002"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(refused, what, message):
+def test_impossible_saves_and_loads_are_refused_with_the_reason(refused, what, message):
     assert refused[what].startswith("CheckpointError: ")
     assert re.search(message, refused[what]), refused[what]
 

@@ -50,7 +50,7 @@ def check(case: Case, world_size: int, folder: Path, *, astray: int = 0) -> list
     actual = run_ranks(resumed, case, str(folder), astray, world_size=world_size)
     for rank in range(world_size):
         compare(expected[rank], actual[rank])
-    # Otherwise nothing was partitioned at stage 3, and the test would show nothing.
+    # Otherwise nothing was partitioned at stage 3, and the test would prove nothing.
     if PARTITIONED[1] in case.overrides:
         assert all(not result["whole"] for result in expected)
     elif case.stage == 3:
@@ -77,7 +77,7 @@ def compare(expected: dict[str, Any], actual: dict[str, Any]) -> None:
     ("case", "world_size"), CASES, ids=[f"{case}-{world_size}" for case, world_size in CASES]
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(case, world_size, tmp_path):
-    # Into a fresh engine with one process, into one that has stepped already with two.
+    # Into a new engine with one process, into one that has already stepped with two.
     check(case, world_size, tmp_path / "step-00000003", astray=world_size - 1)
 
 
@@ -97,7 +97,7 @@ def test_a_resumed_run_with_nvme_equals_an_uninterrupted_one(world_size, tmp_pat
 
 
 def brought_in(case, folder):
-    """How often each sub-group on NVMe is brought in by a save before the first step, and after."""
+    """Count how often saves before and after the first step read each sub-group from NVMe."""
     with start(case, WideBufferedNet()) as engine:
         wrapper = engine.deepspeed_engine.optimizer
         swapped = [
@@ -139,7 +139,7 @@ def test_a_save_brings_each_sub_group_in_from_nvme_once(world_size, tmp_path):
 @pytest.mark.parametrize(
     "case",
     [
-        # Its product of momenta begins at one, not at zero as everything else does.
+        # NAdam's momentum product starts at one, while all other states start at zero.
         attrs.evolve(PLAIN, optimizer="NAdam"),
         Case(stage=2, optimizer="NAdam"),
         Case(stage=3, offload="cpu"),

@@ -1,4 +1,4 @@
-"""A file that several writers fill, and the layout they agree on."""
+"""A file written by several ranks, and the layout they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole model in one file, as it was first published: out, and in again."""
+"""Whole models in one file with the names of their first publication: export and import."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folders(tmp_path_factory):
 
 
 def trained(folder: Any) -> Any:
-    """A model with other weights than its folder's."""
+    """Load a model and change its weights."""
     model = load_pretrained(folder, parts=False).model
     torch.manual_seed(7)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def trained(folder: Any) -> Any:
 
 
 def no_weights(folder: Any, target: Any) -> Any:
-    """Its configurations, tokenizers and scheduler."""
+    """Copy only configurations, tokenizers and scheduler."""
     return shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
 
 
@@ -135,7 +135,7 @@ def header(shapes: Any, **dtypes: Any) -> dict[str, StoredTensor]:
 
 
 def published_flux() -> tuple[Any, dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Flux in its own size, and the shapes of the file it was published as."""
+    """Build Flux at its real size, and return the shapes in its published file."""
     with torch.device("meta"):
         model = diffusers.FluxTransformer2DModel(guidance_embeds=True)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -156,7 +156,7 @@ def test_flux_has_its_published_names_and_each_row_its_place(tmp_path):
     assert [(run.key, run.there, run.count) for run in ours] == [
         ("single_blocks.37.linear1.weight", 6144, 3072)
     ]
-    # The publication has shift before scale, diffusers scale before shift.
+    # The published file has shift before scale, diffusers scale before shift.
     assert [run.there for run in places["norm_out.linear.weight"]] == [3072, 0]
     rows = [row for run in sum(places.values(), ()) for row in [(run.key, run.there, run.count)]]
     assert len(set(rows)) == len(rows)

@@ -1,4 +1,4 @@
-"""Generators, buffers and plain data."""
+"""Random generators, buffers and plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The streaming writer, read back with the safetensors library itself."""
+"""The streaming writer, read back with the safetensors library."""
 
 from __future__ import annotations
 

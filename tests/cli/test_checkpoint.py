@@ -1,4 +1,4 @@
-"""``zerotune checkpoint``: what it prints, and what its exit status says."""
+"""``zerotune checkpoint``: output and exit status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerotune.cli import main
 
 @pytest.fixture
 def portable(tmp_path, capsys):
-    """A checkpoint made of a model folder, on the command line."""
+    """Convert a model folder to a checkpoint on the command line."""
     (tmp_path / "model").mkdir()
     tensors = {"first.weight": torch.randn(3, 5), "first.bias": torch.randn(3)}
     save_file(tensors, tmp_path / "model" / "diffusion_pytorch_model.safetensors")
@@ -30,7 +30,7 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-def test_show(portable, capsys):
+def test_show_describes_a_checkpoint(portable, capsys):
     code, out, _ = run(capsys, "show", portable)
     assert code == 0
     assert "Sample" in out
@@ -39,7 +39,7 @@ def test_show(portable, capsys):
     assert "weights-00001-of-00001.safetensors" in out
 
 
-def test_show_as_json(portable, capsys):
+def test_show_prints_json(portable, capsys):
     content = json.loads(run(capsys, "show", portable, "--json")[1])
     assert [record["name"] for record in content["parameters"]] == ["first.bias", "first.weight"]
     assert content["nbytes"] == sum(file["nbytes"] for file in content["files"])
@@ -61,7 +61,7 @@ def test_verify_names_every_damaged_file(portable, capsys):
     assert {each["file"] for each in found["damage"]} >= {str(weights)}
 
 
-def test_convert_back_to_a_model_folder(portable, tmp_path, capsys):
+def test_convert_writes_the_weights_back_in_another_dtype(portable, tmp_path, capsys):
     target = tmp_path / "small.safetensors"
     assert run(capsys, "convert", portable, target, "--dtype", "bf16")[0] == 0
     original = load_file(tmp_path / "model" / "diffusion_pytorch_model.safetensors")

@@ -1,4 +1,4 @@
-"""``zerotune doctor --prove``, and where its outcome is seen."""
+"""``zerotune doctor --prove``, and where its results are used."""
 
 from __future__ import annotations
 

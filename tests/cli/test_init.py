@@ -43,7 +43,7 @@ def init(photos, tmp_path):
 
 
 def constants(script):
-    """What the script's names in capitals are set to, as far as they are plain values."""
+    """Return the script's constants in capitals that are plain values."""
     found = {}
     for node in ast.parse(script.read_text()).body:
         if isinstance(node, ast.Assign):
@@ -77,7 +77,7 @@ class TestWhatIsWritten:
         assert "12.00 GiB of device memory, 64.00 GiB of host memory" in text
 
     def test_activation_offload_is_taken_over(self, init, tmp_path):
-        # So little that activations have to leave the card too.
+        # So little memory that activations have to leave the card too.
         for vram in (6.6, 6.5, 6.4, 6.3):
             where = tmp_path / "run"
             assert init("--vram", str(vram), "--ram", "64") == 0
@@ -88,7 +88,7 @@ class TestWhatIsWritten:
                 file.unlink()
         assert found["ACTIVATION_OFFLOAD"] is True
 
-    # What those of clips and ControlNets are told is below.
+    # Options for clips and ControlNets are tested below.
     @pytest.mark.parametrize(
         "family",
         [
@@ -97,7 +97,7 @@ class TestWhatIsWritten:
             if model_family(one).frames is None and not one.endswith("controlnet")
         ],
     )
-    def test_every_family(self, init, tmp_path, family):
+    def test_init_writes_a_script_for_every_family(self, init, tmp_path, family):
         big = ("--vram", "80", "--ram", "2000", "--lora", "8")
         assert init(*big, "--model", "someone/pipeline", family=family) == 0
 
@@ -106,7 +106,7 @@ class TestWhatIsWritten:
         plan = DeepSpeedPlan.from_json(tmp_path / "run" / "plan.json")
         assert plan.optimizer.params["lr"] == 1e-4
 
-    def test_pictures_without_captions(self, init, tmp_path, capsys):
+    def test_images_without_captions_are_reported(self, init, tmp_path, capsys):
         pictures = tmp_path / "pictures"
         pictures.mkdir()
         Image.new("RGB", (8, 8)).save(pictures / "one.png")
@@ -127,7 +127,7 @@ class TestWhatIsRefused:
         return act
 
     @pytest.mark.parametrize("name", ["plan.json", "train.py"])
-    def test_a_file_that_is_there(self, refused, tmp_path, name):
+    def test_an_existing_file_is_not_overwritten(self, refused, tmp_path, name):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / name).write_text("mine")
 
@@ -157,14 +157,16 @@ class TestWhatIsRefused:
             *("model", "resolution", "too little", "size", "pictures"),
         ],
     )
-    def test_what_cannot_be_trained(self, refused, tmp_path, arguments, others, said):
+    def test_what_cannot_be_trained_is_refused_and_nothing_written(
+        self, refused, tmp_path, arguments, others, said
+    ):
         assert said in refused(*arguments, **others)
         assert not (tmp_path / "run").exists()
 
-    def test_a_folder_that_is_no_pipeline(self, refused, tmp_path):
+    def test_a_folder_that_is_no_pipeline_is_refused(self, refused, tmp_path):
         assert "model_index.json" in refused(*CARD, "--model", str(tmp_path))
 
-    def test_a_folder_that_cannot_be_made(self, photos, tmp_path, capsys):
+    def test_a_folder_that_cannot_be_created_is_one_error(self, photos, tmp_path, capsys):
         (tmp_path / "file").write_text("mine")
         folder = str(tmp_path / "file" / "run")
         arguments = ["init", folder, "--family", "sdxl", "--photos", str(photos), *CARD]
@@ -173,7 +175,7 @@ class TestWhatIsRefused:
 
 
 def trained(script):
-    """What ``python SCRIPT`` prints."""
+    """Return the output of ``python SCRIPT``."""
     torch.set_num_threads(1)
     sys.argv = [script]
     printed = io.StringIO()

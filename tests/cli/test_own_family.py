@@ -1,4 +1,4 @@
-"""A class of the user's where a family is named: costed from its configuration, without weights."""
+"""A user's class instead of a family name: costed from its configuration, without weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def said(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
-def test_it_is_advised_and_explained(folder, tmp_path, capsys):
+def test_a_users_family_is_advised_and_explained(folder, tmp_path, capsys):
     own = ["--family", OWN, "--model", str(folder)]
     advice = said(capsys, "plan", "advise", *own, *CARD, "--json")
     facts = family_facts(sys.modules["families_page"].OvisImage, folder=folder).facts
@@ -48,7 +48,7 @@ def test_it_is_advised_and_explained(folder, tmp_path, capsys):
     assert explained["estimate"]["places"]["device"]["peak"] > 0
 
 
-def test_what_is_counted_is_the_configuration_of_the_folder(folder):
+def test_costs_are_those_of_the_folders_configuration(folder):
     from diffusers import OvisImageTransformer2DModel
 
     known = family_facts(sys.modules["families_page"].OvisImage, folder=folder)
@@ -58,9 +58,9 @@ def test_what_is_counted_is_the_configuration_of_the_folder(folder):
     assert known.facts.activations.full.per_pixel > 0
 
 
-def test_without_a_folder_it_is_the_model_that_the_class_names():
+def test_without_a_folder_costs_are_those_of_the_class_default_model():
     class Small(Sana):
-        """As Sana."""
+        """Identical to Sana."""
 
     found, usual = family_facts(Small), model_family("sana")
     assert found.facts.parameters == usual.facts.parameters
@@ -69,7 +69,7 @@ def test_without_a_folder_it_is_the_model_that_the_class_names():
     assert (found.resolution, found.frames) == (1024, None)
 
 
-def test_init_writes_its_script(folder, tmp_path, capsys):
+def test_init_writes_a_script_for_a_users_family(folder, tmp_path, capsys):
     photos = tmp_path / "photos"
     photos.mkdir()
     from PIL import Image
@@ -117,7 +117,7 @@ def test_clips_have_the_frames_of_their_pipeline():
     assert found.facts.activations.full.per_pixel == pytest.approx(usual.per_pixel, rel=1e-6)
 
 
-def test_of_a_controlnet_the_model_that_it_steers_stays_on_the_device():
+def test_the_base_of_a_controlnet_stays_on_the_device():
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
     card = Platform.synthetic("cuda", vram="24GiB", ram="64GiB")
     names = ("sdxl", "sdxl-controlnet")

@@ -21,7 +21,7 @@ def advise(*arguments):
 
 
 class TestWhenSomethingFits:
-    def test_text(self, capsys):
+    def test_text_shows_the_chosen_plan(self, capsys):
         assert advise(*ROOMY) == 0
 
         printed = capsys.readouterr()
@@ -51,7 +51,7 @@ class TestWhenSomethingFits:
         sizes = {"device": 24 * GIB, "host": 128 * GIB, "nvme": 0}
         assert json.loads(capsys.readouterr().out)["budget"] == {**sizes, "reserve": 0.05}
 
-    def test_json(self, capsys):
+    def test_json_holds_budget_candidates_and_estimate(self, capsys):
         assert advise(*ROOMY, "--json") == 0
 
         data = json.loads(capsys.readouterr().out)
@@ -62,7 +62,7 @@ class TestWhenSomethingFits:
         assert data["estimate"]["places"]["device"]["peak"] <= 24 * GIB
         assert data["estimate"]["workload"]["batch"] == 1
 
-    def test_markdown(self, capsys):
+    def test_markdown_has_a_table_of_candidates(self, capsys):
         assert advise(*ROOMY, "--markdown") == 0
 
         assert "| chosen | " in capsys.readouterr().out
@@ -144,7 +144,7 @@ class TestWhenNothingFits:
         assert "\n  missing: device " in printed.out
         assert ", over by " in printed.out
 
-    def test_json(self, capsys):
+    def test_json_holds_the_nearest_plan_when_nothing_fits(self, capsys):
         assert advise(*TINY, "--json") == 1
 
         data = json.loads(capsys.readouterr().out)
@@ -160,20 +160,20 @@ class TestWhenNothingFits:
 
 class TestMistakes:
     @pytest.mark.parametrize("wrong", ["12G", "much"])
-    def test_a_size_nobody_can_read(self, wrong, capsys):
+    def test_an_unreadable_size_is_one_line_and_status_2(self, wrong, capsys):
         assert advise("--vram", wrong, "--ram", "64GiB") == 2
 
         error = capsys.readouterr().err
         assert error.startswith(f"error: --vram = '{wrong}': ")
         assert len(error.splitlines()) == 1
 
-    def test_an_unknown_optimizer(self, capsys):
+    def test_an_unknown_optimizer_is_named_with_status_2(self, capsys):
         assert advise(*ROOMY, "--optimizer", "AdamX") == 2
 
         assert "AdamX" in capsys.readouterr().err
 
     @pytest.mark.parametrize("options", [["--batch", "0"], ["--ema", "moon"], ["--family"]])
-    def test_wrong_usage(self, options, capsys):
+    def test_wrong_usage_prints_the_usage(self, options, capsys):
         with pytest.raises(SystemExit) as stopped:
             advise(*options)
 
@@ -187,7 +187,7 @@ def test_memory_that_is_not_given_is_this_machines(capsys):
     assert "zerotune: --ram not given: planning with this machine's " in capsys.readouterr().err
 
 
-def test_it_loads_nothing_heavy():
+def test_plan_advise_loads_nothing_heavy():
     script = (
         "import sys; from zerotune import cli\n"
         f"status = cli.main(['plan', 'advise', '--family', 'sdxl', *{ROOMY!r}])\n"

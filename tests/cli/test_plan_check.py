@@ -22,7 +22,7 @@ CLEAN = {
 
 @pytest.fixture
 def check(tmp_path, monkeypatch, capsys):
-    """Check a configuration; the exit status, what is printed and what is complained about."""
+    """Check a configuration; return the exit status, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def run(content, *options):
@@ -170,7 +170,7 @@ def test_wrong_usage_is_status_2(arguments):
 
 def test_the_process_is_quick_and_loads_nothing_heavy(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(CLEAN))
-    # With compiled files, as users have them, and without waiting for output.
+    # With compiled bytecode, as users have it, and without a terminal to wait for.
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path / "cache")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-m", "zerotune", "plan", "check", str(tmp_path / "ds.json")]

@@ -11,7 +11,7 @@ BEFORE = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
 
 @pytest.fixture
 def differ(tmp_path, monkeypatch, capsys):
-    """Compare a plan with ``BEFORE``; the exit status and what is printed."""
+    """Compare a plan with ``BEFORE``; return the exit status and the output."""
     monkeypatch.chdir(tmp_path)
 
     def run(after, *options):

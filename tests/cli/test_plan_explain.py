@@ -11,7 +11,7 @@ from zerotune import cli
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    """Write a configuration and go where it is."""
+    """Write a configuration and change to its folder."""
     monkeypatch.chdir(tmp_path)
 
     def write(**changes):
@@ -32,7 +32,7 @@ def explain(*arguments):
 
 
 class TestWithoutAModel:
-    def test_text(self, file, capsys):
+    def test_text_shows_settings_and_notes(self, file, capsys):
         assert explain(file()) == 0
 
         printed = capsys.readouterr()
@@ -43,14 +43,14 @@ class TestWithoutAModel:
         assert printed.out.endswith("\n")
         assert not printed.out.endswith("\n\n")
 
-    def test_json(self, file, capsys):
+    def test_json_holds_settings_and_decisions(self, file, capsys):
         assert explain(file(), "--json") == 0
 
         data = json.loads(capsys.readouterr().out)
         assert data["stage"] == 2
         assert data["decisions"][0]["key"] == "bf16.enabled"
 
-    def test_markdown(self, file, capsys):
+    def test_markdown_has_a_table_of_settings(self, file, capsys):
         assert explain(file(), "--markdown") == 0
 
         assert "| optimizer state | in host memory |" in capsys.readouterr().out
@@ -99,7 +99,7 @@ class TestWithoutAModel:
         [["--world-size", "0"], ["--world-size", "two"], ["--json", "--markdown"],
          ["--accelerator", "abacus"]],
     )  # fmt: skip
-    def test_wrong_usage(self, file, options, capsys):
+    def test_wrong_usage_prints_the_usage(self, file, options, capsys):
         with pytest.raises(SystemExit) as stopped:
             explain(file(), *options)
 
@@ -114,7 +114,7 @@ class TestWithoutAModel:
             in capsys.readouterr().err
         )
 
-    def test_it_loads_nothing_heavy(self, file):
+    def test_plan_explain_loads_nothing_heavy(self, file):
         script = (
             "import sys; from zerotune import cli\n"
             f"status = cli.main(['plan', 'explain', {file()!r}, '--json'])\n"
@@ -128,7 +128,7 @@ MACHINE = ("--accelerator", "cuda", "--vram", "24GiB", "--ram", "128GiB")
 
 
 class TestForAModel:
-    def test_what_runs_and_what_it_needs(self, file, capsys):
+    def test_text_shows_the_resolved_plan_and_its_memory(self, file, capsys):
         assert explain(file(), "--family", "sdxl", *MACHINE) == 0
 
         printed = capsys.readouterr()
@@ -158,7 +158,7 @@ class TestForAModel:
         available = {one["place"]: one["available"] for one in data["fits"]}
         assert available == {"device": 24 * 1024**3, "host": 64 * 1024**3}
 
-    def test_markdown(self, file, capsys):
+    def test_markdown_shows_the_memory_per_rank(self, file, capsys):
         assert explain(file(), "--family", "sdxl", *MACHINE, "--markdown") == 0
 
         printed = capsys.readouterr().out

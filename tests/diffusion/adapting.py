@@ -1,4 +1,4 @@
-"""What the ranks of the LoRA tests do on real engines."""
+"""Functions that the ranks of the LoRA tests run on real engines."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ WHOLE = ("stage3_param_persistence_threshold", 0)
 """Every parameter is partitioned, although the models are small."""
 SIZE, WIDTH, TOKENS = 8, 32, 6
 SAMPLES = 4
-"""Samples of a step, shared by the ranks."""
+"""Samples per step, divided among the ranks."""
 
 
 def tiny_sdxl(seed: int = 0, *, wide: int = 0) -> Any:
     """A U-Net shaped like SDXL's, 0.35 M parameters.
 
     Args:
-        seed: Of the weights.
-        wide: Width of the text's hidden states; wide ones make matrices that NVMe takes.
+        seed: Seed of the weights.
+        wide: Width of the text's hidden states; large ones make matrices that swap to NVMe.
     """
     from diffusers import UNet2DConditionModel
 
@@ -96,7 +96,7 @@ _LORA = LoRA(rank=4, alpha=8)
 
 @attrs.frozen(kw_only=True)
 class Adapted:
-    """What is trained, and with which adapters."""
+    """The trained model and its adapters."""
 
     kind: str = "sdxl"
     """``"sdxl"``, ``"sd3"``, or ``"text"``: SDXL with a text encoder in the same engine."""
@@ -106,11 +106,11 @@ class Adapted:
 
     @property
     def layout(self) -> str:
-        """diffusers' own, where it reads such adapters."""
+        """The export layout: diffusers' own if it reads such adapters, else peft's."""
         return "diffusers" if isinstance(self.lora, (LoRA, LoKr)) else "peft"
 
     def model(self) -> torch.nn.Module:
-        """The model with its adapters, the same on every rank and in every process."""
+        """Build the model with its adapters, identical on every rank and in every process."""
         model = self.base()
         torch.manual_seed(5)
         if isinstance(model, TrainedParts):
@@ -123,7 +123,7 @@ class Adapted:
         return model
 
     def base(self) -> Any:
-        """The model as it is published."""
+        """Build the published model, without adapters."""
         if self.kind == "sd3":
             return tiny_sd3()
         if self.kind == "text":
@@ -132,7 +132,7 @@ class Adapted:
 
 
 def batch(step: int, *, width: int = WIDTH) -> dict[str, torch.Tensor]:
-    """The whole step's samples, whatever the number of ranks."""
+    """Return the samples of a step for all ranks together."""
     generator = torch.Generator().manual_seed(1000 + step)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -171,7 +171,7 @@ def predict(engine: Any, adapted: Adapted, data: dict[str, torch.Tensor]) -> tor
 
 
 def loss_of(engine: Any, adapted: Adapted, step: int) -> torch.Tensor:
-    """This rank's share of a step's loss."""
+    """Return the loss of this rank's samples."""
     size = SAMPLES // engine.group.world_size
     share = slice(engine.group.rank * size, (engine.group.rank + 1) * size)
     data = {name: t[share] for name, t in batch(step, width=adapted.wide or WIDTH).items()}
@@ -180,7 +180,7 @@ def loss_of(engine: Any, adapted: Adapted, step: int) -> torch.Tensor:
 
 
 def case_for(case: Case, world_size: int) -> Case:
-    """A case whose micro batch is a rank's share."""
+    """Return the case with a rank's share as its micro batch."""
     return attrs.evolve(case, micro_batch=SAMPLES // world_size, lr=5e-3)
 
 
@@ -189,7 +189,7 @@ PLAIN_RUN = case_for(PLAIN, 1)
 
 
 def step(engine: Any, adapted: Adapted, index: int) -> float:
-    """Train once; the loss over all ranks."""
+    """Take a training step; return the loss over all ranks."""
     loss = loss_of(engine, adapted, index)
     engine.backward(loss)
     assert engine.step().applied
@@ -200,13 +200,13 @@ def step(engine: Any, adapted: Adapted, index: int) -> float:
 
 
 class Bare:
-    """A model without an engine, called as one is."""
+    """A model without an engine, called like one."""
 
     device = torch.device("cpu")
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
-        # DeepSpeed casts all weights; diffusers would keep some in fp32 and say so.
+        # DeepSpeed casts all weights; diffusers' own ``to`` would keep some in fp32.
         self._model = torch.nn.Module.to(model, dtype).eval()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -214,20 +214,20 @@ class Bare:
 
 
 def output_of(engine: Any, adapted: Adapted) -> torch.Tensor:
-    """What an engine gives for samples it has not seen."""
+    """Return an engine's output for unseen samples."""
     with engine.evaluating():
         return predict(engine, adapted, batch(99, width=adapted.wide or WIDTH)).float().cpu()
 
 
 def output_without_engine(model: Any, adapted: Adapted, dtype: torch.dtype) -> torch.Tensor:
-    """The same of a model on its own."""
+    """Return the output of a model without an engine for the same samples."""
     with torch.no_grad():
         data = batch(99, width=adapted.wide or WIDTH)
         return predict(Bare(model, dtype), adapted, data).float()
 
 
 def loaded(adapted: Adapted, file: Any) -> Any:
-    """The published model with the adapters of a file."""
+    """Build the published model with a file's adapters."""
     model = adapted.base()
     parts = dict(model.items()) if adapted.kind == "text" else {None: model}
     for name, part in parts.items():
@@ -236,7 +236,7 @@ def loaded(adapted: Adapted, file: Any) -> Any:
 
 
 def follow(case: Case, adapted: Adapted, folder: str, steps: int, half: int) -> dict[str, Any]:
-    """Train; save half way; export what was trained, its average, and both folded in."""
+    """Train, saving half way; export the adapters, their EMA, and the merged model."""
     model = adapted.model()
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     engine = start(case, model)
@@ -254,7 +254,7 @@ def follow(case: Case, adapted: Adapted, folder: str, steps: int, half: int) -> 
 
 
 def go_on(case: Case, adapted: Adapted, folder: str, steps: int, half: int) -> dict[str, Any]:
-    """Resume under any plan, with adapters that were initialized differently."""
+    """Resume under any plan, with adapters that were initialised differently."""
     torch.manual_seed(77)
     model = adapted.model()
     for parameter in model.parameters():
@@ -274,7 +274,7 @@ def go_on(case: Case, adapted: Adapted, folder: str, steps: int, half: int) -> d
 
 
 def state_of(engine: Any, before: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What is trained, what of the model this rank holds, and what has not moved."""
+    """Report what is trained, what this rank holds of the model, and what has not moved."""
     return {
         "held": {n: p.numel() for n, p in engine.module.named_parameters()},
         "dtypes": {str(p.dtype) for p in engine.module.parameters()},
@@ -284,7 +284,7 @@ def state_of(engine: Any, before: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def swapped(engine: Any) -> dict[str, bool]:
-    """Whether frozen weights and the optimizer's states lie on NVMe."""
+    """Report whether frozen weights and optimizer states are on NVMe."""
     wrapper = getattr(getattr(engine, "deepspeed_engine", None), "optimizer", None)
     groups = getattr(wrapper, "fp32_partitioned_groups_flat", ())
     frozen = [p for p in engine.module.parameters() if not p.requires_grad]
@@ -300,7 +300,7 @@ def _away(parameter: torch.nn.Parameter) -> bool:
 
 
 def exported(engine: Any, adapted: Adapted, ema: Any, folder: str) -> dict[str, Any]:
-    """Whether files give the engine's output on models that know no engine."""
+    """Compare exports, loaded without an engine, with the engine's output."""
     place = f"{folder}/{secrets.token_hex(4)}" if engine.group.is_main else ""
     place = engine.group.broadcast(place)
     component = "unet" if adapted.kind == "text" else None

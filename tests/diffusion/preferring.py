@@ -1,4 +1,4 @@
-"""What the ranks of the tests on preference do on real engines."""
+"""Rank functions of the preference tests on real engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerotune.diffusion.noise import DrawnNoise
 
 
 class OfTheSample:
-    """Noise that each sample has of its own, on any number of ranks."""
+    """Noise seeded by the sample, so that it is the same on any number of ranks."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:  # noqa: ARG002
         rows = []
@@ -28,7 +28,7 @@ class OfTheSample:
 
 
 def pairs(step: int) -> dict[str, torch.Tensor]:
-    """The whole step's pairs."""
+    """The pairs of a whole step, over all ranks."""
     random = torch.Generator().manual_seed(2000 + step)
     latents = torch.randn(SAMPLES, 4, SIZE, SIZE, generator=random)
     return {
@@ -40,13 +40,13 @@ def pairs(step: int) -> dict[str, torch.Tensor]:
 
 
 def prefer(case: Case, folder: str, steps: int, *, copied: bool, resume: bool) -> Any:
-    """Losses of a fresh run that saves half way, or of one that goes on from there."""
+    """Return the losses of a fresh run that saves half way, or of one that resumes from there."""
     model: Any = tiny_sdxl() if copied else Adapted().model()
     denoising = DenoisingObjective(
         scheduler=DDPMScheduler(),
         family=StableDiffusionXL(),
         noise=OfTheSample(),
-        timestep_range=(0.5, 0.501),  # One step: its number is drawn by each rank.
+        timestep_range=(0.5, 0.501),  # A single time step, because each rank draws its own.
     )
     reference = tiny_sdxl() if copied else None
     objective = PreferenceObjective(objective=denoising, beta=5000.0, reference=reference)

@@ -1,4 +1,4 @@
-"""Checkpointed activations that wait in host memory."""
+"""Checkpointed activations offloaded to host memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from zerotune.errors import InvalidValueError, TrainingError
 
 
 class RecordingTransfers:
-    """A device whose copies end only when somebody waits for them.
+    """A device whose copies end only when they are waited for.
 
-    What is loaded holds rubbish until ``finish``, and what is released or dropped early is
+    Loaded tensors hold garbage until ``finish``, and buffers released or dropped early are
     overwritten, so that a missing wait shows in the gradients.
     """
 
@@ -156,7 +156,7 @@ def test_results_are_exact_and_every_copy_is_waited_for(make: Any, ahead: int) -
 
 
 def test_slices_leave_at_any_batch() -> None:
-    # Flux's single blocks take slices of a cat: dense at batch 1 only.
+    # Flux's single blocks get slices of a concatenation, which are dense at batch 1 only.
     stored = []
     for batch in (1, 2):
         model = flux()
@@ -167,7 +167,7 @@ def test_slices_leave_at_any_batch() -> None:
     assert stored[0] == stored[1]
 
 
-def test_what_is_expanded_stays() -> None:
+def test_expanded_tensors_stay_on_the_device() -> None:
     transfers = RecordingTransfers()
     offload = ActivationOffload(smallest=0, transfers=transfers)
     x = torch.nn.Linear(4, 4)(torch.ones(1, 4))
@@ -199,7 +199,7 @@ def test_copies_have_no_gaps_and_are_made_of_whole_pieces(tensor: torch.Tensor) 
 
 
 class Chain(torch.nn.Module):
-    """Blocks one after the other, so that the order of events can be written down."""
+    """A sequence of blocks, so that the tests can list the order of events."""
 
     _supports_gradient_checkpointing = True
 
@@ -229,7 +229,7 @@ def test_each_block_leaves_behind_the_next_and_comes_back_one_ahead() -> None:
     model, transfers = Chain(5), RecordingTransfers()
     ActivationOffload(smallest=0, transfers=transfers).attach(model)
     output = model(torch.ones(1, 4)).sum()
-    # Inputs 0 to 4; the last stays, and the one before it is still there when it is needed.
+    # Inputs 0 to 4: the last is not stored, and the one before it is needed before it has left.
     assert transfers.events == [
         ("store", 0),
         ("store", 1),
@@ -354,7 +354,7 @@ def test_models_without_checkpointing_are_refused() -> None:
         ActivationOffload(ahead=0)
 
 
-def test_no_gradients_no_offload() -> None:
+def test_nothing_is_offloaded_without_gradients() -> None:
     model, transfers = Chain(3), RecordingTransfers()
     ActivationOffload(smallest=0, transfers=transfers).attach(model)
     with torch.no_grad():
@@ -430,14 +430,14 @@ def test_engines_train_the_same_bit_for_bit(case: Case) -> None:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """As far as this device can, until the test is over."""
+    """Use deterministic kernels where the device has them."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu
-# Of what it cannot, torch warns; which it is changes from release to release.
+# torch warns of operators without a deterministic kernel; which ones varies by release.
 @pytest.mark.filterwarnings("ignore:.*determinis")
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("make", [text_unet, flux])

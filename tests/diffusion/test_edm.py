@@ -1,4 +1,4 @@
-"""EDM against diffusers' script and NVlabs/edm, whose arithmetic is written out here."""
+"""EDM against diffusers' script and NVlabs/edm, whose formulas are written out here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def generator(seed=7):
 
 
 class Model(torch.nn.Module):
-    """Predicts something of its input and its time, with gradients."""
+    """Predict some function of the input and its time, with gradients."""
 
     device, dtype = torch.device("cpu"), torch.float32
 
@@ -119,7 +119,8 @@ def test_edm_style_training_of_another_base_is_plain_denoising(prediction):
     inputs = objective.inputs({"images": latents()}, generator())
     steps = euler.timesteps[indices].long()
     found = objective.compare(model, inputs, steps)
-    if prediction == "v_prediction":  # Its weight is less than 1: sigma² / (sigma² + 1) / sigma².
+    if prediction == "v_prediction":
+        # The script weights velocity errors by less than 1: sigma² / (sigma² + 1) / sigma².
         kept = objective.scheduler.alphas_cumprod[steps].view(-1, 1, 1, 1)
         ours = (kept * (found.prediction - found.target) ** 2).mean()
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)

@@ -1,4 +1,4 @@
-"""A folder of images to caches, after which the encoders leave the device."""
+"""Encoding a folder of images to caches, after which the encoders leave the device."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sdxl(tmp_path):
 
 
 def watched(parts, monkeypatch):
-    """Where parts are sent, in order."""
+    """Record where parts are moved, in order."""
     moved = []
     usual = parts.to
 
@@ -70,7 +70,7 @@ def test_caches_hold_what_the_encoders_give_and_the_encoders_leave(
     family = load_pretrained(sdxl, frozen_dtype="fp32").family
     moved = watched(family.parts, monkeypatch)
     cached = encode_dataset(images, family=family, folder=tmp_path / "cache", progress=False)
-    # Only what computes is on the device, and nothing after.
+    # Only the part that computes is on the device, and none of them afterwards.
     encoders = ("text_encoder", "text_encoder_2")
     assert {names for _, names in moved} == {("vae",), encoders, None}
     kinds = [names for _, names in moved]
@@ -111,8 +111,8 @@ def test_without_parts_there_is_nothing_to_encode_with(images, sdxl, tmp_path):
 
 
 def encode_slowly(folder, images, target, timeout_s):
-    """One rank encodes for longer than the group waits for a collective."""
-    # The start may take longer, where much else runs.
+    """Let one rank encode for longer than the group's collective timeout."""
+    # A generous timeout for the start, which is slow on a busy machine.
     first = ProcessGroup(backend="gloo", timeout_s=60.0)
     family = load_pretrained(folder, frozen_dtype="fp32").family
     first.barrier("begin together")
@@ -160,7 +160,7 @@ def test_encoders_give_the_memory_back(images, sdxl, tmp_path):
 
 @pytest.fixture
 def edits(tmp_path):
-    """Two pictures with what they were before, one with a mask."""
+    """Two images with their reference images, one with a mask."""
     folder = tmp_path / "edits"
     folder.mkdir()
     colors = np.random.default_rng(1)
@@ -229,7 +229,7 @@ def test_texts_read_with_their_image_train_alike_from_pixels_and_caches(edits, t
             )
             for name in ("prompt_embeds", "prompt_embeds_mask"):
                 torch.testing.assert_close(one[name], words[name][0])
-            # Shown in the size of its own, whatever the bucket's.
+            # The reference keeps its own size, whatever the bucket's.
             assert one["reference_latents"].shape == (4, 16, 16)
             assert one["latents"].shape == (4, 8, 8)
     assert len(seen) >= 8
@@ -244,7 +244,7 @@ def test_texts_read_with_their_image_train_alike_from_pixels_and_caches(edits, t
 
 
 def told(images, caption):
-    """Uses that say something, of the first image and then of the second."""
+    """Draws with this caption, those of the first image before those of the second."""
     draws = [(n, e) for n in range(2) for e in range(20)]
     return [(n, e) for n, e in draws if images.caption(Draw(index=n, epoch=e)) == caption]
 

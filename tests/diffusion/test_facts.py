@@ -1,4 +1,4 @@
-"""Counting what a training step keeps, without computing it."""
+"""Counting the activations of a training step without computing it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _measured = {}
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Classes of the models that are counted; a second time they cost nothing."""
+    """Record the classes of counted models; a repeated count reuses the first result."""
     seen = []
 
     def measure(module, **options):
@@ -94,7 +94,7 @@ def counted(monkeypatch):
 
 
 class Chain(torch.nn.Module):
-    """Whose activations can be counted by hand."""
+    """A model whose activations can be counted by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,8 +112,8 @@ def test_the_peak_is_what_lives_at_once():
     for parameter in chain.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     peak = activation_peak(chain, {"sample": sample})
-    # At the turn: relu's output for the weight's gradient (16 x 32), and of the loss the output
-    # (16 x 4) in bf16 and fp32 and its square; later gradients take the place of these.
+    # Live as backward begins: relu's output for the weight's gradient (16 x 32), and for the loss
+    # the output (16 x 4) in bf16 and fp32 and its square. Later gradients reuse this memory.
     kept = 16 * 32 * 2
     assert kept + 16 * 4 * (2 + 4) <= peak <= 4 * kept
 
@@ -180,7 +180,8 @@ def test_a_configuration_is_read_from_a_folder(tmp_path):
     assert from_folder.name == "UNet2DConditionModel"
 
 
-# As published: with keys of the file itself, false for null, and what the class no longer has.
+# As published: with keys about the file, false for null, and an argument that the class has
+# dropped.
 PUBLISHED = {
     "_class_name": "QwenImageTransformer2DModel",
     "_diffusers_version": "0.34.0.dev0",
@@ -229,7 +230,7 @@ def test_a_catalogued_configuration_has_the_parameters_of_its_model():
 def test_a_configuration_means_one_family():
     digests = {name: model_family(name).configuration for name in family_names()}
     assert all(len(digest) == 64 for digest in digests.values())
-    # The same model called otherwise, to edit, to steer or to go on, is another family.
+    # The same model class with other inputs (edit, ControlNet, image-to-video) is another family.
     alike = {name for name in digests if name.endswith(("-controlnet", "-edit-plus", "-i2v"))}
     alike |= {"flux-kontext", "qwen-image-edit"}
     assert len(set(digests.values())) == len(digests) - len(alike)
@@ -315,11 +316,11 @@ def test_planned_adapters_are_those_that_peft_makes():
         assert planned.numel == made.numel
 
 
-# -- Lists of equal blocks, of which few run.
+# -- Lists of equal blocks, of which only a few run.
 
 
 class Steps(torch.nn.Module):
-    """Equal blocks, each called as often as ``calls`` says."""
+    """Equal blocks, each called as often as its entry in ``calls``."""
 
     def __init__(self, calls):
         super().__init__()
@@ -334,10 +335,10 @@ class Steps(torch.nn.Module):
 
 
 def whole_and_few(model, count, monkeypatch):
-    """What ``count`` gives with all blocks run, and with few, and how many blocks ran then."""
+    """Return ``count()`` with all and with few blocks run, and the latter's block calls."""
     with monkeypatch.context() as patched:
         patched.setattr(passes, "_find_repeats", lambda _model: ())
-        count()  # Models keep tables from their first call.
+        count()  # Models cache tables in their first call.
         whole = count()
     blocks = [block for repeat in passes._find_repeats(model) for block in repeat.every]
     ran = []
@@ -362,7 +363,7 @@ def test_blocks_that_do_not_run_are_counted_all_the_same(monkeypatch):
             whole, few, calls = whole_and_few(model, count, monkeypatch)
             assert few == whole
             ran.append(calls)
-    assert ran == [2 * 7 + 6, 2 * 20 + 6]  # All of them twice, forwards.
+    assert ran == [2 * 7 + 6, 2 * 20 + 6]  # All blocks run forward twice.
 
 
 @pytest.mark.parametrize("odd", [0, 3, 6, 9])
@@ -391,8 +392,9 @@ def test_a_step_of_few_blocks_is_measured_as_one_of_all(name, monkeypatch, tmp_p
         model = getattr(diffusers, config["_class_name"]).from_config(config | longer)
     whole, few, calls = whole_and_few(model, lambda: measure_step(model), monkeypatch)
     assert few == whole
-    # Four sizes: kept whole, recomputed (forwards and backwards) and offloaded (likewise).
-    assert calls == (4 * 5 * 6 + 2 * 9) * len(longer)  # Twice all of them, forwards.
+    # Four sizes, each with activations kept, recomputed (forward and backward) and offloaded
+    # (likewise).
+    assert calls == (4 * 5 * 6 + 2 * 9) * len(longer)  # All blocks run forward twice.
 
 
 def test_the_work_of_counting_does_not_grow_with_the_depth(monkeypatch, tmp_path):
@@ -406,7 +408,7 @@ def test_the_work_of_counting_does_not_grow_with_the_depth(monkeypatch, tmp_path
             patched.setattr(passes._Counts, "_count", counted_calls(count, seen))
             measure_step(model)
         operators.append(seen["calls"])
-    # Two forward passes of all blocks are among the passes, forwards and backwards.
+    # Only two of the passes, both forward, run all blocks.
     assert operators[1] < 1.7 * operators[0]
 
 
@@ -429,11 +431,11 @@ def test_pixart_alpha_is_told_sizes_and_sigma_is_not(tmp_path):
     assert told[1]["resolution"] is None
 
 
-# -- Declared families: what their pipelines give their models.
+# -- Declared families: the inputs their pipelines pass to the models.
 
 
 def declared(name, folder):
-    """The configuration of a tiny model, and the model."""
+    """Return the configuration of a tiny model, and the model."""
     path = MAKERS[name](folder)
     config = json.loads((path / "transformer" / "config.json").read_text())
     kind = getattr(diffusers, config["_class_name"])
@@ -462,7 +464,7 @@ def test_pipelines_that_take_samples_in_turn_keep_all_their_graphs(tmp_path):
 
 
 def test_a_captured_call_is_the_one_written_by_hand(monkeypatch):
-    """Flux is known by hand; its declaration gives its model the same."""
+    """Flux has hand-written inputs; its declaration must produce the same ones."""
 
     with torch.device("meta"):
         model = FluxTransformer2DModel.from_config(FLUX)
@@ -471,7 +473,7 @@ def test_a_captured_call_is_the_one_written_by_hand(monkeypatch):
     captured = example_inputs(model)(2, 256, 512)
     for key, tensor in by_hand.items():
         assert captured[key].shape == tensor.shape, key
-    # The pipeline's places are fp32, which a tiny model feels.
+    # The pipeline's position ids are fp32, which matters in a tiny model.
     assert activation_peak(model, captured) == pytest.approx(
         activation_peak(model, by_hand), rel=0.05
     )

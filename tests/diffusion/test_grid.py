@@ -1,4 +1,4 @@
-"""Grids that move: as animated PNG and as MP4."""
+"""Grids of clips, as animated PNG and as MP4."""
 
 from __future__ import annotations
 

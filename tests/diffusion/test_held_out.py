@@ -1,4 +1,4 @@
-"""The validation loss: the same figure for the same weights, whoever computes it and when."""
+"""The validation loss: the same figure for the same weights, on any ranks and at any time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARTITIONED = (("stage3_param_persistence_threshold", 0),)
 
 
 class FakeGroup:
-    """One rank of several that all run in this process, one after the other."""
+    """A process group whose ranks run in this process, one after the other."""
 
     def __init__(self, rank, world_size, box):
         self.rank, self.world_size, self.box, self.agreed = rank, world_size, box, []

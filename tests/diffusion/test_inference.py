@@ -1,4 +1,4 @@
-"""A rank that fails is an error on every rank, at once."""
+"""A failure on one rank raises on every rank at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_others_are_told_which_rank_failed_and_why():
     assert time.perf_counter() - begun < 30, "nobody waited for the timeout"
 
 
-def test_alone_there_is_nobody_to_tell():
+def test_without_a_group_results_and_errors_pass_through():
     assert shared(None, "counting", lambda: 5) == [5]
     with pytest.raises(ZeroDivisionError):
         shared(None, "dividing", lambda: 1 / 0)

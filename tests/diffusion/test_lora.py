@@ -1,4 +1,4 @@
-"""Adapters in a model: what is trained, what is refused, and several models in one."""
+"""Adapters in one or several models: trained parameters and refused settings."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_parts_that_cannot_be_are_refused():
         add_lora(TrainedParts(unet=layer))
 
 
-def test_parts_look_like_the_first():
+def test_trained_parts_have_the_attributes_of_the_first():
     parts = TrainedParts(unet=tiny_sdxl(), text_encoder=tiny_clip())
     assert parts.config.in_channels == 4
     assert parts.dtype == torch.float32

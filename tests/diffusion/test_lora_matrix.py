@@ -86,7 +86,7 @@ def test_in_bf16_the_file_gives_the_engines_output(kind, case, world_size, tmp_p
 @pytest.mark.nvme
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_on_nvme_lie_the_frozen_base_and_the_adapters_states(world_size, tmp_path):
-    # Each rank's part of a matrix has 1 MiB in bf16.
+    # Each rank's part of a matrix takes 1 MiB in bf16, the least that DeepSpeed swaps.
     wide = attrs.evolve(WIDE, wide=16384 * world_size)
     case = on_nvme(tmp_path, world_size, precision="bf16")
     results = run_ranks(follow, case, wide, str(tmp_path), STEPS, HALF, world_size=world_size)

@@ -24,7 +24,7 @@ TEXT = Adapted(kind="text", checkpointing=True)
 """A U-Net and its text encoder, both with adapters, in one engine."""
 DORA = Adapted(kind="sd3", lora=LoRA(rank=4, alpha=8, dora=True))
 LOKR = Adapted(lora=LoKr(rank=2, alpha=4, targets=("to_q", "conv1")), checkpointing=True)
-"""Factors that no module's forward pass fetches, and that read the shape of the base."""
+"""LoKr factors, which no module's forward pass fetches and which need the base weight's shape."""
 WIDE = Adapted(lora=LoRA(rank=16, targets=("attn2.to_k", "attn2.to_v")), wide=2048)
 """Adapters of more than 1 MiB together: DeepSpeed swaps nothing smaller."""
 CLOSE = 5e-5
@@ -32,7 +32,7 @@ _plain: dict[tuple[str, int], list[float]] = {}
 
 
 def plain_losses(adapted, folder, steps=STEPS, half=HALF):
-    """Of one process without DeepSpeed; its results are checked too."""
+    """Return the losses of one process without DeepSpeed, after checking its files."""
     key = repr(adapted), steps
     if key not in _plain:
         case, place = case_for(PLAIN, 1), str(folder / "plain")
@@ -69,7 +69,7 @@ def check_files(found, *, exact=True):
 
 
 def check_partitioned(results):
-    """At stage 3 nothing is whole outside a forward pass, the frozen base included."""
+    """Check that no parameter, frozen or trained, is whole outside a forward pass."""
     for found in results:
         assert len(found["held"]) > len(found["trained"]) > 0
         assert not any(found["held"].values())
@@ -96,7 +96,7 @@ def test_a_unet_and_its_encoder_go_on_from_stage_2_to_stage_3(steps, half, tmp_p
     check_files(first)
     assert first["file"][2] == ("unet", "text_encoder")
     assert not first["stuck"]
-    # Weights, two moments and the average of the adapters, in fp32, and nothing of the base.
+    # Weights, two moments and EMA of the adapters in fp32, and nothing of the base.
     weights = tmp_path / "half" / "weights-00001-of-00001.safetensors"
     assert 0 < weights.stat().st_size - 4 * first["file"][1] < 40_000
     case = case_for(Case(stage=3, offload="cpu", offload_param="cpu", overrides=(WHOLE,)), 2)
@@ -107,7 +107,7 @@ def test_a_unet_and_its_encoder_go_on_from_stage_2_to_stage_3(steps, half, tmp_p
 
 
 @pytest.mark.deepspeed
-def test_dora_on_a_transformer_at_stage_3(tmp_path):
+def test_dora_trains_on_a_transformer_at_stage_3(tmp_path):
     expected = plain_losses(DORA, tmp_path, STEPS, HALF)
     case = case_for(Case(stage=3, overrides=(WHOLE,)), 2)
     results = run_ranks(follow, case, DORA, str(tmp_path), STEPS, HALF, world_size=2)
@@ -119,7 +119,7 @@ def test_dora_on_a_transformer_at_stage_3(tmp_path):
 
 @pytest.mark.deepspeed
 @LENGTHS
-def test_kronecker_factors_at_stage_3(steps, half, tmp_path):
+def test_kronecker_factors_train_at_stage_3(steps, half, tmp_path):
     expected = plain_losses(LOKR, tmp_path, steps, half)
     case = case_for(Case(stage=3, offload="cpu", offload_param="cpu", overrides=(WHOLE,)), 2)
     results = run_ranks(follow, case, LOKR, str(tmp_path), steps, half, world_size=2)

@@ -1,4 +1,4 @@
-"""Losses, weightings and noise of kohya-ss/sd-scripts, whose arithmetic is written out here."""
+"""Losses, weightings and noise of kohya-ss/sd-scripts, whose formulas are written out here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def generator(seed=7):
 
 
 class Model(torch.nn.Module):
-    """Predicts something of its input and its time, with gradients."""
+    """Predict some function of the input and its time, with gradients."""
 
     device, dtype = torch.device("cpu"), torch.float32
 
@@ -96,7 +96,7 @@ def post_process_loss(loss, scheduler, timesteps, *, min_snr_gamma, debiased, v_
 def kohya_loss(
     model, data, *, prediction, loss_type="l2", huber=None, min_snr_gamma=None, debiased=False
 ):
-    """train_network.py: ``process_batch``, which weighs and masks as it says here."""
+    """``process_batch`` of train_network.py, with its weights and masks."""
     random = generator()
     scheduler = DDPMScheduler(**SDXL, prediction_type=prediction)
     latents = data["images"]
@@ -184,8 +184,8 @@ def test_huber_in_flow_matching_is_that_of_kohyas_flux_and_sd3(
     )
     model, data = Model(), batch()
 
-    # flux_train.py with model_prediction_type "raw" or "sigma_scaled" (whose target it forgets to
-    # change), sd3_train.py, which compares clean samples.
+    # flux_train.py with model_prediction_type "raw" or "sigma_scaled" (which leaves the target
+    # unscaled), and sd3_train.py, which compares clean samples.
     random, latents = generator(), data["images"]
     noise = torch.randn(latents.shape, generator=random)
     indices = (torch.rand(len(latents), generator=random) * 1000).long()
@@ -205,7 +205,7 @@ def test_huber_in_flow_matching_is_that_of_kohyas_flux_and_sd3(
 
 
 def pyramid_noise_like(noise, random, iterations, discount):
-    """library/custom_train_functions.py, its random numbers from one generator."""
+    """library/custom_train_functions.py, with all random numbers from one generator."""
     b, c, w, h = noise.shape
     u = torch.nn.Upsample(size=(w, h), mode="bilinear")
     sizes = []
@@ -280,7 +280,7 @@ def test_a_perturbed_input_is_not_what_preconditioned_outputs_have_to_find():
     torch.testing.assert_close(image.prediction - image.target, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_loss_of_ones_own():
+def test_a_custom_loss_replaces_the_squared_error():
     class Absolute:
         def errors(self, prediction, target, level):
             assert level.time.shape == (6,)

@@ -1,4 +1,4 @@
-"""Losses against diffusers' own training arithmetic, written out here."""
+"""Losses against the formulas of diffusers' training scripts, written out here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def drawn_labels(labels, random):
 
 
 class Recorder(torch.nn.Module):
-    """Predicts zeros and keeps what it was called with."""
+    """Predict zeros and record the arguments."""
 
     device = torch.device("cpu")
     dtype = torch.bfloat16
@@ -110,7 +110,7 @@ def test_densities_stay_inside_the_schedule_and_are_the_ones_named():
     # P(|z| < ln 3) of a standard normal.
     assert share_of_times("logit_normal", 250, 750) == pytest.approx(0.728, abs=0.03)
     assert share_of_times("logit_normal", 0, 50) < 0.005
-    # "mode" is as high in the middle, but keeps its tails.
+    # "mode" is as dense in the middle, but has heavier tails.
     assert share_of_times("mode", 250, 750) == pytest.approx(0.728, abs=0.03)
     assert share_of_times("mode", 0, 50) > 0.01
 

@@ -1,4 +1,4 @@
-"""Noise, weights, masks, ranges and shifts, each by what it must do."""
+"""Effects of noise, weights, masks, ranges and shifts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def generator(seed=7):
 
 
 class Constant(torch.nn.Module):
-    """Predicts the same value everywhere and keeps what it was called with."""
+    """Predict the same value everywhere and record the arguments."""
 
     device, dtype = torch.device("cpu"), torch.float32
 
@@ -63,7 +63,7 @@ def test_offset_noise_shifts_whole_channels_and_keeps_the_earlier_draws():
     assert torch.allclose(shifts, shifts[:, :, :1, :1].expand_as(shifts), atol=1e-6)
     assert len(shifts[:, :, 0, 0].unique()) == 6
     many = OffsetNoise(strength=0.5).draw(torch.zeros(4000, 1, 4, 4), generator()).target
-    # Variance of a mean of 16: 1/16 of its own and 0.25 of the shift.
+    # Variance of a mean of 16 pixels: 1/16 from the noise and 0.25 from the shift.
     assert many.mean((1, 2, 3)).var() == pytest.approx(0.3125, rel=0.08)
 
 
@@ -85,7 +85,7 @@ def test_min_snr_is_the_same_loss_of_the_clean_image_for_every_prediction(predic
     steps = torch.arange(0, 1000, 37)
     snr = compute_snr(scheduler, steps)
     weights = min_snr_weights(scheduler, steps, gamma=5.0)
-    # Error of noise, velocity or image that an error of 1 in the clean image amounts to.
+    # Squared error of noise, velocity or image that a squared error of 1 in the clean image causes.
     alpha = scheduler.alphas_cumprod[steps]
     of_image = {
         "epsilon": alpha / (1 - alpha),
@@ -106,7 +106,7 @@ def test_pure_noise_keeps_its_weight_under_min_snr(prediction):
     model = Constant()
     loss = objective(model, {"images": torch.full((4, 1, 8, 8), 0.5)}, generator())
     assert model.timesteps.tolist() == [999] * 4
-    # The input holds nothing of the image; velocity and image are then -0.5 and 0.5.
+    # The input is pure noise, so that the targets for velocity and image are -0.5 and 0.5.
     assert torch.equal(model.noisy, GaussianNoise().draw(model.noisy, generator()).added)
     assert loss == pytest.approx(0.25, rel=1e-5)
 
@@ -220,7 +220,7 @@ def test_each_bucket_is_trained_on_the_sigmas_it_is_sampled_with(kind):
     assert medians[2] - medians[0] > 50
 
 
-def test_a_shift_of_ones_own():
+def test_a_custom_resolution_shift_is_applied():
     @attrs.frozen
     class Fixed:
         value: float
@@ -276,7 +276,7 @@ def test_masks_take_places_out_of_the_loss():
 
 @attrs.frozen(kw_only=True, eq=False)
 class Halved(Unconditional):
-    """A family that makes latents of images, half as large, and clips of them if so asked."""
+    """A family whose latents are images at half size, repeated to clips if ``frames`` is set."""
 
     frames: int = 0
 

@@ -1,4 +1,4 @@
-"""Losses and gradients against diffusers' training scripts, whose arithmetic is written out here.
+"""Losses and gradients against diffusers' training scripts, whose formulas are written out here.
 
 Tiny models of the real architectures, called as the scripts call them.
 """
@@ -100,7 +100,7 @@ def batch(step, size=(8, 8), count=3):
 
 
 def losses(objective, model, size=(8, 8), count=3):
-    """Losses of a few steps, and the gradients of the last."""
+    """Return the losses of a few steps, and the gradients of the last."""
     random = torch.Generator().manual_seed(7)
     found = []
     for step in range(STEPS):
@@ -132,7 +132,7 @@ def assert_same(ours, theirs, *, exactly):
         assert torch.equal(mine, wanted)
         assert torch.equal(gradients, wanted_gradients)
     else:
-        # Weights multiply means here and squares there: the last digits of fp32 differ.
+        # We weight means, the script weights squares: the last digits of fp32 differ.
         torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=0)
         scale = wanted_gradients.abs().max()
         torch.testing.assert_close(gradients / scale, wanted_gradients / scale, rtol=0, atol=1e-5)
@@ -141,7 +141,7 @@ def assert_same(ours, theirs, *, exactly):
 def sdxl_script(
     *, prediction="epsilon", snr_gamma=None, noise_offset=0.0, input_perturbation=0.0, **betas
 ):
-    """examples/text_to_image/train_text_to_image_sdxl.py, input perturbation from its sister."""
+    """train_text_to_image_sdxl.py, with the input perturbation of train_text_to_image.py."""
     scheduler = DDPMScheduler(**SDXL, prediction_type=prediction, **betas)
 
     def loss_of(unet, data, random):
@@ -183,7 +183,7 @@ def sdxl_script(
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("snr_gamma", [None, 5.0])
-def test_sdxl(unet, prediction, snr_gamma):
+def test_sdxl_losses_are_those_of_the_script(unet, prediction, snr_gamma):
     objective = DenoisingObjective(
         scheduler=DDPMScheduler(**SDXL, prediction_type=prediction),
         family=StableDiffusionXL(),
@@ -327,7 +327,7 @@ def test_flux_with_the_unshifted_steps_of_its_script(flux):
 def test_flux_with_the_steps_its_pipeline_would_take_at_this_resolution(flux, size):
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-    # 12 to 24 tokens: a range in which the shift differs much.
+    # 12 to 24 tokens, between which the shift varies much with these settings.
     options = {"base_image_seq_len": 4, "max_image_seq_len": 32, "use_dynamic_shifting": True}
     objective = FlowMatchingObjective(
         scheduler=FlowMatchEulerDiscreteScheduler(**options), family=Flux()

@@ -1,4 +1,4 @@
-"""peft's own configurations: trained, stopped, resumed, and read by peft and diffusers."""
+"""peft's own configurations train, stop, resume, and load in peft and diffusers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WITHOUT = [
 ]
 WITHOUT += ["vae"]
 TRAINED = Adapted(kind="sd3")
-"""What the model is called with."""
+"""Selects the model inputs in ``step``."""
 CASE = case_for(Case(stage=2, offload="cpu"), 1)
 
 
@@ -53,7 +53,8 @@ def read_by_diffusers(kind: str, file: str) -> Any:
 
     model = tiny_sd3()
     if kind == "LoKrConfig":
-        # Its pipelines know LoRA alone. Without use_safetensors it reads no header, so no alpha.
+        # diffusers' pipelines load only LoRA. Without use_safetensors it skips the header, which
+        # has alpha.
         model.load_lora_adapter(file, prefix="transformer", use_safetensors=True)
         return model
     pipeline = StableDiffusion3Pipeline(
@@ -66,7 +67,7 @@ def read_by_diffusers(kind: str, file: str) -> Any:
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("kind", SETTINGS)
 @ranks(1)
-def test_it_goes_on_and_others_read_what_it_wrote(kind, tmp_path):
+def test_peft_configurations_resume_and_load_in_peft_and_diffusers(kind, tmp_path):
     from peft import PeftModel
 
     engine = engine_of(kind, seed=5)
@@ -76,7 +77,7 @@ def test_it_goes_on_and_others_read_what_it_wrote(kind, tmp_path):
         if index == 1:
             save_checkpoint(tmp_path / "half", engine=engine)
     engine.close()
-    # Other first values, which the checkpoint replaces.
+    # Different initial values, which the checkpoint must replace.
     engine = engine_of(kind, seed=77)
     load_checkpoint(tmp_path / "half", engine=engine)
     assert [step(engine, TRAINED, index) for index in (2, 3)] == losses[2:]

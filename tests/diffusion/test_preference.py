@@ -1,4 +1,4 @@
-"""Preference: Diffusion-DPO against diffusers' script, on engines, and over pairs of files."""
+"""Diffusion-DPO against diffusers' script, on engines, and with pairs of files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def generator(seed=7):
 
 @pytest.fixture(scope="module")
 def adapted():
-    """A U-Net whose adapters have learned something."""
+    """A U-Net with non-zero adapters."""
     model = Adapted().model()
     torch.manual_seed(9)
     for name, parameter in model.named_parameters():
@@ -125,7 +125,7 @@ def test_the_loss_is_that_of_diffusers_script(adapted, prediction, copied):
 
 
 class Model(torch.nn.Module):
-    """Predicts something of its input and its time."""
+    """Predict some function of the input and its time."""
 
     device, dtype = torch.device("cpu"), torch.float32
 
@@ -245,7 +245,7 @@ def test_what_cannot_be_compared_is_refused():
 
 @pytest.fixture
 def folders(tmp_path):
-    """Two folders: images of a few shapes, the rejected ones of others and under other endings."""
+    """Write two folders of images; rejected ones differ in shape and suffix from their partners."""
     random = np.random.default_rng(0)
     sizes = {"a": (20, 20), "b": (30, 15), "c/d": (40, 40)}
     for kind, ending in (("liked", "png"), ("rejected", "jpg")):
@@ -284,7 +284,7 @@ def test_a_pair_has_one_size_one_caption_and_one_flip(folders):
                 assert torch.equal(sample[name], half.tensors(index, flipped=flip)[0]["images"])
                 flips.append(flip)
     assert 0.2 < sum(flips) / len(flips) < 0.8
-    for half in found.sets.values():  # Neither is stretched into the other's shape.
+    for half in found.sets.values():  # Neither image is stretched to the other's shape.
         for index, placed in enumerate(half.assignment.placements):
             assert placed.original == half.source.item(index).size
             ratios = [one / of for one, of in zip(placed.resized, placed.original, strict=True)]
@@ -377,7 +377,8 @@ STEPS = 4
 
 
 def check(found, expected):
-    # A beta of 5000 multiplies what differs between optimizers; losses move by 0.03 a step.
+    # A beta of 5000 multiplies rounding differences between optimizers; losses change by 0.03 per
+    # step.
     assert found == pytest.approx(expected, rel=1e-3)
 
 

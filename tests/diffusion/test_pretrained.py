@@ -1,4 +1,4 @@
-"""Weights that wait in their files until the engine takes them."""
+"""Weights that stay in their files until the engine reads them."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def wide_unet() -> Any:
 
 
 def partitioning(folder: str) -> tuple[int, int, int]:
-    """Peak bytes of loading at stage 3, elements of the model and of its largest tensor."""
+    """Return peak bytes of loading at stage 3, elements of the model, and of its largest tensor."""
     from zerotune import EmbeddedPlan
 
     with Peak() as peak:
@@ -371,7 +371,7 @@ def test_four_bits_are_not_swapped_to_files(tmp_path):
 
 
 def quantized_by_hand(folder: str) -> Any:
-    """As diffusers quantizes with bitsandbytes, which it does on a GPU only."""
+    """Quantize like diffusers with bitsandbytes, which it does on a GPU only."""
     import bitsandbytes as bnb
 
     model = load_pretrained(folder, parts=False).model.bfloat16().requires_grad_(False)
@@ -408,7 +408,7 @@ def test_bitsandbytes_quantizes_on_the_way_in(sd3, monkeypatch, told, storage, c
     if not torch.cuda.is_available():
         with pytest.raises(InvalidValueError, match=r"No GPU found.*on GPUs only"):
             load_pretrained(sd3, parts=False, quantization=config)
-        # bitsandbytes computes on processors, diffusers does not ask it to.
+        # bitsandbytes runs on CPUs, but diffusers refuses to use it there.
         quantizer = getattr(bnb_quantizer, class_name)
         monkeypatch.setattr(quantizer, "validate_environment", lambda *_, **__: None)
         monkeypatch.setattr(quantizer, "update_device_map", lambda *_: {"": "cpu"})

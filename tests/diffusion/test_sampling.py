@@ -1,4 +1,4 @@
-"""Sampling, on one rank and shared over ranks, against a loop written out here."""
+"""Sampling, on one rank and on several, against a loop written out here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def draw(model, **changes):
 
 
 class FakeGroup:
-    """One rank of two, whose partner's images were drawn before."""
+    """One rank of two; the other's images are given."""
 
     def __init__(self, rank, other=None):
         self.rank, self.world_size, self.other, self.sent = rank, 2, other, None
@@ -46,7 +46,8 @@ class FakeGroup:
 
 
 DYNAMIC = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-# 8 x 8 pixels are 16 tokens of 2 x 2; diffusers' pipelines draw the line through 256 and 4096.
+# 8 x 8 pixels are 16 tokens of 2 x 2; diffusers' pipelines interpolate mu between 256 and 4096
+# tokens.
 MU = 0.5 + (1.15 - 0.5) / (4096 - 256) * (16 - 256)
 
 
@@ -96,7 +97,7 @@ def test_two_ranks_draw_together_what_one_draws_in_equally_many_forward_passes()
     assert first.calls == second.calls == 3
 
 
-def test_more_ranks_than_images():
+def test_a_rank_without_an_image_draws_with_the_others():
     model = Ranked(tiny_unet(), FakeGroup(rank=1))
     draw(model, labels=LABELS[:1])
     assert model.calls == 3
@@ -110,7 +111,7 @@ def test_the_model_comes_back_as_it_was_and_the_scheduler_too():
     assert len(scheduler.timesteps) == 1000
 
 
-def test_without_labels():
+def test_unconditional_models_are_sampled_without_labels():
     model = Ranked(tiny_unet(), None)
     model.module.forward = lambda noisy, _: (noisy * 0.1,)
     images = draw(model, family=None, labels=None, count=3, guidance_scale=1.0)

@@ -1,4 +1,4 @@
-"""Text encoders trained beside the model: through the engine, stopped, resumed and exported."""
+"""Text encoders trained with the model: on engines, stopped, resumed and exported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerotune.errors import DataError, InvalidValueError, OptimizerError
 from zerotune.optim import ParameterGroups
 
 LAST = 2
-"""Steps that text encoders are trained."""
+"""Last step that trains the text encoders."""
 ENCODERS = {
     "sd15": ["text_encoder"],
     "sdxl": ["text_encoder", "text_encoder_2"],
@@ -113,7 +113,7 @@ def digest(engine: Any, prefix: str) -> str:
 
 
 def moments(engine: Any) -> str:
-    """A digest of what this rank's optimizer remembers of the text encoders."""
+    """A digest of this rank's optimizer states of the text encoders."""
     found = hashlib.sha256()
     for fragment in engine.master_weights.read():
         if fragment.address.name.startswith("text_encoder"):
@@ -123,7 +123,7 @@ def moments(engine: Any) -> str:
 
 
 def as_arrays(tensors: Any) -> dict[str, Any]:
-    """Tensors that outlive the process they come from."""
+    """Copy tensors to arrays that can be sent to another process."""
     return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors}
 
 
@@ -177,7 +177,7 @@ def trained(
 
 
 def three_runs(folder: str, out: str, **options: Any) -> list[Any]:
-    """One at once, and one that stops and goes on."""
+    """Run once without a stop, and once stopped and resumed."""
     torch.set_num_threads(1)
     first = trained(folder, f"{out}/whole", **options)
     before = trained(folder, f"{out}/stopped", to=3, **options)
@@ -209,11 +209,11 @@ def test_encoders_stop_resume_and_are_exported(name, stage, lora, world_size, tm
     whole, before, after = found
     assert before["losses"] + after["losses"] == whole["losses"]
     assert after["whole"] == whole["whole"]
-    # Trained for two steps, then not at all, also behind a resume.
+    # The encoders train for two steps, then stay fixed, also after a resume.
     assert whole["encoders"][1] != whole["encoders"][2]
     assert len({whole["encoders"][step] for step in (2, 3, 4)}) == 1
     assert before["encoders"][3] == after["encoders"][4] == whole["encoders"][4]
-    # The optimizer's pass leaves them out.
+    # The optimizer no longer updates their states.
     assert whole["moments"][1] != whole["moments"][2]
     assert len({whole["moments"][step] for step in (2, 3, 4)}) == 1
     assert after["moments"][4] == whole["moments"][4]
@@ -277,7 +277,7 @@ def lora_of(part: str) -> tuple[str, ...]:
 
 
 def reference(folder: Path, start: dict[str, torch.Tensor], data: list[Any]) -> list[float]:
-    """Losses of the script's formula, on its own models, with adapters that start alike."""
+    """Return the losses of the script's formula, on its own models with equal first adapters."""
     parts = {
         "unet": UNet2DConditionModel.from_pretrained(folder / "unet"),
         "text_encoder": CLIPTextModel.from_pretrained(folder / "text_encoder"),
@@ -329,7 +329,7 @@ def reference(folder: Path, start: dict[str, torch.Tensor], data: list[Any]) -> 
 
 
 def drawn(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the objective draws of a generator: noise, then time steps."""
+    """Draw noise, then time steps, in the objective's order."""
     generator = torch.Generator().manual_seed(100 + step)
     noise = torch.randn(2, 4, 8, 8, generator=generator)
     return noise, torch.randint(0, 1000, (2,), generator=generator)

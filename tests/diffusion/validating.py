@@ -1,4 +1,4 @@
-"""What ranks do to compute a validation loss."""
+"""Rank functions that compute a validation loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def validate(model: Any) -> HeldOutLoss:
 
 
 def validate_and_train(case: Case) -> tuple[list[HeldOutLoss], list[int]]:
-    """Figures before and after a step, and the sizes of the parameters afterwards."""
+    """Return the losses before and after a step, and the parameters' sizes afterwards."""
     engine = start(case, tiny_unet())
     figures = [validate(engine)]
     engine.backward(unet_loss(engine, 0))

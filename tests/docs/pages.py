@@ -1,4 +1,4 @@
-"""The code of one documentation page, run from top to bottom as a reader would."""
+"""Extract and run the code of a documentation page from top to bottom, as a reader would."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _CHECKED = re.compile(
 )
 _DOCTEST = re.compile(r"^```\{doctest\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# A reader's runs take hours; what they are about shows within three steps of small images.
+# A reader's runs take hours; three steps on small images are enough to run the code.
 _SHORTER = (
     (r"\bsteps=1[_0]*0+\b", "steps=3"),
     (r"\bepochs=\d+", "epochs=1"),
     (r"\bsteps=(30|20)\b", "steps=2"),
     (r"range\(1000\)", "range(2)"),
     (r"AspectBuckets(\.one_megapixel)?\(\)", "AspectBuckets(area=1024, step=8)"),
-    # Minutes of a C++ compiler; tests/backend/test_compilation.py compiles.
+    # Compiling takes minutes; tests/backend/test_compilation.py covers it.
     (r"compile=True", "compile=False"),
 )
 
@@ -51,12 +51,12 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def sessions(page: Path) -> str:
-    """What a reader types into an interpreter along a page, with what it answers."""
+    """The interpreter sessions of a page, with their answers."""
     return "\n".join(_DOCTEST.findall(page.read_text()))
 
 
 def failures(page: str) -> str:
-    """Run a page's interpreter sessions as one; what differs."""
+    """Run a page's interpreter sessions as one; return the differences."""
     test = doctest.DocTestParser().get_doctest(sessions(DOCS / page), {}, page, page, 0)
     said = io.StringIO()
     doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.write)
@@ -64,7 +64,7 @@ def failures(page: str) -> str:
 
 
 def checked(page: Path) -> str:
-    """What a page says that ``zerotune plan check ds_config.json`` answers, on one line."""
+    """The output of ``zerotune plan check ds_config.json`` on a page, as one line."""
     (said,) = (found["said"] for found in _CHECKED.finditer(page.read_text()) if found["said"])
     return " ".join(said.split())
 
@@ -76,12 +76,12 @@ def configuration() -> str:
 
 
 def names(*sections: str) -> str:
-    """Code of ``docs/names.md``, by the words its headings begin with."""
+    """Code of the sections of ``docs/names.md`` whose headings begin with these words."""
     text = (DOCS / "names.md").read_text()
     code = []
     for section in sections:
         (found,) = re.findall(rf"^## {section}.*?\n```python\n(.*?)^```$", text, re.M | re.S)
-        # The page goes on with what the section ends.
+        # The page goes on using the engine that the section closes.
         code.append(found.replace("engine.close()\n", ""))
     return "\n".join(code)
 

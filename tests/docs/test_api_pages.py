@@ -50,7 +50,7 @@ def test_every_function_describes_its_parameters(api):
 
 
 def test_every_method_describes_its_parameters_or_what_it_overrides_does(api):
-    """Methods of protocols and abstract classes too."""
+    """Covers methods of protocols and abstract classes too."""
     owners, silent = api.classes(), []
     assert {"NonFinitePolicy", "Callback", "Family", "Trainer"} <= {one.__name__ for one in owners}
     for owner in owners:
@@ -96,7 +96,7 @@ def test_no_property_begins_with_what_would_be_read_as_its_type(api):
 
 
 def test_the_builder_imports_documented_names_only(api):
-    """Apart from the text helpers of ``zerotune._util``, another front end can do the same."""
+    """So that another front end can do the same; text helpers of ``zerotune._util`` aside."""
     shared, documented = ("zerotune._util", "zerotune.errors", "zerotune.builder"), api.documented()
     imported = {
         f"{node.module}.{alias.name}"
@@ -110,7 +110,7 @@ def test_the_builder_imports_documented_names_only(api):
 
 
 def test_front_ends_find_no_name_that_the_builder_does_not_use(api):
-    """Otherwise the page would grow without anybody who tries its names."""
+    """Otherwise the page would list names that nothing uses."""
     text = "".join(file.read_text() for file in (PACKAGE / "builder").glob("*.py"))
     names = [name for names in api.FOR_FRONT_ENDS.values() for name in names.split()]
     assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []

@@ -1,4 +1,4 @@
-"""All code on all pages runs, with every name defined on the page or on ``docs/names.md``."""
+"""All code on all pages runs, with every name defined on the page or in ``docs/names.md``."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ ELSEWHERE = {"families.md": "tests/diffusion/families/test_own_family.py"}
 @pytest.mark.parametrize("page", PAGES)
 @ranks(1)
 def test_the_code_of_a_page_runs(page, tmp_path):
-    """Run a page's blocks in one namespace; what they print.
+    """Run a page's blocks in one namespace.
 
     Args:
         page: Its name under ``docs``.
@@ -200,7 +200,7 @@ def test_the_gain_that_is_told_is_what_was_measured(page):
 
 
 def known_figures():
-    """Figures that a page tells, as a pattern in its text, and what code or results say."""
+    """Return page, pattern with the figure, and the figure according to code or results."""
     records = json.loads((DOCS / "results" / "versions.json").read_text())
     oldest = max((one for one in records.values() if one["failed"]), key=lambda one: one["failed"])
     cells = re.findall(r"of (\d+) cells", (DOCS / "resume-matrix.md").read_text())

@@ -1,4 +1,4 @@
-"""Pictures show what the code answers today."""
+"""Images in the docs show the code's current output."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_chart_shows_the_hardware_and_ours_beside_others():
             assert any(set(bars) & set(ours) for bars in cases.values()), path.name
 
 
-def test_what_is_nothing_or_less_is_drawn_too(tmp_path):
+def test_zero_and_negative_values_are_drawn_too(tmp_path):
     pictures = generator()
     _, _, result = next(pictures.results())
     for bars in result["cases"][0]["contestants"].values():

@@ -1,4 +1,4 @@
-"""The built site as its readers get it: in Chromium, in the light and in the dark."""
+"""The built site in Chromium, in light and dark mode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Where it is built; ``ZEROTUNE_SITE`` names one that is."""
+    """Build the site, unless ``ZEROTUNE_SITE`` names a built one."""
     if given := os.environ.get("ZEROTUNE_SITE"):
         return Path(given)
     needs("furo")
@@ -44,7 +44,7 @@ def tab(chromium):
 
 
 def pages(site):
-    """Each page once; of the API those that are written differently."""
+    """All pages, and one API page of each kind."""
     found = sorted(site.glob("*.html"))
     kinds = ("index", "zerotune", "zerotune.errors", "zerotune.plan", "zerotune.training.Trainer")
     return [*found, *(site / "api" / f"{name}.html" for name in kinds)]
@@ -81,7 +81,7 @@ def test_what_is_too_wide_scrolls_by_keyboard_and_nothing_else_does(tab, site):
     )
 
 
-def test_what_fits_is_two_screens_at_most(tab, site):
+def test_the_fits_page_is_two_screens_at_most(tab, site):
     tab.goto((site / "fits.html").as_uri())
     assert tab.evaluate("() => document.documentElement.scrollHeight") <= 2 * SCREEN["height"]
     tab.locator("details > summary").first.click()

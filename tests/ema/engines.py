@@ -1,4 +1,4 @@
-"""What the ranks of the EMA tests do on real engines."""
+"""Rank functions of the EMA tests on real engines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train(engine: Any, step: int) -> None:
 
 
 class Reference:
-    """An average of gathered weights in float64."""
+    """An EMA of gathered weights in float64."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -41,7 +41,7 @@ class Reference:
             self._average[name].mul_(decay).add_(full.double(), alpha=1 - decay)
 
     def error(self, ema: EMAShadow) -> float:
-        """Largest relative L2 distance of a parameter's average."""
+        """Largest relative L2 distance of a parameter's EMA from this reference."""
         worst = 0.0
         for name, full in ema.gather():
             expected = self._average[name]
@@ -83,7 +83,7 @@ def follow(case: Case) -> dict[str, Any]:
 
 
 def swap(engine: Any, ema: EMAShadow, case: Case) -> dict[str, bool]:
-    """What holds before, inside and after ``swapped_in``."""
+    """Check states before, inside and after ``swapped_in``."""
     x = batch(engine, step=99)
     # At stage 3 a forward pass in evaluation mode may leave whole copies of the weights behind.
     forward(engine, x)
@@ -123,7 +123,7 @@ def forward(engine: Any, x: torch.Tensor) -> torch.Tensor:
 def expected_output(
     case: Case, engine: Any, weights: dict[str, torch.Tensor], x: torch.Tensor
 ) -> torch.Tensor:
-    """What a plain model with these weights gives."""
+    """Output of a plain model with these weights."""
     model = model_for(case)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -136,9 +136,9 @@ def expected_output(
 
 
 def state(engine: Any, ema: EMAShadow) -> dict[str, str]:
-    """Every bit of master weights, low-precision weights, optimizer states and shadow here.
+    """Fingerprint this rank's master weights, low-precision weights, optimizer states and shadow.
 
-    Of whole copies that stage 3 has gathered, only the values count: they come and go.
+    Whole copies that stage 3 gathers come and go, so only partitions are read.
     """
     found = {f"ema {key}": fingerprint(value) for key, value in ema.state_dict().items()}
     for fragment in engine.master_weights.read():
@@ -171,7 +171,7 @@ def swapped_groups(engine: Any) -> int:
 
 
 def foreign(case: Case) -> dict[str, Any]:
-    """A loop of one's own around a ``deepspeed.DeepSpeedEngine``; bf16 at a slow decay."""
+    """Run a custom loop around a ``deepspeed.DeepSpeedEngine`` in bf16 with a slow decay."""
     engine = start(case, model_for(case))
     ema = EMAShadow(decay=0.9999).attach(engine.deepspeed_engine)
     start_values = {name: full.clone() for name, full in ema.gather()}
@@ -192,7 +192,7 @@ def foreign(case: Case) -> dict[str, Any]:
 
 
 def accumulate(case: Case, disturbed: bool) -> dict[str, Any]:
-    """Two steps of two micro batches; when disturbed, the shadow is used between the two."""
+    """Run two steps of two micro batches; if ``disturbed``, use the shadow between the two."""
     engine = start(case, model_for(case))
     ema = EMAShadow(decay=0.5).attach(engine)
     for index in range(4):

@@ -1,4 +1,4 @@
-"""Training loops of one's own, written as the scripts of diffusers are, with EMAModel in them."""
+"""Custom training loops with EMAModel, written like diffusers' scripts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def with_accelerate(
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
             }  # fmt: skip
         plugin = DeepSpeedPlugin(hf_ds_config=config(zero))
-    # Told to use the CPU, accelerate leaves DeepSpeed out without a word.
+    # With cpu=True accelerate silently ignores DeepSpeed.
     accelerator = Accelerator(
         cpu=plugin is None, gradient_accumulation_steps=ACCUMULATION, deepspeed_plugin=plugin
     )
@@ -98,7 +98,7 @@ def config(zero: dict[str, Any]) -> dict[str, Any]:
 
 
 def follow_loop(kind: str, zero: dict[str, Any] | None, folder: str) -> dict[str, Any]:
-    """Run a loop; compare with a float64 average of its gathered weights."""
+    """Run a loop; compare with a float64 EMA of its gathered weights."""
     from diffusers import UNet2DModel
     from safetensors.torch import load_file
 
@@ -125,7 +125,7 @@ def follow_loop(kind: str, zero: dict[str, Any] | None, folder: str) -> dict[str
         ema.step(model.parameters())
         for average, (_, full) in zip(expected, master.gather(), strict=True):
             average.lerp_(full.double(), 1 - ema.cur_decay_value)
-    # Of bare parameters the shadow knows positions only; the order is the same.
+    # A shadow of bare parameters has positions instead of names, in the same order.
     averages = {name: full for name, (_, full) in zip(names, ema.shadow.gather(), strict=True)}
     seen["steps"] = ema.optimization_step
     seen["error"] = max(

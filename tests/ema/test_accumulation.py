@@ -1,4 +1,4 @@
-"""A shadow used while gradients are being accumulated changes nothing, to the last bit."""
+"""Using a shadow between accumulated micro batches changes no bit of training."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def unchanged(case: Case, world_size: int) -> None:
     ],
     ids=str,
 )
-def test_between_two_micro_batches(case, world_size):
+def test_using_a_shadow_between_micro_batches_changes_nothing(case, world_size):
     unchanged(case, world_size)
 
 
 @pytest.mark.nvme
-def test_between_two_micro_batches_on_nvme(tmp_path):
+def test_using_a_shadow_between_micro_batches_changes_nothing_on_nvme(tmp_path):
     unchanged(
         Case(
             stage=3,

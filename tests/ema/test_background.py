@@ -1,4 +1,4 @@
-"""An update in the background gives what one in the foreground gives, bit for bit."""
+"""A background update gives the same bits as one in the foreground."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) ->
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Updates in a thread wait for it; those in the foreground do not."""
+    """An event that updates in a thread wait for; those in the foreground do not."""
     opened, real = threading.Event(), ShadowUpdate.take
 
     def take(self: ShadowUpdate, fragment: Any) -> None:
@@ -45,7 +45,7 @@ def gate(monkeypatch):
 
 
 def begin(background: BackgroundEMA, gate: threading.Event) -> None:
-    """Returns with the update not begun, and lets it begin a little later."""
+    """Start an update that begins only shortly after this returns."""
     gate.clear()
     background.step()
     threading.Timer(0.03, gate.set).start()
@@ -149,7 +149,7 @@ def compare(case: Case) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_on_engines(case, world_size):
+def test_background_updates_on_engines_equal_foreground_updates(case, world_size):
     assert run_ranks(compare, case, world_size=world_size) == [{"equal": True}] * world_size
 
 

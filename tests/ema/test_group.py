@@ -1,4 +1,4 @@
-"""Several shadows in one pass equal as many single ones."""
+"""Several shadows updated in one pass equal separate shadows."""
 
 from __future__ import annotations
 

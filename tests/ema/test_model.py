@@ -64,7 +64,7 @@ def test_attributes_that_a_script_changes_take_effect_as_in_diffusers():
 
 
 def test_a_shadow_made_from_another_model_follows_the_one_that_trains():
-    """What diffusers' scripts do: a second from_pretrained, then step with the first."""
+    """Diffusers' scripts make the EMA from a second from_pretrained, then step with the first."""
     model, copy = HostileNet(), HostileNet(seed=1)
     ours, theirs = pair(copy, decay=0.9)
     for step in range(4):
@@ -77,7 +77,7 @@ def test_a_shadow_made_from_another_model_follows_the_one_that_trains():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_store_copy_to_restore(dtype):
+def test_store_copy_to_and_restore_work_as_in_diffusers(dtype):
     model = HostileNet()
     ours, theirs = pair(model, decay=0.5)
     for step in range(3):
@@ -214,7 +214,7 @@ def test_what_scripts_set_takes_effect_as_in_diffusers():
     for ema in (ours, theirs):
         ema.shadow_params = [value.clone() for value in values]
         ema.optimization_step = 7
-    # Frozen ones are the model's at the next step, in both.
+    # In both, a step resets frozen parameters to the model's.
     for step in range(3):
         move(model, seed=step)
         ours.step(model.parameters())
@@ -262,7 +262,7 @@ def test_old_keywords_mean_what_they_mean_in_diffusers():
 
 
 def test_without_decay_the_averages_one_holds_are_the_newest():
-    """Diffusers' own case: the two lists are of the same tensors."""
+    """As in diffusers, both lists hold the same tensors."""
     model = HostileNet()
     ema = EMAModel(model.parameters(), decay=0.0)
     lists = []

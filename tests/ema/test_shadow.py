@@ -1,4 +1,4 @@
-"""EMAShadow on plain modules: arithmetic, exchange, bad use. Engines: test_shadow_on_engines."""
+"""EMAShadow on plain modules: arithmetic, swapping, misuse. Engines: test_shadow_on_engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerotune.errors import EMAError, EngineError, InvalidValueError
 
 
 def move(model: torch.nn.Module, seed: int, size: float = 0.01) -> None:
-    """What an optimizer step does: change every trainable weight a little."""
+    """Change every trainable weight a little, as an optimizer step does."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -215,7 +215,7 @@ def test_weights_that_do_not_move_yet_pass_the_check():
     for _ in range(5):
         ema.step()
     with torch.no_grad():
-        # As after the first steps of a warm-up: far below what fp32 can average.
+        # As in the first steps of a warm-up: a change far too small for an fp32 EMA.
         model.first.weight.mul_(1 + 2**-22)
     ema.step()
 

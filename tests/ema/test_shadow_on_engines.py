@@ -1,4 +1,4 @@
-"""EMAShadow on the real engines: parity with float64, exact exchange."""
+"""EMAShadow on the real engines: parity with float64, exact swapping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ema.engines import follow, foreign
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case
 
-# Every parameter partitioned although the model is tiny, in several sub-groups.
+# Partition every parameter of the tiny model, in several sub-groups.
 PARTITIONED = (("sub_group_size", 100), ("stage3_param_persistence_threshold", 0))
 PERSISTENT = (("sub_group_size", 100), ("stage3_param_persistence_threshold", 20))
 
@@ -37,7 +37,7 @@ def check(results: list[dict[str, Any]]) -> None:
         assert 0 < seen["distance"] == results[0]["distance"] < 1
     share = sum(seen["nbytes"] for seen in results)
     copies = len(results) if results[0]["replicated"] else 1
-    # 4 bytes per element, over all ranks: nothing twice, nothing padded.
+    # 4 bytes per element over all ranks, without duplicates or padding.
     assert share == 4 * results[0]["numel"] * copies
 
 
@@ -76,5 +76,5 @@ def test_the_shadow_follows_weights_on_nvme(world_size, tmp_path):
 def test_a_slow_shadow_of_bf16_training_moves_in_a_loop_of_ones_own():
     (seen,) = run_ranks(foreign, Case(stage=2, precision="bf16", lr=1e-2))
     assert seen["moved"] > 0.95
-    # What averaging in the precision of the weights would have done.
+    # An EMA in the precision of the weights would have stood still.
     assert seen["bf16_stuck"] > 0.95

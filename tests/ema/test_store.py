@@ -1,4 +1,4 @@
-"""Where a shadow lies: the same numbers everywhere, and only the memory that was asked for."""
+"""Every store holds the same numbers and takes only the memory it should."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_mapped_file_takes_no_memory_of_the_process_and_leaves_no_name(tmp_pat
     ema = EMAShadow(decay=0.9, store=FileStore(folder=tmp_path)).attach(model)
     ema.step()
     assert ema.nbytes == 4 * (4096 * 4096 + 4096)
-    # A quarter: other threads' small objects count; a copy is the whole.
+    # A tolerance of a quarter for small objects of other threads; a copy would be 100 %.
     assert in_use() - before < 0.25 * ema.nbytes
     maps = Path("/proc/self/maps").read_text()
     assert f"{tmp_path}/ema-" in maps
@@ -58,7 +58,7 @@ def test_host_memory_is_four_bytes_per_element():
     before = in_use()
     ema = EMAShadow(decay=0.9, store=HostStore()).attach(model)
     grown = in_use() - before
-    # A tenth: bf16 shadows would be half, a second copy double.
+    # A tolerance of a tenth: a bf16 shadow would take half, a second copy double.
     assert abs(grown - ema.nbytes) < 0.1 * ema.nbytes
 
 

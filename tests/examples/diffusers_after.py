@@ -1,6 +1,6 @@
-"""A script as diffusers writes them, with EMA, save and resume: a U-Net learns real digits.
+"""A script in diffusers' style, with EMA, save and resume: a U-Net learns real digits.
 
-``diffusers_before.py`` is the script as it was, ``diffusers_after.py`` has zerotune embedded. They
+``diffusers_before.py`` is the original script, ``diffusers_after.py`` has zerotune embedded. They
 draw their noise once, so that runs can be compared loss by loss on any number of processes.
 """
 

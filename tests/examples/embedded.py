@@ -1,4 +1,4 @@
-"""Runs the scripts of ``examples/embedding`` as they stand, and looks into them on the way."""
+"""Run the scripts of ``examples/embedding`` unchanged, and inspect their state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEDULE = {"type": "constant_with_warmup", "params": {"num_warmup_steps": 5}}
 
 
 class ReferredShadow(EMAShadow):
-    """Keeps a float64 average of the gathered weights beside it."""
+    """A shadow that also keeps a float64 EMA of the gathered weights."""
 
     def attach(self, source: Any) -> ReferredShadow:
         super().attach(source)
@@ -40,7 +40,7 @@ class ReferredShadow(EMAShadow):
 
 
 def run_script(name: str, steps: int, folder: str, zero: dict[str, Any], **more: Any) -> Any:
-    """``main`` of a script under another ``zero_optimization``; what was seen when it saved."""
+    """Run ``main`` of a script with another ``zero_optimization``; return the state it saved."""
     script = importlib.import_module(f"examples.embedding.{name}")
     script.CONFIG["zero_optimization"] |= zero
     if not name.endswith("before"):
@@ -77,12 +77,12 @@ def looking(save: Any, seen: dict[str, Any]) -> Any:
 
 
 def fabric_on_the_cpu(script: Any) -> None:
-    """Let Fabric, which refuses DeepSpeed without CUDA, do what DeepSpeed itself does there."""
+    """Make Fabric, which refuses DeepSpeed without CUDA, run it on the CPU."""
     from lightning_fabric.strategies import DDPStrategy, DeepSpeedStrategy
 
     class OnTheCPU(DeepSpeedStrategy):
         setup_environment = DDPStrategy.setup_environment
-        # Fabric hands the index of the device to DeepSpeed as the local rank.
+        # Fabric passes the device's index to DeepSpeed as the local rank.
         root_device = torch.device("cpu", 0)
 
         def _setup_distributed(self) -> None:
@@ -97,7 +97,7 @@ def fabric_on_the_cpu(script: Any) -> None:
 
 
 def batches(micro: int) -> list[dict[str, torch.Tensor]]:
-    """The micro batches the scripts see; with two processes each has half of one."""
+    """The scripts' micro batches; each of two processes has half of one."""
     from examples.embedding.accelerate_before import digits
 
     torch.manual_seed(0)
@@ -137,25 +137,25 @@ def new_trainer(*, micro: int, first: int = 0, deepspeed: bool = False, **zero: 
 
 
 def digits_drawn_first() -> None:
-    """The scripts draw their noise before the model's weights."""
+    """Draw the digits' noise before the model's weights, as the scripts do."""
     from examples.embedding.accelerate_before import digits
 
     digits()
 
 
 def uninterrupted(micro: int, steps: int) -> list[float]:
-    """Losses of the plain engine: neither DeepSpeed nor another trainer."""
+    """Return the losses of the plain engine, without DeepSpeed or another trainer."""
     with new_trainer(micro=micro) as trainer:
         return list(trainer.fit(steps=steps).losses)
 
 
 def saved_by_accelerate(steps: int, folder: str, zero: dict[str, Any]) -> dict[str, Any]:
-    """The script as it was, with accelerate's own ``save_state``, under a launcher."""
+    """Run the original script under a launcher, with accelerate's own ``save_state``."""
     from accelerate.utils import InitProcessGroupKwargs
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     script = importlib.import_module("examples.embedding.accelerate_before")
-    # Without a GPU accelerate takes no other backend by itself, and each process is alone then.
+    # Without a GPU accelerate does not choose gloo by itself, and each process would run alone.
     gloo = InitProcessGroupKwargs(backend="gloo")
     script.Accelerator = partial(script.Accelerator, kwargs_handlers=[gloo])
     seen = run_script("accelerate_before", steps, folder, zero)
@@ -166,7 +166,7 @@ def saved_by_accelerate(steps: int, folder: str, zero: dict[str, Any]) -> dict[s
 
 
 def gone_on_in_a_trainer(checkpoint: str, steps: int, zero: dict[str, Any]) -> dict[str, Any]:
-    """``Trainer.resume`` from what no trainer wrote."""
+    """Call ``Trainer.resume`` on a checkpoint that no trainer wrote."""
     done = 3
     with new_trainer(micro=MICRO, first=done, deepspeed=True, **zero) as trainer:
         trainer.resume(checkpoint)
@@ -183,7 +183,7 @@ def gone_on_in_a_trainer(checkpoint: str, steps: int, zero: dict[str, Any]) -> d
 
 
 def swapped_in_silence() -> str:
-    """RMSprop prepared by accelerate with its default plugin; what attaching says."""
+    """Prepare RMSprop with accelerate's default plugin; return the error of attaching."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from examples.embedding.accelerate_before import CONFIG, new_model
 
@@ -202,7 +202,7 @@ def swapped_in_silence() -> str:
 def as_diffusers_writes_them(
     name: str, folder: str, *flags: str, zero: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """``main`` of a script in the structure of diffusers', and the average that it leaves."""
+    """Run ``main`` of a script in diffusers' style; return its losses and the EMA it writes."""
     from diffusers import UNet2DModel
 
     script = importlib.import_module(f"tests.examples.diffusers_{name}")
@@ -217,7 +217,7 @@ def as_diffusers_writes_them(
 
 
 def ended_as_diffusers_do(folder: str) -> dict[str, Any]:
-    """A script at stage 3 with a frozen text encoder, whose end is that of diffusers' scripts."""
+    """Run a script at stage 3 with a frozen text encoder, which ends like diffusers' scripts."""
     import deepspeed
     from diffusers import UNet2DModel
     from transformers import CLIPTextConfig, CLIPTextModel

@@ -1,4 +1,4 @@
-"""Runs scripts of diffusers, as they stand and with the changes of ``examples/embedding``."""
+"""Run scripts of diffusers, unchanged and with the changes of ``examples/embedding``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SUMS = {
     "train_dreambooth_lora_flux": "ea51c6843b1e27909a134de1eb59e6bc",
     "train_text_to_image_sdxl": "687972614c5a2bc3a130cad29adbbcfd",
 }
-"""SHA-256, its first half, of the release's scripts: those the changes are made to."""
+"""First half of the SHA-256 of the release's scripts, to which the changes apply."""
 
 
 def original(name: str, folder: Path) -> Path:
-    """The script as diffusers has it, which no package of diffusers contains."""
+    """Copy the original script from a checkout; diffusers' packages do not contain it."""
     place = os.environ.get(PLACE)
     if not place:
         pytest.skip(f"set {PLACE} to the examples of a checkout of diffusers (nox -s nightly does)")
@@ -39,7 +39,7 @@ def original(name: str, folder: Path) -> Path:
 
 
 def changed(name: str, folder: Path) -> Path:
-    """The script with the changes of the page."""
+    """Copy the script and apply the changes of the page."""
     script = original(name, folder)
     difference = str(CHANGES / f"{name}.diff")
     subprocess.run(["git", "apply", "-p1", difference], cwd=folder, check=True)
@@ -65,7 +65,7 @@ def photos(folder: Path, *, captions: bool) -> Path:
 
 
 def run_of_diffusers(script: str, *calls: tuple[list[str], dict[str, Any]]) -> list[float]:
-    """``main`` of a script, once for each call's flags and plan; the losses it logged."""
+    """Run ``main`` of a script for each call's flags and plan; return the logged losses."""
     import accelerate
     import datasets  # noqa: F401 - these look for torchvision
     import diffusers  # noqa: F401
@@ -91,13 +91,13 @@ def run_of_diffusers(script: str, *calls: tuple[list[str], dict[str, Any]]) -> l
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerate.state.GradientState._reset_state()
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-        # Some of its functions take it from the module, as when it is the program.
+        # Some of the script's functions read ``args`` as a global, as it is when run as a program.
         module.args = module.parse_args(flags)
         module.main(module.args)
     return losses
 
 
 def weights_of(folder: Path, kind: Any) -> np.ndarray:
-    """Of an exported model, one after the other."""
+    """All weights of an exported model in one array."""
     state = kind.from_pretrained(folder).state_dict()
     return np.concatenate([state[name].float().numpy().ravel() for name in sorted(state)])

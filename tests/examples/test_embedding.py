@@ -1,4 +1,4 @@
-"""zerotune embedded in the trainers of others: the scripts run as they stand."""
+"""zerotune embedded in other trainers: the example scripts run unchanged."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ALIKE = 5e-5
 CPU = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 SHARDED = {"stage": 3, "offload_optimizer": {"device": "none"}}
 
-# The launcher's own DeepSpeed options ask for something else, and have no say.
+# The launcher's own DeepSpeed options differ from the plan and must be ignored.
 ACCELERATE = ["accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "3"]
 CPU_FLAG = ["accelerate.commands.launch", "--cpu", "--num_processes", "2"]
 
@@ -56,14 +56,14 @@ _losses: dict[int, list[float]] = {}
 
 
 def expected(world_size: int) -> list[float]:
-    """Losses of the plain engine on the whole batch, per optimizer step."""
+    """Return the plain engine's losses on the whole batch, per optimizer step."""
     if world_size not in _losses:
         (_losses[world_size],) = run_ranks(uninterrupted, MICRO * world_size, ALL)
     return _losses[world_size]
 
 
 def changed_lines(kind: str) -> int:
-    """Lines changed, added or removed, without blank ones; a changed one counts once."""
+    """Count the lines changed, added or removed, without blank ones; a changed line counts once."""
     texts = ((SCRIPTS / f"{kind}_{name}.py").read_text() for name in ("before", "after"))
     before, after = ([line for line in text.splitlines() if line.strip()] for text in texts)
     operations = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
@@ -76,12 +76,12 @@ def test_embedding_changes_few_lines(kind):
 
 
 def check(results: list[dict[str, Any]], *, zero: dict[str, Any], steps: int = BEFORE) -> None:
-    """The trained losses, the average, the optimizer and the learning rate are what was asked."""
+    """Check that losses, EMA, optimizer and learning rate are those of the plan."""
     assert mean_over_ranks(results) == pytest.approx(expected(len(results))[:steps], rel=ALIKE)
     for seen in results:
         assert seen["ema_error"] < 1e-6
         assert seen["ema_steps"] == seen["steps"] == steps
-        # A schedule stepped twice, or once per process, would be elsewhere.
+        # A schedule stepped twice, or once per process, would give another rate.
         assert seen["lr"] == pytest.approx(1e-2 * steps / 5)
         assert seen["optimizer"] == ("DeepSpeedCPUAdam" if zero is CPU else "FusedAdam")
         one_pass = any("optimizer.step" in decision for decision in seen["decisions"])
@@ -91,7 +91,7 @@ def check(results: list[dict[str, Any]], *, zero: dict[str, Any], steps: int = B
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> str:
-    """Of the accelerate script under a bare ``python``, at stage 2 with CPU offload."""
+    """Save a checkpoint of the accelerate script run by ``python``, at stage 2 with CPU offload."""
     path = tmp_path_factory.mktemp("embedding") / "checkpoint"
     results = run_ranks(run_script, "accelerate_after", BEFORE, str(path), CPU)
     check(results, zero=CPU)
@@ -137,7 +137,7 @@ def test_a_script_like_those_of_diffusers_trains_saves_and_resumes_as_before(wor
             np.concatenate([average.ravel() for average in each["average"].values()])
             for each in (before, seen)
         )
-        # An average that is not resumed is 9e-3 off.
+        # Without resuming, the EMA would be off by 9e-3.
         assert np.linalg.norm(now - was) < 1e-4 * np.linalg.norm(was)
 
 
@@ -146,7 +146,7 @@ def mean_over_ranks(results: list[dict[str, Any]]) -> list[float]:
 
 
 @engine_runs
-def test_a_script_like_those_of_diffusers_in_bf16_on_two_processes(tmp_path):
+def test_a_script_like_those_of_diffusers_trains_in_bf16_on_two_processes(tmp_path):
     given = ("--max_train_steps", str(BEFORE), "--mixed_precision", "bf16")
     script = ("after", str(tmp_path), *given)
     results = run_ranks(as_diffusers_writes_them, *script, world_size=2)
@@ -278,13 +278,14 @@ def test_a_scripts_schedule_is_compared_with_the_plans():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
         def said(steps: int, processes: int) -> str:
-            """Of a warm-up of so many steps, beside the plan's of 5."""
+            """Compare a script's warm-up of ``steps`` with the plan's of 5."""
             script = get_scheduler("constant_with_warmup", optimizer, num_warmup_steps=steps)
             return str(_rescheduled(run.plan, script, each_step=processes))
 
         assert "LambdaLR" in said(5, 1)
         assert "differ" not in said(5, 1)
-        # The plan's own, multiplied by accumulation, and by processes that step it as often.
+        # Twice the plan's warm-up is wrong if accumulation doubled it, right if two processes step
+        # it.
         assert "at optimizer step 5 the script's rate is 0.005 and the plan's 0.01" in said(10, 1)
         assert "differ" not in said(10, 2)
 
@@ -332,7 +333,7 @@ def test_accelerates_own_save_state_is_converted_and_resumed(zero, world_size, t
     run_ranks(*script, world_size=world_size, env=env if world_size == 1 else None)
     checkpoint = str(convert(state, tmp_path / "converted"))
     assert verify_checkpoint(checkpoint).plan.stage == zero["stage"]
-    # The other plan, and one process.
+    # Resume under the other plan, in one process.
     other = {"stage": 3, "offload": "none"} if zero is CPU else {"stage": 2, "offload": "cpu"}
     (seen,) = run_ranks(gone_on_in_a_trainer, checkpoint, ALL, other)
     whole = np.load(f"{state}.npz")
@@ -364,17 +365,17 @@ def resumed_script(name: str, steps: int, folder: str, zero: dict[str, Any], res
 
 @engine_runs
 @pytest.mark.parametrize("kind", ["accelerate", "deepspeed"])
-def test_two_processes_at_stage_3(kind, tmp_path):
+def test_the_scripts_train_as_before_on_two_processes_at_stage_3(kind, tmp_path):
     script = (f"{kind}_after", BEFORE, str(tmp_path / "end"), SHARDED)
     check(run_ranks(run_script, *script, world_size=2), zero=SHARDED)
 
 
 @engine_runs
 @pytest.mark.parametrize(("zero", "world_size"), [(CPU, 1), (SHARDED, 2)])
-def test_fabric(zero, world_size, tmp_path):
+def test_the_fabric_script_trains_as_before(zero, world_size, tmp_path):
     needs("lightning_fabric", may_lack="an example only")
     script = ("fabric_after", BEFORE, str(tmp_path / "end"), zero)
-    # Without it Fabric takes every core, as if nothing else ran.
+    # Without it Fabric uses every core, though other tests run.
     env = {"OMP_NUM_THREADS": "1"}
     if world_size > 1:
         env["TORCHELASTIC_RUN_ID"] = "what torchrun sets and Fabric looks for"
@@ -442,7 +443,7 @@ def test_the_swap_folder_goes_with_the_script(tmp_path):
 
 
 def launched(launcher: list[str], script: str, folder: Path, **env: str) -> str:
-    """Run a script under a launcher for two steps; what it printed."""
+    """Run a script under a launcher for two steps; return its output."""
     paths = [str(SCRIPTS.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     module, *arguments = launcher
     port = "--main_process_port" if "accelerate" in module else "--master-port"
@@ -466,7 +467,7 @@ def launched(launcher: list[str], script: str, folder: Path, **env: str) -> str:
 def test_a_script_runs_under_accelerates_cpu_flag(tmp_path):
     printed = launched(CPU_FLAG, "accelerate_after", tmp_path / "end")
     assert verify_checkpoint(tmp_path / "end").plan.stage == 2
-    # Without mpirun accelerate starts one process, and says nothing.
+    # Without mpirun accelerate silently starts one process.
     assert verify_checkpoint(tmp_path / "end").world_size == 1
     assert "start several processes with torchrun" in printed
 
@@ -484,9 +485,9 @@ def test_a_script_runs_under_accelerates_cpu_flag(tmp_path):
         ),
     ],
 )
-# In the suite they run on two ranks, and another script under the launchers.
+# The default suite runs them on two ranks, and another script under the launchers.
 @pytest.mark.nightly
-def test_the_scripts_under_their_launchers(launcher, script, env, tmp_path):
+def test_the_scripts_run_under_their_launchers(launcher, script, env, tmp_path):
     launched(launcher, script, tmp_path / "end", **env)
     manifest = verify_checkpoint(tmp_path / "end")
     assert (manifest.world_size, manifest.plan.stage) == (2, 2)

@@ -1,4 +1,4 @@
-"""The examples run as they stand: every stage, offload and launcher."""
+"""The examples run unchanged at every stage, offload and launcher."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def check_results(folder: Path) -> None:
 @pytest.mark.parametrize("arguments", CASES)
 def test_the_demo_saves_resumes_and_draws_under_every_plan(arguments, tmp_path):
     (code,) = run_ranks(digits, [*SMOKE, *arguments, "--output", str(tmp_path)])
-    # Four steps teach nothing, and the script says so unless it is told to be content.
+    # Four steps teach nothing, so that the script exits with 1 unless --require is lowered.
     assert code == (0 if "--require" in arguments else 1)
     check_results(tmp_path)
     if "--accumulation" not in arguments:
-        # Accumulating draws the same numbers in another order.
+        # With accumulation the same random numbers are drawn in another order.
         losses = losses_of(tmp_path)
         assert losses == pytest.approx(_losses.setdefault("first", losses), rel=5e-5)
 
@@ -90,7 +90,7 @@ def under_torchrun(arguments: list[str]) -> str:
 @pytest.mark.parametrize(
     "start", [on_two_ranks, pytest.param(under_torchrun, marks=pytest.mark.nightly)]
 )
-def test_the_demo_on_two_processes(start, tmp_path):
+def test_the_demo_saves_and_resumes_on_two_processes(start, tmp_path):
     output = start([*SMOKE, *EASY, "--stage", "3", "--output", str(tmp_path)])
     check_results(tmp_path)
     assert losses_of(tmp_path)
@@ -104,7 +104,7 @@ def test_the_demo_on_two_processes(start, tmp_path):
 @pytest.mark.parametrize(
     "arguments", [[], ["--stage", "3"], ["--stage", "1", "--offload", "none"], ["--no-deepspeed"]]
 )
-def test_the_demo_on_a_gpu(arguments, tmp_path):
+def test_the_demo_trains_in_bf16_on_a_gpu(arguments, tmp_path):
     output = launch(
         [str(EXAMPLES / "digits.py"), *SMOKE, *EASY, *arguments, "--output", str(tmp_path)]
     )
@@ -121,7 +121,7 @@ SCREEN = 24
 
 
 def saying(function: Any, *arguments: Any) -> tuple[Any, str]:
-    """What a call returns, and all that it wrote, whoever wrote it and where to."""
+    """Return a call's result and all it wrote to stdout and stderr, from any library or process."""
     with tempfile.TemporaryFile("w+") as said:
         sys.stdout.flush()
         kept = [(stream, os.dup(stream)) for stream in (1, 2)]
@@ -138,10 +138,10 @@ def saying(function: Any, *arguments: Any) -> tuple[Any, str]:
 
 
 def fits_a_screen(said: str, *, first: str) -> None:
-    """What stands above the first step is no more than a screen."""
+    """Check that the output before the first step fits a screen."""
     before, found, _ = f"\n{said}".partition(f"\n{first}")
     assert found, said
-    # Of compiling ops and of other libraries' warnings a second start says nothing.
+    # Compiled ops and other libraries' warnings do not appear in a second start.
     lines = [line for line in before.splitlines() if not OTHERS.match(line)]
     assert len(lines) <= SCREEN, before
 
@@ -174,20 +174,20 @@ def minimal_trainer(steps: int) -> tuple[int, ...]:
 
 
 @pytest.mark.deepspeed
-def test_the_loop_of_ones_own():
+def test_the_custom_loop_trains_and_its_output_fits_a_screen():
     ((loss, said),) = run_ranks(saying, own_loop, 3)
     assert 0 < loss < 10
     fits_a_screen(said, first="loss ")
 
 
 @pytest.mark.deepspeed
-def test_the_minimal_trainer():
+def test_the_minimal_trainer_trains_and_its_output_fits_a_screen():
     ((shape, said),) = run_ranks(saying, minimal_trainer, 3)
     assert shape == (4, 1, 8, 8)
     fits_a_screen(said, first="step 1/3")
 
 
-def test_the_loop_of_ones_own_is_short():
+def test_the_custom_loop_is_short():
     """Twenty lines of zerotune in the loop, not counting data and model."""
     text = (EXAMPLES / "own_loop.py").read_text()
     body = text[text.index("    plan = ") : text.index('if __name__ == "__main__"')]

@@ -1,4 +1,4 @@
-"""The fine-tuning scripts run as they stand, with their own plans, on real photos."""
+"""The fine-tuning scripts run unchanged, with their own plans, on real photos."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_all_weights_are_trained_and_the_pipeline_loads(
     assert len(results[0]) == 3
     assert results[0] == results[-1], "the loss is the mean over ranks"
     check_folder(tmp_path)
-    # diffusers wants to be told that T5 was left out, whoever saved the pipeline.
+    # diffusers must be told that T5 was left out, even if it saved the pipeline itself.
     without = {"text_encoder_3": None, "tokenizer_3": None} if model == "sd3" else {}
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "pipeline", **without)
     pipeline.set_progress_bar_config(disable=True)
@@ -148,7 +148,7 @@ def test_start_goes_on_from_what_deepspeed_saved(models, photos, tmp_path):
 
 
 def saved_by_deepspeed(model: str, folder: str) -> dict[str, np.ndarray]:
-    """One step of a raw DeepSpeed loop on the U-Net; its weights, rounded to bf16."""
+    """Take one step of a raw DeepSpeed loop on the U-Net; return its weights, rounded to bf16."""
     import deepspeed
     from diffusers import UNet2DConditionModel
 
@@ -170,7 +170,7 @@ def saved_by_deepspeed(model: str, folder: str) -> dict[str, np.ndarray]:
 
 
 def run_each(commands: list[list[str]], exported: str) -> list[dict[str, Any]]:
-    """One command after the other, in one process, with what each left behind."""
+    """Run the commands in turn in one process; return each one's losses, export and output."""
     from diffusers import UNet2DConditionModel
 
     found = []
@@ -184,7 +184,7 @@ def run_each(commands: list[list[str]], exported: str) -> list[dict[str, Any]]:
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_pixel_art(ranks, models, photos, tmp_path):
+def test_the_pixel_art_script_trains_and_the_pipeline_loads(ranks, models, photos, tmp_path):
     arguments = [str(models("sdxl")), str(photos), str(tmp_path), *SMALL, "--side", "16"]
     (losses, *_) = run_ranks(run, "pixel_art", arguments, world_size=ranks)
     assert len(losses) == 3

@@ -1,4 +1,4 @@
-"""Scripts of diffusers, as they stand, with the changes that the page on embedding shows."""
+"""Scripts of diffusers with the changes that the page on embedding shows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
 
 
 def changed_lines(difference: str) -> int:
-    """Lines changed, added or removed; one line in the place of another counts once."""
+    """Count the lines changed, added or removed; a replaced line counts once."""
     lines = [line for line in difference.splitlines() if not line.startswith(("---", "+++"))]
     count = 0
     for touched, run in groupby(lines, lambda line: line[:1] in "+-" and line[:1] != ""):
@@ -49,7 +49,7 @@ def test_embedding_changes_few_lines_of_diffusers_scripts(name, most):
 
 
 def plan(zero: dict) -> dict:
-    """The page's, with another ``zero_optimization``."""
+    """Return the page's plan with another ``zero_optimization``."""
     (given,) = re.findall(r"```json\n(.*?)```", PAGE, flags=re.DOTALL)
     return json.loads(given) | {"zero_optimization": zero}
 
@@ -60,7 +60,7 @@ def flags(base: Path, output: Path, steps: int, *more: str) -> list[str]:
         *("--pretrained_model_name_or_path", str(base), "--output_dir", str(output)),
         *("--resolution", "16", "--train_batch_size", "1", "--max_train_steps", str(steps)),
         *("--gradient_accumulation_steps", "2", "--learning_rate", "1e-3", "--seed", "3"),
-        # Where a script's schedule is stepped, its warm-up counts otherwise than the plan's.
+        # No warm-up: the scripts count its steps differently from the plan.
         *("--lr_scheduler", "constant_with_warmup", "--lr_warmup_steps", "0"),
         *("--checkpointing_steps", "3", "--mixed_precision", "no"),
         *("--cache_dir", str(cache), *more),
@@ -68,7 +68,7 @@ def flags(base: Path, output: Path, steps: int, *more: str) -> list[str]:
 
 
 def stopped_and_resumed(base: Path, output: Path, *more: str) -> list[tuple[list[str], dict]]:
-    """Three steps at stage 2, and two more at stage 3."""
+    """Flags and plans for three steps at stage 2, and two more at stage 3."""
     resume = ("--resume_from_checkpoint", "latest")
     return [
         (flags(base, output, 3, *more), plan(HOST)),
@@ -77,13 +77,13 @@ def stopped_and_resumed(base: Path, output: Path, *more: str) -> list[tuple[list
 
 
 def trained(name: str, folder: Path, base: Path, *more: str) -> dict[str, list[float]]:
-    """Losses of the script as it is, and with the page's lines, there stopped and resumed."""
+    """Return the losses of the original script, and of the changed one, stopped and resumed."""
     losses = {}
     for kind in ("before", "after"):
         place, output = folder / kind, folder / f"{kind}-output"
         place.mkdir()
         script = changed(name, place) if kind == "after" else original(name, place)
-        # Saving draws random numbers there, for a model that its weights replace.
+        # No checkpoint: saving in the original script draws random numbers to build a model.
         whole = flags(base, output, 5, *more, "--checkpointing_steps", "9")
         calls = stopped_and_resumed(base, output, *more) if kind == "after" else [(whole, {})]
         (losses[kind],) = run_ranks(run_of_diffusers, str(script), *calls)
@@ -118,7 +118,7 @@ def test_the_flux_lora_script_trains_saves_and_resumes_as_before(tmp_path):
     from diffusers import FluxPipeline
 
     base, photo = pipelines.flux(tmp_path / "base"), photos(tmp_path / "photos", captions=False)
-    # The script pads to the length of the real one.
+    # The script pads prompts to the real tokenizer's length.
     pipelines.clip(projection=False, length=77).save_pretrained(base / "text_encoder")
     more = ("--instance_data_dir", str(photo), "--instance_prompt", "a b", "--rank", "2")
     losses = trained(FLUX, tmp_path, base, *more)

@@ -36,7 +36,7 @@ def swapping_unet(seed: int = 0) -> Any:
 
 
 def wide_net(seed: int = 0) -> torch.nn.Module:
-    """Two layers that swap, and little else: what starts and stops quickly."""
+    """A network that is mostly two swapped layers, quick to start and stop."""
     torch.manual_seed(seed)
     return torch.nn.Sequential(
         torch.nn.Linear(33, 760),
@@ -68,7 +68,7 @@ def resolved_for(model: torch.nn.Module, plan: DeepSpeedPlan) -> Any:
 
 
 def unet_loss(engine: Any, rank: int) -> torch.Tensor:
-    """The same data at each step, so that a few steps show whether it learns."""
+    """Loss on the same data at each step, so that a few steps show whether the model learns."""
     generator = torch.Generator().manual_seed(rank)
     images = torch.randn(2, 1, 8, 8, generator=generator)
     times = torch.randint(0, 1000, (2,), generator=generator)
@@ -77,7 +77,7 @@ def unet_loss(engine: Any, rank: int) -> torch.Tensor:
 
 
 def engine_dtype(engine: Any) -> torch.dtype:
-    """Precision of the forward pass, of zerotune's engine or of DeepSpeed's."""
+    """Precision of the forward pass of zerotune's engine or DeepSpeed's."""
     kind: torch.dtype = getattr(engine, "dtype", None) or engine.get_data_types()[0]
     return kind
 
@@ -89,7 +89,7 @@ def net_loss(engine: Any, step: int, rank: int) -> torch.Tensor:
 
 
 def share_and_barrier() -> dict[str, Any]:
-    """What a lease needs of ``torch.distributed`` above one rank."""
+    """Arguments of ``lease`` from ``torch.distributed``, if there are several ranks."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -118,7 +118,7 @@ def foretold(plan: Any) -> dict[str, tuple[int, int]]:
 
 
 def raw_deepspeed(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any]:
-    """A loop of DeepSpeed's own, on a leased folder."""
+    """Run a raw DeepSpeed loop on a leased folder."""
     import deepspeed
 
     from zerotune.backend.deepspeed.sharded import align_swapped_gradients
@@ -158,14 +158,14 @@ def raw_deepspeed(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any]:
 
 
 def alone() -> None:
-    """A process group of one, which DeepSpeed would otherwise look for MPI to make."""
+    """Start a process group of one rank; otherwise DeepSpeed would look for MPI."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def accelerate_loop(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any]:
-    """The same through accelerate, with the smaller model."""
+    """Run the same loop through accelerate, with the smaller model."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import DummyOptim
 
@@ -201,7 +201,7 @@ def accelerate_loop(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any
 
 
 def two_at_once(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any]:
-    """Two engines of one process, taking turns with the same data, each on its own lease."""
+    """Run two engines in one process, alternating on the same data, each on its own lease."""
     import zerotune
 
     manager = OffloadManager(root=root)
@@ -226,7 +226,7 @@ def two_at_once(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any]:
 
 
 def fill(disk: str) -> Path:
-    """Write until nothing is free."""
+    """Fill a disk with a file."""
     other = Path(disk) / "other"
     with contextlib.suppress(OSError), other.open("wb", buffering=0) as file:
         while file.write(b"x" * 4096):

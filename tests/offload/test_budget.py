@@ -1,4 +1,4 @@
-"""Host memory: what a plan takes against what a machine has."""
+"""Host memory: the needs of a plan against the memory of a machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pins(plan):
     return plan.plan.zero_optimization.offload_optimizer.pin_memory
 
 
-def test_enough_is_a_note_with_the_numbers():
+def test_enough_memory_is_a_note_with_the_numbers():
     plan = resolved(machine(64))
     same, (note,) = fit_host_memory(plan, ranks=1, held=0)
     assert same is plan
@@ -55,7 +55,7 @@ def test_pinned_memory_is_rounded_up_unless_deepspeed_pins_it_itself():
     torch = host_budget(plan, ranks=1, held=0, environ={})
     native = host_budget(plan, ranks=1, held=0, environ={"DS_PIN_MEMORY_BACKEND": " Native "})
     assert torch.pinned > native.pinned > 0
-    # 12 x 16.8 million elements of 4 bytes are 0.75 GiB, which torch makes 1 GiB.
+    # 12 x 16.8 million elements of 4 bytes are 0.75 GiB, which torch rounds up to 1 GiB.
     assert (torch.pinned - native.pinned) % (GIB // 8) == 0
     assert torch.locked == 0
     assert native.locked == native.pinned
@@ -96,7 +96,7 @@ def test_several_ranks_do_not_decide_each_for_itself():
         fit_host_memory(resolved(tight, world_size=2), ranks=2, held=0)
 
 
-def test_too_much_is_refused_with_what_would_help():
+def test_a_plan_that_needs_too_much_is_refused_with_what_would_help():
     plan = resolved(machine(1.5))
     with pytest.raises(OffloadError) as caught:
         fit_host_memory(plan, ranks=1, held=0)

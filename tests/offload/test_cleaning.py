@@ -1,4 +1,4 @@
-"""What a clean-up removes, and above all what it never touches."""
+"""What a clean-up removes and, above all, never touches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(count, failed)
 
 @pytest.fixture
 def dead(tmp_path):
-    """Makes the folder a killed run leaves."""
+    """Make the folder that a killed run leaves."""
 
     def make(root=tmp_path):
         run_id = new_run_id()
@@ -108,7 +108,7 @@ def test_a_dry_run_changes_nothing_and_counts_the_same(tmp_path, dead):
     assert cleanup_stale_swap(tmp_path).freed == pytest.approx(foretold.freed, abs=20_000)
 
 
-def test_what_is_nobodys_business_stays(tmp_path, dead):
+def test_files_that_are_no_leases_stay(tmp_path, dead):
     dead()
     for name in ("precious.txt", "zerotune-notes", ".zerotune-newer", "zero_stage_three"):
         (tmp_path / name).write_text("keep")
@@ -233,7 +233,7 @@ def test_another_users_folder_is_no_failure(tmp_path, dead, monkeypatch, name):
 
 
 class OnlyTheRoot:
-    """Opens what is given by its path; nothing inside it is for this user."""
+    """Open folders given by their path; refuse those inside, as for another user's."""
 
     def __init__(self, usual):
         self.usual = usual
@@ -297,7 +297,7 @@ class TestUnfinished:
         assert "currently creating a folder" in only(report.kept).reason
         assert (tmp_path / f"{DRAFT_PREFIX}abc").is_dir()
 
-    def test_a_link_with_such_a_name_goes_alone(self, tmp_path):
+    def test_a_link_with_a_drafts_name_goes_and_its_target_stays(self, tmp_path):
         (tmp_path / "folder").mkdir()
         (tmp_path / "folder" / "file").touch()
         (tmp_path / f"{DRAFT_PREFIX}abc").symlink_to(tmp_path / "folder")
@@ -308,7 +308,7 @@ class TestUnfinished:
 
 @pytest.fixture
 def _all_seen(monkeypatch):
-    """As on a machine where this user may look into every process; some sandboxes hide a few."""
+    """Pretend that this user may look into every process; some sandboxes hide a few."""
     look = cleaning.users_of
 
     def see(files, **options):
@@ -319,14 +319,14 @@ def _all_seen(monkeypatch):
 
 @pytest.mark.usefixtures("_all_seen")
 class TestBare:
-    def test_it_is_reported_and_kept(self, tmp_path, bare_swap):
+    def test_a_bare_folder_is_reported_and_kept(self, tmp_path, bare_swap):
         report = cleanup_stale_swap(tmp_path)
         assert only(report.kept).kind == "bare"
         assert only(report.kept).nbytes >= 100_000
         assert only(report.decisions).severity == "warning"
         assert len(list(bare_swap.rglob("*.swp"))) == 2
 
-    def test_asked_to_it_goes(self, tmp_path, bare_swap):
+    def test_a_bare_folder_goes_with_adopt(self, tmp_path, bare_swap):
         foretold = cleanup_stale_swap(tmp_path, adopt=True, dry_run=True)
         assert bare_swap.exists()
         report = cleanup_stale_swap(tmp_path, adopt=True)
@@ -419,7 +419,7 @@ class TestBare:
 
 @contextmanager
 def two_cleaners(root):
-    """Two processes that clean until the end; what each has removed, and failed to."""
+    """Run two processes that clean until the block ends; count their removals and failures."""
     over, counts = root.with_name(f"{root.name}-over"), []
     with cleaner(root, over) as first, cleaner(root, over) as second:
         try:
@@ -446,7 +446,7 @@ def test_two_cleaners_at_once_free_everything_and_fail_at_nothing(tmp_path, dead
         for _ in range(made):
             dead()
     assert [failed for _, failed in counts] == [0, 0]
-    # Both may count one of which each removed a part.
+    # Both may count a folder of which each removed a part.
     assert sum(count for count, _ in counts) >= made
     assert list(tmp_path.iterdir()) == []
 

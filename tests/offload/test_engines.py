@@ -1,4 +1,4 @@
-"""Leases under real engines: the files are those foretold, the arithmetic that of host memory."""
+"""Leases under real engines: the predicted files, and the results of host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 4
 
 
 def assert_as_foretold(found):
-    """Written is what was foretold; unaligned ends of gradients stay in memory, 1 KiB each."""
+    """Compare swap files with the prediction; unaligned gradients (1 KiB each) stay in memory."""
     assert found["written"].keys() == found["foretold"].keys()
     for target, (nbytes, count) in found["written"].items():
         foretold, files = found["foretold"][target]

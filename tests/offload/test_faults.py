@@ -1,6 +1,6 @@
 """Real runs that are killed, crowd one root, fill a disk or lose their folder.
 
-``python -m tests.offload.faults`` does the first at length.
+``python -m tests.offload.faults`` repeats the first at length.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PHASES = ("start", "ready", "step 1", "saving 2")
 
 @pytest.fixture
 def cleaning():
-    """A process that cleans a root in a loop; nothing it says is a failure."""
+    """Start processes that clean a root in a loop, and must report no failure."""
     processes = []
 
     def start(root):
@@ -69,9 +69,10 @@ def test_runs_that_are_killed_among_others_go_on_as_if_nothing_had_been(tmp_path
         list(killers.map(Victim.kill_after, crowd, PHASES))
     assert not any("end" in victim.said for victim in crowd)
     cleanup_stale_swap(root)
-    # The other cleaner may be at work on what this one then left to it.
+    # The other cleaner may still be removing folders that this one left to it.
     wait_for(lambda: [lease.path for lease in find_leases(root)] == [bystander])
-    # All four at once, on one root that is being cleaned, against one that has a root for itself.
+    # Resume all four at once on the root that is being cleaned; compare with a run that has its own
+    # root.
     again = [Victim(root, tmp_path / f"run{number}") for number in range(len(PHASES))]
     losses = [run.losses() for run in again]
     expected = Victim(tmp_path / "apart", tmp_path / "alone").losses()
@@ -85,7 +86,7 @@ def test_runs_that_are_killed_among_others_go_on_as_if_nothing_had_been(tmp_path
 
 
 def fails(root: str, checkpoints: str, spoil: str | None = None) -> tuple[str, str, list[str]]:
-    """What a run says that cannot go well: its error, and what it had reached."""
+    """Start a run that must fail; return its error and the stages it reached."""
     from zerotune.errors import ZeroTuneError
 
     reached: list[str] = []

@@ -110,7 +110,7 @@ def test_a_forked_worker_does_not_keep_a_dead_lease_alive(tmp_path, hold):
     try:
         holder.kill()
         os.kill(worker, 0)
-        # The parent names the worker before that has run its first instruction, which lets go.
+        # The worker's pid is printed before its first instruction, which releases the lock.
         deadline = time.monotonic() + 120
         while states(tmp_path) == {path: "live"} and time.monotonic() < deadline:
             time.sleep(0.01)

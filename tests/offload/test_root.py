@@ -118,7 +118,7 @@ def test_a_failing_write_is_refused_and_the_probe_goes(tmp_path, monkeypatch, ca
     assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_is_no_disk(tmp_path, mounted):
+def test_a_root_in_memory_is_warned_of(tmp_path, mounted):
     root = check(mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=4m", "none"))
     assert root.filesystem == "tmpfs"
     assert root.free_bytes <= 4 * 2**20
@@ -137,7 +137,7 @@ def test_memory_is_no_disk(tmp_path, mounted):
         ("ext4", None),
     ],
 )
-def test_remarks_on_the_file_system(tmp_path, monkeypatch, kind, says):
+def test_unsuitable_file_systems_are_warned_of(tmp_path, monkeypatch, kind, says):
     monkeypatch.setattr("zerotune.offload.root.filesystem_kind", lambda _: kind)
     warnings = [one.reason for one in check(tmp_path).decisions if one.severity == "warning"]
     assert (says is None) == (warnings == [])

@@ -1,4 +1,4 @@
-"""Whether what a plan swaps fits on the disk."""
+"""Whether a plan's swap files fit on the disk."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def needs(**options):
 
 
 def test_small_tensors_stay_in_memory():
-    # In bf16 half a million elements are less than 1 MiB; together they are one sub-group.
+    # Each half a million bf16 elements take less than 1 MiB; together they form one sub-group.
     found = needs(model=facts(500_000, 500_000))
     assert found["param"] == SwapFiles()
     master = 1_000_000 * 4
@@ -75,7 +75,7 @@ def test_without_a_model_nothing_is_known():
 @pytest.mark.parametrize(
     ("written", "count"), [(None, 8), ("4", 4), ("16", 8), ("x", 8), ("0", 1), ("", 8)]
 )
-def test_ranks_of_this_machine(written, count):
+def test_ranks_of_this_machine_come_from_the_launcher(written, count):
     plan = swapping_plan(world_size=8)
     environ = {} if written is None else {"LOCAL_WORLD_SIZE": written}
     assert local_ranks(plan, environ) == count
@@ -220,7 +220,7 @@ def test_a_full_disk_is_refused_and_left_clean(small):
     assert list(small.iterdir()) == []
 
 
-def test_every_rank_refuses(small):
+def test_every_rank_refuses_a_disk_that_is_too_small(small):
     said = []
 
     def share(text):

@@ -18,7 +18,7 @@ from zerotune.offload.lease import LeaseRecord, find_leases, lease_name
 
 @pytest.fixture
 def dead(tmp_path):
-    """Makes the folder a killed run leaves, with a record altered as told."""
+    """Make the folder that a killed run leaves, with the given changes to its record."""
 
     def make(*, filesystem=None, **owner):
         run_id = new_run_id()
@@ -63,7 +63,7 @@ def test_a_handler_of_the_scripts_own_stays(monkeypatch):
     register = stale._when_processes_end.__wrapped__
     register()
     assert taken == []
-    # Outside of the main thread Python allows no handlers.
+    # Python allows signal handlers only in the main thread.
     thread = threading.Thread(target=register)
     thread.start()
     thread.join()
@@ -85,7 +85,7 @@ def test_an_owner_that_lives_without_its_lock_is_left_alone(tmp_path, dead):
         ("ext4", "ext4", "stale"),
         ("overlay", "overlay", "stale"),
         ("nfs4", "nfs4", "unknown"),
-        # The exporting server sees its own disk, where the locks of its clients do not count.
+        # An NFS server sees its own disk as local, but not the locks of its clients.
         ("ext4", "nfs4", "unknown"),
         ("ext4", "virtiofs", "unknown"),
         ("ext4", None, "unknown"),
@@ -186,7 +186,7 @@ def test_a_lease_removed_while_looking_is_no_stale_one(tmp_path, dead, monkeypat
         descriptor = opened(path)
         shutil.rmtree(folder)
         if folder_stays:
-            # The moment between the last two steps of a removal, seen from outside.
+            # As seen between the last two steps of a removal.
             folder.mkdir()
         return descriptor
 
@@ -208,7 +208,7 @@ def test_a_lock_file_removed_before_it_was_locked_proves_nothing(tmp_path, dead,
 
 
 def test_a_rank_that_is_leaving_does_not_seem_dead(tmp_path, dead, monkeypatch):
-    """Its record and its lock are looked at as one: nobody can remove the record in between."""
+    """Record and lock are read under one lock, so that no rank can remove the record in between."""
     folder = dead()
     read = stale._read_records
 

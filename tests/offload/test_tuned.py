@@ -1,4 +1,4 @@
-"""What DeepSpeed's tuner found for a disk, and what later leases make of it."""
+"""Results of DeepSpeed's disk tuner, and their use by later leases."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Best performance (GB/sec): read =  2.00, write =  1.00
 
 
 def measured(root, **change):
-    """As ``offload bench --save`` of an earlier release wrote it."""
+    """A file as written by ``offload bench --save`` of an earlier release."""
     found = {"format": 1, **SETTINGS, "read": 2e9, "write": 1e9, "host": platform.node(),
              "device": root.stat().st_dev, "measured": "2025-01-01T00:00:00+00:00"}  # fmt: skip
     return json.dumps({**found, **change}, indent=2)
 
 
 def leased(root, text, **plan):
-    """The settings of a lease beside that file, and the decision about them."""
+    """Return the settings of a lease beside a file with this text, and the decision about them."""
     (root / MEASURED_FILE).write_text(text)
     with OffloadManager(root=root).lease(swapping_plan(**plan)) as lease:
         aio = lease.plan.to_deepspeed()["aio"]
@@ -53,7 +53,7 @@ def test_a_lease_uses_what_deepspeeds_tuner_printed(tmp_path):
 
 
 def test_the_installed_tuner_prints_what_is_read(tmp_path):
-    """Its last step alone: the result of logs, as its sweep of a disk leaves them."""
+    """Runs only the tuner's last step, on made-up results of its sweep."""
     code = (
         "import sys; from deepspeed.nvme import perf_generate_param as p\n"
         "key = ('read', 'block', 'overlap', 'sequential', 64, 262144, 2)\n"
@@ -66,7 +66,7 @@ def test_the_installed_tuner_prints_what_is_read(tmp_path):
     assert settings == SETTINGS
 
 
-def test_nothing_is_nothing(tmp_path):
+def test_without_a_file_nothing_is_decided(tmp_path):
     with OffloadManager(root=tmp_path).lease(swapping_plan()) as lease:
         assert not [one for one in lease.decisions if one.key == "aio"]
 
@@ -102,7 +102,7 @@ def test_a_pipe_in_its_place_is_not_waited_for(tmp_path):
         assert "is not a regular file" in next(o.reason for o in lease.decisions if o.key == "aio")
 
 
-def test_all_ranks_take_rank_0s(tmp_path):
+def test_all_ranks_use_the_settings_of_rank_0(tmp_path):
     roots: tuple[Path, Path] = tmp_path / "node0", tmp_path / "node1"
     for root, depth in zip(roots, (64, 16), strict=True):
         root.mkdir()

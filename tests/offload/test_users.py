@@ -1,4 +1,4 @@
-"""Which processes may be using files, told from a /proc made up for it."""
+"""Which processes may be using files, according to a made-up /proc."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ def look(proc, file, *, last_written=BOOTED + 100):
     return users_of([(facts.st_dev, facts.st_ino)], last_written=last_written, proc=proc)
 
 
-def test_nobody(proc, process, file):
+def test_an_unused_file_leaves_no_doubt(proc, process, file):
     process(7, opened=["/dev/null"])
     assert look(proc, file).doubt() is None
 
 
-def test_an_open_file_under_any_name(proc, process, file, tmp_path):
+def test_an_open_file_is_found_under_any_name(proc, process, file, tmp_path):
     os.link(file, tmp_path / "other")
     process(7, opened=[tmp_path / "other"])
     assert look(proc, file).open_in == (7,)
 
 
-def test_deepspeed_between_two_writes(proc, process, file):
+def test_deepspeed_between_two_writes_may_own_the_folder(proc, process, file):
     process(7, maps="7f00-7f01 r-xp 0 0 0 /cache/async_io/async_io.so\n")
     assert look(proc, file).swapping == (7,)
     assert "may own the folder" in look(proc, file).doubt()
 
 
-def test_deepspeed_that_began_after_the_last_write(proc, process, file):
+def test_deepspeed_that_began_after_the_last_write_is_no_doubt(proc, process, file):
     process(7, started=200, maps="/cache/async_io/async_io.so\n")
     assert look(proc, file).doubt() is None
 
@@ -90,7 +90,7 @@ def test_a_process_that_ends_meanwhile_is_no_matter(proc, process, file):
     assert look(proc, file).doubt() is None
 
 
-def test_a_process_that_may_not_be_looked_into(proc, process, file, monkeypatch):
+def test_a_process_that_may_not_be_looked_into_is_a_doubt(proc, process, file, monkeypatch):
     folder = process(7)
     path = type(folder)
     listed = path.iterdir
@@ -105,7 +105,7 @@ def test_a_process_that_may_not_be_looked_into(proc, process, file, monkeypatch)
     assert "clean up as root" in look(proc, file).doubt()
 
 
-def test_a_kernel_that_hides_processes(proc, file):
+def test_a_kernel_that_hides_processes_is_noticed(proc, file):
     assert look(proc, file).hidden == (1,)
 
 
@@ -114,7 +114,7 @@ def test_without_proc_nothing_is_known(tmp_path, file):
         look(tmp_path / "missing", file)
 
 
-def test_many_are_counted(proc, process, file):
+def test_many_processes_are_counted_and_a_few_listed(proc, process, file):
     for pid in range(2, 12):
         process(pid, opened=[file])
     assert "2, 3, 4, 5, 6 and 5 more" in look(proc, file).doubt()

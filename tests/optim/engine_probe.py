@@ -46,7 +46,7 @@ def run(case):
     optimizer.register_step_pre_hook(before_update)
     for _ in range(case["steps"]):
         output = engine(torch.ones(1, 4))
-        # Gradients are exactly 0, so that whatever moves the weights is their decay.
+        # Gradients are exactly 0, so that only weight decay moves the weights.
         engine.backward(output.sum() * 0.0)
         engine.step()
     group = optimizer.param_groups[0]
@@ -60,7 +60,7 @@ def run(case):
 
 
 def run_all(cases: dict[str, Any]) -> dict[str, Any]:
-    """Every case in one process, by name."""
+    """Run every case in one process; return the results by name."""
     import deepspeed
     import torch
 

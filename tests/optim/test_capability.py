@@ -23,7 +23,7 @@ def capability(name, *, accelerator="cpu", deepspeed_version="0.19.8", **situati
     [(0, "none"), *((stage, place) for stage in (1, 2, 3) for place in ("none", "cpu"))],
 )
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "Adagrad"])
-def test_what_runs_everywhere(name, stage, offload):
+def test_adam_adamw_and_adagrad_run_at_every_stage(name, stage, offload):
     answer = capability(name, stage=stage, offload=offload)
     assert answer.status == "works"
     assert answer.verified
@@ -32,7 +32,7 @@ def test_what_runs_everywhere(name, stage, offload):
 def test_only_what_was_run_is_verified():
     assert capability("AdamW", stage=2, offload="cpu", precision="bf16").verified
     assert capability("AdamW", stage=3, offload="nvme").verified
-    # There is no offload at stage 0, and no NVMe below stage 3.
+    # DeepSpeed offloads nothing at stage 0, and to NVMe only at stage 3.
     assert not capability("AdamW", stage=0, offload="cpu").verified
     assert not capability("AdamW", stage=2, offload="nvme").verified
     assert not capability("AdamW", stage=2, accelerator="cuda").verified
@@ -47,7 +47,7 @@ def test_lion_has_deepspeeds_kernel_with_cpu_offload_or_on_cuda():
         assert answer.implementation == "Lion"
 
 
-def test_a_kernel_apple_lacks():
+def test_adagrad_is_not_offloaded_on_apple_gpus():
     assert capability("Adagrad", stage=2, offload="cpu", accelerator="mps").status == "cannot"
     assert capability("Adagrad", stage=2, accelerator="mps").status == "works"
 
@@ -178,7 +178,7 @@ def test_factored_moments_do_not_survive_flat_partitions():
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
-def test_what_does_not_suit_diffusion(name):
+def test_optimizers_unfit_for_diffusion_cannot_run(name):
     for deepspeed in (True, False):
         assert capability(name, uses_deepspeed=deepspeed).status == "cannot"
 

@@ -1,4 +1,4 @@
-"""The stored table against the real engine: a cross-section is run again."""
+"""The stored table against the real engine, for a cross-section of its cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves as data and as a picture."""
+"""Schedules as data and as an image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ordered patterns over parameter names: the first match wins, and nothing is lost."""
+"""Ordered patterns over parameter names: the first match wins, and no parameter is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who belongs to Muon: hidden matrices, unless an earlier pattern says otherwise."""
+"""Parameters of Muon: hidden matrices, unless an earlier pattern matches."""
 
 from __future__ import annotations
 

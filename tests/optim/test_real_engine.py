@@ -1,4 +1,4 @@
-"""What the resolver promises against what the real DeepSpeed engine builds."""
+"""The resolver's choices against what the real DeepSpeed engine builds."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def run_probe(cases):
-    # As JSON, which is how DeepSpeed gets its configuration; it knows no tuples.
+    # As JSON, like DeepSpeed's configuration: without tuples.
     (results,) = run_ranks(run_all, json.loads(json.dumps(cases)))
     return json.loads(json.dumps(results))
 
@@ -80,9 +80,9 @@ def case_for(applied, steps):
 
 
 DECOUPLED = WEIGHT * (1 - LR * DECAY)
-"""One update with a gradient of 0 under decoupled decay."""
+"""The weight after one update with a gradient of 0 under decoupled decay."""
 L2 = WEIGHT - LR
-"""The same under L2, which is a gradient to Adam: its first step has length ``lr``."""
+"""The same under L2 decay, which Adam sees as a gradient: its first step has length ``lr``."""
 
 
 def assert_decays(weight, mode, label):
@@ -91,7 +91,7 @@ def assert_decays(weight, mode, label):
     elif mode == "l2" and "Adam" in label and label != "NAdam":
         assert math.isclose(weight, L2, rel_tol=1e-6), label
     elif mode == "l2":
-        # Its momentum schedule scales the first step.
+        # NAdam's momentum schedule scales the first step.
         assert L2 - LR < weight < (L2 + DECOUPLED) / 2, label
 
 

@@ -22,7 +22,7 @@ def resolve(make_plan):
     return run
 
 
-# --- which class does the update -------------------------------------------------------------
+# --- the class that updates -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,9 @@ def resolve(make_plan):
         ("RAdam", {"decoupled_weight_decay": True}, {}, "RAdam", "torch", "decoupled"),
     ],
 )  # fmt: skip
-def test_implementation(resolve, name, params, place, implementation, source, decay):
+def test_each_place_gets_its_implementation(
+    resolve, name, params, place, implementation, source, decay
+):
     choice = resolve(name, {"lr": 1e-3, **params}, **place).optimizer
     assert (choice.implementation, choice.source, choice.weight_decay_mode) == (
         implementation,
@@ -297,11 +299,11 @@ def test_adam_w_mode_false_on_adamw_is_told_to_have_no_effect(resolve, decisions
     assert (decision.before, decision.after, decision.severity) == (False, True, "warning")
 
 
-# --- what cannot run ---------------------------------------------------------------------------
+# --- optimizers that cannot run --------------------------------------------------------------
 
 
 REFUSED = {"zero_allow_untested_optimizer": False}
-"""With this in the configuration only DeepSpeed's own list may run under ZeRO."""
+"""Restricts ZeRO to the optimizers that DeepSpeed has tested."""
 
 
 def test_fallback_translates_the_arguments(resolve, decisions_for):
@@ -445,7 +447,7 @@ def test_clipping_in_the_optimizer_is_sent_to_its_place(resolve):
         resolve("AdamW", {"lr": 1e-4}, overrides={"max_grad_norm": 1.0})
 
 
-def test_an_argument_the_real_class_lacks(resolve, decisions_for):
+def test_an_argument_the_real_class_lacks_is_dropped_with_a_warning(resolve, decisions_for):
     params = {"lr": 1e-4, "amsgrad": True}
     resolution = resolve("AdamW", params)
     assert "amsgrad" not in resolution.optimizer.params
@@ -468,7 +470,7 @@ def test_bias_correction_cannot_be_switched_off_in_torch(resolve, decisions_for)
     assert decision.severity == "warning"
 
 
-def test_values_that_do_not_go_together(resolve):
+def test_values_that_do_not_go_together_are_refused(resolve):
     with pytest.raises(InvalidValueError, match="nesterov"):
         resolve("SGD", {"lr": 0.1, "nesterov": True})
     assert resolve("SGD", {"lr": 0.1, "nesterov": True, "momentum": 0.9}).optimizer.params[
@@ -528,7 +530,7 @@ def test_resolving_twice_gives_the_same(make_plan):
 
 
 def test_choices_survive_a_second_resolution(make_plan):
-    """What was settled, written back as a configuration, settles to itself."""
+    """A settled choice, written back as a configuration, resolves to itself."""
     first = OptimizerResolver().resolve(make_plan("Adam", ADAMW, scheduler="auto"))
     again = OptimizerResolver(on_unsupported="error").resolve(
         make_plan(

@@ -144,7 +144,7 @@ def test_overrides_beat_the_configuration(schedule):
     assert resolution.scheduler.params["warmup_num_steps"] == 99
 
 
-def test_another_type_by_override(schedule):
+def test_an_override_replaces_the_type(schedule):
     resolution = schedule(
         overrides={"scheduler.type": "LRRangeTest", "scheduler.params.lr_range_test_min_lr": 1e-6}
     )

@@ -1,4 +1,4 @@
-"""The tables against the real constructors they were written down from."""
+"""The tables against the real constructors that they describe."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from zerotune.optim.capability import CONFIGURATION_ONLY
 from zerotune.optimizers.catalogue import OPTIMIZERS, TORCH_NAMES
 from zerotune.optimizers.schedules import SCHEDULERS
 
-# Adam's switch is spelt adam_w_mode in a DeepSpeed configuration; differentiable has no use here.
+# A DeepSpeed configuration spells Adam's switch adam_w_mode; differentiable has no use here.
 LEFT_OUT = {"differentiable", "decoupled_weight_decay"}
 
 
 @pytest.fixture(scope="module")
 def deepspeed_module():
-    """Import a module of DeepSpeed, which settles on its accelerator while it is imported."""
+    """Import a module of DeepSpeed, which chooses its accelerator on import."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
         pytest.importorskip("deepspeed")
@@ -70,7 +70,7 @@ TORCH_FAMILY = [
 
 
 @pytest.mark.parametrize("name", TORCH_FAMILY)
-def test_torch_entries(name):
+def test_torch_entries_match_the_constructors(name):
     assert_describes(OPTIMIZERS[name], getattr(torch.optim, name), name)
 
 
@@ -88,7 +88,7 @@ def test_torch_entries(name):
         ("Lion", "deepspeed.ops.lion", "DeepSpeedCPULion"),
     ],
 )
-def test_deepspeed_entries(deepspeed_module, name, module, implementation):
+def test_deepspeed_entries_match_the_constructors(deepspeed_module, name, module, implementation):
     cls = getattr(deepspeed_module(module), implementation)
     assert_describes(OPTIMIZERS[name], cls, implementation)
 
@@ -96,20 +96,20 @@ def test_deepspeed_entries(deepspeed_module, name, module, implementation):
 @pytest.mark.parametrize(
     "name", [name for name, entry in SCHEDULERS.items() if entry.source == "deepspeed"]
 )
-def test_schedules(deepspeed_module, name):
+def test_schedules_match_the_constructors(deepspeed_module, name):
     lr_schedules = deepspeed_module("deepspeed.runtime.lr_schedules")
     parameters = inspect.signature(getattr(lr_schedules, name).__init__).parameters
     real = {key: item.default for key, item in parameters.items()}
     for ours in SCHEDULERS[name].parameters:
         default = real.pop(ours.name)
-        # Peaks follow the optimizer here, and lengths follow the run.
+        # zerotune takes peaks from the optimizer and lengths from the run.
         if ours.name not in {"warmup_max_lr", "total_num_steps", "cycle_min_lr", "cycle_max_lr"}:
             assert ours.default == default, ours.name
     assert set(real) == {"self", "optimizer", "last_batch_iteration"}
 
 
 @pytest.mark.parametrize("name", ["AdamWBF16States", "Lion", "Lamb", "Muon"])
-def test_own_entries(name):
+def test_own_entries_match_the_constructors(name):
     from zerotune.backend.optimizers.client import CLASSES
 
     entry, real = OPTIMIZERS[name], inspect.signature(CLASSES[name].__init__).parameters
@@ -130,7 +130,7 @@ LOW_BIT = "a large wheel for a back end that is optional; its cells are run by b
         ("TorchAOAdamW4bit", LOW_BIT),
     ],
 )
-def test_package_entries(name, may_lack):
+def test_package_entries_match_the_constructors(name, may_lack):
     entry = OPTIMIZERS[name]
     module = needs(entry.package, may_lack=may_lack)
     real = defaults_of(getattr(module, entry.implementation or name))
@@ -167,6 +167,6 @@ def states_after_one_step(optimizer_class, **params):
         ("Rprop", {}),
     ],
 )
-def test_states_per_parameter(name, params):
+def test_states_per_parameter_are_those_torch_makes(name, params):
     real = states_after_one_step(getattr(torch.optim, name), **params)
     assert set(OPTIMIZERS[name].states_for(params)) == real

@@ -50,7 +50,7 @@ def test_the_twelve_names_of_deepspeed_are_known(name):
         ("mup.MuAdamW", "MuAdamW"),
     ],
 )
-def test_spellings(written, canonical):
+def test_every_spelling_has_a_canonical_name(written, canonical):
     assert normalise_optimizer_name(written) == canonical
 
 
@@ -78,7 +78,7 @@ def test_an_unknown_name_is_an_error_with_a_suggestion(written, suggestion):
     [
         "prodigyplus",
         "paged_adamw_8bit",
-        # Another AdamW than DeepSpeed's or torch's: its prefix must not be thrown away.
+        # A different AdamW from DeepSpeed's or torch's: its prefix must not be dropped.
         "bitsandbytes.optim.AdamW",
         "torch.optim.Lion",
         "torch.optim.FusedAdam.x",

@@ -18,7 +18,7 @@ STEPS = 200
 
 @pytest.fixture(scope="module")
 def lr_schedules():
-    # DeepSpeed settles on its accelerator while it is imported.
+    # DeepSpeed chooses its accelerator on import.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
         return pytest.importorskip("deepspeed.runtime.lr_schedules")
@@ -29,7 +29,7 @@ def choice(name: str, params: dict) -> SchedulerChoice:
 
 
 def deepspeed_curve(lr_schedules, name, params, steps=STEPS):
-    """``(lr, betas)`` in the parameter group while each of ``steps`` updates runs."""
+    """``(lr, betas)`` in the parameter group during each of ``steps`` updates."""
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.AdamW([weight], lr=BASE_LR, betas=BETAS)
     scheduler = getattr(lr_schedules, name)(optimizer, **params)
@@ -64,7 +64,7 @@ totals = st.integers(min_value=1, max_value=400)
     steps=warmup_steps,
     kind=warmup_types,
 )
-def test_warmup_lr(lr_schedules, low, high, steps, kind):
+def test_warmup_lr_equals_deepspeeds(lr_schedules, low, high, steps, kind):
     assert_equal_curves(
         lr_schedules,
         "WarmupLR",
@@ -79,7 +79,7 @@ def test_warmup_lr(lr_schedules, low, high, steps, kind):
 
 @settings(max_examples=60, deadline=None)
 @given(low=lrs, high=lrs, steps=warmup_steps, kind=warmup_types, total=totals)
-def test_warmup_decay_lr(lr_schedules, low, high, steps, kind, total):
+def test_warmup_decay_lr_equals_deepspeeds(lr_schedules, low, high, steps, kind, total):
     assert_equal_curves(
         lr_schedules,
         "WarmupDecayLR",
@@ -101,7 +101,7 @@ def test_warmup_decay_lr(lr_schedules, low, high, steps, kind, total):
     kind=warmup_types,
     total=totals,
 )
-def test_warmup_cosine_lr(lr_schedules, ratio, floor, steps, kind, total):
+def test_warmup_cosine_lr_equals_deepspeeds(lr_schedules, ratio, floor, steps, kind, total):
     assert_equal_curves(
         lr_schedules,
         "WarmupCosineLR",
@@ -122,7 +122,7 @@ def test_warmup_cosine_lr(lr_schedules, ratio, floor, steps, kind, total):
     rate=st.floats(0.0, 10.0),
     staircase=st.booleans(),
 )
-def test_lr_range_test(lr_schedules, low, size, rate, staircase):
+def test_lr_range_test_equals_deepspeeds(lr_schedules, low, size, rate, staircase):
     assert_equal_curves(
         lr_schedules,
         "LRRangeTest",
@@ -140,7 +140,7 @@ def test_lr_range_test(lr_schedules, low, size, rate, staircase):
     low=positive_lrs,
     high=positive_lrs,
     decay=st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
-    # Fractional halves are legal to DeepSpeed and show a changed order of subtraction.
+    # DeepSpeed allows fractional half-cycles, which reveal a changed order of subtraction.
     first=st.one_of(st.integers(1, 150), st.floats(0.5, 150.0)),
     second=st.one_of(st.none(), st.integers(0, 150), st.floats(0.0, 150.0)),
     first_stairs=st.integers(0, 7),
@@ -151,7 +151,7 @@ def test_lr_range_test(lr_schedules, low, size, rate, staircase):
     max_mom=st.floats(0.0, 0.99),
     decay_mom=st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
 )
-def test_one_cycle(
+def test_one_cycle_equals_deepspeeds(
     lr_schedules, low, high, decay, first, second, first_stairs, second_stairs, decay_step,
     momentum, min_mom, max_mom, decay_mom,
 ):  # fmt: skip

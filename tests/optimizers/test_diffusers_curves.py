@@ -1,4 +1,4 @@
-"""The curves are diffusers', to the last bit."""
+"""The curves equal diffusers', to the last bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_equal_to_get_scheduler(name):
+def test_curves_equal_get_scheduler(name):
     torch = pytest.importorskip("torch")
     optimization = pytest.importorskip("diffusers.optimization")
     params = CASES[name]

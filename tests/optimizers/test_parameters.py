@@ -23,11 +23,11 @@ def test_a_range_reads_as_words():
         ("SGD", {}, 0),
         ("SGD", {"momentum": 0.9}, 1),
         ("RMSprop", {"momentum": 0.9, "centered": True}, 3),
-        # One moment for matrices, Adam's two for the rest.
+        # One moment for matrices, two (Adam) for the rest.
         ("Muon", {}, 2),
-        # Two of two bytes each.
+        # Two states of two bytes each count as one.
         ("AdamWBF16States", {}, 1),
-        # Small only in tensors of whole blocks, which a ZeRO partition rarely is.
+        # torchao quantizes only states of whole blocks, which a ZeRO partition rarely is.
         ("TorchAOAdamW4bit", {}, 2),
     ],
 )

@@ -1,4 +1,4 @@
-"""However an optimizer is spelt: the same findings, estimate, seconds and settled choice."""
+"""All spellings of an optimizer give the same findings, estimate, seconds and settled choice."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_never_runs_is_counted_as_what_runs_in_its_place():
     assert host("OneBitAdam") == host("1-bit adam") == host("AdamW")
 
 
-# -- Of all of them.
+# -- All optimizers.
 
 
 PLACES = {
@@ -87,7 +87,7 @@ PLACES = {
 
 
 def meaning(name, place):
-    """All that is found, counted and settled of an optimizer, but for how it was spelt."""
+    """Return findings, estimate, seconds and settled choice, without the spelling."""
     findings = check_plan(plan(name, **place), CONTEXT)
     found = {finding.rule for finding in findings}
     if any(finding.severity == "error" for finding in findings):
@@ -97,7 +97,7 @@ def meaning(name, place):
     said = found, before.items, before.step_time().seconds
     try:
         settled = OptimizerResolver().settled(resolved)
-    except OptimizerError as error:  # What cannot run there: the value is the spelling.
+    except OptimizerError as error:  # It cannot run there; the error's value is the spelling.
         return *said, (error.key, error.fix)
     after = settled.estimate(WORK)
     return *said, settled.optimizer, after.items, after.step_time().seconds
@@ -106,7 +106,7 @@ def meaning(name, place):
 def spellings(name):
     yield from (word for word, stands_for in BY_WORD.items() if stands_for == name)
     yield f" {name[:2].upper()}_{name[2:]} "
-    # torch.optim.Adam decays by L2 and DeepSpeed's does not: they are two optimizers.
+    # torch.optim.Adam decays by L2 and DeepSpeed's Adam does not: different optimizers.
     if name in TORCH_NAMES - {"Adam"}:
         yield f"torch.optim.{name}"
     if OPTIMIZERS[name].family == "deepspeed":
@@ -116,7 +116,7 @@ def spellings(name):
 @pytest.mark.parametrize("place", list(PLACES))
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_every_spelling_means_the_same(monkeypatch, name, place):
-    # Which packages are installed here is none of it.
+    # The result must not depend on the installed packages.
     monkeypatch.setattr("zerotune.optim.capability.find_spec", lambda _name: True)
     where = PLACES[place]
     expected = meaning(name, where)

@@ -1,8 +1,9 @@
-"""What accelerate and DeepSpeed would run for a configuration, worked out by their own code.
+"""What accelerate and DeepSpeed would run for a configuration, according to their own code.
 
-Everything up to the engine is theirs: the launcher that reads a file and sets the environment, the
-plugin that reads the environment, ``Accelerator.prepare`` that fills ``"auto"`` from a script's
-model, optimizer and data, and ``DeepSpeedConfig``. Only ``deepspeed.initialize`` is not run.
+Everything up to the engine is their code: the launcher that reads a file and sets the environment,
+the plugin that reads the environment, ``Accelerator.prepare``, which fills ``"auto"`` from a
+script's model, optimizer and data, and ``DeepSpeedConfig``. Only ``deepspeed.initialize`` is not
+run.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ ALONE = {
     "WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1",
 }
-"""What a launcher sets for the one process of a script."""
+"""Variables that a launcher sets for a single process."""
 MICRO, ACCUMULATION = 3, 4
-"""Samples of a batch of the script's data, and passes per step that it asks for."""
+"""The script's batch size and accumulation steps."""
 
 
 class _Reached(Exception):
-    """The script has come to the engine."""
+    """The script has reached ``deepspeed.initialize``."""
 
 
 def what_runs(*arguments: str) -> dict[str, Any]:
-    """What ``accelerate launch`` with these arguments would run in a script.
+    """Return what ``accelerate launch`` with these arguments would run in a script.
 
     Returns:
         DeepSpeed's settings by name, and what accelerate itself would do differently; ``"refused"``
@@ -45,7 +46,7 @@ def what_runs(*arguments: str) -> dict[str, Any]:
 
 
 def _sent(arguments: tuple[str, ...]) -> dict[str, str]:
-    """The variables that accelerate's launcher sets."""
+    """Return the variables that accelerate's launcher sets."""
     from accelerate.commands import launch
 
     sent: dict[str, str] = {}
@@ -104,11 +105,11 @@ def _stop_at_the_engine(deepspeed: Any) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as what can be compared: DeepSpeed's own models by their members."""
+    """Convert a setting to a comparable value: DeepSpeed's models to their members."""
     if hasattr(value, "model_dump"):
         members = value.model_dump()
         for part in ("offload_param", "offload_optimizer"):
-            # accelerate writes the section where nothing is offloaded, too.
+            # accelerate writes the section even if nothing is offloaded.
             if (members.get(part) or {}).get("device") == "none":
                 members[part] = None
         return members

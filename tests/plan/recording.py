@@ -1,6 +1,6 @@
-"""A pytest plugin that writes down every configuration the tests resolve or render.
+"""A pytest plugin that records every configuration the tests resolve or render.
 
-``pytest -p tests.plan.recording`` with ``ZEROTUNE_RECORD`` naming the file.
+Use: ``pytest -p tests.plan.recording`` with ``ZEROTUNE_RECORD`` naming the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _resolving(*args: Any, **kwargs: Any) -> Any:
     from zerotune.optim.resolver import OptimizerResolver
 
     plan = _resolve(*args, **kwargs)
-    # What cannot be settled is refused on purpose by some test.
+    # Some tests resolve plans on purpose that cannot be settled.
     with contextlib.suppress(ZeroTuneError):
         _rendering(OptimizerResolver().apply(plan))
     return plan

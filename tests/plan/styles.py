@@ -1,4 +1,4 @@
-"""Configurations in the styles people publish, made up for these tests: name to text.
+"""Configurations in published styles, made up for these tests, by name.
 
 ``DEEPSPEED`` holds DeepSpeed's own JSON, ``TRAINERS`` files of trainers that hold one, and
 ``ACCELERATE`` what ``accelerate config`` and people write by hand. Each can run.

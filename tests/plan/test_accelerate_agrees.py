@@ -1,4 +1,4 @@
-"""A converted file runs what it ran: accelerate's and DeepSpeed's own code reads both."""
+"""A converted file runs the same, according to accelerate's and DeepSpeed's own code."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ LOST = {
     "a precision beside it": "accelerate refuses a precision beside a file",
     "the word NO": "accelerate's launcher fails on what YAML makes of the word",
 }
-"""The styles that accelerate does not run as they are written, and why."""
+"""Styles that accelerate does not run as written, and why."""
 WILD = {"reference c": REFERENCE_C, **ACCELERATE}
 
 
 def before_and_after(text, folder):
-    """What runs with accelerate's YAML, and what with the JSON it is converted to."""
+    """Return what runs with accelerate's YAML, and with the JSON converted from it."""
     file = folder / "accelerate.yaml"
     file.write_text(text)
     plan = DeepSpeedPlan.from_yaml(file)
@@ -75,7 +75,7 @@ def before_and_after(text, folder):
 
 
 def flags(document):
-    """What the decisions of a conversion say to tell the launcher."""
+    """Return the launcher flags that the decisions of a conversion name."""
     return [
         word
         for decision in document.decisions
@@ -84,7 +84,7 @@ def flags(document):
 
 
 def compare(folder):
-    """How many generated files run, and what of the wild ones runs before and after."""
+    """Return how many generated files run, and what wild ones run before and after conversion."""
     from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 
     require_deepspeed(accelerator="cpu")
@@ -130,7 +130,7 @@ def test_what_accelerate_does_not_run_as_written_is_listed(compared, name):
     assert "refused" in before or after != before
 
 
-# A script as people write it: what its Accelerator is given is not what every file leaves to it.
+# A typical script; its Accelerator's arguments differ from what some files leave to it.
 SCRIPT = """
 import json
 import torch
@@ -167,11 +167,11 @@ LAUNCHED = {
         ACCELERATE["zero.Init off, debugging on"].replace("s: 4", "s: 1"), 1
     ),
 }  # fmt: skip
-"""What is launched, and its accumulation steps: those of the script where the file says none."""
+"""Files to launch, and accumulation steps: the script's where the file has none."""
 
 
 def launch(folder, *arguments):
-    """What a script prints under ``accelerate launch``: accumulation steps and losses."""
+    """Run a script under ``accelerate launch``; return accumulation steps and losses."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "accelerate.commands.launch", "--main_process_port"),
@@ -188,7 +188,7 @@ def launch(folder, *arguments):
     return json.loads(done.stdout.partition("LOSSES")[2].splitlines()[0])
 
 
-# Each costs four processes; what runs without a launcher is compared for every file above.
+# Each starts four processes; the tests above compare every file without a launcher.
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", LAUNCHED)

@@ -33,7 +33,7 @@ def read(tmp_path):
     return read_yaml
 
 
-def test_reference_c(read, reference_c):
+def test_reference_c_reads_as_it_is_written(read, reference_c):
     plan = read(reference_c)
     assert plan.to_deepspeed() == {
         "train_batch_size": "auto",

@@ -1,4 +1,4 @@
-"""Every mistake of a file at once, whatever kind of file it is."""
+"""All mistakes of a file are reported at once, for every kind of file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def inspected(plan, mistakes=()):
     )
 
 
-def test_a_configuration(tmp_path):
+def test_all_mistakes_of_a_configuration_are_reported(tmp_path):
     assert mistakes_of(lambda: DeepSpeedPlan.from_dict(FOUR)) == KEYS
     assert mistakes_of(lambda: DeepSpeedPlan.from_json(json.dumps(FOUR))) == KEYS
     file = tmp_path / "ds.yaml"
@@ -61,14 +61,14 @@ def test_a_configuration(tmp_path):
     assert mistakes_of(lambda: DeepSpeedPlan.load(file)) == KEYS
 
 
-def test_a_trainers_file():
+def test_all_mistakes_of_a_trainers_file_are_reported():
     around = {"mixed_precision": "fp9", "train_batch_size": 0, "deepspeed_config": FOUR}
     assert mistakes_of(lambda: DeepSpeedPlan.from_dict(around)) == [
         *KEYS, "train_batch_size", "launch.mixed_precision",
     ]  # fmt: skip
 
 
-def test_an_accelerate_yaml(tmp_path):
+def test_all_mistakes_of_an_accelerate_yaml_are_reported(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text(YAML)
     assert sorted(mistakes_of(lambda: DeepSpeedPlan.load(file))) == [
@@ -83,7 +83,7 @@ def test_an_accelerate_yaml(tmp_path):
     ]
 
 
-def test_the_environment():
+def test_all_mistakes_of_the_environment_are_reported():
     environ = {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": "9",
@@ -93,7 +93,7 @@ def test_the_environment():
     assert len(mistakes_of(lambda: DeepSpeedPlan.from_accelerate_environment(environ))) == 3
 
 
-def test_overrides():
+def test_all_mistakes_of_overrides_are_reported():
     plan = DeepSpeedPlan.build()
     asked = {"zero_stage": 9, "gradient_clipping": -1, "launch.num_processes": "two"}
     assert len(mistakes_of(lambda: plan.with_overrides(asked))) == 3
@@ -119,7 +119,7 @@ def test_old_forms_are_mistakes_like_others():
     ]
 
 
-def test_what_resolving_refuses():
+def test_all_that_resolving_refuses_is_reported():
     plan = DeepSpeedPlan.from_dict(
         {
             "train_batch_size": 3,
@@ -134,7 +134,7 @@ def test_what_resolving_refuses():
     ]  # fmt: skip
 
 
-def test_what_the_optimizer_and_the_schedule_refuse():
+def test_all_that_optimizer_and_schedule_refuse_is_reported():
     plan = DeepSpeedPlan.from_dict(
         {
             "optimizer": {"type": "AdamW", "params": {"lr": "x", "eps": -1, "foo": 3}},

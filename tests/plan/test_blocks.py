@@ -1,4 +1,4 @@
-"""Blocks of a model, and what stage 3 is told of them."""
+"""Blocks of a model, and stage 3's settings for them."""
 
 from __future__ import annotations
 

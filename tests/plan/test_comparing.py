@@ -30,7 +30,7 @@ class TestPlans:
         assert difference.markdown() == "# dict -> dict: no difference\n"
         assert difference.to_dict() == {"before": "dict", "after": "dict", "changes": []}
 
-    def test_every_kind_of_change(self, reference_a):
+    def test_every_kind_of_change_is_listed(self, reference_a):
         before = DeepSpeedPlan.from_dict(reference_a, source="a.json")
         del reference_a["scheduler"], reference_a["gradient_clipping"]
         reference_a["zero_optimization"]["stage"] = 3
@@ -114,7 +114,7 @@ class TestPlans:
             max_size=2,
         )
     )
-    def test_it_is_false_exactly_when_plans_are_equal(self, configs):
+    def test_a_difference_is_false_exactly_when_plans_are_equal(self, configs):
         one, other = (DeepSpeedPlan.from_dict(config) for config in configs)
         forth, back = one.diff(other), other.diff(one)
 

@@ -1,4 +1,4 @@
-"""Converting does not change what trains: the same run in every format, or a refusal."""
+"""Converting does not change the training: every format runs the same, or is refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ READERS = {
 
 
 def run(plan, machine, world_size):
-    """What would run, where it swaps to included, or ``None`` where the plan is refused."""
+    """Return what would run, including swap folders, or ``None`` if the plan is refused."""
     try:
         resolved = plan.resolve(platform=machine, world_size=world_size)
     except PlanError:
@@ -72,7 +72,7 @@ def runs(plan):
 
 
 def converted(plan, to, lossy=()):
-    """The plan read again from text of a format; ``None`` where that is refused by key."""
+    """Write a plan in a format and read it again; return ``None`` if a launch key is refused."""
     try:
         document = plan_document(plan, to, lossy=lossy)
     except InvalidValueError as error:
@@ -85,13 +85,13 @@ def converted(plan, to, lossy=()):
 
 
 def assert_same(expected, others):
-    """Hold each different one of ``others`` to what ``runs`` says of the plan it was made of."""
+    """Check that each different one of ``others`` runs what the original plan runs."""
     for number, again in enumerate(others):
         if again is None or again in others[:number]:
             continue
         found = runs(again)
         for where, one in expected.items():
-            # A plan that cannot run may be made one that can, by what is said in its decisions.
+            # A conversion may make a plan run that could not, as its decisions say.
             assert one is None or found[where] == one, where
 
 

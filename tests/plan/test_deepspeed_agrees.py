@@ -1,4 +1,4 @@
-"""The installed DeepSpeed's own configuration classes accept what is rendered and know our keys."""
+"""The installed DeepSpeed accepts rendered configurations and knows our keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.deepspeed
 
 
 class Ranks:
-    """As many as a configuration is for."""
+    """A stand-in for ``deepspeed.comm`` with ``size`` ranks."""
 
     def __init__(self, size):
         self.size = size
@@ -42,7 +42,7 @@ class Ranks:
 
 
 def accept(rendered):
-    """What DeepSpeed reads in a rendered configuration."""
+    """Return what DeepSpeed reads in a rendered configuration."""
     import deepspeed.runtime.config as reading
 
     size = rendered["train_batch_size"] // (
@@ -78,7 +78,7 @@ def keys(model):
 
 
 def ask(files):
-    """All that the tests want to know of DeepSpeed."""
+    """Collect everything that the tests compare with DeepSpeed."""
     import deepspeed
     import deepspeed.runtime.config as reading
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -116,7 +116,7 @@ RENDERING = ("test_resolving.py", "test_rendering.py", "test_sizing.py", "test_e
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Every configuration that the tests of resolving and rendering make, one file each."""
+    """Record every configuration that the tests of resolving and rendering make, one file each."""
     here = Path(__file__).parent
     folder = tmp_path_factory.mktemp("recorded")
     inherited = {
@@ -148,7 +148,7 @@ def deepspeed(recorded):
 
 
 def meant(file):
-    """What a rendered configuration says, as DeepSpeed should read it."""
+    """Return what DeepSpeed should read in a rendered configuration."""
     rendered = json.loads(file.read_text())
     zero = rendered.get("zero_optimization", {"stage": 0})
     return {
@@ -230,7 +230,7 @@ def test_the_numbers_sizing_relies_on_are_deepspeeds(deepspeed):
 
 
 def losses(config):
-    """Of four steps of DeepSpeed's own engine, or what it refuses to start with."""
+    """Return the losses of four steps of DeepSpeed's engine, or the error of its start."""
     import deepspeed
     import torch
 

@@ -1,4 +1,4 @@
-"""Families of models, known by shape."""
+"""Model families known by their shapes."""
 
 from __future__ import annotations
 

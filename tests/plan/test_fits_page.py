@@ -1,4 +1,4 @@
-"""The documentation's table of what fits is what ``advise`` says today."""
+"""The docs' table of what fits matches the current output of ``advise``."""
 
 from __future__ import annotations
 

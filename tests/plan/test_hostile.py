@@ -1,4 +1,4 @@
-"""Files that are small to write and large to read, or that Python itself trips over."""
+"""Small files that are costly to read, or that make Python itself fail."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bomb(levels: int) -> str:
 
 
 class Huge:
-    """Stands for what takes memory as soon as it is written out."""
+    """A value whose ``repr`` would take a lot of memory."""
 
     def __repr__(self) -> str:
         raise AssertionError("written out although no letter of it is shown")
@@ -92,7 +92,7 @@ class TestYaml:
 
 
 class TestJson:
-    def test_digits_have_an_end(self):
+    def test_numbers_with_too_many_digits_are_refused(self):
         with pytest.raises(PlanSyntaxError, match="too long"):
             parse_json("9" * 401, source="x")
 
@@ -234,7 +234,7 @@ class TestValues:
             {"deepspeed_config": {}, "offload_param_path": "/\ud800"},
         ],
     )
-    def test_half_letters_are_refused_wherever_text_stands(self, config):
+    def test_unpaired_surrogates_are_refused_wherever_text_stands(self, config):
         with pytest.raises(InvalidValueError, match="surrogate"):
             DeepSpeedPlan.from_dict(config)
 

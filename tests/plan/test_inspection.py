@@ -1,4 +1,4 @@
-"""One inspection finds all that is wrong, and everybody who tells of a plan tells the same."""
+"""One inspection finds all mistakes, and every front end reports the same ones."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_integer_check_refuses_an_integral_float_that_read_accepts():
 @pytest.mark.parametrize(
     ("written", "read"), [(1, 1), (0.5, 0.5), ("1e-4", 1e-4), ("auto", "auto")]
 )
-def test_numbers(written, read):
+def test_numbers_are_read_from_what_people_write(written, read):
     assert Number().read(written, "key")[0] == read
 
 
@@ -65,7 +65,7 @@ def test_numbers(written, read):
         (Text(), "  ", "is empty"),
     ],
 )
-def test_what_a_kind_refuses(kind, written, message):
+def test_bad_values_are_refused_with_the_reason(kind, written, message):
     with pytest.raises(InvalidValueError, match=message):
         kind.read(written, "key")
 
@@ -74,7 +74,7 @@ def test_what_a_kind_refuses(kind, written, message):
     ("written", "read"),
     [(True, True), (0, False), (1, True), ("yes", True), ("False", False), ("Auto", "auto")],
 )
-def test_booleans(written, read):
+def test_booleans_are_read_from_what_people_write(written, read):
     assert Boolean().read(written, "key")[0] == read
 
 

@@ -10,7 +10,7 @@ from zerotune._util.table import markdown_cell as cell
 from zerotune._util.table import markdown_table as table
 
 
-def test_a_table():
+def test_a_table_has_a_header_and_alignment():
     assert table(("name", "size"), [("weights", "4.00"), ("a.b", "")], align="lr") == (
         "| name | size |\n| --- | ---: |\n| weights | 4.00 |\n| a.b |  |"
     )
@@ -26,7 +26,7 @@ def test_a_table():
         ("zero_optimization", "zero_optimization"),
     ],
 )
-def test_cells(text, shown):
+def test_cells_are_escaped(text, shown):
     assert cell(text) == shown
 
 

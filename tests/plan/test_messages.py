@@ -1,4 +1,4 @@
-"""Messages from which alone a mistake can be mended, in the words of the user's own file."""
+"""Messages that suffice to fix a mistake, in the terms of the user's own file."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_folder_with_a_place_holder_is_one_that_nobody_has(path):
 
 
 @pytest.mark.parametrize("path", ["/mnt/a$", "/mnt/50%", "/mnt/{a}", "/mnt/a<b", "C:/x"])
-def test_other_folders_are_folders(path):
+def test_folders_with_unusual_characters_are_accepted(path):
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": path}}
     plan = DeepSpeedPlan.from_dict({"zero_optimization": zero})
     assert plan.to_dict()["zero_optimization"] == zero

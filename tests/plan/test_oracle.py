@@ -1,4 +1,4 @@
-"""DeepSpeed's own ``DeepSpeedConfig`` as oracle: what is accepted here is accepted there."""
+"""``DeepSpeedConfig`` as an oracle: zerotune accepts only what DeepSpeed accepts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nested(path, value):
 
 
 def grid(schema):
-    """A configuration for each key and value, and combinations of what depends on each other."""
+    """Yield a configuration for each key and value, and combinations of interdependent keys."""
     for parameter in schema_parameters(schema):
         for value in VALUES:
             yield parameter.path, {"train_batch_size": 1, **nested(parameter.path, value)}
@@ -42,7 +42,7 @@ def grid(schema):
         (True, False),
     )  # fmt: skip
     for stage, device, precision, operation, zero, scaling, deepcompile in chosen:
-        # That the engine refuses it with offload is said by no configuration class.
+        # The engine refuses it with offload, but no configuration class does.
         key = "zero_optimization.compute_grad_norm" if "compute_grad_norm" in zero else ""
         yield (
             key,
@@ -63,7 +63,7 @@ def grid(schema):
 
 
 def judged_here(config):
-    """Why a configuration is refused, and what is made of one that is not."""
+    """Return why zerotune refuses a configuration, and its reading of an accepted one."""
     try:
         plan = DeepSpeedPlan.from_dict(copy.deepcopy(config))
     except ZeroTuneError as error:
@@ -83,7 +83,7 @@ def judged_there(config):
 
 
 def compare():
-    """What the two judge differently: which one is stricter, key, configuration and why."""
+    """Return the differences: which of the two is stricter, key, configuration and reason."""
     import logging
 
     import deepspeed

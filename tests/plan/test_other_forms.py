@@ -1,4 +1,4 @@
-"""Forms a DeepSpeed configuration has beside JSON: a live dictionary and plain YAML."""
+"""Other forms of a DeepSpeed configuration than JSON: a live dictionary and plain YAML."""
 
 from __future__ import annotations
 

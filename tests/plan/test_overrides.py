@@ -65,7 +65,7 @@ def changed(**sections):
         ({"fp16": False}, "fp16.enabled", True, False),
     ],
 )
-def test_one_setting_under_any_of_its_names(plan, overrides, path, before, after):
+def test_a_setting_is_overridden_under_any_of_its_names(plan, overrides, path, before, after):
     new = plan.with_overrides(overrides)
     (decision,) = new.decisions
     assert (decision.key, decision.before, decision.after) == (path, before, after)
@@ -77,7 +77,7 @@ def test_one_setting_under_any_of_its_names(plan, overrides, path, before, after
     assert plan.to_deepspeed() == START
 
 
-def test_other_settings_of_the_section_stay(plan):
+def test_an_override_keeps_other_settings_of_the_section(plan):
     new = plan.with_overrides({"optimizer": {"type": "Lion", "params": {"lr": 1}}})
     assert new.to_deepspeed() == changed(
         optimizer={"type": "Lion", "params": {"lr": 1, "eps": 1e-8}}
@@ -85,7 +85,7 @@ def test_other_settings_of_the_section_stay(plan):
 
 
 @pytest.mark.parametrize("name", ["optimizer", "fp16", "zero_optimization"])
-def test_null_removes(plan, name):
+def test_null_removes_a_setting(plan, name):
     new = plan.with_overrides({name: None})
     assert name not in new.to_deepspeed()
     assert [d.after for d in new.decisions] == [None]
@@ -175,6 +175,6 @@ def test_every_short_name_leads_to_a_setting_there_is(name, plan):
     refusal = None
     try:
         plan.with_overrides({name: "auto"})
-    except PlanError as error:  # a setting that may not be automatic, but exists
+    except PlanError as error:  # an existing setting that may not be "auto"
         refusal = error
     assert not isinstance(refusal, UnknownKeyError)

@@ -1,4 +1,4 @@
-"""Whatever comes in, a plan or a ``PlanError`` comes out; what is written reads the same."""
+"""Any input gives a plan or a ``PlanError``; a written plan reads the same."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ MODELS = st.none() | st.lists(
 
 
 def plan_or_error(config):
-    """The plan, or ``None`` for a ``PlanError``; anything else that is raised fails the test."""
+    """Return the plan, or ``None`` for a ``PlanError``; any other exception fails the test."""
     try:
         return DeepSpeedPlan.from_dict(config)
     except PlanError as error:

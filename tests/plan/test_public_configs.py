@@ -1,4 +1,4 @@
-"""What public DeepSpeed configurations contain, one test for each thing found in them.
+"""Features of public DeepSpeed configurations, one test each.
 
 The kinds come from 175 files found in public repositories (134 JSON, 41 accelerate YAML); each
 test shows what the reader, the rules or resolution make of one of them.

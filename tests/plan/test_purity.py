@@ -1,4 +1,4 @@
-"""The plan layer is values: it loads neither torch nor deepspeed, and loads fast."""
+"""The plan layer consists of values: it imports neither torch nor deepspeed, and imports fast."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ print(*sorted(name for name in sys.modules if name.startswith("zerotune.plan."))
 
 
 def test_importing_loads_nothing_heavy_and_takes_less_than_100_ms(tmp_path):
-    # The fastest of a few, in processor time and with compiled files, as users have them: what
-    # the code costs, not what the machine does besides.
+    # The fastest of a few, in CPU time and with compiled files, as users have them: the cost of the
+    # code without the load of the machine.
     runs = [measure(tmp_path) for _ in range(4)]
     assert not HEAVY & {*runs[0]["loaded"], *runs[0]["after"]}
     assert min(run["seconds"] for run in runs) < 0.1

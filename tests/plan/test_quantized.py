@@ -1,4 +1,4 @@
-"""Facts of weights that packages keep in fewer bits: what they stand for, and what they take."""
+"""Facts of quantized weights: their original shape, and their stored bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ torch = needs("torch", may_lack="what a plan knows of a model is asked of module
 
 
 def looking_like(kind, module, values, **told):
-    """A parameter that reads as another package's does; the real ones are tested with it."""
+    """A parameter that looks like a package's; the package's own tests use real ones."""
     parameter = torch.nn.Parameter(values, requires_grad=False)
     parameter.__class__ = type(kind, (torch.nn.Parameter,), {"__module__": module, **told})
     return parameter
@@ -46,7 +46,7 @@ def test_bitsandbytes_four_bits_stand_for_whole_weights():
     assert facts_of(raw).storage is None
 
 
-def test_eight_bits_and_gguf():
+def test_eight_bits_and_gguf_keep_shape_and_count_stored_bytes():
     data = torch.zeros(8, 4, dtype=torch.int8)
     facts = facts_of(looking_like("Int8Params", "bitsandbytes.nn", data, SCB=torch.zeros(8)))
     assert (facts.shape, facts.storage, facts.stored_bytes) == ((8, 4), "int8", 32 + 32)
@@ -60,7 +60,7 @@ def test_eight_bits_and_gguf():
     ("dtype", "storage"),
     [(torch.int8, "int8"), (torch.float8_e4m3fn, "fp8"), (torch.uint8, "int4")],
 )
-def test_torchao(dtype, storage):
+def test_torchao_tensors_keep_shape_and_count_stored_bytes(dtype, storage):
     told = {
         "__tensor_flatten__": lambda _: (["qdata", "scale", "block"], {}),
         "qdata": torch.zeros(8, 4, dtype=dtype),

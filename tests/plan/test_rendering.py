@@ -1,6 +1,6 @@
-"""Rendered configurations, compared with files that are reviewed when they change.
+"""Rendered configurations, compared with reviewed golden files.
 
-``ZEROTUNE_UPDATE_GOLDEN=1 pytest tests/plan/test_rendering.py`` writes them anew.
+``ZEROTUNE_UPDATE_GOLDEN=1 pytest tests/plan/test_rendering.py`` rewrites them.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def resolve(case: str, folder: Path) -> ResolvedPlan:
 
 
 def settle(resolved: ResolvedPlan, **changes: Any) -> ResolvedPlan:
-    """Stands in for ``zerotune.optim``, which is tested with the plan on its own."""
+    """Stand in for ``zerotune.optim``, which other tests run on plans."""
     offloaded = resolved.offload_optimizer != "none"
     optimizer = {
         "name": "AdamW",

@@ -360,7 +360,7 @@ def test_the_plain_engine_keeps_its_optimizer_in_host_memory(cuda, no_deepspeed)
     assert decision(resolved, "zero_optimization").before == {"stage": 2}
     kept = decision(resolved, "zero_optimization.offload_optimizer")
     assert (kept.after, kept.severity) == ("cpu", "note")
-    # One memory on macOS; a loss scale is undone on the device; files need ZeRO-3.
+    # macOS has one memory; loss scaling is undone on the device; files need ZeRO-3.
     assert resolve(config, no_deepspeed).offload_optimizer == "none"
     half = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
     fp16 = resolve({**config, **half}, cuda, deepspeed=False)
@@ -382,7 +382,7 @@ def test_the_plain_engine_keeps_its_optimizer_in_host_memory(cuda, no_deepspeed)
         ({"deepspeed_config": {}, "max_grad_norm": 0.2}, {}, 0.2),
     ],
 )
-def test_clipping(config, run, clipping, cuda):
+def test_clipping_comes_from_the_file_the_run_or_the_default(config, run, clipping, cuda):
     assert resolve(config, cuda, run=RunFacts(**run)).gradient_clipping == clipping
 
 

@@ -1,4 +1,4 @@
-"""Whatever comes in by any reader, a plan or a ``PlanError`` comes out; writing loses nothing."""
+"""Any input of any reader gives a plan or a ``PlanError``; writing loses nothing."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ OVERRIDES = st.dictionaries(
 
 
 def plan_of(config, launch):
-    """A plan with launch settings, or ``None`` for a ``PlanError``."""
+    """Return a plan with launch settings, or ``None`` for a ``PlanError``."""
     plan = plan_or_error(config)
     try:
         return None if plan is None else plan.with_overrides({"launch": launch})
@@ -150,10 +150,10 @@ def test_every_format_gives_the_same_plan_back(config, launch):
         again = read(document.text)
         if not document.decisions:
             assert again == plan
-        # What a format cannot hold is lost once, and said; not a second time.
+        # What a format cannot hold is dropped and recorded once; a second round loses nothing.
         repeated = plan_document(again, name)
         assert repeated.text == document.text
-        # A warning about what stays is given each time.
+        # Warnings about kept settings are repeated each time.
         assert [each for each in repeated.decisions if each.before != each.after] == []
         assert read(repeated.text) == again
 

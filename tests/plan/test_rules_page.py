@@ -1,4 +1,4 @@
-"""The documentation's table of rules is made from the rules, and is current."""
+"""The docs' table of rules is generated from the rules, and is current."""
 
 from __future__ import annotations
 

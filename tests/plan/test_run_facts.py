@@ -1,4 +1,4 @@
-"""What a script's flags say of a run."""
+"""Facts of a run from a script's flags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.model import RunFacts
 from zerotune.platform import Platform
 
-# As diffusers' training scripts name and type them.
+# Names and types as in diffusers' training scripts.
 FLAGS = {
     "learning_rate": 3e-5,
     "adam_beta1": 0.95,

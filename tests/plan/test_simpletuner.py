@@ -1,4 +1,4 @@
-"""SimpleTuner's files, read as it means them; each translation is a decision."""
+"""SimpleTuner's files, read as SimpleTuner does; each translation is a decision."""
 
 from __future__ import annotations
 

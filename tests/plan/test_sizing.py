@@ -96,7 +96,7 @@ def test_buffers_are_counted_along_the_modules_that_run_together():
         "top",
     ]
     facts = ModelFacts.from_shapes([*((name, large) for name in names), ("block.cell.bias", (9,))])
-    # Six of the cell, two of the block around it, one of the model around both, two to spare.
+    # Six for the cell, two for the block around it, one for the model around both, two spare.
     assert swapping(facts).buffers == 6 + 2 + 1 + 2
     assert swapping(model((10,))).buffers == sizing.PARAM_BUFFERS
 

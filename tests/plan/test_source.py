@@ -44,7 +44,7 @@ OBJECTS = st.recursive(
 
 
 def paths(value, above=""):
-    """The path of every key that stands in objects only."""
+    """Yield the path of every key that lies in objects only."""
     for key, inner in value.items() if isinstance(value, dict) else ():
         yield f"{above}{key}"
         yield from paths(inner, f"{above}{key}.")

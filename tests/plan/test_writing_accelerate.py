@@ -14,7 +14,8 @@ from zerotune.plan import DeepSpeedPlan, plan_document
 from zerotune.plan.accelerate import OF_THE_SCRIPT
 from zerotune.plan.model import LaunchSection
 
-# What `accelerate launch` sets for a configuration file, and what the script then gets.
+# Print what `accelerate launch` sets for a configuration file, and the configuration the script
+# gets.
 LAUNCH = """
 import json, os, sys
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -53,7 +54,7 @@ FULL = {
 
 
 def accelerate(*files):
-    """Per file the variables that accelerate's launcher sets, and what its plugin makes of them."""
+    """Return per file the variables of accelerate's launcher, and its plugin's configuration."""
     done = subprocess.run(
         [sys.executable, "-c", LAUNCH, *map(str, files)],
         capture_output=True,
@@ -268,7 +269,7 @@ BY_HAND = (
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """What the real accelerate makes of the two forms that are written, and of one by hand."""
+    """Run the real accelerate on both written forms, and on one written by hand."""
     if not all(importlib.util.find_spec(name) for name in ("accelerate", "deepspeed")):
         pytest.skip("needs accelerate and deepspeed")
     folder = tmp_path_factory.mktemp("accelerate")

@@ -1,4 +1,4 @@
-"""Control groups as real containers lay them out, reproduced as dictionaries of files."""
+"""Control groups of real containers, reproduced as dictionaries of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cores a rank gets, on machines that are described."""
+"""The cores of each rank, on synthetic machines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerotune.platform.detect import (
 
 
 def machine(*, nodes=1, cores=8, threads=2):
-    """``cores`` per node; siblings are numbered as Linux does on x86: all first threads first."""
+    """A machine with ``cores`` per node, numbered like Linux on x86: all first threads first."""
     whole = nodes * cores
     return tuple(
         sorted(

@@ -1,4 +1,4 @@
-"""Every kind of machine, on any machine: the facts come from a fake probe."""
+"""Detection of every kind of machine, with facts from a fake probe."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ V2_FILES = {
 
 @attrs.define(kw_only=True)
 class FakeProbe:
-    """A machine made of values."""
+    """A probe with given facts."""
 
     system_name: str = "Linux"
     machine_name: str = "x86_64"
@@ -128,7 +128,7 @@ def only_decision(platform):
 
 
 class TestCuda:
-    def test_two_devices(self):
+    def test_two_devices_count_with_the_memory_of_the_smaller(self):
         found = detect(facts=cuda(RTX_4090, T4))
 
         assert found.accelerator == "cuda"
@@ -506,7 +506,7 @@ class TestLogging:
         assert record.levelname == "WARNING"
         assert "macOS" in record.getMessage()
 
-    def test_it_can_be_left_to_the_caller(self, caplog):
+    def test_logging_can_be_left_to_the_caller(self, caplog):
         with caplog.at_level(logging.INFO, logger="zerotune"):
             detect_platform(probe=FakeProbe(**mac()), log=False)
 

@@ -1,4 +1,4 @@
-"""The real probe, with torch replaced where this machine's torch cannot show the case."""
+"""The real probe, with a fake torch for cases that this machine cannot show."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def properties(name, memory, major=8, minor=9):
     return SimpleNamespace(name=name, total_memory=memory, major=major, minor=minor)
 
 
-def test_cuda_devices(monkeypatch):
+def test_cuda_devices_have_name_memory_and_capability(monkeypatch):
     found = facts(
         monkeypatch, cuda="12.8", devices=(properties("A", 10), properties("B", 20, 7, 5))
     )
@@ -101,7 +101,7 @@ def test_a_build_for_the_cpu_has_no_cuda_error(monkeypatch):
     assert (found.cuda, found.cuda_error, found.cpu_fp16) == (None, None, True)
 
 
-def test_xpu_and_mps(monkeypatch):
+def test_xpu_and_mps_devices_are_read(monkeypatch):
     found = facts(monkeypatch, xpu=(properties("Arc", 16),), mps=48)
 
     assert found.xpu_devices == (Device(name="Arc", total_memory=16),)
@@ -111,7 +111,7 @@ def test_xpu_and_mps(monkeypatch):
 
 
 def test_a_torch_that_does_not_import(monkeypatch):
-    # None makes the import system raise, as a broken shared library would.
+    # None makes the import raise, as a broken shared library would.
     monkeypatch.setitem(sys.modules, "torch", None)
 
     found = MachineProbe().torch()
@@ -125,12 +125,12 @@ def test_a_torch_that_is_not_installed(monkeypatch):
     assert MachineProbe().torch() is None
 
 
-def test_versions():
+def test_a_package_that_is_not_installed_has_no_version():
     assert MachineProbe().version("attrs") is not None
     assert MachineProbe().version("there-is-no-such-distribution") is None
 
 
-def test_files(tmp_path):
+def test_files_that_cannot_be_read_are_none(tmp_path):
     (tmp_path / "text").write_bytes(b"caf\xc3\xa9 \xff")
 
     assert MachineProbe().read_text(str(tmp_path / "text")) == "caf\u00e9 \ufffd"

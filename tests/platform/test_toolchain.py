@@ -23,7 +23,7 @@ GCC = "c++ (Debian 12.2.0-14+deb12u1) 12.2.0\nCopyright (C) 2022 Free Software F
 
 @attrs.define(kw_only=True)
 class FakeMachine:
-    """A machine of programs, each with its version text; it compiles what it is told."""
+    """A machine with these programs and version texts; ``has_*`` decide what compiles."""
 
     programs: dict[str, str] = attrs.field(factory=dict)
     environment: dict[str, str] = attrs.field(factory=dict)
@@ -69,7 +69,7 @@ def test_versions_are_read_from_real_outputs(output, version):
     assert parse_version(output) == version
 
 
-def test_an_empty_machine():
+def test_an_empty_machine_has_no_tools():
     found = detect_toolchain(FakeMachine())
 
     assert (found.cxx, found.ninja, found.nvcc, found.cuda_home) == (None, None, None, None)
@@ -79,7 +79,7 @@ def test_an_empty_machine():
     assert not found.libaio.usable
 
 
-def test_a_complete_machine():
+def test_all_tools_of_a_complete_machine_are_found():
     machine = FakeMachine(
         programs={"c++": GCC, "ninja": "1.11.1", "nvcc": "", "/usr/bin/nvcc": "release 12.8,"},
         files=(f"{sysconfig.get_path('include')}/Python.h",),
@@ -127,7 +127,7 @@ def test_the_environment_names_the_cuda_toolkit(variable):
     assert (found.nvcc.path, found.nvcc.version) == ("/opt/cuda/bin/nvcc", "12.4")
 
 
-def test_a_cuda_folder_without_a_compiler():
+def test_a_cuda_folder_without_a_compiler_has_no_nvcc():
     found = detect_toolchain(FakeMachine(files=("/usr/local/cuda",)))
 
     assert found.cuda_home == "/usr/local/cuda"

@@ -1,4 +1,4 @@
-"""The campaign counts what it is told, repeats itself, and finds nothing in a short run."""
+"""The campaign counts results, is reproducible, and finds nothing in a short run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stress.faults.ranks import ENDING, Fault, RankFaults
 
 
 class Faults:
-    """Faults that do what they are told."""
+    """A class of faults whose injection is a given function."""
 
     def __init__(self, inject, drawn=None):
         self._inject, self._drawn, self.closed = inject, drawn if drawn is not None else [], False
@@ -111,6 +111,6 @@ def test_a_rank_lost_under_an_agent_of_its_own_is_named(what, lost, world_size, 
         machines=True,
         nvme=False,
     )
-    faults = RankFaults.__new__(RankFaults)  # Whose start compiles what swapping needs.
+    faults = RankFaults.__new__(RankFaults)  # Skips __init__, which compiles ops for swapping.
     faults.suffer(tmp_path, fault)
     assert (tmp_path / f"pid-{lost}").exists()

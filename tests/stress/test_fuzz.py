@@ -1,4 +1,4 @@
-"""What once failed does not fail again, and what fails would be found."""
+"""Past failures stay fixed, and new ones would be found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerotune.plan import DeepSpeedPlan
 
 CASES = sorted(session.CORPUS.glob("*.json"))
 PATIENT = 10.0
-"""Seconds of processor time: other tests beside this one make each operation slower."""
+"""CPU seconds per operation; generous, as tests that run at the same time slow it down."""
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
 
@@ -35,12 +35,12 @@ def test_there_is_a_corpus():
 
 
 @pytest.mark.parametrize("file", CASES, ids=lambda file: file.stem)
-def test_what_once_failed(file, attack):
+def test_past_failures_stay_fixed(file, attack):
     kept = json.loads(file.read_text())
     assert attack(Case.from_json(kept), kept["operation"]) == []
 
 
-def test_some_cases_more(attack):
+def test_new_cases_find_nothing(attack):
     for number in range(40):
         case = make_case(16, number)
         if len(case.text) < 10**6:

@@ -1,4 +1,4 @@
-"""A crop that looks at the image and is never the middle."""
+"""A crop that depends on the image's content and is never centred."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class FirstLight:
-    """Keep the part that begins at the first column which is not black."""
+    """Keep the part that begins at the first column that is not black."""
 
     def corner(self, image: Image, excess: tuple[int, int]) -> tuple[int, int]:
         light = np.asarray(image.convert("L")).any(axis=0)

@@ -1,6 +1,7 @@
-"""Whole tiny pipelines of the declared families, as ``tests.support.pipelines`` has the others.
+"""Complete tiny pipelines of the declared families; ``tests.support.pipelines`` has the others.
 
-Their language models are tiny Qwen3s, whatever the real ones are: pipelines ask for hidden states.
+Their language models are tiny Qwen3 models, whatever the real ones are: pipelines use only hidden
+states.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ WITH_VIDEOS = Qwen2VLProcessor.get_attributes
 
 
 def without_videos() -> None:
-    """Let transformers read images without torchvision, which only its reading of videos needs."""
+    """Let transformers process images without torchvision, which only videos need."""
     Qwen2VLProcessor.get_attributes = classmethod(lambda _: ["image_processor", "tokenizer"])
 
 
@@ -61,7 +62,7 @@ _CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
 
 def letters(length: int = 512) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes, with a chat template."""
+    """Return a byte-level tokenizer with a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {word: number for number, word in enumerate(["<pad>", "</s>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -223,7 +224,7 @@ def _wan(folder: Path, **settings: Any) -> Path:
 
 
 def wan_i2v(folder: Path) -> Path:
-    """As Wan 2.1, which sees the image through CLIP, too."""
+    """Like Wan 2.1, which also encodes the image with CLIP."""
     torch.manual_seed(5)
     seeing = CLIPVisionModel(
         CLIPVisionConfig(
@@ -241,7 +242,7 @@ def wan_i2v(folder: Path) -> Path:
 
 
 def wan22_i2v(folder: Path) -> Path:
-    """As Wan 2.2 A14B: two experts, and no CLIP."""
+    """Like Wan 2.2 A14B: two experts, and no CLIP."""
     pipeline = diffusers.WanImageToVideoPipeline(
         **_wan_parts(), transformer=_wan_transformer(4, in_channels=10), boundary_ratio=0.9,
         transformer_2=_wan_transformer(5, in_channels=10),
@@ -250,7 +251,7 @@ def wan22_i2v(folder: Path) -> Path:
 
 
 def wan22_ti2v(folder: Path) -> Path:
-    """As Wan 2.2's small model, of texts with and without an image."""
+    """Like Wan 2.2's small model, which takes texts with and without an image."""
     return _wan(folder, expand_timesteps=True)
 
 
@@ -303,7 +304,7 @@ def lumina2(folder: Path) -> Path:
 
 
 def _eightfold(**settings: Any) -> Any:
-    """A VAE of eight pixels to one, where the pipeline knows no other."""
+    """Return a VAE with a factor of eight, for pipelines that support no other."""
     torch.manual_seed(3)
     return diffusers.AutoencoderKL(
         block_out_channels=(8, 8, 8, 8), norm_num_groups=4, latent_channels=4, layers_per_block=1,
@@ -370,11 +371,11 @@ def hunyuan_video(folder: Path) -> Path:
 
 
 _LLAVA = {"crop_start": 103, "image": 5}
-"""Where LLaMA's tokenizer has the caption and the image in the pipeline's template."""
+"""Positions of the caption and the image in the pipeline's template, with LLaMA's tokenizer."""
 
 
 def _llava_tokenizer() -> PreTrainedTokenizerFast:
-    """With a token for each word of the template, whose places the pipeline knows by number."""
+    """Return a tokenizer with a token per template word: the pipeline hard-codes positions."""
     from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video as module
 
     tokenizer = letters(2048)
@@ -412,7 +413,7 @@ def _llava(tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGeneration:
 
 
 def hunyuan_video_i2v(folder: Path, kind: str = "token_replace") -> Path:
-    """The image takes the place of the first latent frame, or lies in channels of its own."""
+    """The image replaces the first latent frame, or is concatenated in separate channels."""
     replaces = kind == "token_replace"
     tokenizer = _llava_tokenizer()
     transformer = _hunyuan_transformer(
@@ -533,7 +534,7 @@ def flux_kontext(folder: Path) -> Path:
 
 
 def _processor() -> Any:
-    """Of texts and images, which it makes tiny."""
+    """Return a processor of texts and images, which makes images tiny."""
     without_videos()
     tokenizer = letters(4096)
     tokenizer.add_special_tokens({"additional_special_tokens": list(_SEEN)})
@@ -586,7 +587,7 @@ def qwen_image_edit_plus(folder: Path) -> Path:
 
 
 def cogview4(folder: Path) -> Path:
-    """Pads texts to the longest beside them, on the left and without a mask."""
+    """Its pipeline pads texts to the longest of the batch, on the left and without a mask."""
     torch.manual_seed(1)
     config = GlmConfig(
         vocab_size=260, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2,
@@ -601,7 +602,7 @@ def cogview4(folder: Path) -> Path:
         pos_embed_max_size=8, sample_size=8, rope_axes_dim=(8, 8),
     )  # fmt: skip
     tokenizer = letters(2048)
-    # As GLM's own, it begins every text with a token.
+    # Like GLM's tokenizer, begin every text with a special token.
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
         single="</s> $A", special_tokens=[("</s>", 1)]
     )
@@ -614,7 +615,7 @@ def cogview4(folder: Path) -> Path:
 
 
 def ovis_image(folder: Path) -> Path:
-    """A pipeline that the library does not know; docs/families.md declares it."""
+    """A pipeline without a built-in family; docs/families.md declares one."""
     torch.manual_seed(4)
     transformer = diffusers.OvisImageTransformer2DModel(
         in_channels=16, out_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
@@ -650,4 +651,4 @@ MAKERS = {
     "flux-kontext": flux_kontext,
 }
 EXPERTS = {"wan22-low": wan22}
-"""Folders of which another model is trained than the one that is meant without a word."""
+"""Pipelines of which not the default model is trained, but another that the test names."""

@@ -1,4 +1,4 @@
-"""What a call ends with, as text."""
+"""The error of a call, as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zerotune.errors import ZeroTuneError
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """Class and message of zerotune's error that a call ends with; empty where it works."""
+    """Return class and message of the zerotune error that a call raises, or an empty text."""
     try:
         call()
     except ZeroTuneError as error:

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face Hub: what of its HTTP interface an upload needs, in memory."""
+"""An in-memory stand-in for the Hugging Face Hub, with the part of its HTTP API for uploads."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 
 
 class Hub:
-    """Repositories: commits of files, and files that no commit shows yet."""
+    """A repository: commits of files, and uploaded files that no commit contains yet."""
 
     def __init__(self) -> None:
         self.commits: list[dict[str, str]] = []
-        """Path to SHA-256 of each commit, oldest first."""
+        """SHA-256 by path, for each commit, oldest first."""
         self.blobs: dict[str, bytes] = {}
-        """Uploaded content by its SHA-256."""
+        """Uploaded content, by SHA-256."""
         self.made: dict[str, Any] | None = None
         self.refuse: str | None = None
-        """Requests whose path holds this are refused."""
+        """Requests whose path contains this text are refused."""
         self.moved = False
-        """Whether somebody else commits before each commit."""
+        """Whether another client commits before each commit."""
         self.requests: list[str] = []
         self.token = ""
         self.url = ""
@@ -32,17 +32,17 @@ class Hub:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """What the repository shows."""
+        """Files of the latest commit."""
         shown = self.commits[-1] if self.commits else {}
         return {path: self.blobs[oid] for path, oid in shown.items()}
 
     @property
     def head(self) -> str:
-        """Of the last commit."""
+        """Id of the latest commit."""
         return f"{len(self.commits):040x}"
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
-        """Status and JSON of a request."""
+        """Return status and JSON of a request."""
         with self._lock:
             self.requests.append(f"{method} {path}")
             if self.refuse is not None and self.refuse in path:
@@ -113,7 +113,7 @@ def _mode(file: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def stand_in() -> Iterator[Hub]:
-    """A hub at an address of this machine's own, for a while."""
+    """Serve a hub on a local port."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):
@@ -133,7 +133,7 @@ def stand_in() -> Iterator[Hub]:
         do_GET = do_POST = do_PUT = _serve
 
         def log_message(self, *_args: Any) -> None:
-            """Nothing."""
+            """Suppress the request log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_port}"

@@ -1,4 +1,4 @@
-"""A process that is killed in the midst of what it writes."""
+"""Kill a process while it writes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MOMENTS = (
     (folders, "exchange"),
     (tensorfile, "write_at"),
 )
-"""Everything that changes the disk."""
+"""Functions that change the disk."""
 
 
 def comes_to_its_end(write: Callable[[], Any], *, moment: int) -> bool:
-    """Whether a child process that is killed before the given one of all changes does it all."""
+    """Run ``write`` in a child killed at disk change ``moment``; return whether it finished."""
     child = os.fork()
     if child == 0:
         try:

@@ -1,4 +1,4 @@
-"""A training script as a user writes it; the launcher tests start it."""
+"""A training script as a user writes it, for the launcher tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main(output: Path) -> None:
     rank, world_size = engine.group.rank, engine.group.world_size
     stage = engine.deepspeed_engine.zero_optimization_stage()
     engine.close()
-    # OpenMP and DeepSpeed's compiler set variables of their own; ours must be gone.
+    # OpenMP and DeepSpeed's compiler set other variables; these must be restored.
     ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "DS_ACCELERATOR", "PATH")
     changed = [name for name in ours if os.environ.get(name) != before.get(name)]
     (output / f"rank{rank}.json").write_text(
@@ -55,7 +55,7 @@ def main(output: Path) -> None:
 
 
 def note_threads(output: Path) -> None:
-    """Which threads are left when all else is over: last of the handlers, since registered first.
+    """Write the remaining threads' names; registered first, so it runs after all other handlers.
 
     Args:
         output: Folder of the notes.

@@ -1,6 +1,6 @@
-"""The memory this process has in use, without what its allocator keeps for later.
+"""Memory that this process has in use, without blocks that its allocator keeps for reuse.
 
-Resident memory also holds freed blocks, and how many depends on what else keeps the machine busy.
+Resident memory also includes freed blocks, whose number depends on other load on the machine.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if hasattr(_LIBRARY, "mallinfo2"):
 
 
 def in_use() -> int:
-    """Bytes that are allocated and not freed, in all arenas and in blocks of their own."""
+    """Return allocated bytes, in all arenas and in separately mapped blocks."""
     found = _LIBRARY.mallinfo2()
     return int(found.uordblks + found.hblkhd)
 
 
 def resident() -> int:
-    """Bytes of pages that were touched; what is allocated and empty does not count.
+    """Return the bytes of touched pages; untouched allocations do not count.
 
-    Only for differences much larger than what an allocator keeps: see ``exact_heap``.
+    Use it only for differences much larger than the allocator's free blocks; see ``exact_heap``.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
@@ -51,13 +51,13 @@ def resident() -> int:
 
 
 def exact_heap() -> None:
-    """Give freed blocks back; else glibc keeps those of up to 32 MiB, and they stay resident."""
+    """Have freed blocks returned; otherwise glibc keeps those of up to 32 MiB resident."""
     m_mmap_threshold = -3
     _LIBRARY.mallopt(m_mmap_threshold, 65536)
 
 
 class Peak:
-    """Most bytes at a time inside a ``with`` block."""
+    """Peak bytes inside a ``with`` block."""
 
     def __init__(self, of: Callable[[], int] = in_use) -> None:
         self._of = of
@@ -79,5 +79,5 @@ class Peak:
 
     @property
     def growth(self) -> float:
-        """MiB more than before the block."""
+        """Growth during the block, in MiB."""
         return (self.nbytes - self.before) / MIB

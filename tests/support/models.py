@@ -1,4 +1,4 @@
-"""Small models with hostile shapes, and real data that ships in ordinary packages."""
+"""Small models with unusual shapes, and real data that ships with ordinary packages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tiny_unet(seed: int = 0, channels: tuple[int, int] = (8, 16)) -> Any:
 class HostileNet(torch.nn.Module):
     """Odd sizes, a 0-d and a 1-element parameter, a frozen layer, tied weights, 4-D kernels.
 
-    DeepSpeed refuses 0-d parameters; ``scalar=False`` gives that one a dimension.
+    DeepSpeed refuses 0-d parameters; ``scalar=False`` makes it 1-d.
     """
 
     def __init__(self, seed: int = 0, scalar: bool = True) -> None:
@@ -53,7 +53,7 @@ class HostileNet(torch.nn.Module):
 
 
 class WideNet(HostileNet):
-    """With layers of more than 1 MiB on each of two ranks: DeepSpeed swaps nothing smaller."""
+    """Layers of more than 1 MiB on each of two ranks: DeepSpeed swaps nothing smaller."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed, scalar=False)
@@ -83,7 +83,7 @@ class Ranked(torch.nn.Module):
 
 
 def digits_batch(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Real handwritten digits: images (b, 1, 8, 8) in [-1, 1] and labels (b,)."""
+    """Return real handwritten digits: images (b, 1, 8, 8) in [-1, 1] and labels (b,)."""
     from sklearn.datasets import load_digits
 
     data = load_digits()

@@ -1,4 +1,4 @@
-"""Optional modules a test needs: skipped where a developer lacks one, a failure in CI."""
+"""Optional modules of a test: skip where a developer lacks one, fail in CI."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 def needs(module: str, *, may_lack: str = "") -> Any:
     """Import ``module``, or skip.
 
-    In CI (``CI`` is set) a missing module fails instead: a suite that skips what it should prove
-    is green for nothing.
+    In CI (``CI`` is set) a missing module fails instead: skipped tests prove nothing.
 
     Args:
         module: Dotted name of the module.

@@ -1,4 +1,4 @@
-"""A pipeline that diffusers has not, around a transformer that it has not, in a module of ours."""
+"""A pipeline and a transformer that diffusers lacks, in a module of the tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerotune.diffusion.models.latents import Tokens
 
 
 class ReversedTransformer(OvisImageTransformer2DModel):
-    """Its output has the other sign."""
+    """Negates the output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
@@ -23,7 +23,7 @@ class ReversedTransformer(OvisImageTransformer2DModel):
 
 
 class BackwardsPipeline(OvisImagePipeline):
-    """Reads its prompts backwards."""
+    """Reverses its prompts."""
 
     @functools.wraps(OvisImagePipeline.encode_prompt)
     def encode_prompt(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,15 +33,13 @@ class BackwardsPipeline(OvisImagePipeline):
 
 
 class Backwards(PipelineFamily):
-    """The declaration."""
-
     pipeline = BackwardsPipeline
     encoded = ("prompt_embeds", "negative_prompt_embeds", "text_ids")
     packing = Tokens(2)
 
 
 def written(folder: Path) -> Path:
-    """The folder of one, of random weights."""
+    """Write such a pipeline with random weights, and return its folder."""
     known = OvisImagePipeline.from_pretrained(ovis_image(folder / "known"))
     model = ReversedTransformer.from_config(known.transformer.config)
     model.load_state_dict(known.transformer.state_dict())

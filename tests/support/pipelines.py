@@ -1,6 +1,6 @@
-"""Whole diffusers pipelines of some hundred thousand random weights, written to a folder.
+"""Complete diffusers pipelines with a few hundred thousand random weights, written to a folder.
 
-Their classes, components and files are those of the real ones, so that real loading code runs.
+They have the classes, components and files of real pipelines, so that the real loading code runs.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from transformers import (
 
 WIDTH = 32
 SIDE = 8
-"""Latents of 8 x 8; the VAE halves once, so images of 16 x 16."""
+"""Latents are 8 x 8; the VAE has a factor of two, so images are 16 x 16."""
 
 
 def clip_tokenizer(folder: Path) -> CLIPTokenizer:
-    """Letters are tokens; CLIP's own class and files."""
+    """Return a tokenizer of single letters with CLIP's class and files."""
     folder.mkdir(parents=True, exist_ok=True)
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
@@ -134,7 +134,7 @@ def flux_transformer(*, guidance: bool = True) -> FluxTransformer2DModel:
 
 
 def alive(model: Any) -> Any:
-    """No zeros at the start, which would leave most gradients zero too."""
+    """Randomise parameters that start as zeros, which would make most gradients zero."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.abs().max() == 0:

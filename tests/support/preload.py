@@ -1,4 +1,4 @@
-"""Imported once by the fork server: what most children need, on this machine's accelerator."""
+"""Imported once by the fork server: loads what most children need on this machine's accelerator."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from _pytest.config import get_config
 
 import tests.support.ranks  # noqa: F401
 
-# So that asserts of tests whose body runs in a child say what they compared.
+# Rewrites asserts, so that tests whose bodies run in children report the compared values.
 install_importhook(get_config())
 
-# Where torch was built for GPUs the first call of CUDA must come after the fork: nothing is probed
-# or preloaded here.
+# With a GPU build of torch, the first CUDA call must come after the fork: probe and preload
+# nothing.
 on_cpu = torch.version.cuda is None and torch.version.hip is None
 
 with contextlib.suppress(ImportError):
@@ -31,32 +31,32 @@ with contextlib.suppress(ImportError):
         quiet_deepspeed()
         import deepspeed.ops
 
-        # Each engine asks once what can be compiled, and the answer takes two runs of gcc.
+        # Every engine checks which ops can be compiled, which runs gcc twice.
         deepspeed.ops.__compatible_ops__  # noqa: B018
-        # Each engine imports these, whatever it is to do.
+        # Every engine imports these.
         import deepspeed.module_inject.auto_ep_config
         import deepspeed.module_inject.auto_ep_layer
         import deepspeed.runtime.zero.muon.muon_optimizer
 
-        # Each engine compares them with those it knows.
+        # Every engine compares these with the known digests.
         digests()
-        # Each engine that offloads loads these, and asks ninja and compilers first.
+        # Every engine with offload loads these, after checking ninja and compilers.
         if all(op.state == "built" for op in op_report() if op.name == "cpu_adam"):
             build_op("cpu_adam")
         if host_step_status().state == "built":
             load_host_step()
 
 if on_cpu:
-    # What fails here fails again in the children that need it, where it is seen.
+    # A failure here recurs in the children that need the import, and is reported there.
     with contextlib.suppress(Exception):
-        # diffusers loads a model when it is first asked for one, and with it quantizers (which
-        # look for a GPU), peft and transformers: four seconds in every child.
+        # diffusers imports a model on first access, and with it quantizers (which look for a GPU),
+        # peft and transformers: four seconds in every child.
         import diffusers.training_utils  # noqa: F401
         from diffusers import UNet2DConditionModel, UNet2DModel  # noqa: F401
     with contextlib.suppress(Exception):
         import zerotune
 
-        # Each public name loads its module when it is first asked for.
+        # Each public name imports its module on first access.
         for name in zerotune.__all__:
             getattr(zerotune, name)
         import zerotune.plan.read
@@ -69,17 +69,17 @@ if on_cpu:
 with contextlib.suppress(ImportError):
     import sklearn.datasets
 
-    # The tests take a batch of them at every step; the file is compressed text.
+    # Tests load it at every step, and the file is compressed text.
     sklearn.datasets.load_digits = functools.cache(sklearn.datasets.load_digits)
     sklearn.datasets.load_digits()
 
 with contextlib.suppress(ImportError):
     import cpuinfo
 
-    # DeepSpeed asks several times per engine, and each answer starts a process for a second.
+    # DeepSpeed calls it several times per engine, and each call starts a process for a second.
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     cpuinfo.get_cpu_info()
 
-# What is loaded here lasts: children need not look at it whenever they, or DeepSpeed, collect.
+# Keep the garbage collector of the children from scanning everything loaded here.
 gc.collect()
 gc.freeze()

@@ -1,4 +1,4 @@
-"""Runs a function, or a test's own body, in real processes, the way a launcher would."""
+"""Run a function, or a test's body, in several processes, as a launcher would."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ import pytest
 
 from zerotune._util import proc
 
-# Importing torch, deepspeed and diffusers takes seconds; a fork server pays that once. The
-# children are forked before any thread or process group exists, so each starts clean.
-# Not diffusers: where torch has CUDA, importing it alone keeps forked processes from using that.
+# Importing torch, deepspeed and diffusers takes seconds; a fork server does it once. Children are
+# forked before any thread or process group exists, so each starts clean. diffusers is not listed:
+# with a CUDA build of torch, importing it keeps forked processes from using CUDA.
 _PRELOAD = ["torch", "sklearn.datasets", "tests.support.preload"]
 _context: Any = None
 _chance = random.SystemRandom()
-# How long the others may take to see that one rank failed; engines notice within seconds.
+# Time for the other ranks to notice that one failed; engines notice within seconds.
 _GRACE_S = 30.0
 
 
@@ -41,11 +41,11 @@ def ranks(
     env: dict[str, str] | None = None,
     timeout_s: float = 400.0,
 ) -> pytest.MarkDecorator:
-    """Run the body of the decorated test in that many processes, all at once.
+    """Run the body of the decorated test in ``world_size`` processes.
 
-    Parameters and fixtures are made once, here, and sent to each rank; so they must be picklable,
-    and ``tmp_path`` is one folder for all. ``monkeypatch`` is each rank's own. The test fails with
-    what each rank's assertion shows.
+    Parameters and fixtures are created once, in this process, and sent to all ranks. So they must
+    be picklable, and ranks share ``tmp_path``; each rank has its own ``monkeypatch``. A failure
+    shows the assertion of every rank.
 
     Args:
         world_size: How many processes; else the value of the test's parameter ``world_size``.
@@ -56,7 +56,7 @@ def ranks(
 
 
 def call_in_ranks(test: pytest.Function, mark: pytest.Mark) -> None:
-    """Call a test that ``ranks`` decorates, in its processes."""
+    """Run a test with the mark ``ranks`` in its processes."""
     __tracebackhide__ = True
     arguments = {name: test.funcargs[name] for name in test._fixtureinfo.argnames}
     arguments.pop("monkeypatch", None)
@@ -74,7 +74,7 @@ def call_in_ranks(test: pytest.Function, mark: pytest.Mark) -> None:
 
 
 def call_test(module: str, name: str, arguments: dict[str, Any]) -> str | None:
-    """Call one test in this process, without what pytest does around it; why it was skipped."""
+    """Call a test in this process without pytest; return the reason if it was skipped."""
     __tracebackhide__ = True
     test = getattr(importlib.import_module(module), name)
     if "monkeypatch" in inspect.signature(test).parameters:
@@ -93,10 +93,10 @@ def run_ranks(
     timeout_s: float = 400.0,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
-    """Call ``function(*args)`` in ``world_size`` processes; results in rank order.
+    """Call ``function(*args)`` in ``world_size`` processes; return the results in rank order.
 
-    With one process nothing is set in the environment, as under a bare ``python``; with more,
-    what ``torchrun`` sets. ``function`` must be importable (module level), its arguments and
+    Several processes get the environment variables that ``torchrun`` sets; a single one gets none,
+    as under a bare ``python``. ``function`` must be importable (module level), its arguments and
     result picklable.
     """
     context = _fork_server()
@@ -168,15 +168,16 @@ def _child(function: Any, args: Any, variables: dict[str, str], send: Any) -> No
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.stdout.flush()
-        # Skips atexit handlers of libraries that expect their own launcher.
+        # ``os._exit`` skips atexit handlers of libraries that expect their own launcher.
         os._exit(0)
 
 
 @cache
 def compile_io() -> None:
-    """Compile what swapping needs, which takes minutes where much else runs.
+    """Compile the ops that swapping needs, which takes minutes on a busy machine.
 
-    No test's time is for that, and one that kills its processes would have it begin anew.
+    Otherwise it would count against a test's timeout, and tests that kill their processes would
+    start it again.
     """
     run_ranks(_compile_io, timeout_s=1500)
 
@@ -199,13 +200,13 @@ def _fork_server() -> Any:
 
 
 def on_a_machine(name: str) -> None:
-    """Let this process take itself, and be taken by others, for one of another machine."""
+    """Make this process appear to run on a different machine, to itself and to others."""
     proc.boot_id = lambda: f"boot of {name}"
     platform.node = lambda: name
 
 
 def free_port() -> int:
-    """A port that nobody listens on; not one of those the system gives to whoever asks for any."""
+    """Return an unused port outside the range that the system assigns by itself."""
     while True:
         port = _chance.randrange(15_000, 32_000)
         with contextlib.suppress(OSError), socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""One small real training run, described by data, for parity tests."""
+"""A small real training run, described by data, for parity tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """A plan to train under."""
+    """Settings of the plan to train under."""
 
     stage: int = 0
     offload: str = "none"
@@ -38,7 +38,7 @@ PLAIN = Case(deepspeed=False)
 def build(
     model: Any, plan: Any, *, resolver: Any = None, timeout_s: float = 600.0, **context: Any
 ) -> Any:
-    """An engine of a plan that is resolved for this model, in this rank."""
+    """Resolve the plan for this model and rank, and start an engine."""
     from zerotune.optim.resolver import OptimizerResolver
     from zerotune.plan.model import ModelFacts
     from zerotune.training.setup import build_engine
@@ -50,7 +50,7 @@ def build(
 
 
 def start(case: Case, model: Any) -> Any:
-    """A verified engine for ``case``."""
+    """Start a verified engine for ``case``."""
     from zerotune.plan.model import DeepSpeedPlan
 
     optimizer = case.optimizer
@@ -81,7 +81,7 @@ def start(case: Case, model: Any) -> Any:
 
 
 def unet_loss(engine: Any, step: int) -> Any:
-    """Predict real digits from noisy ones: the same batch for the same step and rank."""
+    """Return the loss of denoising real digits; the batch depends only on step and rank."""
     import torch
 
     from tests.support.models import digits_batch
@@ -100,7 +100,7 @@ def unet_loss(engine: Any, step: int) -> Any:
 
 
 def train_unet(case: Case, steps: int, *, device: str = "cpu") -> list[float]:
-    """Losses of this rank, one per micro batch; the engine must be on such a device."""
+    """Return this rank's losses, one per micro batch; the engine must be on ``device``."""
     from tests.support.models import tiny_unet
 
     engine = start(case, tiny_unet())

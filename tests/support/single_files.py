@@ -1,4 +1,4 @@
-"""Pipelines that become single files, and diffusers' own way back."""
+"""Pipelines that are exported as single files, and diffusers' own loader for them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ COMPONENTS = {
     "sd15": "unet", "sd21": "unet", "sdxl": "unet", "sd3": "transformer", "flux": "transformer",
 }  # fmt: skip
 WHOLE = ("sd15", "sd21", "sdxl")
-"""Those whose file holds the text encoders too."""
+"""Pipelines whose single file contains the text encoders too."""
 
 
 def open_clip(kind: Any, width: int) -> Any:
-    """OpenCLIP's; SDXL's is told from the first text encoder by its width."""
+    """Return OpenCLIP's text encoder; its width distinguishes it from SDXL's first text encoder."""
     torch.manual_seed(5)
     config = CLIPTextConfig(
         vocab_size=54, hidden_size=width, intermediate_size=37, num_hidden_layers=2,
@@ -58,7 +58,7 @@ MAKERS = {**pipelines.MAKERS, "sd21": sd21, "sdxl": sdxl}
 
 
 def narrow_flux(monkeypatch: Any, width: int = 32) -> None:
-    """Have diffusers' converter, which knows the published width alone, take a tiny model's."""
+    """Patch diffusers' converter, which hard-codes the published width, for a tiny model."""
     from diffusers.loaders import single_file_utils as theirs
 
     convert = theirs.convert_flux_transformer_checkpoint_to_diffusers
@@ -69,7 +69,7 @@ def narrow_flux(monkeypatch: Any, width: int = 32) -> None:
 
 
 def reloaded(kind: str, file: Path, folder: Path) -> Any:
-    """The pipeline as plain diffusers reads it; what the file lacks is the folder's."""
+    """Load a pipeline with plain diffusers; components missing in the file are the folder's."""
     made = {
         "sd15": diffusers.StableDiffusionPipeline,
         "sd21": diffusers.StableDiffusionPipeline,
@@ -93,7 +93,7 @@ def reloaded(kind: str, file: Path, folder: Path) -> Any:
 
 
 def original(kind: str, folder: Path) -> Any:
-    """The pipeline of the folder."""
+    """Load the pipeline in the folder."""
     absent = {"text_encoder_3": None, "tokenizer_3": None} if kind == "sd3" else {}
     if kind == "sd3":
         absent |= {"image_encoder": None, "feature_extractor": None}

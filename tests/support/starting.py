@@ -1,4 +1,4 @@
-"""Starts resolved plans on the real DeepSpeed, with zerotune's engine and without."""
+"""Start resolved plans on the real DeepSpeed, with and without zerotune's engine."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class Started:
-    """What was seen of one plan that started and took a step."""
+    """Observations of a plan that started and took one step."""
 
     stage: int
     precision: str
     optimizer: str
     losses: tuple[float, float]
-    """Before and after the step, on the same batch."""
+    """Loss before and after the step, on the same batch."""
     partitioned: bool
-    """Whether the model's own parameters are empty outside a forward pass."""
+    """Whether the model's parameters are empty outside a forward pass."""
     swapped: tuple[str, ...]
     """Kinds of swap files found on disk."""
 
 
 def settled(request: dict[str, Any], folder: Path) -> Any:
-    """A resolved plan with its optimizer chosen, swapping under ``folder``, and its model."""
+    """Return a resolved plan with its optimizer, swapping under ``folder``, and its model."""
     import torch
 
     from zerotune.optim.resolver import OptimizerResolver
     from zerotune.plan import DeepSpeedPlan, ModelFacts
 
     torch.manual_seed(0)
-    # The second matrix is large enough to leave host memory, in 16 bits too.
+    # The second matrix is large enough to be offloaded, even in 16 bits.
     model = torch.nn.Sequential(
         torch.nn.Linear(16, 1024),
         torch.nn.Tanh(),
@@ -52,7 +52,7 @@ def settled(request: dict[str, Any], folder: Path) -> Any:
 
 
 def start_engine(request: dict[str, Any], folder: str) -> Started:
-    """Through ``zerotune.training.setup.build_engine``."""
+    """Start through ``zerotune.training.setup.build_engine``."""
     from zerotune.training.setup import build_engine
 
     plan, model = settled(request, Path(folder))
@@ -63,7 +63,7 @@ def start_engine(request: dict[str, Any], folder: str) -> Started:
 
 
 def start_raw(requests: list[dict[str, Any]], folder: str) -> list[Started]:
-    """Through ``deepspeed.initialize`` with what a plan renders, one after the other."""
+    """Start one after the other through ``deepspeed.initialize`` with rendered plans."""
     import deepspeed
 
     found = []

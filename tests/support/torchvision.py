@@ -1,7 +1,6 @@
-"""The few transforms of torchvision that diffusers' scripts use, where torchvision is missing.
+"""The torchvision transforms that diffusers' scripts use, for machines without torchvision.
 
-They change which pixels a script trains on and nothing else, so a script can be compared with
-itself.
+They differ only in the pixels that a script trains on, so two runs of a script are comparable.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class InterpolationMode(enum.Enum):
 
 
 class Resize:
-    """The shorter side becomes ``size``."""
+    """Resize the shorter side to ``size``."""
 
     def __init__(self, size: int, interpolation: InterpolationMode = InterpolationMode.BILINEAR):
         self.size, self.interpolation = size, interpolation
@@ -91,7 +90,7 @@ class Compose:
 
 
 def stand_in() -> None:
-    """Let ``import torchvision`` find these, after libraries have looked whether it is there."""
+    """Install these as ``torchvision``, after libraries have checked whether it is available."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     transforms: Any = ModuleType("torchvision.transforms")

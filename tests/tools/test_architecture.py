@@ -1,4 +1,4 @@
-"""The architecture page says what is so: its figures, its arrows, the files that it names."""
+"""The figures, arrows and file names of the architecture page are true."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_picture_of_layers_is_the_contract_of_imports():
     from tools.architecture import layers
 
     picture = re.search(r"```text\n(.*?)```", page(), re.DOTALL).group(1)
-    # What is said of each stands to its right.
+    # Descriptions are to the right of the names.
     drawn = [re.findall(r"[a-z_]+", line[:46]) for line in picture.splitlines()]
     contract = [name for layer in layers(ROOMS) for name in layer]
     assert [name for line in drawn for name in line] == contract

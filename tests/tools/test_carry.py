@@ -1,4 +1,4 @@
-"""Packages for a machine without a network: what is gathered there and how it is unpacked."""
+"""Packages for a machine without a network: selecting and unpacking them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_carried_packages_and_the_checkout_are_on_the_path_where_they_are_not_in
     assert carry.paths() == [str(ROOT / "src")], "a folder of data beside an editable installation"
     monkeypatch.setattr(carry, "find_spec", lambda name: ModuleSpec(name, None, origin=name))
     assert carry.paths() == []
-    # What was carried is found then, and goes to the next process all the same.
+    # Carried packages are importable then, but must still be passed on to child processes.
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
     assert carry.paths() == [str(tmp_path / "site")]
 

@@ -26,11 +26,11 @@ from zerotune.plan.families import model_family
 
 MIB = 2**20
 OVER, UNDER = 0.05, 0.03
-"""The memory model may be over by so much, and under by so much."""
+"""Tolerance of the memory model above and below the counted bytes."""
 
 IN_THE_SUITE = [
     ("sd15", 512, 4, KINDS[0]),
-    # Most tensors are too small to leave: what is fetched ahead must not reach further for that.
+    # Most tensors are too small to be offloaded, which must not extend the prefetch.
     ("sd15", 128, 8, KINDS[2]),
     ("wan-1.3b", 256, 4, KINDS[1]),
 ]
@@ -43,7 +43,7 @@ LARGER = [
     ("z-image", 1024, 1, KINDS[1]),
 ]
 DIAGONAL = [*IN_THE_SUITE, *(pytest.param(*one, marks=pytest.mark.nightly) for one in LARGER)]
-"""Through families, sizes and what is kept; ``python -m tools.fake_device`` takes all."""
+"""A selection of families, sizes and kinds; ``python -m tools.fake_device`` runs all."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -85,17 +85,17 @@ def test_attention_and_norms_keep_what_cuda_operators_keep():
     narrow = config | {"num_attention_heads": 2, "joint_attention_dim": 64}
     taken = FakeDevice(narrow).step(batch=1, height=1024, width=1024, keeping=KINDS[0])
     tokens = 64 * 64 + 512
-    # A matrix of attention in bf16, or queries in fp32 for a norm, would be more than all of it.
+    # No allocation may be as large as the attention matrices of both heads in bf16.
     assert 2 * 2 * tokens * tokens > 4 * taken.peak / 10
     assert all(event.nbytes < 2 * 2 * tokens * tokens for event in taken.events)
     assert torch.nn.functional.scaled_dot_product_attention.__module__ != __name__
 
 
-# What torch itself says of such a norm.
+# torch warns of such a norm.
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("fused", [True, False])
 def test_norms_are_fused_where_torch_fuses_them(fused: bool):
-    """Not where the weight is of another type, as Krea 2's and the states it norms in fp32."""
+    """Norms are not fused if the weight has another dtype, as in Krea 2, which norms in fp32."""
     with FakeTensorMode(), _cuda_operators(), OperatorNames() as seen:
         given = torch.empty(4, 8, dtype=torch.float32, requires_grad=True)
         weight = torch.empty(8, dtype=torch.float32 if fused else torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What the ranks do whose diagnosis is tested."""
+"""Rank functions of the tests of diagnoses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zerotune.training import Watchdog
 
 
 class Skipping(torch.nn.Module):
-    """Four blocks; the last rank leaves one out from some step on."""
+    """Four blocks, of which rank 1 skips one from call ``from_call`` on."""
 
     def __init__(self, from_call: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def repeat(engine: Any, batch: Any, _generator: Any) -> torch.Tensor:
 
 
 def diverging(folder: str) -> None:
-    """Rank 1 leaves a block out in its third forward pass."""
+    """Train with rank 1 skipping a block from its third forward pass on."""
     rank = os.environ["RANK"]
     handler = logging.FileHandler(Path(folder) / f"rank{rank}.log")
     logging.getLogger("zerotune").addHandler(handler)
@@ -59,7 +59,7 @@ def diverging(folder: str) -> None:
 
 
 def waiting(folder: str) -> None:
-    """Rank 1 sleeps before a step that the other waits in: a hang, and nobody failed."""
+    """Rank 1 sleeps before a step in which the other waits: a hang without a failure."""
     rank = os.environ["RANK"]
     handler = logging.FileHandler(Path(folder) / f"rank{rank}.log")
     logging.getLogger("zerotune").addHandler(handler)
@@ -76,7 +76,7 @@ def waiting(folder: str) -> None:
 
 
 def left_behind(folder: str) -> None:
-    """Rank 0, which holds the store, is stopped in a step; what the other asks of the store."""
+    """Stop rank 0, which holds the store, in a step; record the other's requests to the store."""
     rank, told = int(os.environ["RANK"]), Path(folder)
     on_a_machine(f"machine-{rank}")
     asked = []
@@ -106,7 +106,7 @@ def left_behind(folder: str) -> None:
 
 
 def slow_but_alive() -> list[float]:
-    """A rank that draws between the steps, longer than the timeout, is no hang."""
+    """A rank that samples between steps for longer than the timeout is not a hang."""
 
     class Busy(workers.Losses):
         def on_step_end(self, trainer, metrics):
@@ -122,7 +122,7 @@ def slow_but_alive() -> list[float]:
 
 
 def out_of_memory(kind: str) -> dict[str, Any]:
-    """Memory runs out in the second forward pass."""
+    """Run out of memory in the second forward pass."""
     calls = []
 
     def greedy(engine, batch, generator):

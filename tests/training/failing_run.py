@@ -20,7 +20,7 @@ def loss(engine, batch, _generator):
 
 def main(root: Path, *, closing: bool) -> None:
     resources = ExitStack()
-    # Only the folder: swapping itself needs libaio.
+    # Lease only the folder: swapping itself needs libaio.
     leased(swapping_plan(world_size=2), OffloadManager(root=root), resources, 30.0)
     assert list(root.glob("zerotune-*"))
     trainer = small(objective=loss, timeout_s=30.0)

@@ -1,4 +1,4 @@
-"""Stand-ins for a trainer and for metrics, where only a callback is tested."""
+"""Stand-ins for a trainer and metrics, for tests of callbacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trainer(step: int = 0, is_main: bool = True) -> Any:
 
 
 def drive(callback: Any, *, steps: range, is_main: bool = True, **changes: Any) -> None:
-    """Take ``callback`` through one ``fit`` that does these steps."""
+    """Call ``callback`` as one ``fit`` with these steps would."""
     running = trainer(step=steps.start - 1, is_main=is_main)
     callback.on_fit_start(running, steps=steps.stop - 1)
     for step in steps:
@@ -42,7 +42,7 @@ def drive(callback: Any, *, steps: range, is_main: bool = True, **changes: Any) 
 
 
 def estimate() -> Any:
-    """What 2 ** 19 elements need on a GPU whose optimizer lies in host memory."""
+    """Memory of 2 ** 19 elements on a GPU with the optimizer in host memory."""
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16", reduce_bucket_size=2**19)
     resolved = plan.resolve(
         platform=Platform.synthetic("cuda"),

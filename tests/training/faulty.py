@@ -1,4 +1,4 @@
-"""What ranks do of which one is lost, or differs from the others."""
+"""Rank functions of runs in which a rank is lost, or differs from the others."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def small(*, channels: int = 1, count: int = 24, lr: float = 1e-2, **changes: An
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Return once it holds, or something has gone wrong."""
+    """Wait until the condition holds, or for at most 120 s."""
     deadline = time.monotonic() + 120
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def needing_all(trainer: Trainer, root: Path) -> dict[str, Any]:
-    """What only all ranks together can do."""
+    """Operations that all ranks must call together."""
     engine, ema = trainer.engine, trainer.averages.shadows["ema"]
     background = SaveEveryInBackground(steps=1, root=root)
     return {
@@ -66,14 +66,14 @@ def needing_all(trainer: Trainer, root: Path) -> dict[str, Any]:
 
 
 def saving_where_another_does(root: str) -> tuple[str, int]:
-    """What a job is told whose folder of checkpoints may be another's, and how far it comes."""
+    """Return the error of a job whose checkpoint folder may be in use, and its last step."""
     with small(callbacks=[SaveEvery(steps=2, root=root, keep=1)]) as trainer:
         error = error_of(lambda: trainer.fit(steps=2))
         return error, trainer.step
 
 
 def losing(folder: str, lost: int, number: int, watched: bool) -> None:
-    """A signal that leaves rank ``lost`` no last word, in its second step."""
+    """Train; in its second step, rank ``lost`` gets a signal after which it can report nothing."""
     rank = int(os.environ["RANK"])
     logging.getLogger("zerotune").addHandler(logging.FileHandler(Path(folder) / f"rank{rank}.log"))
     calls: list[int] = []
@@ -89,7 +89,7 @@ def losing(folder: str, lost: int, number: int, watched: bool) -> None:
         (Path(folder) / "ended").write_text(message)
         (Path(folder) / f"ended-{rank}").write_text(message)
         others = set(range(int(os.environ["WORLD_SIZE"]))) - {lost}
-        # The last to go does what a launcher or a scheduler would.
+        # The last rank to end kills the stopped one, as a launcher or scheduler would.
         if all((Path(folder) / f"ended-{other}").exists() for other in others):
             put_away(folder)
         os._exit(EXIT_CODE)
@@ -104,7 +104,7 @@ def losing(folder: str, lost: int, number: int, watched: bool) -> None:
 
 
 def losing_in_a_loop(folder: str, stage: int | None) -> None:
-    """A loop of one's own, whose rank 1 is killed in its second step."""
+    """Run a custom loop whose rank 1 is killed in its second step."""
     rank = int(os.environ["RANK"])
     torch.manual_seed(0)
     engine = prepare(
@@ -131,7 +131,7 @@ def losing_in_a_loop(folder: str, stage: int | None) -> None:
 
 
 def put_away(folder: str) -> None:
-    """End the process that was stopped, for which the test would wait."""
+    """Kill the stopped process, for which the test would wait."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(int((Path(folder) / "pid").read_text()), signal.SIGKILL)
 

@@ -15,7 +15,7 @@ from zerotune.training import Callback, SaveEvery
 
 
 class Slow(Callback):
-    """Time for the test to send its signal."""
+    """Slows each step down, so that the test can send its signal."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

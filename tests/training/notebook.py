@@ -1,4 +1,4 @@
-"""Cells of a notebook, one after the other in one process and one namespace."""
+"""Run cells of a notebook in turn, in one process and one namespace."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 
 class ZMQInteractiveShell:
-    """What rich knows a kernel by."""
+    """The class name by which rich detects a kernel."""
 
 
 class Output:
-    """ipywidgets' place for output: keeps what it showed last."""
+    """ipywidgets' ``Output``, which keeps its last output."""
 
     shown: list[Output] = []
-    """Those that are open, in all of the page."""
+    """All open outputs of the page."""
 
     def __init__(self) -> None:
         self.holds: list[str] = []
@@ -40,7 +40,7 @@ displayed: list[Any] = []
 
 
 def display(*objects: Any) -> None:
-    """IPython's: into the place that is open, else into the cell."""
+    """IPython's ``display``: into the open output, else into the cell."""
     for each in objects:
         if Output.shown:
             Output.shown[-1].holds.append(_plain(each))
@@ -49,7 +49,7 @@ def display(*objects: Any) -> None:
 
 
 def page() -> str:
-    """All that is shown now, as text."""
+    """Return everything shown at the moment, as text."""
     return "\n".join(
         "\n".join(each.holds) if isinstance(each, Output) else _plain(each) for each in displayed
     )
@@ -61,7 +61,7 @@ def _plain(shown: Any) -> str:
 
 @contextlib.contextmanager
 def kernel(*, widgets: bool):
-    """What there is in a kernel, with or without ipywidgets."""
+    """Emulate a kernel, with or without ipywidgets."""
     parts = {"IPython": {}, "IPython.display": {"display": display}}
     if widgets:
         parts["ipywidgets"] = {"Output": Output}
@@ -75,7 +75,7 @@ def kernel(*, widgets: bool):
         sys.modules[name] = module
     if not widgets:
         sys.modules["ipywidgets"] = None
-    # Whoever is started in the background of a shell ignores it from birth.
+    # Background processes of a shell start with SIGINT ignored.
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -122,7 +122,7 @@ trainer
 
 
 def run_cells() -> list[dict[str, Any]]:
-    """What each cell shows, returns and raises."""
+    """Run the cells; return what each shows, returns and raises."""
     scope: dict[str, Any] = {}
     found = []
     with kernel(widgets=False):
@@ -156,7 +156,7 @@ def _cell(cell: str, scope: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole_run() -> list[float]:
-    """Losses of the same run without a stop."""
+    """Return the losses of the same run without a stop."""
     from tests.training.workers import trainer
     from zerotune import EMAShadow
 

@@ -45,14 +45,14 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def together(pair: tuple[Case, Case]) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
-    """Micro batches in turn; the first engine ends before the other's last two."""
+    """Run micro batches on both in turn; the first engine ends before the other's last two."""
     engines = [start(case, HostileNet(seed, scalar=False)) for seed, case in enumerate(pair)]
     for case, engine in zip(pair, engines, strict=True):
         sizes = {parameter.numel() for parameter in engine.module.parameters()}
         assert (sizes == {0}) == (case.stage == 3)
     losses: list[list[float]] = [[], []]
     for number in range(4):
-        # Both forward passes before either step, as where one model is the other's loss.
+        # Both forward passes before either step, as when one model is the other's loss.
         for each, engine in zip(losses, engines, strict=True):
             each.append(micro_batch(engine, number))
     losses[0] += [micro_batch(engines[0], number) for number in (4, 5)]
@@ -75,7 +75,7 @@ RIVALS = (
 
 
 def adversaries() -> list[list[float]]:
-    """For each pair the losses of a model that is trained through another, which it trains."""
+    """For each pair, train a generator through a judge and the judge on its output; the losses."""
     found = []
     for cases in RIVALS:
         maker, judge = (start(case, HostileNet(n, scalar=False)) for n, case in enumerate(cases))
@@ -99,7 +99,7 @@ def adversaries() -> list[list[float]]:
 
 
 class Judged(torch.nn.Module):
-    """A diffusers U-Net as somebody's generator or critic."""
+    """A diffusers U-Net as a generator or critic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ STAGES: tuple[int | None, ...] = (None, 0, 1, 2, 3)
 
 
 def example_of_the_page() -> str:
-    """The loop with two models, as users copy it."""
+    """Extract the page's loop with two models."""
     (block,) = [
         part.partition("```")[0]
         for part in PAGE.read_text().split("```python\n")[1:]
@@ -126,7 +126,7 @@ def example_of_the_page() -> str:
 
 
 def page_example(stage: int | None) -> list[float]:
-    """Losses of the page's own lines, of critic and generator in turn; ``None``: plain."""
+    """Run the page's loop; losses of critic and generator in turn. ``None``: no DeepSpeed."""
     losses: list[float] = []
 
     def noted(loss: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A trainer that follows advice for its activations."""
+"""A trainer follows the advice on activations."""
 
 from __future__ import annotations
 

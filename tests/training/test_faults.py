@@ -1,4 +1,4 @@
-"""When a rank is lost or differs, everybody is told which one, and in what."""
+"""When a rank is lost or differs, every rank's error names it and the difference."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_a_rank_that_differs_under_deepspeed_is_told_in_what():
 )
 @ranks(2)
 def test_a_call_on_one_rank_only_is_told_who_is_missing(tmp_path, caller, what, purpose):
-    """``if trainer.is_main: trainer.save(...)``."""
-    # What is tried alone is not to wait for long; the start may, where much else runs.
+    """As in ``if trainer.is_main: trainer.save(...)``."""
+    # A generous timeout for the start on a busy machine; a short one for the calls on one rank.
     trainer = small(ema=EMAShadow(decay=0.9), timeout_s=60.0)
     trainer.fit(steps=1)
     trainer.engine.group._timeout = timedelta(seconds=TIMEOUT_S)
@@ -99,7 +99,7 @@ def test_a_call_on_one_rank_only_is_told_who_is_missing(tmp_path, caller, what, 
 
 
 class Came(Exception):
-    """A rank came to a barrier."""
+    """Raised when a rank reaches a barrier."""
 
 
 @ranks(2)
@@ -246,7 +246,7 @@ def test_a_rank_that_is_told_of_another_ones_failure_has_not_failed_itself(tmp_p
     assert "rank 0 failed" not in text
 
 
-# On ranks without a launcher test_trainer has it.
+# test_trainer covers ranks without a launcher.
 @pytest.mark.nightly
 @pytest.mark.parametrize("ending", ["closing", "without closing"])
 def test_an_error_under_torchrun_gives_the_swap_folder_back(tmp_path, ending):

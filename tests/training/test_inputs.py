@@ -1,4 +1,4 @@
-"""What people give on their second day: taken, or answered with what to write."""
+"""Inputs people try on their second day are accepted, or refused with what to write."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def test_an_optimizer_is_told_where_it_is_named(optimizer: Any, words: str) -> N
 
 
 class Following:
-    """As diffusers' ``EMAModel``: a decay, and weights of its own."""
+    """Like diffusers' ``EMAModel``: a decay, and its own weights."""
 
     decay = 0.99
 
 
 class Photos:
-    """A source of images that nothing has brought to a size."""
+    """A source of images that are not cropped to a size."""
 
     def __len__(self) -> int:
         return 1
@@ -267,7 +267,7 @@ def test_a_model_of_texts_or_labels_is_not_trained_without_an_objective_for_it()
         ({"image": PICTURE, "text": "a cat"}, r"'image': 'Image', 'text': 'str'.*DatasetImages"),
     ],
 )
-def test_samples_that_are_no_dicts_of_tensors(sample: Any, words: str) -> None:
+def test_samples_that_are_no_dicts_of_tensors_are_answered(sample: Any, words: str) -> None:
     with pytest.raises(DataError, match=words):
         as_stream(Samples(sample), engine=engine(), seed=0)
 
@@ -336,7 +336,7 @@ def test_what_was_loaded_is_trained_under_its_plan_and_exported_as_a_pipeline(
 
 
 def test_a_family_may_be_named() -> None:
-    # So advice, ``zerotune init`` and the builder know each of them.
+    # Advice, ``zerotune init`` and the builder must know every family.
     assert set(FAMILY_NAMES) == set(family_names())
     experts = {WanLowNoise, WanImageToVideoLowNoise}
     assert set(FAMILY_NAMES.values()) | experts == set(FAMILIES.values()) | experts

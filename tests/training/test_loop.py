@@ -1,4 +1,4 @@
-"""How a run ends, what is skipped on the way, what is averaged, tracked and validated."""
+"""How runs end, skip bad steps, keep EMAs, track and validate."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from zerotune.training.events import read_metrics
 
 
 class At(Callback):
-    """Does something after one step, on one rank or all."""
+    """Call a function after one step, on one rank or all."""
 
     def __init__(self, step: int, work: Any, *, rank: int | None = None) -> None:
         self._step, self._work, self._rank = step, work, rank
@@ -55,7 +55,7 @@ class At(Callback):
 
 
 class Once(At):
-    """``At`` that does nothing when a run comes there again."""
+    """``At`` that acts only once, also if a run repeats the step."""
 
     def on_step_end(self, trainer, metrics):
         super().on_step_end(trainer, metrics)
@@ -77,7 +77,7 @@ def send(number: int) -> Any:
 
 @contextmanager
 def warnings_of_zerotune() -> Any:
-    """What is logged inside the block."""
+    """Record the messages logged inside the block."""
     lines: list[str] = []
 
     class Lines(logging.Handler):
@@ -106,7 +106,7 @@ def shadows(running: Any) -> dict[str, torch.Tensor]:
 
 
 def poisoned(at: set[int], *, gradient: bool = False) -> Any:
-    """A loss that is not finite in these calls, on the last rank; or only its gradient."""
+    """A loss that is not finite in these calls on the last rank, or has such a gradient."""
     calls: list[int] = []
 
     def objective(engine, batch, generator):
@@ -116,7 +116,7 @@ def poisoned(at: set[int], *, gradient: bool = False) -> Any:
         if len(calls) not in at or not last:
             return loss
         if gradient:
-            # Finite itself: 0 * sqrt(0) has an infinite derivative.
+            # The loss stays finite, but sqrt(0) has an infinite derivative.
             return loss + (loss - loss.detach()).abs().sqrt() * 1e30
         return loss * float("nan")
 
@@ -124,7 +124,7 @@ def poisoned(at: set[int], *, gradient: bool = False) -> Any:
 
 
 class WhenBack(Callback):
-    """Keeps the weights at the moment of going back."""
+    """Record the weights at the moment of rolling back."""
 
     def on_resume(self, trainer, _path):
         self.weights = {n: full.clone() for n, full in trainer.engine.master_weights.gather()}
@@ -161,7 +161,7 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(world_size, number, r
         assert text.getvalue().startswith(said if running.is_main else "")
 
 
-# Of ranks without a launcher the one above.
+# The test above covers ranks without a launcher.
 @pytest.mark.nightly
 def test_a_signal_to_a_child_of_torchrun_ends_the_job_with_exit_code_0(tmp_path):
     process = subprocess.Popen(
@@ -229,12 +229,12 @@ def test_handlers_of_the_script_stay_and_a_second_signal_interrupts(tmp_path):
 
 
 @ranks(1)
-def test_when_to_stop(tmp_path):
+def test_fit_stops_at_its_epochs_steps_or_time_limit(tmp_path):
     with trainer(False) as running:  # 22 samples, 8 in a step
         assert running.fit(epochs=1).steps == math.ceil(22 / 8)
         assert running.fit(epochs=2).steps == math.ceil(44 / 8)
         assert running.fit(epochs=9, steps=7).steps == 7
-        # A second, so that a run which does not see that it is over ends all the same.
+        # A limit of a second, in case the run does not notice that it is over.
         assert running.fit(steps=3, time_limit=1).steps == 7, "there is nothing left to do"
         assert error_of(running.fit).startswith("InvalidValueError: fit: no limit is given")
         assert error_of(lambda: running.fit(time_limit=-1)).startswith(
@@ -289,7 +289,7 @@ def test_a_run_that_was_killed_at_its_end_keeps_no_more_than_asked(tmp_path):
 
 
 @ranks(1)
-def test_several_averages_in_the_background(tmp_path):
+def test_several_averages_are_kept_in_the_background(tmp_path):
     def emas() -> EMAShadows:
         return EMAShadows(shadows={"fast": EMAShadow(decay=0.5), "slow": EMAShadow(decay=0.9)})
 
@@ -327,7 +327,7 @@ def test_several_averages_in_the_background(tmp_path):
     assert torch.equal(images[True], images["fast"])
     assert "one of: trained, fast, slow" in other
     assert all(torch.equal(exported[n[5:]], t) for n, t in expected.items() if n[:4] == "slow")
-    # The checkpoint of step 2 is known to be whole when that of step 4 is due.
+    # The checkpoint of step 2 is complete before step 4 is saved.
     saved = [f"save step-0000000{step}" for step in (2, 4, 5)]
     assert losses.events == ["start 0 of 5", *saved, "end"]
     assert names == ["step-00000004", "step-00000005"]
@@ -381,7 +381,7 @@ def test_after_several_bad_steps_a_run_goes_back_to_its_newest_checkpoint(tmp_pa
     back = WhenBack()
     policy = RollBackNonFinite(root=root, after=2, most=1)
     options = {"non_finite": policy, "callbacks": [metrics, back]}
-    # The step after the checkpoint is good, and lost.
+    # The step after the checkpoint is good, but is rolled back.
     with trainer(False, objective=poisoned({4, 5}), **options) as running:
         running.fit(steps=2)
         running.save(root / "step-00000002")
@@ -480,7 +480,7 @@ def with_tracker(tracker: Any) -> int:
 
 
 class Failing:
-    """A tracker of somebody's own, whose service is down."""
+    """A custom tracker whose service is down."""
 
     name = "mine"
 

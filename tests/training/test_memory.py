@@ -1,4 +1,4 @@
-"""What a run should need is the plan's own estimate; what it holds is measured."""
+"""Predicted memory of a run is the plan's estimate; its memory in use is measured."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_plan_without_a_model_cannot_be_counted():
 
 def test_measured_memory_moves_with_what_is_allocated():
     before = host_now()
-    # Pages of its own: a tensor may be given a freed block, which the process holds already.
+    # mmap gets new pages; a tensor might get a freed block that the process already holds.
     with mmap.mmap(-1, 2**26) as held:
         for page in range(0, len(held), mmap.PAGESIZE):
             held[page] = 1
@@ -134,7 +134,7 @@ def figures(**changed):
 
 
 def test_the_devices_peak_counts_what_libraries_took_after_the_start():
-    """A context of 0.5 GiB at the start, 2 GiB beside the tensors once all kernels are loaded."""
+    """The CUDA context takes 0.5 GiB at the start, 2 GiB once all kernels are loaded."""
     assert figures().beside == 2 * GIB
     assert figures().peak == 11 * GIB
     assert figures(others=GIB).peak == 10 * GIB

@@ -1,7 +1,7 @@
 """In a notebook: bars and tables, a second fit, a stopped cell, a second run in one process.
 
-No kernel of Jupyter is needed: cells run in one namespace of one process, with what rich asks a
-kernel for.
+No Jupyter kernel is needed: cells run in one namespace of one process, which emulates what rich
+asks of a kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What watches a run changes nothing of it, and what it says is true."""
+"""Observers of a run do not change it, and report the truth."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_when_memory_runs_out_the_error_names_what_fits(kind):
 
 
 class Engine:
-    """A tiny U-Net on a machine that is described."""
+    """A tiny U-Net on a synthetic machine."""
 
     def __init__(self, *, vram):
         self.module = tiny_unet()

@@ -1,4 +1,4 @@
-"""What is said when memory runs out, on machines that are described."""
+"""Errors when memory runs out, on synthetic machines."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_plan_that_fits_is_ready_to_paste():
 
 
 def test_what_has_just_failed_is_not_advised_again():
-    """9 GiB would hold it by the estimate, and did not: what is advised needs less."""
+    """The estimate fits 9 GiB, but the run did not: the advised plan must need less."""
     failed = situation(offload="cpu", vram=9)
     assert failed.estimate.device < 0.95 * 9 * GIB
     text = str(told(torch.OutOfMemoryError(CUDA), failed))
@@ -105,7 +105,7 @@ PAGE_LOCKING = "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to 
 
 
 def test_a_failed_page_locked_allocation_is_the_hosts():
-    """torch's allocator says much more of the device; this is the driver, page-locking."""
+    """torch's allocator says more of a full device; this is the driver's page-locking error."""
     where = situation(offload="cpu", ram=32)
     with_room = attrs.evolve(where, limits=attrs.evolve(where.limits, device_free=20 * GIB))
     for told_of in (where, with_room):

@@ -1,4 +1,4 @@
-"""What a person sees, on a terminal and in a log file."""
+"""Progress on a terminal and in a log file."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_a_run_without_steps_left_says_nothing():
     ("count", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**21, "2.0 MiB"), (2**41, "2048.00 GiB")],
 )
-def test_bytes(count, text):
+def test_sizes_are_shown_in_binary_units(count, text):
     assert brief_size(count) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (61, "1:01"), (3723, "1:02:03")])
-def test_seconds(seconds, text):
+def test_seconds_are_shown_as_a_clock(seconds, text):
     assert format_seconds(seconds) == text

@@ -1,4 +1,4 @@
-"""The reference configurations load, resolve and run; what had to change is recorded."""
+"""The reference configurations load, resolve and run; changes are recorded."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def stage_3(nvme_path: str, precision: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(folder: Path) -> dict[str, Path]:
-    """The three configurations as files, as their users have them."""
+    """Write the three configurations to files, as their users have them."""
     (folder / "swap").mkdir()
     names = ("stage2.json", "stage3.json", "stage3-bf16.json", "accelerate.yaml")
     files = {name: folder / name for name in names}
@@ -80,7 +80,7 @@ def read(path: Path) -> DeepSpeedPlan:
 
 
 def train(path: Path) -> dict[str, Any]:
-    """Nine micro batches through ``prepare``; what ran and what was decided."""
+    """Run nine micro batches through ``prepare``; return what ran and what was decided."""
     from tests.support.models import tiny_unet
     from tests.support.runs import unet_loss
     from zerotune import prepare

@@ -1,4 +1,4 @@
-"""Reports: arithmetic, text and pictures."""
+"""Reports: arithmetic, text and images."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_report_says_what_the_step_waits_for():
     first, second, *others = report(copy_rate=2e9).bounds
     assert (first.resource, first.phase) == ("compute", "forward and backward")
     assert (first.seconds, first.share) == pytest.approx((0.375, 0.75))
-    # 4 bytes per element cross the bus on their way to the optimizer, of which each rank has half.
+    # 4 bytes per element cross the bus to the optimizer, of which each rank has half.
     assert first.nbytes == 4 * 2**18
     assert first.rate == pytest.approx(4 * 2**18 / 0.375)
     assert (second.phase, second.nbytes) == ("optimizer", 30 * 2**18)
@@ -193,7 +193,7 @@ def test_the_memory_picture_is_a_chart_with_what_was_measured(tmp_path):
     with Image.open(path) as image:
         pixels = image.convert("RGB").getcolors(image.width * image.height)
         area = {colour: count / (image.width * image.height) for count, colour in pixels}
-    # A bar, where the swatch of a legend would be a hundredth of that.
+    # The area of a bar; a legend's swatch would be a hundredth of it.
     assert area.get(ImageColor.getrgb(colours["runtime"]), 0) > 0.04
     assert found.measured_memory() == {"host": found.host_peak, "device": found.device_peak}
     without = plot_report(tmp_path / "without.png", report(estimate=None))
@@ -218,5 +218,5 @@ def test_on_a_cpu_the_runtime_of_the_picture_is_what_was_measured(tmp_path, monk
     assert "as measured" not in drawn[1][0]
 
 
-def test_one_step_is_one_step():
+def test_one_step_is_written_in_the_singular():
     assert "1 step in 0.5 s on 1 process:" in report(steps=1, seconds=0.5, world_size=1).render()

@@ -1,4 +1,4 @@
-"""Whatever a checkpoint holds as a trainer's part: an error of ours, before anything changes."""
+"""Any bad trainer state in a checkpoint raises our error before anything changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STRANGE = {
 
 
 def strange(root):
-    """What is said of each, and whether the trainer is still as it was."""
+    """Return the error for each state, and whether the trainer is unchanged."""
     resumed, found = Resumed(root), {}
     for name, (kind, change) in STRANGE.items():
         trainer, folder = resumed.trainers[kind], resumed.root / kind

@@ -26,13 +26,13 @@ from zerotune.training.step import PHASES, StepClock
 
 
 class OneOf:
-    """A process group of ``world_size`` ranks that all say the same."""
+    """A process group of ``world_size`` ranks that all return the same."""
 
     def __init__(self, rank=0, world_size=1):
         self.rank, self.world_size = rank, world_size
 
     def barrier(self, purpose):
-        """All are here."""
+        """All ranks are here."""
 
     def gather(self, value, **_):
         return [value] * self.world_size

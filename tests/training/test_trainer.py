@@ -30,7 +30,7 @@ _first_losses: dict[int, list[float]] = {}
 
 
 @pytest.mark.parametrize(("deepspeed", "ranks"), ENGINES)
-def test_a_whole_run(deepspeed, ranks, tmp_path):
+def test_a_whole_run_trains_saves_samples_and_reports(deepspeed, ranks, tmp_path):
     results = run_ranks(workers.whole_run, deepspeed, str(tmp_path), world_size=ranks)
     first = results[0]
     losses = first["losses"]
@@ -42,7 +42,7 @@ def test_a_whole_run(deepspeed, ranks, tmp_path):
     assert first["events"] == ["start 0 of 5", "end", "save checkpoint", "start 5 of 5", "end"]
     assert first["steps_after"] == 5, "nothing is left to do"
     assert first["distance"] > 0
-    # Whatever engine and however many ranks: the same data, and on one rank the same noise.
+    # All engines see the same data and, for a given number of ranks, the same noise.
     expected = _first_losses.setdefault(ranks, losses)
     assert losses == pytest.approx(expected, rel=5e-5)
     _check_samples(results)
@@ -69,7 +69,7 @@ def _check_samples(results):
 
 
 def _check_memory(found, *, replicated, separate_master):
-    """Parts the plan says, against the tensors themselves, summed over the ranks."""
+    """Compare the plan's parts with the tensors' bytes, summed over the ranks."""
     elements = found[0]["elements"]
     for part, each in (("master weights", 4), ("optimizer states", 8), ("EMA", 4)):
         said = [memory["parts"].get(part, 0) for memory in found]
@@ -80,7 +80,7 @@ def _check_memory(found, *, replicated, separate_master):
         assert len(set(said)) == 1
         copies = len(found) if replicated else 1
         assert sum(held) == each * elements * copies
-        # Ranks own equal shares, but for the padding of the last.
+        # Ranks own equal shares, except for the last one's padding.
         assert math.isclose(sum(said), sum(held), rel_tol=2e-3)
         assert sum(said) >= sum(held)
 
@@ -167,7 +167,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_weights_change():
 
 
 @ranks(1)
-def test_checkpoints_on_the_way(tmp_path):
+def test_checkpoints_are_saved_on_the_way(tmp_path):
     from zerotune import SaveEvery
 
     losses = Losses()
@@ -177,7 +177,7 @@ def test_checkpoints_on_the_way(tmp_path):
         running.fit(steps=7)
         running.engine.group.barrier("looking at the folder")
         names = sorted(path.name for path in tmp_path.iterdir())
-        # The last step is saved when the run ends, and no second time by a fit that takes none.
+        # The last step is saved when the run ends, and not again by a fit without steps.
         saved = [f"save step-0000000{step}" for step in (2, 4, 6, 7)]
         assert losses.events[1:-1] == [*saved, "end", "start 7 of 7"]
         assert names == ["step-00000006", "step-00000007"]
@@ -217,7 +217,7 @@ def test_the_memory_of_stage_3_is_what_the_ranks_really_hold():
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_prepare_in_a_loop_of_ones_own_twice_in_one_process(tmp_path):
+def test_prepare_works_twice_in_one_process(tmp_path):
     during = raw_loop("cpu", tmp_path)
     assert during == list(tmp_path.iterdir()) == []
     assert not dist.is_initialized()
@@ -227,7 +227,7 @@ def test_prepare_in_a_loop_of_ones_own_twice_in_one_process(tmp_path):
 @pytest.mark.nvme
 @ranks(2)
 def test_prepare_leases_one_swap_folder_for_all_ranks_and_always_gives_it_back(tmp_path):
-    (name,) = raw_loop("nvme", tmp_path)  # One of the run, not one per rank.
+    (name,) = raw_loop("nvme", tmp_path)  # One folder per run, not per rank.
     assert name.startswith("zerotune-")
     assert dist.is_initialized(), "a launcher's group lasts as long as its process"
     wanted, manager = plan(stage=3, offload="nvme"), OffloadManager(root=tmp_path)
@@ -241,7 +241,7 @@ def test_prepare_leases_one_swap_folder_for_all_ranks_and_always_gives_it_back(t
 
 
 def raw_loop(offload: str, root: Path) -> list[str]:
-    """``prepare``, twice, in a loop of one's own; the swap folders while it runs."""
+    """Run a custom loop with ``prepare`` twice; return the swap folders while it runs."""
     wanted, losses = plan(stage=3 if offload == "nvme" else 2, offload=offload), []
     for _ in range(2):
         with prepare(model=tiny_unet(), plan=wanted, offload=OffloadManager(root=root)) as engine:
@@ -278,7 +278,7 @@ def test_closing_one_engine_leaves_the_other_its_process_group():
 @pytest.mark.parametrize("deepspeed", [False, pytest.param(True, marks=pytest.mark.deepspeed)])
 @ranks(1)
 def test_a_start_that_fails_leaves_nothing_behind(deepspeed):
-    # Nothing is trainable: the engine finds out when it has started the process group.
+    # Nothing is trainable, which the engine notices only after it has started the process group.
     import os
 
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Ranks that no longer run the same end within seconds, and say where each of them was."""
+"""Ranks that diverge end within seconds, and report where each of them was."""
 
 from __future__ import annotations
 

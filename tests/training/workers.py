@@ -1,4 +1,4 @@
-"""What the ranks of these tests do; in a module of its own, so that processes can import it."""
+"""Rank functions of these tests, in a separate module that processes can import."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Losses(Callback):
 
 
 def whole_run(deepspeed: bool, folder: str) -> dict[str, Any]:
-    """Train, save, sample, report: what a user does."""
+    """Train, save, sample and report, as a user does."""
     losses = Losses()
     with trainer(
         deepspeed,
@@ -120,7 +120,7 @@ def whole_run(deepspeed: bool, folder: str) -> dict[str, Any]:
 
 
 def uninterrupted(deepspeed: bool, folder: str) -> tuple[list[float], dict[str, Any]]:
-    """Six steps, with a checkpoint after three."""
+    """Train six steps, with a checkpoint after three."""
     with trainer(deepspeed, model=model_with_dropout(), ema=EMAShadow(decay=0.9)) as running:
         first = running.fit(steps=3).losses
         running.save(folder)
@@ -130,7 +130,7 @@ def uninterrupted(deepspeed: bool, folder: str) -> tuple[list[float], dict[str, 
 
 
 def resumed(deepspeed: bool, folder: str) -> tuple[list[float], dict[str, Any], int]:
-    """The last three of the six, in new processes; seed and model start differently."""
+    """Train the last three of the six in new processes, with another seed and initial model."""
     model = model_with_dropout()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -142,7 +142,7 @@ def resumed(deepspeed: bool, folder: str) -> tuple[list[float], dict[str, Any], 
 
 
 def weights(running: Trainer) -> dict[str, Any]:
-    """Master weights and EMA, whole, from every rank."""
+    """Return whole master weights and EMA. Collective."""
     return {
         "master": {n: full.numpy() for n, full in running.engine.master_weights.gather()},
         "ema": {n: full.numpy() for n, full in running.ema.gather()},
@@ -150,7 +150,7 @@ def weights(running: Trainer) -> dict[str, Any]:
 
 
 def regression(engine: Any, batch: Any, generator: Any) -> torch.Tensor:
-    """A loss without randomness: repeat the image."""
+    """A loss without randomness: reproduce the image."""
     images = batch["images"].to(engine.device)
     times = torch.zeros(len(images))
     output = engine(images, times, class_labels=batch["labels"]).sample
@@ -165,7 +165,7 @@ def accumulate(deepspeed: bool, stage: int, accumulation: int) -> tuple[list[flo
 
 
 def memory(running: Trainer) -> dict[str, Any]:
-    """What the bookkeeping says, and what really lies there. Collective."""
+    """Return the estimated parts and the bytes of the tensors. Collective."""
     master = running.engine.master_weights
     fragments = [
         (fragment.value.nbytes, sum(state.nbytes for state in fragment.states.values()))

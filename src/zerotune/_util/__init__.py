@@ -1,1 +1,1 @@
-"""Small helpers that every layer may use; above ``errors``, below everything else."""
+"""Small helpers for every layer; this package is above ``errors`` and below everything else."""

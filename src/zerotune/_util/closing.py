@@ -1,4 +1,4 @@
-"""How things end: once, in order, with or without a ``with`` block."""
+"""Objects that are closed once, in order, with or without a ``with`` block."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Closable(ABC):
-    """Ends with ``close()``, or with the ``with`` block it is used in."""
+    """Base class of objects that end with ``close()`` or with their ``with`` block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what is held. May be repeated."""
+        """Release all resources; may be called more than once."""
 
     def __enter__(self) -> Self:
         return self
@@ -33,16 +33,16 @@ class Closable(ABC):
     ) -> None:
         self._leave(error)
 
-    def _leave(self, error: BaseException | None) -> None:  # noqa: ARG002 - for those that ask
+    def _leave(self, error: BaseException | None) -> None:  # noqa: ARG002 - used by subclasses
         self.close()
 
 
 class Closing(Closable):
-    """A context manager that carries what it depends on.
+    """Base class of context managers that own the resources on which they depend.
 
-    ``resources`` holds what must outlive it and end with it: for an engine the process group and
-    the lease of its swap folder. They end in reverse order after the object itself, and learn of
-    the exception when there is one.
+    ``resources`` contains what must outlive the object and end with it: for an engine, the process
+    group and the lease of its swap folder. The resources are closed in reverse order after the
+    object itself, and receive the exception if there is one.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Closing(Closable):
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
-        """What a failed start has taken is given back."""
+        """Release the resources if the start inside the block fails."""
         try:
             yield
         except BaseException:
@@ -61,11 +61,11 @@ class Closing(Closable):
 
     @abstractmethod
     def _release(self) -> None:
-        """Free buffers; called once, before ``resources`` end."""
+        """Free buffers; called once, before ``resources`` are closed."""
 
     @override
     def close(self) -> None:
-        """End it, then what it depends on. May be repeated."""
+        """Close the object and then its resources; may be called more than once."""
         self._leave(None)
 
     @override

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and on the disk when we say so."""
+"""Atomic and durable writing of files, and reading that never waits for a FIFO."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _FIXES: Final = {
 def system_errors(
     kind: type[ZeroTuneError], path: str | os.PathLike[str], purpose: str
 ) -> Iterator[None]:
-    """What the system refuses inside the block becomes an error of ours, with what to do.
+    """Convert errors of the operating system inside the block to ``kind``, with a fix.
 
     Args:
-        kind: Class of the error.
-        path: What the caller was given, the error's key.
-        purpose: What was done with it: ``"cannot be exported to"``.
+        kind: Class of the error to raise.
+        path: Path as the caller received it; it becomes the error's key.
+        purpose: What failed, such as ``"cannot be exported to"``.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def system_errors(
 
 
 def _impossible(path: str) -> str | None:
-    """What to do about a path that no system call may have; ``None`` about any other."""
+    """Return the fix for a path that no system call accepts; ``None`` for any other path."""
     if "\0" in path:
         return "remove the null byte from the path"
     try:
@@ -64,7 +64,7 @@ def _impossible(path: str) -> str | None:
 def of_system(
     kind: type[ZeroTuneError], error: OSError, path: str | os.PathLike[str], purpose: str
 ) -> ZeroTuneError:
-    """The error of ours for one of the system: path, purpose, reason, and what to do."""
+    """Return a zerotune error for an ``OSError``, with path, purpose, reason and fix."""
     where = error.filename2 or error.filename
     inside = "" if where is None or str(where) == os.fspath(path) else f": {where}"
     return kind(
@@ -73,13 +73,13 @@ def of_system(
 
 
 def fix_of(error: OSError) -> str:
-    """What to do about an error of the system."""
+    """Return the fix for an ``OSError``."""
     return _FIXES.get(error.errno or 0, "choose another path")
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of the disk inside the block tell which file they are about."""
+    """Set ``path`` as the file name of each ``OSError`` raised inside the block."""
     try:
         yield
     except OSError as error:
@@ -87,33 +87,33 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file atomically; an existing one is replaced."""
+    """Write a file atomically; an existing file is replaced."""
     with drafted(path) as draft:
         write_synced(draft, content)
 
 
 @contextmanager
 def drafted(path: Path) -> Iterator[Path]:
-    """A name beside ``path`` for a file that takes its place when the block ends well.
+    """Yield the path of a draft that replaces ``path`` if the block succeeds.
 
-    Whoever writes it brings it to disk (``write_synced``, ``sync_file``, ``sync``) before that.
-    When the block fails nothing is left, and ``path`` is as it was.
+    The caller syncs the draft to disk inside the block (``write_synced``, ``sync_file``, ``sync``).
+    If the block fails, the draft is deleted and ``path`` is unchanged.
     """
     draft = draft_of(path)
     try:
         yield draft
         draft.replace(path)
     finally:
-        with suppress(OSError):  # Most often it is gone, renamed.
+        with suppress(OSError):  # Usually the draft was renamed.
             draft.unlink()
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Swap the names of two files or folders atomically: neither is ever missing.
+    """Swap the names of two files or folders atomically, so that neither is ever missing.
 
-    ``OSError`` with ``ENOSYS`` or ``EINVAL``: the system does not know how.
+    ``OSError`` with ``ENOSYS`` or ``EINVAL`` means that the system does not support it.
     """
-    # Linux has a system call for it (renameat2, since 3.15), and Python no name.
+    # Linux has a system call for it (renameat2, since 3.15), for which Python has no function.
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(one))
@@ -124,13 +124,13 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """A unique hidden name beside ``path``."""
-    # Not the process id: machines that share the disk may have the same.
+    """Return a unique hidden path beside ``path``."""
+    # Not the process id, which may occur on several machines that share the disk.
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.draft")
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a new file and bring it to disk."""
+    """Write a new file and sync it to disk."""
     with naming(path), path.open("xb") as file:
         file.write(content)
         sync_file(file)
@@ -138,23 +138,23 @@ def write_synced(path: Path, content: bytes) -> None:
 
 @contextmanager
 def reading_regular(path: Path) -> Iterator[IO[bytes]]:
-    """Open a regular file for reading; opening a FIFO would wait for a writer."""
+    """Open a regular file for reading; fail for a FIFO instead of waiting for its writer."""
     with os.fdopen(open_regular(path), "rb") as file:
         yield file
 
 
 def check_regular(path: Path) -> None:
-    """Before somebody opens it who would wait for a writer: as ``reading_regular``."""
+    """Raise ``OSError`` unless ``path`` is a regular file; opening a FIFO would block."""
     os.close(open_regular(path))
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, within: int | None = None) -> int:
-    """Open a file that anybody may have made; no pipe in its place is waited for.
+    """Open an untrusted file; fail for a FIFO instead of waiting for its writer.
 
     Args:
-        path: Its path, or its name when ``within`` is given.
-        flags: As of ``os.open``.
-        within: Descriptor of the folder that holds it.
+        path: Path, or file name if ``within`` is given.
+        flags: Flags of ``os.open``.
+        within: Descriptor of the folder that contains the file.
     """
     # Windows has neither FIFOs in folders nor these flags.
     flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -166,7 +166,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, within: int | No
 
 
 def read_record(path: str | Path, *, most: int, within: int | None = None) -> str:
-    """The text of a small file that anybody may have made, its first ``most`` characters."""
+    """Return the first ``most`` characters of an untrusted file."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)
     with os.fdopen(
         open_regular(path, flags, within=within), encoding="utf-8", errors="replace"
@@ -175,13 +175,13 @@ def read_record(path: str | Path, *, most: int, within: int | None = None) -> st
 
 
 def sync_file(file: IO[Any]) -> None:
-    """Bring what was written to an open file to disk."""
+    """Flush an open file and sync it to disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync(path: Path) -> None:
-    """Bring a file's content, or a folder's entries, to disk."""
+    """Sync a file's content, or a folder's entries, to disk."""
     if os.name == "nt" and path.is_dir():  # Windows cannot open folders.
         return
     descriptor = os.open(path, os.O_RDONLY)

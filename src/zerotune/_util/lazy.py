@@ -1,4 +1,4 @@
-"""Names of a package that are loaded on first use, from one list: the package's stub."""
+"""Lazy imports of a package's names, which are listed in its stub."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 def exports(
     package: str, file: str
 ) -> tuple[list[str], Callable[[], list[str]], Callable[[str], Any]]:
-    """A package's ``__all__``, ``__dir__`` and ``__getattr__``, as its stub says.
+    """Return ``__all__``, ``__dir__`` and ``__getattr__`` of a package, according to its stub.
 
-    The stub, ``__init__.pyi`` beside ``__init__.py``, is what type checkers and editors read; a
-    name it imports is imported here when somebody first asks for it.
+    Type checkers and editors read the same stub, ``__init__.pyi`` beside ``__init__.py``. A name
+    that it imports is imported here on first access.
 
     Args:
-        package: The package's ``__name__``.
-        file: Its ``__file__``.
+        package: ``__name__`` of the package.
+        file: ``__file__`` of the package.
     """
     homes: dict[str, str] = {}
     declared: list[str] = []

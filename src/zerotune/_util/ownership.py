@@ -1,7 +1,7 @@
-"""Whose a folder is: a lock that the kernel drops with its process, and a record of that process.
+"""Ownership of a folder: a lock that the kernel releases with its process, and a record of it.
 
-The lock decides who lives. The record tells a reader whose folder it is, and guards against a file
-system whose locks lie.
+The lock tells whether the owner lives. The record tells who the owner is, and guards against file
+systems with unreliable locks.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _RETRY: Final = 0.005
 
 
 def new_run_id() -> str:
-    """A run id no other run has: UTC time for the reader, 48 random bits for uniqueness."""
+    """Return a unique run id: UTC time for readers, and 48 random bits."""
     moment = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
     return f"{moment}-{secrets.token_hex(6)}"
 
 
 def is_run_id(text: str) -> bool:
-    """Whether ``text`` could come from :func:`new_run_id` (and so is safe in a path)."""
+    """Return whether ``text`` could come from :func:`new_run_id`, and so is safe in a path."""
     return _RUN_ID.fullmatch(text) is not None
 
 
@@ -48,9 +48,9 @@ def is_run_id(text: str) -> bool:
 
 
 def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool:
-    """Lock an open file or folder, waiting at most ``patience`` seconds.
+    """Lock an open file or folder, waiting at most ``patience`` seconds; return whether it worked.
 
-    ``lacks_locks`` decides whether an ``OSError`` means that locks are not supported.
+    If an ``OSError`` is raised, ``lacks_locks`` tells whether the file system has no locks.
     """
     import fcntl
 
@@ -68,9 +68,9 @@ def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool
 
 
 def has_locks() -> bool:
-    """Whether this operating system has such locks; Windows has not."""
+    """Return whether this operating system has these locks; Windows does not."""
     try:
-        # Late: the module exists on POSIX only, and packages must import everywhere.
+        # Late: the module exists only on POSIX, but zerotune must import everywhere.
         import fcntl  # noqa: F401
     except ImportError:
         return False
@@ -78,25 +78,25 @@ def has_locks() -> bool:
 
 
 def lacks_locks(error: OSError) -> bool:
-    """Whether locking failed because this file system has no such locks."""
+    """Return whether locking failed because the file system does not support it."""
     return error.errno in {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
 class Holder(Protocol):
-    """Holds locks of this process."""
+    """Object that holds locks of this process."""
 
     def leave(self) -> None:
-        """Let go of them, and of nothing else."""
+        """Give up these locks, and nothing else."""
 
 
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep_from_children(holder: Holder) -> None:
-    """Have a forked child let go of what ``holder`` holds.
+    """Make forked children give up the locks of ``holder``.
 
-    A data-loading worker shares its parent's locks; if it outlived a killed trainer, what the dead
-    one held would count as held.
+    A data-loading worker shares its parent's locks. If it outlived a killed trainer, the trainer's
+    locks would still count as held.
     """
     _when_processes_fork()
     _holders.add(holder)
@@ -104,7 +104,7 @@ def keep_from_children(holder: Holder) -> None:
 
 @functools.cache
 def _when_processes_fork() -> None:
-    # At the first lock, so that importing changes nothing in the process.
+    # Registered at the first lock, so that importing changes nothing in the process.
     os.register_at_fork(after_in_child=_leave_all)
 
 
@@ -118,16 +118,16 @@ def _leave_all() -> None:
 
 @attrs.frozen(kw_only=True)
 class OwnerRecord:
-    """Which process holds something, since when."""
+    """Record of the process that owns something, and since when."""
 
     run_id: str
-    """Of the run, shared by all ranks."""
+    """Run id, shared by all ranks."""
     created: str
-    """UTC time, ISO 8601."""
+    """Time of creation in UTC, ISO 8601."""
     filesystem: str | None = None
-    """Kind of the file system as its owner saw it; ``None`` outside Linux."""
+    """Kind of the file system, as the owner saw it; ``None`` outside Linux."""
     owner: ProcessIdentity
-    """The process that holds it."""
+    """The owning process."""
 
     _types: ClassVar[dict[str, tuple[type, ...]]] = {
         "run_id": (str,),
@@ -137,31 +137,31 @@ class OwnerRecord:
 
     @classmethod
     def for_this_process(cls, **fields: Any) -> Self:
-        """The record of the calling process, as of now.
+        """Create a record of the calling process, with the current time.
 
         Args:
-            fields: What remains to be said.
+            fields: Remaining fields of the record.
         """
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return cls(created=created, owner=ProcessIdentity.current(), **fields)
 
     @property
     def who(self) -> str:
-        """The owner, for messages."""
+        """Name of the owner, for messages."""
         return f"process {self.owner.pid}"
 
     @classmethod
     def damaged(cls, text: str, reason: str) -> ZeroTuneError:
-        """The error of a record that is none."""
+        """Return the error for an invalid record."""
         return ZeroTuneError(reason, key="record", value=text)
 
     def to_json(self) -> str:
-        """One JSON object, indented for a human reader."""
+        """Return the record as a JSON object, indented for human readers."""
         return json.dumps({"format": _FORMAT, **attrs.asdict(self)}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote."""
+        """Parse the output of :meth:`to_json`."""
         try:
             fields = json_of(text)
         except ValueError as error:
@@ -179,18 +179,18 @@ class OwnerRecord:
             names = f"{sorted(types)} of {of.__name__}"
             raise cls.damaged(text, f"does not contain exactly the fields {names}")
         for name, value in fields.items():
-            # bool is an int to Python, never to us.
+            # To Python, a bool is an int.
             if not isinstance(value, types[name]) or isinstance(value, bool):
                 raise cls.damaged(text, f"{name} has the wrong type ({type(value).__name__})")
         return fields
 
     @classmethod
     def read(cls, path: str | Path, *, within: int | None = None) -> Self:
-        """The record in a file that anybody may have made.
+        """Read the record in an untrusted file.
 
         Args:
-            path: Its path, or its name when ``within`` is given.
-            within: Descriptor of the folder that holds it.
+            path: Path, or file name if ``within`` is given.
+            within: Descriptor of the folder that contains the file.
         """
         try:
             text = read_record(path, most=_LONGEST_RECORD, within=within)
@@ -202,11 +202,11 @@ class OwnerRecord:
         return cls.from_json(text)
 
     def write_to(self, path: Path) -> None:
-        """Write it so that a reader sees all of it or nothing."""
+        """Write the record atomically."""
         draft = path.with_name(f".{path.name.lstrip('.')}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            # What a killed process left there, or a pipe, whose opening would wait for a reader.
+            # The draft of a killed process, or a FIFO, whose opening would wait for a reader.
             draft.unlink(missing_ok=True)
             with os.fdopen(os.open(draft, flags, 0o600), "w", encoding="utf-8") as file:
                 file.write(self.to_json())
@@ -218,15 +218,15 @@ class OwnerRecord:
             raise
 
     def doubt(self, kind: str | None) -> str | None:
-        """Why a free lock is no proof that its owner is dead, or ``None`` when it is.
+        """Return why a free lock does not prove that the owner has ended; ``None`` if it does.
 
         Args:
-            kind: The kind of file system as this process sees it.
+            kind: Kind of the file system, as this process sees it.
         """
         if self.owner.visible() and self.owner.alive():
             return f"{self.who} is alive without its lock"
         if kind in LOCAL_FILESYSTEMS and self.filesystem in LOCAL_FILESYSTEMS:
-            # One kernel mounts such a disk at a time, so its locks reach every user of it.
+            # Only one kernel at a time mounts such a disk, so all its users see the same locks.
             return None
         if not self.owner.visible():
             seen = f" (which the owner saw as {self.filesystem})" if self.filesystem else ""

@@ -1,8 +1,8 @@
-"""What every chart is drawn on and with: an empty figure, and a colour for each thing shown.
+"""Common parts of all charts: an empty matplotlib figure, and colours.
 
-Each component of memory and each phase of a step has one. Any two components, and any two phases,
-are told apart by readers with protanopia and deuteranopia too: CIEDE2000 differences of at least
-15, in each way of seeing. A test simulates them.
+Each component of memory and each phase of a step has a colour. Readers with protanopia or
+deuteranopia can also tell any two components, and any two phases, apart: the CIEDE2000 differences
+are at least 15 in each kind of vision, which a test simulates.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ PHASES: Final[Mapping[str, str]] = {
     "ema": "#2a9d78",
     "rest": "#c4c4c4",
 }
-"""In the order of a step."""
+"""Colours of phases, in the order of a step."""
 
 INK: Final = "#222222"
 FAINT: Final = "#6a6a6a"
 PAPER: Final = "#ffffff"
 ROOM: Final = "#f0f0f0"
-"""What is free."""
+"""Colour of free memory."""
 ALARM: Final = "#b2182b"
 PALE: Final = "#9ecae1"
 STRONG: Final = "#08519c"
 OURS: Final = "#d9601a"
-"""zerotune's own bars in a comparison."""
+"""Colour of zerotune's bars in a comparison."""
 BASELINE: Final = "#4d6b80"
-"""What they are compared with."""
+"""Colour of the bars with which zerotune is compared."""
 OTHERS: Final = "#b4c3cd"
 _SPARE: Final = ("#c9a0dc", "#555555", "#ee9a6a", "#8fa68f")
 
 
 def empty_figure(**how: Any) -> Any:
-    """A figure of matplotlib, which is loaded only now, with its canvas."""
+    """Return a matplotlib figure with a canvas; matplotlib is imported only here."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -76,7 +76,7 @@ def empty_figure(**how: Any) -> Any:
 
 
 def component_colours(components: Iterable[str]) -> dict[str, str]:
-    """A colour for each component: always the same for zerotune's own, a spare one for others."""
+    """Return a colour for each component: fixed for zerotune's own, a spare one for others."""
     unknown = [name for name in dict.fromkeys(components) if name not in COMPONENTS]
     spare = {name: _SPARE[place % len(_SPARE)] for place, name in enumerate(unknown)}
     return {**COMPONENTS, **spare}

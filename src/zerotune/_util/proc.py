@@ -1,4 +1,4 @@
-"""Processes and what surrounds them: what ``/proc`` and ``/sys`` say, variables, packages."""
+"""Facts about file systems, processes, environment variables and installed packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final, Literal
 import attrs
 
 MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-"""Swapping to these moves bytes from RAM to RAM."""
+"""File systems in RAM: swapping to them only moves bytes within RAM."""
 
 LOCAL_FILESYSTEMS: Final = MEMORY_FILESYSTEMS | {
     "ext2",
@@ -50,7 +50,7 @@ NETWORK_FILESYSTEMS: Final = frozenset(
         "wekafs",
     }
 )
-"""Kinds that several machines share; every kind that begins with ``fuse`` may be one too."""
+"""File systems that several machines may share; kinds that begin with ``fuse`` also count."""
 
 Locality = Literal["local", "memory", "overlay", "network", "unknown"]
 
@@ -60,25 +60,25 @@ _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 
 
 CAP_IPC_LOCK: Final = 14
-"""Number of the capability to lock any amount of memory, ``linux/capability.h``."""
+"""Number of the capability to lock any amount of memory (``linux/capability.h``)."""
 
 
 def status_field(status: str, name: str) -> str | None:
-    """First word of a field of ``/proc/PID/status``; ``None`` where it is missing.
+    """Return the first word of a field of ``/proc/PID/status``; ``None`` if it is missing.
 
     Args:
-        status: The file's text.
-        name: The field (``"VmHWM"``, in kilobytes).
+        status: Text of the file.
+        name: Name of the field, such as ``"VmHWM"`` (in kilobytes).
     """
     found = re.search(rf"^{name}:[ \t]*(\S+)", status, re.MULTILINE)
     return None if found is None else found.group(1)
 
 
 def has_capability(status: str, bit: int) -> bool:
-    """Whether a process's effective capabilities include one.
+    """Return whether the effective capabilities of a process include ``bit``.
 
     Args:
-        status: The text of its ``/proc/PID/status``.
+        status: Text of the process's ``/proc/PID/status``.
         bit: Number of the capability.
     """
     held = status_field(status, "CapEff") or ""
@@ -87,25 +87,25 @@ def has_capability(status: str, bit: int) -> bool:
 
 @attrs.frozen(kw_only=True)
 class Mount:
-    """The file system that holds a folder."""
+    """File system that contains a folder."""
 
     kind: str
     """The kernel's name (``"ext4"``, ``"tmpfs"``, ``"nfs4"``)."""
     point: Path
-    """Where it is mounted."""
+    """Mount point."""
     source: str
-    """What is mounted: a device, ``server:/export``, or a name without meaning."""
+    """Mounted device, ``server:/export``, or a name without meaning."""
     root: str = "/"
-    """Which folder of the file system is mounted."""
+    """Folder of the file system that is mounted."""
 
     @property
     def locality(self) -> Locality:
-        """Who can reach it: this machine alone, or others as well."""
+        """Whether the file system is local, in memory, an overlay or shared over a network."""
         return locality_of(self.kind)
 
 
 def locality_of(kind: str | None) -> Locality:
-    """What a kind of file system is to swap files; ``"unknown"`` for one never heard of."""
+    """Return the locality of a kind of file system; ``"unknown"`` for an unlisted kind."""
     if kind is None:
         return "unknown"
     if kind in MEMORY_FILESYSTEMS:
@@ -118,14 +118,14 @@ def locality_of(kind: str | None) -> Locality:
 
 
 def mount_of(path: Path, *, mount_table: Path = _MOUNT_TABLE) -> Mount | None:
-    """The file system that holds ``path``.
+    """Return the file system that contains ``path``.
 
     Args:
         path: An existing folder, symlinks resolved.
-        mount_table: Linux's table of mounts, as proc(5) describes ``mountinfo``.
+        mount_table: Linux's mount table, in the format of ``mountinfo`` in proc(5).
 
     Returns:
-        ``None`` where no mount table can be read (anything but Linux).
+        The mount; ``None`` if no mount table can be read (outside Linux).
     """
     try:
         lines = mount_table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -143,13 +143,13 @@ def mount_of(path: Path, *, mount_table: Path = _MOUNT_TABLE) -> Mount | None:
 
 
 def filesystem_kind(path: Path, *, mount_table: Path = _MOUNT_TABLE) -> str | None:
-    """Name of the file system that holds ``path``; as ``mount_of``."""
+    """Return the kind of the file system that contains ``path``, as found by ``mount_of``."""
     mount = mount_of(path, mount_table=mount_table)
     return None if mount is None else mount.kind
 
 
 def parse_mount(line: str) -> Mount | None:
-    """One line of ``/proc/self/mountinfo``; ``None`` when it is not one."""
+    """Parse a line of ``/proc/self/mountinfo``; return ``None`` for an invalid line."""
     before, separator, after = line.partition(" - ")
     fields, details = before.split(" "), after.split(" ")
     if not separator or len(fields) < 6 or not details[0]:
@@ -168,21 +168,21 @@ def _unescape(field: str) -> str:
 
 
 def is_rotational(path: Path, *, devices: Path = _BLOCK_DEVICES) -> bool | None:
-    """Whether ``path`` lies on spinning platters, as the kernel says.
+    """Return whether ``path`` is on a spinning disk, according to the kernel.
 
     Args:
         path: An existing folder.
-        devices: The kernel's folder of block devices by number.
+        devices: The kernel's folder of block devices, by device number.
 
     Returns:
-        ``None`` when it lies on no single block device the kernel knows (btrfs, overlay, network)
-        or on a virtual one, which is reported as spinning whatever is behind it.
+        ``None`` if the path is on no single block device that the kernel knows (btrfs, overlay,
+        network), or on a virtual device, which is reported as spinning whatever is behind it.
     """
     number = path.stat().st_dev
     device = (devices / f"{os.major(number)}:{os.minor(number)}").resolve()
     if any(part.startswith("virtio") for part in device.parts):
         return None
-    # A partition has no queue of its own; the disk is the folder around it.
+    # A partition has no queue of its own; its parent folder is the disk.
     for place in (device, device.parent):
         try:
             return (place / "queue" / "rotational").read_text(encoding="ascii").strip() == "1"
@@ -192,10 +192,10 @@ def is_rotational(path: Path, *, devices: Path = _BLOCK_DEVICES) -> bool | None:
 
 
 def mount_identity(descriptor: int) -> tuple[int, str | None]:
-    """Device and mount an open folder belongs to; differs on the other side of a mount.
+    """Return device number and mount id of an open folder, which together identify its mount.
 
-    The mount id tells a bind mount of the same device apart, which the device number cannot.
-    It is ``None`` outside Linux.
+    The mount id distinguishes bind mounts of the same device, which share a device number. It is
+    ``None`` outside Linux.
     """
     try:
         facts = Path(f"/proc/self/fdinfo/{descriptor}").read_text(encoding="ascii")
@@ -205,18 +205,18 @@ def mount_identity(descriptor: int) -> tuple[int, str | None]:
     return os.fstat(descriptor).st_dev, ids[0] if ids else None
 
 
-# -- Processes, each told apart from every other.
+# -- Identity of processes.
 
 
 ENDED = "has ended"
-"""What is said of a process that no longer runs."""
+"""Condition of a process that no longer runs."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 @attrs.frozen(kw_only=True)
 class ProcessIdentity:
-    """A process, told apart from every later one that is given the same number."""
+    """Identity of a process, distinct from that of a later process with the same id."""
 
     host: str
     """Host name."""
@@ -227,11 +227,11 @@ class ProcessIdentity:
     pid_start: int | None
     """Start of the process in clock ticks since boot; ``None`` outside Linux."""
     pid_namespace: int | None = None
-    """The kernel's number of the namespace ``pid`` counts in; ``None`` outside Linux."""
+    """The kernel's number of the namespace of ``pid``; ``None`` outside Linux."""
 
     @classmethod
     def current(cls) -> ProcessIdentity:
-        """The calling process."""
+        """Return the identity of the calling process."""
         pid = os.getpid()
         state = _state_and_start(pid)
         return cls(
@@ -243,15 +243,15 @@ class ProcessIdentity:
         )
 
     def same_boot(self) -> bool:
-        """Whether it ran under the kernel that is running now."""
+        """Return whether the process belongs to the current boot of this machine."""
         return self.boot_id is not None and self.boot_id == boot_id()
 
     def visible(self) -> bool:
-        """Whether this process would see it: the same kernel and the same process numbers."""
+        """Return whether this process can see it: same boot and same namespace of process ids."""
         return self.same_boot() and self.pid_namespace in (None, _pid_namespace())
 
     def alive(self) -> bool:
-        """Whether it still runs, as far as this process can see; a zombie does not."""
+        """Return whether it still runs, as far as this process can see; a zombie does not."""
         if self.host == platform.node() and self.boot_id is None:
             try:
                 os.kill(self.pid, 0)
@@ -264,7 +264,7 @@ class ProcessIdentity:
         return state is not None and state[0] not in "ZX" and state[1] == self.pid_start
 
     def condition(self) -> str | None:
-        """``"has ended"`` or ``"is stopped"``; ``None``: it runs, or cannot be seen from here."""
+        """Return ``"has ended"`` or ``"is stopped"``; ``None`` if it runs or is not visible."""
         if not self.visible():
             return None
         if not self.alive():
@@ -274,7 +274,7 @@ class ProcessIdentity:
 
 
 def boot_id() -> str | None:
-    """The kernel's id of this boot, or ``None`` outside Linux."""
+    """Return the kernel's id of this boot, or ``None`` outside Linux."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip() or None
     except OSError:
@@ -289,7 +289,7 @@ def _pid_namespace() -> int | None:
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:
-    """State letter and start ticks of a process (proc(5), fields 3 and 22 of ``stat``)."""
+    """Return state letter and start ticks of a process (fields 3 and 22 of ``stat``, proc(5))."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -303,7 +303,7 @@ def _state_and_start(pid: int) -> tuple[str, int] | None:
 
 
 _held_variables: dict[str, tuple[int, str | None]] = {}
-"""For each held variable how many blocks hold it, and what it was before the first."""
+"""Number of blocks that hold each variable, and its value before the first of them."""
 
 
 @contextmanager
@@ -318,11 +318,12 @@ def environment(**variables: str | None) -> Iterator[None]:
 
 
 class held:  # noqa: N801 - used like the function above
-    """Set an environment variable until the last of several overlapping blocks is left.
+    """Set an environment variable until the last of several overlapping blocks ends.
 
-    Two engines of one process need the same variable and need not end in reverse order, so the
-    first to end must leave it to the other. A block that is never left sets nothing back: no
-    generator runs at the end of the interpreter, when this module is gone.
+    Two engines of one process need the same variable and may end in any order, so the first to end
+    must leave it to the other. The class is not a generator, because an unfinished generator would
+    run at interpreter shutdown, when this module is gone; a block that is never left restores
+    nothing.
     """
 
     def __init__(self, name: str, value: str) -> None:
@@ -349,11 +350,11 @@ def _set_variables(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-# -- Versions of what is installed. The imports are late: the look-up is slower than the rest here.
+# -- Versions of installed packages. The import is late, because it is slower than all others here.
 
 
 def installed_version(distribution: str) -> str | None:
-    """Version of an installed distribution, or ``None``; never imports it."""
+    """Return the version of an installed distribution, or ``None``; never import it."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -363,6 +364,6 @@ def installed_version(distribution: str) -> str | None:
 
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Versions of those that are installed."""
+    """Return the versions of those ``distributions`` that are installed."""
     found = {name: installed_version(name) for name in distributions}
     return {name: version for name, version in found.items() if version is not None}

@@ -1,7 +1,8 @@
-"""Reports as pages of lines and tables: rich lays them out as text; also Markdown and HTML.
+"""Reports as pages of lines and tables, in text (laid out by rich), Markdown and HTML.
 
-In a pipe no line is broken, since a program may search it, unless the caller asks for a width. At
-a terminal lines end where the terminal does, and findings have colours, which ``NO_COLOR`` removes.
+Text in a pipe is not wrapped unless the caller asks for a width, because a program may search it.
+At a terminal, text is wrapped to the terminal's width, and findings are coloured unless
+``NO_COLOR`` is set.
 """
 
 from __future__ import annotations
@@ -34,36 +35,36 @@ _RICH_STYLES: Final[Mapping[str, str]] = {
 }
 _BOLD: Final = frozenset({"title", "error", "passed", "failed"})
 _PRINTED: Final = 100
-"""Characters of a line where the width of what shows it is not known."""
+"""Width in characters if the width of the output is not known."""
 _UNBROKEN: Final = 10**6
 
 
 class Block(Protocol):
-    """A part of a page."""
+    """Part of a page."""
 
     def layout(self) -> RenderableType:
-        """What rich lays out as text."""
+        """Return an object that rich lays out as text."""
 
     def markdown(self) -> str:
-        """The same as Markdown; empty where there is nothing to show."""
+        """Return the block as Markdown; empty if there is nothing to show."""
 
     def html(self) -> str:
-        """The same as HTML for a notebook."""
+        """Return the block as HTML for a notebook."""
 
 
 @attrs.frozen
 class Line:
-    """A paragraph; one line where there is room."""
+    """Paragraph, on one line if it fits."""
 
     text: str
     indent: int = attrs.field(default=0, kw_only=True)
     mark: str = attrs.field(default="", kw_only=True)
-    """Goes before the text and alone has the colour."""
+    """Prefix of the text; with a mark, only the mark is coloured."""
     style: str = attrs.field(default="", kw_only=True)
-    """A word for the meaning: ``"error"``, ``"title"``, ``"good"`` …"""
+    """Meaning, which decides the colour: ``"error"``, ``"title"``, ``"good"`` …"""
 
     def layout(self) -> RenderableType:
-        """Text that continues below its own beginning, right of indentation and mark."""
+        """Return the text; wrapped lines are indented past the mark."""
         from rich.table import Table as Grid
         from rich.text import Text
 
@@ -77,7 +78,7 @@ class Line:
         return grid
 
     def unbroken(self) -> str:
-        """What ``layout`` shows where every line has room."""
+        """Return the text of ``layout`` without wrapping."""
         lead = self._lead
         return f"{lead}{self.text}".replace("\n", "\n" + " " * len(lead)).rstrip()
 
@@ -86,14 +87,14 @@ class Line:
         return " " * self.indent + (f"{self.mark} " if self.mark else "")
 
     def markdown(self) -> str:
-        """A heading, an item of a list, or a paragraph."""
+        """Return a heading, a list item, or a paragraph."""
         if self.style == "title":
             return f"## {markdown_cell(self.text).rstrip(':')}"
         mark = f"- **{markdown_cell(self.mark.strip('[]:'))}** " if self.mark else ""
         return mark + markdown_cell(self.text)
 
     def html(self) -> str:
-        """A paragraph."""
+        """Return a paragraph."""
         words = html.escape(self.text.strip())
         if not words:
             return ""
@@ -111,19 +112,19 @@ class Table:
 
     rows: tuple[Row, ...]
     head: tuple[str, ...] = ()
-    """What stands above each column."""
+    """Headings of the columns."""
     align: str = ""
-    """One letter a column: ``"r"`` aligns it to the right (``"lrr"``)."""
+    """One letter per column, as in ``"lrr"``; ``"r"`` aligns a column to the right."""
     widths: tuple[int, ...] = ()
-    """Least characters of the first columns, so that several tables agree."""
+    """Minimum widths of the first columns in characters, so that several tables align."""
     gap: int = 2
     """Blanks between columns."""
     indent: int = 2
     style: Callable[[Row], str] = lambda _row: ""
-    """What a row means, for its colour; see ``Line.style``."""
+    """Function that returns the meaning of a row for its colour; see ``Line.style``."""
 
     def layout(self) -> RenderableType:
-        """Columns as wide as their cells; where that is too wide, the widest are wrapped."""
+        """Return columns as wide as their cells; if they do not fit, the widest are wrapped."""
         from rich.padding import Padding
         from rich.table import Table as Grid
         from rich.text import Text
@@ -147,13 +148,13 @@ class Table:
         return Padding(grid, (0, 0, 0, self.indent), expand=False)
 
     def markdown(self) -> str:
-        """The rows as a Markdown table."""
+        """Return the rows as a Markdown table."""
         if not self.rows:
             return ""
         return markdown_table(self.head or [""] * self._columns, self.rows, align=self.align)
 
     def html(self) -> str:
-        """The rows as an HTML table."""
+        """Return the rows as an HTML table."""
         if not self.rows:
             return ""
         sides = ["right" if side == "r" else "left" for side in self.align.ljust(self._columns)]
@@ -176,16 +177,16 @@ class Table:
 
 @attrs.frozen(kw_only=True)
 class Page:
-    """A report: its subject, and its parts."""
+    """Report with a title and blocks."""
 
     title: str = ""
     blocks: tuple[Block, ...] = ()
 
     def text(self, width: int | None = None) -> str:
-        """As text of at most ``width`` columns; ``None``: no line is broken."""
+        """Return text of at most ``width`` columns; ``None`` disables wrapping."""
         lines = [block for block in self.blocks if isinstance(block, Line)]
         if width is None and len(lines) == len(self.blocks):
-            # Loading rich takes a small command as long as a fifth of its work.
+            # Importing rich takes a fifth of the time of a small command.
             title = [self.title] if self.title else []
             return "\n".join((*title, *(line.unbroken() for line in lines))).rstrip("\n")
         from rich.console import Console
@@ -202,22 +203,22 @@ class Page:
         return "\n".join(line.rstrip() for line in written.getvalue().split("\n")).rstrip("\n")
 
     def markdown(self) -> str:
-        """As Markdown."""
+        """Return the report as Markdown."""
         parts = [f"# {markdown_cell(self.title)}"] if self.title else []
         parts += [block.markdown() for block in self.blocks]
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def html(self) -> str:
-        """As HTML for a notebook; nothing in it is markup but what this module writes."""
+        """Return the report as HTML for a notebook; its texts are escaped."""
         title = Line(self.title, style="title").html()
         return f"<div>{title}{''.join(block.html() for block in self.blocks)}</div>"
 
     def print(self, stream: TextIO | None = None, *, width: int | None = None) -> None:
-        """Write it, wrapped and in colour where ``stream`` is a terminal.
+        """Write the report, wrapped and in colour if ``stream`` is a terminal.
 
         Args:
-            stream: Where to; standard output by default.
-            width: Columns of a line where it is no terminal.
+            stream: Output stream; standard output by default.
+            width: Columns of a line if ``stream`` is not a terminal.
         """
         to = sys.stdout if stream is None else stream
         if not to.isatty():
@@ -234,16 +235,16 @@ class Page:
 
 
 class Readable:
-    """A value that reads well: a line of an interpreter, a report of a print or a notebook."""
+    """Base class of values with a one-line ``repr`` and a report for ``print`` and notebooks."""
 
     __slots__ = ()
 
     def brief(self) -> str:
-        """What it is, in one line."""
+        """Return a summary in one line."""
         raise NotImplementedError
 
     def page(self) -> Page:
-        """The whole report."""
+        """Return the whole report."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -257,7 +258,7 @@ class Readable:
 
 
 def plain_value(value: Any) -> Any:
-    """``value`` as JSON can hold it; what it cannot hold, as Python writes it."""
+    """Return ``value`` as JSON data; values that JSON does not support become their ``repr``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -268,12 +269,12 @@ def plain_value(value: Any) -> Any:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, align: str = "") -> str:
-    """A Markdown table that stays one whatever its cells hold.
+    """Return a Markdown table; markup in the cells is escaped.
 
     Args:
         head: Names of the columns.
-        rows: As many cells each as ``head`` has.
-        align: One letter a column: ``"r"`` aligns it to the right (``"lrr"``).
+        rows: Rows with as many cells as ``head``.
+        align: One letter per column, as in ``"lrr"``; ``"r"`` aligns a column to the right.
     """
     rule = ["---:" if side == "r" else "---" for side in align.ljust(len(head))]
     cells = [[markdown_cell(text) for text in row] for row in (head, *rows)]
@@ -281,6 +282,6 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, align:
 
 
 def markdown_cell(text: str) -> str:
-    """``text`` on one line, with nothing in it read as markup."""
+    """Return ``text`` on one line, with markup escaped."""
     lines = (" ".join(line.split()) for line in text.strip().split("\n"))
     return "\n".join(lines).translate(_MARKUP)

@@ -1,4 +1,4 @@
-"""What people write and read: names, lists, numbers, amounts of memory, times."""
+"""Text for people, parsed and formatted: names, lists, numbers, amounts of memory, times."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from zerotune.errors import UNSET, InvalidValueError, shorten
 
 
 _LONGEST_COMPARED: Final = 100
-"""No name is longer, and comparing takes longer than by the square."""
+"""No name is longer, and the time of a comparison grows faster than the square of the length."""
 _SHORTEST_BEGUN: Final = 3
 _ADDRESS: Final = re.compile(r" at 0x[0-9A-Fa-f]+")
 
 
 def squash(name: str) -> str:
-    """Letters and digits of ``name`` in lower case: ``"0/1-Adam"`` becomes ``"01adam"``."""
+    """Return letters and digits of ``name`` in lower case: ``"01adam"`` for ``"0/1-Adam"``."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -33,18 +33,18 @@ def did_you_mean(
     cutoff: float = 0.6,
     by: Callable[[str], str] = squash,
 ) -> list[str]:
-    """The candidates that begin with ``word`` or look most like it, best first.
+    """Return the candidates that begin with ``word`` or resemble it most, best first.
 
     Args:
-        word: What was written.
-        candidates: What could have been meant.
-        count: How many at the most.
-        cutoff: Likeness from 0 to 1 that a candidate must have.
-        by: What of a name is compared; ``str.lower`` where ``_`` parts words.
+        word: Word as written.
+        candidates: Known words.
+        count: Maximum number of results.
+        cutoff: Minimum similarity of a candidate, from 0 to 1.
+        by: Function that normalises a name for comparison; ``str.lower`` keeps ``_``.
     """
     if len(word) > _LONGEST_COMPARED:
         return []
-    import difflib  # Late: most runs never misspell anything.
+    import difflib  # Late: most runs contain no misspelling.
 
     by_key = {by(candidate): candidate for candidate in candidates}
     begun = [key for key in by_key if len(word) >= _SHORTEST_BEGUN and key.startswith(by(word))]
@@ -53,11 +53,11 @@ def did_you_mean(
 
 
 def json_of(text: str | bytes, **options: Any) -> Any:
-    """What JSON holds that anybody may have written.
+    """Parse JSON from an untrusted source.
 
     Args:
-        text: The JSON.
-        options: As of ``json.loads``.
+        text: JSON text.
+        options: Options of ``json.loads``.
     """
     try:
         return json.loads(text, **options)
@@ -66,17 +66,17 @@ def json_of(text: str | bytes, **options: Any) -> Any:
 
 
 def is_reproducible(written: str) -> bool:
-    """Whether a ``repr`` is the same in every process: it holds no memory address."""
+    """Return whether a ``repr`` is the same in every process, without a memory address."""
     return _ADDRESS.search(written) is None
 
 
 def listing(names: Collection[object], *, most: int = 3) -> str:
-    """The first ``most`` names, sorted as given, and how many more: ``"a, b, c and 4 more"``."""
+    """Return the first ``most`` names and the number of others: ``"a, b, c and 4 more"``."""
     shown = ", ".join([str(name) for name in names][:most]) or "nothing"
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
-# -- In what values differ.
+# -- Differences between values.
 
 
 _MOST_DIFFERENCES: Final = 3
@@ -86,7 +86,7 @@ def differences(values: Mapping[int, Any]) -> str:
     """Describe where the ranks' values differ: the key or item, and each rank's value.
 
     Args:
-        values: By rank; mappings and lists are compared inside.
+        values: Values by rank; mappings and lists are compared item by item.
     """
     every = list(_differing(list(values.values())))
     more = len(every) - _MOST_DIFFERENCES
@@ -104,7 +104,7 @@ def differences(values: Mapping[int, Any]) -> str:
 
 
 def _differing(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, Sequence[Any]]]:
-    """Where values differ: the path inside them, and each one's value there."""
+    """Yield the path of each difference, and each rank's value there."""
     if all(other == values[0] for other in values):
         return
     long = any(shorten(value) != repr(value) for value in values)
@@ -123,28 +123,28 @@ def _differing(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, Seq
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """``"1 key"``, ``"2 keys"``."""
+    """Return a number with its noun, as in ``"1 key"`` or ``"2 keys"``."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
-# -- Numbers. ``bool`` is an ``int`` to Python, never to us; neither infinity nor NaN is one.
+# -- Numbers. A ``bool`` does not count as an ``int``, nor infinity and NaN as numbers.
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether ``value`` is an ``int`` and not a ``bool``."""
+    """Return whether ``value`` is an ``int`` and not a ``bool``."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether ``value`` is a finite ``int`` or ``float`` and not a ``bool``."""
+    """Return whether ``value`` is a finite ``int`` or ``float`` and not a ``bool``."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    # A larger ``int`` has no ``float``.
+    # A larger ``int`` does not fit in a ``float``.
     return abs(value) <= 10**308 if isinstance(value, int) else math.isfinite(value)
 
 
 def as_number(value: Any) -> float | int | None:
-    """``value``, a number or the text of one, as a finite number; ``None`` when it is none."""
+    """Return ``value``, a number or its text, as a finite number; ``None`` if it is not one."""
     for kind in (int, float) if isinstance(value, str) else ():
         with suppress(ValueError):
             value = kind(value.strip().replace("_", ""))
@@ -155,7 +155,7 @@ def as_number(value: Any) -> float | int | None:
 def whole(
     value: Any, *, key: str, least: int = 1, most: int | None = None, fix: str | None = None
 ) -> int:
-    """``value`` as it is, a whole number from ``least`` to ``most``."""
+    """Return ``value`` if it is a whole number from ``least`` to ``most``; else raise an error."""
     if is_integer(value) and least <= value and (most is None or value <= most):
         return value
     upper = " or more" if most is None else f" to {most}"
@@ -165,28 +165,28 @@ def whole(
 
 
 def finite(value: Any, *, key: str, fix: str | None = None) -> float:
-    """``value`` as a ``float``."""
+    """Return ``value`` as a ``float``; raise an error unless it is a finite number."""
     if is_number(value):
         return float(value)
     raise InvalidValueError("must be a finite number", key=key, value=value, fix=fix)
 
 
 def positive(value: Any, *, key: str, fix: str | None = None) -> float:
-    """``value`` as a ``float`` above 0."""
+    """Return ``value`` as a ``float``; raise an error unless it is above 0."""
     if is_number(value) and value > 0:
         return float(value)
     raise InvalidValueError("must be a number above 0", key=key, value=value, fix=fix)
 
 
 def probability(value: Any, *, key: str, fix: str = "write a number in [0, 1]") -> float:
-    """``value`` as a ``float`` from 0 to 1."""
+    """Return ``value`` as a ``float``; raise an error unless it is from 0 to 1."""
     if is_number(value) and 0 <= value <= 1:
         return float(value)
     raise InvalidValueError("must be a probability", key=key, value=value, fix=fix)
 
 
 def validated(check: Callable[..., object], **bounds: Any) -> Callable[[Any, Any, Any], None]:
-    """An attrs validator that runs ``check(value, key="Class.field", **bounds)``."""
+    """Return an attrs validator that runs ``check(value, key="Class.field", **bounds)``."""
 
     def validate(instance: Any, attribute: Any, value: Any) -> None:
         check(value, key=f"{type(instance).__name__}.{attribute.name}", **bounds)
@@ -195,19 +195,19 @@ def validated(check: Callable[..., object], **bounds: Any) -> Callable[[Any, Any
 
 
 def as_sentence(text: str) -> str:
-    """A text with a capital at its beginning and a stop at its end."""
+    """Return ``text`` with an initial capital and final punctuation."""
     text = text.strip()
     text = f"{text[:1].upper()}{text[1:]}"
     return text if text.endswith((".", "?", "!")) or not text else f"{text}."
 
 
 def as_texts(value: str | Iterable[str]) -> tuple[str, ...]:
-    """Several texts, or the only one."""
+    """Return one or several texts as a tuple."""
     return (value,) if isinstance(value, str) else tuple(value)
 
 
 def release_of(version: str) -> tuple[int, ...]:
-    """Numbers of a release: ``"0.19.8+cpu"`` is ``(0, 19, 8)``; ``()`` where it is no version."""
+    """Return a version's numbers: ``(0, 19, 8)`` for ``"0.19.8+cpu"``; ``()`` if it is invalid."""
     from packaging.version import InvalidVersion, Version
 
     try:
@@ -237,17 +237,17 @@ _WRITTEN_SIZE: Final = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)", re.AS
 
 
 def parse_size(value: int | float | str, *, key: str) -> int:
-    """Read an amount of memory.
+    """Parse an amount of memory.
 
     Args:
-        value: Bytes as a whole number, or text: a number and one of ``B``, ``kB``, ``MB``,
-            ``GB``, ``TB``, ``PB`` (powers of 1000), ``KiB``, ``MiB``, ``GiB``, ``TiB``, ``PiB``
+        value: Whole number of bytes, or text with a number and a unit: ``B``, ``kB``, ``MB``,
+            ``GB``, ``TB``, ``PB`` (powers of 1000) or ``KiB``, ``MiB``, ``GiB``, ``TiB``, ``PiB``
             (powers of 1024); case and blanks do not matter.
         key: Name of the setting, for the message.
 
     Returns:
-        Bytes; a fraction of a byte is dropped. Refused is a bare ``"12"`` (which would be 12
-        bytes), ``"12G"`` (which may mean either), and more than 2^63 - 1 bytes.
+        Bytes, rounded down. A bare ``"12"`` (which would be 12 bytes), ``"12G"`` (``GB`` or
+        ``GiB``), and more than 2^63 - 1 bytes are errors.
     """
     reason, nbytes = _read_size(value)
     if reason is None and not 0 <= nbytes <= _LARGEST_SIZE:
@@ -258,7 +258,7 @@ def parse_size(value: int | float | str, *, key: str) -> int:
 
 
 def _read_size(value: Any) -> tuple[str | None, int]:
-    """What is wrong with an amount, and its bytes where nothing is."""
+    """Return what is wrong with an amount (``None`` if nothing is), and its bytes."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         whole_bytes = math.isfinite(value) and value == int(value)
         return (None, int(value)) if whole_bytes else ("is not a whole number of bytes", 0)
@@ -278,7 +278,7 @@ def _read_size(value: Any) -> tuple[str | None, int]:
 
 
 def parse_memory(value: Any, *, key: str) -> int:
-    """Read a machine's memory: as ``parse_size``, but a number alone is GiB, as cards are named."""
+    """Parse a machine's memory like ``parse_size``, but read a number without a unit as GiB."""
     bare = value.strip() if isinstance(value, str) else value
     if isinstance(bare, int | float) and not isinstance(bare, bool):
         bare = f"{bare:f}" if isinstance(bare, float) else str(bare)
@@ -288,7 +288,7 @@ def parse_memory(value: Any, *, key: str) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """``nbytes`` with two decimals in the largest of KiB, MiB and GiB it fills, else in bytes."""
+    """Format ``nbytes`` with two decimals in the largest unit up to GiB, or in bytes."""
     for unit, size in _SHOWN_UNITS:
         # Rounded first, so that it never reads "1024.00 MiB".
         if round(abs(nbytes) / size, 2) >= 1:
@@ -297,7 +297,7 @@ def format_size(nbytes: int) -> str:
 
 
 def brief_size(nbytes: float) -> str:
-    """``nbytes`` for a glance: one decimal in KiB and MiB, two in GiB."""
+    """Format ``nbytes`` briefly: with one decimal in KiB and MiB, and two in GiB."""
     for unit, size in _SHOWN_UNITS:
         if abs(nbytes) >= size:
             return f"{nbytes / size:.{2 if unit == 'GiB' else 1}f} {unit}"
@@ -305,17 +305,17 @@ def brief_size(nbytes: float) -> str:
 
 
 def disk_size(nbytes: int) -> str:
-    """``nbytes`` in MiB with one decimal, from 1 GiB on in GiB with two, as files are compared."""
+    """Format a file's size in MiB with one decimal, or from 1 GiB on in GiB with two."""
     if nbytes >= 1024**3:
         return f"{nbytes / 1024**3:,.2f} GiB"
     return f"{nbytes / 1024**2:.1f} MiB"
 
 
 def common_unit(sizes: Iterable[int]) -> tuple[str, int]:
-    """The unit in which all of ``sizes`` can be compared: GiB, unless all of them are small.
+    """Return a unit for comparing ``sizes``: GiB, or a smaller one if all of them are small.
 
     Returns:
-        Its name, and its size in bytes.
+        Name of the unit, and its size in bytes.
     """
     largest = max(sizes, default=0)
     fitting = (unit for unit in _SHOWN_UNITS if round(largest / unit[1], 1) >= 0.1)
@@ -326,7 +326,7 @@ def common_unit(sizes: Iterable[int]) -> tuple[str, int]:
 
 
 def format_seconds(seconds: float) -> str:
-    """``"1:02:03"``, or ``"2:03"`` below an hour."""
+    """Format seconds as ``"1:02:03"``, or as ``"2:03"`` below an hour."""
     whole = round(seconds)
     hours, rest = divmod(whole, 3600)
     minutes, left = divmod(rest, 60)

@@ -343,7 +343,7 @@ class Published:
         return respelled
 
     def _their_names(self, model: torch.nn.Module, separator: str) -> dict[str, str]:
-        """Original name to diffusers' name, for layers with a one-to-one mapping."""
+        """Map original names to diffusers' names, for layers with a one-to-one mapping."""
         found = {}
         for name, module in model.named_modules():
             if name and getattr(module, "weight", None) is not None:
@@ -388,7 +388,7 @@ _TO_COMFYUI: Final = {there: here for here, there in _TO_KOHYA.items()}
 
 
 def _one_by_one(*pairs: tuple[str, str]) -> dict[str, tuple[str, ...]]:
-    """Mapping of original name to diffusers' name."""
+    """Map original names to diffusers' names, one to one."""
     return {theirs: (ours,) for theirs, ours in pairs}
 
 
@@ -665,8 +665,8 @@ def _joined_factors(
     if len({part.scale for part in there}) > 1:
         parts = [None if part is None else part.scaled() for part in parts]
         there = [part for part in parts if part is not None]
-    # Ranks are made alike and layers that are not trained get zeros, so that whoever splits the
-    # factors finds the blocks again.
+    # All layers get the same rank, and layers that are not trained get zeros, so that a reader can
+    # split the factors into layers again.
     rank = max(part.rank for part in there)
     down = there[0].down.new_zeros(rank * len(parts), there[0].down.shape[1])
     rows = [
@@ -719,7 +719,7 @@ class Read:
         return found
 
     def _alphas(self, component: str) -> dict[str, float]:
-        """Alphas by layer, parsed from keys with diffusers' older names of the first factor."""
+        """Alphas by layer; their keys contain diffusers' older names."""
         encoder = component in _ENCODERS
         found = {}
         for key, alpha in (self.alphas or {}).items():
@@ -791,7 +791,7 @@ def _read_by(cls: Any, state: dict[str, torch.Tensor], model: torch.nn.Module) -
 
 
 def _unscaled(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Multiply alphas into the second factors, since some of diffusers' converters lack alphas."""
+    """Multiply alphas into the second factors; some diffusers converters do not handle alphas."""
     found = dict(state)
     for key in [each for each in state if each.endswith(".alpha")]:
         stem = key.removesuffix(".alpha")

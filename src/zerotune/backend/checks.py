@@ -232,7 +232,8 @@ class Checks:
             expected = {**choice.params, **(groups[index].params if index < len(groups) else {})}
             if scheduler is not None:
                 base = float(expected["lr"])
-                # DeepSpeed's schedules know one rate; zerotune's keep each group's multiple.
+                # DeepSpeed's schedules set one learning rate for all groups; zerotune's keep each
+                # group's multiple.
                 factor = base / choice.lr if scheduler.source == "zerotune" else 1.0
                 until = groups[index].until if index < len(groups) else None
                 if until is not None and steps_taken >= until:
@@ -244,8 +245,8 @@ class Checks:
                 if name in expected and name in group:
                     running_value = group[name]
                     if isinstance(running_value, torch.Tensor):
-                        # Optimizers that compile their update keep the rate in fp32, where 0.1 is
-                        # not 0.1.
+                        # Optimizers that compile their update store the learning rate in fp32,
+                        # which rounds it.
                         running_value = float(running_value)
                         if math.isclose(running_value, expected[name], rel_tol=1e-6):
                             running_value = expected[name]
@@ -321,7 +322,7 @@ def check_alike(plan: ResolvedPlan, model: torch.nn.Module, group: ProcessGroup)
         model: The model.
         group: Process group of all ranks.
     """
-    # The model first: what is sized by its shapes differs with it in the plan.
+    # Check the model first: if its shapes differ, sizes in the plan differ only as a result.
     parameters = {
         name: f"{parameter.dtype} {list(getattr(parameter, 'ds_shape', parameter.shape))}"
         + ("" if parameter.requires_grad else ", frozen")

@@ -113,7 +113,7 @@ def cpu_threads(
         everyone = enumerate(group.gather((host, affinity)))
         here = {rank: cpus for rank, (name, cpus) in everyone if name == host}
         facts = ThreadFacts.here(affinity)
-        # Every rank has taken part in the exchange; only now may they differ.
+        # The gather above needed every rank; from here on ranks may take different paths.
         if facts.chosen_by is not None:
             reason = f"not changed, because of {facts.chosen_by}"
             yield (Decision(key=KEY, before=facts.threads, after=facts.threads, reason=reason),)

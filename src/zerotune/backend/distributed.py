@@ -43,7 +43,7 @@ _SETTLING_S: Final = 2.0
 _ANSWER_S: Final = 3.0
 """Seconds that the store may take to answer when a rank is missing."""
 _LAST_WORD_S: Final = 1.0
-"""Seconds for which rank 0 tries to tell each remaining rank that a rank is lost."""
+"""Seconds for which rank 0 tries to inform each remaining rank that a rank is lost."""
 _STORE_S: Final = 10.0
 """Seconds that a separate store connection waits for a missing key."""
 _PULSE_S: Final = 1.0
@@ -89,8 +89,8 @@ class Launch:
         """
         variables = os.environ if environment is None else environment
         given = [name for name in _TORCHRUN if name in variables]
-        # `accelerate launch` with one process, and many notebooks, set some without meaning a
-        # group; only RANK and WORLD_SIZE together ask for one.
+        # `accelerate launch` with one process, and many notebooks, set some of these variables
+        # without requesting a process group; only RANK or WORLD_SIZE requests one.
         if "RANK" not in given and "WORLD_SIZE" not in given:
             return cls()
         missing = [name for name in _TORCHRUN if name not in given]
@@ -374,7 +374,8 @@ class ProcessGroup:
                     _await(work, deadline)
                 except RuntimeError as error:
                     lost = lost or error
-                    # Those who are about to come are to hear of it.
+                    # Wait briefly for ranks that are about to arrive, so that they learn of the
+                    # lost rank.
                     deadline = min(deadline, time.monotonic() + _SETTLING_S)
         token.fill_(lost is not None)
         for rank in others:
@@ -444,7 +445,7 @@ def end_groups(groups: list[Any]) -> None:
     """
     while groups:
         group = groups.pop()
-        # One that has ended already is unknown to torch.
+        # torch raises ValueError for a group that is already destroyed.
         with contextlib.suppress(ValueError):
             if dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
@@ -481,7 +482,7 @@ class _Arrivals:
     def __init__(self, launch: Launch, *, timeout: timedelta) -> None:
         self._launch, self._timeout = launch, timeout
         self._place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        # torchrun's agent holds the store then, else rank 0 does.
+        # If this variable is set, torchrun's agent hosts the store, otherwise rank 0.
         self._agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         ranks = range(launch.world_size)
@@ -502,7 +503,7 @@ class _Arrivals:
                 is_master=self._launch.rank == 0 and not self._agent,
                 timeout=self._timeout,
                 wait_for_workers=False,
-                # torch's own rendezvous shares it, as long as this one is kept.
+                # torch's own rendezvous uses the same server while this store is referenced.
                 multi_tenant=True,
             )
             note = [attrs.asdict(ProcessIdentity.current()), self._holds_store()]
@@ -533,7 +534,8 @@ class _Arrivals:
         self._missing = list(range(self._launch.world_size))
         while not self._store.check(self._keys):
             waited = time.monotonic() - self._began
-            # Before the end too: the store may go, and whoever holds it give up first.
+            # Look before the timeout too: a rank that hosts the store may give up first and take
+            # the store with it.
             if waited >= looked + LOOK_S:
                 looked = waited
                 self._look()
@@ -608,8 +610,8 @@ class _Started:
 
     def _end_at_exit(self) -> None:
         self._end()
-        # Engines are cycles that hold groups. A group that is left goes with the interpreter, and
-        # its threads, still at work on a busy machine, can abort the process then.
+        # Engines are reference cycles that hold groups. If a group survives until the interpreter
+        # exits, its threads may still be running on a busy machine and abort the process.
         gc.collect()
 
 
@@ -661,7 +663,8 @@ _started = _Started()
 
 
 def _start_default_group(backend: str, launch: Launch, timeout: timedelta) -> None:
-    # Imported later, as torch does, its functions' defaults would hold this group for ever.
+    # torch imports this module lazily. If it did so after the group exists, default arguments in
+    # the module would keep the group alive forever.
     importlib.import_module("torch.distributed.nn.functional")
     if launch.launched:
         with meeting(launch, timeout_s=timeout.total_seconds()):
@@ -743,10 +746,11 @@ class _RollCall:
         while not (absent := self._reported() or self.ended()) and time.monotonic() < deadline:
             time.sleep(0.02)
         absent = absent or self._silent()
-        # With those the store is lost, most often, and others see that themselves.
+        # If a lost rank hosts the store, the store is usually lost too, and other ranks notice that
+        # themselves.
         if absent and not absent.keys() & self.holders and self._pulse is not None:
             self._pulse.report(absent, holds=self._rank in self.holders)
-        # A store whose holder is stopped never answers.
+        # A store whose host process is stopped never answers.
         return absent or Asking().ask(self._elsewhere, seconds=_ANSWER_S) or {}
 
     def dead(self) -> bool:
@@ -812,7 +816,7 @@ class _Pulse:
     def close(self) -> None:
         """Stop the heartbeats."""
         self._over.set()
-        # One that asks the store while the interpreter ends can abort the process.
+        # A thread that queries the store while the interpreter exits can abort the process.
         self._thread.join(_LAST_WORD_S)
 
     @contextlib.contextmanager
@@ -853,12 +857,12 @@ class _Pulse:
         if not self.lost:
             text = json.dumps(dict(lost))
             Asking().ask(lambda: self._store.set(f"{self._prefix}/lost", text), seconds=_ANSWER_S)
-            if holds:  # The others are to read it first.
+            if holds:  # Let other ranks read it first.
                 time.sleep(2 * _PULSE_S)
 
     def _run(self) -> None:
         for number in itertools.count():
-            # One that cannot be reached now is asked again.
+            # If the store cannot be reached now, try again at the next heartbeat.
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{self._prefix}/{self._rank}", str(number))
                 if self._store.check([f"{self._prefix}/lost"]):
@@ -936,7 +940,7 @@ def _naming_the_absent(
     if not absent:
         who = "no rank is missing now, so a rank timed out or failed earlier"
         if error is not None:
-            # torch writes the source line it was compiled from in front.
+            # torch's message begins with the C++ source line that raised the error.
             line = re.sub(r"^\[[^\]]*\] *", "", (str(error).splitlines() or [""])[0])
             who += f": {line[:_LONGEST_LINE] or type(error).__name__}"
     return CollectiveError(

@@ -102,9 +102,9 @@ class Engine(Closing):
     _trained: frozenset[int] = frozenset()
     """Ids of the parameters that the optimizer updates."""
     _host_step: DeferredSteps | None = None
-    """Runs the steps of an Adam in host memory in one pass; ``None`` without such an Adam."""
+    """Runs an Adam's steps in host memory in one pass; ``None`` without such an Adam."""
     _walked: tuple[tuple[str, torch.nn.Parameter], ...] = ()
-    """Names and parameters at the last forward pass: listing those of a U-Net takes 4 ms."""
+    """Names and parameters at the last forward pass, since listing those of a U-Net takes 4 ms."""
     _unfinished = False
     """Whether a backward pass began after the last step."""
 
@@ -295,7 +295,7 @@ class StartedEngine(Engine):
         """Reserve a model's parameters for this engine while it is open."""
         named = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         if self._claimed_elsewhere(named):
-            gc.collect()  # An engine that was dropped without being closed is none.
+            gc.collect()  # Collect engines that were dropped without being closed.
         if others := self._claimed_elsewhere(named):
             raise EngineError(
                 "another open engine already trains this parameter",

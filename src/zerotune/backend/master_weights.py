@@ -61,8 +61,8 @@ class OptimizerStates:
             name: value if value.is_contiguous() else self._copy(name, value)
             for name, value in self._state_tensors()
             if value.numel() == self._key.numel()
-            # Codes of low-bit optimizers (uint8, or a class that hides them) have the weights' size
-            # too, and mean nothing without the scales of their blocks.
+            # Not the codes of low-bit optimizers (uint8, or a class that hides them): there are as
+            # many codes as weights, but codes mean nothing without their blocks' scales.
             and type(value) in (torch.Tensor, torch.nn.Parameter)
             and value.is_floating_point()
         }
@@ -138,7 +138,7 @@ class OptimizerStates:
             state.setdefault("step", 0)
             return
         if dtype is None and not self._key.is_floating_point():
-            # Low halves of split master weights.
+            # The tensor contains the low halves of split master weights.
             dtype = torch.float32
         for name in names:
             state.setdefault(name, torch.zeros_like(self._key.data, dtype=dtype))
@@ -443,10 +443,10 @@ class MasterLayout(ABC):
 
 
 class _Untracked(AbstractContextManager[Slab]):
-    """Enters and leaves a context without gradients, but lets the block keep its own mode.
+    """Enter and leave a context without gradients, but keep the gradient mode inside the block.
 
-    ``torch.no_grad`` around a ``yield`` would reach into the caller's loop, and two interleaved
-    iterations would leave gradients switched off.
+    ``torch.no_grad`` around a ``yield`` would also apply to the caller's loop, and two interleaved
+    iterations would leave gradients disabled.
     """
 
     def __init__(self, context: AbstractContextManager[Slab]) -> None:
@@ -572,7 +572,7 @@ class MasterWeights:
                 pairs.append((address, weights[part], master.to(weights.dtype)))
         if not pairs:
             return
-        # As one tensor each, so that a device is waited for once.
+        # Concatenate first, so that each side waits for its device only once.
         model = torch.cat([weights.float() for _, weights, _ in pairs]).cpu()
         masters = torch.cat([master.float() for _, _, master in pairs]).cpu()
         if torch.equal(model, masters):
@@ -740,7 +740,7 @@ def _narrow(flat: torch.Tensor, address: FragmentAddress) -> torch.Tensor:
     return flat.detach().view(-1).narrow(0, address.offset, address.numel)
 
 
-# -- Where engines that partition nothing keep them, and what all layouts share.
+# -- Layouts of engines that partition nothing, and helpers of all layouts.
 
 
 Named = list[tuple[str, torch.nn.Parameter]]
@@ -751,7 +751,7 @@ def trainable_parameters(module: torch.nn.Module) -> Named:
     return [
         (name, p)
         for name, p in module.named_parameters()
-        # DeepSpeed leaves one without elements out of its groups: there is nothing to train.
+        # DeepSpeed omits empty parameters from its groups.
         if p.requires_grad and math.prod(full_shape(p)) > 0
     ]
 

@@ -144,9 +144,9 @@ def _divide_input(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def _rescale(model: torch.nn.Module) -> None:
     """Scale torch's initial weights to the variance in mup's table 8.
 
-    Hidden layers have variance 1/fan_in in both. A readout has variance 1/width, and its input is
-    divided by the width, so it is scaled up by the square root of the multiplier. A bias has
-    variance 1/fan_in in torch, but must not depend on the width.
+    Hidden layers have variance 1/fan_in in both torch and the table. A readout has variance
+    1/width, and its input is divided by the width, so it is scaled up by the square root of the
+    multiplier. A bias has variance 1/fan_in in torch, but must not depend on the width.
     """
     with torch.no_grad():
         for module in model.modules():

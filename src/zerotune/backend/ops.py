@@ -70,7 +70,7 @@ def summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-# -- What ninja, a compiler, a linker or the loader printed.
+# -- Output of ninja, compilers, linkers and the loader.
 
 
 def diagnose_build(output: str) -> Diagnosis | None:
@@ -168,7 +168,7 @@ _CAUSES: Final[tuple[tuple[str, str, str | Mapping[str, str] | None], ...]] = (
 header also makes ninja report a failed command."""
 
 
-# -- Torch's folder of compiled extensions, looked at without touching it.
+# -- Torch's folder of compiled extensions, only read here.
 
 
 def build_folder(name: str) -> Path:
@@ -276,7 +276,7 @@ class BuildLock:
         )
 
 
-# -- What an op needs of a machine.
+# -- Requirements of ops.
 
 
 def missing_for_loading(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
@@ -450,7 +450,7 @@ class LivingLock:
                 )  # fmt: skip
             time.sleep(self._wait_seconds)
         if built_library(folder) is None or why_stale(folder) is not None:
-            # Ninja then takes minutes without a word.
+            # Ninja then runs for minutes without any output.
             logger.warning(
                 "op %s: compiling it once, into %s; this takes one to three minutes on a few cores",
                 folder.name, folder,
@@ -463,7 +463,8 @@ class LivingLock:
     def release(self) -> None:
         """Release the lock."""
         if self._held is not None:
-            # Removed before it is unlocked, so that no one takes it for a dead process's.
+            # Delete the file before unlocking it, so that no other process mistakes it for the lock
+            # of a dead process.
             self._path.unlink(missing_ok=True)
             os.close(self._held)
             self._held = None
@@ -492,7 +493,7 @@ def living_locks() -> Iterator[None]:
 
 
 def _host_and_process(path: Path) -> list[str]:
-    """Host and process in a lock of ours; empty for torch's own."""
+    """Host and process in a lock of zerotune; empty for torch's own locks."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").split()
     except OSError:
@@ -517,7 +518,7 @@ def remove_if_dead(path: Path) -> None:
             if record:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _take_over(path, descriptor, f"process {record[1]}")
-            # Torch's own, which its maker keeps open.
+            # Torch's own lock, which its creator keeps open.
             elif time.time() - os.fstat(descriptor).st_mtime > _OPENING and _is_alone(descriptor):
                 time.sleep(_BEFORE_REMOVAL)
                 if _is_alone(descriptor):
@@ -533,7 +534,8 @@ def _is_alone(descriptor: int) -> bool:
     """
     if not hasattr(fcntl, "F_SETLEASE"):
         return False
-    # Whoever opens the file meanwhile has the kernel send a signal, by default one that kills.
+    # If another process opens the file meanwhile, the kernel sends this process a signal; the
+    # default signal would kill it.
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -713,7 +715,7 @@ def build_op(name: str) -> OpStatus:
         for folder in folders:
             remove_if_dead(folder / "lock")
         before = _op_status(op, accelerator, toolchain)
-        # Torch waits for the end of another process that builds it.
+        # If another process is building the op, torch waits for that process.
         if before.state != "locked" or any(
             lock.abandoned for lock in map(BuildLock.on, folders) if lock is not None
         ):
@@ -748,7 +750,7 @@ def _deepspeeds_accelerator() -> Any:
     """DeepSpeed's accelerator; its import logs nothing, since zerotune reports the same facts."""
     logger = logging.getLogger("DeepSpeed")
 
-    # It sets its logger's level during the import, so only a filter outlasts that.
+    # DeepSpeed sets its logger's level during the import; only a filter survives that.
     def keep_back(_record: logging.LogRecord) -> bool:
         return False
 
@@ -787,7 +789,7 @@ def _op_status(op: _Op, accelerator: Any, toolchain: Toolchain) -> OpStatus:
 def _builder(name: str, accelerator: Any) -> Any | None:
     """DeepSpeed's builder of this class; ``None`` if DeepSpeed has no implementation."""
     builder = accelerator.create_op_builder(name)
-    # Some accelerators answer None, others hand out a builder whose load() raises.
+    # Some accelerators return None, others a builder whose load() raises an error.
     return None if type(builder).__name__ in {"NoneType", "NotImplementedBuilder"} else builder
 
 

@@ -412,7 +412,7 @@ class HostWeights:
         norms = [self._norms[index] for index in sorted(self._norms)]
         if not norms:
             return torch.zeros(())
-        # Reading it waits for the copies too, which were made on the same stream.
+        # Reading the norm also waits for the gradients' copies, which run on the same stream.
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms)).cpu()
         return norm
 
@@ -465,7 +465,7 @@ class PlainStep(DeferredSteps):
         self.factor = 1.0
         """Clipping factor of the gradients."""
         setattr(adam, UNDER_WAY, self)
-        # Runs the hooks before and after an optimizer's step, which announce a change.
+        # Run the hooks before and after an optimizer's step, which announce that weights change.
         step = torch.optim.Optimizer.profile_hook_step(self._step)
         # A method, since torch's schedules access its __func__.
         adam.step = MethodType(step, adam)  # type: ignore[method-assign]
@@ -488,10 +488,10 @@ class PlainStep(DeferredSteps):
             self._record(reason, key=KEY, before="one pass", after="the optimizer's step")
             self._step_as_upstream(slabs)
             return
-        # Before there are views of the weights here.
+        # Check this before the code below creates views of the weights, which would count as uses.
         may_wait = self._may_wait()
         self._adam.rewind()
-        # Loading a state makes new groups, which accelerate does too.
+        # Look groups up in every step: loading a state, as accelerate does too, replaces them.
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         begun = [
             no_step(WholeMasters(slab.data.view(-1)))
@@ -516,7 +516,7 @@ class PlainStep(DeferredSteps):
         for slab in slabs:
             if slab.grad is not None:
                 slab.grad.mul_(self.factor)
-        # Its hooks run around this step already.
+        # The hooks already run around this step.
         type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
         if self._host is not None:
             self._host.upload()
@@ -598,7 +598,7 @@ def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
                 kwargs_handlers=[timeout] if launch.launched else [],
             )
         except ValueError as error:
-            # Its precision belongs to the process, so two engines at once must share it.
+            # accelerate's precision belongs to the process, so simultaneous engines must share it.
             raise EngineError(
                 f"accelerate rejected the plan ({error})",
                 key="precision",

@@ -456,7 +456,7 @@ def _prove_here(accelerator: Accelerator, *, anew: bool) -> None:
 def _one_at_a_time() -> Iterator[None]:
     """Make other processes of this user wait, if the cache's file system supports locks."""
     with contextlib.ExitStack() as stack:
-        # Without a lock two processes do the same work, no more.
+        # Without a lock, two processes may repeat the same work, which is harmless.
         with contextlib.suppress(OSError, ImportError):
             import fcntl
 

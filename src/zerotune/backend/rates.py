@@ -116,7 +116,7 @@ class _Rates:
         rows, width = (8192, 1280) if not self.on_cpu else (256, 768)
         rows, width = self.sized(rows), self.sized(width)
         (inputs,) = self.randn(1, rows, width, dtype=dtype)
-        # As many as no cache holds: each is read from memory, as in a model.
+        # More weights than any cache holds, so that each is read from memory, as in a model.
         shapes = [(4 * width, width), (width, 4 * width)] * 3
         weights = [weight for shape in shapes for weight in self.randn(1, *shape, dtype=dtype)]
 
@@ -129,8 +129,8 @@ class _Rates:
         return flops / self(_both_ways(forward, inputs, *weights))
 
     def _convolution_rate(self, dtype: torch.dtype) -> float:
-        # The levels of a U-Net, each of half the side and twice the channels. Torch takes other
-        # ways on processors for a single image.
+        # Levels of a U-Net, each with half the side and twice the channels of the one above. On
+        # CPUs, torch uses different algorithms for a single image.
         batches, channels, side = ((2,), 320, 128) if not self.on_cpu else ((1, 2), 64, 32)
         channels = self.sized(channels)
         forward = functools.partial(torch.nn.functional.conv2d, padding=1)
@@ -146,15 +146,16 @@ class _Rates:
     def _attention_rate(self, dtype: torch.dtype) -> float:
         heads, length, width = (64, 4096, 64) if not self.on_cpu else (8, 512, 64)
         length = self.sized(length, least=64)
-        # As models hand it over: heads lie beside each other in a token.
+        # The memory layout in models: the heads of a token are adjacent.
         tokens = self.randn(3, 1, length, heads, width, dtype=dtype)
         query, key, value = (each.transpose(1, 2) for each in tokens)
         attend = torch.nn.functional.scaled_dot_product_attention
-        # Four in the forward pass, ten in the backward pass, which computes the first again.
+        # The factor is 4 for the forward pass and 10 for the backward pass, which recomputes the
+        # first product.
         return 14 * heads * length**2 * width / self(_both_ways(attend, query, key, value))
 
     def _simple_rate(self, dtype: torch.dtype) -> float:
-        """Bytes per second of what stands between products: norms, activations, sums; both ways."""
+        """Bytes per second of norms, activations and sums, in both passes."""
         tokens, width = (8192, 1280) if not self.on_cpu else (512, 640)
         tokens = max(1, int(tokens * self.scale / 32)) * 32
         given, other = self.randn(2, tokens, width, dtype=dtype)
@@ -174,7 +175,7 @@ class _Rates:
         return float(counter.moved) / self(act)
 
     def _operator_rate(self) -> float:
-        """Operators per second of modules that have next to nothing to compute, both ways."""
+        """Operators per second of modules with almost nothing to compute, in both passes."""
         nn = torch.nn
         kinds = nn.SiLU, lambda: nn.LayerNorm(4), lambda: nn.Unflatten(1, (2, 2)), nn.Flatten
         model = nn.Sequential(*(kind() for _ in range(_SMALL_LAYERS) for kind in kinds))
@@ -182,8 +183,8 @@ class _Rates:
         return len(names) / seconds
 
     def _product_calls(self, dtype: torch.dtype, products: float) -> float:
-        """Products per second, of what they take besides arithmetic."""
-        # No two alike, as in a model: a processor takes longer where each is another one.
+        """Products per second, counting only the time that they take besides arithmetic."""
+        # All shapes differ, as in a model: a CPU takes longer if every product has a new shape.
         rows, widths = 256, range(64, 64 + 16 * (_SMALL_LAYERS + 1), 16)
         layers = (torch.nn.Linear(*pair) for pair in itertools.pairwise(widths))
         model = torch.nn.Sequential(*layers)
@@ -193,7 +194,7 @@ class _Rates:
         return calls / max(seconds - flops / products, _LEAST_CALL_SHARE * seconds)
 
     def _attention_calls(self, dtype: torch.dtype, attention: float) -> float:
-        """The same of attention: of short texts, say, which a model attends to in each block."""
+        """Attention calls per second, likewise, on short sequences such as a text in each block."""
         batch, heads, length, width = 2, 4, 64, 64
         model = torch.nn.Sequential(*(_Attention() for _ in range(_SMALL_LAYERS)))
         given = torch.ones(batch, heads, length, width)
@@ -204,7 +205,7 @@ class _Rates:
     def _small_layers(
         self, model: torch.nn.Module, given: torch.Tensor, dtype: torch.dtype
     ) -> tuple[float, Sequence[str]]:
-        """Seconds of small layers in a row, both ways, and the operators they consist of."""
+        """Seconds for both passes of consecutive small layers, and the names of their operators."""
         model, given = model.to(self.device, dtype), given.to(self.device, dtype)
         act = _both_ways(lambda given, *_weights: model(given), given, *model.parameters())
         with _OperatorCounter() as counter:
@@ -215,7 +216,7 @@ class _Rates:
         size = 64 * _MIB
 
         def write() -> None:
-            # From the system itself: the C library may have a block of this size to use again.
+            # Map memory from the system: the C library might reuse a block of this size.
             block = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)
             torch.frombuffer(block, dtype=torch.uint8).fill_(1)
 
@@ -227,7 +228,7 @@ class _Rates:
         try:
             op = load_host_step()
         except PlatformError:
-            # Without a compiler there is no Adam in host memory but torch's own.
+            # Without a compiler, the only Adam in host memory is torch's own.
             parameter = torch.nn.Parameter(weight)
             parameter.grad = gradient
             adam = torch.optim.AdamW([parameter], fused=True)
@@ -263,7 +264,7 @@ class _Rates:
 
 
 def _both_ways(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Callable[[], object]:
-    """A forward and a backward pass, with gradients of all that goes in."""
+    """Return a function that runs a forward and a backward pass with gradients of all inputs."""
     leaves = [one.requires_grad_() for one in inputs]
 
     def act() -> object:
@@ -280,7 +281,7 @@ def moves_memory(func: Any) -> bool:
 
 
 class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count operators including views, and the bytes that operators except views access."""
+    """Count operators, including views, and the bytes that operators other than views access."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -303,7 +304,7 @@ _LEAST_CALL_SHARE: Final = 0.05
 
 
 class _Attention(torch.nn.Module):
-    """Of a value to itself."""
+    """Self-attention of the input."""
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(given, given, given)

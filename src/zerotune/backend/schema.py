@@ -178,7 +178,7 @@ def _special_sections(config: Any) -> dict[str, Schema]:
         },
         "log_level": {"type": ["string", "null"], "default": None},
         "vocabulary_size": {"type": ["integer", "null"], "default": None},
-        # The number of ranks of one sequence; read where the world size is computed.
+        # Number of ranks per sequence; DeepSpeed reads it where it computes the world size.
         "sequence_parallel_size": {"type": "integer", "minimum": 1},
         "datastates_ckpt": {"type": ["object", "boolean"], "default": False},
         "timers": _object({"throughput": of_model(timers.DeepSpeedThroughputTimerConfig)}),

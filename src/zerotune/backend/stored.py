@@ -421,7 +421,7 @@ def require_read(module: torch.nn.Module) -> None:
 
 
 def _put_in_place(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    """Replace a parameter's values, also by ones on a different device, but keep the object."""
+    """Replace a parameter's values, possibly on a different device, but keep the object."""
     other = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]

@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._current.pop()
 
-    # -- Declarations of tests.
+    # -- Declarations by tests.
 
     def lie(self, place: Place, *tensors: torch.Tensor) -> None:
         """Declare which kind of memory the tensors are in; not needed on a GPU.

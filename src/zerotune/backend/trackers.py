@@ -51,7 +51,7 @@ class Tracker:
             step: Optimizer step.
         """
         if self.name in _TEXT:
-            # TensorBoard shows Markdown; indented, the lines stay as they are.
+            # TensorBoard renders Markdown; indentation keeps the lines unchanged.
             shown = "\n".join(f"    {line}" for line in text.splitlines())
             self._try(lambda inner: inner.log({name: shown}, step=step))
 
@@ -123,7 +123,8 @@ def start_trackers(
             inner = each
             if isinstance(each, str):
                 inner = _make_tracker(tracking, each, project, folder, options)
-            # Only one process has the tracker; asking accelerate for it would create its state.
+            # Only one process has the tracker anyway; accelerate's check would create accelerate's
+            # state.
             inner.main_process_only = False
             try:
                 inner.start()

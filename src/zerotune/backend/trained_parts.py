@@ -112,7 +112,8 @@ class TrainedParts(torch.nn.Module):
             # transformers 5 has the first method, transformers 4 the second.
             for method in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
                 if hasattr(part, method):
-                    # The reentrant kind gives adapters no gradient: no input requires one.
+                    # Reentrant checkpointing gives adapters no gradient, because no input requires
+                    # one.
                     getattr(part, method)({"use_reentrant": False})
                     break
 

@@ -114,7 +114,7 @@ def unpartitioned() -> Iterator[None]:
     with ExitStack() as stack:
         partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
         active = getattr(partitioning, "top_level_context", None)
-        # In a nested block it is not patched, and restoring would patch twice.
+        # In a nested block, zero.Init is already unpatched, and restoring would patch it twice.
         if partitioning is not None and active is not None and active.patched:
             partitioning.shutdown_init_context()
             stack.callback(partitioning.restore_init_context)

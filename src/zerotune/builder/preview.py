@@ -191,7 +191,7 @@ def fallback_sentence(setup: Setup, wrong: Collection[str]) -> str:
 
 
 def _join_words(words: list[str]) -> str:
-    """``"a, b and c"``."""
+    """Join words as in ``"a, b and c"``."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
@@ -699,7 +699,7 @@ def _merge_repeated_reasons(messages: Iterable[Decision]) -> Iterator[Decision]:
         yield message
 
 
-# -- ``Fit my card``: what is advised for a form, and the form each candidate leads to.
+# -- ``Fit my card``: the advice for a form, and the form of each candidate.
 
 
 _ADVISED_SECTIONS: Final = ("zero_optimization", "aio")

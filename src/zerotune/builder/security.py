@@ -68,7 +68,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # There are no web sockets here; closing without an answer refuses one.
+            return  # Web sockets are not supported; returning without an answer refuses them.
         answer = self._refusal(scope) or self._token_answer(scope)
         sender = _with_headers(send)
         if answer is not None:
@@ -133,8 +133,8 @@ class Guard:
         except ValueError:
             return _refuse(400, f"a query may contain {_MAX_QUERY_FIELDS} fields at most")
         if scope["method"] in _SAFE_METHODS and self._is_token(*asked.get("token", [])[:1]):
-            # This removes the token from the address bar, the history and the logs.
-            # Two slashes at the start would name another host.
+            # The redirect removes the token from the address bar, the history and the logs.
+            # Keep one leading slash, because two would name another host.
             here = "/" + scope["path"].lstrip("/")
             answer = RedirectResponse(here, status_code=303)
             answer.set_cookie(

@@ -86,7 +86,7 @@ class TemplateStore:
             try:
                 found.append(_read_stored(path))
             except (InvalidValueError, PlanFileError):
-                continue  # Somebody else's file; naming it would not help the page.
+                continue  # Not a template; reporting it would not help the user of the page.
         return sorted(found, key=lambda template: template.name.casefold())
 
     def get(self, name: Any) -> Template:
@@ -162,7 +162,7 @@ class TemplateStore:
             return []
 
     def _find(self, name: str) -> Path | None:
-        # Names that differ in case only are one file on some systems, so they are one here.
+        # Names that differ only in case are the same file on some systems, so also here.
         wanted = name.casefold()
         return next((path for path in self._files() if path.stem.casefold() == wanted), None)
 
@@ -220,7 +220,7 @@ def _read_stored(path: Path) -> Template:
     except (OSError, UnicodeDecodeError) as error:
         raise PlanFileError(f"cannot be read ({error})", key=str(path), fix="remove it") from None
     template = read_template(text, name=path.name)
-    # The file's name counts: that is what is listed, renamed and deleted.
+    # Templates are listed, renamed and deleted by file name, so it overrides the stored name.
     return attrs.evolve(template, name=path.stem, version=version_of_content(content))
 
 

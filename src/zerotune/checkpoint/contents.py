@@ -137,7 +137,7 @@ class RankContents:
         others = {
             BUFFER + name: buffer for name, buffer in persistent_buffers(engine.module).items()
         }
-        # Replicas hold the same, so one of them writes for all.
+        # Replicas are identical, so one of them writes for all.
         owner = engine.group.is_main or not engine.master_weights.replicated
         addresses = {address.key: address for address in engine.master_weights.addresses}
         parts: dict[Subject, tuple[Part, ...]] = {}
@@ -274,7 +274,7 @@ def plain_data(value: Any, key: str) -> Any:
     )
 
 
-# -- What the manifest says of an engine.
+# -- The manifest of an engine.
 
 
 def draft(
@@ -349,7 +349,7 @@ def model_config(module: torch.nn.Module) -> Mapping[str, Any] | None:
     try:
         config: Mapping[str, Any] = plain_data(json.loads(write()), "model.config")
     except (TypeError, ValueError, CheckpointError):
-        # A configuration that is no JSON cannot be exported either, and that says so.
+        # A configuration that is not JSON cannot be exported either; the export reports it.
         return None
     return config
 

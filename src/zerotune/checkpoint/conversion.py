@@ -116,7 +116,7 @@ def convert(
 
 
 def _is_whole_state(target: Path, base: Path) -> bool:
-    """Whether a single file of a whole pipeline is asked for."""
+    """Return whether ``target`` is to be a single file that contains a whole pipeline."""
     return target.suffix == SUFFIX and (base.is_file() or (base / INDEX).is_file())
 
 
@@ -151,7 +151,7 @@ def _from_accelerate(saved: StateFolder, final: Path, *, base: Path | None) -> P
         shapes = {name: stored.shape for name, stored in reader.tensors.items()}
         adam = saved.adam(config, shapes)
         states = _ADAM_STATES if adam else ()
-        # Once it is known what was trained, the rest is known to be buffers.
+        # The optimizer's states tell which tensors were trained; the others are buffers.
         buffers = {name: reader.tensor(name) for name in shapes if adam and name not in adam}
         shapes = {name: shape for name, shape in shapes.items() if name not in buffers}
 
@@ -199,8 +199,8 @@ def _plan_of(native: NativeCheckpoint) -> PlanRecord:
     config = plain_data(native.config, "ds_config")
     section = config.get("zero_optimization", {})
     optimizer = config.get("optimizer") or {}
-    # A script that made its own optimizer has none in the configuration; Adam's states are
-    # unmistakable.
+    # If the script made the optimizer, the configuration does not name it; Adam's states
+    # identify it.
     name = optimizer.get("type") or ("AdamW" if native.states == _ADAM_STATES else "unknown")
     params = optimizer.get("params") or {}
     halves = [half for half in ("bf16", "fp16") if (config.get(half) or {}).get("enabled")]
@@ -229,17 +229,17 @@ def _write_checkpoint(
     buffers: Mapping[str, torch.Tensor] | None = None,
     **fields: Any,
 ) -> Path:
-    """Write a checkpoint of what one process reads; ``fields`` are further ones of the manifest.
+    """Write a checkpoint from tensors that this process reads.
 
     Args:
-        final: Where to.
-        shapes: Of the weights.
-        pieces: Weights and states.
+        final: Path of the checkpoint.
+        shapes: Shapes of the weights.
+        pieces: Yields weights and optimizer states.
         states: Names of the optimizer's states.
-        saved: The folder that was read, with what lies beside the model.
-        counters: Of the optimizer.
-        buffers: Of the model.
-        **fields: Of the manifest.
+        saved: The folder that was read, with EMA weights and other files beside the model.
+        counters: Counters of the optimizer.
+        buffers: Buffers of the model.
+        **fields: Further fields of the manifest.
     """
     buffers = buffers or {}
     averages = None if saved is None else saved.averages(shapes)
@@ -289,7 +289,7 @@ def _write_checkpoint(
         filing=filing,
         contents=contents,
         pieces=everything,
-        # It is somebody's, as it is; the manifest says what of it is not finite.
+        # Convert the source unchanged; the manifest lists tensors that are not finite.
         allow_not_finite=True,
     ).run()
     if saved:
@@ -297,7 +297,7 @@ def _write_checkpoint(
     return written
 
 
-# -- What accelerate's ``save_state`` leaves in a folder, and diffusers' scripts beside it.
+# -- Folders that accelerate's ``save_state`` and diffusers' scripts write.
 
 
 _AVERAGE: Final = Subject(kind="shadow", of="ema")
@@ -467,7 +467,7 @@ class StateFolder:
 
 
 def _trained_names(config: Mapping[str, Any] | None) -> list[str] | None:
-    """The parameters of a diffusers model, in the order in which its optimizer counts them."""
+    """Return a diffusers model's parameter names in the order that its optimizer numbers them."""
     import diffusers
 
     kind = getattr(diffusers, str((config or {}).get("_class_name")), None)

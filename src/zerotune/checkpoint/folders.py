@@ -124,7 +124,7 @@ class Staging:
             )
 
     def _take_place(self) -> Path | None:
-        """Take the final name; where what had it before lies now."""
+        """Take the final name, and return the new path of a folder that had it before."""
         former = _temporary_name(self._final, "old") if self._final.exists() else None
         if former is not None:
             self._final.rename(former)
@@ -153,7 +153,7 @@ class ExportStaging(Staging):
         if not self._final.exists():
             return super()._take_place()
         former = _temporary_name(self._final, "old")
-        # First, so that a kill behind the swap leaves the former one under this name.
+        # Rename first: if a kill follows the exchange, the former folder then has its .old name.
         self.path.rename(former)
         try:
             exchange(former, self._final)
@@ -192,7 +192,7 @@ def find_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, Manifest]:
 
 
 def _located(path: Path) -> tuple[Path, Manifest] | None:
-    """As ``find_checkpoint``; ``None`` of something else under that name."""
+    """Find like ``find_checkpoint``; return ``None`` if something else has that name."""
     try:
         if not stat.S_ISDIR(path.stat().st_mode):
             return None
@@ -275,7 +275,7 @@ def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
                 _remove(trash)
                 removed.append(path)
                 continue
-            # It was never renamed: folders that stand in for it, unless one is in use.
+            # No folder has the final name; delete its .tmp and .old folders that are not in use.
             for beside in _leftovers(path.parent, name=path.name, kinds=("tmp", "old")):
                 with _held_if_unused(beside) as unused:
                     if unused:
@@ -331,17 +331,17 @@ def remove_leftovers(parent: Path, *, name: str | None = None) -> None:
                 if unused:
                     _retire(path, base)
         except (OSError, CheckpointError) as error:
-            # Another user's, most often: where folders are shared, it must not end this run.
+            # Usually another user's leftovers in a shared folder, which must not end this run.
             logger.warning("leftovers of a killed save cannot be deleted: %s (%s)", path, error)
 
 
 def _checkpoints(root: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
-    """What is called like a step's checkpoint, newest first: its manifest, or what is wrong."""
+    """Yield paths named like a step's checkpoint, newest first, with their manifest or error."""
     steps = {m[0]: int(m[1]) for path in _entries(root) if (m := _STEP.fullmatch(_base(path)))}
     for name, _ in sorted(steps.items(), key=lambda item: (item[1], item[0]), reverse=True):
         path = root / name
         try:
-            # Without find_checkpoint's suggestions, which look for checkpoints themselves.
+            # Not find_checkpoint, whose suggestions search for checkpoints themselves.
             located = _located(checked_path(path))
             if located is None:
                 raise CheckpointError(f"does not contain {MANIFEST}", key=str(path))
@@ -353,7 +353,7 @@ def _checkpoints(root: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What lies in a folder; nothing when there is none."""
+    """Return the entries of a folder; none if the folder does not exist."""
     try:
         return list(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
@@ -387,7 +387,7 @@ def _leftovers(
 
 
 def _manifest_time(folder: Path) -> int:
-    """When a folder's manifest was written, in nanoseconds; 0 when it has none."""
+    """Return the mtime of a folder's manifest in nanoseconds; 0 if it has none."""
     try:
         return (folder / MANIFEST).stat().st_mtime_ns
     except OSError:
@@ -408,16 +408,16 @@ def _temporary_name(path: Path, kind: str) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    # Without its manifest nothing takes a half removed folder for a checkpoint.
+    # Without a manifest, a half-removed folder is not mistaken for a checkpoint.
     (folder / MANIFEST).unlink(missing_ok=True)
     try:
         shutil.rmtree(folder)
-    except RecursionError:  # Before Python 3.13 it calls itself for each folder in a folder.
+    except RecursionError:  # Before Python 3.13, rmtree is recursive.
         raise OSError(errno.ELOOP, "has too deeply nested folders", str(folder)) from None
 
 
 def _retire(former: Path, successor: Path) -> None:
-    """Remove a replaced checkpoint; what is not part of it goes to the one in its place."""
+    """Remove a replaced checkpoint; move files that are not part of it to its successor."""
     if former.name.startswith(f"{successor.name}.old-") and _is_folder(successor):
         for path in _foreign(former):
             target = successor / path.relative_to(former)
@@ -430,7 +430,7 @@ def _retire(former: Path, successor: Path) -> None:
 
 
 def _foreign(folder: Path) -> list[Path]:
-    """What lies in the folder of a checkpoint or an export without being part of it."""
+    """Return the entries in a checkpoint's or export's folder that are not part of it."""
     exported = files_of_export(folder)
     if exported is not None:
         return list(_besides(folder, exported))
@@ -443,7 +443,7 @@ def _foreign(folder: Path) -> list[Path]:
 
 
 def _besides(folder: Path, names: frozenset[str]) -> Iterator[Path]:
-    """What lies in a folder but for some files; folders whole, where none of those are in them."""
+    """Yield all entries except ``names``; a folder without any of them is yielded as one entry."""
     for path in _entries(folder):
         start = f"{path.name}/"
         inside = frozenset(name.removeprefix(start) for name in names if name.startswith(start))
@@ -454,7 +454,11 @@ def _besides(folder: Path, names: frozenset[str]) -> Iterator[Path]:
 
 
 def _lock_folder(folder: Path) -> int | None:
-    """A lock on a folder that ends with this process; ``None`` where folders cannot be locked."""
+    """Lock a folder until the descriptor is closed or this process ends.
+
+    Returns:
+        The lock's descriptor; ``None`` if another process holds the lock or locking fails.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     locked = False
     try:
@@ -468,7 +472,7 @@ def _lock_folder(folder: Path) -> int | None:
 
 @contextmanager
 def _held_if_unused(folder: Path) -> Iterator[bool]:
-    """Whether no process works in a folder; holds its lock meanwhile, so that none starts."""
+    """Lock a folder inside the block; yield ``False`` if another process uses it."""
     try:
         descriptor = _lock_folder(folder)
     except OSError as error:
@@ -560,7 +564,7 @@ def files_of_export(folder: Path) -> frozenset[str] | None:
 
 
 def _marks(path: Path) -> Iterator[Mark]:
-    """The marks of what may be an export; a pipeline holds those of earlier ones, too."""
+    """Yield the marks of a possible export; a pipeline also contains those of earlier exports."""
     if path.is_file():
         mark = None if path.is_symlink() else _mark_in(path)
         if mark is not None:
@@ -579,7 +583,7 @@ def _mark_in(file: Path) -> Mark | None:
         return None
 
 
-# -- Which run saves in a folder of checkpoints: one at a time; a second start names it.
+# -- Ownership of a folder of checkpoints: one run saves at a time; others get an error.
 
 
 OWNER_LOCK: Final = ".zerotune-owner.lock"
@@ -647,7 +651,7 @@ _holds: dict[Path, _Hold] = {}
 
 
 class _Hold:
-    """This process's lock on one folder, however many use it."""
+    """This process's lock on one folder, shared by all its users."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -675,7 +679,7 @@ class _Hold:
         with system_errors(CheckpointError, self._root, _NOT_TAKEN):
             if self._mine():
                 return
-            # Somebody removed the record; whoever took the folder meanwhile is met there.
+            # The record was removed. Take the folder again, which fails if another run owns it.
             self.leave()
             self._take()
 
@@ -684,7 +688,7 @@ class _Hold:
         self._users -= 1
         if self._users or self._lock is None:
             return
-        # What cannot be removed is taken over by the next: no lock is held, and its owner ends.
+        # Files that cannot be removed do no harm: they are unlocked, so the next run takes over.
         with suppress(OSError, CheckpointError):
             if self._mine():
                 (self._root / OWNER_RECORD).unlink()
@@ -699,7 +703,7 @@ class _Hold:
             self._lock = None
 
     def _mine(self) -> bool:
-        """Whether the record is still this one's; ``False`` when there is none."""
+        """Return whether the record is still this process's; ``False`` if there is none."""
         try:
             record = _Saver.read(self._root / OWNER_RECORD)
         except FileNotFoundError:
@@ -720,13 +724,13 @@ class _Hold:
         _holds[self._root] = self
 
     def _locked(self) -> int:
-        """A descriptor of the lock file, locked where there are locks."""
+        """Return a descriptor of the lock file, locked if the file system supports locks."""
         path = self._root / OWNER_LOCK
         while True:
             lock = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             try:
                 self._lock_file(lock)
-                # A run that left meanwhile has removed the file that was opened.
+                # A run that left meanwhile may have removed the opened file; then try again.
                 with suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(lock), path.lstat()):
                         return lock
@@ -753,7 +757,7 @@ class _Hold:
             raise _other_saves(self._root, record, "is still running")
 
     def _judge(self) -> None:
-        """Look whose it was: the lock is free, which may prove nothing."""
+        """Check the former owner, because a free lock may not prove that it has ended."""
         try:
             former = _Saver.read(self._root / OWNER_RECORD)
         except FileNotFoundError:
@@ -848,7 +852,7 @@ def finite_checkpoint(root: Path) -> Path | None:
 
 
 def _not_finite(folder: Path, manifest: Manifest) -> tuple[str, ...]:
-    """The first tensor that is not finite, if any."""
+    """Return the name of the first tensor that is not finite, if any."""
     for record in manifest.files:
         subject = Subject(kind=record.kind, of=record.of)
         with TensorReader([folder / record.name], subject=subject) as reader:
@@ -881,7 +885,7 @@ def check_hashes(folder: Path, records: Sequence[FileRecord]) -> None:
 def _damages(
     check: Callable[[FileRecord], None], records: Sequence[FileRecord]
 ) -> tuple[CheckpointCorruptError, ...]:
-    """What a check finds in files, in their order; they are checked several at a time."""
+    """Return the damage that ``check`` finds, in the files' order; checks run in parallel."""
 
     def judged(record: FileRecord) -> CheckpointCorruptError | None:
         try:
@@ -890,7 +894,7 @@ def _damages(
             return damage
         return None
 
-    # hashlib lets other threads run meanwhile; more than the cores of this rank would not help.
+    # hashlib releases the GIL; more threads than this rank has cores would not help.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ThreadPoolExecutor(min(_THREADS, cores or 1, max(1, len(records)))) as pool:
         return tuple(damage for damage in pool.map(judged, records) if damage)

@@ -183,14 +183,14 @@ class Filler:
         if saved and record.scalars:
             fragment.set_scalars(record.scalars)
         elif not saved and not self._steps.get(address.slab):
-            # No other parameter of the slab has brought numbers that hold for all of it.
+            # No other parameter has set the slab's shared scalars.
             fragment.begin_scalars_anew()
         if states:
-            # A counter without states would look to the optimizer like states it has made.
+            # From a step counter without states, the optimizer would infer that states exist.
             fragment.set_step(self._step(address.slab, record.step if saved else 0))
 
     def _step(self, slab: int, step: int | None) -> int:
-        """The step of a slab so far: its parameters share one counter, the largest is its own."""
+        """Return the step of a slab so far: the largest of its parameters' steps."""
         self._steps[slab] = max(self._steps.get(slab, 0), step or 0)
         return self._steps[slab]
 
@@ -209,7 +209,7 @@ def check_model(manifest: Manifest, engine: Engine) -> None:
     saved, buffers = _shapes(manifest.parameters), _shapes(buffer_records(engine.module))
     saved_buffers = _shapes(manifest.buffers)
     if manifest.plan is None:
-        # A model folder does not say what of it is trained; the engine does.
+        # A model folder does not record which parameters are trained; the engine does.
         saved_buffers = {name: shape for name, shape in saved.items() if name in buffers}
         untrained = set(engine.module.state_dict(keep_vars=True)) - set(running)
         saved = {name: shape for name, shape in saved.items() if name not in untrained}
@@ -244,7 +244,7 @@ def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     saved, running = manifest.plan, plan_record(engine)
     if saved is None:
         return ()
-    # What decides which rank holds which part, in which form.
+    # Settings that decide which rank stores which part, and in which format.
     sharding = _pairs(
         "",
         {**saved.sharding, "world_size": manifest.world_size},
@@ -254,7 +254,7 @@ def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     pairs = _pairs(
         "scheduler.", _scheduler_settings(saved.scheduler), _scheduler_settings(running.scheduler)
     )
-    # DeepSpeed's checkpoint has none of an optimizer that a script made itself.
+    # DeepSpeed's checkpoints lack the arguments of an optimizer that a script made.
     params = saved.optimizer["params"]
     if params and saved.optimizer["name"] == running.optimizer["name"]:
         pairs += _pairs("optimizer.params.", params, running.optimizer["params"])
@@ -272,7 +272,7 @@ def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
 
 
 def _never_saved(manifest: Manifest) -> frozenset[str]:
-    """Settings that the format a checkpoint was converted from does not hold."""
+    """Return the settings that the source format of a converted checkpoint does not store."""
     if manifest.origin == _OWN_ORIGIN or manifest.plan is None:
         return frozenset()
     config = manifest.plan.config
@@ -325,7 +325,7 @@ def _pairs(
     ]
 
 
-# -- What a checkpoint's counters and generators become under another plan, and why.
+# -- Adapting a checkpoint's states, counters and generators to another plan.
 
 
 _SAME_STATES: Final = (frozenset({"Adam", "AdamW", "AdamWBF16States", "AdamW8BitStates"}),)
@@ -369,7 +369,7 @@ def optimizer_decisions(manifest: Manifest, engine: Engine) -> tuple[Decision, .
 
 
 def _split_masters(engine: Engine) -> tuple[Decision, ...]:
-    """What becomes of master weights that are kept as bf16 weights and their low halves."""
+    """Return a decision about the rounding of masters split into bf16 and low 16 bits."""
     streamed = engine.plan.streamed
     if not isinstance(streamed, Streaming) or not streamed.split_masters:
         return ()
@@ -390,7 +390,7 @@ def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
     state = manifest.state
     accumulation = engine.plan.gradient_accumulation_steps
     same = manifest.plan and manifest.plan.gradient_accumulation_steps == accumulation
-    # Saving never happens within a window, whatever the manifest says.
+    # Saving never happens within an accumulation window, whatever the manifest says.
     if not same or state.micro_step % accumulation:
         state = attrs.evolve(state, micro_step=state.global_step * accumulation)
     schedule: tuple[Decision, ...] = ()
@@ -592,7 +592,7 @@ def restore(
 
 
 class _Load:
-    """The stages of one load, as one rank goes through them."""
+    """The stages of one load on one rank."""
 
     manifest: Manifest
 
@@ -647,7 +647,7 @@ class _Load:
             self._judge_rank(reader, rng=rng)
 
     def _judge_rank(self, reader: CheckpointReader, *, rng: bool) -> None:
-        """Look at what this rank alone takes up: buffers and generators."""
+        """Check the state that this rank loads for itself: buffers and generators."""
         alone, weights = reader.of(_rank_subject(self._like)), reader.of(WEIGHTS)
         saved = {record.name: record.dtype for record in self.manifest.buffers}
         for name, buffer in persistent_buffers(self._engine.module).items():
@@ -693,7 +693,7 @@ class _Load:
             saved = reader.buffers(self._like)
             with torch.no_grad():
                 for name, buffer in persistent_buffers(self._engine.module).items():
-                    # In a checkpoint made of a model folder they lie among the weights.
+                    # A checkpoint converted from a model folder has buffers among its weights.
                     buffer.copy_(saved[name] if name in saved else reader.tensor(WEIGHTS, name))
             for name, shadow in self._shadows.items():
                 shadow.load_state_dict(self._shadow(reader, name))
@@ -705,7 +705,7 @@ class _Load:
 
     @property
     def _like(self) -> int:
-        """The rank of the saved run that this one goes on as."""
+        """Rank of the saved run whose state this rank continues."""
         rank = self._engine.group.rank
         return rank if rank < self.manifest.world_size else 0
 

@@ -233,7 +233,7 @@ class Manifest:
                 raise ValueError(f"{what} contains a name twice")
         for record in self.parameters:
             for name in record.scalars:
-                # The optimizer would keep it for ever, under whatever key.
+                # The optimizer would keep an unknown key in its state for ever.
                 if not name.isidentifier() or name in ("step", *record.states):
                     raise ValueError(f"{record.name!r} has the unknown counter {shorten(name)}")
         for file in self.files:
@@ -274,7 +274,7 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is not valid JSON")
 
 
-# -- From JSON to records: whatever stands there, and whoever wrote it, is looked at first.
+# -- From JSON of an untrusted source to validated records.
 
 
 _FILE_KINDS: Final = ("weights", "optimizer", "shadow", "rank")
@@ -288,7 +288,7 @@ _MOST_DIMENSIONS: Final = 64
 
 
 def _field_value(hint: Any, value: Any, where: str) -> Any:
-    """A JSON value as a field of this type takes it."""
+    """Convert a JSON value to the type of a field."""
     if hint is Any:
         return value
     if attrs.has(hint):

@@ -172,7 +172,7 @@ def publish(
             hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=source)
             for name, source in {**uploads, CARD: content}.items()
         ]
-        # Weights of an earlier upload that would be read in the place of these.
+        # Delete weights of an earlier upload that would be loaded instead of these.
         stems = {_weights_stem(name) for name in local if name.endswith(".safetensors")}
         operations += [
             hub.CommitOperationDelete(path_in_repo=name)
@@ -189,8 +189,8 @@ def publish(
         raise InvalidValueError(
             "is not a repository name", key="repo_id", value=repo_id, fix='write "owner/name"'
         ) from error
-    except Exception as error:  # huggingface_hub's, its HTTP library's, the system's
-        # What stops the sending of a file is behind a bare RuntimeError that names it alone.
+    except Exception as error:  # from huggingface_hub, its HTTP library or the system
+        # If sending a file fails, a bare RuntimeError names only the file; its cause says why.
         cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
         reason = _without_paths(str(cause)).strip().replace("\n", " ")
         raise CheckpointError(
@@ -214,11 +214,11 @@ def _hub() -> Any:
     return hub
 
 
-# -- Which files.
+# -- The files to upload.
 
 
 def _export_files(top: Path) -> dict[str, Path]:
-    """The files of an export by their names in the repository."""
+    """Return the files of an export by their names in the repository."""
     if not top.exists():
         raise CheckpointError("does not exist, so it cannot be published", key=str(top))
     if top.is_file():
@@ -249,7 +249,7 @@ def _holds_adapters(files: Iterable[str]) -> bool:
     return LORA_FILE in names or PEFT_CONFIG in names or not whole
 
 
-# -- What is said.
+# -- The text of the card.
 
 
 def _loading_code(repo_id: str, files: Sequence[str], base: str | None) -> str:

@@ -139,7 +139,7 @@ def _records(
     )
 
 
-# -- From what the ranks have settled on to a checkpoint on the disk, read back before it counts.
+# -- Write a checkpoint that the ranks have agreed on, and read it back before it is published.
 
 
 _MOST_NAMES: Final = 5
@@ -188,7 +188,7 @@ class Writing:
         return self._final
 
     def _stage(self) -> Path:
-        """Make the temporary folder and the shared files in it, on rank 0."""
+        """Create the temporary folder and its shared files, on rank 0."""
         if not self._group.is_main:
             return Path()
         self._staging = Staging(self._final)
@@ -198,7 +198,7 @@ class Writing:
         return self._staging.path
 
     def _write(self) -> tuple[tuple[Written, ...], tuple[str, ...]]:
-        """Write this rank's parts, and its own file; what was written, and what is not finite."""
+        """Write this rank's parts and its file; return the written parts and non-finite names."""
         if not self._folder.is_dir():
             raise CheckpointError(
                 "rank 0 created this folder, but this rank does not see it",
@@ -216,12 +216,12 @@ class Writing:
         for key, tensor in self._contents.others.items():
             writer.write(key, tensor, subject=alone.subject)
         if self._group.world_size > 1:
-            # Another machine may see it only once it is on the disk.
+            # Another machine may see the data only once it is on disk.
             writer.sync()
         return writer.written, writer.not_finite
 
     def _judge(self, names: Iterable[str]) -> None:
-        """Refuse what is not finite; every rank gets the same names, and does the same."""
+        """Refuse non-finite tensors; all ranks get the same names, so all decide the same."""
         spoiled = tuple(dict.fromkeys(names))
         self._draft = attrs.evolve(self._draft, not_finite=spoiled)
         if spoiled and not self._allow_not_finite:
@@ -234,7 +234,7 @@ class Writing:
             )
 
     def _confirm(self, parts: Iterable[Written]) -> tuple[FileRecord, ...]:
-        """Read this rank's share of the shared files back, and its own."""
+        """Read back this rank's share of the shared files, and its own file."""
         return () if self._writer is None else self._writer.confirm(self._files, parts)
 
     def _publish(self, records: Iterable[FileRecord]) -> None:
@@ -323,7 +323,7 @@ def _agreed_writing(
     allow_not_finite: bool,
     background: ProcessGroup | None = None,
 ) -> Writing:
-    """Agree on what is saved and where; in the background a copy of everything is. Collective."""
+    """Agree on contents and folder; a background save gets copies of the tensors. Collective."""
     group, shadows = engine.group, dict(shadows or {})
     group.barrier(f"saving checkpoint {os.fspath(directory)}", timeout_s=timeout_s)
     drafts: list[tuple[Path, Manifest]] = []
@@ -345,7 +345,7 @@ def _agreed_writing(
         return looked[0].share()
 
     shares = together(group, "check the weights", inspect)
-    # Every rank comes to the same layout, or to the same error.
+    # Every rank computes the same layout or raises the same error.
     filing = Filing.of(shares, engine.master_weights.parameters)
     contents = looked[0].copied(engine) if background else looked[0]
     final, manifest = drafts[0]
@@ -387,7 +387,7 @@ class PendingCheckpoint:
     """A checkpoint that is being written."""
 
     def __init__(self, writing: Writing) -> None:
-        # No daemon: an interpreter that exits waits for the checkpoint.
+        # Not a daemon thread, so the interpreter waits for the checkpoint at exit.
         pool = ThreadPoolExecutor(1, thread_name_prefix="zerotune-checkpoint")
         self._written = pool.submit(writing.run)
         pool.shutdown(wait=False)
@@ -446,7 +446,7 @@ class BackgroundSaver(Closable):
     def __init__(self, *, engine: Engine, timeout_s: float = 600.0) -> None:
         self._engine = engine
         engine.group.barrier("making a BackgroundSaver")
-        # A control channel of its own: training's must not meet the thread's.
+        # A separate process group, so that the thread's collectives do not mix with training's.
         self._group = (
             ProcessGroup(backend=dist.get_backend(), timeout_s=timeout_s)
             if engine.group.world_size > 1
@@ -508,7 +508,7 @@ class BackgroundSaver(Closable):
         try:
             pending.wait()
         finally:
-            # An interruption ends the waiting, not the writing.
+            # An interrupt ends the wait, not the write.
             if pending.done:
                 self._pending = None
 

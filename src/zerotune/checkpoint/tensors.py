@@ -97,8 +97,8 @@ EXPORT: Final = Subject(kind="export")
 
 def all_finite(tensor: torch.Tensor) -> bool:
     """Return whether a tensor in host memory has neither NaN nor infinity."""
-    # A sum is much cheaper; only where that overflows the elements are looked at. numpy's is taken
-    # by this thread alone, while torch's would take the cores from those that train.
+    # A sum is much cheaper; check the elements only if it is not finite. numpy sums in this thread
+    # alone, while torch would take cores from the threads that train.
     with np.errstate(all="ignore"):
         total = float(tensor.float().numpy().sum())
     return math.isfinite(total) or bool(tensor.isfinite().all())
@@ -168,7 +168,7 @@ class TensorFile:
             named[spec.key], begins[spec.key] = spec, position
             position += spec.nbytes
         text = json.dumps(entries, separators=(",", ":")).encode()
-        # The bytes of the first tensor begin at a multiple of 8, as the library's own writer does.
+        # Align the first tensor to 8 bytes, as safetensors' own writer does.
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
         return cls(
@@ -306,13 +306,13 @@ class TensorWriter(OpensFiles):
 def write_at(descriptor: int, piece: memoryview, offset: int) -> None:
     """Write all bytes of ``piece`` to an open file, at a byte offset."""
     while piece:
-        # A write may stop short, at 2 GiB at the latest.
+        # A write may be short; Linux writes at most 2 GiB at once.
         written = os.pwrite(descriptor, piece, offset)
         piece, offset = piece[written:], offset + written
 
 
 def _element_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """A tensor's elements as bytes, in ``dtype``, from any device."""
+    """Yield a tensor's elements as bytes, in ``dtype``, from any device."""
     for part in torch.split(tensor.detach().reshape(-1), _PIECE_ELEMENTS):
         if part.numel():
             yield part.cpu().to(dtype).contiguous().view(torch.uint8).numpy().data

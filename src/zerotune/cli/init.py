@@ -52,7 +52,7 @@ _PIPELINES: Final = {
 """Hub id of each family's pipeline, if ``--model`` is not given."""
 
 _SCRIPT: Final = Path("examples", "finetune.py")
-"""Lies inside an installed package, and beside its sources in a clone."""
+"""Path of the example, relative to an installed package or to the root of a clone."""
 
 _ACCUMULATED: Final = 4
 _LEARNING_RATE: Final = {"all": 1e-5, "adapters": 1e-4}
@@ -204,7 +204,7 @@ def _script(
     captions: list[str],
     resolution: int,
 ) -> str:
-    """``examples/finetune.py`` with the constants of this run, and its docstring."""
+    """Return ``examples/finetune.py`` with the constants and the docstring of this run."""
     photos = str(Path(arguments.photos).expanduser().resolve())
     values = {
         "MODEL": repr(model),

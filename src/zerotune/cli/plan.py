@@ -127,7 +127,6 @@ def _set_world_size(arguments: argparse.Namespace, plan: DeepSpeedPlan | None) -
 def _add_workload(
     parser: argparse.ArgumentParser, world_size: int | None = 1, about: str = "processes; default 1"
 ) -> None:
-    """Add the workload options."""
     from zerotune.plan.memory.estimate import EMAPlace
     from zerotune.plan.model import STORAGES
 
@@ -172,7 +171,6 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    """Add the output options."""
     group = parser.add_argument_group("output")
     forms = group.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
@@ -207,7 +205,7 @@ def add_machine(parser: argparse.ArgumentParser, about: str = FROM_HERE) -> Any:
 
 def sizes_of(arguments: argparse.Namespace) -> dict[str, int]:
     """Return the bytes of each memory option; a number without a unit is in GiB."""
-    # Not an argparse type: argparse would throw away the fix.
+    # Not an argparse type, because argparse would drop the error's fix.
     from zerotune._util.text import parse_memory
 
     given = {name: getattr(arguments, name) for name in ("vram", "ram", "nvme")}
@@ -330,7 +328,7 @@ class _Check(Below):
             names = {}
         problems = worst_first(problems)
         counts = {name: sum(p.severity == name for p in problems) for name in SEVERITIES}
-        # The file is read again for its lines only where something is said of it.
+        # Read the file again for line numbers only if there is something to report.
         lines = self._key_lines(names) if problems and status == 1 else {}
         if self.arguments.json:
             print_json(
@@ -409,7 +407,7 @@ class _Check(Below):
         path = Path(self.arguments.file)
         lines = key_lines(read_text(path), path)
         for setting, name in names.items():
-            # accelerate writes one of a section's settings where DeepSpeed has the section.
+            # accelerate has a single setting for some sections; its line stands for both.
             for key in (setting, setting.rpartition(".")[0]) if name in lines else ():
                 lines.setdefault(key, lines[name])
         return lines
@@ -432,7 +430,7 @@ def _problem_data(one: Decision, lines: Mapping[str, int]) -> dict[str, Any]:
         "key": one.key or None,
         "text": _problem_text(one),
         "line": _line_of(one, lines),
-        # Where it is no JSON or YAML.
+        # Only syntax errors have a column.
         "column": getattr(one.error, "column", None),
     }
 
@@ -440,7 +438,7 @@ def _problem_data(one: Decision, lines: Mapping[str, int]) -> dict[str, Any]:
 def _settle_written(resolved: ResolvedPlan) -> ResolvedPlan:
     if resolved.plan.optimizer is None and resolved.plan.scheduler is None:
         return resolved
-    # A quarter of the command's time, so only where there is something to look at.
+    # Imported only when needed, because it takes a quarter of the command's time.
     from zerotune.optim.resolver import OptimizerResolver
 
     return OptimizerResolver().previewed(resolved)

@@ -295,7 +295,7 @@ def transfers_for(device: torch.device) -> Transfers:
     return StreamTransfers(device) if unproven is None else WaitingTransfers(reason=unproven)
 
 
-# -- Which tensors leave, and when they return.
+# -- Which tensors are offloaded, and when they return.
 
 
 KEY: Final = "activations"

@@ -102,7 +102,7 @@ def encode_dataset(
 def _launched_ranks(resources: ExitStack) -> Ranks:
     if not dist.is_initialized() and Launch.from_environment().world_size == 1:
         return ProcessGroup.alone()
-    # One that a launcher asked for lasts: the engine joins it later.
+    # Under a launcher the group outlives close(), because the engine joins it later.
     group = ProcessGroup(
         backend=communication_backend("cuda" if torch.cuda.is_available() else "cpu")
     )
@@ -124,7 +124,7 @@ def _encode(
     several = images if isinstance(images, Mixture | PreferencePairs) else None
     sets: Mapping[str, Any] = {"": images} if several is None else several.sets
     for each in sets.values():
-        family.check_dataset(each)  # Before the first latent.
+        family.check_dataset(each)  # Before any image is encoded.
     latents = TensorCache(folder, settings=family.latent_settings())
     shared: dict[str, Any] = {
         "rank": ranks.rank,
@@ -163,7 +163,7 @@ def _encode_captions(
     device: torch.device,
     shared: dict[str, Any],
 ) -> TensorCache | None:
-    """The cache of captions; ``None`` where text encoders are trained, and embeddings change."""
+    """Return the cache of captions; ``None`` if training changes the text encoders."""
     if family.trains_texts:
         decision = Decision(
             key="data.captions",
@@ -187,7 +187,7 @@ def _encode_captions(
             )
         return cache
     if isinstance(family, PipelineFamily) and family.texts_alone:
-        shared = {**shared, "batch_size": 1}  # Their lengths differ, and nothing masks that.
+        shared = {**shared, "batch_size": 1}  # Unequal lengths, without a mask.
     cache_texts(
         (text for each in sets.values() for text in each.texts()),
         cache=cache,
@@ -198,7 +198,7 @@ def _encode_captions(
 
 
 class _Bar:
-    """A progress bar of ``rich``, the one of zerotune's trainer, or nothing."""
+    """A ``rich`` progress bar, which may be hidden."""
 
     def __init__(self, what: str, shown: bool) -> None:
         from rich.progress import Progress as Bar

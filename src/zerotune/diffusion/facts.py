@@ -619,7 +619,7 @@ def _amount(counts: Sequence[int]) -> Amount:
 
 def _fit(peaks: Sequence[float]) -> ActivationCost:
     rows = [[1.0, batch, batch * side * side] for batch, side in _POINTS]
-    # Relative errors count.
+    # Minimise relative errors.
     weights = 1.0 / np.maximum(np.asarray(peaks, dtype=float), 1.0)
     solution, *_ = np.linalg.lstsq(
         np.asarray(rows) * weights[:, None], np.asarray(peaks) * weights, rcond=None

@@ -195,7 +195,7 @@ def _format_decision(after: str, reason: str) -> Decision:
 
 
 def _even_sides(picture: Image) -> Image:
-    # Half as many pixels hold the colors: both sides must be even.
+    # Colours have half the resolution, so both sides must be even.
     width, height = picture.size
     if width % 2 == 0 and height % 2 == 0:
         return picture

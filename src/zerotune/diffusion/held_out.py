@@ -103,7 +103,7 @@ def _errors(
     seed: int,
     at: tuple[float, ...],
 ) -> dict[int, _BatchLosses]:
-    """The losses of this rank's batches, by number."""
+    """Return the losses of this rank's batches, by batch index."""
     found: dict[int, _BatchLosses] = {}
     with evaluating(model):
         for index in mine:
@@ -162,7 +162,7 @@ def _count_samples(batch: Batch, index: int) -> int:
 
 
 def _mean_losses(parts: list[dict[int, _BatchLosses]], levels: tuple[float, ...]) -> HeldOutLoss:
-    # In the order of the batches, so that the last digit is the same for any number of ranks.
+    # In batch order, so that the last digit does not depend on the number of ranks.
     every = {index: losses for part in parts for index, losses in part.items()}
     ordered = [every[index] for index in sorted(every)]
     samples = sum(count for _, count in ordered)

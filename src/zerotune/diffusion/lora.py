@@ -57,7 +57,7 @@ would not fit the published base model."""
 
 _CLOSE: Final = 3
 
-# -- What kind of adapters, and where.
+# -- Kinds of adapters, and the layers they adapt.
 
 
 _POSITIVE: Final = validated(positive, fix="such as 16")
@@ -435,7 +435,6 @@ def _cast_base(model: torch.nn.Module, dtype: torch.dtype) -> tuple[Decision, ..
 
 
 def _peft() -> ModuleType:
-    """Import peft."""
     try:
         return importlib.import_module("peft")
     except ImportError as error:
@@ -466,7 +465,7 @@ def adapters_off(model: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
             layer._disable_adapters = disabled
 
 
-# -- Adapters from a file as the first values of a training.
+# -- Adapters from a file as initial weights.
 
 
 def load_adapters(
@@ -662,7 +661,7 @@ def _read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         return {key: opened.get_tensor(key) for key in keys}, opened.metadata() or {}
 
 
-# -- Layers that adapters can go to, and what was meant when a name matches none.
+# -- Layers that can be adapted, and suggestions for names that match none.
 
 
 @attrs.frozen

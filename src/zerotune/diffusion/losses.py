@@ -120,7 +120,7 @@ class _ScheduledThreshold(ABC):
     def _rooted(
         self, prediction: torch.Tensor, target: torch.Tensor, level: Level
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Distances from the smooth root, and the thresholds beside them."""
+        """Return the smooth distances ``sqrt(error² + c²) - c``, and the thresholds ``c``."""
         c = self.thresholds(level).to(prediction.device)
         c = c.view(-1, *(1,) * (prediction.ndim - 1))
         return torch.sqrt((prediction - target) ** 2 + c**2) - c, c
@@ -229,7 +229,7 @@ def masks_over(
     if mask is None or images is None or mask.shape[-2:] == clean.shape[-2:]:
         return batch
     if mask.ndim != 4 or mask.shape[-2:] != images.shape[-2:]:
-        return batch  # The loss says what is wrong with it.
+        return batch  # The loss reports the error.
     return {**batch, LOSS_MASKS: shrunk(mask.float(), clean.shape[-2:])}
 
 

@@ -96,7 +96,7 @@ def ddpm_of(scheduler: Any) -> Any | None:
     from diffusers import DDPMScheduler
 
     config = scheduler.config
-    # As keywords, because diffusers drops settings that the configuration lists as defaults.
+    # Keywords, because diffusers drops settings that the configuration lists as defaults.
     settings = {name: config[name] for name in _SCHEDULE if name in config}
     try:
         ddpm = DDPMScheduler.from_config(config, **settings)
@@ -146,7 +146,7 @@ def drawing_scheduler(scheduler: Any, trained_with: Any = None) -> Any:
             kept["clip_sample"] = False  # DDIM's default is for pixels; these are latents.
     if "shift" in kept and "flow_shift" in inspect.signature(kind.__init__).parameters:
         kept["flow_shift"] = kept.pop("shift")
-    # As keywords, because diffusers drops settings that the configuration lists as defaults.
+    # Keywords, because diffusers drops settings that the configuration lists as defaults.
     return kind.from_config(scheduler.config, **kept)
 
 

@@ -496,7 +496,7 @@ class FlowMatchingObjective(SchedulerObjective):
 
     def _levels_at(self, inputs: Inputs, quantiles: Sequence[float]) -> list[NoiseLevels]:
         levels, count = self.levels(tuple(inputs.clean.shape)), len(inputs.clean)
-        # The table falls, quantiles rise.
+        # The table starts at the highest noise level, quantiles at the lowest.
         places = [at_quantile(1.0 - quantile, len(levels)) for quantile in quantiles]
         return [levels[torch.full((count,), place)] for place in places]
 
@@ -533,7 +533,7 @@ class FlowMatchingObjective(SchedulerObjective):
             mode_scale=self.mode_scale,
             generator=generator,
         )
-        # A logit-normal sigmoid rounds to exactly 1 in fp32 once in a while.
+        # In fp32, a logit-normal sigmoid occasionally rounds to exactly 1.
         return (u * levels).long().clamp(0, levels - 1)
 
 
@@ -621,7 +621,7 @@ class EDMObjective(SchedulerObjective):
         return NoiseLevels(sigmas=sigmas, timesteps=self.scheduler.precondition_noise(sigmas))
 
     def _bounds(self) -> tuple[int, int]:
-        # The table falls, the range rises.
+        # The table starts at the highest noise level, the range at the lowest.
         count = int(self.scheduler.config.num_train_timesteps)
         low, high = bounds(count, self.timestep_range)
         return count - high, count - low

@@ -100,7 +100,7 @@ def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
                 except IndexError:
                     if not shown:
                         raise
-                    repeats.clear()  # The model indexes its layers.
+                    repeats.clear()  # The model indexes its layers, so none can be omitted.
                     continue
             if counted is not None and shown and not checked:
                 checked = True
@@ -325,7 +325,7 @@ class _Repeat:
 
         def leave(block: Any, _arguments: Any, output: Any) -> None:
             def begin(_gradient: Any) -> None:
-                # The first output with a gradient; the block is recomputed later.
+                # At the first gradient of an output, before the block is recomputed.
                 self.backward.setdefault(block, mark())
 
             for leaf in () if self.backward else tree_leaves(output):
@@ -696,7 +696,7 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
         query, key, value, _output, _log_sum = ctx.saved_tensors
-        # Five products: query and key again, and those for the gradients.
+        # Five matrix products: query times key again, and four for the gradients.
         ctx.counts.computes("attention", 10 * query.numel() * key.shape[-2])
         results = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         # The query's gradient is accumulated in fp32.

@@ -91,7 +91,7 @@ class PreferenceObjective:
     ) -> torch.Tensor:
         """Return the loss of a micro batch of pairs, scalar, fp32."""
         inputs = self.objective.inputs(batch, generator)
-        # Drawn for one half: the other has the same.
+        # Drawn once, because both images of a pair have the same level.
         levels = self.objective.draw_levels(inputs, generator)
         twice = torch.arange(len(inputs.clean)).repeat(2)
         both, levels = self._pairs(inputs), levels[twice]
@@ -116,7 +116,7 @@ class PreferenceObjective:
         )
 
     def _pairs(self, inputs: Inputs) -> Inputs:
-        """The preferred images of a batch, and behind them the rejected ones."""
+        """Return the preferred images of a batch, followed by the rejected images."""
         batch, clean, noise = inputs.batch, inputs.clean, inputs.noise
         beside = {
             name.removeprefix(REJECTED): value
@@ -130,7 +130,7 @@ class PreferenceObjective:
                 fix="train on PreferencePairs, or add rejected_images or rejected_latents to "
                 "the dataset",
             )
-        # Without the preferred latents, which a family takes before images.
+        # Without the preferred latents, which a family would use in place of images.
         kept = {name: value for name, value in batch.items() if name not in ("images", "latents")}
         rejected = self.family.clean({**kept, **beside}).to(clean.device)
         if rejected.shape != clean.shape:
@@ -150,7 +150,7 @@ class PreferenceObjective:
         )
 
     def _differences(self, model: Denoiser, both: Inputs, levels: Any) -> torch.Tensor:
-        """By how much the preferred image's error exceeds the rejected one's (b,)."""
+        """Return the preferred image's error minus the rejected image's error (b,)."""
         preferred, rejected = self.objective.compare(model, both, levels).by_sample().chunk(2)
         return preferred - rejected
 
@@ -183,5 +183,5 @@ class PreferenceObjective:
 
 
 def _twice(value: Any) -> Any:
-    # Captions, where text encoders are trained, are encoded by the engine.
+    # If text encoders are trained, batches contain captions, which the engine encodes.
     return Captions((*value, *value)) if isinstance(value, Captions) else torch.cat([value, value])

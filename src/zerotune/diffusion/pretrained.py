@@ -344,7 +344,7 @@ def load_pretrained(
     decisions = found + read + replaced + (() if loaded is None else _spare_the_vae(loaded))
     if isinstance(chosen, PipelineFamily):
         decisions += probe(chosen, model)
-        if kind not in _KNOWN:  # Those are tested; encoders take their time on a host.
+        if kind not in _KNOWN:  # zerotune's own are tested, and encoders are slow on a host.
             chosen, found = probe_texts(chosen)
             decisions += found
     if encoders:

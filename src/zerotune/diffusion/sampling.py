@@ -241,7 +241,7 @@ def sample(
 
 @attrs.frozen(kw_only=True)
 class _Loop:
-    """What one rank draws, and how."""
+    """Sampling loop of one rank."""
 
     model: Denoiser
     scheduler: Any

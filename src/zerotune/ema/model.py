@@ -380,7 +380,7 @@ class EMAModel:
         model.register_to_config(**settings, optimization_step=self.optimization_step)
         self.copy_to(model.parameters())
         master = self._tracked.master
-        # Replicas each take themselves for the only process.
+        # Each replica's own group has one process, so ask torch.distributed for the rank.
         several = dist.is_available() and dist.is_initialized() and master.replicated
         writes = (dist.get_rank() if several else master.group.rank) == 0
         together(
@@ -407,7 +407,7 @@ class EMAModel:
         return ema
 
     def _all_come(self, call: str) -> None:
-        """Before anything moves, tell which rank is missing, as under ``if is_main_process``."""
+        """Wait for all ranks before anything moves; the error names ranks that did not call."""
         self._tracked.master.group.barrier(f"EMAModel.{call} (every rank must call it)")
 
     def _meant(self, parameters: Parameters | None) -> tuple[torch.nn.Parameter, ...]:
@@ -464,7 +464,7 @@ class EMAModel:
 
 
 class _Settings:
-    """The schedule an ``EMAModel`` has at the moment: scripts change its attributes."""
+    """The current schedule of an ``EMAModel``, whose attributes scripts may change at any time."""
 
     def __init__(self, owner: EMAModel) -> None:
         self._owner = owner
@@ -480,7 +480,7 @@ _LEGACY = {"max_value": "decay", "min_value": "min_decay", "device": "device"}
 
 
 def _legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What diffusers' older keywords mean, by today's names."""
+    """Return the arguments under their current names, with a warning for diffusers' older ones."""
     for name, value in arguments.items():
         if name not in _LEGACY:
             raise InvalidValueError(
@@ -496,7 +496,7 @@ def _legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {_LEGACY[name]: value for name, value in arguments.items() if value is not None}
 
 
-# -- Parameters in the order diffusers knows them by, and the names their master weights have.
+# -- Parameters in diffusers' order, and the names of their master weights.
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -196,8 +196,8 @@ class EMAShadow(Readable):
         if step % self._update_every:
             return None
         decay, update = self._decay_at(step), step // self._update_every
-        # While a warm-up keeps the weights still, an update proves nothing; asking each time
-        # would double the cost of a long one.
+        # While a warm-up keeps the weights unchanged, an update proves nothing; verifying each
+        # update would double the cost of a long warm-up.
         early = update <= _CHECKED_UPDATES or update & (update - 1) == 0
         watched = early and self._checked < _CHECKED_UPDATES
         return ShadowUpdate(
@@ -218,7 +218,7 @@ class EMAShadow(Readable):
                 trainer.is_main: ...``.
         """
         master = self._ready("swapped_in()")
-        # Before anything moves: a rank that waits for others must still have its own weights.
+        # Before anything moves, because a rank that waits for others must still have its weights.
         master.group.barrier("running with averaged weights")
         try:
             self._swapped = True
@@ -458,8 +458,8 @@ class EMAShadow(Readable):
         return master
 
     def _exchange(self, master: MasterWeights, *, to_shadow: bool) -> None:
-        # What has changed places is remembered one by one: when bringing a sub-group in fails
-        # half way, going back must touch only those that moved.
+        # Record each exchanged fragment: if reading a sub-group fails half way, undoing must touch
+        # only the fragments that were exchanged.
         with torch.no_grad(), master.editing() as fragments:
             for fragment in fragments:
                 key = fragment.address.key
@@ -549,7 +549,7 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         return len(self._shadows)
 
 
-# -- One update, fragment by fragment, whoever iterates over the fragments.
+# -- One update, fragment by fragment; the caller iterates over the fragments.
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -646,7 +646,7 @@ def expect_together(*shadows: EMAShadow) -> None:
 def joined(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> bool:
     """Let a running optimizer step apply all updates; return ``False`` if this is impossible."""
     followers = [each for update in updates if (each := update.follower) is not None]
-    # Asked also when there is nothing to move: the step learns that somebody averages.
+    # Also call follow without followers, to announce that later steps may have EMAs to update.
     if len(followers) < len(updates) or not master.follow(followers):
         return False
     for update in updates:

@@ -197,19 +197,19 @@ class _Sweep:
         kind: Kind,
         act: Callable[[int, str, Removed], tuple[bool, int, str]],
     ) -> None:
-        """Do one thing; note what came of it, what it freed before it failed included."""
+        """Do one removal and record its result, including the bytes freed before a failure."""
         removed = Removed()
         try:
             gone, nbytes, reason = act(root, name, removed)
         except FileNotFoundError:
-            # Its run, or another cleaner, was faster.
+            # The run or another cleaner removed it first.
             return
         except (OSError, OffloadError) as error:
             said = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
             other = _other_owner(root, name) if isinstance(error, PermissionError) else None
             if other is not None:
                 said = f"belongs to user {other}; runs of that user delete it ({said})"
-            # No folder of ours at all: a link, a file, a mount.
+            # Not a folder that zerotune made, but a link or a file.
             foreign = isinstance(error, NotADirectoryError)
             foreign = foreign or getattr(error, "errno", None) == errno.ELOOP
             target = self.kept if other is not None or foreign else self.failures
@@ -286,7 +286,7 @@ def _open_inside(root: int, name: str) -> int:
 
 
 def _other_owner(root: int, name: str) -> int | None:
-    """The user a name belongs to, if that is another than ours."""
+    """Return the owner of an entry if that is another user."""
     try:
         owner = os.stat(name, dir_fd=root, follow_symlinks=False).st_uid
     except OSError:
@@ -345,7 +345,10 @@ def survey(folder: int) -> BareSwap:
 def _walk_bare(
     folder: int, levels: tuple[re.Pattern[str], ...], above: str
 ) -> Iterator[tuple[str, os.stat_result, bool]]:
-    """Path, facts and whether it belongs, of all that is below; foreign folders stay closed."""
+    """Yield path, stat and whether the name fits DeepSpeed's layout, for everything below.
+
+    Folders that do not fit are not entered.
+    """
     pattern, *deeper = levels
     for name in sorted(os.listdir(folder)):
         try:
@@ -423,7 +426,7 @@ def _put_back(root: int, aside: str, name: str) -> None:
 
 @contextmanager
 def _locked_against_cleaners(root: int, name: str) -> Iterator[int | None]:
-    """The folder, locked against another cleaner; ``None`` when there is one at work."""
+    """Yield the folder, locked against other cleaners; ``None`` if another cleaner is at work."""
     folder = open_folder(name, within=root)
     try:
         if not try_lock(folder, exclusive=True):
@@ -436,7 +439,7 @@ def _locked_against_cleaners(root: int, name: str) -> Iterator[int | None]:
         os.close(folder)
 
 
-# -- Which processes may be using them.
+# -- Processes that may be using the files.
 
 _KERNEL_THREAD: Final = 0x00200000
 """``PF_KTHREAD`` of the kernel's ``sched.h``, in field 9 of ``/proc/N/stat``."""
@@ -492,7 +495,7 @@ def users_of(
     if booted is None:
         raise OSError("the machine's boot time is unknown")
     open_in, swapping, hidden = [], [], []
-    # A kernel that hides other users' processes hides the first one as well.
+    # A kernel that hides other users' processes hides process 1 as well.
     if not (proc / "1").exists():
         hidden.append(1)
     for pid in sorted(int(entry.name) for entry in proc.iterdir() if entry.name.isdecimal()):
@@ -508,11 +511,11 @@ def users_of(
             was_running = booted + started <= last_written + _CLOCK_SLACK
             if was_running and not leased:
                 maps = (process / "maps").read_text("utf-8", errors="replace")
-                # The op that DeepSpeed swaps with.
+                # DeepSpeed swaps with this op.
                 if "async_io" in maps:
                     swapping.append(pid)
         except (FileNotFoundError, ProcessLookupError):
-            # It ended while we looked.
+            # The process ended meanwhile.
             continue
         except PermissionError:
             hidden.append(pid)
@@ -520,7 +523,7 @@ def users_of(
 
 
 def _start_of_user_process(process: Path) -> float | None:
-    """Seconds from boot to its start; ``None`` for a zombie or a thread of the kernel."""
+    """Return the start in seconds since boot; ``None`` for a zombie or a kernel thread."""
     fields = (process / "stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
     if fields[0] in "ZX" or int(fields[6]) & _KERNEL_THREAD:
         return None
@@ -528,7 +531,7 @@ def _start_of_user_process(process: Path) -> float | None:
 
 
 def _open_files(process: Path) -> tuple[set[tuple[int, int]], bool]:
-    """Device and inode of all it has open, and whether a lease's lock is among them."""
+    """Return device and inode of each open file, and whether a lease's lock is among them."""
     opened, leased = set(), False
     for descriptor in (process / "fd").iterdir():
         try:

@@ -110,7 +110,7 @@ class LeaseRecord(OwnerRecord):
         self.write_to(folder / f"rank{self.rank}.json")
 
     def _join(self, path: Path) -> int | None:
-        """Hold the folder another rank made; ``None`` when there is none."""
+        """Lock the folder that another rank created; return ``None`` if there is none."""
         try:
             folder = open_folder(path)
         except FileNotFoundError:
@@ -120,7 +120,7 @@ class LeaseRecord(OwnerRecord):
         finally:
             os.close(folder)
         try:
-            # Only a probe of another run takes the exclusive lock here, and lets go at once.
+            # Another run's probe holds the exclusive lock only for a moment, so wait for it.
             if not try_lock(lock, exclusive=False, patience=_JOIN_PATIENCE):
                 raise OffloadError(
                     "is locked by a process that is deleting the folder",
@@ -154,7 +154,7 @@ class LeaseRecord(OwnerRecord):
         """Make the folder, complete and locked before its name appears.
 
         Returns:
-            The lock's descriptor, or ``None`` when another rank was faster.
+            The lock's descriptor, or ``None`` if another rank was faster.
         """
         with making_in(root):
             draft = Path(tempfile.mkdtemp(prefix=DRAFT_PREFIX, dir=root))
@@ -168,7 +168,7 @@ class LeaseRecord(OwnerRecord):
             except BaseException as error:
                 if lock >= 0:
                     os.close(lock)
-                # The draft has a random name of this process's own, so nobody else can be inside.
+                # The draft's name is random and known to this process alone, so nothing uses it.
                 shutil.rmtree(draft)
                 if isinstance(error, OSError) and error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
                     return None
@@ -180,7 +180,7 @@ class LeaseRecord(OwnerRecord):
 #
 # A folder is held through a shared ``flock`` on its ``lease.lock``, one per rank. The kernel drops
 # a rank's lock when the rank dies, however it dies, so the folder is live exactly as long as any
-# rank is, and whoever obtains the *exclusive* lock knows that no rank holds it any more.
+# rank is, and a process that obtains the *exclusive* lock knows that no rank holds it any more.
 
 
 LOCK_FILE: Final = "lease.lock"
@@ -376,16 +376,16 @@ def dismantle(folder: int, removed: Removed) -> None:
 
 @functools.cache
 def _when_processes_end() -> None:
-    # A script that ends by an error outside of any `with` block closes nothing.
+    # A script that ends with an error outside any `with` block closes nothing.
     atexit.register(abandon_held)
-    # A launcher sends SIGTERM to the ranks that live when one has failed, a scheduler to a job
-    # whose time is over. Handlers of the script's own stay, and only its main thread may have any.
+    # When a rank has failed, a launcher sends SIGTERM to the others; a scheduler sends it to a job
+    # whose time is over. A handler of the script is kept; only the main thread may set handlers.
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, give_back)
 
 
-# -- Find the leases inside a swap root and tell the dead from the living.
+# -- Find the leases inside a swap root and tell stale from live ones.
 
 
 LeaseState = Literal["live", "stale", "empty", "unknown"]
@@ -452,7 +452,7 @@ def find_lease(path: Path) -> FoundLease | None:
 
 
 def _inspect(path: Path, run_id: str | None, kind: str | None) -> FoundLease | None:
-    """State of one folder; ``None`` when it is no lease or was removed meanwhile."""
+    """Return the state of one folder; ``None`` if it is no lease or was removed meanwhile."""
     if run_id is None:
         return None
     size = 0
@@ -465,7 +465,7 @@ def _inspect(path: Path, run_id: str | None, kind: str | None) -> FoundLease | N
     else:
         try:
             with judged(folder, kind) as verdict:
-                # Let go of the lock before anything slow: a rank that leaves waits for it.
+                # Release the lock before anything slow, because a leaving rank waits for it.
                 pass
             size = folder_bytes(folder)
         except OSError as error:
@@ -508,16 +508,16 @@ def judged(folder: int, kind: str | None) -> Iterator[Verdict]:
 def _judge(folder: int, lock: int, kind: str | None) -> Verdict:
     try:
         if not try_lock(lock, exclusive=True):
-            # Read without the lock: a rank that is leaving may take it away meanwhile.
+            # Read without the lock, so a leaving rank may delete a record meanwhile.
             records: tuple[LeaseRecord, ...] = ()
             with suppress(OSError, OffloadError):
                 records = _read_records(folder)
             return Verdict(state="live", reason="a process locks the folder", records=records)
         if os.fstat(lock).st_nlink == 0:
-            # It was removed between opening and locking, by its owner.
+            # Its owner removed it between opening and locking.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), LOCK_FILE)
-        # Read under the lock: a rank that is leaving deletes its record under the same lock, and
-        # would seem dead if its record were gone between the two looks.
+        # Read under the lock: a leaving rank deletes its record under the same lock, and would seem
+        # dead if the record disappeared between checking the lock and reading.
         records = _read_records(folder)
     except OffloadError as error:
         return Verdict(state="unknown", reason=f"has a damaged record: {error.reason}")
@@ -538,7 +538,7 @@ def _read_records(folder: int) -> tuple[LeaseRecord, ...]:
 
 
 def _doubt(records: tuple[LeaseRecord, ...], kind: str | None) -> str | None:
-    """Why a free lock is no proof of death here, or ``None`` when it is."""
+    """Return why a free lock does not prove that the run has ended; ``None`` if it does."""
     if not records and kind not in LOCAL_FILESYSTEMS:
         where = kind or "this file system"
         return (
@@ -579,7 +579,7 @@ def release(
         except OffloadError as error:
             errors.append(error)
             continue
-        # Without a barrier another rank may be in still, or may have removed the folder first.
+        # Without a barrier, another rank may still use the folder or may have removed it already.
         if barrier is None and directory.ranks > 1:
             continue
         if removal == "gone":
@@ -689,7 +689,7 @@ def folder_bytes(folder: int) -> int:
                 try:
                     child = open_folder(names.pop(), within=here)
                 except OSError:
-                    # It is gone, or not for us to read.
+                    # Deleted meanwhile, or not readable.
                     continue
                 nbytes, inner = _measure_folder(child)
                 total += nbytes
@@ -705,7 +705,7 @@ def folder_bytes(folder: int) -> int:
 
 
 def _measure_folder(folder: int) -> tuple[int, list[str]]:
-    """Bytes of the files directly inside, and the names of its folders."""
+    """Return the bytes of the files directly inside, and the names of the folders."""
     total, folders = 0, []
     for name in os.listdir(folder):
         try:
@@ -759,10 +759,10 @@ _DEEPEST_EMPTIED: Final = 64
 
 @attrs.define(kw_only=True)
 class _Emptying:
-    """Removes names inside a folder, with all below them.
+    """Removes entries of a folder, recursively.
 
-    What lies too deep is moved to the top and removed in its turn, so that no tree needs a deep
-    stack or an open folder per level.
+    A folder that is nested too deeply is first moved to the top, so that no tree needs a deep stack
+    or an open folder per level.
     """
 
     top: int
@@ -784,7 +784,7 @@ class _Emptying:
                 return
             os.unlink(name, dir_fd=folder)
         except FileNotFoundError:
-            # Another remover was faster; the aim is reached.
+            # Another process removed it first.
             return
         if facts.st_nlink == 1:
             self.removed.freed += facts.st_blocks * 512

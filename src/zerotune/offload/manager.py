@@ -90,7 +90,7 @@ class Lease(Readable):
         return self.paths.get("param", self.paths.get("optimizer"))
 
     def _carrying(self) -> Lease:
-        """Let the plan carry the lease's decisions, so that an engine's explanation shows them."""
+        """Add the lease's decisions to the plan, so that an engine's explanation shows them."""
         decisions = (*self.plan.decisions, *self.decisions)
         self.plan = attrs.evolve(self.plan, decisions=decisions)
         return self
@@ -107,11 +107,11 @@ class Lease(Readable):
 
     def _note(self, decisions: tuple[Decision, ...]) -> None:
         self.decisions = (*self.decisions, *decisions)
-        # These are a rank's own problems, which rank 0 knows nothing of, so any rank says them.
+        # Rank 0 does not know these problems, so every rank logs its own.
         announce(decisions, rank=0)
 
 
-# -- What the ranks of a run tell each other before they share a lease.
+# -- Data that the ranks of a run exchange before they share a lease.
 
 
 @attrs.frozen(kw_only=True)
@@ -298,7 +298,7 @@ class OffloadManager:
             announce(lease.decisions, rank=rank)
             yield lease
             return
-        # An unsettled plan is refused here, before anything is made.
+        # Raises an error for an unresolved plan, before any folder is created.
         resolved.digest()
         owner = os.getpid()
         lease, directories = self._open(resolved, targets, rank, self._share or share)
@@ -312,10 +312,10 @@ class OffloadManager:
                 gone = deleted_under(directories)
                 lease._note(abandon(directories))
                 if gone is not None and isinstance(error, Exception):
-                    # DeepSpeed only asserts that its file opened; say what happened to it.
+                    # DeepSpeed only asserts that its file opened; raise the cause instead.
                     raise gone from error
             raise
-        # A forked child that runs out of the block must not touch its parent's lease.
+        # A forked child that leaves the block must not touch its parent's lease.
         if os.getpid() == owner:
             lease._close(directories, barrier)
 
@@ -332,7 +332,7 @@ class OffloadManager:
         try:
             invitation, opened = self._begin(resolved, targets)
         except BaseException as error:
-            # The other ranks wait for the run id; let them fail too instead of hang.
+            # The other ranks wait for the run id; let them fail too instead of hanging.
             share(f"{_FAILURE_PREFIX}{error}")
             raise
         try:
@@ -345,7 +345,7 @@ class OffloadManager:
     def _begin(
         self, resolved: ResolvedPlan, targets: tuple[Target, ...]
     ) -> tuple[Invitation, tuple[Lease, _Directories]]:
-        """Lease as rank 0, whose disk's measured settings hold for all ranks."""
+        """Lease as rank 0; the settings measured for its disk apply to all ranks."""
         roots = self._roots(resolved, targets)
         first = next(iter(roots.values()))
         settings, decisions = usable_settings(first.path)
@@ -378,7 +378,7 @@ class OffloadManager:
                     directory = SwapDirectory.claim(root.path, attrs.evolve(record, **changes))
                     directories[root.path] = directory
                     undo.callback(abandon, (directory,))
-            # Only the rank that made a folder cleans its root: the others would repeat it.
+            # Only the rank that created a folder cleans its root; the others would repeat it.
             made = [root_path for root_path, each in directories.items() if each.created]
             cleaned = [one for root_path in made for one in self._cleaner(root_path).decisions]
             space = check_space(roots, needs, ranks=local_ranks(resolved), run_id=run_id)

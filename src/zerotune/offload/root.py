@@ -46,9 +46,9 @@ class Roots:
     def _named(
         self, target: Target, resolved: ResolvedPlan, environ: Mapping[str, str]
     ) -> Iterator[tuple[str, str | None, bool]]:
-        """Setting, its path, and whether it speaks of ``target`` itself; the first one wins."""
+        """Yield settings, their paths and whether they apply to ``target``; the first path wins."""
         order: tuple[Target, ...] = (target,) if target == "param" else ("optimizer", "param")
-        # What names no target comes between this target's own setting and the other's.
+        # A setting for no target ranks between this target's own setting and the other's.
         levels = (target, None, *order[1:])
         for part in levels:
             if part is None:
@@ -88,7 +88,7 @@ class RootChoice:
                 raise self._unusable(
                     "is a symbolic link to a missing target, whose disk may not be mounted"
                 )
-            # Whoever may change the link could move the next run's clean-up to any folder.
+            # A user who may change the link could point the next run's clean-up at any folder.
             raise self._unusable(
                 f"is a symbolic link (to {given.readlink()}), but a swap root must be a folder",
                 fix=f"write the path of the folder, {given.resolve()}",
@@ -104,7 +104,7 @@ class RootChoice:
             )
         given.mkdir(parents=True, exist_ok=True, mode=0o700 if self.fallback else 0o777)
         if self.fallback:
-            # Anybody may have made this name in a shared temporary folder.
+            # In a shared temporary folder, another user may have created this name.
             facts = given.lstat()
             if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
                 raise self._unusable("belongs to another user")
@@ -170,7 +170,7 @@ def choose_root(
     return RootChoice(path=path, key=key, passed_over=tuple(others))
 
 
-# -- Whether it can be used.
+# -- Whether a root can be used.
 
 PROBE_PREFIX: Final = ".zerotune-probe-"
 """Name prefix of a short-lived test file; its creator locks the root while the file exists."""
@@ -242,7 +242,7 @@ def check_root(choice: RootChoice) -> SwapRoot:
 
 
 def _write_probe(path: Path) -> None:
-    # Permission bits do not tell: root passes them, read-only mounts and quotas ignore them.
+    # Permission bits prove nothing: root bypasses them, read-only mounts and quotas ignore them.
     probe = path / f"{PROBE_PREFIX}{secrets.token_hex(6)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(probe, flags, 0o600)
@@ -280,7 +280,7 @@ def _about_owner(facts: os.stat_result) -> str | None:
     return None
 
 
-# -- The ``aio`` settings that DeepSpeed's tuner found for its disk, from a file in it.
+# -- The ``aio`` settings that DeepSpeed's tuner measured, from a file in the root.
 
 MEASURED_FILE: Final = "zerotune-aio.json"
 """Output file of ``ds_nvme_tune``, or of ``offload bench --save`` in an earlier release."""
@@ -307,7 +307,7 @@ def usable_settings(root: Path) -> tuple[Mapping[str, int], tuple[Decision, ...]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason, severity = f"cannot be used ({error})", "warning"
     else:
-        # The tuner does not say where it ran; an earlier release did.
+        # The tuner's file does not name the machine; that of an earlier release does.
         host, device = platform.node(), root.stat().st_dev
         reason = "measured for this disk"
         if (measured.get("host", host), measured.get("device", device)) != (host, device):

@@ -198,7 +198,7 @@ def check_space(
 
 
 def _still_to_come(root: Path, run_id: str) -> int:
-    """Bytes that other living runs in a root have reserved and not yet written."""
+    """Return the bytes that other live runs in a root have reserved and not yet written."""
     return sum(
         lease.still_to_come
         for lease in find_leases(root)
@@ -206,7 +206,7 @@ def _still_to_come(root: Path, run_id: str) -> int:
     )
 
 
-# -- The same while a run goes on.
+# -- Disk space during a run.
 
 
 class SpaceWatch:
@@ -233,7 +233,7 @@ class SpaceWatch:
         for folder, before in list(self._sizes.items()):
             lease = find_lease(folder)
             if lease is None or not lease.reserved or (stepped and lease.size == before):
-                # A step that has added nothing shows that no file is missing any more.
+                # If a step has not grown the folder, all swap files exist.
                 del self._sizes[folder]
                 continue
             self._sizes[folder] = lease.size
@@ -263,7 +263,7 @@ def tell_shortage(root: Path, *, free: int, own: int, others: int) -> str | None
         own: Bytes that this run must still write.
         others: Bytes that other runs have reserved.
     """
-    # No swap file is smaller: below that only unaligned ends are left, which stay in memory.
+    # No swap file is smaller: a smaller rest is unaligned ends, which stay in memory.
     if own < SMALLEST_SWAP_BYTES or own + others <= free:
         return None
     taken = f", of which other runs have reserved {disk_size(others)}" if others else ""
@@ -340,7 +340,7 @@ class HostBudget:
         )
 
     def _alternatives(self, resolved: ResolvedPlan) -> Iterator[tuple[str, int]]:
-        """What could be changed to save something, and the bytes per rank it then takes."""
+        """Yield changes that would save host memory, with the bytes that each rank then needs."""
         ways: dict[str, Callable[[], HostBudget]] = {
             "pin_memory: false": lambda: _budget_like(
                 _unpinned(resolved, only_automatic=False), self
@@ -472,7 +472,7 @@ def _budget_like(
 
 
 def _on_nvme(resolved: ResolvedPlan) -> ResolvedPlan:
-    """The same with stage 3 and the optimizer in files; what else was written stays."""
+    """Return the plan with stage 3 and the optimizer on NVMe; other settings are kept."""
     written = resolved.requested.to_deepspeed()
     zero = dict(written.get("zero_optimization") or {})
     zero |= {"stage": 3, "offload_optimizer": {"device": "nvme"}}

@@ -90,7 +90,7 @@ class Situation:
         if resolved.uses_deepspeed and platform.deepspeed.accelerator:
             accelerator = platform.deepspeed.accelerator
         if not resolved.uses_deepspeed and resolved.offload_optimizer == "cpu":
-            # There the optimizer's tensors lie in host memory, whatever the model computes on.
+            # The optimizer's tensors are in host memory, wherever the model computes.
             accelerator = "cpu"
         zero = resolved.plan.zero_optimization
         bf16 = resolved.plan.bf16
@@ -147,9 +147,10 @@ class Situation:
         return f"DeepSpeed on {self.accelerator}, {place}"
 
     def _has_kernel(self, entry: OptimizerEntry) -> bool:
-        """Whether DeepSpeed's own kernel of it is used: only Lion's is.
+        """Return whether DeepSpeed's own kernel is used, which is true only for Lion.
 
-        Lamb's asks for fp16, Muon's is not the same algorithm at every stage (docs/optimizers.md).
+        DeepSpeed's Lamb requires fp16, and its Muon is not the same algorithm at every stage
+        (docs/optimizers.md).
         """
         if entry.name != "Lion" or not self.uses_deepspeed:
             return False
@@ -325,7 +326,7 @@ _OWN: Final[Mapping[str, str]] = {
 """Optimizers for which zerotune has a torch implementation, and why."""
 
 _CPU_KERNELS: Final[Mapping[str, frozenset[str]]] = {
-    # `op_builder/{mps,xpu}` of DeepSpeed 0.19.8; CUDA's and ROCm's are those beside them.
+    # From `op_builder/{cpu,mps,xpu}` of DeepSpeed 0.19.8; CUDA and ROCm use the builders of `cpu`.
     "Adagrad": frozenset({"cuda", "cpu", "xpu"}),
     "Lion": frozenset({"cuda", "cpu"}),
 }
@@ -334,7 +335,7 @@ _CPU_KERNELS: Final[Mapping[str, frozenset[str]]] = {
 
 def decay_mode(entry: OptimizerEntry, params: Mapping[str, Any]) -> WeightDecay | None:
     """Return the decay mode of an Adam-like optimizer, or ``None`` for other optimizers."""
-    # The classes of packages do not tell, so it could not be verified.
+    # Classes of packages do not expose their decay mode, so it could not be verified.
     if not entry.adam_like or entry.family == "package":
         return None
     if entry.name in _ONE_DECAY:
@@ -364,7 +365,7 @@ _OFFLOADED_CLASS: Final = {"Adagrad": "DeepSpeedCPUAdagrad", "Lion": "DeepSpeedC
 _RESIDENT_CLASS: Final = {"Adagrad": "Adagrad", "Lion": "FusedLion"}
 
 
-# -- What was really run, cell by cell. ``python -m tools.capabilities`` starts the real engine
+# -- The table of test runs. ``python -m tools.capabilities`` starts the real engine
 # for every name, stage, offload and precision, and trains a small network.
 
 
@@ -470,7 +471,7 @@ def _stored_table() -> CapabilityTable:
     return CapabilityTable.from_json(source.read_text(encoding="utf-8"))
 
 
-# -- Whether it can run, and if not why and what comes closest.
+# -- Whether an optimizer can run, and if not, why and which alternative is closest.
 
 
 @attrs.frozen(kw_only=True)
@@ -509,7 +510,7 @@ def capability_of(
         return answer
     if answer.runs and cell.outcome == "cannot":
         return _cannot(f"a test run failed: {cell.reason}", verified=True)
-    # What a rule refuses was not started, so nothing was seen of it.
+    # Test runs skip what a rule refuses, so a refusal is not verified.
     return attrs.evolve(answer, verified=answer.runs)
 
 
@@ -521,7 +522,7 @@ def missing_package(entry: OptimizerEntry, situation: Situation) -> str | None:
     return None if package in situation.packages else package
 
 
-# -- The reasons, in order: the first decides.
+# -- Reasons why an optimizer cannot run.
 
 
 LOW_BIT: Final = frozenset({"AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"})
@@ -536,7 +537,7 @@ def _cannot(reason: str, alternative: str | None = DEFAULT_OPTIMIZER, **kwargs: 
     return Capability(status="cannot", reason=reason, alternative=alternative, **kwargs)
 
 
-# -- What its arguments may hold, and those of a schedule.
+# -- Valid arguments of optimizers and schedules.
 
 
 _SWITCH: Final = {"true": True, "false": False}

@@ -328,7 +328,7 @@ class OptimizerResolver:
             choice = attrs.evolve(choice, groups=groups)
         if choice.name != "Muon":
             return choice, decisions
-        # The split into Muon's and Adam's replaces the groups that were just described.
+        # The split into Muon's and Adam's parameters replaces the groups decided above.
         return muon_groups(choice, resolved.model, self.muon, settled.rates)
 
     def _ungrouped(
@@ -344,7 +344,7 @@ def _filled(resolved: ResolvedPlan, resolution: OptimizerResolution) -> Resolved
     return resolved.with_choices(resolution.optimizer, resolution.scheduler, resolution.decisions)
 
 
-# -- What is asked for: the sections of the plan under the overrides.
+# -- The request: the plan's sections, with overrides applied.
 
 
 _OPTIMIZER_PARAMS: Final = "optimizer.params."
@@ -427,7 +427,7 @@ class _Asked:
         peak = None if schedule is None or schedule.entry.peak is None else schedule.entry.peak
         if "lr" not in suggestions and schedule is not None and peak is not None:
             value = as_number(schedule.params.get(peak))
-            # A peak out of range is refused under its own name, not under the optimizer's.
+            # A peak out of range is refused under its own name, not as the optimizer's lr.
             if value is not None and value > 0:
                 suggestions["lr"] = Suggestion(
                     value=value, source=f"scheduler.params.{peak}", yields=True
@@ -475,7 +475,7 @@ class _Asked:
         return Decision(key=key, before=before, after=None, reason=reason, severity=severity)
 
 
-# -- From what is asked for to one choice of optimizer, step by step.
+# -- From the request to one choice of optimizer, step by step.
 
 Policy = Literal["fallback", "error"]
 
@@ -538,7 +538,7 @@ class Settling:
         self.log.whole(self._complete)
         self._keep_decay_meaning()
         if self.situation.bf16_states and self.filled.values.get("fp32_optimizer_states"):
-            # DeepSpeed does so anyway.
+            # DeepSpeed makes the same change.
             reason = "bf16.bf16_optimizer_states stores the states in bf16"
             self.filled.change(OPTIMIZER, "fp32_optimizer_states", False, reason)
         entry, values = self.request.entry, self.filled.values
@@ -560,7 +560,10 @@ class Settling:
         self._fill()
 
     def _check_request(self) -> None:
-        """Refuse arguments of no optimizer; under ``"error"`` those of others and overrides too."""
+        """Refuse unknown arguments, and overrides that the optimizer does not have.
+
+        Arguments of other optimizers are refused only under ``"error"``.
+        """
         entry = self.asked.entry
         foreign = () if self.policy == "error" else _EVERY_ARGUMENT
         for given, others in ((self.asked.params, foreign), (self.overrides, ())):
@@ -572,7 +575,7 @@ class Settling:
             )
         package = missing_package(entry, self.situation)
         if package is not None and entry.family == "package":
-            # Who asks for an optimizer of an optional package wants that one.
+            # No fallback: a user who names an optimizer of a package wants that one.
             raise MissingDependencyError(
                 f"{entry.name} needs the package {package}, which is not installed",
                 key=OPTIMIZER_TYPE,
@@ -581,7 +584,7 @@ class Settling:
             )
 
     def _respell_decay(self) -> None:
-        """DeepSpeed's classes and torch spell ``adam_w_mode`` in their own ways."""
+        """Rename other spellings of ``adam_w_mode``, which torch and DeepSpeed's classes use."""
         params = dict(self.asked.params)
         if self.asked.entry.name not in ADAM:
             return
@@ -599,7 +602,7 @@ class Settling:
         self.asked = attrs.evolve(self.asked, name=name, params=params)
 
     def _leave_out_foreign(self) -> None:
-        """Leave out arguments that belong to other optimizers, and overrides of such."""
+        """Drop arguments and overrides of other optimizers, with a warning for each."""
         accepted = self.request.entry.parameter_names
         for key, value in self.request.params.items():
             if key not in accepted:
@@ -629,8 +632,8 @@ class Settling:
         if capability.runs:
             return
         if self.policy == "error" or self.asked.entry.family == "package":
-            # AdamW in its place is for names of DeepSpeed's configuration: with Prodigy's lr of 1,
-            # or without the memory that 8-bit states save, it would be no help.
+            # AdamW replaces only optimizers of DeepSpeed's configuration: with Prodigy's lr of 1,
+            # or without the memory that 8-bit states save, it would not help.
             raise OptimizerError(
                 f"{name.canonical} cannot run on {self.situation}: {capability.reason}",
                 key=OPTIMIZER_TYPE,
@@ -655,7 +658,7 @@ class Settling:
         return text
 
     def _translate(self) -> dict[str, Any]:
-        """The arguments that mean the same to AdamW; the others are dropped, each with a note."""
+        """Return the arguments that mean the same to AdamW; drop the others, each with a note."""
         renamed = self.asked.entry.renamed
         params: dict[str, Any] = {}
         for key, value in self.asked.params.items():
@@ -704,7 +707,7 @@ class Settling:
         _check_together(entry, filled.values)
 
     def _keep_decay_meaning(self) -> None:
-        """``Adam`` and ``adam_w_mode`` mean in DeepSpeed what few people expect."""
+        """Set ``adam_w_mode`` to the decay that will run, and report surprising cases."""
         values, entry = self.filled.values, self.request.entry
         if entry.name == "AdamW" and values["adam_w_mode"] is False:
             reason = (
@@ -720,12 +723,12 @@ class Settling:
             return
         reason = "DeepSpeed's Adam applies AdamW's decoupled decay unless adam_w_mode is false; "
         reason += "write type AdamW, or adam_w_mode false for Adam's L2 decay"
-        # Without decay the two are the same algorithm.
+        # Without decay, Adam and AdamW are the same algorithm.
         severity: Severity = "warning" if values["weight_decay"] > 0 else "note"
         self.filled.change(OPTIMIZER, "adam_w_mode", True, reason, severity)
 
     def _constructor_arguments(self, implementation: OptimizerChoice) -> dict[str, Any]:
-        """What the class that really runs takes; the rest goes, audibly when somebody wrote it."""
+        """Return the arguments that the running class accepts; report others that were set."""
         entry = self.request.entry
         kept: dict[str, Any] = {}
         for key, value in self.filled.values.items():
@@ -916,7 +919,7 @@ class ScheduleSettling:
             self._default_warmup()
 
     def _scalars(self) -> dict[str, Any]:
-        """Unpack lists of one value per parameter group: there is one group."""
+        """Unpack lists of one value per parameter group, because there is only one group."""
         params = self.request.params
         start = params.get("last_batch_iteration", -1)
         if start != -1:
@@ -945,7 +948,7 @@ class ScheduleSettling:
         return plain
 
     def _follow_override(self, params: dict[str, Any], log: Log) -> dict[str, Any]:
-        """An overridden learning rate would be in vain if the schedule kept its own peak."""
+        """Set the schedule's peak to an overridden learning rate, which otherwise has no effect."""
         peak = self.request.entry.peak
         if (
             not self.request.lr_overridden
@@ -993,7 +996,7 @@ class ScheduleSettling:
         self.filled.change(SCHEDULER, "warmup_num_steps", steps, reason)
 
     def _no_warmup(self) -> None:
-        """DeepSpeed refuses 0 warm-up steps, and its 1 still means two updates at the minimum."""
+        """Replace 0 warm-up steps, which DeepSpeed refuses, with 1: two updates at the minimum."""
         entry, values = self.request.entry, self.filled.values
         if values.get("warmup_num_steps") != 0:
             return
@@ -1227,7 +1230,7 @@ _RUN_FACT: Final[Mapping[str, str]] = {
 
 
 def _not_saved(settled: Settled) -> tuple[Decision, ...]:
-    """What is said of states that are not saved."""
+    """Return warnings about states that are not saved."""
     name = settled.choice.name
     if name in LOW_BIT:
         reason = "checkpoints do not support 8-bit or 4-bit states, so saving will fail"
@@ -1271,7 +1274,7 @@ def _value_text(value: Any) -> str:
 
 
 def _curve(scheduler: SchedulerChoice, base_lr: float) -> tuple[Line, Table]:
-    """The learning rate where the schedule turns."""
+    """Return a heading and a table of learning rates at the steps where the schedule turns."""
     params = scheduler.params
     warmup = params.get("warmup_num_steps", params.get("num_warmup_steps"))
     total = params.get("total_num_steps", params.get("num_training_steps"))
@@ -1289,7 +1292,7 @@ def _curve(scheduler: SchedulerChoice, base_lr: float) -> tuple[Line, Table]:
 def _constant_until(
     group: GroupChoice, *, own_pace: bool
 ) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
-    """The schedule of a run that names none, where a group stops before the others."""
+    """Return the schedule of a run that sets none, but has a group that stops early."""
     key = f"optimizer.groups.{group.name}.until"
     if own_pace:
         raise OptimizerError(

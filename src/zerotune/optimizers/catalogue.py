@@ -269,7 +269,7 @@ _ADAM_FAMILY: Final = (
         name="AdamW",
         family="deepspeed",
         summary="Adam with decoupled weight decay",
-        # torch decays by 0.01 when nothing is written, DeepSpeed's classes by nothing.
+        # The default decay is 0.01 in torch and 0 in DeepSpeed's classes.
         parameters=(
             lr(ADAM_LR),
             betas(),
@@ -308,7 +308,7 @@ _OTHERS: Final = (
             flag("fp32_optimizer_states", default=True, only=frozenset({"DeepSpeedCPUAdagrad"})),
             *torch_switches("foreach", "fused", "maximize", only=frozenset({"Adagrad"})),
         ),
-        # As torch calls it; DeepSpeedCPUAdagrad keeps the same tensor as exp_avg_sq.
+        # torch's name; DeepSpeedCPUAdagrad calls the same tensor exp_avg_sq.
         states=("sum",),
     ),
     OptimizerEntry(
@@ -365,7 +365,7 @@ _OTHERS: Final = (
             ),
         ),
         states=("momentum_buffer",),
-        # One moment for matrices, two for what Muon leaves to Adam; the larger stands for both.
+        # Muon's matrices have one moment, Adam's parameters two; the larger stands for both.
         fp32_per_weight=2.0,
         requires=("the names and shapes of the model's parameters",),
         renamed={"adam_lr": "lr"},
@@ -578,7 +578,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
 )
 
 
-# -- Optimizers of optional packages, as users of diffusion trainers ask for them.
+# -- Optimizers of optional packages that users of diffusion trainers ask for.
 
 
 _EXTRA: Final = "optimizers"
@@ -621,7 +621,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
                 integer("block_size", optional=True),
                 flag("bf16_stochastic_round", optional=True),
             ),
-            # Only tensors of whole blocks are stored in few bits; a ZeRO partition rarely is one.
+            # torchao quantises only tensors of whole blocks, which a ZeRO partition rarely is.
             states=("exp_avg", "exp_avg_sq"),
             adam_like=True,
             requires=("the package torchao",),
@@ -700,7 +700,7 @@ OWN_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         summary="AdamW with fp32 master weights and 8-bit moments, quantised in blocks of 256",
         parameters=(lr(ADAM_LR), betas(), eps(), weight_decay(1e-2)),
         states=("exp_avg", "exp_avg_sq"),
-        # Two codes, and a scale for each block of either.
+        # Two 1-byte codes per weight, and an fp32 scale per block of 256 for each.
         fp32_per_weight=(2 + 2 * 4 / 256) / 4,
         adam_like=True,
         requires=("streamed weights",),
@@ -909,7 +909,7 @@ def _origin(prefix: str) -> Origin | None:
 
 
 def _belongs(name: str, origin: Origin) -> bool:
-    """Whether a prefix may stand before the name: torch.optim has no OneBitAdam."""
+    """Return whether the name may have this prefix: torch.optim has no OneBitAdam."""
     if origin == "torch":
         return name in TORCH_NAMES
     family = OPTIMIZERS[name].family
@@ -936,7 +936,7 @@ def _unknown_optimizer(name: str, key: str) -> OptimizerError:
     )
 
 
-# -- What a resolved plan will really use, as values.
+# -- The optimizer and schedule of a resolved plan, as values.
 
 
 OptimizerSource = Literal["deepspeed", "torch", "zerotune", "package"]

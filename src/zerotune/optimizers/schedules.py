@@ -252,9 +252,9 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
 
 # -- Schedules as pure functions of the optimizer step.
 #
-# Each of DeepSpeed's repeats the arithmetic of ``deepspeed/runtime/lr_schedules.py`` (0.19.8) in
+# DeepSpeed's schedules repeat the arithmetic of ``deepspeed/runtime/lr_schedules.py`` (0.19.8) in
 # the same order, so that values are equal bit for bit and not merely close. DeepSpeed's quirks are
-# part of the truth and are kept:
+# reproduced:
 #
 # - A scheduler sets its first value when it is built, and steps *after* each optimizer step. The
 #   update number ``step`` therefore runs with ``last_batch_iteration = step - 1``: the warm-up
@@ -270,9 +270,10 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
 # An update that fp16 overflow skips does not advance the schedule, so ``step`` counts applied
 # updates only.
 #
-# diffusers' are the curves of ``diffusers.optimization.get_scheduler`` (0.42.1), bit for bit: each
-# is a factor on the learning rate of the group. Unlike DeepSpeed's, update number 0 runs at
-# ``step = 0``, so a warm-up begins at 0 and reaches the full rate at update ``num_warmup_steps``.
+# diffusers' schedules are the curves of ``diffusers.optimization.get_scheduler`` (0.42.1), bit for
+# bit: each is a factor on the learning rate of the group. Unlike with DeepSpeed, update number 0
+# runs at ``step = 0``, so a warm-up begins at 0 and reaches the full rate at update
+# ``num_warmup_steps``.
 
 
 ONE_CYCLE_BETA2: Final = 0.99
@@ -330,7 +331,7 @@ def betas_at(
 
 @attrs.frozen
 class _Update:
-    """One update under a schedule; a missing argument is named instead of a bare ``KeyError``."""
+    """One update under a schedule; a missing argument raises an error that names it."""
 
     params: Mapping[str, Any]
     step: int
@@ -490,7 +491,7 @@ class _Update:
         return float(low / (1 + self["decay_lr_rate"] * self.decay_interval(total)))
 
     def decay_interval(self, total: float) -> float:
-        # The order of DeepSpeed's own subtraction: a fractional cycle length rounds differently.
+        # In DeepSpeed's order, because a fractional cycle length would round differently.
         return float((self.step - 1 - total + 1) / self["decay_step_size"])
 
     def one_cycle_momentum(self) -> float:
@@ -526,7 +527,7 @@ _CURVES: Final[Mapping[str, Callable[[_Update], float]]] = {
 }
 
 
-# -- A whole curve, as data and as a picture.
+# -- A whole curve, as data and as a chart.
 
 
 @attrs.frozen(kw_only=True)

@@ -85,7 +85,7 @@ _LAUNCHABLE: Final = {
                                                          unoffered=("fp8",))),
     "zero_stage": ("zero_optimization.stage", Integer(maximum=3, auto=False)),
 }  # fmt: skip
-"""Place in a plan and kind of values for which accelerate's launcher requires that kind."""
+"""Settings whose values accelerate's launcher checks: place in a plan, and accepted kind."""
 
 
 @attrs.frozen(kw_only=True)
@@ -254,7 +254,7 @@ class _Translation:
         source, inside = None, None
         if self._names_file():
             config, source, inside = self._named_file()
-            if inside is None:  # the settings themselves, which are no name of a file
+            if inside is None:  # the value contains the settings themselves
                 del launched[FILE]
         else:
             launched.pop(FILE, None)
@@ -399,7 +399,7 @@ def _launchable(settings: Mapping[Any, Any], log: Log) -> dict[Any, Any]:
             kind.read(value, path)
         except ZeroTuneError as error:
             del kept[key]
-            if key == "zero_stage":  # or its default would be told beside the mistake
+            if key == "zero_stage":  # or its default would be reported too
                 kept[key] = DEFAULT_STAGE
             log.refuse(error)
     return kept
@@ -449,8 +449,8 @@ def plan_keys() -> frozenset[str]:
 # -- Reading the environment that ``accelerate launch`` sets for a script.
 #
 # The variables are those of ``prepare_deepspeed_cmd_env`` in ``accelerate/utils/launch.py`` 1.15,
-# and what they do is what ``DeepSpeedPlugin.__post_init__`` does with them. accelerate itself is
-# not needed.
+# with the effects that they have in ``DeepSpeedPlugin.__post_init__``. accelerate itself is not
+# needed.
 
 
 _USE: Final = "ACCELERATE_USE_DEEPSPEED"

@@ -419,7 +419,7 @@ def _memory_budget(
 
 _ALIKE: Final = 1.05
 """Predictions within this factor count as equal, and the least offload is preferred. In half of the
-cases of `bench prediction` the error was larger."""
+cases of `bench prediction`, the error of the prediction was larger."""
 
 
 def _choose(request: Request) -> Advice:
@@ -521,13 +521,13 @@ def _fill_device(
     usable = request.budget.usable("device")
 
     def keeping(kept: int) -> tuple[DeepSpeedPlan, MemoryEstimate]:
-        # In the middle of the ratios that keep as many, so that no rounding decides.
+        # The middle of the ratios that keep this many, so that rounding cannot change the number.
         ratio = round(max(0.0, 1 - (kept + 0.5) / len(groups)), 4)
         plan = _laid_out(request, layout, ratio=ratio)
         resolved = resolve(plan, request.context)
         return plan, estimate_resolved(resolved, work)
 
-    # What is free at the moment that needs most; at others there may be more.
+    # A first guess from the memory that is free at the peak; other phases may have more.
     kept = max(1, sum(each * held <= usable - estimate.device for held in accumulate(groups[:-1])))
     best = keeping(kept)
     while kept > 1 and best[1].device > usable:
@@ -561,7 +561,7 @@ def _sensible(request: Request, layout: Layout) -> bool:
         return False
     if not layout.streams and "streamed weights" in asked.requires:
         return False
-    # The CPU accelerator has no memory of its own to spare, and nothing to pin.
+    # On the CPU accelerator, offload to host memory saves nothing, and nothing is page-locked.
     if request.platform.accelerator == "cpu":
         return layout.pinned and "cpu" not in (layout.parameters, layout.optimizer)
     return True
@@ -735,7 +735,7 @@ def _adapters(request: Request) -> Remedy | None:
     for base_dtype in (None, _SUGGESTED_BASE):
         try:
             model = request.model.with_adapters(_SUGGESTED_RANK, base_dtype=base_dtype)
-        except InvalidValueError:  # It has no layers that adapters usually go to.
+        except InvalidValueError:  # No layer has a name that adapters target.
             return None
         adapted = attrs.evolve(request, model=model)
         fitting = next(iter(_eligible(adapted, _candidates(adapted))), None)

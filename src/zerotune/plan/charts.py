@@ -79,7 +79,7 @@ class Panel:
             legend = axes.legend(
                 loc="upper left",
                 bbox_to_anchor=(0, 0),
-                # In characters below the bar, where its scale ends.
+                # In units of the font size: leaves room for the scale of the bar.
                 borderaxespad=2.3,
                 ncols=_KEYS,
                 frameon=False,

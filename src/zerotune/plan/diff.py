@@ -149,7 +149,7 @@ def _settings_that_run(resolved: ResolvedPlan) -> dict[str, Any]:
     settings["world_size"] = resolved.world_size
     settings["uses_deepspeed"] = resolved.uses_deepspeed
     settings["precision"] = resolved.precision
-    # The rendered configuration lacks what the engine builds itself.
+    # The rendered configuration lacks objects that the engine builds itself.
     for name, choice in (("optimizer", resolved.optimizer), ("scheduler", resolved.scheduler)):
         if choice is not None:
             settings[name] = {**settings.get(name, {}), **_choice_settings(choice)}

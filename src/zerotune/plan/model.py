@@ -1482,7 +1482,7 @@ class LaunchSection(Section):
     extra: Mapping[str, Any] = extra_keys()
 
 
-# -- What a plan needs to know of the model and of the run, without loading either.
+# -- Facts about the model and the run that a plan needs, without loading either.
 
 
 @attrs.frozen(kw_only=True)
@@ -1575,7 +1575,7 @@ class ParameterFacts:
     def _kept(
         self, storage: str, shape: Iterable[int], beside: Iterable[Any], packed: Any
     ) -> ParameterFacts:
-        """Facts of a quantized weight of this shape, with the bytes of its elements and scales."""
+        """Return facts of a quantized weight, with the bytes of its elements and scales."""
         taken = sum(int(each.nbytes) for each in beside)
         if packed is not None:
             taken += int(getattr(packed, "ds_numel", packed.numel())) * packed.element_size()
@@ -1912,7 +1912,7 @@ class ModelFacts:
             )
         frozen = [
             each.quantized(base_dtype)
-            # Packages quantize the weights of linear layers.
+            # Quantization packages convert only the weights of linear layers.
             if base_dtype is not None and len(each.shape) == 2 and each.name.endswith(".weight")
             else attrs.evolve(each, trainable=False)
             for each in self.parameters
@@ -1976,7 +1976,7 @@ class ModelFacts:
 
     def parts(self, ranks: int) -> tuple[int, ...]:
         """Return how many elements of each parameter each of ``ranks`` ranks has, with padding."""
-        # Kept: every candidate of an advice adds up the same thousands of them.
+        # Cached, because every candidate of an advice sums the same thousands of parts.
         if ranks not in self._parts:
             self._parts[ranks] = tuple([-(-each.numel // ranks) for each in self.parameters])
         return self._parts[ranks]
@@ -2005,7 +2005,7 @@ class ModelFacts:
                 elements[name][each.trainable] += aligned
             else:
                 rest[each.trainable] += aligned if each.trainable else each.numel
-        # Of each unit the larger kind is streamed.
+        # Each unit streams the larger of its two kinds, frozen or trained.
         kinds = [(frozen, trained) for frozen, trained in elements.values() if frozen or trained]
         beside = sum(trained for frozen, trained in kinds if frozen >= trained)
         return StreamedFacts(
@@ -2096,7 +2096,7 @@ def outermost_modules(module: Any, wanted: Collection[str]) -> tuple[str, ...]:
 
 
 def _in_a_row(module: Any) -> set[str]:
-    """Names of classes outside ``torch.nn`` with several instances in one list."""
+    """Return names of classes outside ``torch.nn`` with several instances in one list."""
     classes: set[str] = set()
     for part in module.modules():
         if type(part).__name__ in ("ModuleList", "Sequential"):
@@ -2184,11 +2184,11 @@ def _flag(arguments: Any, name: str, kind: type) -> Any:
     )
 
 
-# -- What the user wants.
+# -- The requested plan.
 
 
 def _launch_said(launch: LaunchSection | None) -> Section | None:
-    """The launch section for comparison of plans: without type and file name."""
+    """Return the launch section for comparison of plans: without type and file name."""
     if launch is not None:
         launch = attrs.evolve(launch, distributed_type=None, deepspeed_config_file=None)
     return comparable(launch)
@@ -2882,7 +2882,7 @@ class DeepSpeedPlan(Readable, Section):
 
 
 def _optimizer_config(optimizer: Any, lr: float | Auto | None) -> Any:
-    """The section of an optimizer given by name or as a mapping, with its learning rate."""
+    """Return the section of an optimizer, given by name or as a mapping, with learning rate."""
     if optimizer is not None and not isinstance(optimizer, str | Mapping):
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         raise InvalidValueError(
@@ -2924,7 +2924,7 @@ def with_launch(plan: DeepSpeedPlan, launch: LaunchSection) -> DeepSpeedPlan:
     return attrs.evolve(plan, launch=LaunchSection(**said_here, extra=extra)) if around else plan
 
 
-# -- Where a plan is to run.
+# -- The context in which a plan runs.
 
 
 def check_world_size(world_size: Any) -> None:
@@ -2963,7 +2963,7 @@ class Context:
         return self.platform
 
 
-# -- What will run: nothing automatic left, tied to a platform, a world size and a model.
+# -- The resolved plan: without automatic values, for one platform, world size and model.
 
 
 def _check_switch(_instance: object, attribute: Any, value: Any) -> None:
@@ -3019,7 +3019,7 @@ class Streaming:
         largest = max(sizes, default=0)
         wanted = self.window * largest
         if self.memory is not None:
-            # The backward pass enters a unit before the one behind it is through.
+            # The backward pass enters a unit before it has left the previous one.
             wanted = max(self.memory, 2 * largest)
         if len(set(sizes)) == 1:
             wanted -= wanted % largest

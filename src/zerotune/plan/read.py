@@ -81,7 +81,7 @@ _DEEPSPEEDS_OWN: Final = frozenset({"zero_optimization", "bf16", "fp16"})
 _ACCELERATES_OWN = ("distributed_type", "compute_environment")
 
 _JSON_KINDS: Final = {type(None): "null", bool: "a boolean", str: "a string", list: "a list"}
-"""What JSON calls values that are no object; all others are numbers."""
+"""JSON's terms for values that are not objects; all other values are numbers."""
 
 
 def read_whole(
@@ -344,7 +344,7 @@ def plan_from_yaml(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
             fix="create one with `accelerate config`",
         )
     wrapper = wrapper_of(content)
-    # DeepSpeed's own keys, or a trainer's file, and nothing of accelerate.
+    # With DeepSpeed's own keys, or a trainer's file, and without accelerate's keys.
     plain = not accelerate.plan_keys().isdisjoint(key for key in content if isinstance(key, str))
     if wrapper is not None:
         plain = isinstance(content[wrapper], str) or wrapper != accelerate.BLOCK

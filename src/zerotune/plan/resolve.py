@@ -294,7 +294,7 @@ def decide_precision(
 def _what_it_computes(platform: Platform) -> str:
     who = f"this platform ({platform.accelerator})"
     if platform.bf16 and not platform.native_bf16:
-        # Forward and backward of one layer on an AVX2 core: linear 9.5, convolution 45 times.
+        # Forward and backward on an AVX2 core: 9.5 times slower (linear), 45 times (convolution).
         return (
             f"{who} lacks bf16 arithmetic (AVX512_BF16, AMX), and emulated bf16 is many "
             "times slower than fp32; set bf16.enabled = true to test bf16"
@@ -376,7 +376,7 @@ class Case:
     def trains_in(self) -> str:
         """The training precision, or the requested precision if none can be chosen."""
         if self.context.platform is not None:
-            # What contradicts itself is refused by the rules on precision.
+            # The rules on precision report contradictory settings.
             with contextlib.suppress(PlanError):
                 return self.precision[0]
         return self.plan.precision
@@ -739,11 +739,12 @@ class Filler(Log):
         return section
 
     def _without_lossy_swapping(self, zero: ZeroSection) -> ZeroSection:
-        """``zero`` with fp32 parameters kept off NVMe where DeepSpeed would round them to bf16.
+        """Move fp32 parameters from NVMe to host memory if DeepSpeed would round them to bf16.
 
-        Read and measured in DeepSpeed 0.19.8: on an accelerator without fp16 ``zero.Init`` swaps
-        through bf16 buffers whatever the model's type is (``_set_dtype`` lacks parentheses). The
-        forward pass then fails, or, with ``max_in_cpu``, trains on rounded weights in silence.
+        Found in the code and in runs of DeepSpeed 0.19.8: on an accelerator without fp16,
+        ``zero.Init`` swaps through bf16 buffers whatever the model's dtype is (``_set_dtype`` lacks
+        parentheses). The forward pass then fails, or, with ``max_in_cpu``, silently uses rounded
+        weights.
         """
         section = zero.offload_param
         if section is None or section.device != "nvme":
@@ -767,7 +768,7 @@ class Filler(Log):
     def _fill_nvme_param(
         self, section: OffloadSection, path: str, zero: ZeroSection
     ) -> OffloadSection:
-        """Every key of ``offload_param`` on NVMe."""
+        """Return ``offload_param`` on NVMe with every key set."""
         swapping = self.case.swapping(self.aio)
         need, what = swapping.buffer_need(zero) if swapping else (0, "")
         written = section.buffer_size
@@ -803,7 +804,7 @@ class Filler(Log):
         return self._without_auto_path(section, path)
 
     def _fill_nvme_optimizer(self, section: OffloadSection, path: str) -> OffloadSection:
-        """Every key of ``offload_optimizer`` on NVMe."""
+        """Return ``offload_optimizer`` on NVMe with every key set."""
         for name in ("pipeline_read", "pipeline_write", "fast_init"):
             section = self.fill(section, path, name, False)
         why = "one buffer each for weight, gradient and two moments of every resident sub-group"
@@ -845,9 +846,9 @@ class Filler(Log):
         return SUB_GROUP, "limits the temporary memory of the optimizer step"
 
     def _fill_zero(self, zero: ZeroSection) -> ZeroSection:
-        """``zero`` with every key that has an effect at this stage written, and no other.
+        """Return ``zero`` with every key that has an effect at this stage, and no others.
 
-        Offload sections without effect must have been removed before.
+        Offload sections without effect must already have been removed.
         """
         path = "zero_optimization"
         zero = attrs.evolve(zero, stage=self.stage)
@@ -1053,10 +1054,10 @@ LEAF_MODULE: Final = "leaf_module"
 list there are no leaf modules."""
 
 
-# -- Whether page-locked host memory keeps its size.
+# -- Rounding of page-locked host memory.
 #
 # torch rounds each page-locked block up to a power of two, so that 9.6 GiB use 16. Newer releases
-# have a setting for the size from which on blocks are not rounded
+# have a setting for the size above which blocks are not rounded
 # (``pinned_max_round_threshold_mb``), which the backend sets before an engine starts.
 
 
@@ -1181,7 +1182,7 @@ _SEVERAL_RANKS: Final = frozenset(
         "tensor_parallel",
     }
 )
-"""Keys for several ranks of which streaming supports only the defaults."""
+"""Keys for which streaming on several ranks supports only the defaults."""
 
 
 def streaming_obstacle(resolved: ResolvedPlan) -> str | None:
@@ -1376,7 +1377,7 @@ def automatic_paths(value: Any, path: str = "") -> list[str]:
 
 
 def _may_be_automatic(value: Any) -> bool:
-    # Most values in long lists are neither, and need no path.
+    # Fast, because most values in long lists cannot be automatic and need no path.
     return value == AUTO if isinstance(value, str) else isinstance(value, Mapping | list | tuple)
 
 
@@ -1405,7 +1406,7 @@ def _render_choices(resolved: ResolvedPlan, config: dict[str, Any]) -> None:
     untested = client or optimizer.implementation not in _ZERO_TESTED
     written_untested = resolved.requested.zero_allow_untested_optimizer is True
     config["zero_allow_untested_optimizer"] = untested or written_untested
-    # With the default DeepSpeed refuses, under offload, any optimizer that is not its own.
+    # By default, DeepSpeed rejects any optimizer but its own under offload.
     config["zero_force_ds_cpu_optimizer"] = (
         False if client else config.get("zero_force_ds_cpu_optimizer", True)
     )

@@ -97,7 +97,7 @@ class Rule:
         first, _, last = ", ".join(map(str, self.stages)).rpartition(", ")
         words = _Names(stage=f"{first} or {last}" if first else last)
         fix, reason = (as_sentence(each.format_map(words)) for each in (self.fix, self.reason))
-        # A reason with words of a finding says more than the summary only beside its value.
+        # Without the values of a finding, a reason with placeholders only repeats the summary.
         reason = "" if "``" in reason else reason
         return " ".join(filter(None, (fix, reason, self.remark)))
 
@@ -179,7 +179,7 @@ def rule(
     return made
 
 
-# -- What several subjects ask a plan.
+# -- Questions about a plan that several groups of rules ask.
 
 
 def offload_section(plan: DeepSpeedPlan, part: str) -> OffloadSection | None:
@@ -241,7 +241,7 @@ def set_twice(case: Case, this: Rule, key: str, places: tuple[str, ...]) -> Find
             yield this.finding(place, second, key=key, first=first)
 
 
-# -- Rules on one setting: what it may not be, at which stage or beside what.
+# -- Rules on one setting: forbidden values, at certain stages or beside other settings.
 
 
 def setting_rule(
@@ -576,7 +576,7 @@ def micro_batch_unset(case: Case, this: Rule) -> Findings:
         yield this.finding(MICRO, micro)
 
 
-# -- Rules on where the optimizer and the parameters wait.
+# -- Rules on offload of the optimizer and the parameters.
 
 
 _NOTEWORTHY: Final = 1024**3
@@ -766,7 +766,7 @@ def clipping_unset(case: Case, this: Rule) -> Findings:
         yield this.finding(CLIPPING, None)
 
 
-# -- Rules on bf16, fp16 and what the platform computes in.
+# -- Rules on bf16, fp16 and the precisions of the platform.
 
 
 @rule("precision-conflict", "error", only_deepspeed=False)
@@ -811,7 +811,7 @@ def precision_unsupported(case: Case, this: Rule) -> Findings:
     """
     plan = case.plan
     both = all(section and section.enabled is True for section in (plan.bf16, plan.fp16))
-    # What contradicts itself is another rule's.
+    # Another rule reports contradictory settings.
     if case.context.platform is None or both or written_at(plan, "launch.mixed_precision") == "fp8":
         return
     try:
@@ -1002,7 +1002,7 @@ def scheduler_cycle(case: Case, this: Rule) -> Findings:
 
 
 _LARGE_POOL: Final = 4 * 1024**3
-"""Bytes of pinned swap buffers from which on a warning is reported."""
+"""Minimum bytes of pinned swap buffers for a warning."""
 _BUFFER_COUNT: Final = "zero_optimization.offload_optimizer.buffer_count"
 
 
@@ -1128,7 +1128,7 @@ def number_as_text(case: Case, this: Rule) -> Findings:
 
 
 _LARGE_BUCKET: Final = 512 * 1024**2
-"""Bytes of reduce buckets from which on a note is reported; ``"auto"`` uses a tenth."""
+"""Minimum bytes of reduce buckets for a note; ``"auto"`` uses a tenth."""
 
 
 @rule(
@@ -1192,7 +1192,7 @@ _PARALLEL: Final = {
     "expert_parallel.autoep_size": "ranks that share the experts",
     "hybrid_engine.inference_tp_size": "ranks that share one matrix",
 }
-"""Path of each key to what the key counts; a count above 1 is not data parallelism."""
+"""Description of what each key counts, by path; a count above 1 is not data parallelism."""
 _PARALLELISM_CONFIG: Final = {
     "tp_size": "ranks that share one matrix",
     "cp_size": "ranks that share one context",
@@ -1338,7 +1338,7 @@ def large_bucket(case: Case, this: Rule) -> Findings:
     offloads = active(offload_section(plan, "optimizer"))
     if zero.contiguous_gradients is False and not offloads:
         return
-    # What resolution will choose where nothing is written.
+    # As resolution chooses if overlap_comm is not set.
     overlaps = zero.overlap_comm is True or (zero.overlap_comm is not False and offloads)
     buckets = 2 if overlaps and plan.stage != 3 else 1
     cost = buckets * size * (4 if plan.precision == "fp32" else 2)
@@ -1353,7 +1353,7 @@ def large_bucket(case: Case, this: Rule) -> Findings:
 
 # -- The rules, in the order they are checked.
 #
-# What rules say about DeepSpeed comes from the code of 0.19.8, or from runs with it.
+# Their statements about DeepSpeed come from the code of 0.19.8, or from runs with it.
 
 
 RULES: Final = (
@@ -1451,11 +1451,10 @@ def _with_setting(section: SectionT, path: list[str], value: Any) -> SectionT:
     return evolved(section, **{name: new})
 
 
-# -- Everything that is wrong with a plan: what rules find, what resolving and settling refuse.
+# -- All errors of a plan: from the rules, from resolution, and from settling the optimizer.
 #
-# What optimizer and schedule will run is settled by ``zerotune.optim``, which lies above. So
-# whoever asks hands over how they are settled, and whatever the rules refuse, both are looked at
-# as well.
+# ``zerotune.optim``, a higher layer, settles which optimizer and schedule will run. So the caller
+# passes a function that settles them. Both are also checked if the rules report errors.
 
 
 @attrs.frozen(kw_only=True)

@@ -125,7 +125,7 @@ def _documented(body: ast.ClassDef) -> Iterator[tuple[str, str]]:
             yield field.target.id, " ".join(value.value.split())
 
 
-# -- Judging a value by a schema.
+# -- Validation of a value against a schema.
 
 
 @cache

@@ -20,15 +20,16 @@ from zerotune._util.text import format_size, parse_size
 from zerotune.decisions import Log
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, shorten
 
-# -- How much is read.
+# -- Size limits.
 
 
 _LARGEST_FILE = ContextVar("largest plan file", default=16 * 1024**2)
 _LARGEST_ALLOWED = 1024**3
 _YAML_SHARE = 128
-"""YAML reads slower than JSON by this factor, so a YAML file must be smaller by it."""
+"""Factor by which YAML parses slower than JSON, and by which a YAML file must be smaller."""
 _BYTES_OF_A_VALUE = 20
-"""Maximum file size per allowed value in bytes, because parsed values use more memory."""
+"""A JSON file may contain one value per this many bytes of the maximum file size, because parsed
+values use more memory than their text."""
 _QUOTED = re.compile(r'"[^"]*"?')
 
 
@@ -73,7 +74,7 @@ def refuse_long_yaml(text: str, *, key: str) -> None:
 def _without_escapes(text: str) -> str:
     """Replace escapes with blanks, so that each quote begins or ends a string.
 
-    ``re`` would remember every escape of a long text until it has seen its end.
+    A pattern that matches escapes would make ``re`` remember each of them until the string ends.
     """
     return text.replace("\\\\", "  ").replace('\\"', "  ")
 
@@ -97,9 +98,9 @@ def _refuse_too_large(size: int, largest: int, source: str, key: str) -> None:
 
 # -- JSON with the positions of its parts.
 #
-# ``json`` reads it. Comments and trailing commas, which DeepSpeed itself accepts in files, are
+# ``json`` parses it. Comments and trailing commas, which DeepSpeed itself accepts in files, are
 # blanked out and reported. Everything else that is not JSON is an error with line, column and,
-# from a table, the usual intention.
+# from ``_HINTS``, the likely fix.
 
 _MOST_LEVELS = 100
 _LONGEST_NUMBER = 400
@@ -132,7 +133,7 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
 
 @attrs.frozen
 class _Json:
-    """The text of a file."""
+    """JSON text of a file, with methods to parse it and to locate errors."""
 
     text: str
     source: str
@@ -242,7 +243,7 @@ class _Json:
 
     def _missing_bracket(self) -> int | None:
         """Return the position after which a bracket is missing, judged by indentation."""
-        # Of each open bracket: where its line begins, how far that is indented, its first entry.
+        # For each open bracket: start and indentation of its line, indentation of its first entry.
         open_ones: list[tuple[int, int, int | None]] = []
         for match in _TOKENS.finditer(_without_escapes(self.text)):
             at, token = match.start(), match[0]
@@ -293,7 +294,7 @@ class _Json:
     def key_lines(self) -> Iterator[tuple[str, int]]:
         """Yield path and line of each key that is not inside a list."""
         plain, _ = self._without_liberties()
-        # What the paths inside each open bracket begin with; ``None``: it is in a list.
+        # Prefix of the paths inside each open bracket; ``None`` in a list.
         open_ones: list[str | None] = []
         below: str | None = ""
         for match in _TOKENS.finditer(_without_escapes(plain)):
@@ -425,7 +426,7 @@ _LETTER = re.compile(r"[-+.\w]")
 _YAML_KEY = re.compile(r"[A-Za-z_][\w.]*[ \t]*:")
 
 
-# -- YAML, read as strictly.
+# -- YAML, parsed as strictly as JSON.
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
@@ -511,7 +512,7 @@ def _check_nodes(root: Any, source: str) -> None:
         size_of(root, 0)
 
 
-# -- Files, and what names them inside a configuration.
+# -- Files, and settings in a configuration that name them.
 
 
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -720,7 +721,7 @@ def with_named_files(
 
 
 def _text_inside(written: str) -> str | None:
-    """JSON text that a setting holds itself, plain or in base64; ``None`` for a path."""
+    """Return the JSON text in a setting, plain or decoded from base64; ``None`` for a path."""
     if written.lstrip().startswith("{"):
         return written
     with suppress(binascii.Error, ValueError):

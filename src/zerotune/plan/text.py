@@ -132,7 +132,7 @@ def resolved_markdown(resolved: ResolvedPlan) -> str:
     """Return ``resolved_page`` and the findings of the rules as Markdown."""
     findings = check_plan(resolved.requested, resolved.context)
     page = resolved_page(resolved)
-    # Errors cannot be here, and warnings are decisions already.
+    # A resolved plan has no errors, and its warnings are among the decisions.
     notes = _finding_lines(one for one in findings if one.severity == "note")
     return attrs.evolve(page, blocks=(*page.blocks, *notes)).markdown()
 
@@ -796,7 +796,7 @@ def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
             machine share the last two.
     """
     needs = machine_needs(candidate.estimate)
-    # A part of the memory is kept free, so that less may be used than there is.
+    # A reserve is kept free, so less memory is usable than there is.
     usable = {place: needs[place] - missing for place, missing in candidate.shortfalls.items()}
     return rank_budget({**budget, **usable}, candidate.estimate)
 
@@ -814,7 +814,7 @@ def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
 
 
 def _candidates_table(candidates: Sequence[Candidate], *, chosen: Candidate) -> Table:
-    """Return a table of candidates: first those that fit, then others with missing memory.
+    """Return a table of candidates: the choice, others that fit, then those that lack memory.
 
     Sentences that the report already contains are omitted.
     """
@@ -859,14 +859,14 @@ def foremost(advice: Advice, most: int) -> tuple[Candidate, ...]:
     fitting = [one for one in others if one.fits]
     streamed = _fastest_streamed(advice, fitting)
     short = sorted((one for one in others if _shortfalls(one)), key=lacking)
-    # What almost fits tells as much as what also fits: room for one is kept.
+    # One row is reserved for the candidate that lacks least, which is as informative as a fit.
     fitting = fitting[: most - 1 - bool(short) - len(streamed)]
     kept = [advice.chosen, *streamed, *fitting, *short][:most]
     return tuple(one for one in advice.candidates if any(one is other for other in kept))
 
 
 def _fastest_streamed(advice: Advice, fitting: Iterable[Candidate]) -> list[Candidate]:
-    """Return the candidates with streamed weights that are faster than the choice."""
+    """Return the fastest candidate with streamed weights, if it is faster than the choice."""
 
     def seconds(one: Candidate) -> float:
         return math.inf if one.time is None else one.time.expected

@@ -328,14 +328,13 @@ class _Writer(Log):
         return PlanDocument(format="deepspeed", text=text, decisions=self.decisions)
 
     def _launch_settings(self) -> dict[str, Any]:
-        """Return the launch settings to write."""
         return {key: value for key, value in self.launched.items() if key not in _WHERE_READ}
 
     def _drop_rest(self, left: Mapping[str, Any], why: str) -> None:
         """Record each dropped setting; raise an error if ``lossy`` does not allow it."""
         parts = (self.plan.train_micro_batch_size_per_gpu, self.plan.gradient_accumulation_steps)
         shares = is_integer(self.plan.train_batch_size) and not all(map(is_integer, parts))
-        # Needed to compute the batch sizes.
+        # The number of processes is needed to compute the batch sizes.
         starting = _LAUNCHER_SETTINGS - {"num_processes"} if shares else _LAUNCHER_SETTINGS
         unsaid = {key: value for key, value in left.items() if self._says_nothing(key, value)}
         starts = [
@@ -511,7 +510,7 @@ class _Writer(Log):
         for key, value in launched.items():
             if key in _WHERE_READ:
                 continue
-            if key in LAUNCH_IN_BLOCK and not without:  # or accelerate does not look at the block
+            if key in LAUNCH_IN_BLOCK and not without:  # else accelerate ignores the block
                 block[key] = value
             elif key in TOP_LEVEL:
                 content[key] = "no" if (key, value) == ("mixed_precision", "fp32") else value
@@ -525,7 +524,7 @@ class _Writer(Log):
         """Return the plan in accelerate's keys, or ``None`` if these keys are not sufficient."""
         config = self.plan.to_dict()
         zero = config.pop("zero_optimization", {})
-        # Without accumulation, a configuration runs with 1, and a block with the script's value.
+        # If accumulation is not set, a configuration means 1, but a block the script's value.
         steps = self.plan.gradient_accumulation_steps
         one_step = steps is None and self.plan.train_micro_batch_size_per_gpu is not None
         # accelerate reads missing keys as "auto", so "auto" is not written.
@@ -680,12 +679,12 @@ def _write_with_backup(path: Path, text: str) -> Path | None:
 
 
 _UNSAFE: Final = " ;<>"
-"""Characters with which accelerate drops a variable instead of passing it to other machines
-(``convert_dict_to_env_variables``)."""
+"""Characters that make accelerate drop an environment variable instead of passing it to other
+machines (``convert_dict_to_env_variables``)."""
 
 
 class _Readable(str):
-    """Text of several lines, written unchanged."""
+    """Text that is written to YAML as a block of lines."""
 
     __slots__ = ()
 
@@ -709,7 +708,7 @@ def _yaml(content: dict[str, Any]) -> str:
 
 _LINE_WIDTH: Final = 84
 _LONGEST_LAID_OUT: Final = 100_000
-"""Maximum characters of a value that is split into lines, which copies it several times."""
+"""Longer values are not split into lines, because splitting copies them several times."""
 
 
 def python_expression(plan: DeepSpeedPlan, *, width: int = _LINE_WIDTH) -> str:

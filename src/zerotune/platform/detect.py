@@ -181,7 +181,7 @@ def choose_hardware(torch: TorchFacts, environ: Mapping[str, str]) -> Hardware:
 
 
 def _at_least(devices: tuple[Device, ...], capability: tuple[int, int]) -> bool:
-    """Whether every NVIDIA device is that new; other devices have no capability to fall short."""
+    """Return whether every NVIDIA device has the capability; other devices have none and pass."""
     return all(device.capability is None or device.capability >= capability for device in devices)
 
 
@@ -193,7 +193,7 @@ _Refusal = tuple[str, "str | None"]
 
 @attrs.frozen(kw_only=True)
 class _Machine:
-    """A machine as its probe tells it, and what may run there."""
+    """A probed machine, and whether DeepSpeed can run on it."""
 
     probe: PlatformProbe
     torch: TorchFacts | None
@@ -231,7 +231,7 @@ class _Machine:
         yield from self._environment_refusals()
 
     def _version_refusals(self) -> Iterator[_Refusal]:
-        from packaging.version import Version  # late: importing zerotune stays lighter without it
+        from packaging.version import Version  # late, to keep ``import zerotune`` light
 
         version = self.probe.version("deepspeed")
         if version is None:
@@ -299,7 +299,7 @@ class _Machine:
         return support, (decision,) if self.accelerator in where else ()
 
 
-# -- Where the facts come from.
+# -- Sources of the facts.
 
 
 @attrs.frozen(kw_only=True)
@@ -473,7 +473,7 @@ class PlatformProbe(Protocol):
         memory = torch.mps.recommended_max_memory() if mps else 0
         xpus = torch.xpu.device_count() if torch.xpu.is_available() else 0
         cpu_fp16 = False
-        # A private operator, but the one DeepSpeed's CPU accelerator decides by.
+        # A private operator, but DeepSpeed's CPU accelerator decides by it.
         with contextlib.suppress(AttributeError, RuntimeError):
             cpu_fp16 = bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
         return TorchFacts(
@@ -561,8 +561,8 @@ def _mac_processor() -> str:
 
 
 # -- Limits of control groups (version 2).
-# One anywhere on the path from the process's own group up to the root binds, so every level that
-# can be seen is read and the smallest wins. Sources: ``cgroups(7)``, ``proc_pid_mountinfo(5)``,
+# A limit at any level from the process's own group up to the root applies, so every visible level
+# is read and the smallest limit wins. Sources: ``cgroups(7)``, ``proc_pid_mountinfo(5)``,
 # the kernel's ``cgroup-v2`` admin guide.
 
 
@@ -606,7 +606,7 @@ def cpu_quota(read: Read) -> float | None:
 
 
 def _control_groups(read: Read) -> Iterator[str]:
-    """Folders that may limit this process, from its own group up to each mount point."""
+    """Yield folders that may limit this process, from its own group up to each mount point."""
     mounts = map(parse_mount, (read("/proc/self/mountinfo") or "").splitlines())
     groups = [mount for mount in mounts if mount is not None and mount.kind == "cgroup2"]
     for line in (read("/proc/self/cgroup") or "").splitlines():
@@ -615,8 +615,8 @@ def _control_groups(read: Read) -> Iterator[str]:
         path = line.removeprefix("0::")
         for mount in groups:
             prefix = mount.root.rstrip("/") + "/"
-            # A container whose group lies outside of what is mounted still sees its own limit at
-            # the mount point.
+            # A container whose group lies outside the mount still sees its own limit at the mount
+            # point.
             inside = (path + "/").startswith(prefix)
             parts = [part for part in path[len(prefix) :].split("/") if part] if inside else []
             parts = [] if ".." in parts else parts
@@ -629,11 +629,11 @@ def _cgroup_number(text: str | None) -> int | None:
     return int(stripped) if re.fullmatch(r"-?[0-9]{1,20}", stripped) else None
 
 
-# -- Which cores a rank computes on: a pure choice from facts about the machine.
+# -- The cores that a rank computes on, chosen by pure functions from facts about the machine.
 #
 # An optimizer on the CPU is bound by host memory, so a second thread on the same core adds nothing:
-# physical cores are counted. Ranks of one machine that may run on the same cores divide them,
-# without straddling a NUMA node where that can be had; each leaves some to its data workers.
+# only physical cores count. Ranks of one machine that may run on the same cores divide them, within
+# NUMA nodes if possible; each rank leaves some cores to its data workers.
 #
 # Sources: the kernel's ``Documentation/ABI/stable/sysfs-devices-system-cpu`` and
 # ``sysfs-devices-node``.
@@ -771,6 +771,6 @@ def _logical_cpu(read: Read, number: int, node: int) -> LogicalCpu:
     core = parse_list(read(f"{folder}/core_id") or "")
     package = parse_list(read(f"{folder}/physical_package_id") or "")
     if not core:
-        # Numbers of cores are small; this one cannot meet a real one of the same socket.
+        # Counts as a core of its own; package -1 cannot collide with a real core.
         return LogicalCpu(node=node, package=-1, core=number, number=number)
     return LogicalCpu(node=node, package=package[0] if package else 0, core=core[0], number=number)

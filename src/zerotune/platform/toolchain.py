@@ -118,7 +118,7 @@ def detect_compilers(machine: LocalMachine | None = None) -> Toolchain:
     machine = machine or LocalMachine()
     ninja = _tool(machine, ["ninja"])
     environ, nvcc = machine.environ(), machine.which("nvcc")
-    # As torch looks for it: the environment, else nvcc's, else the default place.
+    # torch's search order: the environment, nvcc's folder, the default place.
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     home = home or (nvcc and str(Path(nvcc).parent.parent))
     home = home or ("/usr/local/cuda" if machine.exists("/usr/local/cuda") else None)
@@ -164,7 +164,7 @@ def _libaio(machine: LocalMachine, compiler: Sequence[str]) -> LibAio:
     compile_flags = shlex.split(environ.get("CFLAGS", ""))
     link_flags = shlex.split(environ.get("LDFLAGS", ""))
     with tempfile.TemporaryDirectory() as folder:
-        # Never /dev/null: a linker run by root may replace it by a file.
+        # Never /dev/null: a linker run by root may replace it with a file.
         target = ["-o", f"{folder}/probe"]
         header, _ = machine.run(
             [*compiler, *compile_flags, "-x", "c++", "-E", *target, "-"], "#include <libaio.h>\n"

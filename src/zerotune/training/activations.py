@@ -79,7 +79,7 @@ def known_activations(
     try:
         with torch.device("meta"):
             copy = type(model).from_config(model.config)
-        # Not the model's own: diffusers warns of layers that a real run keeps in fp32.
+        # torch's method, because diffusers' own warns about layers that a real run keeps in fp32.
         torch.nn.Module.to(copy, torch.bfloat16)
         clip = {} if frames is None else {"frames": frames}
         arguments = example_inputs(copy)(batch * _samples_each(data), *size, **clip)
@@ -89,7 +89,7 @@ def known_activations(
     except ZeroTuneError as error:
         return Activations(size=size, why=error.reason)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
-        # A model that cannot run without data, or not in this size, is still trained.
+        # Training continues if the model cannot run without data or at this size.
         return Activations(size=size, why=f"{type(error).__name__}: {error}"[:200])
     facts = ActivationFacts(full=_cost(full), checkpointed=None if less is None else _cost(less))
     return Activations(
@@ -121,7 +121,7 @@ def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | Non
 
 
 def _samples_each(data: Any) -> int:
-    """Images that the model is given for each sample of the data: two for a pair."""
+    """Return the number of images the model receives per sample: two for a pair."""
     return int(getattr(data, "samples_each", 1))
 
 
@@ -136,7 +136,7 @@ def clip_frames(model: Any, data: Any) -> int | None:
     for name in _SAMPLE_KEYS:
         shape: Any = getattr(sample.get(name), "shape", ())
         channels = model.config.in_channels if name == "latents" else _COLOURS
-        # Else they are the latents of an image, or a batch of images.
+        # Other shapes are the latents of an image, or a batch of images.
         if len(shape) >= _CLIP_DIMENSIONS and shape[-_CLIP_DIMENSIONS] == channels:
             return int(shape[-3]) if name != "latents" else (int(shape[-3]) - 1) * each + 1
     return 1
@@ -179,7 +179,7 @@ def _arithmetic_facts(full: Pass, less: Pass | None, batch: int) -> ArithmeticFa
 
 
 def _in_pixels(model: torch.nn.Module, name: str) -> bool:
-    """Whether a tensor of this name is counted in pixels, as ``example_inputs`` counts them."""
+    """Return whether a tensor's size is in pixels, as in ``example_inputs``."""
     unconditional = type(model).__name__ == "UNet2DModel"
     if not unconditional:
         return name != "latents"
@@ -187,7 +187,7 @@ def _in_pixels(model: torch.nn.Module, name: str) -> bool:
 
 
 def _sample(data: Any) -> Mapping[str, Any]:
-    """One sample or batch, if that can be had without taking it from anybody."""
+    """Return one sample or batch of indexable data; empty for data that reading would consume."""
     source = getattr(data, "dataset", data)
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__") or not len(source):
         return {}
@@ -198,13 +198,13 @@ def _sample(data: Any) -> Mapping[str, Any]:
     return first if isinstance(first, Mapping) else {}
 
 
-# -- Whether blocks are recomputed in the backward pass.
+# -- Recomputing blocks in the backward pass.
 
 
 _CHECKPOINTING: Final = "gradient_checkpointing"
 _PER_POSITION: Final = 8 * 2**20
 """Upper bound of activation bytes per position of one sample. SDXL keeps 0.4 MiB per latent
-position, Flux 1.8. If more memory than this is free, nothing is measured."""
+position, Flux 1.8. If there is room for this much, nothing is measured."""
 _USED: Final = 0.95
 """Fraction of the memory that a plan may use."""
 
@@ -277,7 +277,7 @@ def _needed(engine: Engine, data: Any) -> tuple[bool, str]:
 
 
 def _room(engine: Engine) -> int:
-    """Bytes per rank that the plan leaves to activations."""
+    """Return the bytes per rank that the plan leaves for activations."""
     plan, estimate = engine.plan, expected_memory(engine.plan)
     vram = plan.platform.vram
     if plan.platform.accelerator != "cpu" and vram is not None:
@@ -287,7 +287,7 @@ def _room(engine: Engine) -> int:
     return max(0, int(_USED * available) // plan.world_size - still)
 
 
-# -- What somebody asked for, or advice to train by.
+# -- Applying requested or advised settings.
 
 
 def keep_activations(
@@ -309,7 +309,7 @@ def keep_activations(
             model.enable_gradient_checkpointing()
     proven: tuple[Decision, ...] = ()
     if activations is not None:
-        # Engines that offload nothing have not asked for it.
+        # An engine that offloads nothing has not run the proof.
         before = engine.decisions
         proven = prove_first(engine.plan.platform.accelerator, engine.group)
         proven = tuple(decision for decision in proven if decision not in before)

@@ -117,7 +117,7 @@ class EmbeddedPlan(Closing):
         with self._starting():
             self._platform = platform or detect_platform()
             self._leave_cpu_to_the_plan()
-            # Where the model is not known yet, a plan that cannot run is refused all the same.
+            # Rejects a plan that cannot run, even if the model is not known yet.
             self._outline = self._resolved(model)
             platform = self._outline.platform
             self._deepspeed, _ = join(platform, self.resources, timeout_s=timeout_s)
@@ -126,7 +126,7 @@ class EmbeddedPlan(Closing):
         atexit.register(self._abandon)
 
     def _leave_cpu_to_the_plan(self) -> None:
-        """Let accelerate take DeepSpeed for ``accelerate launch --cpu``, which switches it off."""
+        """Let accelerate use DeepSpeed under ``accelerate launch --cpu``, which disables it."""
         if os.environ.get("ACCELERATE_USE_CPU", "").lower() not in _TRUE:
             return
         if self._platform.accelerator != "cpu":
@@ -138,7 +138,7 @@ class EmbeddedPlan(Closing):
                 fix="omit --cpu, or set DS_ACCELERATOR=cpu in the environment too",
             )
         self.resources.enter_context(held("ACCELERATE_USE_CPU", "false"))
-        # accelerate's launcher sets an address where several processes were asked for.
+        # accelerate's launcher sets an address if several processes were requested.
         if "MASTER_ADDR" in os.environ and not Launch.from_environment().launched:
             self.decide(
                 Decision(
@@ -442,7 +442,7 @@ class EmbeddedPlan(Closing):
         atexit.unregister(self._abandon)
 
     def _abandon(self) -> None:
-        # The script ended without close(), by an error perhaps: nobody may wait for other ranks.
+        # The script ended without close(), perhaps with an error: do not wait for other ranks.
         self.__exit__(SystemExit, SystemExit("the script ended without close()"), None)
 
 

@@ -197,7 +197,7 @@ class MetricsFile(Callback):
         """Open the file."""
         if trainer.is_main:
             with system_errors(InvalidValueError, self._path, "cannot be used as a metrics file"):
-                with suppress(OSError):  # Opening it says why.
+                with suppress(OSError):  # Opening it reports the error.
                     if self._path.exists() and not self._path.is_file():
                         raise _not_metrics(self._path)
                 self._attempt(lambda: self._begin(trainer.step))
@@ -236,7 +236,7 @@ class MetricsFile(Callback):
             announce((lost,), rank=0)
 
     def _begin(self, step: int) -> None:
-        # What cannot be set aside is not written to either: opening drops later steps.
+        # If renaming fails, the file must not be opened, because opening drops later steps.
         if step == 0:
             _set_aside(self._path)
         self._open(step)
@@ -244,7 +244,7 @@ class MetricsFile(Callback):
     def _open(self, step: int) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
-            # Without later steps, and without a line that a killed run left half written.
+            # Drops later steps, and a partial line that a killed run has left.
             lines = [line for line, at in _whole_lines(self._path) if at <= step]
             content = "".join(f"{line}\n" for line in lines).encode()
             write_atomically(self._path.resolve(), content)
@@ -254,7 +254,7 @@ class MetricsFile(Callback):
     def _close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # What a full disk did not take is tried again here.
+            with suppress(OSError):  # Closing retries a write that failed on a full disk.
                 file.close()
 
 
@@ -291,10 +291,10 @@ def _lines(path: Path) -> Iterator[tuple[str, StepMetrics]]:
 
 
 def _set_aside(path: Path) -> None:
-    """Give the metrics of an earlier run another name: a new one begins at step 0."""
+    """Rename the metrics file of an earlier run, because a new run begins at step 0."""
     if not path.exists() or not path.stat().st_size:
         return
-    _whole_lines(path)  # Somebody else's file is refused, not renamed.
+    _whole_lines(path)  # Rejects a file that contains no metrics.
     numbers = itertools.count(1)
     while (aside := path.with_name(f"{path.name}.{next(numbers)}")).exists():
         pass
@@ -311,17 +311,17 @@ def _set_aside(path: Path) -> None:
 
 
 _BEGINNING: Final = '{"step": '
-"""Keys of every metrics line."""
+"""First characters of every metrics line."""
 
 
 def _whole_lines(path: Path) -> list[tuple[str, int]]:
-    """Lines and their steps, but for one that a killed run left half written."""
+    """Return lines with their steps, without a partial line that a killed run has left."""
     try:
         text = _text_of(path)
     except UnicodeDecodeError as error:
         raise _not_metrics(path) from error
     end = text.rfind("\n") + 1
-    half = text[end:].rstrip("\0")  # What a disk that lost its power may have put there.
+    half = text[end:].rstrip("\0")  # Zeros may follow a power failure.
     if half[: len(_BEGINNING)] != _BEGINNING[: len(half)]:
         raise _not_metrics(path)
     try:

@@ -184,16 +184,16 @@ class DeviceFigures:
 
 @functools.cache
 def _others(device: torch.device) -> int:
-    """Asked once: a step must not wait for it."""
+    """Return other processes' device bytes; cached, because steps must not wait for NVML."""
     try:
         pynvml = importlib.import_module("pynvml")
         handle = torch.cuda._get_pynvml_handler(device)
         running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except Exception:  # noqa: BLE001 - a library that may be missing, of a driver that may not tell
+    except Exception:  # noqa: BLE001 - pynvml may be missing, or the driver may not support it
         return 0
     held = {one.pid: one.usedGpuMemory or 0 for one in running}
-    # In a container the driver may number processes as the machine does: then none is known to be
-    # another's, and nothing is taken off.
+    # In a container the driver may report the host's process ids. Then this process cannot be told
+    # from others, and nothing counts as another's.
     return sum(held.values()) - held[os.getpid()] if os.getpid() in held else 0
 
 
@@ -206,7 +206,7 @@ def device_peak(device: torch.device) -> int | None:
     return DeviceFigures.now(device).peak if device.type == "cuda" else None
 
 
-# -- What to do when memory runs out: what was expected, what there is, and the plan that fits.
+# -- Out of memory: the expected and the available memory, and a plan that fits.
 
 
 _OUT_OF_MEMORY: Final = re.compile(
@@ -215,8 +215,8 @@ _OUT_OF_MEMORY: Final = re.compile(
 )
 _ON_DEVICE: Final = re.compile(r"\b(CUDA|HIP|XPU|MPS|CUDNN|CUBLAS)", re.IGNORECASE)
 _BY_THE_DRIVER: Final = re.compile(r"\b(CUDA|HIP) error: out of memory", re.IGNORECASE)
-"""Driver message for a failed page-locked allocation. torch's own device allocator reports more
-detail. On a full device it may also be the context or a library."""
+"""Driver message for a failed page-locked allocation; torch's device allocator reports more detail.
+On a full device, the message may also come from the context or a library."""
 _PAGE_LOCKED: Final = "a page-locked allocation failed: "
 
 
@@ -307,7 +307,7 @@ class Limits:
         if plan.platform.accelerator in ("cuda", "rocm") and torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
             allocated = torch.cuda.max_memory_allocated()
-            # What others hold is not ours to plan with; our context is part of an estimate.
+            # Memory of other processes is not available; this process's context is in the estimate.
             others = total - free - torch.cuda.memory_reserved() - CONTEXT
             device = total - max(0, others)
         elif plan.platform.vram is not None:
@@ -358,7 +358,7 @@ class Limits:
                 "to this rank; check whether the rest is used by other processes, the objective, "
                 "the batch, or tensors kept between steps"
             ), None
-        # What has just failed does not fit, whatever was expected of it.
+        # The plan that failed does not fit, whatever its estimate: look for a smaller one.
         if counted == "device":
             smaller = {"device": min(self.device or estimate.device, estimate.device)}
         else:
@@ -390,7 +390,8 @@ class Limits:
             resolution=None
             if work.height is None or work.width is None
             else (work.height, work.width),
-            # Their activations were counted in this very size, whatever they grow with.
+            # Models without frames_per_latent take no frames; their activations were counted at
+            # this very size.
             frames=None if model is None or model.frames_per_latent is None else work.frames,
             world_size=plan.world_size,
             precision=plan.precision,
@@ -399,14 +400,14 @@ class Limits:
             ema=work.ema,
             frozen_bytes=work.frozen_bytes,
             model_in_memory=work.model_in_memory,
-            # The fastest fills the device again, which has just been too small.
+            # The fastest plan would fill the device again, which has just been too small.
             prefer="least offload",
             platform=plan.platform,
         )
 
 
 def _process_limit() -> int | None:
-    """Bytes one process may hold by ``ulimit``; ``None``: no limit, or none on this system."""
+    """Return the ``ulimit`` on a process's memory in bytes; ``None`` without a limit."""
     try:
         import resource
     except ImportError:
@@ -459,7 +460,7 @@ def build_call(plan: DeepSpeedPlan) -> str:
 def _optimizer_argument(
     plan: DeepSpeedPlan, *, settled: bool = False
 ) -> str | dict[str, Any] | None:
-    """The optimizer as ``build`` and ``advise`` take it; ``settled``: without open arguments."""
+    """Return the optimizer for ``build`` and ``advise``; ``settled`` omits ``"auto"`` values."""
     written = plan.optimizer
     if written is None or not isinstance(written.type, str):
         return None

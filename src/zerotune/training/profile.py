@@ -125,7 +125,7 @@ class Profiler(Callback):
                     running.export_chrome_trace(str(draft))
                     sync(draft)
         except TrainingError as error:
-            # No reason to lose a run; what was measured is in ``operators``.
+            # Not worth ending a run; the measured times are in ``operators``.
             logger.warning("%s Training continues.", error)
             return
         logger.info("profile of %d step(s) written to %s", taken, self.path)

@@ -58,7 +58,7 @@ class ProgressBar(Callback):
             from rich.console import Console
 
             self._console = Console(soft_wrap=True)
-            # A notebook's only where it can show a bar that moves.
+            # Use the notebook's console only if it can show a moving bar.
             if self._console.is_jupyter and find_spec("ipywidgets") is None:
                 self._console = Console(soft_wrap=True, force_jupyter=False)
         if self._resumed:
@@ -91,11 +91,11 @@ class ProgressBar(Callback):
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
         """Stop the bar."""
         if self._bar is not None:
-            # Stopping draws no last time in a notebook.
+            # In a notebook, stopping does not draw the final state.
             self._bar[0].refresh()
             hiding: AbstractContextManager[Any] = nullcontext()
             if self._bar[0].console.is_jupyter and find_spec("ipywidgets") is not None:
-                # rich shows a notebook an empty line at the end of a bar.
+                # In a notebook, rich adds an empty line when a bar stops.
                 hiding = import_module("ipywidgets").Output()
             with hiding:
                 self._bar[0].stop()
@@ -108,7 +108,7 @@ class ProgressBar(Callback):
         if self._total is not None:
             left = (self._total - metrics.step) / rate if rate > 0 else 0.0
         peak = metrics.host_peak if metrics.device_peak is None else metrics.device_peak
-        # Without skipped steps, which would hide all others.
+        # Without skipped steps, whose NaN or infinite losses would hide all others.
         finite = [loss for loss in self._losses if math.isfinite(loss)]
         return {
             "loss": f"{sum(finite) / len(finite) if finite else math.nan:.4f}",

@@ -57,7 +57,7 @@ _DELAY: Final = 2**22
 """Elements of the operation that delays a stream."""
 _RANKS: Final = 2
 _RANKS_S: Final = 150.0
-"""Seconds for two processes to import and run their steps."""
+"""Timeout in seconds for two processes to import and run their steps."""
 
 
 class DifferenceError(Exception):
@@ -77,7 +77,7 @@ class DelayedStreams:
     def __init__(self, device: torch.device, chance: random.Random) -> None:
         self._module: Any = torch.get_device_module(device)
         self._chance = chance
-        # Not a product of matrices: of several streams, cuBLAS makes other bits.
+        # Not a matrix product: with several streams, cuBLAS computes different bits.
         self._work = torch.ones(_DELAY, device=device)
 
     def __getattr__(self, name: str) -> Any:
@@ -379,7 +379,7 @@ class Bench:
 
     @contextmanager
     def _late(self, model: torch.nn.Module) -> Iterator[None]:
-        """Random delays in the pass, around its uploads, and in the forward beside it."""
+        """Add random delays to the step's updates, copies and uploads, and to the forward pass."""
 
         def slow(method: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -443,7 +443,7 @@ class Bench:
 
 
 class _Chain(torch.nn.Module):
-    """Layers of equal width, the same at every call."""
+    """Layers of equal width, with the same initial weights at every call."""
 
     def __init__(self, *, width: int = _FEATURES) -> None:
         super().__init__()
@@ -530,7 +530,7 @@ def _serve(function: Callable[[], Any], rank: int, count: int, port: int, send: 
         send.close()
 
 
-# -- All of them.
+# -- All checks.
 
 
 @attrs.frozen(kw_only=True)
@@ -581,7 +581,7 @@ def prove(*, platform: Platform | None = None, seconds: float = SECONDS) -> Proo
     combination = Combination.here(platform.accelerator)
     missing = _import(platform)
     here = Bench.on(platform, recorded=False)
-    # Recorded streams before the device of this process, where it is no CPU.
+    # On a device, each check runs with recorded streams on the CPU first.
     benches = (here,) if here.recorder else (Bench.on(platform, recorded=True), here)
     outcomes: dict[str, Outcome] = {}
     for check in CHECKS:
@@ -599,7 +599,7 @@ def prove(*, platform: Platform | None = None, seconds: float = SECONDS) -> Proo
 
 
 def _import(platform: Platform) -> str | None:
-    """Import and compile what engines need; what is missing, if anything is."""
+    """Import and compile what engines need; return what is missing, or ``None``."""
     try:
         load_host_step()
         require_accelerate()
@@ -642,7 +642,7 @@ def run_check(check: Check, benches: Sequence[Bench]) -> Outcome:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Have the device compute the same twice, and no engine begin a proof of its own."""
+    """Make the device deterministic, and keep engines from starting their own proof."""
     before = torch.are_deterministic_algorithms_enabled()
     only_warning = torch.is_deterministic_algorithms_warn_only_enabled()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

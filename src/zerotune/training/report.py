@@ -277,7 +277,7 @@ def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
 
 
 def _with_runtime_measured(estimate: MemoryEstimate, host_before: int) -> MemoryEstimate:
-    """Without the constant, which would be most of the bar of a small model."""
+    """Replace the runtime's constant, most of a small model's bar, by the measured bytes."""
     items = tuple(
         attrs.evolve(item, nbytes=host_before) if item.component == "runtime" else item
         for item in estimate.items
@@ -400,7 +400,7 @@ def write_png(path: str | os.PathLike[str], figure: Any, *, dpi: float) -> Path:
     return file
 
 
-# -- What bounds a run: which phase takes the time, what it moves meanwhile, and how fast.
+# -- Bottlenecks of a run: which phase takes the time, what it moves meanwhile, and how fast.
 
 
 Resource = Literal["compute", "bus", "host memory", "disk", "data", "other"]
@@ -485,8 +485,8 @@ def bounds(
     step = seconds / steps
     passes = each.get("forward", 0.0) + each.get("backward", 0.0)
     traffic = None if estimate is None else step_traffic(estimate)
-    # Whether the bus or the device is slower cannot be told from the time alone: gradients and
-    # parameters cross while the device computes. The rate is given for the reader to judge.
+    # The time alone does not show whether the bus or the device is slower, because gradients and
+    # parameters cross the bus while the device computes. The rate lets the reader judge.
     crossing = traffic.gradients + traffic.parameters if traffic else 0
     on_disk = traffic.swap.read + traffic.swap.written if traffic else 0
     optimizer = each.get("optimizer", 0.0)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _TRAINER_ENTRY: Final = "trainer"
 
 
-# -- When.
+# -- When checkpoints are saved.
 
 
 class SaveEvery(Callback):
@@ -131,7 +131,7 @@ class SaveEvery(Callback):
         self._since = time.monotonic()
 
     def _confirm(self, trainer: RunView) -> None:
-        """Check that the folder is still this run's."""
+        """Check that the folder still belongs to this run."""
         confirm = (lambda: None) if self._hold is None else self._hold.confirm
         together(trainer.engine.group, f"saving in {self._root}", confirm)
 
@@ -148,7 +148,7 @@ class SaveEvery(Callback):
             return True
         if self._minutes is None:
             return False
-        # Clocks differ, and a checkpoint needs all ranks at the same step.
+        # Only the main rank's clock counts: clocks differ, and all ranks must save the same step.
         passed = time.monotonic() - self._since >= 60 * self._minutes
         return trainer.engine.group.any(passed and trainer.is_main)
 
@@ -206,7 +206,7 @@ class SaveEveryInBackground(SaveEvery):
         try:
             path = checkpoint.wait()
         finally:
-            # An interruption ends the waiting, not the writing.
+            # An interrupt ends the wait, but not the write.
             if checkpoint.done:
                 self._pending = None
         trainer.note_saved(path, step=step)
@@ -215,12 +215,12 @@ class SaveEveryInBackground(SaveEvery):
 
 def is_saved(trainer: RunView, root: Path) -> bool:
     """Return whether the trainer's latest save wrote the current step to ``root``."""
-    # As checkpoints are called once they are written; Path.absolute keeps "..".
+    # Like the paths of written checkpoints; Path.absolute would keep "..".
     path = Path(os.path.abspath(step_folder(root, trainer.step)))  # noqa: PTH100
     return trainer.last_saved == (trainer.step, path)
 
 
-# -- What: one seed fixes every random number of a run, and a checkpoint has their state.
+# -- Random numbers: one seed fixes all of a run's, and a checkpoint stores their state.
 
 
 def seed_everything(seed: int, *, rank: int) -> torch.Generator:
@@ -324,10 +324,10 @@ def gone_on(
 
 
 def _place(stream: BatchStream | None) -> str:
-    """``"epoch 3, after 48 of 120 micro batches; "``, as far as the stream knows."""
+    """Return ``"epoch 3, after 48 of 120 micro batches; "``, or as much as is known."""
     epoch, steps = getattr(stream, "epoch", None), getattr(stream, "steps_per_epoch", None)
     if epoch is not None and steps is not None:
-        # What has been rounded away from a whole epoch is not another one.
+        # Rounding may leave a finished epoch just below a whole number.
         whole = math.floor(epoch + 1e-9)
         done = round((epoch - whole) * steps)
         whole_epoch = f"{steps:,.2f}".rstrip("0").rstrip(".")
@@ -340,7 +340,7 @@ def _place(stream: BatchStream | None) -> str:
 
 
 def _begin_decisions(data: bool, shadows: list[str]) -> tuple[Decision, ...]:
-    """What a checkpoint that no trainer wrote does not tell."""
+    """Return decisions about state missing from a checkpoint that no trainer wrote."""
     reasons = {f"shadows.{name}": SHADOW_BEGINS for name in shadows}
     reasons["generators"] = (
         "the checkpoint has no trainer state, so the noise generator is reseeded from seed and step"
@@ -391,7 +391,7 @@ class TrainerState:
         if len(self.generators) == group.world_size:
             generator_from_text(generator, self.generators[group.rank])
             return ()
-        # Noise of other ranks cannot be handed out again; the order of the data goes on exactly.
+        # Saved generators do not fit a different number of ranks; the data continue exactly.
         generator.manual_seed(_seed_from(self.seed, step, group))
         decision = Decision(
             key="generators",

@@ -156,7 +156,7 @@ def settled(
 
 
 def _processes() -> tuple[int, int]:
-    """Rank and number of the processes, whether they have met yet or not."""
+    """Return rank and world size, even before the process group exists."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     launch = Launch.from_environment()
@@ -171,29 +171,29 @@ def leased(
     Closing ``resources`` deletes the folders.
     """
     if not plan.nvme_paths:
-        # No folder is made, and no other rank asked: only the host memory is looked at.
+        # This lease only checks host memory: no folder to create, no rank to ask.
         return resources.enter_context(offload.lease(plan, rank=_processes()[0])).plan
     if plan.world_size == 1:
         return resources.enter_context(offload.lease(plan)).plan
-    # The ranks must share the folder's name before there is an engine; the engine joins this
-    # group and leaves it open for the barrier after which the folder is removed.
+    # The ranks must share the folder's name before there is an engine. The engine joins this group,
+    # which stays open for the barrier before the folder is deleted.
     group = ProcessGroup(
         backend=communication_backend(plan.platform.accelerator), timeout_s=timeout_s
     )
     resources.callback(group.close)
-    # The lease would tell the ranks that differ from rank 0, but not rank 0.
+    # The lease would raise an error on ranks that differ from rank 0, but not on rank 0.
     check_same_plan(plan, group)
     lease = offload.lease(
         plan,
         rank=group.rank,
-        # A foreign trainer may have ended the group by now; the folder's locks then decide.
+        # A foreign trainer may have destroyed the group; then only the folder's locks count.
         barrier=lambda: group.barrier("release the swap folder") if dist.is_initialized() else None,
         share=group.broadcast,
     )
     return resources.enter_context(lease).plan
 
 
-# -- From a resolved plan to the engine it asks for.
+# -- From a resolved plan to its engine.
 
 
 def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0) -> Engine:
@@ -217,7 +217,7 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
     kind = DeepSpeedEngine if plan.uses_deepspeed else PlainEngine
     if plan.uses_deepspeed and plan.streamed is not False:
         obstacle = why_not_streamed(plan, model)
-        # A device that waits for steps that a host keeps.
+        # The device waits for the host's optimizer steps, so streaming might help.
         might = plan.platform.accelerator != "cpu" and plan.offload_optimizer == "cpu"
         if plan.streamed and plan.world_size > 1:
             obstacle = why_not_together(plan, model, obstacle=obstacle, timeout_s=timeout_s)
@@ -231,7 +231,7 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
     return kind(model=model, plan=plan, timeout_s=timeout_s)
 
 
-# -- What people give to ``Trainer`` and ``prepare``, taken or answered before anything starts.
+# -- Checking and converting arguments of ``Trainer`` and ``prepare`` before anything starts.
 
 
 def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan:
@@ -309,7 +309,7 @@ def _check_callable(objective: Any) -> None:
                 value=getattr(objective, "__name__", type(objective).__name__),
                 fix="write def objective(model, batch, generator): … return loss",
             ) from error
-        except ValueError:  # Some callables of C tell no signature.
+        except ValueError:  # Some C callables have no signature.
             pass
         return
     raise _no_objective(objective)
@@ -336,11 +336,11 @@ def _no_objective(objective: Any) -> InvalidValueError:
 
 
 def _conditioning_of(model: torch.nn.Module) -> str | None:
-    """What a model needs to be called with besides noisy images and their times."""
+    """Return the arguments a model requires besides noisy images and time steps."""
     if getattr(model, "class_embedding", None) is not None:
         return "class_labels"
     taken = list(inspect.signature(model.forward).parameters.values())
-    # Transformers of SD3 and Flux take texts in the place of times.
+    # The second argument of SD3's and Flux's transformers is the text, not the time step.
     if [each.name for each in taken[1:2]] == ["encoder_hidden_states"]:
         return "encoder_hidden_states"
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -410,7 +410,7 @@ def check_kind(value: Any, kind: type, *, key: str, write: str) -> None:
     )
 
 
-# -- Whatever somebody calls data, as endless resumable micro batches.
+# -- Converting data to endless, resumable micro batches.
 
 
 _IMAGES_AND_LABELS: Final = 2
@@ -469,7 +469,7 @@ def _check_not_reading(loading: Mapping[str, Any], data: Any) -> None:
 
 
 def _only_photos(data: Any) -> DataError:
-    """The error for images that nothing has brought to a size yet."""
+    """Return the error for images that have not been resized to a common size."""
     path = isinstance(data, str | os.PathLike)
     source = f"ImageFolder({os.fspath(data)!r})" if path else type(data).__name__ + "(…)"
     return DataError(

@@ -63,7 +63,7 @@ class StepClock:
             name: Name of the phase, from ``PHASES``.
         """
         self.current = name
-        # Reading data is the host's work; on the device's stream it would look like waiting.
+        # Data are read on the host; the device's events would not measure that.
         if self._on_cuda and name != "data":
             new: Callable[..., torch.cuda.Event] = torch.cuda.Event
             begin, end = new(enable_timing=True), new(enable_timing=True)
@@ -96,7 +96,7 @@ class _Following(Protocol):
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """Move a batch to the engine's device; page-locked tensors are copied asynchronously."""
     return {
-        # Captions and the like have a ``to`` of their own and no memory to lock.
+        # Captions and similar values have their own ``to``, and no memory to page-lock.
         name: value.to(device, non_blocking=getattr(value, "is_pinned", bool)())
         for name, value in batch.items()
     }
@@ -164,7 +164,7 @@ class TrainStep:
         )
 
     def _window(self) -> tuple[float, StepOutcome]:
-        """Mean loss and what became of the accumulation window."""
+        """Run one accumulation window; return its mean loss and the step's outcome."""
         engine, clock = self._engine, self._clock
         count = engine.plan.gradient_accumulation_steps
         total = torch.zeros((), device=engine.device)
@@ -176,7 +176,7 @@ class TrainStep:
                 check_loss(loss)
             total += loss.detach().float()
             is_last = index == count - 1
-            # Before the weights change: a step on a bad loss could not be taken back.
+            # Checked before the weights change: a step on a bad loss could not be undone.
             if is_last and engine.steps_in_backward:
                 mean = self._mean(float(total) / count)
                 if not math.isfinite(mean):
@@ -185,7 +185,7 @@ class TrainStep:
                     self._ema.expect_step()
             with clock.phase("backward"):
                 engine.backward(loss)
-                del loss  # With its graph, before the optimizer needs memory of its own.
+                del loss  # Frees its graph before the optimizer allocates memory.
                 if is_last and not engine.steps_in_backward:
                     mean = self._mean(float(total) / count)
             with clock.phase("optimizer"):
@@ -203,7 +203,7 @@ class TrainStep:
         return mean, outcome
 
     def _dropped(self, mean: float) -> tuple[float, StepOutcome]:
-        """Give up a window whose loss is not finite."""
+        """Discard a window whose loss is not finite."""
         self._engine.discard()
         return mean, StepOutcome(applied=False, boundary=True)
 
@@ -223,7 +223,7 @@ class TrainStep:
         return on_device(batch, self._engine.device)
 
     def _mean(self, loss: float) -> float:
-        """Mean over the ranks; where it is not finite, the policy has agreed to drop it."""
+        """Return the mean over ranks; if it is not finite, the policy has decided to skip it."""
         group = self._engine.group
         mean = group.mean(loss, device=self._engine.device)
         if not math.isfinite(mean):
@@ -233,7 +233,7 @@ class TrainStep:
         return mean
 
     def _check_gradient(self, outcome: StepOutcome) -> None:
-        # In fp16 a gradient that is not finite is how the loss scale finds its place.
+        # In fp16, non-finite gradients are expected while the loss scale adapts.
         if is_finite(outcome.grad_norm) or self._engine.plan.precision == "fp16":
             return
         self._judge(
@@ -291,7 +291,7 @@ def check_loss(loss: Any) -> None:
     raise TrainingError(why, key="objective", value=value, fix=fix)
 
 
-# -- What happens when a loss or a gradient is NaN or infinite: raise, skip, or roll back.
+# -- Policies for a NaN or infinite loss or gradient: raise, skip, or roll back.
 
 
 @attrs.frozen(kw_only=True)

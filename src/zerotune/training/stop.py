@@ -114,9 +114,9 @@ class StopOnSignals(Callback):
         self._trainer.request_stop(f"signal {signal.Signals(number).name}")
 
     def _handle_in_child(self, number: int) -> None:
-        # Workers that read data inherit the handler when they are forked. A terminal sends
-        # SIGINT to them too, and they must live until the step is finished; anything else must
-        # end them, as their parent expects.
+        # Forked data workers inherit the handler. A terminal sends SIGINT to them too, and they
+        # must live until the step is finished; any other signal must end them, as their parent
+        # expects.
         if number == signal.SIGINT:
             return
         signal.signal(number, signal.SIG_DFL)
@@ -219,7 +219,7 @@ class Goal:
         if isinstance(time_limit, timedelta):
             time_limit = time_limit.total_seconds()
         if steps is not None:
-            asked: Any = steps  # 1e4 will do.
+            asked: Any = steps  # Accepts 1e4.
             asked = int(asked) if isinstance(asked, float) and asked.is_integer() else asked
             whole(asked, key="fit(steps)", least=0)
         for value, key in ((epochs, "fit(epochs)"), (time_limit, "fit(time_limit)")):
@@ -312,6 +312,6 @@ def _step_of_epoch(epochs: float, *, engine: Engine, stream: Any) -> int:
             fix="pass a dataset with __len__ and __getitem__, or write fit(steps=...)",
         )
     windows = (epochs - stream.epoch) * stream.steps_per_epoch
-    # An epoch that is whole must not take one step more because 0.1 + 0.2 is not 0.3.
+    # Rounding errors must not add a step to a whole number of epochs (0.1 + 0.2 != 0.3).
     left = math.ceil(round(windows / engine.plan.gradient_accumulation_steps, 9))
     return engine.state.global_step + max(0, left)

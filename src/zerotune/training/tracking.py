@@ -67,7 +67,7 @@ class Trackers(Callback):
         """Start the trackers when ``fit`` is called for the first time."""
         if self._running is not None:
             return
-        # Rank 0 alone starts anything; if it cannot, the others must not go on without it.
+        # Only rank 0 starts trackers; if that fails, the other ranks must not continue.
         self._running = ()
         together(trainer.engine.group, "start the trackers", lambda: self._start(trainer))
         for tracker in self._mine(trainer):

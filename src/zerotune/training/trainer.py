@@ -261,7 +261,7 @@ class Trainer(Closing, Readable):
         self.engine.module.train()
         self._stopping.begin(goal)
         with ExitStack() as ends:
-            # Each is told, also when another one fails.
+            # Calls every callback, even if another one fails.
             for callback in reversed(self.callbacks):
                 ends.callback(callback.on_fit_end, self)
             shadows = self.averages.shadows.values()
@@ -271,7 +271,7 @@ class Trainer(Closing, Readable):
                 while not self._stopping.agreed() and not goal.reached(self.step):
                     self._take(train_step)
                 self._end(goal)
-        # What takes a second to measure is not worth it after a few steps.
+        # Measurements that take a second are not worth it after a few steps.
         return self._report(thorough=self._record.totals["seconds"] > 30)
 
     def request_stop(self, reason: str) -> None:
@@ -296,7 +296,7 @@ class Trainer(Closing, Readable):
                 trainer.is_main: trainer.save(...)``.
         """
         self._check_open("save")
-        # Before the first exchange, so that a rank that does not come is told with the folder.
+        # Before any other collective, so that the error for a missing rank names the folder.
         self.engine.group.barrier(f"saving checkpoint {os.fspath(path)}")
         written = save_checkpoint(
             path,
@@ -518,7 +518,7 @@ class Trainer(Closing, Readable):
     def _take(self, train_step: TrainStep) -> None:
         metrics = train_step.run()
         self.non_finite.settle(self, metrics)
-        if self.step != metrics.step:  # It went back, and this step is no part of the run.
+        if self.step != metrics.step:  # A rollback removed this step.
             return
         try:
             self._tell("on_step_end", metrics)
@@ -553,7 +553,7 @@ class Trainer(Closing, Readable):
             getattr(callback, event)(self, *args, **kwargs)
 
 
-# -- What a trainer does for a run beside training: watch it, measure it, and set it up well.
+# -- Run options: everything a trainer does besides training.
 
 
 class RunOptions(TypedDict, total=False):
@@ -579,7 +579,7 @@ class RunOptions(TypedDict, total=False):
 
 
 def _loading(options: RunOptions) -> dict[str, Any]:
-    """How a stream over a dataset reads, where that was said."""
+    """Return the requested data-loading options, without those that are unset."""
     asked = {"num_workers": options.get("workers"), "pin_memory": options.get("pin")}
     return {name: value for name, value in asked.items() if value is not None}
 
@@ -691,7 +691,7 @@ class Running:
 
 
 class _CompileCheck(Callback):
-    """Looks once whether what was to be compiled has been."""
+    """Verifies once that the model was compiled."""
 
     def __init__(self) -> None:
         self._done = False
@@ -709,7 +709,7 @@ def _groups_of(engine: Engine) -> Sequence[GroupChoice]:
 
 
 class _GroupStops(Callback):
-    """Freezes groups whose last step is taken: no gradient is computed for them any more."""
+    """Freezes parameter groups after their last step, so that no gradients are computed."""
 
     def __init__(self) -> None:
         self._frozen: set[str] = set()

@@ -209,7 +209,7 @@ class ValidationLoss(Validation):
 
 
 class _DatasetBatches(Sequence["Batch"]):
-    """The first batches of a dataset, each of one bucket, read when they are asked for."""
+    """The first batches of a dataset, each from one bucket; read on access."""
 
     def __init__(self, dataset: Any, *, count: int, size: int) -> None:
         if not isinstance(dataset, BucketedDataset):
@@ -238,7 +238,7 @@ def untouched_randomness() -> Iterator[None]:
         restore_generators(tensors, text)
 
 
-# -- Drawing images from a trainer: what may be asked for, and doing it.
+# -- Sampling images from a trainer.
 
 
 class SampleOptions(TypedDict, total=False):

@@ -167,7 +167,7 @@ def _line(stack: list[FrameType]) -> str:
     return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-# -- What the ranks tell each other, and what comes of it.
+# -- Heartbeats between ranks, and how the watchdog reacts to them.
 
 
 @attrs.frozen(kw_only=True)
@@ -200,7 +200,7 @@ class Beat:
         return f"rank {self.rank} {self.position}, for {self.still_s:.0f} s"
 
     def _aged(self, *, silent_s: float, ended: str | None, interval_s: float) -> Beat:
-        """A beat with what it no longer says itself: a process that is stopped has no last word."""
+        """Return the beat, marked as lost if the process ended or its heartbeats stopped."""
         if self.done or (ended is None and silent_s < _SILENT_BEATS * interval_s + _STORE_ANSWER_S):
             return self
         return attrs.evolve(
@@ -266,7 +266,7 @@ def end_process(message: str) -> None:
 
 
 class _Watch:
-    """One ``fit`` under watch."""
+    """The watchdog of one ``fit`` call."""
 
     def __init__(self, trainer: RunView, *, timeout_s: float, end: Callable[[str], None]) -> None:
         self._trainer, self._end, self._timeout_s = trainer, end, timeout_s
@@ -279,7 +279,7 @@ class _Watch:
         self._store, self._asking = own_store(), Asking()
         self._heard: dict[int, tuple[Beat, float]] = {}
         self._pulse = 0
-        # Every rank makes its watches in the same order, so they share these keys.
+        # All ranks create their watches in the same order, so their keys match.
         self._prefix = f"zerotune/watchdog/{next(_watch_numbers)}"
         self._mark = 0
         self._moved_at = time.monotonic()
@@ -291,7 +291,7 @@ class _Watch:
 
     def stop(self, error: BaseException | None) -> None:
         self._over.set()
-        # One that is ending the process is to finish: this error is only another rank's end.
+        # Let a watcher that is ending the process finish: this error only follows another's end.
         self._watcher.join(timeout=_GRACE_S if self._ending else 2 * self._interval_s)
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -303,7 +303,7 @@ class _Watch:
             position=position,
             still_s=0,
             failed=None if error is None else f"{type(error).__name__}: {str(error)[:300]}",
-            # torchrun ends whoever is left once one has failed.
+            # torchrun terminates the remaining ranks once one has failed.
             let_down=isinstance(error, CollectiveError | SignalException)
             or getattr(error, "rank", None) is not None,
             done=True,
@@ -315,9 +315,9 @@ class _Watch:
             logger.error("%s", "; ".join(str(one) for one in (beat, *others)))
 
     def _meet(self) -> None:
-        """Hear of every rank before any of them takes a step.
+        """Wait for the first heartbeat of every rank before any rank takes a step.
 
-        Rank 0 may hold the store and be lost in its first steps; nothing could be asked then.
+        If rank 0 hosts the store and is lost in its first steps, heartbeats can no longer be read.
         """
         deadline = time.monotonic() + _GRACE_S
         while True:
@@ -346,8 +346,8 @@ class _Watch:
             return
         self._ending = True
         message = _message(beats, self._world, self._timeout_s)
-        # The first to go would break the others' connections, and rank 0 may hold the store:
-        # all of them are to have read this before anyone goes.
+        # The first rank to exit would break the others' connections, and rank 0 may host the store.
+        # So all ranks must know about the end before any rank exits.
         waiting = 4 * self._interval_s
         ready = [f"{self._prefix}/end/{b.rank}" for b in beats if not b.done and b.gone is None]
 
@@ -362,7 +362,7 @@ class _Watch:
         self._end(message)
 
     def _exchange(self, mine: Beat) -> bool:
-        """Tell the others, and hear what they said; whether somebody called for the end."""
+        """Exchange heartbeats with the other ranks; return whether a rank ends the run."""
         self._pulse += 1
         mine = attrs.evolve(mine, pulse=self._pulse)
         keys = {rank: f"{self._prefix}/{rank}" for rank in range(self._world)}
@@ -384,7 +384,7 @@ class _Watch:
         return called
 
     def _beats(self) -> list[Beat]:
-        """What every rank last said, as it must be read now."""
+        """Return the last heartbeat of every rank, with lost ranks marked."""
         now, ended = time.monotonic(), self._group.ended()
         return [
             beat._aged(silent_s=now - heard, ended=ended.get(rank), interval_s=self._interval_s)
@@ -403,10 +403,10 @@ class _Watch:
 
 
 def _stuck(beats: list[Beat], timeout_s: float, world: int) -> bool:
-    """Whether all ranks stand still although one of them is in a step.
+    """Return whether no rank makes progress although a rank is in a step.
 
-    A rank that writes a checkpoint or draws images is in no step; while the others wait for it in
-    one, it moves.
+    A rank that writes a checkpoint or samples images is in no step; while the others wait for it in
+    a step, it makes progress.
     """
     stepping = any(beat.position.phase and not beat.done for beat in beats)
     return (

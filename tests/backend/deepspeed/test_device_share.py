@@ -1,7 +1,7 @@
-"""``offload_optimizer.ratio`` below 1: a part of the optimizer stays on the device.
+"""``offload_optimizer.ratio`` below 1: part of the optimizer stays on the device.
 
-The CPU accelerator has no other device, so that the part is given host memory under another name;
-all else is DeepSpeed's own path for it.
+The CPU accelerator has no second device, so that part gets host memory under another device's name;
+everything else is DeepSpeed's own code path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def case(ratio: float) -> Case:
 
 
 def train(ratio: float, folder: str | None = None, *, mended: bool = True) -> dict[str, Any]:
-    """What a run whose optimizer is shared out leaves behind."""
+    """Train with part of the optimizer on the device and return the results."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
@@ -75,7 +75,7 @@ def train(ratio: float, folder: str | None = None, *, mended: bool = True) -> di
 
 
 def come_back(engine: Any, folder: str) -> None:
-    """Save, spoil and load."""
+    """Save a checkpoint, overwrite weights and states, and load it."""
     from zerotune.checkpoint import load_checkpoint, save_checkpoint
 
     save_checkpoint(folder, engine=engine)
@@ -88,7 +88,7 @@ def come_back(engine: Any, folder: str) -> None:
 
 
 def bytes_beside(wrapper: Any) -> dict[str, int]:
-    """Of weights, gradients and states of the sub-groups that are stepped on the device."""
+    """Count bytes of weights, gradients and states of the sub-groups stepped on the device."""
     found = dict.fromkeys(("master weights", "gradients", "optimizer states"), 0)
     for index, slab in enumerate(wrapper.fp32_partitioned_groups_flat):
         if wrapper.subgroup_to_device[index] != BESIDE:
@@ -109,7 +109,7 @@ def test_the_part_on_the_device_follows_the_schedule_and_is_saved(tmp_path: Path
     count = len(shared["beside"])
     assert count >= 5
     assert shared["beside"] == [index < int(0.4 * count) for index in range(count)]
-    # Two implementations of AdamW: not the same bits.
+    # Not bit-identical, since two implementations of AdamW are compared.
     assert shared["losses"] == pytest.approx(whole["losses"], rel=2e-4)
     assert raw["bytes"]["optimizer states"] == 0 < shared["bytes"]["optimizer states"]
     assert raw["losses"] != pytest.approx(whole["losses"], rel=2e-4), "the rate stays where it was"
@@ -120,7 +120,7 @@ def test_the_part_on_the_device_follows_the_schedule_and_is_saved(tmp_path: Path
 
 
 def counted(real: dict[str, Any]) -> dict[str, int]:
-    """What the memory model says of the same plan on a machine with a card."""
+    """Return the memory model's bytes for the same plan on a machine with a GPU."""
     from tests.support.models import tiny_unet
 
     estimate = DeepSpeedPlan.build(

@@ -1,4 +1,4 @@
-"""What the user's module is after its engine has been closed."""
+"""The user's module after its engine has been closed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trained(engine: Any) -> list[float]:
 
 
 def in_turn(places: tuple[Case, ...]) -> list[list[float]]:
-    """Losses of one model under one engine after another, and what it is between them."""
+    """Train one model under one engine after another; check it in between and return the losses."""
     model = HostileNet(0, scalar=False)
     names = [set(vars(each)) for each in (*model.modules(), *model.parameters())]
     found = []
@@ -86,7 +86,7 @@ def test_a_model_whose_engine_is_open_is_one_clear_error() -> None:
 
 @pytest.mark.deepspeed
 @ranks(2)
-def test_what_several_ranks_had_says_so_when_it_is_used() -> None:
+def test_using_a_model_left_partitioned_over_ranks_is_one_clear_error() -> None:
     model = HostileNet(0, scalar=False)
     with start(Case(stage=3, overrides=(WHOLE,)), model) as engine:
         trained(engine)

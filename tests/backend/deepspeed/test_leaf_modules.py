@@ -42,7 +42,7 @@ def train(make: Any, checkpointed: bool, *overrides: tuple[str, Any]) -> dict[st
 @pytest.mark.deepspeed
 @ranks(1)
 def test_u_nets_train_the_same_with_whole_blocks() -> None:
-    # Recomputed blocks run their hooks twice, and are what is trained in practice.
+    # Checkpointed blocks are what people train, and run their hooks twice.
     ours = train(text_unet, True)
     layerwise = train(text_unet, True, OFF)
     assert ours["empty"]
@@ -55,7 +55,7 @@ def test_u_nets_train_the_same_with_whole_blocks() -> None:
 @pytest.mark.deepspeed
 @ranks(1)
 def test_blocks_called_with_keywords_cannot_be_whole() -> None:
-    # Why they are no leaf modules of their own accord: a change here would let them be.
+    # The reason why they are not leaf modules by default: if this test fails, they can be.
     model, override = flux(), ("leaf_module", {"classes": ["FluxTransformerBlock"]})
     engine = start(Case(stage=3, overrides=(PARTITIONED, override)), model)
     assert [d.severity for d in engine.decisions if d.key == KEY] == ["warning"]

@@ -35,7 +35,7 @@ def resources() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stands for torch's allocator, which this process must not change for other tests."""
+    """Fake torch's allocator settings, which tests must not change for the whole process."""
     written = ["expandable_segments:True"]
     read, write = "_accelerator_getAllocatorSettings", "_accelerator_setAllocatorSettings"
     monkeypatch.setattr(torch._C, read, lambda: written[-1], raising=False)
@@ -59,7 +59,7 @@ def test_other_settings_are_kept(settings: list[str], resources: ExitStack) -> N
         ({"DS_PIN_MEMORY_BACKEND": "Native"}, None),
     ],
 )
-def test_what_the_user_wrote_stands(
+def test_the_users_own_allocator_settings_win(
     settings: list[str], environ: dict[str, str], after: str | None, resources: ExitStack
 ) -> None:
     (decision,) = start.pin_exactly(resolved(), resources=resources, environ=environ)
@@ -105,7 +105,7 @@ def old_platform(**more: Any) -> Platform:
 
 
 def old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch 2.11 is."""
+    """Remove the setting, as in torch 2.11."""
     for name in ("get", "set"):
         monkeypatch.delattr(torch._C, f"_accelerator_{name}AllocatorSettings", raising=False)
 
@@ -197,7 +197,7 @@ def test_a_gpu_pins_exactly() -> None:
     def rounded() -> int:
         return int(torch.cuda.host_memory_stats().get("allocated_bytes.allocated", 0))
 
-    # What is installed decides, not what the plan was made for.
+    # The installed torch decides, not the versions that the plan was made for.
     here = Platform.synthetic("cuda", versions=detect_platform(log=False).versions)
     with ExitStack() as resources:
         plan = attrs.evolve(resolved(), platform=here)
@@ -207,6 +207,6 @@ def test_a_gpu_pins_exactly() -> None:
         known = block.is_pinned()
         if decision.severity == "warning":
             pytest.skip(f"torch {torch.__version__} rounds: {decision.reason}")
-        # torch itself takes no part in what DeepSpeed page-locks.
+        # Memory page-locked by DeepSpeed does not pass through torch's allocator.
         assert (rounded() - before) == (0 if decision.after == "native" else 5 * 2**20)
         assert known, "copies of memory that the driver does not know make the host wait"

@@ -51,7 +51,7 @@ def test_each_weight_is_freed_as_soon_as_it_is_copied() -> None:
     before = resident()
     with Peak(resident) as peak:
         flat = flatten_on_host(layers, alignment=2)
-    # torch.cat, which DeepSpeed uses, holds all of them twice.
+    # torch.cat, which DeepSpeed uses, holds the weights twice.
     assert (peak.nbytes - before) < 0.2 * flat.nbytes
 
 
@@ -97,7 +97,7 @@ def test_the_engine_is_built_through_the_host(case: Case) -> None:
 @pytest.mark.deepspeed
 @ranks(1)
 def test_freed_weights_are_given_back_before_the_flat_block_is_taken() -> None:
-    # Else the allocator holds them as small blocks, beside the large one: twice the weights.
+    # Otherwise the allocator keeps the small blocks beside the flat one: twice the weights.
     from deepspeed.accelerator import get_accelerator
 
     model = HostileNet(scalar=False)

@@ -1,4 +1,4 @@
-"""How often a step waits for the device to tell it a number."""
+"""Number of device synchronisations in a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerotune.backend.deepspeed.wrapper import read_at_once
 
 
 class Reads(TorchDispatchMode):
-    """Tensors that the host asked for a number, each storage once."""
+    """Records the tensors whose value the host reads, each storage once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,19 +28,19 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            # Kept, so that no address is used twice.
+            # Keep the tensors alive, so that no address is reused.
             self.asked[args[0].untyped_storage()._cdata] = args[0]
         return func(*args, **(kwargs or {}))
 
     def take(self) -> int:
-        """How many since the last time."""
+        """Return the number of reads since the last call."""
         found = len(self.asked)
         self.asked = {}
         return found
 
 
 def train(case: Case, fixed: bool, host_step: bool = False) -> dict[str, Any]:
-    """What a run leaves, and its reads; the third gradient is not finite."""
+    """Train with a third gradient that is not finite; return results and reads."""
     with pytest.MonkeyPatch.context() as patch:
         if not fixed:
             for kind in (partitioned.PartitionedWrapper, HalfWrapper):
@@ -132,7 +132,7 @@ def test_the_step_in_one_pass_asks_once_as_well() -> None:
 @ranks(1)
 def test_a_dropped_window_leaves_no_flag_behind() -> None:
     engine = begin(CASES[0], tiny_unet(), False)
-    # It has a gradient that is not finite.
+    # Its gradient is not finite.
     engine.backward(unet_loss(engine, 0) * torch.inf)
     engine.discard()
     engine.backward(unet_loss(engine, 1))

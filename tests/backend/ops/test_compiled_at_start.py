@@ -1,4 +1,4 @@
-"""What an engine has compiled when it starts, and what it says of a build that cannot be had."""
+"""Ops that an engine compiles when it starts, and its error if a build is impossible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.deepspeed
 
 
 def started() -> bool:
-    """Start an engine; whether DeepSpeed loaded its op for exchange in shared memory."""
+    """Start an engine; return whether DeepSpeed loaded its shared-memory communication op."""
     import torch
 
     from zerotune import DeepSpeedPlan
@@ -31,7 +31,7 @@ def test_one_process_compiles_nothing_for_exchange_in_shared_memory():
     assert run_ranks(started) == [False]
 
 
-def test_two_processes_keep_it():
+def test_two_processes_load_the_op_for_exchange_in_shared_memory():
     assert run_ranks(started, world_size=2) == [True, True]
 
 
@@ -46,7 +46,7 @@ def test_a_lock_that_may_be_another_machines_is_named_by_the_start(tmp_path: Pat
     from zerotune.backend import ops
     from zerotune.errors import PlatformError
 
-    # As in a process that has not loaded it yet.
+    # As in a process that has not loaded the op yet.
     OpBuilder._loaded_ops.clear()
     os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
     ops.filesystem_kind = lambda _folder: "nfs4"

@@ -1,4 +1,4 @@
-"""Root causes, found in the output of real tools."""
+"""Root causes found in the output of real build tools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerotune.backend.ops import diagnose_build, missing_module
 
 
 def torch_error(output):
-    """The shape in which torch passes on what a build printed."""
+    """Wrap build output as torch's error does."""
     return (
         "Error building extension 'cpu_adam': [1/3] c++ -MMD -MF cpu_adam.o.d -c cpu_adam.cpp\n"
         f"FAILED: [code=1] cpu_adam.o \n{output}\nninja: build stopped: subcommand failed.\n"
@@ -34,7 +34,7 @@ def torch_error(output):
         ("int main() {}", ("-std=c++99",), "the compiler is too old for -std=c++99", "newer g++"),
     ],
 )
-def test_what_the_compiler_here_prints(tmp_path, source, flags, cause, fix):
+def test_errors_of_the_local_compiler_are_diagnosed(tmp_path, source, flags, cause, fix):
     done = subprocess.run(
         ["c++", "-x", "c++", "-", "-o", str(tmp_path / "out"), *flags],
         input=source,
@@ -91,7 +91,7 @@ def test_what_the_compiler_here_prints(tmp_path, source, flags, cause, fix):
         ("OSError: [Errno 28] No space left on device", "disk is full", "TORCH_EXTENSIONS_DIR"),
     ],
 )
-def test_what_others_print(output, cause, fix):
+def test_recorded_build_errors_are_diagnosed(output, cause, fix):
     found = diagnose_build(torch_error(output))
 
     assert cause in found.cause
@@ -108,7 +108,7 @@ def test_the_cause_wins_over_its_symptoms():
 
 
 @pytest.mark.parametrize("output", ["", "Timeout", "ninja: build stopped: subcommand failed."])
-def test_nothing_is_made_up(output):
+def test_output_without_a_known_cause_gets_no_diagnosis(output):
     assert diagnose_build(output) is None
 
 

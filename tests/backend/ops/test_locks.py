@@ -1,4 +1,4 @@
-"""Locks of build folders, held by the living, the dead and the unseen."""
+"""Locks of build folders, held by live, dead and remote processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_build_that_is_killed_blocks_nobody(lock: Path, caplog: pytest.LogCapt
     next_one.release()
 
 
-def test_whoever_waits_says_so(
+def test_waiting_for_a_lock_is_logged(
     lock: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ops, "SILENT_FOR", 0.0)
@@ -137,7 +137,7 @@ def test_a_build_is_announced(lock: Path, caplog: pytest.LogCaptureFixture) -> N
     assert "minutes" in caplog.text
 
 
-def test_torch_compiles_under_it() -> None:
+def test_torch_compiles_under_the_lock() -> None:
     from torch.utils import cpp_extension
 
     before = cpp_extension.FileBaton

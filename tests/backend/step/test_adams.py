@@ -1,4 +1,4 @@
-"""The pass over host memory: bit for bit DeepSpeedCPUAdam, a cast and an average."""
+"""The pass over host memory equals DeepSpeedCPUAdam, a cast and an EMA, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = (1, 15, 16, 1024, 70_003)
 
 
 def deviations() -> list[str]:
-    """Every combination in which something is not the same to the last bit."""
+    """List the combinations in which a result is not bit-identical."""
     wrong = []
     for decoupled, decay, dtype, size in itertools.product(
         (True, False), (0.0, 0.01), (torch.bfloat16, torch.float32, torch.float16), SIZES
@@ -30,7 +30,7 @@ def deviations() -> list[str]:
 
 
 def stepped(decoupled: bool, decay: float, dtype: torch.dtype, size: int) -> list[Any]:
-    """Name, result of the pass and result of the chain, after some steps of both."""
+    """Return name, the pass's result and the reference's, after several steps of both."""
     from zerotune.backend.step.adams import HostAdam
     from zerotune.backend.step.kernel import Average, load_host_step
 
@@ -45,7 +45,7 @@ def stepped(decoupled: bool, decay: float, dtype: torch.dtype, size: int) -> lis
     for step in range(1, STEPS + 1):
         gradient = (torch.randn(size, generator=generator) * step).to(dtype)
         factor = float(torch.tensor(0.3 + 0.1 * step))
-        # Pairs of near ones are averaged together, an odd one and a far one alone.
+        # EMAs with a weight below 0.5 are updated in pairs; an odd one, or one above, alone.
         weights = (0.001, 0.7 / step, 0.2)
         begun = host.begin(
             slab, gradient=gradient, group=mine.param_groups[0], factor=factor, out=out
@@ -83,7 +83,7 @@ def cpu_adam(weights: torch.Tensor, decoupled: bool, decay: float) -> Any:
 
 
 def powers(first: int) -> list[float]:
-    """Weights of one element, whose steps follow a counter that begins anew at ``first``."""
+    """Return a weight after each step from ``first`` on, as if the run had resumed there."""
     from zerotune.backend.step.adams import HostAdam
     from zerotune.backend.step.kernel import load_host_step
 
@@ -113,7 +113,7 @@ def test_the_pass_is_the_chain_to_the_last_bit():
     assert wrong == []
 
 
-def test_with_one_thread_too():
+def test_the_pass_is_the_chain_with_one_thread_too():
     (wrong,) = run_ranks(deviations, env={"OMP_NUM_THREADS": "1"})
     assert wrong == []
 
@@ -153,7 +153,7 @@ def test_a_sum_is_finite_if_and_only_if_all_elements_are():
 
 
 def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> list[str]:
-    """What differs between AdamWBF16States and the pass, in parts and in any order, after steps."""
+    """List what differs between AdamWBF16States and the pass, done in parts and in any order."""
     from zerotune.backend.optimizers.classes import AdamWBF16States
     from zerotune.backend.step.adams import HostBF16Adam, torch_rounds_alike
     from zerotune.backend.step.kernel import Average, load_host_step
@@ -226,7 +226,7 @@ def test_noise_is_drawn_by_the_place_in_the_group_however_a_slab_is_cut():
     from zerotune.backend.step.adams import HostBF16Adam
     from zerotune.backend.step.kernel import load_host_step
 
-    # Two runs of a slab, the second across the end of the period.
+    # Two fragments of the slab, the second across the end of the period.
     places = [(0, 5), (48, NOISE_PERIOD - 9)]
     weight = torch.nn.Parameter(torch.zeros(128))
     adam = AdamWBF16States([weight], betas=(0.5, 0.5))
@@ -237,7 +237,7 @@ def test_noise_is_drawn_by_the_place_in_the_group_however_a_slab_is_cut():
         step.run(part.start, part.stop)
     at = torch.cat([torch.arange(5, 53), torch.arange(NOISE_PERIOD - 9, NOISE_PERIOD + 71)])
     bits = noise_bits(noise_key(0, 0), at)
-    # A quarter of a bf16 unit above 1: rounded up where the 16 bits reach over the rest.
+    # A quarter of a bf16 unit above 1: rounded up if the 16 random bits are at least 0xC000.
     expected = torch.where((bits & 0xFFFF) >= 0xC000, 1.0 + 2**-7, 1.0)
     assert torch.equal(adam.state[weight]["exp_avg"].float(), expected.float())
     assert 0.05 < float((expected > 1).float().mean()) < 0.5

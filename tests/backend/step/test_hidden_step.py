@@ -1,4 +1,4 @@
-"""A step that is being taken while the next forward runs: the same bits as one that is not."""
+"""A step taken while the next forward runs gives the same bits as one that is not hidden."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ pytestmark = pytest.mark.deepspeed
 
 SIDE = 6
 PLAIN = 0
-"""In the place of a stage: the plain engine."""
+"""Stands for the plain engine in place of a ZeRO stage."""
 STEPS = int(os.environ.get("ZEROTUNE_HIDDEN_STEPS", "45"))
-"""Of the runs with delays: as many as meet every way of looking twice; 200 where asked for."""
+"""Steps of the runs with delays (a third with the plain engine); 200 for a long run."""
 LEARNED = 0.5 if STEPS >= 200 else 0.7
-"""Of the first loss, what the last may be."""
+"""Upper bound of the last loss, as a fraction of the first."""
 
 
 class Web(torch.nn.Module):
-    """Weights used in every way there is, most of them not by their own module's call."""
+    """A model that uses weights in many ways, mostly outside their own module's call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ def begin(
     context = {"hidden": hidden, "deepspeed": stage != PLAIN, "host_step": host_step}
     resolver = OptimizerResolver(groups=ParameterGroups.no_decay() if groups else None)
     with pytest.MonkeyPatch.context() as patch:
-        # The model as on a device: its weights lie elsewhere than those that are stepped.
+        # As on a device: the model's weights are separate from the stepped ones.
         patch.setattr(plain, "_has_memory_of_its_own", lambda _: apart)
         return build(model, plan, resolver=resolver, **context)
 
 
 def optimizer_of(engine: Any) -> Any:
-    """Whose groups a schedule sets, and which knows of the step under way."""
+    """Return the optimizer whose groups a schedule sets and which knows the pending step."""
     return (
         engine._torch_optimizer if engine.plan.stage == PLAIN else engine.deepspeed_engine.optimizer
     )
@@ -114,7 +114,7 @@ def loss_of(engine: Any, step: int) -> torch.Tensor:
 
 @contextmanager
 def in_small_parts() -> Iterator[Counter[str]]:
-    """Parts of a few elements; counts who takes them."""
+    """Cut steps into parts of a few elements; count parts by thread name."""
     taken: Counter[str] = Counter()
     original = pending.PendingStep._take
 
@@ -132,9 +132,9 @@ def in_small_parts() -> Iterator[Counter[str]]:
 
 @contextmanager
 def delayed(seed: int, model: torch.nn.Module) -> Iterator[None]:
-    """Random delays in the pass, before and after its uploads, and in the modules' hooks.
+    """Add random delays in the pass, before and after its uploads, and in the modules' hooks.
 
-    Weights are uploaded from a buffer, as to a device, where the stage has one.
+    Weights are uploaded from a buffer, as to a device, if the stage has one.
     """
     chance = random.Random(seed)
 
@@ -164,7 +164,7 @@ def delayed(seed: int, model: torch.nn.Module) -> Iterator[None]:
 
 
 def long_run(stage: int, hidden: bool, steps: int) -> dict[str, Any]:
-    """Losses and what is left after a run in which others look at the weights now and then."""
+    """Train while weights are read now and then; return losses, reads and final weights."""
     from zerotune.ema import EMAShadow, EMAShadows
 
     model = Web()
@@ -199,7 +199,7 @@ def long_run(stage: int, hidden: bool, steps: int) -> dict[str, Any]:
 
 
 def look(engine: Any, emas: Any, step: int) -> Any:
-    """What somebody sees who looks right after a step, which most do not."""
+    """Read weights in one of several ways right after a step; after most steps, do not."""
     match step % 29:
         case 3:
             return digest(engine)
@@ -209,7 +209,7 @@ def look(engine: Any, emas: Any, step: int) -> Any:
             with emas["a"].swapped_in(), engine.evaluating():
                 return float(loss_of(engine, step))
         case 13 if engine.plan.stage < 3 and engine.group.is_main:
-            # The other ranks go on.
+            # Only the main rank reads; the others continue.
             return digest(engine), weights_of(engine)
         case 17:
             return [float(value.double().sum()) for value in emas["b"].state_dict().values()]
@@ -298,7 +298,7 @@ def both(averages: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         "z3 bf16 states",
     ],
 )
-def test_no_setting_changes_a_bit(averages, arguments):
+def test_a_hidden_step_changes_no_bit_under_any_setting(averages, arguments):
     ((mine, theirs),) = run_ranks(both, averages, arguments)
     for name in ("losses", "norms", "master", "ema"):
         assert mine[name] == theirs[name], name
@@ -332,7 +332,7 @@ def test_groups_and_two_averages_are_what_the_usual_step_leaves():
     ],
     ids=["z1", "z2", "z3"],
 )
-def test_nor_do_two_ranks(arguments):
+def test_hidden_steps_of_two_ranks_change_no_bit(arguments):
     for mine, theirs in run_ranks(both, 1, arguments, world_size=2):
         for name in ("losses", "norms", "master", "ema"):
             assert mine[name] == theirs[name], name
@@ -343,7 +343,7 @@ def test_nor_do_two_ranks(arguments):
 
 
 def overflowing(hidden: bool, stage: int) -> dict[str, Any]:
-    """A run in fp16 whose loss scale is too high at first, and again whenever it has grown."""
+    """Train in fp16 with a loss scale that overflows at first, and again whenever it has grown."""
     from deepspeed.accelerator import get_accelerator
 
     from zerotune.backend.upstream import require_deepspeed
@@ -354,7 +354,7 @@ def overflowing(hidden: bool, stage: int) -> dict[str, Any]:
 
     require_deepspeed(accelerator="cpu")
     with pytest.MonkeyPatch.context() as patch:
-        # torch computes in fp16 on any CPU; DeepSpeed wants one that is fast at it.
+        # torch computes in fp16 on any CPU, but DeepSpeed requires one with fast fp16.
         patch.setattr(type(get_accelerator()), "is_fp16_supported", lambda *_: True)
         plan = DeepSpeedPlan.from_dict({
             "zero_optimization": {
@@ -407,7 +407,7 @@ def test_a_loss_scale_that_overflows_skips_the_same_steps(stage, ranks):
 
 
 def two_at_once(hidden: bool) -> list[Any]:
-    """Two engines of one process that step in turns."""
+    """Train two engines of one process alternately."""
     first, second = Web(), torch.nn.Sequential(torch.nn.Linear(SIDE, 40), torch.nn.Linear(40, 1))
     engines = [begin(stage, model, hidden=hidden) for stage, model in ((2, first), (3, second))]
     losses = []
@@ -427,7 +427,7 @@ def two_at_once(hidden: bool) -> list[Any]:
     return losses
 
 
-def test_nor_do_two_engines_of_one_process():
+def test_hidden_steps_of_two_engines_in_one_process_change_no_bit():
     assert run_ranks(two_at_once, True) == run_ranks(two_at_once, False)
 
 
@@ -461,7 +461,7 @@ def test_a_pass_in_the_thread_leaves_the_forward_a_core(threads, left):
 
 
 def one_sided(how: str) -> dict[str, Any]:
-    """A run in which something befalls the second rank alone in its third step."""
+    """Train until the second rank alone fails in its third step."""
     engine = begin(2, Web(), hidden=True)
     struck = engine.group.rank == 1
 
@@ -556,7 +556,7 @@ def test_every_call_after_an_error_ends_with_its_traceback(stage):
 
 
 def resumed(folder: Path, part: str) -> list[float]:
-    """Losses and the average of the last steps of a run; ``part``: whole, killed or resumed."""
+    """Return the last losses and the EMA of a run; ``part``: whole, killed or resumed."""
     from zerotune.checkpoint import load_checkpoint, save_checkpoint
     from zerotune.ema import EMAShadow
 
@@ -587,7 +587,7 @@ def test_a_run_killed_within_a_pass_goes_on_bit_for_bit(tmp_path):
     (whole,) = run_ranks(resumed, tmp_path, "whole")
     with pytest.raises(RanksFailed, match="exit code -9"):
         run_ranks(resumed, tmp_path, "killed")
-    # Both wrote the same before; the killed run is the one to go on from.
+    # Both runs saved at the same step; resume from the killed run's checkpoint.
     (tmp_path / "whole").rename(tmp_path / "other")
     (tmp_path / "killed").rename(tmp_path / "whole")
     assert run_ranks(resumed, tmp_path, "resumed") == [whole]
@@ -646,7 +646,7 @@ def test_compiled_modules_find_their_weights_written():
 
 
 def looks(hidden: bool) -> list[Any]:
-    """What somebody sees of a weight in all the ways there are, right after a step."""
+    """Read a weight in every possible way right after a step."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     engine = begin(2, Web(), hidden=hidden, precision="fp32")
@@ -718,11 +718,11 @@ MOVES: dict[str, Callable[[torch.nn.Module], Any]] = {
         torch.nn.utils.parameters_to_vector(module.parameters()), module.parameters()
     ),
 }
-"""What gives parameters other memory."""
+"""Operations that move parameters to new memory."""
 
 
 class Small(torch.nn.Module):
-    """Two products, one of them by a function that takes its weight whole, as fused kernels do."""
+    """Two products, one by a function that receives its whole weight, as in fused kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -735,7 +735,7 @@ class Small(torch.nn.Module):
 
 
 class Product(torch.autograd.Function):
-    """As ``linear``, whose gradients are written by hand."""
+    """``linear`` with hand-written gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -750,7 +750,7 @@ class Product(torch.autograd.Function):
 
 
 def disturbed(stage: int, hidden: bool | None, what: str, average: bool) -> list[Any]:
-    """Losses and weights of a run in which something happens once, between two steps."""
+    """Disturb a run once between two steps; return its losses and weights."""
     from zerotune.ema import EMAShadow
 
     precision = "fp32" if stage == PLAIN else "bf16"
@@ -787,7 +787,7 @@ def test_weights_that_were_moved_or_frozen_are_followed(stage):
 
 
 def watched(how: str) -> dict[str, Any]:
-    """What somebody holds or asks for, for whom a step cannot be left for later."""
+    """Train while something (a view, an array, a global hook) forbids deferring a step."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     engine = begin(2, Web(), hidden=True)
@@ -836,7 +836,7 @@ def test_whoever_holds_a_view_or_a_global_hook_sees_the_step_taken(how, reason):
 
 
 def compiled_outside(hidden: bool, how: str) -> dict[str, Any]:
-    """Somebody compiles the model without telling."""
+    """Train with a model that the user compiled without telling the engine."""
     engine = begin(PLAIN, Small(), hidden=hidden, precision="fp32")
     module = engine.module
     call = {

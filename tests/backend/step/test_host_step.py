@@ -1,4 +1,4 @@
-"""The step in one pass, inside the real engine: the same bits as DeepSpeed's own."""
+"""The step in one pass gives the same bits as DeepSpeed's own, in the real engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE_WEIGHTS = (("stage3_param_persistence_threshold", 0),)
 def train(
     case: Case, host_step: bool, drop: tuple[int, ...] = (), added_up: str | None = None
 ) -> dict[str, Any]:
-    """Everything a run leaves behind, by name; weights, moments and shadow as a digest."""
+    """Return the results of a run by name; weights, moments and EMA as digests."""
     from tests.support.models import tiny_unet
     from zerotune.ema import EMAShadow
 
@@ -116,7 +116,7 @@ def same(
     drop: tuple[int, ...] = (),
     added_up: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Assert that both steps leave the same; what the one in one pass left, by rank."""
+    """Assert that both steps give the same results; return those of the one pass, by rank."""
     found = run_ranks(both, case, drop, added_up, world_size=world_size)
     usual = "DeepSpeed's" if case.deepspeed else "torch's fused"
     for one, other in found:
@@ -138,7 +138,7 @@ def test_nothing_differs_from_deepspeeds_own_step(case):
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
-def test_nor_on_two_ranks(case):
+def test_nothing_differs_from_deepspeeds_own_step_on_two_ranks(case):
     same(case, world_size=2)
 
 
@@ -163,7 +163,7 @@ NIGHTLY = {
     [pytest.param(case, id=name) for name, case in OTHER.items()]
     + [pytest.param(case, id=n, marks=pytest.mark.nightly) for n, case in NIGHTLY.items()],
 )
-def test_nor_with_other_settings(case):
+def test_nothing_differs_from_deepspeeds_own_step_with_other_settings(case):
     kept = same(case)
     assert kept[0]["added up"] == (["bfloat16"] if case.accumulation == 3 else [])
     if case.clipping == 4.1:
@@ -172,14 +172,14 @@ def test_nor_with_other_settings(case):
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
-def test_nor_when_micro_batches_are_added_up_in_fp32(case):
+def test_nothing_differs_when_micro_batches_are_added_up_in_fp32(case):
     (kept,) = same(attrs.evolve(case, accumulation=3), added_up="fp32")
     assert kept["gradients"] == {"torch.float32"}
     assert kept["added up"] == ["float32"]
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
-def test_nor_when_windows_are_dropped(case):
+def test_nothing_differs_when_windows_are_dropped(case):
     same(case, drop=(1, 4))
 
 
@@ -187,13 +187,13 @@ PLAIN = Case(deepspeed=False, offload="cpu", precision="bf16")
 
 
 def plainly(cases: list[tuple[Case, bool]]) -> list[list[dict[str, Any]]]:
-    """What both steps leave under the plain engine, and of the first what it does without."""
+    """Run both steps under the plain engine; the first case also without offload."""
     from zerotune.backend import plain
 
     found = []
     for case, apart in cases:
         with pytest.MonkeyPatch.context() as patch:
-            # As where the model has a memory of its own.
+            # As if the model had memory of its own.
             patch.setattr(plain, "_has_memory_of_its_own", lambda _, apart=apart: apart)
             found.append(both(case, (1,)))
     found[0].append(train(attrs.evolve(cases[0][0], offload="none"), True, (1,)))
@@ -201,7 +201,7 @@ def plainly(cases: list[tuple[Case, bool]]) -> list[list[dict[str, Any]]]:
 
 
 def same_plainly(cases: list[tuple[Case, bool]], world_size: int = 1) -> list[dict[str, Any]]:
-    """Assert that both steps leave the same; what is left of the first case by all three."""
+    """Assert that both steps give the same results; return all runs of the first case."""
     for found in run_ranks(plainly, cases, world_size=world_size):
         for (case, _), (mine, theirs, *_) in zip(cases, found, strict=True):
             ours = case.optimizer == "AdamWBF16States"
@@ -218,12 +218,12 @@ def test_the_plain_engine_leaves_what_torchs_fused_step_leaves():
         (attrs.evolve(PLAIN, optimizer=L2, clipping=4.1), True),
         (attrs.evolve(PLAIN, optimizer="AdamWBF16States", clipping=0.0), True),
     ])  # fmt: skip
-    # torch's loop over tensors rounds square roots otherwise.
+    # torch's loop over tensors rounds square roots differently.
     assert without["decisions"] == []
     assert mine["losses"] == pytest.approx(without["losses"], rel=1e-4)
 
 
-def test_nor_do_two_processes_of_it():
+def test_two_processes_of_the_plain_engine_leave_what_torchs_fused_step_leaves():
     same_plainly([(PLAIN, True)], world_size=2)
 
 
@@ -280,7 +280,7 @@ def test_a_parameter_without_a_gradient_is_not_stepped_with_an_earlier_one(stage
 
 
 def swapping(folder: str | None, pipelined: bool) -> dict[str, Any]:
-    """A run at stage 3 whose sub-groups lie on NVMe, in whose midst others write one of them."""
+    """Train at stage 3 with sub-groups on NVMe, editing one of them between steps."""
     from zerotune.ema import EMAShadow
     from zerotune.optim.resolver import OptimizerResolver
     from zerotune.plan.model import DeepSpeedPlan, ModelFacts

@@ -1,4 +1,4 @@
-"""Split master weights: what is lost, and that the pass keeps them as torch would."""
+"""Split master weights: which bits are lost, and that the pass updates them as torch would."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def split_of(values: torch.Tensor) -> SplitMasters:
 
 
 def every_low_half() -> torch.Tensor:
-    """Even and odd numbers of both signs, denormal and infinite too, with every low half."""
+    """Floats of both signs, even and odd in bf16, denormal to maximum, with every low half."""
     highs = torch.tensor([0x0000, 0x0001, 0x3F80, 0x3F81, 0x7F7F, 0x4000], dtype=torch.int32)
     signed = torch.cat([highs, highs - 2**15])
     bits = (signed[:, None] << 16 | torch.arange(2**16, dtype=torch.int32)).flatten()

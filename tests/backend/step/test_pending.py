@@ -1,4 +1,4 @@
-"""How a step is cut into parts, and how averages join one that is under way."""
+"""How a step is cut into parts, and how EMAs join a pending one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerotune.errors import EngineError
 
 
 def addresses_of(sizes: list[list[int]], gap: int) -> tuple[list[FragmentAddress], list[int]]:
-    """Fragments of these sizes in slabs that begin with them and end with padding."""
+    """Lay out fragments of these sizes at the start of slabs that end with padding."""
     addresses, slabs = [], []
     for slab, numels in enumerate(sizes):
         offset = 0
@@ -70,7 +70,7 @@ def test_parts_hold_every_element_once(sizes, gap, parts, least):
 
 @attrs.define(eq=False)
 class Doubling:
-    """Takes the place of a slab's step: weights become twice what they were."""
+    """Stands in for a slab's step: doubles the weights."""
 
     weight: torch.Tensor
     before: Any = lambda: None
@@ -124,7 +124,7 @@ def test_averages_may_come_at_any_time_before_the_end(when):
 
 @pytest.mark.parametrize("landed_first", [False, True])
 def test_a_late_average_reads_weights_before_anybody_can_change_them(landed_first):
-    """In one memory a released weight may be changed while the thread still has other parts."""
+    """If model and optimizer share memory, released weights may change before the step ends."""
     weight, shadow = torch.ones(8), torch.ones(8)
     addresses, slabs = addresses_of([[4, 4]], 0)
     go = SimpleQueue()
@@ -142,7 +142,7 @@ def test_a_late_average_reads_weights_before_anybody_can_change_them(landed_firs
         time.sleep(1e-3)
     if landed_first:
         first.data  # noqa: B018 - using it waits for it
-    # The thread goes on where somebody waits for it, and would not come back otherwise.
+    # ``follow`` waits for the thread, so only a timer can let the thread continue.
     later = threading.Timer(0.2, go.put, [None])
     later.start()
     tensors = {address.key: shadow[4 * i : 4 * i + 4] for i, address in enumerate(addresses)}
@@ -174,7 +174,7 @@ def test_several_threads_take_each_part_once():
 
 
 class Devices:
-    """As an accelerator: each thread is on the first device until it goes to another."""
+    """Stands in for an accelerator: each thread starts on the first device."""
 
     def __init__(self) -> None:
         self._here = threading.local()
@@ -247,13 +247,13 @@ def test_ctrl_c_at_any_time_lets_nobody_wait_for_ever(threaded):
                 signal.setitimer(signal.ITIMER_REAL, 0)
             outcome: SimpleQueue[str] = SimpleQueue()
             threading.Thread(target=settled, args=(step, outcome), daemon=True).start()
-            # Empty where a part was left that nobody finishes.
+            # Raises ``queue.Empty`` if a part is left that no thread will finish.
             ended = outcome.get(timeout=60)
             assert ended == "settled" or "last checkpoint" in ended
             assert ended == "settled" or not threaded, "no signal reaches the thread"
     finally:
         signal.signal(signal.SIGALRM, before)
-        # torch.no_grad itself, interrupted between switching and entering, does not switch back.
+        # torch.no_grad does not restore the mode if interrupted while it is being entered.
         torch.set_grad_enabled(True)
     assert interrupted == 80
 
@@ -321,7 +321,7 @@ def test_a_thread_that_is_a_step_behind_releases_nothing_early():
     earlier.settle()
     later, _ = pending(torch.ones(40))
     later.hold("0.0", kept)
-    # As a thread that has asked for the weight before, and only now comes to it.
+    # As a thread of the earlier step that arrives after the later one has begun.
     earlier.land(kept)
     with torch._C.DisableTorchFunctionSubclass():
         assert kept.numel() == 0, "the later step has not written it"

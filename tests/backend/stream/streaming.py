@@ -1,4 +1,4 @@
-"""Small models of every family, and one training run of them under any engine."""
+"""Small models of every family, and a training run that works under any engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCH = 2
 
 
 def unet() -> torch.nn.Module:
-    """As SDXL's, 15 units."""
+    """Like SDXL's, 15 units."""
     from diffusers import UNet2DConditionModel
 
     return UNet2DConditionModel(
@@ -158,7 +158,7 @@ FAMILIES = {
 
 @attrs.frozen(kw_only=True)
 class Run:
-    """What is trained, and how; the same under every engine."""
+    """Model and settings of a training run, the same under every engine."""
 
     family: str = "flux"
     checkpointing: str = "off"
@@ -172,7 +172,7 @@ class Run:
     evaluate: bool = False
     optimizer: str = "AdamW"
     compiled: str = ""
-    """The back end that compiles the blocks."""
+    """The backend that compiles the blocks; none if empty."""
 
     def __str__(self) -> str:
         optimizer = "" if self.optimizer == "AdamW" else f" {self.optimizer}"
@@ -183,7 +183,7 @@ class Run:
 
 
 def add_adapters(run: Run, model: torch.nn.Module) -> None:
-    """Adapters that are not zero, so that every one of them has a gradient."""
+    """Add non-zero adapters, so that every one of them has a gradient."""
     from zerotune.diffusion.lora import LoRA, add_lora
 
     add_lora(model, LoRA(rank=4, init="gaussian", targets=TARGETS.get(run.family)))
@@ -203,7 +203,7 @@ def make_model(run: Run) -> torch.nn.Module:
         model.enable_gradient_checkpointing()
     elif run.checkpointing == "reentrant":
         if run.lora:
-            # Else no input of the first blocks wants a gradient, and reentrant ones give none.
+            # Reentrant checkpoints need an input that requires a gradient; the first have none.
             model.get_submodule(FIRST[run.family]).register_forward_hook(
                 lambda _module, _args, output: output.requires_grad_()
             )
@@ -260,12 +260,12 @@ def loss_of(run: Run, engine: Any, seed: int) -> torch.Tensor:
 
 
 def advance(run: Run, engine: Any, steps: range, ema: Any = None) -> dict[str, list[Any]]:
-    """Losses and norms of some steps."""
+    """Train for these steps; return losses and norms."""
     losses: list[float] = []
     norms: list[Any] = []
     for step in steps:
         for micro in range(run.accumulation):
-            # Each rank has batches of its own.
+            # Each rank has its own batches.
             loss = loss_of(run, engine, 100 * step + micro + 10_000 * engine.group.rank)
             losses.append(float(loss.detach()))
             engine.backward(loss)
@@ -280,7 +280,7 @@ def advance(run: Run, engine: Any, steps: range, ema: Any = None) -> dict[str, l
 
 
 def contents(engine: Any, ema: Any = None) -> dict[str, list[torch.Tensor]]:
-    """Weights, masters, moments and averages by name."""
+    """Copy weights, masters, moments and EMAs, by name."""
     found = {name: [value.clone()] for name, value in engine.module.state_dict().items()}
     for fragment in engine.master_weights.read():
         assert fragment.address.numel == fragment.address.full_numel
@@ -297,7 +297,7 @@ def contents(engine: Any, ema: Any = None) -> dict[str, list[torch.Tensor]]:
 
 
 def gathered(engine: Any, ema: Any = None) -> dict[str, list[torch.Tensor]]:
-    """As ``contents``, of all ranks together."""
+    """Return the same as ``contents``, gathered from all ranks."""
     found = {name: [value.clone()] for name, value in engine.module.state_dict().items()}
     for source in (None, *(lambda f, n=n: f.states[n] for n in ("exp_avg", "exp_avg_sq"))):
         for name, value in engine.master_weights.gather(source):
@@ -308,7 +308,7 @@ def gathered(engine: Any, ema: Any = None) -> dict[str, list[torch.Tensor]]:
 
 
 def train(run: Run, *, streamed: Any = None, seed: int | None = None, **how: Any) -> dict[str, Any]:
-    """Everything that a run leaves."""
+    """Train and return all results of the run."""
     with delays(seed), start(run, make_model(run), streamed=streamed, **how) as engine:
         if run.compiled:
             compile_blocks(run, engine)
@@ -328,7 +328,7 @@ def train(run: Run, *, streamed: Any = None, seed: int | None = None, **how: Any
 
 @contextlib.contextmanager
 def delays(seed: int | None) -> Iterator[None]:
-    """Random delays in every lane and every pass."""
+    """Add random delays to every lane and every pass."""
     if seed is None:
         yield
         return
@@ -352,7 +352,7 @@ def delays(seed: int | None) -> Iterator[None]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Where two runs differ in a bit."""
+    """List the results of two runs that are not bit-identical."""
     found = [n for n in ("losses", "norms", "compiled") if one.get(n) != other.get(n)]
     mine, theirs = one["contents"], other["contents"]
     found += sorted(mine.keys() ^ theirs.keys())

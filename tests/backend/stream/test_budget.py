@@ -1,6 +1,7 @@
-"""What streamed units take of the device and move over the bus, at the sizes of real models.
+"""Device memory and bus traffic of streamed units, at the sizes of real models.
 
-The residency and autograd are real; the units have their sizes alone, and the blocks one weight.
+Residency and autograd are real; units only pretend to have their size, and each block has one
+weight.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CUDA = Platform.synthetic("cuda", vram=24 * GIB, ram=512 * GIB)
 
 
 class Sized:
-    """A unit of as many bytes, none of which are there."""
+    """A unit that counts this many bytes without allocating them."""
 
     def __init__(self, nbytes, *, trained, resident=False):
         self.nbytes, self.trained, self.resident = nbytes, trained, resident
@@ -74,7 +75,7 @@ def planned(family, *, lora, streaming, accumulation):
 
 
 def run(case, *, accumulation, steps=4):
-    """Take steps; the counts of the residency, and bytes moved in the last of them."""
+    """Take steps; return the residency's counts and the bytes moved in the last step."""
     units = case.streamed
     sized = [Sized(2 * numel, trained=True) for numel in units.trained]
     sized += [Sized(2 * numel, trained=False) for numel in units.frozen]

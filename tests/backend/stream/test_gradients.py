@@ -1,4 +1,4 @@
-"""Units have a few buffers for gradients in turn, where steps begin in the backward pass."""
+"""Units share a few gradient buffers if steps begin in the backward pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerotune.backend.stream.gradients import GradientPool, GradientsOfAll
 from zerotune.backend.stream.units import FlatOrder, HostMemory, find_units, make_units
 from zerotune.plan.model import Streaming
 
-# DeepSpeed keeps for the whole process what its first engine made.
+# DeepSpeed keeps state of its first engine for the whole process.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 EAGER = Run(family="web", checkpointing="on", clipping=0.0, groups=True, steps=4)
@@ -60,7 +60,7 @@ def test_one_buffer_is_enough_whatever_is_late(seed):
 
 
 def test_nothing_of_another_unit_is_left_between_parameters():
-    """A block of 8-bit moments would take its scale from it."""
+    """Leftovers in the gaps would change the scale of a block of 8-bit moments."""
     model = Web().bfloat16()
     names = [name for name, _ in model.named_parameters()]
     order = FlatOrder([names], sizes={n: p.numel() for n, p in model.named_parameters()})

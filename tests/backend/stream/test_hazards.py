@@ -1,4 +1,4 @@
-"""Planted faults are seen: what comes or goes too early spoils what a run leaves."""
+"""Planted faults are detected: moving data too early or too late changes a run's results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EAGER = Run(family="web", checkpointing="on", accumulation=2, clipping=0.0, step
 
 
 def spoil_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evicted unit keeps its memory and is NaN there: a use of it is seen, and no crash."""
+    """Fill evicted units with NaN instead of freeing them: a use changes results."""
 
     def evict(self: Any) -> None:
         self.flat.data.fill_(torch.nan)
@@ -44,14 +44,14 @@ def streamed(run: Run) -> dict[str, Any]:
 
 
 def without_fault(monkeypatch: pytest.MonkeyPatch, run: Run) -> dict[str, Any]:
-    """What a run leaves; from here on an evicted unit is NaN."""
+    """Return the results of a good run; evicted units are NaN from here on."""
     good = streamed(run)
     spoil_evicted(monkeypatch)
     return good
 
 
 def is_seen(good: dict[str, Any], run: Run) -> bool:
-    """Whether a run leaves something else, or does not come to an end."""
+    """Return whether a run gives different results or fails."""
     try:
         return bool(differences(good, streamed(run)))
     except EngineError:
@@ -63,14 +63,14 @@ def test_without_a_fault_nothing_evicted_is_used(monkeypatch, run):
     assert not differences(without_fault(monkeypatch, run), streamed(run))
 
 
-def test_a_copy_to_the_device_that_is_not_waited_for(monkeypatch):
+def test_a_copy_to_the_device_that_is_not_waited_for_is_detected(monkeypatch):
     good = without_fault(monkeypatch, CLIPPED)
     monkeypatch.setattr(lanes.Copy, "receive", lambda _: None)
     assert is_seen(good, CLIPPED)
 
 
 @pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
-def test_a_pass_that_is_not_waited_for(monkeypatch, run):
+def test_a_pass_that_is_not_waited_for_is_detected(monkeypatch, run):
     good = without_fault(monkeypatch, run)
     original = lanes.Lane.submit
 
@@ -88,14 +88,14 @@ def test_a_pass_that_is_not_waited_for(monkeypatch, run):
     assert is_seen(good, run)
 
 
-def test_gradients_that_are_not_waited_for(monkeypatch):
+def test_gradients_that_are_not_waited_for_are_detected(monkeypatch):
     good = without_fault(monkeypatch, EAGER)
     monkeypatch.setattr(lanes.Copy, "finish", lambda _: None)
     monkeypatch.setattr(passes.UnitPass, "is_ready", property(lambda _: True))
     assert is_seen(good, EAGER)
 
 
-def test_a_unit_that_is_released_before_its_last_gradient(monkeypatch):
+def test_a_unit_released_before_its_last_gradient_is_detected(monkeypatch):
     good = without_fault(monkeypatch, WHOLE_GRAPH)
     original = residency.Residency._enter_backward
 
@@ -109,7 +109,7 @@ def test_a_unit_that_is_released_before_its_last_gradient(monkeypatch):
     assert is_seen(good, WHOLE_GRAPH)
 
 
-def test_a_step_before_the_last_micro_batch(monkeypatch):
+def test_a_step_before_the_last_micro_batch_is_detected(monkeypatch):
     spoil_evicted(monkeypatch)
     original = steps.StreamedSteps.begin_backward
 
@@ -121,7 +121,7 @@ def test_a_step_before_the_last_micro_batch(monkeypatch):
         streamed(EAGER)
 
 
-def test_weights_that_are_not_fetched_again_after_a_step(monkeypatch):
+def test_weights_not_fetched_again_after_a_step_are_detected(monkeypatch):
     good = without_fault(monkeypatch, CLIPPED)
     monkeypatch.setattr(
         units.Unit, "is_current", property(lambda unit: unit.is_here and unit.loaded is not None)

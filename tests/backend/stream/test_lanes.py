@@ -1,4 +1,4 @@
-"""What a device's streams wait for, on streams that write down what they are told."""
+"""What a device's streams wait for, on fake streams that log every call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Stream:
 
 
 class Streams:
-    """Stands in for ``torch.cuda``; what is copied is written down with the stream it is on."""
+    """Stands in for ``torch.cuda``; logs each copy with its stream."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, ...]] = []

@@ -1,4 +1,4 @@
-"""Streamed weights train as ZeRO-2 with CPU offload does: every bit of all that a run leaves."""
+"""Streamed weights train as ZeRO-2 with CPU offload does, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.backend.stream.streaming import Run, differences, train
 from tests.support.ranks import ranks
 from zerotune.plan.model import Streaming
 
-# DeepSpeed keeps for the whole process what its first engine made.
+# DeepSpeed keeps state of its first engine for the whole process.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 ALL = 99
@@ -37,7 +37,7 @@ MATRIX = [
         ("web", "unet", "flux", "qwen"), ("off", "on", "reentrant"), (1, 3), (0.0, 0.05),
         (False, True),
     )
-    # Its tied and repeated blocks come twice in one pass, which reentrant checkpoints cut in two.
+    # Its tied and repeated blocks run twice in a pass, which reentrant checkpoints cut in two.
     if (family, checkpointing) != ("web", "reentrant")
 ]  # fmt: skip
 COMPILED = [
@@ -49,13 +49,13 @@ COMPILED = [
         ("web", "flux", "unet", "qwen"), ("aot_eager", "inductor"), ("off", "on"), (0.0, 0.05),
         (False, True),
     )
-    # g++ takes a minute for each.
+    # g++ takes a minute for each inductor run.
     if compiled == "aot_eager" or (lora, clipping) == (False, 0.0)
 ]  # fmt: skip
 
 
 def check(run: Run, *windows: int) -> None:
-    """Every bit, of each window, with as many buffers for gradients."""
+    """Assert equal bits for each window, with as many gradient buffers."""
     theirs = train(run)
     assert theirs["engine"] == "DeepSpeedEngine"
     for window in windows:

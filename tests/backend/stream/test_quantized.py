@@ -1,4 +1,4 @@
-"""Adapters on a quantized base that is streamed: as on one that stays on the device."""
+"""Adapters on a streamed quantized base train as on one that stays on the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zerotune.ema import EMAShadow
 from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 
-# DeepSpeed keeps for the whole process what its first engine made.
+# DeepSpeed keeps state of its first engine for the whole process.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 WHY = "it is an extra"
@@ -36,7 +36,7 @@ RUN = Run(family="flux", lora=True, steps=4)
 
 
 def quantized(run: Run, kind: str) -> Any:
-    """A tiny Flux whose blocks are 4-bit, with adapters."""
+    """Build a tiny Flux whose blocks are 4-bit, with adapters."""
     import bitsandbytes as bnb
 
     torch.manual_seed(0)
@@ -91,7 +91,7 @@ def test_a_copy_of_the_model_knows_how_to_read_its_weights():
             def __call__(self, **inputs: Any) -> Any:
                 return copied(**inputs)
 
-        # On a CPU bitsandbytes packs weights anew for models that do not train.
+        # On a CPU bitsandbytes repacks the weights of models that do not train.
         with torch.no_grad():
             assert float(loss_of(RUN, Plain(), 5)) == float(loss_of(RUN, engine, 5))
 

@@ -51,7 +51,7 @@ def lean_weights(optimizer: str, steps: int = 4) -> tuple[list[float], dict[str,
     with start(run, make_model(run), streamed=streamed) as engine:
         losses = []
         for step in range(run.steps):
-            # The same batch on every rank, whose mean is that of one.
+            # The same batch on every rank, so the mean gradient equals that of one rank.
             loss = loss_of(run, engine, step)
             losses.append(float(loss.detach()))
             engine.backward(loss)
@@ -84,7 +84,7 @@ def test_lean_states_do_not_depend_on_how_many_ranks_share_a_unit(optimizer):
 @ranks(2)
 def test_every_bit_is_that_of_zero_2(monkeypatch, run):
     def differing(run: Run) -> torch.nn.Module:
-        """The first rank's weights are those of all."""
+        """Build different weights on each rank; those of rank 0 must win."""
         model = make_model(run)
         for parameter in model.parameters() if rank() else ():
             parameter.data.mul_(2)
@@ -134,7 +134,7 @@ def test_split_masters_train_as_whole_ones_on_two_ranks(steps):
     run = Run(family="flux", checkpointing="on", clipping=0.0, steps=steps)
     mine, theirs = train(run, streamed=LEAN, seed=3), train(run)
     for kept in (mine, theirs):
-        # One master weight in 131,072 becomes one unit in its last place more, and its average.
+        # Without masters and EMAs: one master in 131,072 is one unit in the last place too large.
         kept["contents"] = {
             name: [weight, first, second]
             for name, (weight, _, first, second, _) in kept["contents"].items()
@@ -201,7 +201,7 @@ def test_weights_of_no_step_are_gone_on_with_on_no_rank(monkeypatch):
             loss_of(EAGER, engine, 3)
 
 
-# -- Ranks that do not do the same.
+# -- Ranks that diverge.
 
 
 def freeze(engine: Any, *names: str) -> None:
@@ -234,7 +234,7 @@ def test_what_one_rank_lacks_ends_in_an_error_on_each(run):
             advance(run, engine, range(1, 3))
         with pytest.raises(CollectiveError, match=message):
             advance(run, engine, range(3, 4))
-        # Raises only where weights are of no step.
+        # Raises only if weights are between two steps.
         with contextlib.suppress(CollectiveError):
             engine.close()
 
@@ -296,13 +296,16 @@ def test_on_several_machines_deepspeed_trains_and_says_so():
 
 
 def mapped(kind: str) -> list[str]:
-    """This process's views of shared memory: ``s``, or ``p`` where what it writes is its own."""
+    """List this process's mappings of shared memory:
+
+    ``s`` shared, ``p`` private (copy on write).
+    """
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line for line in lines if "memfd:zerotune" in line and line.split()[1][3] == kind]
 
 
 def links() -> list[int]:
-    """Of each piece of shared memory that this process has open, the names that lead to it."""
+    """Return the link count of each piece of shared memory that this process has open."""
     found = []
     for each in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -324,7 +327,7 @@ def test_weights_are_in_memory_once_and_it_is_given_back():
         weights = gathered(engine)
     gc.collect()
     assert not mapped("s")
-    # Weights are whole, and each rank's own from here on.
+    # From here on the weights are whole, and private to each rank.
     state = model.state_dict()
     assert all(torch.equal(state[name], weights[name][0]) for name in weights)
     for value in state.values():
@@ -366,7 +369,7 @@ def lose_a_rank() -> str:
     del engine
     gc.collect()
     assert not mapped("s")
-    # A killed rank fails the whole, and results with it.
+    # A killed rank fails the whole call, which returns no results: report through the error.
     raise AssertionError(said)
 
 
@@ -375,7 +378,7 @@ def test_a_killed_rank_is_named():
         run_ranks(lose_a_rank, world_size=2)
 
 
-# -- What others read and write.
+# -- Reading and writing checkpoints of other engines.
 
 OTHERS: dict[str, dict[str, Any]] = {
     "streamed": {"streamed": STREAMED},

@@ -1,4 +1,4 @@
-"""Checkpoints of streamed weights resume anywhere, and those of others resume streamed."""
+"""Checkpoints of streamed weights resume under any engine, and other engines' resume streamed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def same(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def saved(folder: Path, run: Run, engine_name: str) -> Path:
-    """A checkpoint of three steps."""
+    """Save a checkpoint after three steps."""
     train(run, engine_name, range(3), save=folder / engine_name)
     return folder / engine_name
 
@@ -81,7 +81,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, run):
 
 
 def test_a_run_that_is_resumed_at_its_second_step_is_the_uninterrupted_one(tmp_path):
-    """Where a power of a beta is another number than the product that an op has counted."""
+    """At this step a power of beta differs from the product that an op has accumulated."""
     run = Run(family="web", clipping=0.0, scheduler=False)
     whole = train(run, "streamed", range(4))
     train(run, "streamed", range(2), save=tmp_path / "two")
@@ -133,7 +133,7 @@ def test_8_bit_moments_carry_over_to_fp32_ones_exactly_and_back_rounded(tmp_path
 
 @pytest.mark.parametrize("run", [FULL, ADAPTERS], ids=str)
 @pytest.mark.parametrize("target", [name for name in ENGINES if name != "split"])
-def test_its_checkpoints_are_those_of_stage_2(tmp_path, run, target):
+def test_streamed_checkpoints_are_those_of_stage_2(tmp_path, run, target):
     mine = train(run, target, range(3, 5), resume=saved(tmp_path, run, "streamed"))
     same(mine, train(run, target, range(3, 5), resume=saved(tmp_path, run, "stage 2")))
 

@@ -1,4 +1,4 @@
-"""Steps of streamed weights: when they begin, what is dropped, and what is never gone on with."""
+"""Steps of streamed weights: when they begin, which windows are dropped, what is final."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zerotune.errors import EngineError
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 from zerotune.platform import Platform
 
-# DeepSpeed keeps for the whole process what its first engine made.
+# DeepSpeed keeps state of its first engine for the whole process.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 CLIPPED = Run(family="web", clipping=0.05)
@@ -115,7 +115,7 @@ def test_a_window_whose_backward_pass_failed_is_as_if_it_had_not_been():
             engine.discard()
             return [*kept, advance(CLIPPED, engine, range(3, 5))]
 
-    # DeepSpeed's own window cannot be dropped any more once a gradient has come.
+    # DeepSpeed's own window cannot be dropped once it has a gradient.
     assert train(FEW) == train(None)
 
 
@@ -129,7 +129,7 @@ def test_a_window_whose_steps_have_begun_is_not_dropped():
 
 
 def spoil(engine: Any) -> None:
-    """Have the first block's gradients be NaN, when all others have been stepped."""
+    """Make the first block's gradients NaN after all other blocks have been stepped."""
     parameter = engine.module.blocks[0].a.bias
     with torch._C.DisableTorchFunctionSubclass():
         hook = parameter.register_hook(lambda gradient: gradient * float("nan"))
@@ -246,7 +246,7 @@ def _sum(engine: Any) -> float:
     return sum(float(f.value.double().sum()) for f in engine.master_weights.read())
 
 
-# -- Where it is not done.
+# -- When weights are not streamed.
 
 
 def resolved(streamed: Any = True, *, world_size: int = 1, **build: Any) -> Any:
@@ -276,7 +276,7 @@ def test_a_plan_that_cannot_be_streamed_says_why(how, reason):
     assert (said.before, said.after, said.severity) == (True, False, "warning")
 
 
-def test_nothing_is_said_where_nobody_asked():
+def test_a_plan_that_does_not_ask_for_streaming_gets_no_decision():
     for streamed in (None, False):
         assert not [d for d in resolved(streamed).decisions if d.key == "streamed"]
 
@@ -305,7 +305,7 @@ def test_a_model_without_repeated_blocks_is_trained_by_deepspeed():
         assert "no repeated blocks" in engine.explain()
 
 
-def test_prepare_starts_it_from_a_resolved_plan():
+def test_prepare_starts_the_stream_engine_from_a_resolved_plan():
     import zerotune
 
     run = Run(family="web", steps=2, scheduler=False)
@@ -318,11 +318,11 @@ def test_prepare_starts_it_from_a_resolved_plan():
         assert "6 units" in engine.explain()
 
 
-# -- Averages that move during the backward pass.
+# -- EMAs that are updated during the backward pass.
 
 
 def averaged(*, expected: bool, streamed: Any = True, every: int = 1, steps: int = 9) -> Any:
-    """Averages of a run with eager steps; how many passes had moved them before ``ema.step()``."""
+    """Train with eager steps; return EMAs, and updates by passes before ``ema.step()``."""
     moved: list[int] = []
     with begin(EAGER, streamed) as engine:
         ema = EMAShadow(decay=0.9, update_every=every).attach(engine)
@@ -350,7 +350,7 @@ def test_averages_move_in_the_backward_pass_as_after_the_step(every):
     for other in (later, theirs):
         assert all(all(map(torch.equal, mine[name], other[name])) for name in mine)
     assert not any(never)
-    # The first updates of each are measured, which is done after the step.
+    # The first updates of each EMA are timed, which requires them after the step.
     assert all(moved[8 if every == 1 else 5 :: every]) == (every == 1)
 
 

@@ -1,4 +1,4 @@
-"""Steps that begin in the backward pass, in a trainer: averages, and what is not finite."""
+"""Steps that begin in the backward pass, in a trainer: EMAs and non-finite values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 from zerotune.training import RollBackNonFinite, SaveEvery, SkipNonFinite
 from zerotune.training.step import RaiseNonFinite
 
-# DeepSpeed keeps for the whole process what its first engine made.
+# DeepSpeed keeps state of its first engine for the whole process.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 STEPS, BAD = 8, 5
@@ -28,7 +28,7 @@ PLAN = DeepSpeedPlan.build(
 
 
 class Objective:
-    """Losses of a web, one of which is not finite, or has a gradient that is not."""
+    """Losses of a ``Web``; one of them, or its gradient, is not finite."""
 
     def __init__(self, wrong: str = "") -> None:
         self.wrong, self.calls = wrong, 0
@@ -43,12 +43,12 @@ class Objective:
         if hook is not None:
             hook.remove()
         loss = (out - 0.5).square().mean()
-        # Every gradient of it is finite.
+        # Every gradient of this infinite loss is finite.
         return loss + float("inf") if is_bad and self.wrong == "loss" else loss
 
 
 def spoiling(engine: Any) -> Any:
-    """Have the last gradient be NaN, when all blocks have been stepped."""
+    """Make the last gradient NaN after all blocks have been stepped."""
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
         if hasattr(engine, "_steps"):

@@ -1,4 +1,4 @@
-"""What comes to the device as a whole."""
+"""Units: the modules that move to the device as a whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def names(model: torch.nn.Module, named: tuple[str, ...] = ()) -> list[str]:
     return [name for name, _ in find_units(model, named)]
 
 
-def test_both_stacks_of_flux():
+def test_units_of_flux_are_the_blocks_of_both_stacks():
     found = names(flux())
     assert found == [
         *(f"transformer_blocks.{i}" for i in range(2)),
@@ -25,11 +25,11 @@ def test_both_stacks_of_flux():
     ]
 
 
-def test_blocks_of_qwen_image():
+def test_units_of_qwen_image_are_its_blocks():
     assert names(qwen()) == [f"transformer_blocks.{i}" for i in range(4)]
 
 
-def test_of_a_unet_transformer_blocks_and_residual_blocks_none_inside_another():
+def test_units_of_a_unet_are_its_transformer_and_residual_blocks():
     model = unet()
     found = find_units(model)
     assert {type(module).__name__ for _, module in found} == {
@@ -39,7 +39,7 @@ def test_of_a_unet_transformer_blocks_and_residual_blocks_none_inside_another():
     assert len(parts) == len(set(parts))
 
 
-def test_all_of_sdxl_but_two_percent():
+def test_units_hold_all_of_sdxl_but_two_percent():
     with torch.device("meta"):
         from diffusers import UNet2DConditionModel
 
@@ -64,7 +64,7 @@ SDXL = {
 }  # fmt: skip
 
 
-def test_else_modules_of_one_class_in_a_row():
+def test_units_of_other_models_are_modules_of_one_class_in_a_row():
     assert names(Web()) == [f"blocks.{i}" for i in range(6)]
 
 
@@ -72,14 +72,14 @@ def test_layers_of_torch_are_no_units():
     assert names(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))) == []
 
 
-def test_named_ones_by_class_and_by_name_outermost():
+def test_units_may_be_named_by_class_or_name_and_the_outermost_wins():
     model = unet()
     assert names(model, ("CrossAttnDownBlock2D", "mid_block")) == ["down_blocks.1", "mid_block"]
     inner = names(model, ("mid_block", "BasicTransformerBlock"))
     assert not any(name.startswith("mid_block.") for name in inner)
 
 
-def test_a_name_of_nothing_is_refused():
+def test_a_unit_name_that_matches_nothing_is_refused():
     with pytest.raises(EngineError, match=r"streamed\.units.*Blok"):
         find_units(flux(), ("Blok",))
 

@@ -21,7 +21,7 @@ sides = st.integers(1, 9000)
 
 
 class Numbers:
-    """A bucketed dataset whose samples are their own numbers."""
+    """A bucketed dataset whose samples are their own indices."""
 
     def __init__(self, sizes, *, minimum=1, identity="numbers"):
         self.assignment = AspectBuckets().assign(sizes, minimum=minimum)
@@ -37,7 +37,7 @@ class Numbers:
 
 @pytest.fixture(scope="module")
 def many_sizes():
-    """10,000 sizes of 40 kinds, most kinds common and some with a handful of images."""
+    """Return 10,000 sizes of 40 kinds, most of them common, some with a handful of images."""
     draw = random.Random(7)
     kinds = [(draw.randint(400, 5000), draw.randint(400, 5000)) for _ in range(40)]
     sizes = kinds + draw.choices(kinds, weights=[1 / (n + 1) for n in range(40)], k=9960)
@@ -54,7 +54,7 @@ def streams(dataset, *, ranks, micro, **options):
 
 
 def take(group, steps):
-    """Micro batches of all ranks in global order, each a list of (epoch, index)."""
+    """Take micro batches of all ranks in global order, each a list of (epoch, index)."""
     return [
         [tuple(use) for use in next(stream)["use"].tolist()]
         for _ in range(steps)
@@ -78,14 +78,14 @@ def test_named_buckets_hold_the_area_the_step_and_the_square(buckets, square, st
         assert bucket.width % step == bucket.height % step == 0
         assert 0.5 <= bucket.aspect <= 2
         assert Bucket(width=bucket.height, height=bucket.width) in buckets.sizes
-        # Neither side can grow by a step: the area is used as far as it goes.
+        # Neither side can grow by a step: the area is used as far as possible.
         grown = (bucket.width + step) * bucket.height, bucket.width * (bucket.height + step)
         at_limit = max(bucket.aspect, 1 / bucket.aspect) > 1.8
         assert at_limit or bucket.aspect == 1 or min(grown) > buckets.area
 
 
 def test_the_buckets_of_sdxl_are_among_ours():
-    # The training sizes listed in the SDXL paper's appendix, as far as 2:1.
+    # The training sizes in the SDXL paper's appendix, up to 2:1.
     listed = {(704, 1408), (768, 1344), (832, 1216), (896, 1152), (960, 1088), (1024, 1024)}
     ours = {(bucket.width, bucket.height) for bucket in AspectBuckets().sizes}
     assert {(w, h) for w, h in listed if w * h <= 1024 * 1024 and 2 * w >= h} - ours == set()
@@ -134,7 +134,7 @@ def test_no_image_of_10000_is_lost_or_doubled(many_sizes, ranks):
         assert {index for seen, index in uses if seen == epoch} == set(range(10_000))
     for batch in batches:
         assert len({dataset.assignment.placements[index].bucket for _, index in batch}) == 1
-    # What belongs to an epoch comes in it, but for the images that completed a micro batch.
+    # Images come within their epoch, except in micro batches completed across two epochs.
     first = Counter(epoch for batch in batches[: 10_000 // 4] for epoch, _ in batch)
     assert first[0] > 10_000 - 4 * len(dataset.assignment.members)
 

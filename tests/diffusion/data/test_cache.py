@@ -1,4 +1,4 @@
-"""Caches of latents and embeddings: complete, never stale, and whole after a kill."""
+"""Caches of latents and embeddings: complete, never stale, and intact after a kill."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TEXTS = CacheSettings(kind="text", model="letters", dtype="float32", settings={"
 
 
 class Encoder:
-    """Averages 8x8 blocks, as a VAE without weights, and counts what it was given."""
+    """A fake VAE that averages 8x8 blocks and records its inputs."""
 
     def __init__(self):
         self.seen = []
@@ -83,12 +83,12 @@ def fill(dataset, root, encode, *, settings=LATENTS, **options):
 
 
 def nothing():
-    """A barrier of ranks that run one after the other."""
+    """Do nothing, as the barrier of ranks that run one after the other."""
 
 
 @pytest.fixture
 def some(folder):
-    """A folder of 60 pictures."""
+    """Return a folder of 60 images."""
     for path in folder.rglob("*.*"):
         if path.stem.isdigit() and int(path.stem) >= 60:
             path.unlink()
@@ -166,7 +166,7 @@ def test_every_variant_of_a_caption_is_cached(some, tmp_path):
 
 
 class Plain:
-    """As docs/data.md invites, without a repr."""
+    """A policy as docs/data.md suggests, without a repr."""
 
     def flatten(self, image):
         return image.convert("RGB")
@@ -174,7 +174,7 @@ class Plain:
 
 @attrs.frozen
 class Inside:
-    """Its own repr is fine; that of the function in it is not."""
+    """A policy with a repr, which contains that of a function."""
 
     work: object
 
@@ -230,7 +230,7 @@ def test_masks_and_references_are_cached_with_their_image(tmp_path, photos):
         assert sample["loss_masks"].shape == (1, 4, 4)
         wanted = torch.nn.functional.avg_pool2d(plain["loss_masks"], 8)
         torch.testing.assert_close(sample["loss_masks"], wanted)
-    # 20 of 32 columns: two and a half of four places.
+    # 20 of 32 columns are two and a half of four latent columns.
     upright = next(d for d in (Draw(index=1, epoch=e) for e in range(9))
                    if not dataset.augmentation.flips(d))  # fmt: skip
     row = cached[upright]["loss_masks"][0, 0]
@@ -254,7 +254,7 @@ def test_a_run_goes_on_from_pixels_to_latents_in_worker_processes(some, tmp_path
     for _ in range(5):
         next(pixels)
     cached = CachedImages(dataset, latents=fill(dataset, tmp_path, Encoder()))
-    cached[0]  # An open file must not go to the worker.
+    cached[0]  # Open a file, which must not be passed to the worker.
     stream = BucketStream(cached, micro_batch_size=2, num_workers=1)
     stream.load_state_dict(pixels.state_dict())
     for _ in range(4):
@@ -350,7 +350,7 @@ def test_a_kill_costs_one_file_at_most(some, tmp_path, when):
     dataset = dataset_of(some)
     before = TensorCache(root, settings=LATENTS)
     assert before.decisions == ()
-    # Buckets end with a smaller batch, so a file may hold one image less or more.
+    # Buckets end with a smaller batch, so files differ in their number of images.
     assert len(before) == 0 if when == 0 else 20 <= len(before) <= 34
     encoder, steps = Encoder(), []
     cache = fill(dataset, root, encoder, progress=lambda done, total: steps.append((done, total)))

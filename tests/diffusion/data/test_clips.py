@@ -1,4 +1,4 @@
-"""Clips of files and folders: which frames, in which bucket, and under which key."""
+"""Clips from files and folders: frames, buckets and cache keys."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ SMALL = AspectBuckets(area=16 * 16, step=8)
 
 
 def frame(number, size=(16, 16)):
-    """A frame that says its number in every pixel."""
+    """Make a frame with its number in every pixel."""
     return Image.new("RGB", size, (number, number, number))
 
 
 def numbered(pixels):
-    """The numbers that frames (3, f, h, w) in [-1, 1] say."""
+    """Read the frame numbers from pixels (3, f, h, w) in [-1, 1]."""
     return ((pixels[0].mean((1, 2)) + 1) * 127.5).round().int().tolist()
 
 
@@ -56,14 +56,14 @@ def item(frames, rate=24, size=(16, 16), name="clip"):
 def write_frames(folder, count, *, size=(16, 16), first=0):
     folder.mkdir(parents=True)
     for number in range(count):
-        # Without leading zeros: the order of names is not that of letters.
+        # Without leading zeros, numeric and alphabetical order differ.
         frame(first + number, size).save(folder / f"{number}.png")
     return folder
 
 
 @pytest.fixture
 def root(tmp_path):
-    """Two folders of frames, long and short, with captions."""
+    """Make two folders of frames, long and short, with captions."""
     place = tmp_path / "clips"
     write_frames(place / "long", 12)
     write_frames(place / "deep" / "take.2", 5, first=100)
@@ -104,7 +104,7 @@ def test_a_clip_goes_to_the_longest_length_it_fills_and_gives_its_middle(root):
     assert numbered(dataset[0]["images"]) == [100, 101, 102, 103, 104]
     sample = dataset[1]
     assert sample["images"].shape == (3, 9, 16, 16)
-    # Of twelve frames one is left out before and two after.
+    # Of twelve frames, one before and two after are left out.
     assert numbered(sample["images"]) == list(range(1, 10))
     assert sample["captions"] == "a long one"
     assert sample["target_sizes"].tolist() == [16, 16]
@@ -163,7 +163,7 @@ def test_all_frames_are_cropped_and_mirrored_alike(tmp_path):
     place.mkdir(parents=True)
     colors = np.random.default_rng(0)
     for number in range(5):
-        # The detail moves to the right; the first frame decides where all are cut.
+        # The detail moves to the right; the first frame decides the crop of all.
         pixels = np.zeros((16, 64, 3), np.uint8)
         pixels[:, 12 * number : 12 * number + 12] = colors.integers(0, 255, (16, 12, 3))
         Image.fromarray(pixels).save(place / f"{number}.png")
@@ -275,7 +275,7 @@ def test_videos_that_lie_on_their_side_stand_upright(tmp_path):
     lying = Image.new("RGB", (32, 16))
     lying.paste((255, 255, 255), (0, 0, 8, 8))
     film = bytearray(MP4(fps=8).encode([lying] * 2))
-    # The matrix of the track, as a phone writes it that was held upright.
+    # The track's rotation matrix, as a phone held upright writes it.
     matrix = film.find(b"tkhd") + 44
     film[matrix : matrix + 36] = struct.pack(
         ">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 16 << 16, 0, 1 << 30

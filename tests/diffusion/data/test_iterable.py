@@ -1,4 +1,4 @@
-"""Streams that cannot be asked for a place: nothing lost, equal steps, exact resumes."""
+"""Iterable sources without random access: nothing lost, equal steps, exact resumes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = AspectBuckets(area=32 * 32, step=8)
 
 @pytest.fixture(scope="module")
 def samples(cuttings, encode):
-    """41 samples with numbers for captions, two of them broken."""
+    """Return 43 samples with their numbers as captions; two are broken."""
     found = [(encode(image), str(number)) for number, image in enumerate(cuttings[:43])]
     found[7] = (b"nothing", "7")
     found[30] = (found[30][0][:-40], "30")
@@ -147,7 +147,7 @@ def test_hugging_face_streams_are_what_the_datasets_are(samples):
     again = opened()
     again.load_state_dict(first.state_dict())
     assert take([again], 15) == take([first], 15)
-    # Their generators hold threads that read ahead, until they are gone.
+    # Their generators keep read-ahead threads until they are collected.
     del first, again
     gc.collect()
     assert len(HuggingFaceImages(dataset)) == 41

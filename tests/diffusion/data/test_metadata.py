@@ -1,4 +1,4 @@
-"""Metadata files: what was written is read, and anything else is one clear error."""
+"""Metadata files are read as written; anything else gives one clear error."""
 
 from __future__ import annotations
 

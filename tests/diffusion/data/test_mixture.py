@@ -1,4 +1,4 @@
-"""Several datasets in one run: each image as often as promised, exact after a resume."""
+"""Several datasets in one run: promised frequencies, and exact resumes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from zerotune.errors import DataError, InvalidValueError
 
 
 class Numbered:
-    """A bucketed dataset whose samples tell what they are; ``sides`` gives each its bucket."""
+    """A bucketed dataset whose samples identify themselves; ``sides`` gives each its bucket."""
 
     def __init__(self, sides, *, name=0):
         self.name = name
@@ -94,7 +94,7 @@ def streams(data, *, micro, ranks, state=None, **options):
 
 
 def take(group, steps):
-    """Micro batches of all ranks in global order: set, image, use and side of each sample."""
+    """Take micro batches of all ranks in global order: set, image, use and side of each sample."""
     return [
         [tuple(row) for row in next(stream)["use"].tolist()]
         for _ in range(steps)
@@ -119,7 +119,7 @@ def test_every_image_comes_as_often_as_its_set_says(parts, epochs, seed):
         for image in range(len(sides)):
             least, most = math.floor(epochs * often), math.ceil(epochs * often)
             assert least <= times[name, image] <= most
-    # Each use has its own number, from which flips and captions are drawn.
+    # Each use has its own number, which seeds flips and captions.
     assert len(set(seen)) == len(seen)
     for (name, image), many in times.items():
         assert {use for *at, use, _ in seen if at == [name, image]} == set(range(many))
@@ -142,11 +142,11 @@ def test_a_resumed_mixture_continues_to_the_sample_on_any_ranks(
     start = take(group, before)
     states = [stream.state_dict() for stream in group]
     assert all(state == states[0] for state in states)
-    # With another seed: the saved one counts.
+    # Resume with another seed: the saved one wins.
     later = streams(data, micro=micro, ranks=later_ranks, state=states[0], seed=9)
     whole = take(streams(data, micro=micro, ranks=1, seed=seed), before * ranks + 4 * later_ranks)
     assert start + take(later, 4) == whole
-    # Another micro batch size goes on with what each bucket has not given yet.
+    # Another micro batch size continues with the remaining images of each bucket.
     other = streams(data, micro=micro + 1, ranks=1, state=states[0])
     behind = [use for batch in start + take(other, 6) for use in batch]
     alone = streams(data, micro=1, ranks=1, seed=seed)
@@ -193,7 +193,7 @@ def test_ranks_of_a_step_have_equally_much_to_do(ranks):
     areas = [batch[0][3] for batch in batches]
     steps = [areas[at : at + ranks] for at in range(0, len(areas), ranks)]
     uneven = sum(len(set(step)) > 1 for step in steps)
-    # At most where an epoch has no run left, in front and behind.
+    # Only where an epoch has no full run left, at its start and end.
     assert uneven <= 3 * 2
     assert {areas[at] for at in range(0, 80, RUN)} == {512, 1024}, "shuffled over the epoch"
 
@@ -206,12 +206,12 @@ def test_other_repeats_are_another_order():
         streams(mixture([parts[0], ([8] * 6, Fraction(3))]), micro=1, ranks=1, state=state)
 
 
-# -- Of real images.
+# -- Real images.
 
 
 @pytest.fixture
 def folders(tmp_path, photos):
-    """Two folders; the first has a mask beside one of its images."""
+    """Make two folders; the first has a mask for one of its images."""
     for number, name in enumerate(("zoe", "people")):
         folder = tmp_path / name
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Images in their buckets: sizes, crops and flips are what is recorded, and vary by the seed."""
+"""Images in their buckets: recorded sizes, crops and flips are right and vary with the seed."""
 
 from __future__ import annotations
 
@@ -223,9 +223,9 @@ def test_masks_and_references_are_cut_with_their_image(tmp_path, photos):
     sample = plain[0]
     assert sample["images"].shape == sample["reference_images"].shape == (3, 32, 32)
     assert sample["loss_masks"].shape == (1, 32, 32)
-    # The same picture twice as large, cut at the same place, is the same but for resampling.
+    # The reference is the same image at twice the size: equal up to resampling after the crop.
     assert (sample["images"] - sample["reference_images"]).abs().mean() < 0.05
-    shown = 24 - sample["crop_corners"][1].item()  # Where the white half ends.
+    shown = 24 - sample["crop_corners"][1].item()  # End of the white half.
     assert sample["loss_masks"][0, 0, : shown - 3].min() > 0.95
     assert sample["loss_masks"][0, 0, shown + 3 :].max() < 0.05
     mirrored = dataset(
@@ -235,7 +235,7 @@ def test_masks_and_references_are_cut_with_their_image(tmp_path, photos):
         assert torch.equal(mirrored[name], sample[name].flip(-1)), name
     other = plain[1]
     assert torch.equal(other["loss_masks"], torch.ones(1, 32, 32)), "without a mask all counts"
-    # A reference of another shape comes into the bucket on its own.
+    # A reference with another aspect ratio is cropped to the bucket on its own.
     alone = PreparedImages(source_of(photos[0].resize((32, 64))), buckets=square,
                            preparation=Preparation(crop=FirstLight()))  # fmt: skip
     assert torch.equal(other["reference_images"], alone[0]["images"])

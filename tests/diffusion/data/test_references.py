@@ -1,4 +1,4 @@
-"""Images that are made of several others: files, columns, buckets and batches of them."""
+"""Images with several references: files, columns, buckets and batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SQUARES = AspectBuckets(area=16 * 16, step=16)
 
 
 def shade(number, place):
-    """Tells each reference of each image from all others."""
+    """Return a unique grey value for each reference of each image."""
     return 10 * number + place
 
 
@@ -53,7 +53,7 @@ def in_a_tar(folder):
 
 
 def in_folders(folder):
-    """The same with a folder for the first reference of each image, one for the second, …"""
+    """Move the references to folders: one for the first of each image, one for the second, …"""
     for place in (1, 2, 3):
         apart = folder.parent / f"place{place}"
         apart.mkdir()

@@ -1,4 +1,4 @@
-"""Sizes are read once: by one rank, at the first start, and again for what has changed."""
+"""Sizes are read once, by one rank, at the first start, and again only for changed files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every source gives the same images, upright and whole, and says what it left out."""
+"""Every source gives the same images, upright and whole, and reports what it left out."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_policy_for_broken_files_may_be_named(folder, broken_names):
 def test_broken_files_stop_the_run_if_so_asked_and_never_pass_unseen(folder, tmp_path):
     with pytest.raises(DataError, match=r'cut.jpg.*on_broken="skip"'):
         ImageFolder(folder, on_broken=RefuseBroken())
-    # Only the end of this file is missing, so its header says nothing.
+    # Only the end of this file is missing, which its header does not show.
     quick = ImageFolder(folder, check=HeaderOnly())
     assert "cut.jpg" not in [image.name for image in quick.broken]
     assert len(quick) == 301
@@ -164,7 +164,7 @@ def test_an_image_may_have_several_captions(tmp_path, photos):
 
 
 def beside(folder, photos, *, masks=(0, 1), references=(0, 1)):
-    """Two images, with what lies beside them."""
+    """Write two images, with masks and references beside them."""
     folder.mkdir(exist_ok=True)
     for number in range(2):
         photos[number].resize((40, 32)).save(folder / f"{number}.jpg")
@@ -266,7 +266,7 @@ def test_a_caption_with_half_a_character_is_refused_by_name(tmp_path, photos):
         ImageFolder(tmp_path)
 
 
-# Each with what turns the stored pixels upright (EXIF 2.3, 4.6.4.A, tag 274).
+# Operations that turn stored pixels upright, by orientation (EXIF 2.3, 4.6.4.A, tag 274).
 ORIENTATIONS = {
     1: lambda p: p,
     2: lambda p: p[:, ::-1],
@@ -318,7 +318,7 @@ def test_images_of_every_mode_keep_their_brightness(tmp_path, photos):
 
 @pytest.fixture
 def samples(cuttings, encode):
-    """Members of a shard: the kinds img2dataset writes, and a broken one."""
+    """Return the members of a shard: the kinds that img2dataset writes, and a broken one."""
     members = {}
     for number, image in enumerate(cuttings[:20]):
         members[f"set/{number:04}.png"] = encode(image)

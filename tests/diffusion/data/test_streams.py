@@ -1,4 +1,4 @@
-"""The order of data: nothing lost or doubled per epoch, exact after a resume."""
+"""The order of data: nothing lost or repeated within an epoch, and exact resumes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def streams(length, *, micro, ranks, **options):
 
 
 def take(group, steps):
-    """Sample numbers all ranks see, in global order."""
+    """Take the sample numbers of all ranks in global order."""
     return [
         int(value)
         for _ in range(steps)

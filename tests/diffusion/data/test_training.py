@@ -1,4 +1,4 @@
-"""A folder of pictures through the trainer: each rank its share, and exact on other ranks."""
+"""A folder of images through the trainer: each rank its share, and exact resumes on other ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zerotune.training.validate import ValidationLoss
 
 
 def in_order(ranks):
-    """Micro batches of all ranks in global order."""
+    """Return the micro batches of all ranks in global order."""
     return [batch for step in zip(*ranks, strict=True) for batch in step]
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of these tests do; in a module of its own, so that processes can import it."""
+"""Functions that the ranks of these tests run, in a module that processes can import."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def color_unet() -> Any:
 
 
 class Watched:
-    """An objective that keeps the captions and shapes of what it was given."""
+    """An objective that records the captions and shapes of its batches."""
 
     def __init__(self) -> None:
         self._objective = FlowMatchingObjective(family=Unconditional())
@@ -49,7 +49,7 @@ def pictures(folder: str) -> PreparedImages:
 
 
 def train(folder: str, checkpoint: str, resume: bool, steps: int) -> list[Any]:
-    """Captions and sizes that this rank saw; saves at the end."""
+    """Train, save at the end, and return the captions and sizes that this rank saw."""
     objective = Watched()
     trainer = Trainer(
         model=color_unet(),
@@ -73,7 +73,7 @@ def train(folder: str, checkpoint: str, resume: bool, steps: int) -> list[Any]:
 
 
 class Counting(WholeImage):
-    """Writes a line for each file that it looks at, from whatever process."""
+    """Logs a line for each file that it reads, in any process."""
 
     log: Path
 

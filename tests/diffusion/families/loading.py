@@ -1,4 +1,4 @@
-"""What ranks do to see whether frozen parts stay whole."""
+"""Check on ranks whether frozen parts stay whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGE_3 = {
 
 
 def answers(family: Any) -> dict[str, torch.Tensor]:
-    """What VAE and text encoders make of fixed inputs."""
+    """Return the outputs of VAE and text encoders for fixed inputs."""
     images = torch.linspace(-1, 1, 3 * 16 * 16).view(1, 3, 16, 16)
     latents = family.encode_images(images)
     decoded = family.parts.decode_latents(latents["latents"])
@@ -27,13 +27,13 @@ def answers(family: Any) -> dict[str, torch.Tensor]:
 
 
 def under_stage_3(folders: dict[str, str], expected: dict[str, Any], zero_init: bool) -> Any:
-    """Load while transformers, and zero.Init if asked, partition whatever is made."""
+    """Load while transformers, and optionally zero.Init, partition every new module."""
     import deepspeed
     from transformers import CLIPTextModel
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.integrations import deepspeed as integration
 
-    # The process group, and all that comes with an engine.
+    # Start an engine for its process group and global state.
     engine = start(Case(stage=3), torch.nn.Linear(4, 4))
     registered = HfDeepSpeedConfig(STAGE_3)
     found: dict[str, Any] = {"same": {}, "parts": {}}
@@ -64,7 +64,7 @@ def under_stage_3(folders: dict[str, str], expected: dict[str, Any], zero_init: 
 
 
 def _naive(kind: Any, folder: str) -> dict[str, str]:
-    """What happens to who loads a text encoder as always."""
+    """Load a text encoder without our precautions; return the errors."""
     encoder = kind.from_pretrained(folder, subfolder="text_encoder")
     said = {}
     for what, action in (

@@ -1,4 +1,4 @@
-"""Four photographs with captions, learned by heart through the whole of the library."""
+"""Overfit four captioned photographs through the whole library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PHOTOS = {
 
 
 def photos(folder: Path) -> Path:
-    """Middles of scikit-image's photographs, 32 by 32, with captions beside them."""
+    """Write the centres of scikit-image's photographs, 32 by 32, with captions beside them."""
     import skimage
     from PIL import Image
 
@@ -40,7 +40,7 @@ def photos(folder: Path) -> Path:
 
 
 def pipeline(folder: Path, images: torch.Tensor, *, steps: int) -> Path:
-    """A tiny SDXL whose VAE has seen the images, and whose U-Net has seen nothing."""
+    """Write a tiny SDXL with a VAE trained on the images and an untrained U-Net."""
     from diffusers import StableDiffusionXLPipeline
 
     pipe = StableDiffusionXLPipeline.from_pretrained(pipelines.sdxl(folder / "random"))
@@ -50,7 +50,7 @@ def pipeline(folder: Path, images: torch.Tensor, *, steps: int) -> Path:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=steps)
     for _ in range(steps):
         latents = vae.encode(images).latent_dist.mode()
-        # Latents of about unit size, as the scaling factor of a real one makes them.
+        # Keep latents at about unit size after scaling, as a real VAE's are.
         spread = latents.pow(2).mean() / 0.13025**-2
         loss = torch.nn.functional.mse_loss(vae.decode(latents).sample, images)
         (loss + 1e-3 * (spread.log() ** 2)).backward()
@@ -62,7 +62,7 @@ def pipeline(folder: Path, images: torch.Tensor, *, steps: int) -> Path:
 
 
 def _models() -> tuple[Any, Any]:
-    """A VAE that shrinks each side to a quarter, and a U-Net like SDXL's, 1.0 M parameters."""
+    """Build a VAE that shrinks each side to a quarter, and a U-Net like SDXL's, 1.0 M weights."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
 
     torch.manual_seed(3)
@@ -84,7 +84,7 @@ def _models() -> tuple[Any, Any]:
 
 
 def learn(folder: str, images: str, cache: str, steps: int, lr: float) -> dict[str, Any]:
-    """Cache, train at stage 2 with CPU offload and EMA, draw; images (4, 3, 32, 32) each."""
+    """Cache, train at stage 2 with CPU offload and EMA, and sample; images (4, 3, 32, 32) each."""
     from diffusers import DDPMScheduler
 
     loaded = load_pretrained(folder, frozen_dtype="fp32")
@@ -116,17 +116,17 @@ def learn(folder: str, images: str, cache: str, steps: int, lr: float) -> dict[s
     latents = torch.stack([cached[index]["latents"] for index in at])
     decoded = loaded.family.parts.decode_latents(latents)
     found = {"photos": pixels, "decoded": decoded, "drawn": drawn}
-    # As arrays: a tensor would have to be fetched from this process, which ends.
+    # As arrays: tensors would be fetched from this process, which has ended by then.
     return {name: images.numpy() for name, images in found.items()}
 
 
 def prepared_images(folder: str) -> PreparedImages:
-    """The photographs in one bucket, each several times in a batch."""
+    """Put the photographs into one bucket, each several times in a batch."""
     source = RepeatedSource(ImageFolder(folder), times=REPEATS)
     return PreparedImages(source, buckets=AspectBuckets(area=SIDE * SIDE, step=SIDE))
 
 
 def psnr(image: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Peak signal-to-noise ratio of images in [-1, 1], dB."""
+    """Return the peak signal-to-noise ratio of images in [-1, 1], in dB."""
     error = (image.clamp(-1, 1) - wanted.clamp(-1, 1)).pow(2).mean()
     return float(10 * torch.log10(4 / error))

@@ -1,4 +1,4 @@
-"""The family that the documentation writes, trained and drawn from by ranks."""
+"""Train and sample with the family that the documentation writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE = (("stage3_param_persistence_threshold", 0),)
 
 
 def family_of_the_page() -> Any:
-    """The class, by running the page's own code."""
+    """Run the documentation page's code and return its class."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (code,) = [block for block in blocks if "class OvisImage" in block]
     assert len([line for line in code.splitlines() if line.strip()]) <= LINES
@@ -32,7 +32,7 @@ def family_of_the_page() -> Any:
 
 
 def train_and_draw(folder: str, target: str) -> dict[str, Any]:
-    """Two steps at stage 3 on captions and latents; images; the export."""
+    """Take two steps at stage 3 on latents and captions; sample and export."""
     kind = family_of_the_page()
     loaded = load_pretrained(
         folder, family=kind, frozen_dtype="fp32", dropout=0.5, max_sequence_length=12

@@ -1,4 +1,4 @@
-"""Losses of the families' runs against the plain engine's."""
+"""Losses of each family's runs against the plain engine's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHOLE = (("stage3_param_persistence_threshold", 0),)
 
 @functools.cache
 def reference(folder: str, variant: Variant) -> tuple[float, ...]:
-    """Losses of the plain engine. Checkpointing changes no arithmetic, so one serves for both."""
+    """Return the plain engine's losses; checkpointing changes no arithmetic, so they serve both."""
     (run,) = run_ranks(train, folder, PLAIN, [variant], STEPS)[0]
     return tuple(run["losses"])
 
@@ -28,7 +28,7 @@ def reference(folder: str, variant: Variant) -> tuple[float, ...]:
 def deviations(
     folder: Path, case: Case, variants: Sequence[Variant], world_size: int, exported: Path
 ) -> dict[Variant, float]:
-    """The largest relative difference of a step's loss; checks all else that runs saw."""
+    """Return each variant's largest relative loss difference; check the rest of its results."""
     ranks = run_ranks(
         train, str(folder), case, list(variants), STEPS, str(exported),
         world_size=world_size, timeout_s=240.0 * len(variants),
@@ -42,12 +42,12 @@ def deviations(
 
 
 def worst(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference."""
+    """Return the largest relative difference."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 
 
 def check_run(run: dict[str, Any], *, stage: int) -> None:
-    """Whether the model was partitioned, and plain diffusers predicts the same from the export."""
+    """Check the partitioning, and that plain diffusers predicts the same from the export."""
     assert run["partitioned"] == (stage == 3)
     assert run["same"], "plain diffusers predicts something else from the export"
     assert run.get("drawn", True), "the engine draws something else than the exported model"

@@ -1,4 +1,4 @@
-"""ControlNets: losses of diffusers' scripts, images of its pipelines, runs under ZeRO."""
+"""ControlNets: losses of diffusers' scripts, images of its pipelines, and runs under ZeRO."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TIMES = torch.tensor([700.0, 20.0])
 
 
 def load(folder, **options):
-    """A ControlNet that already says something: a new one ends in zeros."""
+    """Load a ControlNet with its zero layers randomised: a new one has no effect."""
     loaded = load_pretrained(folder, family="controlnet", frozen_dtype="fp32", **options)
     torch.manual_seed(6)
     with torch.no_grad():
@@ -159,7 +159,7 @@ SCRIPTS = {
 
 
 def compare_with_script(name, loaded):
-    """The loss, which is the script's, as are its gradients."""
+    """Compare the loss and its gradients with the script's; return the loss."""
     flows = loaded.family.flow_matching
     objective = loaded.objective(
         **({"scheduler": FlowMatchEulerDiscreteScheduler()} if flows else {})
@@ -204,12 +204,12 @@ def test_the_condition_decides_what_is_predicted(bare, name):
     assert (ours - others).abs().max() > 1e-4
 
 
-# -- Drawing.
+# -- Sampling.
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_images_are_those_of_the_pipeline_of_diffusers(folders, name, monkeypatch):
-    """Which draws the condition's latents at random from the VAE; here it takes their mean."""
+    """The pipeline samples the condition's latents from the VAE; here it takes their mode."""
     monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, *_, **__: self.mode())
     loaded = load(folders[name])
     shades = torch.randint(256, (2, 3, 16, 16), generator=torch.Generator().manual_seed(3))
@@ -242,7 +242,7 @@ def test_images_are_those_of_the_pipeline_of_diffusers(folders, name, monkeypatc
 
 
 def train(folder, case, exported):
-    """Losses of three steps, and whether plain diffusers predicts the same from the export."""
+    """Take three steps; return the losses, and whether plain diffusers predicts the same."""
     loaded = load(folder, parts=False)
     model, objective = copy.deepcopy(loaded.model), loaded.objective()
     engine = start(attrs.evolve(case, micro_batch=2, lr=1e-3), model)
@@ -284,7 +284,7 @@ def train_all(folders, case, exported):
 )
 def test_losses_are_those_of_the_plain_engine(folders, tmp_path, stage, world_size):
     paths = [str(folders[name]) for name in NAMES]
-    # All ranks see the same batches, whose mean gradient is that of one.
+    # All ranks see the same batches, so their mean gradient is that of one rank.
     expected = run_ranks(train_all, paths, PLAIN, str(tmp_path / "plain"))[0]
     case = Case(stage=stage, offload="cpu", overrides=WHOLE if stage == 3 else ())
     runs = run_ranks(train_all, paths, case, str(tmp_path / "zero"), world_size=world_size)[0]
@@ -294,11 +294,11 @@ def test_losses_are_those_of_the_plain_engine(folders, tmp_path, stage, world_si
         assert same, "plain diffusers predicts something else from the export"
 
 
-# -- A quantized base, which is no part of the engine's model.
+# -- A quantized base, which is not part of the engine's model.
 
 
 def quantization(kind):
-    """diffusers' configuration, which quantizes on a processor too."""
+    """Return a diffusers configuration that quantizes on a CPU too."""
     if kind == "int8":
         needs("torchao", may_lack="it is an extra")
         from torchao.quantization import Int8WeightOnlyConfig
@@ -307,7 +307,7 @@ def quantization(kind):
     needs("bitsandbytes", may_lack="it is an extra")
     from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer
 
-    # bitsandbytes computes on processors, diffusers does not ask it to.
+    # bitsandbytes can compute on CPUs, but diffusers does not let it.
     BnB4BitDiffusersQuantizer.validate_environment = lambda *_, **__: None
     BnB4BitDiffusersQuantizer.update_device_map = lambda *_: {"": "cpu"}
     return diffusers.BitsAndBytesConfig(
@@ -319,7 +319,7 @@ def quantized(folder, kind, **options):
     loaded = load(folder, parts=False, dtype="fp32", quantization=quantization(kind), **options)
     for module in loaded.family.base.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # Packing for processors divides by blocks, and tiny layers are narrower than one.
+            # Packing for CPUs needs whole blocks, and tiny layers are narrower than one.
             module.support_avx512bf16_for_cpu = False
     return loaded
 
@@ -332,7 +332,7 @@ def test_losses_on_a_quantized_base_are_those_of_diffusers_scripts(folders, name
     facts = [ModelFacts.from_module(each.family.base) for each in (loaded, plain)]
     assert facts[0].storages == (kind,)
     assert facts[0].weight_bytes(2) < 0.9 * facts[1].weight_bytes(2)
-    # A copy of the exact weights, not of those that were rounded.
+    # The ControlNet is copied from the exact weights, not from the quantized ones.
     pairs = zip(loaded.model.parameters(), plain.model.parameters(), strict=True)
     assert all(torch.equal(ours, exact) for ours, exact in pairs)
     losses = [compare_with_script(name, each) for each in (loaded, plain)]
@@ -341,7 +341,7 @@ def test_losses_on_a_quantized_base_are_those_of_diffusers_scripts(folders, name
 
 
 def bits_of(module):
-    """Stored bytes of all weights."""
+    """Return the stored bytes of all weights."""
     found = {}
     for name, parameter in module.named_parameters():
         stored = getattr(parameter, "qdata", parameter).detach().contiguous()
@@ -354,7 +354,7 @@ def bits_of(module):
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_a_quantized_base_keeps_its_bits_at_each_stage(folders, kind):
     found = []
-    # DeepSpeed's own linear layer does not know torchao's tensors.
+    # DeepSpeed's own linear layer does not support torchao's tensors.
     whole = (*WHOLE, *([("memory_efficient_linear", False)] if kind == "int8" else []))
     for case in (PLAIN, Case(stage=2, offload="cpu"), Case(stage=3, overrides=whole)):
         loaded = quantized(folders["sd3"], kind)

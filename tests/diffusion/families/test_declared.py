@@ -1,4 +1,4 @@
-"""Declared families against hand-written calls, plain diffusers, and what they refuse."""
+"""Declared families against hand-written calls and plain diffusers, and their refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EDITS = ["qwen-image-edit", "qwen-image-edit-plus"]
 
 @pytest.fixture(scope="module")
 def bare(folders):
-    """Models and families without their frozen parts, by name."""
+    """Load models and families by name, without their frozen parts."""
     known = {}
 
     def load(name, **options):
@@ -194,7 +194,7 @@ def test_checkpointing_changes_no_prediction(bare, name):
 
 
 def first(model):
-    """A weight that everything goes through."""
+    """Return a weight that every output depends on."""
     return next(p for n, p in model.named_parameters() if p.ndim >= 2 and "embed" in n)
 
 
@@ -207,19 +207,19 @@ def test_hidream_predicts_in_training_what_it_draws_with(bare, shape):
     with torch.no_grad():
         trained = family.predict(model.train(), noisy, TIMES, known)
         drawn = family.predict(model.eval(), noisy, TIMES, known)
-    # Tokens go through their experts one by one in training, and sorted otherwise.
+    # HiDream runs experts token by token in training, on sorted tokens in evaluation.
     torch.testing.assert_close(trained, drawn, rtol=0, atol=1e-5)
     assert trained.std() > 0.01
 
 
-# -- Drawing.
+# -- Sampling.
 
 
 def plain_images(folder, name, *, steps, guidance, size, told):
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     if name == "hidream":
-        # Its pipeline brings every image to the area of this one.
+        # Its pipeline scales every size to the area given by default_sample_size.
         pipe.default_sample_size = size[0] / pipe.vae_scale_factor
     drawn = torch.Generator().manual_seed(11)
     seeds = torch.randint(2**63 - 1, (2,), generator=drawn).tolist()
@@ -263,7 +263,7 @@ def test_images_are_those_of_plain_diffusers(folders, name):
     )  # fmt: skip
     wanted = plain_images(folders[name], name, steps=2, guidance=3.0, size=(side, side), told=told)
     assert images.shape == wanted.shape
-    # The pipeline encodes and decodes all texts and images at once, zerotune one by one.
+    # The pipeline encodes and decodes the whole batch at once, zerotune one sample at a time.
     torch.testing.assert_close(images.clamp(-1, 1), wanted, rtol=0, atol=2e-5)
     assert (images[0] - images[1]).abs().max() > 0.01
 
@@ -276,7 +276,7 @@ def test_edited_images_are_those_of_plain_diffusers(folders, monkeypatch, name):
     pipe.set_progress_bar_config(disable=True)
     module = sys.modules[type(pipe).__module__]
     usual = module.calculate_dimensions
-    # Instead of a megapixel.
+    # The default is a megapixel.
     monkeypatch.setattr(module, "calculate_dimensions", lambda a, ratio: usual(min(a, area), ratio))
     drawn = torch.Generator().manual_seed(11)
     edited = torch.randint(0, 256, (2, 3, 24, 36), generator=drawn) / 127.5 - 1
@@ -307,11 +307,11 @@ def to_pil_image(image):
     return Image.fromarray(((image + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
 
 
-# -- What is refused, when it is loaded.
+# -- Declarations that loading refuses.
 
 
 class Guided(QwenImage):
-    """Says nothing of guidance, which is on by default."""
+    """Leaves guidance out although it is on by default."""
 
     pipeline = "SanaPipeline"
     text_tensors = ("prompt_embeds", "prompt_attention_mask")
@@ -342,7 +342,7 @@ def test_a_declaration_that_does_not_fit_is_refused_with_the_reason(folders, nam
 
 
 def altered(monkeypatch, kind, change):
-    """The pipeline with another call."""
+    """Replace the pipeline's ``__call__``."""
 
     def call(self, *args, **kwargs):
         return change(self, *args, **kwargs)
@@ -410,7 +410,7 @@ def test_a_family_made_by_hand_does_not_know_its_pipeline():
         QwenImage().predict(torch.nn.Linear(1, 1), torch.zeros(1, 4, 8, 8), TIMES[:1], {})
 
 
-# -- What declarations say.
+# -- Properties of declarations.
 
 
 def test_the_shift_of_a_scheduler_that_only_samples_is_kept(folders):

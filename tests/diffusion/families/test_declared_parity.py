@@ -1,4 +1,4 @@
-"""Each declared family once, by turns with all its weights and with adapters alone, in one process.
+"""Each declared family once in one process, alternately training all weights and adapters.
 
 ``test_matrix`` has every stage and number of ranks.
 """

@@ -1,4 +1,4 @@
-"""Images of prompts against plain diffusers with the same weights, generators and steps."""
+"""Sampled images against plain diffusers with the same weights, generators and steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zerotune.errors import DataError, InvalidValueError
 NAMES = ["sd15", "sdxl", "sd3", "flux"]
 PROMPTS = ["a cat", "the dog ran", "a"]
 SIZE = (16, 24)
-# The pipeline encodes and decodes all texts and images at once, zerotune one by one.
+# The pipeline encodes and decodes the whole batch at once, zerotune one sample at a time.
 CLOSE = {"rtol": 0, "atol": 3e-6}
 
 
@@ -42,7 +42,7 @@ def loaded(folders):
 
 
 def plain_images(folder, name, *, negative, guidance, size=SIZE, steps=3):
-    """What a user gets who knows nothing of zerotune."""
+    """Sample with the diffusers pipeline, without zerotune."""
     without = {"image_encoder": None, "feature_extractor": None}
     without |= {"text_encoder_3": None, "tokenizer_3": None}
     nothing = without if name == "sd3" else {}
@@ -96,7 +96,7 @@ def test_a_base_of_edm_is_drawn_by_its_own_scheduler(folders, tmp_path, kind):
     loaded = load_pretrained(folder, frozen_dtype="fp32")
     images = ours(loaded, guidance_scale=3.0, trained_with=loaded.objective().scheduler)
     wanted = plain_images(folder, "sdxl", negative="", guidance=3.0)
-    # Noise begins twenty times as large as with other schedulers.
+    # The initial noise has 20 times the scale of other schedulers (sigma_max=20).
     torch.testing.assert_close(images.clamp(-1, 1), wanted, rtol=0, atol=2e-5)
     assert (
         images - ours(loaded, guidance_scale=3.0, scheduler=EulerDiscreteScheduler())
@@ -119,7 +119,7 @@ def test_guidance_leads_away_from_the_negative_prompt(loaded):
 
 
 class ByHand(TextToImage):
-    """SD 1.5 without its pipeline's call."""
+    """SD 1.5 that does not run its pipeline's ``__call__``."""
 
     pipeline, component, text_tensors = "StableDiffusionPipeline", "unet", ("prompt_embeds",)
     lora_targets = ("to_q",)
@@ -146,7 +146,7 @@ def test_a_family_written_by_hand_trains_and_draws_as_the_declared_one(folders, 
 
 
 class Rank:
-    """One of several ranks, which shares no images with the others here."""
+    """A process group that stands for one of several ranks and gathers only its own values."""
 
     def __init__(self, rank, world_size):
         self.rank, self.world_size = rank, world_size
@@ -159,7 +159,7 @@ class Rank:
 
 
 class OnRank:
-    """The model as an engine on one rank presents it."""
+    """Present the model as an engine on one rank does."""
 
     def __init__(self, model, group):
         self.module, self.group = model, group

@@ -16,13 +16,13 @@ NAMES = ["sd15", "sdxl", "sd3", "flux"]
 
 @pytest.fixture(scope="module")
 def loaded(folders):
-    """Each pipeline in full precision."""
+    """Load each pipeline in fp32."""
     return {name: load_pretrained(folders[name], frozen_dtype="fp32") for name in NAMES}
 
 
 @pytest.fixture(scope="module")
 def plain(folders):
-    """The same through plain diffusers."""
+    """Load each pipeline with plain diffusers."""
     t5 = {"text_encoder_3": None, "tokenizer_3": None}
     found = {}
     for name in NAMES:
@@ -33,7 +33,7 @@ def plain(folders):
 
 
 def expected(name, pipe, texts):
-    """What ``encode_prompt`` gives, as tensors of the family."""
+    """Return the tensors of ``encode_prompt`` under the family's names."""
     arguments = {
         "sd15": ((texts, "cpu", 1, False), {}),
         "sdxl": ((texts,), {"do_classifier_free_guidance": False}),
@@ -75,7 +75,7 @@ def test_latents_are_as_the_pipeline_decodes_them(loaded, plain, name):
         mean = vae.encode(images).latent_dist.mean
         shift = vae.config.shift_factor or 0.0
         torch.testing.assert_close(latents, (mean - shift) * vae.config.scaling_factor)
-        # One at a time, as convolutions of a batch may round otherwise.
+        # One at a time: convolutions may round differently in a batch.
         decoded = torch.cat([vae.decode(one[None]).sample for one in mean])
     torch.testing.assert_close(family.parts.decode_latents(latents), decoded, rtol=0, atol=1e-5)
     assert torch.equal(family.clean({"latents": latents, "images": images}), latents)

@@ -1,4 +1,4 @@
-"""The documentation's table of families is made of runs, and of what ``advise`` says today."""
+"""The docs' table of families comes from recorded runs and the current output of ``advise``."""
 
 from __future__ import annotations
 

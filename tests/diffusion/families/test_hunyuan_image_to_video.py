@@ -1,4 +1,4 @@
-"""HunyuanVideo that goes on from an image, against the pipeline of diffusers."""
+"""HunyuanVideo's image-to-video models against the diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INPUTS = ("hidden_states", "timestep", "encoder_hidden_states", "encoder_attenti
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Both kinds in full precision, each with its folder."""
+    """Load both kinds in fp32, each with its folder."""
     known = {}
 
     def get(kind):
@@ -39,7 +39,7 @@ def made(tmp_path_factory):
 
 
 def clips():
-    """Two clips of 5 frames, of whole shades, as read from files."""
+    """Two clips of 5 frames with 8-bit values, as read from files."""
     shades = torch.randint(256, (2, 3, 5, 32, 16), generator=torch.Generator().manual_seed(2))
     return shades.float() / 127.5 - 1
 
@@ -74,7 +74,7 @@ def test_the_model_is_called_as_by_the_pipeline(made, kind):
             image=picture(images[row, :, 0]), prompt=PROMPTS[row], latents=noise[row][None],
             height=32, width=16, num_frames=5, num_inference_steps=1, output_type="latent",
         )  # fmt: skip
-    # The pipeline draws from noise that is mixed with the image; training draws its own levels.
+    # The pipeline starts from noise mixed with the image; training draws its own noise levels.
     mixed = noise * 0.999 + conditioning["reference_latents"] * (1 - torch.tensor([0.999]))
     times = pipe.scheduler.timesteps.float().repeat(2)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Clips that go on from an image, against the pipelines of diffusers."""
+"""Image-to-video models against the diffusers pipelines."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zerotune.errors import DataError
 
 NAMES = ["wan_i2v", "wan22_i2v", "wan22_ti2v"]
 GIVEN = ["wan22_ti2v"]
-"""The image takes the place of the first latent frame."""
+"""Models in which the image replaces the first latent frame."""
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Each pipeline in full precision, and its folder."""
+    """Load each pipeline in fp32, with its folder."""
     known = {}
 
     def get(name):
@@ -34,7 +34,7 @@ def made(tmp_path_factory):
 
 
 def clips():
-    """Two clips of 5 frames, of whole shades, as read from files."""
+    """Two clips of 5 frames with 8-bit values, as read from files."""
     shades = torch.randint(256, (2, 3, 5, 16, 16), generator=torch.Generator().manual_seed(2))
     return shades.float() / 127.5 - 1
 

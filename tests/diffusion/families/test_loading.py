@@ -1,4 +1,4 @@
-"""From a folder to model, family and scheduler, and what is said when that cannot be."""
+"""Load model, family and scheduler from a folder, and the errors when that fails."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NO_T5 = ("text_encoder_3", "tokenizer_3")
 
 @pytest.fixture(autouse=True)
 def loaders_end(nothing_leaks) -> Iterator[None]:
-    """transformers' reading threads outlive a load that fails by a moment."""
+    """Wait for transformers' reader threads, which briefly outlive a failed load."""
     yield
     gc.collect()
     for thread in threading.enumerate():
@@ -59,7 +59,7 @@ def loaders_end(nothing_leaks) -> Iterator[None]:
 
 
 def edited(folder, target, **changes):
-    """A copy of a pipeline with another index; ``None`` removes an entry."""
+    """Copy a pipeline and edit its index; ``None`` removes an entry."""
     shutil.copytree(folder, target)
     index = json.loads((target / "model_index.json").read_text()) | changes
     kept = {name: entry for name, entry in index.items() if entry is not None}
@@ -111,7 +111,7 @@ def test_the_vae_that_overflows_stays_in_fp32_and_it_is_said(folders):
 
 
 def with_scheduler(folder, target, scheduler):
-    """A copy of a pipeline's folder with another scheduler."""
+    """Copy a pipeline's folder with another scheduler."""
     copied = edited(folder, target)
     scheduler.save_pretrained(copied / "scheduler")
     return copied
@@ -122,7 +122,7 @@ def with_scheduler(folder, target, scheduler):
     [
         (EulerDiscreteScheduler, {"beta_schedule": "scaled_linear", "beta_end": 0.012}),
         (DPMSolverMultistepScheduler, {"rescale_betas_zero_snr": True}),
-        # Its own defaults are other than DDPM's.
+        # Its defaults differ from DDPM's.
         (LCMScheduler, {}),
     ],
 )
@@ -189,7 +189,7 @@ def test_noise_that_is_none_of_denoising_diffusion_is_refused(folders, tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"_class_name": "MyScheduler"}))
     with pytest.raises(InvalidValueError, match=r"scheduler_config\.json: _class_name = 'MySch"):
         load_pretrained(folder, parts=False)
-    # It only samples, and DDPM does not know how its betas are spaced.
+    # This scheduler only samples, and DDPM has no such beta schedule.
     exponential = HeunDiscreteScheduler(beta_schedule="exp")
     folder = with_scheduler(folders["sdxl"], tmp_path / "heun", exponential)
     with pytest.raises(InvalidValueError, match="has a different noise schedule"):
@@ -265,7 +265,7 @@ def _widened():
 
 
 def test_what_nobody_needs_is_not_loaded_and_comes_back_in_exports(folders, tmp_path):
-    # 1.5 comes with a safety checker of 1.2 GB, which neither trains nor draws here.
+    # SD 1.5 ships a safety checker of 1.2 GB, which neither training nor sampling needs.
     checked = edited(
         folders["sd15"], tmp_path / "checked", requires_safety_checker=True,
         safety_checker=["stable_diffusion", "StableDiffusionSafetyChecker"],

@@ -1,5 +1,5 @@
 """Every family at every stage: offload none and cpu, one and two processes, checkpointing off and
-on, all parameters and adapters alone.
+on, all parameters or adapters only.
 
 ``test_parity`` has the cross-section. Deviations are written to the file that
 ``ZEROTUNE_FAMILY_NOTES`` names.

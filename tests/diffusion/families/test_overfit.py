@@ -1,9 +1,9 @@
-"""Four photographs come back from their captions.
+"""A model trained on four photographs reproduces them from their captions.
 
 Real photographs in a folder with captions, a VAE that has seen them, latents and texts in a cache,
-a U-Net like SDXL's trained through ``Trainer`` at stage 2 with CPU offload and EMA, images drawn
-through the pipeline. In the default suite it is trained for long enough to tell them apart;
-nightly, until they are reproduced.
+a U-Net like SDXL's trained through ``Trainer`` at stage 2 with CPU offload and EMA, images sampled
+through the pipeline. The default suite trains long enough to tell them apart; the nightly run until
+they are reproduced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
 
 def drawn_after(tmp_path, *, vae_steps, steps):
-    """Photographs, what the VAE makes of them, and what was drawn, (4, 3, 32, 32) each."""
+    """Train; return photographs, VAE reconstructions and samples, (4, 3, 32, 32) each."""
     folder = photos(tmp_path / "photos")
     prepared = prepared_images(str(folder))
     seen = torch.stack([prepared[index]["images"] for index in range(len(prepared))])
@@ -57,7 +57,7 @@ def _grid(found, path):
 
 
 def own_and_others(found):
-    """PSNR of each drawn image to its own photograph as the VAE gives it, and the best other."""
+    """PSNR of each sample to its photograph's VAE reconstruction, and to the closest other."""
     table = [[psnr(drawn, wanted) for wanted in found["decoded"]] for drawn in found["drawn"]]
     own = [row[index] for index, row in enumerate(table)]
     others = [max(row[:index] + row[index + 1 :]) for index, row in enumerate(table)]

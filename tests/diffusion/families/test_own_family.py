@@ -1,4 +1,4 @@
-"""The family of docs/families.md: trained, drawn from and exported without a change here."""
+"""The family of docs/families.md trains, samples and exports exactly as printed there."""
 
 from __future__ import annotations
 

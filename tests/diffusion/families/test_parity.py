@@ -1,7 +1,7 @@
 """A cross-section of the families' runs; ``test_matrix`` has them all.
 
-Each family, stage and number of ranks occurs, with and without offload and checkpointing, all
-parameters trained and adapters alone; in the suite one of each kind of model.
+Each family, stage and number of ranks occurs, with and without offload and checkpointing, training
+all parameters or adapters only; the default suite has one of each kind of model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How each family calls its model: what is packed, divided, cast, and what must stay exact."""
+"""How each family calls its model: packing, scaling, casts, and the values that must stay exact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerotune.errors import DataError
 
 
 class Recording:
-    """A model that keeps what it is called with, and may answer in its place."""
+    """A model that records its arguments and can return a given answer."""
 
     device = torch.device("cpu")
 

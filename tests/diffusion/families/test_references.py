@@ -1,4 +1,4 @@
-"""Several images for one edit, against the pipelines of diffusers."""
+"""Edits with several reference images against the diffusers pipelines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerotune.errors import DataError
 
 NAMES = ["flux2", "flux2-klein", "qwen-image-edit-plus"]
 PROMPTS = ["put the hat on the cat", "paint both of them red"]
-"""Of one length, so that inputs of the pipeline, which takes one sample, are those of a batch."""
+"""Equally long, so that the pipeline's inputs for one sample match those of a batch."""
 AREA = 32 * 32
 INPUTS = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "img_shapes")
 
@@ -39,7 +39,7 @@ def plain(folder, model, monkeypatch):
 
 
 def images(count, height=64, width=80):
-    """Several references of each of two samples, of whole shades, as read from files."""
+    """Several references for each of two samples, with 8-bit values, as read from files."""
     drawn = torch.Generator().manual_seed(count)
     return torch.randint(256, (2, count, 3, height, width), generator=drawn) / 127.5 - 1
 
@@ -50,7 +50,7 @@ def pictures(references):
 
 
 def texts(family, name, known, row):
-    """The pipeline's own reading of Qwen's texts; of the others' what was embedded."""
+    """Prompts for Qwen's pipeline, which encodes them itself; cached embeddings for the others."""
     if "qwen" in name:
         return {"prompt": PROMPTS[row]}
     return {"prompt_embeds": known["prompt_embeds"][row][None]}
@@ -138,7 +138,7 @@ def test_edited_images_are_those_of_plain_diffusers(folders, monkeypatch, name):
 
 
 def folder_of_edits(folder, counts):
-    """Pictures that are made of so many others each."""
+    """Write a folder of edits, with ``counts`` reference images each."""
     folder.mkdir()
     shades = torch.randint(256, (40, 16, 16, 3), generator=torch.Generator().manual_seed(4))
     each = iter(shades.byte().numpy())

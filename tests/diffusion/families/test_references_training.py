@@ -1,4 +1,4 @@
-"""Edits of several images in training: cached, sharded, validated, stopped and resumed."""
+"""Training on edits with several references: cached, sharded, validated, stopped and resumed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTS = (1, 2, 2, 1, 2)
 
 
 def train(base, edits, stage, starts):
-    """Losses of each start, which goes on from where one in the same folder stopped."""
+    """Return the losses of each start; a start in a used folder resumes there."""
     torch.set_num_threads(1)
     without_videos()
     small = {"reference_area": AREA} if "qwen" in base else {}

@@ -1,4 +1,4 @@
-"""Every family's tiny model trains to the same bits streamed as under ZeRO-2 with CPU offload.
+"""Streamed weights train every family's tiny model to the same bits as ZeRO-2 with CPU offload.
 
 ``tests/backend/stream/test_parity`` has the sample of the suite, and all combinations.
 """
@@ -32,10 +32,11 @@ RUNS = [
     (Variant(lora=True), 0.0, 1),
     (Variant(lora=True, checkpointing=True), 0.5, 2),
 ]
-"""What is trained, clipping, accumulation."""
+"""Variant, gradient clipping, accumulation steps."""
 STEPS = 20
 UNITS = {"aura-flow": ("AuraFlowJointTransformerBlock", "AuraFlowSingleTransformerBlock")}
-"""Where diffusers lists no repeated blocks, and a tiny model has one of each."""
+"""Block classes of families for which diffusers lists none, in tiny models with one block of
+each."""
 
 
 def train(loaded: Any, variant: Variant, case: Case) -> dict[str, Any]:

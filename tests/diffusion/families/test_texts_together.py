@@ -1,4 +1,4 @@
-"""What becomes of a text does not depend on the texts that are encoded beside it."""
+"""A text's embedding does not depend on the other texts in its batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORT, LONG = "a cat", "a cat on the wall of a large house in the sun"
 
 
 class CogView4(PipelineFamily):
-    """As somebody would declare it."""
+    """CogView4 as a user would declare it."""
 
     pipeline = "CogView4Pipeline"
 

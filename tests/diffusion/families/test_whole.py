@@ -14,7 +14,7 @@ from zerotune.errors import EngineError
 
 @pytest.fixture(scope="module")
 def expected(folders):
-    """What the parts answer where nothing partitions."""
+    """Outputs of VAE and text encoders without partitioning."""
     names = ("sdxl", "flux")
     return {n: answers(load_pretrained(folders[n], frozen_dtype="fp32").family) for n in names}
 
@@ -24,7 +24,7 @@ def expected(folders):
 def test_frozen_parts_are_whole_and_right(folders, expected, zero_init, world_size):
     paths = {name: str(folders[name]) for name in expected}
     for found in run_ranks(under_stage_3, paths, expected, zero_init, world_size=world_size):
-        # Without any care: partitioned, and of no use.
+        # Loaded without ``unpartitioned``: partitioned, and unusable.
         assert "no error" not in found["naive"]["forward"]
         assert "EngineError: text_encoder.embeddings" in found["naive"]["check"].replace(
             "text_model.", ""
@@ -35,7 +35,7 @@ def test_frozen_parts_are_whole_and_right(folders, expected, zero_init, world_si
             "flux": ["text_encoder", "text_encoder_2", "vae"],
         }
         assert found["nested"] == (3, 3)
-        # All is as it was.
+        # Leaving ``unpartitioned`` restores the previous state.
         assert found["registered"]
         assert found["made_after"] == zero_init
         assert not found["outside"]
@@ -49,7 +49,7 @@ def test_a_partitioned_part_is_named():
     check_whole(module, name="vae")
     with unpartitioned():
         check_whole(torch.nn.Linear(2, 2), name="vae")
-    # As stage 3 leaves a parameter.
+    # Stage 3 leaves a parameter like this.
     module[1].weight.data = torch.empty(0)
     with pytest.raises(EngineError, match=r"vae\.1\.weight = \(0,\).*unpartitioned"):
         check_whole(module, name="vae")

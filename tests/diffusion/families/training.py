@@ -1,4 +1,4 @@
-"""What the ranks of the families' parity tests do: train a loaded model on cached batches."""
+"""Rank functions of the families' parity tests: train a loaded model on cached batches."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from zerotune.diffusion.pretrained import Pretrained
 
 TOKENS = 6
 SHARES = 2
-"""Micro batches of a step: of two ranks, or of one that accumulates. One reference serves both."""
+"""Micro batches per step, over two ranks or accumulated on one, so that one reference serves
+both."""
 MICRO = 2
 LR = 1e-3
 
 
 @attrs.frozen(kw_only=True)
 class Variant:
-    """What is trained of a model, and how its memory is spared."""
+    """Trained parameters, and whether blocks are checkpointed."""
 
     lora: bool = False
     checkpointing: bool = False
@@ -40,13 +41,13 @@ class Variant:
 
 
 EXPERTS = {"wan22-low": WanLowNoise}
-"""Families of the folders of that name that are trained otherwise than usual."""
+"""Families that differ from the default of their folder, by the folder's name."""
 
 VARIANTS = [Variant(lora=lora, checkpointing=on) for lora in (False, True) for on in (False, True)]
 
 
 def batch(step: int, share: int) -> dict[str, torch.Tensor]:
-    """A micro batch as caches give it; shapes are those of ``tests.support.pipelines``."""
+    """A micro batch as read from a cache, in the shapes of ``tests.support.pipelines``."""
     generator = torch.Generator().manual_seed(1000 * step + share)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -63,7 +64,7 @@ def batch(step: int, share: int) -> dict[str, torch.Tensor]:
 
 
 def fitted(data: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
-    """The batch with texts as wide as the model takes them."""
+    """Cut the batch's texts to the width of the model."""
     width = config.get("cross_attention_dim") or config.get("joint_attention_dim")
     pooled = config.get("pooled_projection_dim") or 32
     texts = {
@@ -74,7 +75,7 @@ def fitted(data: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor
 
 
 def example(family: PipelineFamily, model: Any, step: int, share: int) -> dict[str, torch.Tensor]:
-    """A micro batch of a declared family; texts of six tokens, where there are masks of fewer."""
+    """A micro batch of a declared family; texts have six tokens, or fewer by mask."""
     generator = torch.Generator().manual_seed(1000 * step + share)
     latents, known = family.example(model, batch=MICRO, side=8)
 
@@ -96,7 +97,7 @@ def example(family: PipelineFamily, model: Any, step: int, share: int) -> dict[s
 
 
 def data_of(family: TextToImage, model: Any, step: int, share: int) -> dict[str, torch.Tensor]:
-    """A micro batch as the family takes it."""
+    """A micro batch in the family's format."""
     if isinstance(family, PipelineFamily):
         return example(family, model, step, share)
     return fitted(batch(step, share), model.config)
@@ -105,7 +106,7 @@ def data_of(family: TextToImage, model: Any, step: int, share: int) -> dict[str,
 def train(
     folder: str, case: Case, variants: Sequence[Variant], steps: int, exported: str | None = None
 ) -> list[dict[str, Any]]:
-    """Train each variant in turn; the mean loss of each step, and what was seen on the way."""
+    """Train each variant in turn; return the mean loss of each step, and what was recorded."""
     loaded = load_pretrained(folder, parts=False, family=EXPERTS.get(Path(folder).name))
     return [
         _train(loaded, case, variant, steps, exported and f"{exported}-{variant}")
@@ -119,7 +120,7 @@ def train_several(
     steps: int,
     exported: str | None = None,
 ) -> list[list[dict[str, Any]]]:
-    """``train`` for several folders in one process: an engine starts faster in a warm one."""
+    """Run ``train`` for several folders in one process, where later engines start faster."""
     return [
         train(folder, case, variants, steps, exported and f"{exported}-{number}")
         for number, (folder, variants) in enumerate(jobs)
@@ -170,7 +171,7 @@ def _step(engine: Any, objective: Any, step: int, family: TextToImage, model: An
 
 
 def _reloaded(engine: Any, target: str, folder: str, variant: Variant, family: TextToImage) -> Any:
-    """The exported model, as plain diffusers loads it."""
+    """Load the exported model with plain diffusers."""
     path, kind = Path(target), type(engine.module)
     if variant.lora:
         export_adapters(path, engine=engine, component=family.component)
@@ -180,7 +181,7 @@ def _reloaded(engine: Any, target: str, folder: str, variant: Variant, family: T
         export_pipeline(path, engine=engine, base=folder, component=family.component)
         plain = kind.from_pretrained(path, subfolder=family.component)
     for parameter in plain.parameters():
-        # A mapped file's tensors lie anywhere, and kernels round by how they are aligned.
+        # Tensors of a mapped file are not aligned, and kernels round differently by alignment.
         parameter.data = parameter.data.clone()
     return plain.eval()
 
@@ -193,7 +194,7 @@ def _predicts_the_same(engine: Any, plain: Any, family: TextToImage) -> bool:
 
 
 def _draws_the_same(engine: Any, plain: Any, loaded: Pretrained) -> bool:
-    """Whether the engine, on all ranks, draws what the exported model draws alone."""
+    """Check that the engine, on all ranks, samples what the exported model samples alone."""
     without_videos()
     kind = type(loaded.family)
     small = {"reference_area": 32 * 32} if kind.reads_references else {}

@@ -1,4 +1,4 @@
-"""What the tests of recipes share: captioned photographs, and several starts of one recipe."""
+"""Helpers of the recipe tests: captioned photographs, and several starts of one recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def photographs(folder: Path, captions: Mapping[str, str]) -> Path:
-    """Photographs that scikit-image ships, each with a file of its caption."""
+    """Write photographs from scikit-image, each with a caption file."""
     folder.mkdir(parents=True)
     shipped = importlib.resources.files("skimage") / "data"
     for name, caption in captions.items():
@@ -21,11 +21,11 @@ def photographs(folder: Path, captions: Mapping[str, str]) -> Path:
 
 
 def started(recipe: str, starts: list[list[str]]) -> list[list[float]]:
-    """The losses of each start, for ranks."""
+    """Run a recipe once per list of arguments, on each rank; return the losses."""
     torch.set_num_threads(1)
     main = importlib.import_module(f"examples.recipes.{recipe}").main
     found = []
     for arguments in starts:
-        torch.manual_seed(0)  # Of new adapters, as in a process of its own.
+        torch.manual_seed(0)  # New adapters start as in a fresh process.
         found.append(main(arguments))
     return found

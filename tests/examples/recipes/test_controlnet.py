@@ -1,5 +1,4 @@
-"""The recipe of ControlNets on photographs and their edges: it stops, goes on, and diffusers loads
-what it wrote."""
+"""The ControlNet recipe on photographs and edges: it stops, resumes, and diffusers loads it."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ SMALL = ["--area", "256", "--bucket-step", "4", "--batch", "1", "--draw-steps", 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Photographs with captions, and their edges under the same names in another folder."""
+    """Write photographs with captions, and their edges under the same names in another folder."""
     folder, edges = tmp_path_factory.mktemp("photos"), tmp_path_factory.mktemp("edges")
     shipped = importlib.resources.files("skimage") / "data"
     for name, caption in PHOTOS.items():
@@ -61,7 +60,7 @@ def test_it_stops_and_goes_on_as_if_it_had_not(stage, world_size, data, base, tm
     ours, theirs = (load_file(f / "diffusion_pytorch_model.safetensors") for f in files)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    # Zeros at the start; the average has followed for four steps.
+    # Zero at the start; the EMA has followed for four steps.
     assert ours["controlnet_mid_block.weight"].abs().max() > 0
 
     controlnet = ControlNetModel.from_pretrained(files[0])

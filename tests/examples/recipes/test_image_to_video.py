@@ -1,4 +1,4 @@
-"""The recipe of clips that go on from an image, on views that move over photographs."""
+"""The image-to-video recipe on clips that pan over photographs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL += ["--draw-steps", "2", "--every", "2"]
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory):
-    """A view that moves to the right, and its caption."""
+    """Write clips that pan to the right, each with a caption."""
     folder = tmp_path_factory.mktemp("clips")
     shipped = importlib.resources.files("skimage") / "data"
     for name, caption in {"chelsea": "a cat", "coffee": "a cup of coffee"}.items():
@@ -53,12 +53,12 @@ def run(starts: list[list[str]]) -> list[list[float]]:
     main = importlib.import_module("examples.recipes.image_to_video").main
     found = []
     for arguments in starts:
-        torch.manual_seed(0)  # Adapters begin with random numbers.
+        torch.manual_seed(0)  # Adapters are initialised at random.
         found.append(main(arguments))
     return found
 
 
-# diffusers adds zeros for CLIP's projections, and peft remarks upon it.
+# diffusers adds zeros for CLIP's projections, of which peft warns.
 @pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning")
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The recipe of losses on photographs: it stops, continues, and differs from the usual loss."""
+"""The losses recipe on photographs: it stops, resumes, and differs from the default loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe of mixtures on photographs: it stops, goes on, and diffusers loads what it wrote."""
+"""The mixture recipe on photographs: it stops, resumes, and diffusers loads the result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(starts):
     main = importlib.import_module("examples.recipes.mixture").main
     found = []
     for arguments in starts:
-        torch.manual_seed(0)  # Of new adapters, as in a process of its own.
+        torch.manual_seed(0)  # New adapters start as in a fresh process.
         with contextlib.redirect_stdout(io.StringIO()) as said:
             found.append(main(arguments))
     return found, said.getvalue()

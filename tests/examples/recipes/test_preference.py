@@ -1,5 +1,4 @@
-"""The recipe of preferences on photographs against noisy ones: it stops, goes on, and diffusers
-loads what it wrote."""
+"""The preference recipe on photographs and noise: it stops, resumes, and diffusers loads it."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ SMALL += ["--every", "2", "--lr", "1e-2"]
 
 @pytest.fixture
 def data(tmp_path):
-    """Photographs with captions, and the same photographs under noise."""
+    """Write photographs with captions, and noisy copies of them."""
     random = np.random.default_rng(0)
     preferred = photographs(tmp_path / "pairs" / "preferred", PHOTOS)
     (tmp_path / "pairs" / "rejected").mkdir()

@@ -1,4 +1,4 @@
-"""The recipe of single files on photographs: it stops, goes on, and diffusers reads its file."""
+"""The single-file recipe on photographs: it stops, resumes, and diffusers loads its file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def data(tmp_path):
 
 
 def in_one_file(folder, file):
-    """Any engine writes the base that the recipe begins from."""
+    """Write the single file that the recipe starts from."""
     engine = start(PLAIN, load_pretrained(folder, parts=False).model)
     export_pipeline(file, engine=engine, base=folder)
     engine.close()

@@ -1,4 +1,4 @@
-"""The recipe of text encoders on photographs: it stops, goes on, and diffusers loads the result."""
+"""The text-encoder recipe on photographs: it stops, resumes, and diffusers loads the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice: the least offload and the lowest stage that fits."""
+"""Advice: the fastest plan that fits, or the one with least offload."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_memory_of_the_card_is_spent_where_that_is_faster():
 
 
 def test_the_fastest_that_fits_is_chosen_by_prediction():
-    # A bus so slow that recomputing and moving less wins over the fewest states moved.
+    # A host so slow that the fastest plan is not the one with least offload.
     even = dict.fromkeys(RATE_NAMES, 1e15)
     slow_host = Rates(**even | {"host_step": 1e9, "host_memory": 1e9})
     options = {"vram": "80GiB", "ram": "512GiB", "ema": "host", "precision": "bf16"}
@@ -85,7 +85,7 @@ def test_the_fastest_that_fits_is_chosen_by_prediction():
 
 
 def test_more_offload_is_chosen_where_it_is_faster():
-    # Not page-locked gradients at stage 2 against recomputing on a slow device: keep activations.
+    # Recomputing on a slow device costs more than offloading: keep the activations.
     even = dict.fromkeys(RATE_NAMES, 1e15)
     slow_device = Rates(**even | {"products": 1e12, "convolutions": 1e12, "attention": 1e12})
     options = {"vram": "48GiB", "ram": "512GiB", "batch": 4, "precision": "bf16"}
@@ -137,7 +137,7 @@ def test_ranks_share_the_host():
     assert two.resolved.world_size == 2
     assert machine_needs(two.estimate)["host"] == 2 * two.estimate.host
     assert machine_needs(one.estimate)["host"] == one.estimate.host
-    # Half the optimizer each: 24 GiB cards then need less offload.
+    # Each rank has half the optimizer, so that 24 GiB cards need no more offload.
     assert two.candidates.index(two.chosen) <= one.candidates.index(one.chosen)
 
 
@@ -316,7 +316,7 @@ def test_what_cannot_be_streamed_is_not_offered(options):
 
 
 def test_advice_takes_less_than_a_fifth_of_a_second():
-    # The best of three: what a loaded machine adds is not ours.
+    # The best of three, to leave out the load of the machine.
     advise("24GiB")
     seconds = []
     for _ in range(3):
@@ -331,7 +331,7 @@ def test_adapters_need_less_than_the_model_and_hold_what_the_base_holds():
     assert adapters.estimate.device < whole.estimate.device / 3
     facts = adapters.resolved.model
     assert facts.numel - facts.trainable_numel == whole.resolved.model.numel
-    # 2.57 billion weights in bf16 stay where they are.
+    # All weights, 2.57 billion of them SDXL's, are kept in bf16.
     weights = sum(i.nbytes for i in adapters.estimate.items if i.component == "weights")
     assert weights == 2 * facts.numel
     states = sum(i.nbytes for i in adapters.estimate.items if i.component == "optimizer states")
@@ -350,7 +350,7 @@ def test_adapters_need_less_than_the_model_and_hold_what_the_base_holds():
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_adapters_are_not_partitioned_where_the_base_fits_whole(ranks):
     assert advise("24GiB", lora=16, world_size=ranks).chosen.title == "no partitioning"
-    # The base takes 4.8 GiB of each device, unless the ranks share it.
+    # The base takes 4.8 GiB of each device, unless it is partitioned.
     assert advise("4.5GiB", lora=16, world_size=ranks).resolved.stage == 3
 
 

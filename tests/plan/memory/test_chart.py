@@ -104,7 +104,7 @@ class TestPicture:
         made = make_estimate(make_item("$\\x$ and $$", "device", 1))
         assert plot_memory(made, tmp_path / "names.png").exists()
 
-    def test_a_path_that_cannot_be_written(self, estimate, tmp_path):
+    def test_a_path_that_cannot_be_written_is_refused(self, estimate, tmp_path):
         (tmp_path / "file").write_text("")
         with pytest.raises(PlanFileError, match="cannot be written"):
             plot_memory(estimate, tmp_path / "file" / "memory.png")

@@ -1,4 +1,4 @@
-"""What plans cost, against figures read in DeepSpeed's code and measured with it."""
+"""Memory of plans, against figures derived from DeepSpeed's code and measured with it."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_stage_2_with_offload_is_18_bytes_per_element_on_the_host_but_for_pinnin
         offload_optimizer={"device": "cpu", "pin_memory": False},
     )
     engine = unpinned.host - held(unpinned, "runtime") - 4 * P
-    # 4 master, 4 gradient, 2 staging, 8 moments; one gradient more on its way.
+    # 4 master, 4 gradient, 2 staging, 8 moments; plus the one gradient being copied.
     assert engine == pytest.approx(18 * N, rel=0.01)
     assert cost(offload="cpu").host == unpinned.host
     pinned = cost(offload="cpu", platform=ROUNDING)
-    # Where torch rounds, 9.56 GiB of master weights and of gradients round up to 16 each, 4.78 of
-    # staging to 8.
+    # Where torch rounds up to powers of two, master weights and gradients (9.56 GiB) take 16 GiB
+    # each, staging (4.78 GiB) 8.
     assert (pinned.host - unpinned.host) / GIB == pytest.approx(16.1, abs=0.1)
     assert pinned.pinned / GIB == pytest.approx(40.06, abs=0.1)
 
@@ -78,7 +78,7 @@ def test_what_ranks_exchange_behind_the_next_forward_is_counted():
         found = on_host(world_size=ranks, hidden=hidden).estimate(Workload())
         return sum(item.nbytes for item in found.items if "exchanged" in item.note)
 
-    # 2 bytes of 1/64 of all weights, whoever holds them.
+    # 2 bytes for 1/64 of all weights, on any number of ranks.
     assert exchanged(2, True) == pytest.approx(2 * N / 64, rel=1e-3)
     assert exchanged(8, True) == pytest.approx(2 * N / 64, rel=1e-3)
     assert exchanged(2, None) == exchanged(2, True), "the default where it is proven"
@@ -95,7 +95,7 @@ def test_the_plain_engine_leaves_master_weights_gradients_and_moments_to_the_hos
         sum(item.nbytes for item in each.at("device", "optimizer step"))
         for each in (without.estimate(Workload()), found)
     ]
-    # 4 of gradients, 8 of moments, 4 of torch's update.
+    # 4 for gradients, 8 for moments, 4 for torch's update.
     assert both[0] - both[1] == 16 * N
 
 
@@ -105,7 +105,7 @@ def test_stage_2_with_offload_needs_the_weights_buckets_and_temporaries_on_the_d
     activations = held(estimate, "activations", "device", "forward and backward")
     bucket = 30_000_000 * 2 * 2  # overlap_comm doubles it
     assert backward == pytest.approx(2 * N + bucket + 16 * P + activations + GIB / 2, rel=0.01)
-    # DeepSpeed alone would hold a flat copy of the weights beside them.
+    # Raw DeepSpeed would also hold a flat copy of the weights.
     initialization = sum(item.nbytes for item in estimate.at("device", "initialization"))
     assert initialization == pytest.approx(2 * N + 4 * P + GIB / 2, rel=0.001)
 
@@ -246,7 +246,7 @@ def test_weights_that_wait_in_their_files_take_no_host_memory():
     elements = family("qwen-image").numel
     assert at_start("qwen-image", stage=3) < 4 * family("qwen-image").largest + GIB // 8
     assert at_start("qwen-image", stage=3, model_in_memory=True) == 4 * elements
-    # Of eight parts; with the optimizer there, master weights and gradients.
+    # One of eight parts; with the optimizer offloaded also master weights and gradients.
     shared = at_start("qwen-image", stage=3, offload="cpu")
     assert 4 * elements / 8 < shared < 12 * elements / 8
     assert at_start("qwen-image", stage=3, offload="cpu", model_in_memory=True) == 4 * elements
@@ -308,7 +308,7 @@ def test_a_step_of_more_frames_is_predicted_to_take_longer():
         plan.estimate("wan-1.3b", platform=CUDA, frames=frames).step_time().phases["forward"]
         for frames in (9, 81)
     ]
-    # Seven times the tokens, and more than that where each looks at all the others.
+    # 7 times the tokens; attention grows faster.
     assert seconds[1] > 7 * seconds[0]
 
 
@@ -360,7 +360,7 @@ def blocks_of(sizes, rest):
      (Streaming(memory="1GiB"), 5 * 4096)],
 )  # fmt: skip
 def test_streamed_weights_by_hand(streaming, capacity):
-    # Weights of 2040 elements take 2048, in 2 bytes; 250 outside of the blocks take 256.
+    # 2040 elements are padded to 2048, of 2 bytes each; the 250 outside the blocks to 256.
     plan = DeepSpeedPlan.build(
         stage=2, offload="cpu", precision="bf16", gradient_accumulation_steps=2
     )
@@ -447,7 +447,7 @@ def test_there_are_as_many_buffers_for_gradients_as_hide_passes_and_fit():
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16", gradient_clipping=0.0)
     resolved = plan.resolve(platform=CUDA, model=blocks_of([2**20] * 40, 256), streamed=True)
     estimate = resolved.estimate(Workload(exact_pinning=True))
-    # 2 that come and are stepped, and a quarter of the units; each is of 2 MiB.
+    # 2 for gradients that arrive and are stepped, and a quarter of the units; each has 2 MiB.
     for room, buffers in ((2**30, 12), (0, 6), (2 * 2**21, 8), (2**21 - 1, 6), (-(2**30), 3)):
         kept = with_gradients_kept(estimate, estimate.host + room)
         assert kept.streamed.gradient_buffers == buffers

@@ -42,7 +42,7 @@ def test_stage_2_sends_gradients_in_fp32_and_gets_weights_back():
     found = moved(2, "cpu", ema="host")
     assert (found.gradients, found.weights, found.parameters) == (4 * 16, 2 * 16, 0)
     assert found.bus == 6 * 16
-    # Adam: 3 of fp32, 2 states read and written, the weight in bf16.
+    # Adam: 3 fp32 values, 2 states read and written, and the weight in bf16.
     assert found.optimizer == (12 + 16 + 2) * 16
     assert found.ema == 8 * 16, "within the hidden pass"
     assert moved(2, "cpu", ranks=2).gradients == 4 * 8

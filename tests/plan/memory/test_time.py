@@ -1,4 +1,4 @@
-"""What a step is predicted to take: what adds up, what overlaps, and by which rates."""
+"""The predicted time of a step: sums, overlaps and rates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def timed(rates=EVEN, *, platform=CUDA, batch=1, world_size=1, ema="none", resol
 
 
 def slow(**rates):
-    """Rates at which only what is named takes time."""
+    """Rates at which only the given resources take time."""
     return Rates(**(dict.fromkeys(RATE_NAMES, 1e30) | rates))
 
 
@@ -69,7 +69,7 @@ def test_every_family_knows_its_arithmetic(name):
 
 
 def test_sdxl_takes_the_operations_that_were_published():
-    # 25.4 TFLOP per sample at 1024 x 1024 with gradient checkpointing.
+    # 25.4 TFLOP per sample at 1024 x 1024, with gradient checkpointing.
     _, time = timed(slow(products=1e12, convolutions=1e12, attention=1e12))
     assert time.seconds == pytest.approx(25.4, rel=0.03)
 
@@ -89,7 +89,7 @@ def test_phases_follow_one_another_and_lanes_run_beside_each_other():
 
 
 def by_hand(*parts, **more):
-    """A step of parts that are written as ``(phase, lane, seconds)``."""
+    """A step of the given parts, each ``(phase, lane, seconds)``."""
     made = [
         TimePart(phase=phase, lane=lane, what=f"{phase} {lane}", seconds=seconds, rate="products")
         for phase, lane, seconds in parts
@@ -103,21 +103,22 @@ COMPUTED = (("forward", "device", 3.0), ("backward", "device", 6.0))
 @pytest.mark.parametrize(
     ("parts", "micro_batches", "expected"),
     [
-        # In turn; behind the next forward; beside both passes.
+        # Expected: in turn; hidden behind the next forward pass; overlapping both passes.
         ((("optimizer", "host", 4.0),), 1, (13.0, 10.0, 9.0)),
         ((("optimizer", "host", 2.0),), 1, (11.0, 9.0, 9.0)),
         ((("optimizer", "host", 12.0),), 1, (21.0, 18.0, 12.0)),
-        # Averages follow in the same lane; weights go back in another.
+        # EMAs follow in the same lane; weights return in another.
         ((("optimizer", "host", 4.0), ("ema", "host", 1.0)), 1, (14.0, 11.0, 9.0)),
         ((("optimizer", "host", 4.0), ("weights", "in", 3.5)), 1, (16.5, 10.0, 9.0)),
-        # Gradients that cross the bus, and take of the memory that the optimizer works in.
+        # Gradients that cross the bus, or use the host memory that the optimizer works in.
         ((("optimizer", "host", 4.0), ("backward", "out", 7.0)), 1, (14.0, 11.0, 10.0)),
         ((("optimizer", "host", 7.0), ("backward", "host", 4.0)), 1, (16.0, 13.0, 11.0)),
         ((("optimizer", "host", 4.0), ("forward", "host", 2.0)), 1, (13.0, 12.0, 9.0)),
-        # Only one of three micro batches hides it: 1 of the forward, 2 of the backward seconds.
+        # Only one of three micro batches hides it: 1 second of the forward, 2 of the backward
+        # passes.
         ((("optimizer", "host", 4.0),), 3, (13.0, 12.0, 10.0)),
         ((("optimizer", "host", 2.0),), 3, (11.0, 10.0, 9.0)),
-        # On the device it is taken in turn.
+        # On the device nothing overlaps.
         ((("optimizer", "device", 4.0),), 1, (13.0, 13.0, 13.0)),
     ],
 )
@@ -152,9 +153,9 @@ def test_8_bit_moments_take_the_time_of_their_codes_and_not_that_of_their_bytes(
 @pytest.mark.parametrize(
     ("carried", "host", "expected"),
     [
-        # Less than the backward pass takes; more, of which the forward pass hides what it may.
+        # Shorter than the backward pass; then longer, partly hidden by the forward pass.
         (0.25, 4.0, 9.0), (0.25, 8.0, 9.0), (0.25, 10.0, 10.5), (0.0, 10.0, 13.0),
-        # All that the forward pass has room for; nothing hides more.
+        # The forward pass is full; nothing hides more.
         (0.5, 10.0, 10.0), (0.25, 20.0, 20.0), (1.0, 20.0, 20.0),
     ],
 )  # fmt: skip
@@ -168,7 +169,7 @@ def test_few_buffers_for_gradients_leave_little_to_the_next_forward_by_hand(
 
 SIMULATED = {
     # Seconds of 24 simulated blocks: forward, backward, weights once, gradients, host pass; then
-    # what a streamer took that waits, that hides the pass, and that steps in the backward pass.
+    # the simulated step in turn, hidden and eager.
     "pass of half the passes": ((0.30, 0.90, 0.23, 0.23, 0.60), (2.40, 1.58, 1.31)),
 }
 
@@ -189,7 +190,7 @@ def test_lanes_are_a_bound_that_simulated_steps_come_near(case):
 
 @pytest.mark.parametrize(
     ("name", "lora", "batch", "waits", "streams"),
-    # Worked out apart from the library, from arithmetic, weights and rates of a 4090 alone.
+    # Calculated outside the library, only from arithmetic, weights and rates of a 4090.
     [("flux", 16, 1, 4.8, 2.9), ("qwen-image", 16, 1, 6.4, 3.8), ("flux", None, 4, 28.5, 15.5)],
 )
 def test_streamed_weights_take_what_their_lanes_take(name, lora, batch, waits, streams):
@@ -204,7 +205,7 @@ def test_streamed_weights_take_what_their_lanes_take(name, lora, batch, waits, s
     roomy = Streaming(gradient_buffers=17)
     streamed = resolved(roomy, stage=2).step_time(catalogued_rates(CUDA))
     assert streamed.schedule == "eager"
-    # They took two thirds of a backward pass for one that leaves out the frozen weights'.
+    # By hand, a backward pass without frozen weights' gradients counts two thirds of a whole one.
     assert waiting.seconds == pytest.approx(waits, rel=0.1)
     assert streamed.expected == pytest.approx(streams, rel=0.01 if lora is None else 0.15)
     clipped = attrs.evolve(streamed, schedule="hidden")
@@ -219,7 +220,7 @@ def test_an_optimizer_hides_behind_the_next_forward_alone():
     assert time.schedule == "hidden"
     assert phases["forward"] < phases["optimizer"] < phases["forward"] + phases["backward"]
     assert time.expected >= phases["backward"] + phases["optimizer"]
-    # What the passes and the bus take of host memory beside it is little.
+    # The passes and the bus take little host memory bandwidth from it.
     assert time.expected <= 1.1 * (phases["backward"] + phases["optimizer"])
     _, on_device = timed(slow(products=1e13, device_memory=1e12))
     assert on_device.hidden_seconds == on_device.seconds
@@ -329,7 +330,7 @@ def test_deepspeeds_chain_looks_at_each_gradient(stage, precision, nbytes, opera
     ):
         found = [one.step_time(rates).phases["backward"] for one in (estimate, chain)]
         assert found[1] - found[0] == pytest.approx(more)
-    # Then a product, and a cast into weights of two bytes.
+    # The chain then runs a product, and a cast to two-byte weights.
     found = [one.step_time(slow(host_step=1e9)).phases["optimizer"] for one in (estimate, chain)]
     assert found[1] - found[0] == pytest.approx((20 if precision == "bf16" else 16) * N / 1e9)
 

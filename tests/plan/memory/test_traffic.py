@@ -1,4 +1,4 @@
-"""What a step reads and writes, against what the kernel counted in real runs."""
+"""Bytes a step reads and writes, against the kernel's counts in real runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_parameters_are_read_twice_per_micro_batch_and_written_once():
 
 def test_without_nvme_nothing_moves():
     assert traffic(offload="cpu") == SwapTraffic(read=0, written=0)
-    # An EMA of its own in a file is not DeepSpeed's swap.
+    # An EMA in a file does not count as DeepSpeed's swap.
     assert traffic(offload="nvme", ema="nvme") == traffic(offload="nvme")
 
 

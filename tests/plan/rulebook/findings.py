@@ -1,4 +1,4 @@
-"""What one rule finds in a configuration."""
+"""Findings of one rule in a configuration."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_pinned_memory_rounding_of_sdxl():
     config = {**zero(stage=2, offload_optimizer={"device": "cpu"}), "bf16": {"enabled": True}}
     assert find("pinned-memory-rounding", config, platform=CUDA, model=SDXL) == []
     finding = one("pinned-memory-rounding", config, platform=OLDER, model=SDXL)
-    # Twice 10.27 GB to 16 GiB, and 5.13 GB to 8 GiB.
+    # 10.27 GB are rounded up to 16 GiB twice, and 5.13 GB to 8 GiB.
     assert "adds 16.09 GiB of host memory to the 23.91 GiB" in finding.reason
     config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
     assert find("pinned-memory-rounding", config, platform=OLDER, model=SDXL) == []

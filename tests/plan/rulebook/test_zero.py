@@ -177,7 +177,7 @@ def test_accelerates_parallelism_is_refused_too(kind, prefix):
 
 
 @pytest.mark.parametrize(("used", "refused"), [("true", True), ("false", False)])
-def test_so_is_that_of_the_launchers_environment(used, refused):
+def test_parallelism_in_the_launchers_environment_is_refused_too(used, refused):
     plan = DeepSpeedPlan.from_accelerate_environment(
         {
             "ACCELERATE_USE_DEEPSPEED": "true",

@@ -322,7 +322,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
             "master weights, so training starts from rounded weights",
         )
         wide = any(dtype_at_rest(parameter) == torch.float32 for _, parameter in named)
-        # Before device memory is allocated.
+        # The proof must run before this process allocates device memory.
         proven = prove_offload(plan, self._group)
         read = read_weights(deepspeed, plan, model)
         pinned = pin_exactly(plan, resources=self.resources)
@@ -412,7 +412,7 @@ def replay_adam_steps(adam: Any, steps: int) -> None:
     if update is None or steps < 1:
         return
     betas = list(dict.fromkeys(tuple(group["betas"]) for group in adam.param_groups))
-    # If the groups' betas differ, the op computes the powers directly at every change of group.
+    # If the groups' betas differ, the op recomputes the betas' powers at every change of group.
     first = 1 if len(betas) == 1 else steps
     for step in range(first, steps + 1):
         for beta1, beta2 in betas:
@@ -420,7 +420,7 @@ def replay_adam_steps(adam: Any, steps: int) -> None:
 
 
 def _cpu_adam_update(adam: Any) -> Callable[[int, float, float], object] | None:
-    """A function that runs the op on one dummy element; ``None`` for all remaining optimizers."""
+    """A function that runs the op on one dummy element; ``None`` for all other optimizers."""
     kind = type(adam).__name__
     dummies = [torch.zeros(1) for _ in range(4)]
     if kind == "DeepSpeedCPUAdam":

@@ -162,7 +162,7 @@ def refill_plugin(plugin: Any, plan: ResolvedPlan) -> None:
         plan: The resolved plan.
     """
     plugin.deepspeed_config.clear()
-    # accelerate has disabled DeepSpeed's log lines about steps.
+    # Keep accelerate's setting that disables DeepSpeed's log lines about steps.
     plugin.deepspeed_config.update(plan.to_deepspeed(), steps_per_print=math.inf)
 
 
@@ -472,7 +472,8 @@ class AttachedEngine(ZeROEngine):
         if boundary is None:
             return state
         # A trainer that sets the boundaries calls step() only there, so DeepSpeed's own counter
-        # counts steps; of an open window nobody tells how many micro batches it has.
+        # counts steps. The number of micro batches in an open window is unknown, so it counts as
+        # one.
         closed = state.global_step * self._plan.gradient_accumulation_steps
         return attrs.evolve(state, micro_step=closed if boundary else closed + 1)
 
@@ -498,7 +499,7 @@ class AttachedEngine(ZeROEngine):
 
     @property
     def _trainers_boundary(self) -> bool | None:
-        """Whether the trainer marked the last micro batch as a boundary; None: it marks none."""
+        """Whether the trainer made the last micro batch a boundary; ``None`` if it sets none."""
         boundary: bool | None = getattr(self._engine, "_is_gradient_accumulation_boundary", None)
         return boundary
 

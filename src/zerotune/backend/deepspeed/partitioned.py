@@ -99,7 +99,8 @@ class PartitionedLayout(SteppedLayout, ResidentLayout):
                     offset=mapping.hp_fragment_address.start,
                 )
             )
-        # Several groups interleave in named_parameters(); the shared order must not.
+        # Parameters of several groups may interleave in named_parameters(), but not in the shared
+        # order.
         group_of = {
             id(parameter): index
             for index, group in enumerate(wrapper.bit16_groups)
@@ -183,7 +184,7 @@ class PartitionedStep(HostStep):
     )
 
     _beside: tuple[ProcessGroup, Any] | None = None
-    """Groups for the exchange of weights, concurrent with other collectives."""
+    """Process groups for exchanging weights concurrently with other collectives."""
 
     @override
     def why_at_once(self) -> str | None:
@@ -232,7 +233,7 @@ class PartitionedStep(HostStep):
                     setattr(parameter, name, self._settling(getattr(parameter, name)))
         self._shrink_gradients()
         wrapper._get_offload_gradient_dict()
-        # Runs the hooks before and after an optimizer's step, which announce a change.
+        # Run the hooks before and after an optimizer's step, which announce that weights change.
         self._stepped = torch.optim.Optimizer.profile_hook_step(self._step_slabs)
         wrapper.set_norm_for_param_grad_in_gpu = _skip
         wrapper.update_offload_overflow_tracker_for_param_grad = _skip
@@ -351,7 +352,7 @@ class PartitionedStep(HostStep):
         begun: list[SlabStep] = []
         sources: list[torch.Tensor | None] = []
         targets: list[torch.Tensor | None] = []
-        # Before there are views of the weights here.
+        # Check this before the code below creates views of the weights, which would count as uses.
         may_wait = self._may_wait()
         self._adam.rewind()
         for index, (slab, group) in enumerate(zip(self._slabs, adam.param_groups, strict=True)):

@@ -326,7 +326,7 @@ class ShardedStep(HostStep):
         return self._originals["_get_norm_groups"]()
 
     def _keep_factor(self, sub_group: int, total_norm: torch.Tensor) -> None:
-        """Compute DeepSpeed's clipping factor without multiplying the gradients."""
+        """Store DeepSpeed's clipping factor instead of multiplying the gradients by it."""
         wrapper = self._wrapper
         if not self._steps(sub_group):
             self._originals["unscale_and_clip_grads"](sub_group, total_norm)
@@ -342,7 +342,7 @@ class ShardedStep(HostStep):
         slab, adam = self._slabs[sub_group], wrapper.optimizer
         group = adam.param_groups[wrapper.sub_group_to_group_id[sub_group]]
         out = wrapper.fp16_partitioned_groups_flat[sub_group]
-        # DeepSpeed writes low-precision weights on a device or on NVMe.
+        # If the low-precision weights are on a device or on NVMe, DeepSpeed writes them.
         here = out is not None and self._is_here(out)
         if sub_group == 0:
             self._begun, self._waits = [], self._may_wait()
@@ -704,7 +704,7 @@ def lending_linear() -> Iterator[None]:
         yield
     finally:
         before = _linear.pop()
-        # A later replacement by different code is kept.
+        # Keep a later replacement by other code.
         if not _linear and functional.linear.__module__.startswith("deepspeed."):
             functional.linear = before
 

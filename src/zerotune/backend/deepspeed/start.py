@@ -145,8 +145,8 @@ def check_plan(plan: ResolvedPlan) -> None:
     for precision, section in (("bf16", plan.plan.bf16), ("fp16", plan.plan.fp16)):
         key = f"{precision}_master_weights_and_grads"
         if section is not None and section.enabled is True and getattr(section, key) is True:
-            # DeepSpeed runs it; but every update below a weight's last bit is lost, without
-            # stochastic rounding, and in an EMA and a resumed run as well.
+            # DeepSpeed supports this setting, but without stochastic rounding, every update smaller
+            # than a weight's last bit is lost, also for EMAs and resumed runs.
             raise EngineError(
                 "EMA, checkpoints and exports need fp32 master weights",
                 key=f"{precision}.{key}",
@@ -169,7 +169,7 @@ def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         value = full_shape(parameter)
-        # DeepSpeed broadcasts parameters as bytes, and torch cannot view all tensors so.
+        # DeepSpeed broadcasts parameters as bytes, and torch cannot view every tensor as bytes.
         if not value:
             what = "broadcast a parameter without dimensions"
             fix = "use a parameter with one element (torch.nn.Parameter(torch.tensor([x]))), or "
@@ -178,7 +178,8 @@ def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
             value, what = parameter.stride(), "broadcast a parameter with a strided layout"
             fix = "call model.to(memory_format=torch.contiguous_format) before building the "
             fix += "engine, or train with the plain engine"
-        # Stages 0 to 2 leave it as it is; gathering it fails, also where it is frozen.
+        # Stages 0 to 2 leave an empty parameter as it is; at stage 3, gathering it fails, even if
+        # it is frozen.
         elif plan.stage == 3 and math.prod(value) == 0:
             what = "partition a parameter without elements"
             fix = "remove the parameter, register it as a buffer, or train at stage 2"
@@ -358,7 +359,7 @@ def initialize(
     except PlatformError:
         raise  # An op is unavailable; the error names the fix.
     except (AssertionError, ValueError, RuntimeError, TypeError, AttributeError) as error:
-        # An optimizer of DeepSpeed hides it behind "failed to build/load".
+        # DeepSpeed's optimizers hide a PlatformError behind "failed to build/load".
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, PlatformError):
             cause = cause.__cause__ or cause.__context__
@@ -381,7 +382,7 @@ PINNING_KEY: Final = f"torch.{SETTING}"
 _BACKEND: Final = "DS_PIN_MEMORY_BACKEND"
 _VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _PROBE: Final = 3 * 1024**2
-"""Bytes; a power of two would be 4 MiB."""
+"""Size in bytes; torch would round it up to 4 MiB, the next power of two."""
 _lock = threading.Lock()
 
 
@@ -435,7 +436,7 @@ def _set_and_verify() -> str | None:
         current = read() or ""
         if _setting_in(current) is None:
             try:
-                # Setting one key alone would put the others back to their defaults.
+                # Setting only one key would reset the others to their defaults.
                 write(",".join(filter(None, (current, f"{SETTING}:{THRESHOLD}"))))
             except (RuntimeError, ValueError) as error:
                 return f"torch refused the setting for exact sizes: {str(error).splitlines()[0]}"
@@ -508,7 +509,7 @@ def _pinned_bytes_of(nbytes: int) -> int | None:
     statistics = getattr(torch.cuda, "host_memory_stats", None)
     if statistics is None or not torch.cuda.is_available():
         return None
-    # A cached block of this size would look as if none were allocated.
+    # If torch reused a cached block of this size, this would count as no allocation.
     before = int(statistics().get("allocated_bytes.allocated", 0))
     block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     taken = int(statistics().get("allocated_bytes.allocated", 0)) - before

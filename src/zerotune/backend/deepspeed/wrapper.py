@@ -84,7 +84,8 @@ class Upstream:
     def _digest(self, method: str) -> str | None:
         function = getattr(self._kind, method, None)
         if "instrument_w_nvtx" in getattr(function, "__qualname__", ""):
-            # DeepSpeed's decorator for profilers, the same source around every method.
+            # DeepSpeed's profiling decorator has the same source around every method, so digest the
+            # method inside it.
             function = inspect.getclosurevars(cast(Any, function)).nonlocals["func"]
         return None if function is None else source_digest(function)
 
@@ -180,7 +181,8 @@ class OptimizerWrapper(ABC):
         for owner in self._editors:
             for name in ("set_full_hp_param", "set_local_hp_param"):
                 if (setter := getattr(owner, name, None)) is not None:
-                    # Not through this object: parameters would keep the engine.
+                    # With a bound method of this object, the parameters would keep the engine
+                    # alive.
                     setattr(owner, name, functools.partial(_edit, self.layout, setter))
 
     @property
@@ -235,7 +237,7 @@ class OptimizerWrapper(ABC):
         return step, decided
 
     def _obstacle(self, kind: type[HostStep]) -> str | None:
-        """Why DeepSpeed's step remains; ``None`` if it can be replaced."""
+        """Why DeepSpeed's step cannot be replaced; ``None`` if it can."""
         for name in (
             "has_moe_layers",
             "zenflow",
@@ -350,7 +352,7 @@ class HostStep(DeferredSteps):
                 continue
             del wide
             empty = torch.zeros(shape, dtype=dtype)
-            # As DeepSpeed does it: torch may round the block up to twice its size.
+            # Page-lock the block like DeepSpeed; torch may round it up to twice its size.
             slab.grad = self._accelerator.pin_memory(empty) if pinned else empty
 
     def _norm_of(self, gradient: torch.Tensor, *, into: torch.Tensor | None = None) -> torch.Tensor:

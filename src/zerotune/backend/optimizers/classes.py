@@ -219,8 +219,8 @@ class Lamb(ShardAware):
         for piece in pieces:
             for column, values in enumerate((flat, update)):
                 part = values.narrow(0, piece.offset, piece.numel)
-                # torch's own norm of a float32 tensor sums in blocks; only the few sums of
-                # different ranks are added in float64.
+                # torch's fp32 norm already sums in blocks, so only the few sums of different ranks
+                # need float64.
                 squares[piece.index, column] = part.norm().double().square()
         norms = self.sum_over_ranks(squares).sqrt_()
         for piece in pieces:
@@ -375,7 +375,7 @@ def orthogonalise(matrix: torch.Tensor, *, steps: int = 5) -> torch.Tensor:
     return result
 
 
-# -- AdamW with moments of its own, beside fp32 master weights: first of 16 bits.
+# -- AdamW with low-precision moments next to fp32 master weights, first with 16 bits.
 
 
 _WIDENED: Final = {"cpu": 2**19}
@@ -443,7 +443,7 @@ class AdamWBF16States(AdamWStates):
         self._noise.rewind()
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
-                # Of a small parameter another rank may hold all.
+                # Another rank may have all of a small parameter, which leaves an empty tensor here.
                 if p.grad is not None and p.numel():
                     self._update(p, p.grad, group, index)
         return loss
@@ -457,8 +457,8 @@ class AdamWBF16States(AdamWStates):
                 state[name] = torch.zeros_like(p, dtype=self.state_dtype)
         taken = int(state.get("step", 0))
         state["step"] = taken + 1
-        # In the order in which it lies in memory, which may be channels_last. Gradients alone may
-        # lie otherwise than their weights; a copy serves as well.
+        # Flatten in memory order, which may be channels_last. Only a gradient's order may differ
+        # from its weight's; reshape then copies the gradient.
         order = sorted(range(p.dim()), key=p.stride, reverse=True)
         states = (t.permute(order).view(-1) for t in (state["exp_avg"], state["exp_avg_sq"]))
         flat = [p.permute(order).view(-1), grad.permute(order).reshape(-1), *states]
@@ -545,7 +545,7 @@ class Noise:
         if self._drawn != (like.device, key) or self._bits.numel() < stop:
             size = min(NOISE_PERIOD, 2 ** (stop - 1).bit_length())
             bits = noise_bits(key, torch.arange(size, device=like.device))
-            # Whatever is asked for is one piece.
+            # Repeat the bits, so that every request is one contiguous slice.
             self._bits = bits.repeat(-(-stop // size)).int()
             self._drawn = like.device, key
         bits = self._bits[start:stop]
@@ -594,21 +594,23 @@ def round_stochastically(exact: torch.Tensor, bits: torch.Tensor, *, into: torch
         bits: Uniform random int32 numbers from 0 to 65,535, in the shape of ``exact``.
         into: bf16 tensor in the shape of ``exact``; receives the result.
     """
-    # A NaN of all ones, CUDA's usual one, would become 0 by the carry; this one has room for it.
+    # CUDA's usual NaN has all bits but the sign set, so a carry would turn it into -0; math.nan has
+    # room for the carry.
     exact.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
-    # bf16 is the upper half of an fp32 number: the carry out of the lower half is the chance.
+    # bf16 is the upper half of an fp32 number: a random carry out of the lower half rounds it away
+    # from zero.
     exact.view(torch.int32).add_(bits).bitwise_and_(-(2**16))
     into.copy_(exact)
 
 
-# -- AdamW whose moments are one byte each.
+# -- AdamW with one-byte moments.
 
 
 BLOCK: Final = 256
 """Number of codes that share a scale."""
 _BITS: Final = 8
 _NEAR: Final = (0, 1, -1, 2, -2)
-"""Units in the last place by which a scale may be off that is computed back."""
+"""Offsets to try, in units in the last place, for a scale recomputed from decoded numbers."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -676,7 +678,7 @@ class Codebook:
     def _agree(
         self, numbers: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        """Whether all numbers of each block are those of its codes."""
+        """For each block, whether its codes decode to exactly its numbers."""
         differs = self.decode(codes, scales) != numbers
         return _largest(differs.float()) == 0
 
@@ -686,7 +688,7 @@ def _spread(of_blocks: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def _largest(numbers: torch.Tensor) -> torch.Tensor:
-    """Of each block, by magnitude."""
+    """The largest magnitude of each block."""
     padded = torch.nn.functional.pad(numbers.abs(), (0, -numbers.numel() % BLOCK))
     return padded.view(padded.numel() // BLOCK, BLOCK).amax(dim=1)
 
@@ -711,7 +713,7 @@ def codebook(*, signed: bool) -> Codebook:
     ordered = torch.tensor(sorted(values), dtype=torch.float32)
     between = (ordered[:-1] + ordered[1:]) / 2
     upper = torch.arange(2**16, dtype=torch.int32) << 16
-    # Of all numbers with this upper half the smallest: towards zero, or away from it.
+    # The smallest number with each upper half: nearest to zero if positive, furthest if negative.
     ends = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32)
     lowest = torch.bucketize(ends.nan_to_num(nan=0.0), between).to(torch.uint8)
     infinite = torch.tensor([math.inf])
@@ -776,7 +778,7 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
 
     @override
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        """As ``update_plainly`` in ``step/host_step.cpp``: each operation is rounded by itself."""
+        """Round after each operation, like ``update_plainly`` in ``step/host_step.cpp``."""
         weight, gradient, state = p.data.view(-1), grad.reshape(-1), self.state[p]
         self.create_states(state, weight.numel())
         state["step"] = step = int(state.get("step", 0)) + 1
@@ -787,7 +789,7 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
         first = moments["exp_avg"] * kept + gradient * first_share
         second = moments["exp_avg_sq"] * beta2 + gradient * gradient * (1.0 - beta2)
         root = torch.tensor(math.sqrt(1.0 - math.pow(beta2, step)), dtype=torch.float32)
-        # torch's square root in fp32 is not always the nearest number.
+        # torch's fp32 square root is not always correctly rounded.
         below = second.double().sqrt().float() / root + group["eps"]
         size = -lr / (1.0 - math.pow(beta1, step))
         weight.copy_(weight * (1.0 - lr * decay) + first * size / below)

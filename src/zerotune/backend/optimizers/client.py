@@ -92,7 +92,7 @@ def build_client_optimizer(choice: OptimizerChoice, named: Named) -> torch.optim
             else "correct or remove the argument",
         ) from error
     if hasattr(optimizer, "train"):
-        # Schedule-free optimizers hold either the weights to train or their average.
+        # Schedule-free optimizers switch the weights between training values and their average.
         optimizer.train()
     return optimizer
 
@@ -117,7 +117,7 @@ def _optimizer_factory(choice: OptimizerChoice) -> Callable[..., Any]:
                 value=choice.name,
                 fix=f"pip install 'zerotune[{'mup' if top == 'mup' else 'optimizers'}]'",
             ) from error
-        # mup's optimizers are functions that return torch's class over groups of their own.
+        # mup's optimizers are functions that return torch's class with groups of mup's own.
         name = choice.name if top == "mup" else choice.implementation
         return cast(Callable[..., Any], getattr(module, name))
     optimizer_class = getattr(torch.optim, choice.implementation, None)
@@ -161,7 +161,7 @@ class CurveScheduler:
         self._optimizer = optimizer
         self._choice = choice
         self._base_lr = base_lr
-        # Groups that did not arrive are the engine's checks to tell of.
+        # Missing groups are reported by the engine's checks.
         self._until = [*until, *[None] * len(optimizer.param_groups)]
         self._factors = [float(group["lr"]) / base_lr for group in optimizer.param_groups]
         self._base_betas = [group.get("betas") for group in optimizer.param_groups]
@@ -205,7 +205,7 @@ class CurveScheduler:
             if until is not None:
                 group[STOPPED] = stopped
             if isinstance(group["lr"], torch.Tensor):
-                # torchao compiles its update around the rate's tensor and refuses a number.
+                # torchao compiles its update with the rate as a tensor and rejects a plain number.
                 group["lr"].fill_(rate * factor)
             else:
                 group["lr"] = rate * factor
@@ -237,13 +237,13 @@ def continue_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
     """
     if schedule is None:
         return
-    # Of the optimizer step that it stands right after; -1 before the first.
+    # Index of the last optimizer step that each schedule has followed; -1 before the first step.
     position, running = (
         int(each.get("last_batch_iteration", -1)) for each in (saved, schedule.state_dict())
     )
-    # Before a first step there is nothing to set, unless this engine has taken some.
+    # If neither schedule has taken a step, there is nothing to set.
     if max(position, running) >= 0:
-        # Loading only the position would leave the learning rate as it is.
+        # Loading only the position would leave the learning rate unchanged.
         schedule.step(position)
 
 

@@ -346,7 +346,7 @@ class Stepper(ABC):
                 state[name] = torch.zeros_like(slab.data, dtype=self._state_dtype)
 
     def _count(self, state: dict[str, Any]) -> int:
-        """Count a step, and return the number of earlier ones."""
+        """Count a step, and return the number of earlier steps."""
         taken = int(state.get("step", 0))
         state["step"] = taken + 1
         return taken
@@ -492,7 +492,7 @@ class HostAdam(Stepper):
     @override
     def replay(self, steps: int) -> None:
         betas = list(dict.fromkeys(tuple(group["betas"]) for group in self._adam.param_groups))
-        # Where groups differ, each change from one to the next begins anew.
+        # If the groups' betas differ, the powers are recomputed at every change of group.
         for step in range(1 if len(betas) == 1 else steps, steps + 1):
             for beta1, beta2 in betas:
                 self._powers.at(step, beta1, beta2)
@@ -518,7 +518,7 @@ class HostAdam(Stepper):
         )
 
     def _numbers(self, begun: _Begun) -> AdamNumbers:
-        """The step's numbers, rounded like in DeepSpeed's op, so that results are bit-identical."""
+        """The step's numbers, rounded as in DeepSpeed's op, so that results are bit-identical."""
         group = begun.group
         beta1, beta2 = (_fp32(beta) for beta in group["betas"])
         lr, decay = _fp32(group["lr"]), _fp32(group["weight_decay"])

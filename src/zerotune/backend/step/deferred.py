@@ -191,13 +191,13 @@ class DeferredSteps(ABC):
         if pending is None:
             return False
         if pending.moved():
-            # An average must read weights that were replaced meanwhile.
+            # EMAs must read the weights that other code has put in place meanwhile.
             self.settle()
             return False
         if not pending.follow(followers):
             return False
         if self._thread is None:
-            # The update has waited for the averages, and no thread runs it.
+            # The update was deferred only for these EMAs, and no thread runs it.
             self.settle()
         return True
 
@@ -232,7 +232,8 @@ class DeferredSteps(ABC):
         """Why this update cannot be deferred; ``None`` if it can."""
         if self._optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
             return "post-step hooks of the optimizer read the updated weights"
-        # Importing the compiler takes seconds, and compiled code needs the import anyway.
+        # Do not import the compiler, which takes seconds; if code is compiled, it is imported
+        # already.
         if self._watch is None and "torch._dynamo" in sys.modules:
             self._watch = CompilerWatch(self._found_compiling)
         if not self._waits_for_compiled():
@@ -461,7 +462,7 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     if not on_cpu:
         path: FastPath = "exchange" if step.needs_a_thread else "hidden step"
         unproven = why_unproven(path, accelerator=plan.platform.accelerator)
-        # The ranks must do the same.
+        # All ranks must make the same choice.
         elsewhere = step.group.any(unproven is not None, purpose="choose when a step completes")
         other = "deferred steps are not proven on another rank's device"
         unproven = unproven or (other if elsewhere else None)
@@ -550,7 +551,7 @@ def _leave_compiled(_module: torch.nn.Module, _inputs: Any, _output: Any) -> Non
 
 
 def _land_direct(module: torch.nn.Module, _inputs: Any) -> None:
-    # A compilation from outside has already settled the step.
+    # A compilation that contains this module has already settled the step.
     if not torch.compiler.is_compiling():
         for parameter in module.parameters(recurse=False):
             land(parameter)

@@ -215,7 +215,7 @@ class Exchange:
             pieces: The part's pieces, in one slab.
         """
         part = slice(pieces[0].start, pieces[-1].stop)
-        # As bytes, whatever their dtype.
+        # Exchange bytes, whatever the dtype.
         shares = [each[part].view(torch.uint8) for each in self.partitions[pieces[0].slab]]
         with self.group.naming("exchanging a step's weights"):
             dist.all_gather(shares, shares[self.group.rank], group=self.data)
@@ -248,7 +248,8 @@ class Upload:
             source, target = self.sources[piece.slab], self.targets[piece.slab]
             if source is not None and target is not None:
                 part = slice(piece.start, piece.stop)
-                # Without page-locking the driver copies the source aside first, and waits.
+                # If the source is not page-locked, the driver first copies it to a staging buffer,
+                # and waits.
                 target[part].copy_(source[part], non_blocking=source.is_pinned())
         if self.exchange is not None:
             self.exchange.share(pieces)
@@ -272,7 +273,7 @@ class StreamUpload(Upload):
 
     @override
     def begin(self) -> None:
-        # The page-locked buffers of the step before may still be read from.
+        # Copies may still be reading the previous step's page-locked buffers.
         self.stream.synchronize()
         self.stream.wait_stream(self.accelerator.current_stream())
 
@@ -343,7 +344,7 @@ class PendingStep:
         """
         if name not in self._writers:
             return
-        # As one, for threads that use it meanwhile.
+        # Take the lock, since other threads may use the tensor meanwhile.
         with self._lock:
             self._addresses.append((tensor, tensor.data_ptr()))
             hold(tensor, name=name, step=self)
@@ -363,7 +364,7 @@ class PendingStep:
                 return False
             self._followers.extend(followers)
             released = {i for name in self._released for i in self._writers[name]}
-        # From here on anybody may change what is released.
+        # Apply released weights to the EMAs now, since other code may change these weights later.
         self._bring(released)
         return True
 
@@ -394,7 +395,8 @@ class PendingStep:
             error: The error; one that is not an ``Exception`` is wrapped in an ``EngineError``.
         """
         if not isinstance(error, Exception):
-            # Raised once where it happened: a later use must not look as if Ctrl-C were pressed.
+            # The interrupt is raised only where it happened: a later use must not look as if Ctrl-C
+            # were pressed.
             interrupted = EngineError(
                 f"{type(error).__name__} interrupted the optimizer step, so only some weights are "
                 "updated",
@@ -453,7 +455,7 @@ class PendingStep:
             self._take(index)
 
     def _take(self, index: int) -> None:
-        """Run a part, or apply a finished part to averages that were added later."""
+        """Run a part, or apply a finished part to EMAs that were added later."""
         with self._turn:
             with self._lock:
                 followers = tuple(self._followers)
@@ -496,7 +498,7 @@ class PendingStep:
             self._steps[piece.slab].run(piece.start, piece.stop, _averages(piece, followers))
 
     def _end(self) -> None:
-        """Apply finished parts to averages that were added later; then accept no more averages."""
+        """Apply finished parts to EMAs that were added later; then accept no more EMAs."""
         with self._turn:
             while True:
                 with self._lock:
@@ -516,7 +518,7 @@ class PendingStep:
                 average.shadow.lerp_(weight, average.weight)
 
     def _followed_by_all(self, index: int) -> bool:
-        """Whether a part is done, including all averages."""
+        """Whether a part is done, including all EMAs."""
         return self._followed.get(index) == len(self._followers)
 
     def _wake(self) -> None:
@@ -564,7 +566,7 @@ class ThreadedStep(PendingStep):
     def _bring(self, indices: Iterable[int]) -> None:
         needed = tuple(indices)
         self._wanted = needed
-        # Whoever has waited may change what is written, which averages must have read by then.
+        # Code that waited may overwrite the weights, so EMAs must have read them before.
         self._wait_for(lambda: self._failed or all(map(self._followed_by_all, needed)))
 
 
@@ -705,7 +707,7 @@ def release(tensor: Any) -> None:
 def land(tensor: Any) -> None:
     """Wait until a tensor is updated; return at once if the tensor is not held."""
     held: Held | None
-    # Another step may have begun by the time that the lock of this one is free.
+    # A different step may have begun by the time this step's lock is free.
     while (held := vars(tensor).get("_awaited")) is not None:
         held.step.land(tensor)
 

@@ -91,8 +91,8 @@ class GradientPool(Gradients):
             slabs[slab] = buffer[at : at + _bytes_of(slab)].view(slab.dtype)
             at += _bytes_of(slab)
             for gap in slab.gaps():
-                # A previous unit's gradients are there; 8-bit moments would derive scales from
-                # them.
+                # The buffer contains a previous unit's gradients; 8-bit moments would derive scales
+                # from them.
                 slabs[slab][gap].zero_()
         return Place(slabs, buffer)
 

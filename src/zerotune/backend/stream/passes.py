@@ -114,8 +114,8 @@ def _run(slab: UnitSlab, step: SlabStep, coming: Averages) -> None:
     if not coming and not has_singles:
         step.run(0, step.masters.numel)
         return
-    # Padding between parameters stays zero. Included in the last elements, it would turn them into
-    # whole vectors.
+    # Padding between parameters stays zero. If it were updated with the last elements, it would
+    # extend them to whole vectors.
     one_by_one = attrs.evolve(step, whole=0)
     for part in slab.parts:
         for run, is_single in part.runs() if has_singles else [(part.place, False)]:

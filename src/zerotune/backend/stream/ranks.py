@@ -81,7 +81,7 @@ class SharedSteps(StreamedSteps):
         stage = self._meeting.stage(unit)
         for index, gradient in came.items():
             target = stage[unit.members[index].span]
-            # Divided first, as DeepSpeed does.
+            # Divide before the sum, like DeepSpeed.
             mean = gradient.reshape(-1) / self._world_size
             target.copy_(mean, non_blocking=target.is_pinned())
 
@@ -180,7 +180,7 @@ class SharedStreamEngine(StreamEngine):
     def _lay_out(self, model: torch.nn.Module) -> Any:
         needs = super()._lay_out(model)
         streamed = {id(member.parameter) for unit in self._units for member in unit.members}
-        # As DeepSpeed does with all parameters; those of units are already shared.
+        # DeepSpeed broadcasts all parameters; here, those of units are already shared.
         with self._group.naming("the broadcast of unstreamed weights"):
             for parameter in model.parameters():
                 if id(parameter) not in streamed and parameter.numel():

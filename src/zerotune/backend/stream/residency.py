@@ -224,7 +224,7 @@ class Residency:
             return
         self.inside.leave_all()
         for module, hook in self._entering.items():
-            # Last, so that hooks of other code see weights as outside the call.
+            # Run this hook last, so that hooks of other code see the weights as outside the call.
             cast(Any, module._forward_pre_hooks).move_to_end(hook)
         self._learn()
         self._trace, self._at, self.in_backward, self._shared = [], 0, False, {}
@@ -285,7 +285,8 @@ class Residency:
         if call.is_open:
             return
         call.is_open = True
-        # The gradient of an input of many blocks, such as a time embedding, is complete only last.
+        # If many blocks share an input, such as a time embedding, its gradient is complete only at
+        # the end of the backward pass.
         alone = {edge for edge in call.inputs if self._shared.get(edge, (None, 1))[1] == 1}
         call.inputs = frozenset(alone) or call.inputs
         call.left = len(call.inputs)

@@ -488,7 +488,7 @@ class Meeting(Closable):
 
     def _raise(self) -> None:
         if self._error is not None:
-            # Another one each time: what was raised holds what it has passed through.
+            # Raise a new copy each time: a raised error's traceback keeps objects alive.
             raise copy(self._error)
 
 

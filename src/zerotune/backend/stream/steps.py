@@ -187,7 +187,7 @@ class StreamedSteps:
             elif source.device == target.device:
                 target.add_(source)
             else:
-                # On the device, which adds up faster than the host.
+                # Add on the device, which is faster than the host.
                 source = source + target.to(source.device, non_blocking=target.is_pinned())
                 target.copy_(source, non_blocking=target.is_pinned())
 
@@ -317,7 +317,7 @@ class StreamedSteps:
             total = torch.zeros(1)
             for rank in range(self._world_size):
                 found = (self._windows[unit].squares.get((index, rank)) for unit, index in group)
-                # In fp32 among ranks.
+                # Add the ranks' sums in fp32.
                 total += sum(math.sqrt(square) ** 2 for square in found if square is not None)
             if not math.isfinite(total):
                 return math.inf
@@ -434,7 +434,7 @@ class StreamedSteps:
             )
         self.passes.settle()
 
-    # -- Averages.
+    # -- EMAs.
 
     def expect(self, followers: Sequence[Follower]) -> None:
         """Announce EMAs that the next step must update from its first unit onwards.

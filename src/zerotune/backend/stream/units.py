@@ -305,7 +305,7 @@ def _laid_out(
 
 
 def _parts(members: Sequence[Member], span: slice, order: FlatOrder) -> Iterator[Part]:
-    """Parts of parameters that lie in a slab with the unit's elements ``span``."""
+    """Yield the parts of parameters in the slab that holds the unit's elements ``span``."""
     for member in members:
         start, stop = max(member.span.start, span.start), min(member.span.stop, span.stop)
         if start < stop:

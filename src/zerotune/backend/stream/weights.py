@@ -82,7 +82,8 @@ class StreamedWeight:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            # Before its attributes: a quantized weight refers to its module.
+            # Register the copy before its attributes are copied: a quantized weight refers to its
+            # module.
             copied = memo[id(self)] = _copied(self)
             vars(copied).update(copy.deepcopy(_beside(self), memo))
         return memo[id(self)]
@@ -190,7 +191,7 @@ def _is_here(parameter: Any) -> bool:
 
 
 def _are_here(values: Iterable[Any]) -> bool:
-    """Whether all streamed weights among the values are here. Runs for every operator of a call."""
+    """Whether ``_is_here`` holds for all streamed weights. Runs for every operator of a call."""
     for value in values:
         if isinstance(value, StreamedWeight):
             if not _is_here(value):
@@ -286,7 +287,7 @@ class Inside(threading.local):
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    # Importing the compiler takes seconds, and compiled code needs the import anyway.
+    # Do not import the compiler, which takes seconds; if code is compiled, it is imported already.
     return "torch._dynamo" in sys.modules and any(
         hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable")
         for part in module.modules()

@@ -396,7 +396,7 @@ def _adapter_key(name: str, adapters: Mapping[str, tuple[str, torch.nn.Module, s
 
 def published_prefix(module: torch.nn.Module) -> str:
     """Return the prefix that adapter files add to a module's layer names."""
-    # transformers 5 dropped this level of CLIP; files keep it, and diffusers takes it away again.
+    # transformers 5 dropped this level of CLIP; files keep it, and diffusers strips it on loading.
     flat = type(module).__name__.startswith("CLIPText") and not hasattr(module, "text_model")
     return "text_model." if flat else ""
 
@@ -416,7 +416,7 @@ def _check_loadable(pipeline: Any, names: tuple[str, ...]) -> None:
 
 
 class _Draft:
-    """What rank 0 writes and judges, tensor by tensor: diffusers' file, or peft's folder."""
+    """Writes diffusers' file or peft's folder on rank 0, and judges it tensor by tensor."""
 
     def __init__(
         self,
@@ -485,15 +485,15 @@ class _Draft:
         return ExportWriter(self._path, stem=stem, specs=specs, texts=texts, metadata=metadata)
 
     def _complete(self) -> tuple[Decision, ...]:
-        """What is left to write when all tensors have come; what is remarkable about it."""
+        """Write what remains after the last tensor, and return decisions about the export."""
         return ()
 
 
-# -- The formats of others, whose tensors are not ours one by one.
+# -- ComfyUI's and kohya's formats, whose tensors do not match ours one to one.
 
 
 class _Foreign(_Draft):
-    """Trained tensors until all are there, then a file in ComfyUI's or kohya's names."""
+    """Collects all trained tensors, then writes a file in ComfyUI's or kohya's names."""
 
     @override
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
@@ -514,7 +514,7 @@ class _Foreign(_Draft):
 
     @override
     def _complete(self) -> tuple[Decision, ...]:
-        """Write what was kept; not yet under its name."""
+        """Write the collected tensors under a temporary name."""
         tensors: dict[str, torch.Tensor] = {}
         exact = True
         for component, layers in self._layers.items():
@@ -535,7 +535,7 @@ class _Foreign(_Draft):
         adapter: str,
         layers: Mapping[str, Mapping[str, torch.Tensor]],
     ) -> tuple[dict[str, torch.Tensor], bool]:
-        """A component's tensors, and whether diffusers reads the same bits."""
+        """Return a component's tensors, and whether diffusers reads the same bits."""
         prefix = published_prefix(module)
         wrapped = {f"{prefix}{name}": layer for name, layer in adapter_layers(module)}
         scales = {name: float(wrapped[name].scaling[adapter]) for name in layers}

@@ -161,7 +161,7 @@ def export_together(
     try:
         trained = ((*named, True) for named in weights.gather())
         for name, tensor, is_trained in chain(trained, ((*named, False) for named in others)):
-            # When the disk of rank 0 fails, the others still wait for that rank in the gathering.
+            # After rank 0's disk fails, keep gathering, because the other ranks wait for rank 0.
             for draft in drafts if not failures else ():
                 try:
                     draft.append(name, tensor, trained=is_trained)

@@ -95,7 +95,7 @@ class Fold:
         for kind in ("lora_A", "lora_embedding_A", "hada_w1_b"):
             if kind in self.tensors:
                 return int(self.tensors[kind].shape[0])
-        # Whole factors of LoKr tell no rank.
+        # LoKr factors that are not decomposed do not show the rank.
         return int(self._setting("r", "rank_pattern", 0))
 
     def scaled_by_settings(self, strength: float) -> Fold:
@@ -316,7 +316,7 @@ def merge_adapters(
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Merged:
-    """What a model is without its adapters, and where each of them goes."""
+    """A model's base parameters and buffers, and the scales and settings of its adapter."""
 
     prefix: str
     module: torch.nn.Module
@@ -331,7 +331,7 @@ class _Merged:
 
     @classmethod
     def of(cls, engine: Engine, component: str | None) -> _Merged:
-        # A single model's name does not matter here, so its class need not say one.
+        # A single model's name does not matter here, so its class need not define one.
         unnamed = None if hasattr(engine.module, "names") else "model"
         named = components(engine.module, component or unnamed)
         if len(named) > 1:
@@ -381,7 +381,7 @@ class _Merged:
 
 
 class _MergeDraft:
-    """The model as rank 0 writes it: trained tensors are kept until their layers come."""
+    """Writes the model on rank 0; keeps trained tensors until their layers are written."""
 
     def __init__(self, merged: _Merged, writer: ExportWriter) -> None:
         self._merged, self._writer = merged, writer
@@ -413,7 +413,7 @@ def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[s
     settings = adapter_settings(stored.metadata[0], component) or {}
     folds: dict[str, Fold] = {}
     for key in stored.tensors:
-        # With an adapter's name in it, a file's key is a parameter's name.
+        # Parameter names contain an adapter name; keys of the file do not, so insert one.
         name = re.sub(r"\.(lora_[AB])\.(weight|bias)$", r".\1.file.\2", key)
         if _PARAMETER_ITSELF.search(key):
             name = f"{key}.file"

@@ -130,7 +130,7 @@ def _draft(
     dtype: torch.dtype,
     shard_size: int,
 ) -> SingleFileDraft | _PipelineDraft:
-    """What becomes a folder or a single file, of a folder or a single file."""
+    """Return a draft that writes a folder or a single file, from a folder or a single file."""
     single = target.suffix == SUFFIX
     if single and isinstance(engine.module, TrainedParts):
         raise CheckpointMismatchError(
@@ -168,7 +168,7 @@ def _draft(
 
 
 class _PipelineDraft:
-    """The folder as rank 0 writes it: what was not trained is copied first."""
+    """Writes the folder on rank 0; untrained parts are copied first."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class _PipelineDraft:
 
 
 def _texts_beside(folder: Path) -> dict[str, bytes]:
-    """What lies beside the weights of a text encoder, which is not a diffusers model."""
+    """Read the JSON files beside the weights of a text encoder, which is no diffusers model."""
     return {
         path.name: path.read_bytes()
         for path in sorted(folder.glob("*.json"))
@@ -250,7 +250,7 @@ def _component_files(folder: Path) -> list[Path]:
 def _components(
     base: Path, asked: str | None, model: torch.nn.Module
 ) -> Mapping[str, tuple[str, torch.nn.Module]]:
-    """For each part that is replaced the prefix of its names in the engine, and the module."""
+    """Return, for each replaced part, the prefix of its names in the engine, and the module."""
     if not isinstance(model, TrainedParts):
         return {component_of(base, asked, type(model).__name__)[0]: ("", model)}
     for name in model.names:

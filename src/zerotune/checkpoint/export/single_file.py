@@ -213,7 +213,7 @@ def layout_of_folder(model: Trained, folder: Path, *, part: str, pipeline: str) 
 
 
 def _places(model: Trained, file: Shapes) -> Places:
-    """Where the model's tensors go: each row once, and no row of theirs is left over."""
+    """Return the places of the model's rows in the file, which must be covered exactly once."""
     places = place_rows(model.kind, model.config, model=model.shapes, file=file)
     taken: dict[str, list[tuple[int, int]]] = {}
     for runs in places.values():
@@ -234,7 +234,7 @@ def _places(model: Trained, file: Shapes) -> Places:
 
 
 def _published(folder: Path, parts: Mapping[str, Original], *, read: bool) -> Named:
-    """Tensors of frozen parts by their names in the file; without values if not read."""
+    """Yield tensors of frozen parts by their names in the file; meta tensors if not ``read``."""
     for part, original in parts.items():
         with ModelFolderReader(folder / part) as reader:
             for key, names in original.keys(list(reader.tensors), reader.config or {}).items():
@@ -311,7 +311,7 @@ def export_checkpoint_as_file(
 
 @attrs.frozen(kw_only=True)
 class _ModelOfFile:
-    """The former weights of the model in a single file."""
+    """The model's former weights in a single file."""
 
     path: Path
     weights: Mapping[str, StoredWeight]

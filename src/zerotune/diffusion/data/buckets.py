@@ -80,7 +80,7 @@ class BucketAssignment:
         found: dict[Bucket, list[int]] = {}
         for index, placement in enumerate(self.placements):
             found.setdefault(placement.bucket, []).append(index)
-        # A mixture may have buckets of several kinds.
+        # Sorted by fields, because buckets of a mixture may be of several classes.
         return {bucket: tuple(found[bucket]) for bucket in sorted(found, key=attrs.astuple)}
 
     def table(self) -> str:
@@ -148,7 +148,7 @@ class AspectBuckets:
         found: set[Size] = set()
         for side in range(self.step, int(math.sqrt(self.area * self.max_aspect)) + 1, self.step):
             other = self.area // side // self.step * self.step
-            # The longest other side may be too long for this one: cut it to the ratio allowed.
+            # The area may allow a longer other side than the aspect ratio does: cut it.
             other = min(other, int(side * self.max_aspect) // self.step * self.step)
             if other and max(side, other) <= self.max_aspect * min(side, other):
                 found |= {(side, other), (other, side)}
@@ -157,7 +157,7 @@ class AspectBuckets:
             for w, h in found
             if not any(w <= a and h <= b and (w, h) != (a, b) for a, b in found)
         }
-        # Always a square, smaller than its neighbours if need be: most data are squares.
+        # Always include a square, even if it is smaller than its neighbours: most data are square.
         square = math.isqrt(self.area) // self.step * self.step
         largest.add((square, square))
         return tuple(Bucket(width=w, height=h) for w, h in sorted(largest))
@@ -210,7 +210,7 @@ class AspectBuckets:
         for size in sizes:
             counts[kinds[size]] = counts.get(kinds[size], 0) + 1
         kept = [bucket for bucket, count in counts.items() if count >= minimum]
-        # With nothing large enough, everything goes to the fullest, so no image is left out.
+        # If no bucket is large enough, the fullest takes all images, so that none is left out.
         kept = kept or [max(counts, key=lambda bucket: (counts[bucket], bucket))]
         final = {
             size: bucket if bucket in kept else self.nearest(size, among=kept)

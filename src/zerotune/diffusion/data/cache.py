@@ -66,7 +66,7 @@ class CacheSettings:
                 value=self.kind,
                 fix='write "latents", for example',
             )
-        self.digest()  # Refuses what is not JSON here and not after the first shard.
+        self.digest()  # Rejects settings that are not JSON before any shard is written.
 
     def digest(self) -> str:
         """Return a hash of all settings as 32 hexadecimal digits.
@@ -109,14 +109,14 @@ def hash_weights(module: torch.nn.Module) -> str:
 
 def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    # An empty tensor cannot be seen as bytes.
+    # An empty tensor cannot be viewed as bytes.
     content: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return memoryview(content)
 
 
 def _checksum(name: str, tensor: torch.Tensor) -> str:
-    """Of a stored tensor, under its name: bits, type and shape."""
-    # A CRC: it finds every single flipped bit, at five times the speed of blake2b.
+    """Return a checksum of a stored tensor's name, shape, dtype and bits."""
+    # A CRC detects every single flipped bit, and is five times as fast as blake2b.
     label = f"{name}:{tuple(tensor.shape)}:{tensor.dtype}\n"
     return f"{zlib.crc32(_tensor_bytes(tensor), zlib.crc32(label.encode())):08x}"
 
@@ -158,7 +158,7 @@ class TensorCache:
         return len(self._places)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Mapped files cannot go to another process; it maps them itself.
+        # Mapped files cannot be pickled; the other process maps them again.
         return self.__dict__ | {"_open": {}}
 
     def refresh(self) -> None:
@@ -405,7 +405,7 @@ def cache_latents(
 def _encoded(
     loaded: Mapping[str, torch.Tensor], encode: EncodeImages, encode_references: EncodeImages
 ) -> dict[str, torch.Tensor]:
-    """What is kept of images: their latents, and of what lies beside them latents and masks."""
+    """Return what the cache stores: latents of images and references, and shrunk masks."""
     found = dict(encode(loaded["images"]))
     if REFERENCE_IMAGES in loaded:
         references = loaded[REFERENCE_IMAGES]
@@ -541,7 +541,7 @@ class CachedImages:
             dataset.augmentation.check_countable()
         _check_reproducible(dataset.preparation)
         self._dataset, self._latents, self._texts = dataset, latents, texts
-        _ = dataset.contents  # Here, once, and not in each of the loader's processes.
+        _ = dataset.contents  # Computed once here, and not in each worker.
         flip = dataset.augmentation.flip
         self.sides = tuple(side for side, share in ((False, 1 - flip), (True, flip)) if share > 0)
 
@@ -575,7 +575,8 @@ class CachedImages:
             index: Index of the image.
             flipped: Whether the image is mirrored.
         """
-        # Beside others with masks one without has a mask too, of ones.
+        # Companions are part of the key: if other images have masks, an image without one gets a
+        # mask of ones.
         return hash_key(
             self._dataset.contents[index],
             self._dataset.assignment.placements[index],
@@ -613,7 +614,7 @@ class CachedImages:
 
 
 def _check_reproducible(preparation: Preparation) -> None:
-    """Refuse what differs from process to process: keys are made of its ``repr``."""
+    """Reject objects whose ``repr`` differs between processes, because keys contain it."""
     for name, part in attrs.asdict(preparation, recurse=False).items():
         if not is_reproducible(repr(part)):
             raise InvalidValueError(
@@ -641,7 +642,7 @@ def _compute_missing(
     release: Callable[[], None] | None = None,
     barrier: Callable[[], None] | None = None,
 ) -> None:
-    """Compute this rank's share of what the cache lacks, in batches of one bucket."""
+    """Compute this rank's share of the missing entries, in batches from one bucket."""
     if barrier is None and world_size > 1:
         raise InvalidValueError(
             "is required, so that no rank reads the cache before all ranks have written it",
@@ -651,8 +652,8 @@ def _compute_missing(
         )
     check_rank(rank, world_size)
     cache.refresh()
-    # By the key and not by what is missing: a rank that looks later finds less missing, and
-    # dividing that anew would leave gaps.
+    # Divided by key, not by missing entries: a rank that looks later finds fewer missing, so
+    # dividing these would leave gaps.
     mine = [key for key in keys if int(key, 16) % world_size == rank and key not in cache]
     place = bucket or (lambda _key: 0)
     batches = [

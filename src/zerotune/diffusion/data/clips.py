@@ -54,7 +54,7 @@ _FINEST: Final = 60_060
 _HALF: Final = Fraction(1, 2)
 
 
-# -- Files that hold frames.
+# -- Videos, and folders of frames.
 
 
 class Clip(Protocol):
@@ -102,7 +102,7 @@ class _FramesInFolder:
         return [read[number] for number in numbers]
 
     def content(self) -> str:
-        # Of the frames' hashes, so that no frame runs into the next.
+        # Hash each frame separately, so that the boundaries between frames count.
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(hashlib.sha256(bytes_of(file)).digest())
@@ -157,7 +157,7 @@ class _VideoFile:
 
 @contextmanager
 def _container(path: Path) -> Iterator[tuple[Any, Any]]:
-    """An opened video and its first stream of pictures."""
+    """Open a video, and yield it with its first video stream."""
     check_regular(path)
     with need("av", package="av", extra="video").open(os.fspath(path)) as container:
         if not container.streams.video:
@@ -375,7 +375,7 @@ class ClipFolder:
 
 
 def _clips_in(root: Path) -> tuple[dict[str, Path | tuple[Path, ...]], list[BrokenImage]]:
-    """Videos, and folders with their frames, by name; and images that belong to neither."""
+    """Return videos and folders of frames by name, and images that belong to neither."""
     found: dict[str, Path | tuple[Path, ...]] = {}
     strays = []
     for folder, folders, files in os.walk(root):
@@ -395,12 +395,12 @@ def _clips_in(root: Path) -> tuple[dict[str, Path | tuple[Path, ...]], list[Brok
                 )
                 for path in sorted(images)
             ]
-    # The order of a directory differs between machines; that of names does not.
+    # Sorted, because directory order differs between machines.
     return dict(sorted(found.items())), strays
 
 
 def _natural(path: Path) -> list[Any]:
-    """The order in which people count: 9 before 10."""
+    """Return a key that sorts numbers in names by value: 9 before 10."""
     parts = re.split(r"(\d+)", path.name)
     return [int(part) if place % 2 else part for place, part in enumerate(parts)] + [path.name]
 

@@ -63,7 +63,7 @@ def parse_csv(text: str, *, source: str, file: str, caption: str) -> dict[str, W
 
 
 def _json_rows(text: str, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    # Not splitlines(): JSON strings may hold U+2028 and others that it would split at.
+    # Not splitlines(), which splits at U+2028 and others that JSON strings may contain.
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
         if not line.strip():
             continue
@@ -158,7 +158,7 @@ class TextBeside:
         found = {}
         for name in names:
             place = root / name
-            # A folder's name has no ending: "take.2" is whole.
+            # A folder's name has no extension: "take.2" is the whole name.
             whole = place.with_name(place.name + self.suffix)
             beside = whole if place.is_dir() else place.with_suffix(self.suffix)
             if beside.is_file():
@@ -291,7 +291,7 @@ class ImageFolder(EncodedSource):
 def _paired(
     names: Sequence[str], endings: Mapping[str, str]
 ) -> tuple[list[str], dict[str, dict[str, str]]]:
-    """Images, and of each what lies beside it: files whose names differ by one more ending."""
+    """Separate images from their companions, such as ``cat.mask.png`` beside ``cat.jpg``."""
     by_stem: dict[PurePosixPath, list[str]] = {}
     for name in names:
         by_stem.setdefault(PurePosixPath(name).with_suffix(""), []).append(name)
@@ -309,7 +309,7 @@ def _paired(
 def _pair_across(
     names: Sequence[str], beside: dict[str, dict[str, str]], folder: Path, kind: str
 ) -> None:
-    """Add the files of another folder that have the names of images."""
+    """Add files of another folder as companions of the images with the same names."""
     stems = {PurePosixPath(name).with_suffix(""): name for name in _images_in(folder)}
     for name in names:
         other = stems.get(PurePosixPath(name).with_suffix(""))
@@ -345,7 +345,7 @@ def _images_in(root: Path) -> list[str]:
             for name in files
             if Path(name).suffix.lower() in SUFFIXES and not name.startswith(".")
         ]
-    # The order of a directory differs between machines; that of names does not.
+    # Sorted, because directory order differs between machines.
     return sorted(found)
 
 

@@ -114,7 +114,7 @@ class HuggingFaceImages(EncodedSource):
         return {kind: self._encoded(row, self._references[kind]) for kind in names}
 
     def _references_of(self, row: int) -> list[str]:
-        # A first reference that is missing makes its image a broken one.
+        # Keep the first reference even if it is missing, so that its image counts as broken.
         others = list(self._references)[1:]
         columns = self._images[row] if others else {}
         there = [kind for kind in others if columns[self._references[kind]] is not None]
@@ -191,7 +191,7 @@ class DatasetImages(EncodedSource):
 
 
 def _taker(key: str, how: Any, sample: Any) -> Callable[[Any], Any]:
-    """What takes something out of samples like this one."""
+    """Return a function that extracts a value from samples like this one."""
     if callable(how):
         return cast("Callable[[Any], Any]", how)
     places: Any = list(sample) if isinstance(sample, Mapping) else ()
@@ -210,7 +210,7 @@ def _taker(key: str, how: Any, sample: Any) -> Callable[[Any], Any]:
 
 
 def _png(image: Image) -> bytes:
-    # By way of PNG such images take the same road as files: orientation, 16 bits, transparency.
+    # Encoded as PNG, decoded images are handled like files: orientation, 16 bits, transparency.
     buffer = io.BytesIO()
     if image.mode in ("CMYK", "YCbCr", "HSV", "LAB"):  # PNG has none of these.
         image = image.convert("RGB")

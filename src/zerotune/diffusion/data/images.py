@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SUFFIXES = frozenset((".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
 """File extensions of images, matched case-insensitively."""
 _SWAPPED = frozenset((5, 6, 7, 8))
-_ORIENTATION = 0x0112  # EXIF's tag
+_ORIENTATION = 0x0112  # EXIF tag
 _SCALED = frozenset(("JPEG", "MPO"))
 
 
@@ -177,7 +177,7 @@ class WholeImage:
         with _open(file) as image:
             if image.format in _SCALED and image.getexif().get(_ORIENTATION, 1) == 1:
                 width, height = image.size
-                # Every byte is decoded, but an eighth of the pixels along each side computed.
+                # Decodes every byte, but computes only an eighth of the pixels along each side.
                 image.draft(None, (width // 8, height // 8))
                 image.load()
                 return width, height
@@ -254,7 +254,7 @@ def decode(file: Path | bytes) -> Image:
 
 def why(error: Exception) -> str:
     """Describe why an image cannot be decoded."""
-    # Pillow's and the system's messages name the file, which the list does already.
+    # Messages of Pillow and the system repeat the file name, which the list already contains.
     if type(error).__name__ == "UnidentifiedImageError":
         text = "its format is unknown"
     else:

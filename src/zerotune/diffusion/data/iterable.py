@@ -39,7 +39,7 @@ from zerotune.diffusion.data.streams import (
 from zerotune.errors import DataError
 
 _MOST_EPOCHS: Final = 10**6
-"""Larger than any valid position; a resume reads samples again up to the saved position."""
+"""Larger than any valid epoch, because a resume reads all samples up to the saved position."""
 
 
 @attrs.frozen(kw_only=True)
@@ -120,7 +120,7 @@ class StreamedImages:
         return self
 
     def __next__(self) -> Batch:
-        # All ranks read all micro batches of the step, so that all are at the same place.
+        # Every rank assembles the micro batches of all ranks, so that all have the same position.
         step = [self._assemble() for _ in range(self._world_size)]
         return stack_samples([self._prepare(arrived) for arrived in step[self._rank]])
 
@@ -177,7 +177,7 @@ class StreamedImages:
                 )
 
     def _take(self) -> Any:
-        """The next sample, of the next epoch if this one is over."""
+        """Return the next sample; start the next epoch if the current one is over."""
         for _ in range(2):
             if self._iterator is None:
                 if hasattr(self._samples, "set_epoch"):
@@ -252,7 +252,7 @@ class StreamedImages:
 
 
 def _saved_draw(found: Any) -> tuple[int, int]:
-    """Epoch and number of a sample that waited, as they were saved."""
+    """Return the saved epoch and index of a waiting sample."""
     if not isinstance(found, list | tuple) or len(found) != 2:
         raise no_place("state.waiting", found)
     by_name = dict(zip(("epoch", "index"), found, strict=True))

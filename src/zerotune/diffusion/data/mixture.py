@@ -119,7 +119,7 @@ class Mixture:
         raise IndexError(use.index)
 
     def _with_mask(self, name: str, sample: dict[str, Any]) -> dict[str, Any]:
-        """The sample with a mask, if others have one: micro batches hold samples of all sets."""
+        """Add a mask of ones if other sets have masks, because micro batches mix the sets."""
         if MASK not in self.companions or LOSS_MASKS in sample:
             return sample
         over = sample.get("latents", sample.get("images"))
@@ -158,7 +158,7 @@ class Mixture:
         )
 
     def _mixed(self) -> Decision:
-        """How often each set comes."""
+        """Return a decision about how often each set is used."""
         uses = {share.name: len(share.images) * share.repeats for share in self.shares}
         total = sum(uses.values())
         parts = [
@@ -204,7 +204,7 @@ def _repeats(
     repeats: Mapping[str, float | Fraction] | None,
     probabilities: Mapping[str, float | Fraction] | None,
 ) -> dict[str, Fraction]:
-    """Uses of each image of each set in an epoch."""
+    """Return the number of uses per epoch of each image, by set."""
     if probabilities is None:
         known = _fractions(repeats or {}, sets, key="repeats")
         return {name: known.get(name, Fraction(1)) for name in sets}

@@ -184,7 +184,7 @@ class BucketOrder:
 
     @cached_property
     def _lanes(self) -> tuple[tuple[_Lane, ...], ...]:
-        """Of each bucket the images of each set that has some in it."""
+        """Lanes of each bucket: one for each set with images in the bucket."""
         if not self.shares:
             return tuple((_Lane(share=0, images=bucket),) for bucket in self.buckets)
         starts = [share.images.start for share in self.shares]
@@ -203,19 +203,19 @@ class BucketOrder:
 
     @cached_property
     def _rates(self) -> tuple[Fraction, ...]:
-        """Uses of images of each bucket in an epoch, on average."""
+        """Average number of image uses per epoch in each bucket."""
         return tuple(
             sum((len(lane.images) * lane.repeats for lane in lanes), Fraction(0))
             for lanes in self._lanes
         )
 
     def _before(self, bucket: int, epoch: int) -> int:
-        """Uses of images of a bucket before an epoch."""
+        """Return the number of image uses in a bucket before an epoch."""
         return sum(lane.before(epoch) for lane in self._lanes[bucket])
 
     def _epoch_of(self, bucket: int, position: int) -> int:
-        """The epoch of the use of this number in a bucket."""
-        # Each lane is less than one use behind its rate.
+        """Return the epoch of the image use at a position in a bucket's sequence."""
+        # Rounding down leaves each lane less than one use behind its rate.
         first = int(position / self._rates[bucket])
         last = int((position + len(self._lanes[bucket])) / self._rates[bucket]) + 1
         later = range(first + 1, last + 1)
@@ -226,7 +226,7 @@ class BucketOrder:
         return min(self._epoch_of(bucket, done) for bucket, done in enumerate(self._origin))
 
     def _epoch_at(self, position: int) -> int:
-        """The epoch to which a micro batch belongs."""
+        """Return the epoch of the micro batch at a position."""
         first, many = self._first_epoch, 1
         while self._batches_before(first + many) <= position:
             many *= 2
@@ -234,7 +234,7 @@ class BucketOrder:
         return first + bisect_right(later, position, key=self._batches_before)
 
     def _numbers_before(self, bucket: int, epoch: int) -> int:
-        """Micro batches of a bucket that begin before an epoch of it."""
+        """Return the number of a bucket's micro batches that begin before an epoch."""
         images = self._before(bucket, epoch) - self._origin[bucket]
         return max(0, -(-images // self.micro_batch_size))
 
@@ -242,7 +242,7 @@ class BucketOrder:
         return sum(self._numbers_before(bucket, epoch) for bucket in range(len(self.buckets)))
 
     def _epoch(self, epoch: int) -> list[tuple[int, int]]:
-        """Bucket and number of each micro batch of an epoch, in order."""
+        """Return bucket and index of each micro batch of an epoch, in order."""
         number = [self._numbers_before(bucket, epoch) for bucket in range(len(self.buckets))]
         turns = [
             bucket
@@ -253,8 +253,8 @@ class BucketOrder:
             draw = random.Random(derive_seed(self.seed, "batches", epoch))  # noqa: S311
             draw.shuffle(turns)
             turns = self._in_runs(turns, sum(number), draw)
-        # Turns are shuffled, a bucket's own micro batches are not: what was used of a bucket is
-        # then the beginning of its sequence, and one number says all.
+        # The order of buckets is shuffled, but not the micro batches within a bucket. So the used
+        # part of a bucket is the beginning of its sequence, and one number describes it.
         order = []
         for bucket in turns:
             order.append((bucket, number[bucket]))
@@ -262,7 +262,7 @@ class BucketOrder:
         return order
 
     def _in_runs(self, turns: list[int], start: int, draw: random.Random) -> list[int]:
-        """Turns of buckets of one group together; a run begins at a multiple of its length."""
+        """Join turns of one group into runs; each run begins at a multiple of ``RUN``."""
         if len(set(self.groups)) < 2:
             return turns
         alike: dict[int, list[int]] = {}
@@ -287,12 +287,12 @@ class BucketOrder:
         return draws
 
     def _use(self, bucket: int, epoch: int, slot: int) -> Draw:
-        """What a place among the unshuffled uses of an epoch stands for."""
+        """Return the image use at an index of an epoch's unshuffled uses."""
         for lane in self._lanes[bucket]:
             start, stop, many = lane.before(epoch), lane.before(epoch + 1), len(lane.images)
             if slot < stop - start:
                 turn, place = divmod(start + slot, many)
-                # A pass that is in one epoch as a whole is shuffled with it.
+                # A pass that lies within one epoch is shuffled by the epoch's permutation.
                 whole = start <= turn * many and (turn + 1) * many <= stop
                 images = lane.images if whole else self._turn(bucket, lane, turn)
                 return Draw(index=images[place], epoch=turn)
@@ -304,13 +304,13 @@ class BucketOrder:
         return {}
 
     def _shuffled(self, *key: object, of: Sequence[int]) -> Sequence[int]:
-        """A permutation, one for each key; the latest few of a kind are remembered."""
+        """Return the key's permutation of ``of``; recent permutations are cached."""
         if not self.shuffle:
             return of
         if key not in self._known:
             order = list(of)
             random.Random(derive_seed(self.seed, *key)).shuffle(order)  # noqa: S311
-            # A micro batch looks at its epoch and those after; those before are done with.
+            # A micro batch needs its own and later epochs, so the oldest permutations can go.
             alike = [known for known in self._known if known[:-1] == key[:-1]]
             for old in alike[: 1 - _REMEMBERED]:
                 del self._known[old]

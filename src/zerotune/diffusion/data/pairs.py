@@ -110,7 +110,7 @@ class PreferencePairs:
 
 
 class _Rejected(PreparedImages):
-    """Images in the buckets of their partners, whose assignment is given in the place of sizes."""
+    """Rejected images, placed in their partners' buckets; ``buckets`` is that assignment."""
 
     def _assign(self, buckets: Any, minimum: int) -> BucketAssignment:  # noqa: ARG002
         placed = enumerate(buckets.placements)

@@ -431,7 +431,7 @@ class PreparedImages:
 def _assign_by_references(
     items: Sequence[ImageItem], buckets: Any, minimum: int
 ) -> BucketAssignment:
-    """Buckets of images that have equally many references, by their number."""
+    """Assign images to buckets separately for each number of references."""
     placements: dict[int, Placement] = {}
     decisions: list[Decision] = []
     for count in sorted({item.references for item in items}):

@@ -156,7 +156,7 @@ class SizeIndex:
         self._written = time.monotonic()
         if not self._new:
             return
-        # Files that are gone are left out.
+        # Omits files that no longer exist.
         sizes = {name: self._stored[name] for name in self._stamps if name in self._stored}
         content = json.dumps({"version": _INDEX_VERSION, "sizes": sizes}, separators=(",", ":"))
         try:
@@ -168,7 +168,7 @@ class SizeIndex:
 
     @contextmanager
     def _alone(self, path: Path) -> Iterator[None]:
-        """Hold the lock of the index, where the place and the system have locks."""
+        """Hold the index's lock if the platform and the folder support locks."""
         descriptor = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ def _index_place(parts: Iterable[object]) -> Path | None:
     digest = hashlib.sha256("\0".join(written).encode(errors="surrogateescape")).hexdigest()
     try:
         return user_cache() / "sizes" / f"{digest[:32]}.json"
-    except RuntimeError:  # There is no home.
+    except RuntimeError:  # No home directory.
         return None
 
 
@@ -414,22 +414,22 @@ class EncodedSource:
         missing: Iterable[BrokenImage] = (),
         decisions: Iterable[Decision] = (),
     ) -> None:
-        """Fill the source with all images that can be read, and announce its decisions.
+        """Fill the source with all readable images, and announce the decisions.
 
         Args:
-            names: In order.
-            encoded: The file of a name, or what is in it.
-            words: The captions of a name; called after its image was read.
-            check: How closely images are looked at.
-            on_broken: What becomes of those that cannot be read.
-            index: What earlier starts read.
-            stamp: Of a name and what lies beside it: changes when they do.
-            beside: What lies beside an image; an image is broken with it, and where a mask is of
-                another shape.
-            companions: Images that have each kind; with one of ``REFERENCES`` an image without the
-                first of them is broken.
-            missing: What is broken beside ``names``.
-            decisions: Made before.
+            names: Names of the images, in order.
+            encoded: Function that returns the file of an image, or its content.
+            words: Function that returns the captions of an image; called after the image was read.
+            check: How thoroughly images are checked.
+            on_broken: Policy for unreadable images.
+            index: Cache of sizes that earlier runs have read.
+            stamp: Function that returns a value that changes with the image or its companions.
+            beside: Function that returns an image's companions. The image is broken if a companion
+                is, or if a mask has another aspect ratio.
+            companions: Number of images with each kind of companion. If a kind is in
+                ``REFERENCES``, images without the first reference are broken.
+            missing: Broken images that are not in ``names``.
+            decisions: Earlier decisions.
         """
         counts = companions or {}
         self.companions = frozenset(counts)
@@ -546,7 +546,7 @@ def scan(
 def _scan_decisions(
     broken: Sequence[BrokenImage], items: Sequence[ImageItem]
 ) -> tuple[Decision, ...]:
-    """What a scan left out or found without words."""
+    """Return decisions about broken images and about captions."""
     found = []
     if broken:
         named = "; ".join(f"{image.name} {image.reason}" for image in broken[:5])
@@ -586,11 +586,11 @@ def _scan_decisions(
 
 
 def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, ...]:
-    """What was found beside images.
+    """Return decisions about the companions of images.
 
     Args:
-        counts: Images that have a companion, by ``MASK`` and ``REFERENCES``.
-        of: Images.
+        counts: Number of images with a companion, by ``MASK`` and ``REFERENCES``.
+        of: Number of all images.
     """
     effect = {
         MASK: "white pixels count in the loss, black ones do not; without a mask all pixels count",
@@ -651,7 +651,7 @@ class RepeatedSource:
         return len(self._source) * self._times
 
     def __getattr__(self, name: str) -> Any:
-        # Decisions and lists of broken files are the inner source's own.
+        # Decisions and lists of broken files are those of the inner source.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._source, name)

@@ -24,10 +24,11 @@ T = TypeVar("T")
 
 _MOST_INT64: Final = 2**63 - 1
 _MOST_BATCHES: Final = 10**9
-"""Larger than any valid position; batches are skipped one by one."""
+"""Larger than any valid position, because a resume skips batches one by one."""
 _LOOKED_AT: Final = 64
 _MOST_UNSIGNED: Final = 2.0
-"""Limit on pixel values; standardised images and latents exceed it and are also negative."""
+"""Maximum value of images without negative values. Standardised images and latents exceed it, but
+have negative values."""
 _MOST_STANDARDISED: Final = 100.0
 
 Batch = Mapping[str, torch.Tensor]
@@ -104,7 +105,7 @@ def check_float(images: torch.Tensor, *, key: str) -> None:
 
 
 def _check_range(images: torch.Tensor) -> tuple[Decision, ...]:
-    """Refuse, or warn of, images that cannot be in [-1, 1]; the first ones tell."""
+    """Reject images that cannot be in [-1, 1], or warn; only the first images are checked."""
     check_float(images, key="images")
     least, most = (float(value) for value in images[:_LOOKED_AT].aminmax())
     if (least >= 0 and most > _MOST_UNSIGNED) or max(-least, most) > _MOST_STANDARDISED:
@@ -216,14 +217,14 @@ def _pad_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class _OrderedStream(ABC):
-    """One rank's micro batches of a dataset whose samples come in an order that is known before.
+    """One rank's micro batches of a dataset whose sample order is known in advance.
 
-    The place is one number for all ranks; what reads ahead of it is thrown away when it changes.
+    The position is one number for all ranks; prefetched batches are discarded if it changes.
     """
 
     _order: SampleOrder | BucketOrder
     _taken: int
-    """How far one micro batch on each rank moves the place."""
+    """Increase of the position per step of one micro batch on each rank."""
 
     def __init__(
         self, dataset: Any, micro_batch_size: int, rank: int, world_size: int, **loading: Any
@@ -237,7 +238,7 @@ class _OrderedStream(ABC):
 
     @abstractmethod
     def _ahead(self) -> Iterator[list[Any]]:
-        """What each of this rank's micro batches consists of, from the place on, endlessly."""
+        """Yield the contents of this rank's micro batches endlessly, from the current position."""
 
     def __iter__(self) -> Self:
         return self
@@ -254,8 +255,8 @@ class _OrderedStream(ABC):
         self._order, self._position, self._iterator = order, position, None
 
     def _open(self) -> Iterator[Batch]:
-        # Without a generator of its own the loader would draw its workers' seed from the global
-        # one and shift every later random number of the model.
+        # Without its own generator, the loader would draw its workers' seed from the global
+        # generator, and change all later random numbers of the model.
         generator = torch.Generator().manual_seed(
             derive_seed(self._order.seed, "workers", self._rank, self._position)
         )
@@ -316,7 +317,7 @@ class DataStream(_OrderedStream):
         if len(dataset) == 0:
             raise DataError("is empty", key="dataset", value=0, fix="pass at least one sample")
         if hasattr(dataset, "assignment"):
-            # It would give samples of many sizes, each with the flip of its first epoch for ever.
+            # Batches would mix sizes, and each image would keep the flip of its first epoch.
             raise DataError(
                 "samples of this dataset differ in size, which DataStream does not support",
                 key="dataset",
@@ -376,7 +377,7 @@ class DataStream(_OrderedStream):
         self._continue(order, position)
 
     def _ahead(self) -> Iterator[list[int]]:
-        # A window of whole epochs at a time, so that each permutation is drawn once.
+        # Fills the window to the end of an epoch, so that each permutation is drawn once.
         order, step = self._order, self._taken
         position = self._position
         window: list[int] = []
@@ -552,7 +553,7 @@ class BucketStream(_OrderedStream):
         self._continue(order, position)
 
     def _origin(self, found: list[Any]) -> tuple[int, ...]:
-        """Images used of each bucket, as they were saved."""
+        """Return the saved number of used images of each bucket."""
         if len(found) not in (0, len(self._order.buckets)):
             raise no_place("origin", found)
         by_bucket = dict(enumerate(found))
@@ -580,7 +581,7 @@ def shares_of(dataset: Any) -> tuple[Share, ...]:
 
 
 def _size_class(bucket: Bucket) -> int:
-    """The same number for buckets of about equally many pixels, and frames."""
+    """Return a number that is equal for buckets with about equal pixels times frames."""
     return round(math.log2(bucket.width * bucket.height * getattr(bucket, "frames", 1)))
 
 
@@ -601,7 +602,7 @@ def _small_buckets(assignment: BucketAssignment, size: int) -> tuple[Decision, .
     )
 
 
-# -- Streams over batches that somebody else makes.
+# -- Streams over ready-made batches.
 
 
 class RepeatedBatches:
@@ -658,7 +659,7 @@ class RepeatedBatches:
             next(self)
 
 
-# -- What the streams share.
+# -- Shared by all streams.
 
 
 def saved(
@@ -808,7 +809,7 @@ class PriorPreservation:
             raise
 
     def _weights(self, instance: Batch, prior: Batch) -> torch.Tensor:
-        """What turns a mean over all samples into the sum of two means."""
+        """Return weights that turn the mean over all samples into a weighted sum of both means."""
         ours, theirs = _samples_in(instance), _samples_in(prior)
         both = float(ours + theirs)
         return torch.tensor([both / ours] * ours + [self._weight * both / theirs] * theirs)

@@ -148,7 +148,7 @@ class TarShards(EncodedSource):
 
 
 def _pictures(endings: Mapping[str, _Member], before: str) -> _Member | None:
-    """The first image among the members of a sample whose ending has this before its own."""
+    """Return a sample's first image with ``before`` in front of its suffix, as in ``mask.png``."""
     for ending, member in endings.items():
         kind, _, last = ending.rpartition(".")
         if kind == before and f".{last.lower()}" in SUFFIXES:
@@ -159,7 +159,7 @@ def _pictures(endings: Mapping[str, _Member], before: str) -> _Member | None:
 def _index_shard(shard: Path) -> Iterator[tuple[str, str, _Member]]:
     try:
         check_regular(shard)
-        # "r:" refuses compressed archives, in which nothing can be found without reading all.
+        # "r:" rejects compressed archives, which do not allow reading single members.
         with tarfile.open(shard, "r:") as archive:
             for info in archive:
                 path = PurePosixPath(info.name)

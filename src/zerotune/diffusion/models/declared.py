@@ -783,5 +783,5 @@ BY_MODEL: Mapping[str, type[PipelineFamily]] = {
 def family_of_model(model: Any) -> type[PipelineFamily] | None:
     """Return the family for a model's class; ``None`` if the class is unknown."""
     if getattr(model, "use_additional_conditions", False) is True:
-        return PixArtAlpha  # Its pipeline alone gives PixArt's model sizes.
+        return PixArtAlpha  # Only its pipeline passes sizes to PixArt's model.
     return BY_MODEL.get(type(model).__name__)

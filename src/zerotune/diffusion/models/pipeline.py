@@ -399,7 +399,7 @@ class PipelineModel(torch.nn.Module):
 
     def __init__(self, *, config: Any, model: Denoiser | None = None) -> None:
         super().__init__()
-        # As plain attributes: torch would otherwise register the model as a child.
+        # Plain attributes: torch would otherwise register the model as a child.
         self.__dict__["config"] = config
         self.__dict__["_model"] = model
 
@@ -448,7 +448,7 @@ class TrainedEncoder(torch.nn.Module):
 
     def __init__(self, *, name: str, module: torch.nn.Module) -> None:
         super().__init__()
-        # As plain attributes: torch would otherwise register the module as a child.
+        # Plain attributes: torch would otherwise register the module as a child.
         self.__dict__.update(_name=name, _module=module, _within=None)
 
     def call_in(self, model: Denoiser | None) -> None:

@@ -383,7 +383,7 @@ class Costing:
         """Whether the one-pass Adam step skips the gradient reduction because there is one rank."""
         choice = self.resolved.optimizer
         settled = choice is not None and choice.implementation in _STEPPED_IN_ONE_PASS
-        # Elsewhere than measured, the estimate stays on the safe side.
+        # Only as measured; elsewhere the estimate stays on the safe side.
         return settled and self.steps_in_one_pass and self.on_cpu and self.ranks == 1
 
     @property
@@ -532,15 +532,15 @@ def power_of_two(nbytes: int) -> int:
 
 # -- Memory of engines that keep every weight on every rank: plain and ZeRO stages 0 to 2.
 #
-# Read in DeepSpeed 0.19.8 (``runtime/engine.py``, ``runtime/fp16/fused_optimizer.py``,
-# ``runtime/zero/stage_1_and_2.py``) and measured on the CPU accelerator; N elements, P of the
-# largest parameter, B of a bucket, D of this rank's part, e bytes each.
+# From the code of DeepSpeed 0.19.8 (``runtime/engine.py``, ``runtime/fp16/fused_optimizer.py``,
+# ``runtime/zero/stage_1_and_2.py``), and measured on the CPU accelerator.
 
 
 _STAGE_0_BUCKET: Final = 500_000_000
 """``MEMORY_OPT_ALLREDUCE_SIZE``: elements of gradients flattened at a time at stage 0."""
 _DDP_BUCKETS: Final = 4
-"""torch's DistributedDataParallel copies every gradient into its buckets, in fp32."""
+"""Bytes per element in the buckets of torch's DistributedDataParallel, which copies every gradient
+in fp32."""
 
 
 def plain(case: Costing) -> Iterator[MemoryItem]:
@@ -569,7 +569,7 @@ def _plain_beside_the_device(case: Costing) -> Iterator[MemoryItem]:
     """Yield the plain engine's optimizer in host memory, whole on every rank."""
     zero, count = case.resolved.plan.zero_optimization, case.trained
     pin = zero is not None and pins(zero.offload_optimizer)
-    # A gradient leaves once it is a sum: of one micro batch, of one rank.
+    # During the backward pass, only gradients of one micro batch on one rank can be moved.
     waits = case.ranks > 1 or (case.resolved.gradient_accumulation_steps or 1) > 1
     kept = 4 * count if waits else 8 * case.largest
     note = "fp32" if waits else "the two fp32 gradients that are being copied to the host"
@@ -605,7 +605,7 @@ def stage_0(case: Costing) -> Iterator[MemoryItem]:
         yield case.item("optimizer states", case.device, states, TRAINING, "fp32")
         return
     yield case.item("master weights", case.device, 4 * count, note="fp32")
-    # The half-precision wrapper takes a step with zero gradients when it is made.
+    # The half-precision wrapper runs a step with zero gradients when it is created.
     yield case.item("optimizer states", case.device, states, note="fp32")
     yield case.item("temporaries", case.device, 4 * count, INITIALIZATION, "zero gradients, fp32")
     yield case.item("temporaries", case.device, 8 * count, STEP, "flattened gradients in fp32")
@@ -628,7 +628,7 @@ def _buckets(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     copies = 1 + (zero.overlap_comm is True)
     note = "doubled by overlap_comm" if zero.overlap_comm is True else ""
     if case.ranks > 1:
-        # What spans two ranks' parts is flattened once more; with one rank it is one slice.
+        # Gradients that span two ranks' parts are flattened again; one rank has a single slice.
         copies += 1
     yield case.item("buckets", case.device, case.element * bucket * copies, BACKWARD, note)
 
@@ -657,7 +657,7 @@ def _on_device(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     choice = case.resolved.optimizer
     if choice is not None and choice.source == "torch" and not case.on_cpu:
         yield case.item("temporaries", case.device, 4 * part, STEP, "of the torch optimizer")
-    # The weights are flattened into a copy; later a zero gradient lies beside the master weights.
+    # First a flat copy of the weights exists; later, zero gradients beside the master weights.
     flattening = element * count - 4 * part
     yield case.item(
         "temporaries",
@@ -710,7 +710,7 @@ def _beside_offload(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[Mem
         BACKWARD,
         "copies of the largest gradient: fp32 for the host, fp64 for the norm",
     )
-    # The backend flattens them on the host, which ``_as_loaded`` counts.
+    # The backend flattens the weights on the host, which ``_as_loaded`` counts.
     moving = element * largest if not case.on_cpu else element * part
     yield case.item(
         "temporaries", case.device, moving, INITIALIZATION, "weights being copied to one block"
@@ -718,7 +718,7 @@ def _beside_offload(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[Mem
 
 
 def _kept_in(case: Costing, precision: str) -> str:
-    """Storage dtypes of the weights."""
+    """Return the storage dtypes of the weights as text."""
     return ", ".join((*case.model.storages, precision))
 
 
@@ -728,8 +728,8 @@ def _share_of(case: Costing, precision: str) -> str:
 
 # -- Memory of ZeRO stage 3, where parameters are partitioned too.
 #
-# Read in DeepSpeed 0.19.8 (``runtime/zero/stage3.py``, ``partition_parameters.py``,
-# ``parameter_offload.py``, ``runtime/swap_tensor``) and measured on the CPU accelerator.
+# From the code of DeepSpeed 0.19.8 (``runtime/zero/stage3.py``, ``partition_parameters.py``,
+# ``parameter_offload.py``, ``runtime/swap_tensor``), and measured on the CPU accelerator.
 
 
 def stage_3(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterator[MemoryItem]:
@@ -751,7 +751,7 @@ def stage_3(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterato
             yield from _optimizer_on_host(case, pin)
         else:
             yield from _optimizer_in_files(case, section)
-    # A zero gradient of the largest sub-group, freed before the partition's gradients are made.
+    # Zero gradients of the largest sub-group, freed before the partition's gradients are created.
     freed = case.master_bytes * _largest_group(case) - gradients
     place = case.device if device == "none" else "host"
     yield case.item("temporaries", place, max(0.0, freed), INITIALIZATION, "zero gradients")
@@ -769,7 +769,7 @@ def _weights(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterat
     total = case.model.weight_bytes(case.element, ranks=case.ranks)
     if device == "none" or section is None:
         yield case.item("weights", case.device, total, note=note)
-        # Partitions are made one by one and then moved into one flat buffer.
+        # Partitions are created one by one and then moved into one flat buffer.
         yield case.item(
             "temporaries",
             case.device,
@@ -821,7 +821,7 @@ def _gathered(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     whole = sum([size for size in sizes if size <= threshold])
     device = (zero.offload_param.device if zero.offload_param is not None else None) or "none"
     if case.ranks == 1 and (device == "none" or (device == "cpu" and case.on_cpu)):
-        return  # what is gathered is the partition itself
+        return  # the partition is the whole weight, and not copied
     yield case.item(
         "gathered weights",
         case.device,
@@ -888,7 +888,7 @@ def _optimizer_on_host(case: Costing, pin: bool) -> Iterator[MemoryItem]:
 
 
 def _share_on_device(case: Costing) -> Iterator[MemoryItem]:
-    """Yield the fp32 weights, gradients and states that an offload ratio below 1 keeps there."""
+    """Yield what an offload ratio below 1 keeps on the device, in fp32."""
     stays, note = sum(case.stays), "fp32, the part that is not offloaded"
     yield case.item("master weights", case.device, 4 * stays, note=note)
     yield case.item("gradients", case.device, 4 * stays, note=note)
@@ -913,7 +913,7 @@ def _optimizer_in_files(case: Costing, section: OffloadSection | None) -> Iterat
 
 # -- Memory of streamed weights: a window of units on the device, everything in host memory.
 #
-# Read in ``zerotune.backend.stream``, and counted in its passes on the CPU.
+# From the code of ``zerotune.backend.stream``, and counted in its passes on the CPU.
 
 
 GRADIENTS_UNDER_WAY: Final = 2
@@ -948,13 +948,13 @@ def gradient_buffers(resolved: ResolvedPlan, sizes: Collection[int]) -> tuple[in
 
 
 _LEAST_BUFFERS: Final = 3
-"""With fewer buffers, gradients must wait for optimizer passes."""
+"""Minimum number of gradient buffers; with fewer, gradients must wait for optimizer passes."""
 BUFFERS_IN_BACKWARD: Final = 2
 """Number of gradient buffers in use during the backward pass: one receives gradients while a unit
 is updated from the other."""
 _LEFT: Final = 4
-"""At most one of this many units is updated in the next forward pass, which takes at least that
-share of both passes."""
+"""At most one in this many units is updated in the next forward pass, which takes at least that
+share of the time of both passes."""
 
 
 def with_gradients_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
@@ -1265,7 +1265,7 @@ def _activation_items(case: Costing) -> Iterator[MemoryItem]:
         yield case.item("activations", case.device, known.offloaded.nbytes(**size), BACKWARD, note)
         if known.offloaded_host is not None:
             waiting = known.offloaded_host.nbytes(**size)
-            # Blocks are used again, so that they stay from the first step on.
+            # Blocks are reused, so they stay allocated from the first step on.
             yield case.pinned(
                 "activations", [waiting], TRAINING, "inputs of recomputed blocks", by_torch=True
             )

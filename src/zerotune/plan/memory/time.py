@@ -138,7 +138,7 @@ class Card:
 CARDS: Final = tuple(
     Card(name=name, memory=memory, low=low, fp32=fp32, bandwidth=bandwidth, bus=bus)
     for name, memory, low, fp32, bandwidth, bus in (
-        # An unknown card counts as the first card with the nearest memory.
+        # An unlisted card counts as the first card with the nearest memory size.
         ("H200", 141, 989, 67, 4800, 64),
         ("H100 PCIe", 80, 756, 51, 2000, 64),
         ("H100", 80, 989, 67, 3350, 64),
@@ -186,7 +186,7 @@ _CALLS: Final = (
     "product_calls", "product_calls_fp32", "attention_calls", "attention_calls_fp32",
 )  # fmt: skip
 _CALLS_ON_CARD: Final[Mapping[str, Any]] = dict.fromkeys(_CALLS, 2e5)
-"""A kernel launch takes a few microseconds at any size."""
+"""Rates of tiny operators, since a kernel launch takes a few microseconds at any size."""
 _CALLS_ON_CORE: Final[Mapping[str, Any]] = dict.fromkeys(_CALLS, 2e4)
 
 
@@ -369,21 +369,21 @@ def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
 
 # -- Minimum bytes that a step moves over the bus and through host memory.
 #
-# Read in DeepSpeed 0.19.8 (``stage_1_and_2.py``, ``stage3.py``, ``csrc/adam``). N elements of this
-# rank's part, e bytes of a weight in the forward pass, m of a master weight, s of a state, k
-# states, a micro batches:
+# From the code of DeepSpeed 0.19.8 (``stage_1_and_2.py``, ``stage3.py``, ``csrc/adam``). N elements
+# of this rank's part, e bytes of a weight in the forward pass, m of a master weight, s of a state,
+# k states, a micro batches:
 #
-# - gradients to the host: ``m N`` at stages 1 and 2, where more than one micro batch is added up by
-#   bringing what is there to the device and back (``(2a - 1) e N`` more); at stage 3 they go there,
-#   back, and there again in fp32 (``2e N a + m N``);
-# - updated weights to the device: ``e N``, unless parameters live on the host;
-# - parameters on the host: ``2 a e`` of every element this rank keeps, once for each pass;
+# - gradients to the host: ``m N`` at stages 1 and 2, and ``(2a - 1) e N`` more with several micro
+#   batches, whose sum is copied to the device and back; ``2e N a + m N`` at stage 3, which copies
+#   gradients to the host, back, and to the host again in fp32;
+# - updated weights to the device: ``e N``, unless parameters are on the host;
+# - parameters on the host: ``2 a e`` per element on this rank, once for each pass;
 # - the optimizer in host memory: it reads master weight, gradient and states and writes master
 #   weight, states and the weight: ``(3m + 2 s k + e) N``;
-# - of what an offload ratio below 1 leaves on the device, gradients and weights do not cross the
-#   bus in fp32, and the optimizer works in the device's memory;
-# - an EMA in host memory reads master weight and shadow and writes the shadow: ``12 N``; within a
-#   hidden pass ``8 N``.
+# - the share that an offload ratio below 1 leaves on the device: its gradients and weights do not
+#   cross the bus in fp32, and its optimizer works in the device's memory;
+# - an EMA in host memory reads master weight and shadow and writes the shadow: ``12 N``, or
+#   ``8 N`` within a hidden pass.
 
 
 @attrs.frozen(kw_only=True)
@@ -437,7 +437,7 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
     over_bus = not case.on_cpu and resolved.offload_optimizer != "none"
     on_host = case.on_cpu or resolved.offload_optimizer != "none"
     params_away = resolved.offload_param != "none"
-    # What an offload ratio below 1 leaves on the device never crosses the bus in fp32.
+    # The share that an offload ratio below 1 leaves on the device never crosses the bus in fp32.
     stays = sum(case.stays)
     away = owned - stays
     passes = 2 * resolved.gradient_accumulation_steps
@@ -450,11 +450,11 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
         parameters=passes * kept if params_away and not case.on_cpu else 0,
         weights=uploaded * away if over_bus and not params_away else 0,
         optimizer=round(_update(case) * away) if on_host else 0,
-        # Within the pass it reads no master weight of its own.
+        # Within a hidden pass, the EMA need not read the master weight again.
         ema=(12 if _schedule(case) == "in turn" else 8) * owned if ema else 0,
         swap=swap,
         chain=0 if one_pass or not on_host else round(_chain(case) * away),
-        # Gradients are widened, read for their norm, scaled; weights are cast.
+        # Also, gradients are cast to fp32, read for their norm, and scaled; weights are cast.
         on_device=round(
             (_update(case) + 4 * case.master_bytes + 2 * case.element)
             * (stays if on_host else owned)
@@ -481,7 +481,7 @@ def _streamed_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
     written = round(case.streamed_capacity * trained / (units.total or 1))
     stepped = trained + units.resident_trained
     # Micro batches after the first are added up on the device.
-    # Of a split master weight the weight itself is read, and written anyway.
+    # A split master weight contains the weight, which is not written a second time.
     saved = 2 if case.splits_masters else 0
     back = (accumulated - 1) * element * stepped
     part = stepped / case.ranks
@@ -489,21 +489,21 @@ def _streamed_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
         gradients=accumulated * element * stepped,
         parameters=2 * accumulated * absent + written + back,
         weights=element * units.resident_trained,
-        # Its gradient stays in the weights' precision, and is read for its norm before.
+        # Gradients stay in the weights' precision, and are first read for their norm.
         optimizer=round((_update(case) - case.master_bytes + 2 * element - saved) * part),
         ema=round(8 * part) if _averages_on_host(estimate) else 0,
         swap=swap_traffic(estimate),
-        # Each rank's gradients of its share, and their sum.
+        # Reads all ranks' gradients of this rank's share, and writes their sum.
         added=round(accumulated * element * (stepped + part)) if case.ranks > 1 else 0,
     )
 
 
 def _chain(case: Costing) -> float:
-    # On the host each of these is an operator of its own; what is written is read first.
+    # On the host each of these is a separate operator; memory is read before it is written.
     if case.checks_gradients:
-        # Extremes and norm were taken as gradients came: a product, and a cast.
+        # Extremes and norm were computed as gradients arrived; a product and a cast remain.
         return 4 * case.master_bytes + (2 * case.element if case.element == 2 else 0)
-    # Extremes for the overflow check, a norm, a product, copies, or what torch's AdamW is made of.
+    # Extremes for the overflow check, a norm, a product, copies, or the operators of torch's AdamW.
     return 16 * case.master_bytes + (4 * case.element if case.element == 2 else 0)
 
 
@@ -519,20 +519,20 @@ def _allocated(case: Costing) -> tuple[int, int]:
     resolved, element = case.resolved, case.element
     low, owned = element == 2, case.owned
     offloads = resolved.offload_optimizer != "none"
-    # These are freed in the step or after the copy to the bucket, and returned to the system.
+    # Gradients are freed in the step or after the copy to the bucket, and returned to the system.
     passed = element * case.trained * resolved.gradient_accumulation_steps
     if not resolved.uses_deepspeed:
-        # Besides gradients, the copies of the weights that autocast makes.
+        # Gradients, and the copies of the weights that autocast makes.
         blocks = (4 * case.trained + 2 * case.all_elements * low, 0)
     elif resolved.stage == 0:
-        # Gradients flattened to be reduced; cast to fp32, and flattened once more.
+        # Backward: gradients flattened for the reduction. Step: cast to fp32, and flattened again.
         blocks = (element * owned, 8 * owned if low else 0)
     elif resolved.stage == 3:
-        # Of each bucket a flat copy, and this rank's part of the sum.
+        # Backward: a flat copy of each bucket, and this rank's part of the sum.
         reduced = 0 if case.reduces_nothing else 2 * element * owned
         blocks = (reduced, 0 if offloads else (element + 4 * low) * owned)
     else:
-        # Partitioned gradients; flattened, and in fp32.
+        # Backward: partitioned gradients. Step: flattened gradients, and their fp32 copy.
         kept = (0, 0) if offloads else (element * owned, (element + 4 * low) * owned)
         blocks = (passed + kept[0], kept[1])
     in_backward, in_step = (size if size > _KEPT_BY_C else 0 for size in blocks)
@@ -542,7 +542,7 @@ def _allocated(case: Costing) -> tuple[int, int]:
 def _gradients(case: Costing) -> int:
     accumulated = case.resolved.gradient_accumulation_steps
     if not case.resolved.uses_deepspeed:
-        # Added up on the device.
+        # The device accumulates micro batches.
         return 4
     if case.resolved.stage == 3:
         return 2 * case.element * accumulated + case.master_bytes
@@ -556,16 +556,16 @@ def _update(case: Costing) -> float:
     return 3 * master + states + (case.element if separate else 0)
 
 
-# -- How long a training step takes: what is computed, what is moved, and what of it overlaps.
+# -- Time of a training step: computation, transfers, and their overlap.
 #
-# A step is a handful of lanes. What shares a lane adds up; lanes run beside each other, and of a
-# phase the slowest counts. Phases follow one another, but for an optimizer in host memory, which
-# engines take at other times (``Schedule``):
+# A step uses several lanes (``Lane``). Times in the same lane add up; lanes run in parallel, so a
+# phase takes as long as its slowest lane. Phases follow one another, except for an optimizer in
+# host memory, which engines may run at other times (``Schedule``):
 #
 # - gradients cross the bus while the backward pass computes, and activations in both passes;
-# - parameters in host memory do not: DeepSpeed waits on the host for each that it fetches;
-# - what crosses the bus goes through host memory too, where optimizer and averages work;
-# - with NVMe, states are read and written around the optimizer.
+# - copies of parameters in host memory do not overlap: DeepSpeed waits for each parameter;
+# - transfers over the bus also use host memory, as the optimizer and EMAs do;
+# - with NVMe, states are read before and written after they are updated.
 
 
 Lane = Literal["device", "in", "out", "host", "cores", "calls", "disk"]
@@ -580,13 +580,13 @@ next forward pass."""
 _PASSES: Final[tuple[StepPhase, ...]] = ("forward", "backward")
 _AFTER: Final[tuple[StepPhase, ...]] = ("optimizer", "weights", "ema")
 _PER_GRADIENT: Final[Mapping[int, int]] = {0: 5, 1: 12, 2: 12, 3: 12}
-"""Operators (with views) per parameter and stage that DeepSpeed adds to the backward pass, counted
-in runs of DeepSpeed 0.19.8 and of the plain engine."""
+"""Operators (including views) per parameter that DeepSpeed adds to the backward pass, by stage;
+counted in runs of DeepSpeed 0.19.8 and of the plain engine."""
 _PER_CHECKED: Final[Mapping[tuple[bool, int], tuple[int, int]]] = {
     (False, 2): (40, 20), (False, 4): (32, 5), (True, 2): (56, 9), (True, 4): (72, 8),
 }  # fmt: skip
-"""Bytes per element and operators per gradient with which DeepSpeed checks overflow and computes
-fp64 norms for an optimizer in host memory; by stage 3 or not, and bytes of a weight."""
+"""Bytes per element and operators per gradient of DeepSpeed's overflow checks and fp64 norms for an
+optimizer in host memory. Keys: whether the stage is 3, and bytes of a weight."""
 _PER_GATHERED: Final = 4
 """Operators per parameter that DeepSpeed adds to a forward pass at stage 3."""
 
@@ -680,7 +680,7 @@ class StepTime:
     def _with_little_carried(
         self, lanes: Mapping[StepPhase, Mapping[Lane, float]], after: Iterable[StepPhase]
     ) -> list[_Stretch]:
-        """Optimizer passes during the backward pass, and as many as allowed in the next forward."""
+        """Return stretches with optimizer work in the backward and the next forward pass."""
         works: tuple[Lane, ...] = ("host", "cores")
         taken = {each: sum(lanes[phase].get(each, 0.0) for phase in after) for each in works}
         slowest = max(works, key=lambda each: taken[each])
@@ -824,7 +824,7 @@ def _computed(
     }
     times = case.resolved.gradient_accumulation_steps
     suffix = "_fp32" if case.element == 4 else ""
-    # Ranks on processors share them.
+    # On the CPU accelerator, ranks share the cores.
     shared = _sharing(case) if case.on_cpu else 1
     for name in ("products", "convolutions", "attention"):
         rate, amount = f"{name}{suffix}", getattr(work, name).of(**size)
@@ -834,7 +834,7 @@ def _computed(
         )
     yield TimePart(
         phase=phase,
-        # A device computes while the next operators are begun.
+        # A device computes while the host launches the next operators.
         lane="device" if case.on_cpu else "calls",
         what=f"operator launches of {what}",
         seconds=shared * times * work.operators / rates.operators,
@@ -876,7 +876,7 @@ def _moved(case: Costing, estimate: MemoryEstimate, rates: Rates) -> Iterator[Ti
         seconds = shared * nbytes / getattr(rates, rate)
         yield TimePart(phase=phase, lane=lane, what=what, seconds=seconds, rate=rate)
         if rate in _BUS:
-            # Memory gives at least what the bus was seen to take of it.
+            # Host memory is at least as fast as the bus.
             through = ranks * nbytes / max(rates.host_memory, getattr(rates, rate))
             yield TimePart(
                 phase=phase,
@@ -891,7 +891,7 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     traffic, waiting = step_traffic(estimate), _waiting(case)
     half, swap = traffic.parameters / 2, traffic.swap
     memory = "host_memory" if case.on_cpu else "device_memory_fp32"
-    # DeepSpeed waits for what it fetches; units are fetched ahead.
+    # DeepSpeed waits for each fetch; streamed units are prefetched.
     fetches: Lane = "device" if case.streaming is None else "in"
     yield "forward", fetches, "parameters to the device", half, "to_device"
     yield "forward", "out", "activations to the host", waiting, "to_host"
