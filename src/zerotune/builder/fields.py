@@ -260,7 +260,7 @@ def _workload_fields() -> tuple[Field, ...]:
         _setup_field(
             "gradient_checkpointing",
             "Gradient checkpointing",
-            "Recompute the activations of blocks in the backward pass instead of keeping them.",
+            "Recompute activations in the backward pass, to save memory.",
             options={"yes": True, "no": False},
         ),
         _setup_field(
