@@ -104,7 +104,7 @@ def _draw(folder: Path, count: int, side: int) -> None:
 
 BENCHMARK = Benchmark(
     name="data",
-    title="images per second from aspect-ratio buckets, compared with a plain loader",
+    title="images per second with aspect-ratio buckets, compared with a plain loader",
     cases=cases,
     ours=(BUCKETS,),
     goals=(

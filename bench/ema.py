@@ -153,9 +153,9 @@ BENCHMARK = Benchmark(
     cases=cases,
     ours=(OURS, TWO, FOREGROUND, BACKGROUND),
     goals=(
-        Goal("an update of `EMAShadow` takes at most 1.3 times as long as a copy of the weights",
+        Goal("an `EMAShadow` update takes at most 1.3 times as long as a copy of the weights",
              "update", OURS, "seconds", 1.3, COPY),
-        Goal("an update of `EMAShadow` is faster than one of diffusers' `EMAModel` with `foreach`",
+        Goal("an `EMAShadow` update is faster than one with diffusers' `EMAModel` and `foreach`",
              "update", OURS, "seconds", 1.0, FOREACH),
         Goal("compared with timm's `ModelEmaV3`", "update", OURS, "seconds", None, TIMM),
         Goal(SLOWER, "training step", BACKGROUND, "seconds", 1.03, NONE),

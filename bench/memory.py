@@ -166,7 +166,7 @@ _BELOW = "memory in use, without freed blocks, is at most 3 % above the estimate
 
 BENCHMARK = Benchmark(
     name="memory",
-    title="peak memory of real steps, compared with the memory estimate",
+    title="the peak memory of real steps, compared with the memory estimate",
     cases=cases,
     ours=(ESTIMATED,),
     better="the closer the estimate is to the memory in use, the better",

@@ -397,7 +397,7 @@ _ONE_PASS = "a single pass takes at most 0.65 times as long as DeepSpeed's separ
 
 BENCHMARK = Benchmark(
     name="step",
-    title="Adam in host memory in one pass, compared with DeepSpeed's separate passes",
+    title="a single-pass Adam step in host memory, compared with DeepSpeed's separate passes",
     cases=cases,
     ours=(OURS, BEHIND, *(PASS + name for name in AVERAGES), *list(LEAN)[1:]),
     goals=(

@@ -36,7 +36,7 @@ figures](memory.md#how-long-a-step-takes) for {cards}.
 The letters mean: {letters}. An asterisk (\\*) means that blocks are recomputed in the backward pass
 (gradient checkpointing); two asterisks mean that the blocks' inputs are also kept in host memory. A
 dash means that no plan fits. For your own machine, run `zerotune plan advise --family sdxl --vram
-24 --ram 64`, if needed with `--nvme 2TB`, `--lora {rank}` or `--base-dtype nf4` (QLoRA)."""
+24 --ram 64`; if needed, add `--nvme 2TB`, `--lora {rank}` or `--base-dtype nf4` (QLoRA)."""
 
 STREAMING = """\
 [Streaming](streaming.md) moves weights through the GPU block by block. Streaming is off unless you

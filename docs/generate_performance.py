@@ -75,11 +75,11 @@ goal counts as met if the whole interval meets it, and as missed if the whole in
 the interval contains the goal, the table says whether the median meets the goal, and that the
 difference is within the noise. The JSON files contain medians, quartiles, settings and versions.
 
-Memory estimates are compared with two measurements. Memory *in use* is the size of the process's
-live blocks. The *peak memory of the process* also contains freed blocks that the C library keeps
-for reuse; on a CPU, they can raise the peak by a fifth. An estimate may be at most 3 % below the
-memory in use, and at most 10 % above the process's peak memory. An estimate is **not** an upper
-bound on the peak memory."""
+Memory estimates are compared with two measurements. Memory *in use* is the total size of the
+process's live blocks. The *peak memory of the process* also contains freed blocks that the C
+library keeps for reuse; on a CPU, they can raise the peak by a fifth. An estimate may be at most
+3 % below the memory in use, and at most 10 % above the process's peak memory. An estimate is
+**not** an upper bound on the peak memory."""
 
 # The reference system's published figures: SDXL's full U-Net, ZeRO-2 with the optimizer in RAM, on
 # an RTX 4090 with 24 GB.

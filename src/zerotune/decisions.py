@@ -1,7 +1,7 @@
 """Records of automatic choices, findings and errors about settings, and a log for them.
 
-Readers and resolvers record decisions in a ``Log``, and also errors after which they can continue,
-so that a user sees all errors at once.
+Readers and resolvers record their decisions in a ``Log``. They also record errors after which they
+can continue, so that a user sees all errors at once.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Log:
         self.decisions.append(Decision.of(error, severity="warning"))
 
     def refuse(self, error: ZeroTuneError) -> None:
-        """Record ``error`` and continue; raise it instead if too many errors are recorded.
+        """Record ``error`` and continue; raise it if too many errors have been recorded.
 
         Args:
             error: The error.
@@ -249,7 +249,7 @@ class Log:
             return None
 
     def whole(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of ``work``; if errors were recorded, raise the first with the others.
+        """Return the result of ``work``; if errors were recorded, raise them all as one error.
 
         Args:
             work: Function to call.

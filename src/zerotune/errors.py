@@ -1,4 +1,4 @@
-"""Every error zerotune raises, in one tree.
+"""All errors that zerotune raises, in one class hierarchy.
 
 ::
 
@@ -28,9 +28,9 @@
     │   └── CheckpointMismatchError  wrong model, or a missing part
     └── MissingDependencyError (ImportError)
 
-Every message reads ``key = value: reason. Fix: what to do``; the parts are also attributes. All
-mistakes in one input are reported together, one per line. The first of these errors is raised, and
-its ``others`` contain the rest.
+Every message reads ``key = value: reason. Fix: what to do``; these parts are also attributes of the
+error. All mistakes in one input are reported together, one per line. The first of these errors is
+raised, and its ``others`` contain the rest.
 """
 
 from __future__ import annotations
@@ -367,7 +367,7 @@ class CheckpointError(ZeroTuneError, RuntimeError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A file of a checkpoint is missing, truncated or altered."""
+    """A checkpoint file is missing, truncated or altered."""
 
 
 class CheckpointNotFiniteError(CheckpointError):

@@ -44,7 +44,7 @@ BASE: Final = "base_layer"
 
 @attrs.frozen(kw_only=True)
 class AdapterParameter:
-    """The parts of an adapter parameter's name."""
+    """Parsed name of an adapter parameter."""
 
     layer: str
     """Dotted name of the adapted layer in the model."""
@@ -132,7 +132,7 @@ def recall(model: torch.nn.Module, adapter: str) -> AdapterFacts | None:
 
 
 def peft_config(model: Any, adapter: str) -> Any:
-    """Return peft's configuration object of an adapter."""
+    """Return peft's configuration object for an adapter."""
     return model.peft_config[adapter]
 
 
@@ -141,7 +141,7 @@ def trained_adapter(names: Iterable[str], *, prefix: str = "") -> str | None:
 
     Args:
         names: Names of all parameters of the engine's optimizer, including ones frozen later.
-        prefix: Prefix of the model's parameters in ``names``.
+        prefix: Prefix of the model's parameter names in ``names``.
     """
     found = {
         parsed.adapter
@@ -198,10 +198,10 @@ _CLOSE_STEPS: Final = 4
 
 
 def find_adapters(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a LoRA file; raise an error if the file does not exist.
+    """Return the path to a LoRA file; raise an error if the file does not exist.
 
     Args:
-        path: A LoRA file, or a folder with a file ``pytorch_lora_weights.safetensors``.
+        path: A LoRA file, or a folder that contains ``pytorch_lora_weights.safetensors``.
     """
     given = Path(path)
     file = given / LORA_FILE if given.is_dir() else given
@@ -316,7 +316,7 @@ class Published:
         )
 
     def respelled(self, state: Mapping[str, torch.Tensor], to: Layout) -> dict[str, torch.Tensor]:
-        """Convert a file between ComfyUI's and kohya's names; return ``{}`` if any name is unknown.
+        """Convert tensor names from ComfyUI's to kohya's or back; ``{}`` if any name is unknown.
 
         Args:
             state: The file's tensors, by name.
@@ -515,7 +515,7 @@ def _publication(model: torch.nn.Module, component: str) -> Published | None:
 
 
 def published(model: torch.nn.Module, form: Layout, component: str) -> Published:
-    """Return the names of a model's layers in the given format, which diffusers must read.
+    """Return a model's layer names in a format; raise an error if diffusers cannot read it.
 
     Args:
         model: The model.
@@ -587,11 +587,12 @@ def write_lycoris(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a LoKr or LoHa file in ComfyUI's or LyCORIS' format.
 
-    LyCORIS scales a factorised product by ``alpha / rank``. The format cannot store the scale
-    of a LoKr of two unfactorised matrices, so the scale is multiplied into the first matrix.
+    LyCORIS scales a factorised product by ``alpha / rank``. For a LoKr of two unfactorised
+    matrices, the format has no field for the scale, so the scale is multiplied into the first
+    matrix.
 
     Args:
-        layers: Trained tensors in fp32, by layer name and then by peft's name of the factor.
+        layers: Trained tensors in fp32, by layer name and then by peft's name for the factor.
         model: The model that contains the layers.
         form: Format, ``"comfyui"`` or ``"kohya"``.
         component: Name of the model in its pipeline, such as ``"transformer"``.
@@ -752,8 +753,8 @@ def read_others(
     kind, known = type(model).__name__, _publication(model, component)
     if known is None and pipeline is None:
         raise CheckpointMismatchError(
-            f"the file does not use diffusers' names, and {kind} has no other format that zerotune "
-            "knows",
+            "the file does not use diffusers' names, and zerotune knows no other format for "
+            f"{kind}",
             key="adapters",
             value=next(iter(state), None),
             fix="set pipeline= to a pipeline whose load_lora_weights reads the file",
@@ -857,5 +858,5 @@ def _differs(layer: str, reason: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(
         reason,
         key=layer,
-        fix='export with layout="diffusers", which uses the layer names of diffusers',
+        fix='export with layout="diffusers", which uses the diffusers layer names',
     )

@@ -4,7 +4,7 @@ zerotune compiles a module's ``forward``, not its ``__call__``, so that hooks st
 graph; stage 3 gathers and releases weights in hooks. Below stage 3, the whole model can be one
 graph. At stage 3, a graph must not contain modules that gather their own weights, so zerotune
 compiles the plan's leaf modules one by one; DeepSpeed gathers each leaf module as a whole.
-Compiling ``__call__`` would break the graph at every hook: 61 graph breaks for a U-Net of 50,000
+Compiling ``__call__`` would break the graph at every hook: 61 graph breaks for a U-Net with 50,000
 parameters.
 """
 
@@ -84,7 +84,7 @@ class Compilation:
             why = "the model's repeated blocks; blocks of the same class share one graph"
         if not names and (streaming := plan.streaming) is not None:
             units = [module for _, module in find_units(model, streaming.units)]
-            return units, "the streamed units, so that no hook breaks a graph"
+            return units, "the streamed units, so that hooks cause no graph break"
         if not names:
             return [model], "the whole model in one graph"
         found = _outermost(model, frozenset(names))
@@ -103,7 +103,7 @@ class Compilation:
         leaves = named_leaf_modules(plan, model)
         found = [one for one in leaves if not self.blocks or type(one).__name__ in self.blocks]
         if found:
-            why = "the plan's leaf modules, which are gathered whole, so no hook breaks a graph"
+            why = "the plan's leaf modules, which are gathered whole, so hooks cause no graph break"
             return found, why
         have = sorted({type(one).__name__ for one in leaves})
         raise EngineError(
@@ -111,7 +111,7 @@ class Compilation:
             f"{f'only {have}' if have else 'none for this model'}",
             key=KEY,
             value=self,
-            fix="add classes of blocks with positional inputs, such as "
+            fix="add block classes with positional inputs, such as "
             f"{_repeated_classes(model)}, to zero_optimization.leaf_module.classes in the plan",
         )
 

@@ -1,4 +1,4 @@
-"""Set the OpenMP threads and CPU cores of ranks with a CPU optimizer, and restore them later.
+"""Set OpenMP threads and CPU cores for ranks with a CPU optimizer, and restore them later.
 
 torch and DeepSpeed's CPU optimizers share one OpenMP runtime (torch's ``libgomp``), so
 ``torch.set_num_threads`` applies to both. ``DataLoader`` workers use one thread each.
@@ -66,7 +66,7 @@ class ThreadFacts:
 
     @property
     def chosen_by(self) -> str | None:
-        """Setting with which the user chose the number of threads; ``None`` if there is none."""
+        """User setting that determines the number of threads; ``None`` if there is none."""
         given = self.environ.get(VARIABLE)
         if given is not None and self.launcher is None:
             return f"{VARIABLE}={given} in the environment"

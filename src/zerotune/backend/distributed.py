@@ -896,7 +896,7 @@ def own_store(store: Any = None) -> Any:
 
 
 class Asking:
-    """Run functions with a timeout, because a function may call a store that no longer answers."""
+    """Run functions with a timeout, because a function may call a store that no longer responds."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None

@@ -34,7 +34,7 @@ class OptimizerStates:
     Each property reads the optimizer's state on access.
 
     Args:
-        optimizer: A ``torch.optim.Optimizer`` or an optimizer of DeepSpeed; ``None`` for weights
+        optimizer: A ``torch.optim.Optimizer`` or a DeepSpeed optimizer; ``None`` for weights
             without an optimizer.
         key: The tensor object that is in the optimizer's parameter groups.
     """
@@ -471,8 +471,8 @@ class _Untracked(AbstractContextManager[Slab]):
 class MasterWeights:
     """Read, write and gather the fp32 master weights of an engine.
 
-    The interface is the same for plain training and ZeRO 0-3. Optimizer states may be on the GPU,
-    in host RAM or on NVMe; states on NVMe are loaded one sub-group at a time. Only trainable
+    The interface is the same for plain training and ZeRO stages 0-3. Optimizer states may be on the
+    GPU, in host RAM or on NVMe; states on NVMe are loaded one sub-group at a time. Only trainable
     parameters have master weights.
     """
 
@@ -604,7 +604,7 @@ class MasterWeights:
     def describe(self) -> Iterator[tuple[FragmentAddress, OptimizerStates]]:
         """Yield the address and optimizer states of each of this rank's fragments.
 
-        Use only names, dtypes and counters of the states: their values may still be on NVMe.
+        Use only the names, dtypes and counters of the states: the values may still be on NVMe.
         """
         for index, addresses in self._by_slab():
             states = self._layout.states_at_rest(index)
@@ -662,7 +662,7 @@ class MasterWeights:
         """
         if self._layout.swapped_out:
             raise UnsupportedEngineError(
-                "callbacks before a step are unsupported while master weights are on NVMe",
+                "pre-step callbacks are not supported while master weights are on NVMe",
                 key="offload_optimizer.device",
                 value="nvme",
                 fix="call master_weights.read() right after the optimizer's step instead",
@@ -716,7 +716,7 @@ class MasterWeights:
             yield name, full.view(shape).cpu()
         if pending is not None:
             raise EngineError(
-                f"parameter {pending.address.name!r} is not in the order shared by all ranks",
+                f"parameter {pending.address.name!r} is missing from the order that all ranks use",
                 fix="report this error with the model's class and the plan",
             )
 

@@ -144,7 +144,7 @@ _CAUSES: Final[tuple[tuple[str, str, str | Mapping[str, str] | None], ...]] = (
     (
         r"version [`'](GLIBCXX_[\d.]+|CXXABI_[\d.]+)' not found",
         "the C++ runtime that Python loaded lacks {}, which the compiled library needs",
-        "compile with a compiler from Python's environment (in conda: install gxx_linux-64)",
+        "use a compiler installed in Python's environment (with conda, install gxx_linux-64)",
     ),
     (
         r"undefined symbol: (\S+)",
@@ -195,7 +195,7 @@ def build_folder(name: str) -> Path:
 
 
 def built_library(folder: Path) -> Path | None:
-    """Return the path of the compiled library in a build folder; ``None`` if there is none."""
+    """Return the path to the compiled library in a build folder; ``None`` if there is none."""
     library = folder / f"{folder.name}.so"
     return library if library.is_file() else None
 
@@ -203,8 +203,8 @@ def built_library(folder: Path) -> Path | None:
 def why_stale(folder: Path) -> str | None:
     """Return why ninja would compile an op again; ``None`` if the library is up to date.
 
-    A library becomes stale when torch, deepspeed, the flags or the version of ninja change. The
-    version of ninja matters because the format of ninja's build log depends on it.
+    A library becomes stale when torch, deepspeed, the compiler flags or the version of ninja
+    change. The version of ninja matters because the format of ninja's build log depends on it.
 
     Args:
         folder: Build folder of the op.
@@ -283,7 +283,7 @@ def missing_for_loading(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
     """Return what prevents torch from loading even a compiled op; ``None`` if nothing does.
 
     Args:
-        builder: DeepSpeed's builder of the op.
+        builder: DeepSpeed's builder for the op.
         toolchain: Compilers and libraries of the machine.
     """
     if ninja := missing_ninja(toolchain):
@@ -357,7 +357,7 @@ def missing_for_building(builder: Any, toolchain: Toolchain) -> Diagnosis | None
     """Return what prevents torch from compiling an op; ``None`` if nothing does.
 
     Args:
-        builder: DeepSpeed's builder of the op.
+        builder: DeepSpeed's builder for the op.
         toolchain: Compilers and libraries of the machine.
     """
     if compiler := missing_compiler(toolchain):
@@ -386,7 +386,7 @@ def doubt(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
     """Return a diagnosis if nvcc's and torch's major CUDA versions differ; builds may then fail.
 
     Args:
-        builder: DeepSpeed's builder of the op.
+        builder: DeepSpeed's builder for the op.
         toolchain: Compilers and libraries of the machine.
     """
     found = None if toolchain.nvcc is None else toolchain.nvcc.version
@@ -504,7 +504,7 @@ def remove_if_dead(path: Path) -> None:
     """Remove a lock file if the process that created it ran on this host and has ended.
 
     Args:
-        path: Lock file of torch or of a ``LivingLock``.
+        path: Lock file created by torch or by a ``LivingLock``.
     """
     record = _host_and_process(path)
     # Another host's lock may be invisible from here on a shared file system.
@@ -564,7 +564,7 @@ class OpStatus:
 
     name: str
     purpose: str
-    """Uses of the op in zerotune."""
+    """What zerotune uses the op for."""
     state: OpState
     """``"installed"``: compiled into the deepspeed package. ``"built"``: already compiled and up to
     date. ``"stale"``: already compiled, but will be compiled again. ``"buildable"``: will be
@@ -576,7 +576,7 @@ class OpStatus:
     fix: str | None = None
     """How to make the op usable."""
     path: str | None = None
-    """Path of the compiled library; ``None`` if there is none."""
+    """Path to the compiled library; ``None`` if there is none."""
 
     @classmethod
     def of(
@@ -588,14 +588,14 @@ class OpStatus:
         *,
         library: Path | None = None,
     ) -> OpStatus:
-        """Create a status with the cause and fix of a diagnosis.
+        """Create a status, with the cause and fix from a diagnosis.
 
         Args:
             name: Name of the op.
             purpose: What zerotune uses the op for.
             state: Availability of the op, such as ``"built"`` or ``"stale"``.
             found: The diagnosis; ``None`` for a status without cause and fix.
-            library: Path of the compiled library; ``None`` if there is none.
+            library: Path to the compiled library; ``None`` if there is none.
         """
         return cls(
             name=name,
@@ -727,7 +727,7 @@ def build_op(name: str) -> OpStatus:
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Inside the block, compile with this environment's ninja; ignore locks of ended processes."""
+    """Inside the block, compile with this environment's ninja; ignore locks of dead processes."""
     with same_ninja(), living_locks():
         yield
 
@@ -737,7 +737,7 @@ def same_ninja() -> AbstractContextManager[None]:
 
     A build log written by one ninja version is invalid for a different one. A script started as
     ``.venv/bin/python`` may find a different ninja than the same script in the activated
-    environment. Alternating between the two ways would then recompile an op in every run.
+    environment. Alternating between the two would then recompile an op in every run.
     """
     folder = Path(sys.executable).parent
     own = shutil.which("ninja", path=str(folder))
@@ -773,7 +773,7 @@ def _deepspeeds_accelerator() -> Any:
 def _op_status(op: _Op, accelerator: Any, toolchain: Toolchain) -> OpStatus:
     builder = _builder(op.builder, accelerator)
     if builder is None:
-        cause = f"DeepSpeed has no implementation for its {accelerator._name} accelerator"
+        cause = f"DeepSpeed does not implement this op for its {accelerator._name} accelerator"
         found = Diagnosis(cause=cause, fix=op.instead)
         return OpStatus.of(op.name, op.purpose, "absent", found)
     info = importlib.import_module("deepspeed.git_version_info")

@@ -176,7 +176,7 @@ class PlainEngine(CountingEngine):
                 group=self._group,
                 host=self._host,
             ),
-            reason="clipping, Adam and averages share a single pass over host memory; results are "
+            reason="clipping, Adam and EMAs share a single pass over host memory; results are "
             "bit-identical to torch's fused Adam, whereas torch's for-loop Adam may differ in the "
             "last bit",
         )

@@ -124,7 +124,7 @@ class Combination:
 
     @property
     def key(self) -> str:
-        """Digest of the combination; the stem of the proof's file name."""
+        """Digest of the combination, which is the proof file's name without its extension."""
         text = json.dumps(attrs.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -180,7 +180,7 @@ def _outcomes(values: Mapping[str, Any]) -> dict[str, Outcome]:
 
 @attrs.frozen(kw_only=True)
 class Proof:
-    """Results of the checks of the fast paths for one combination."""
+    """Results of checking the fast paths on one combination of hardware and versions."""
 
     combination: Combination
     checks: Mapping[str, Outcome] = attrs.field(factory=dict, converter=_outcomes)
@@ -188,7 +188,7 @@ class Proof:
     error: str | None = None
     """Why the checks could not be run; ``None`` if they ran."""
     finished: str = attrs.field(factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
-    """Date and time at which the proof was made, in UTC."""
+    """UTC date and time at which the checks finished."""
 
     @property
     def seconds(self) -> float:
@@ -216,17 +216,17 @@ class Proof:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the proof as a dictionary of JSON values."""
+        """Return the proof as a JSON-serialisable dict."""
         return {"format": _PROOF_FORMAT, **attrs.asdict(self)}
 
 
 def proof_path(combination: Combination) -> Path:
-    """Return the path of a combination's proof in the user's cache."""
+    """Return the path to a combination's proof file in the user's cache."""
     return user_cache() / "proofs" / f"{combination.key}.json"
 
 
 def report_path(combination: Combination) -> Path:
-    """Return the path of the failure report; the file exists only after a failure."""
+    """Return the path to the failure report; the file exists only after a failure."""
     return proof_path(combination).with_suffix(".report.json")
 
 
@@ -256,9 +256,12 @@ def load_proof(combination: Combination) -> Proof | str:
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
     except (ValueError, TypeError, KeyError, AttributeError):
-        return f"the proof {path} is damaged or has a different format, so it is ignored"
+        return (
+            f"the proof file {path} is damaged or was written in an unsupported format, so it is "
+            "ignored"
+        )
     if proof.combination != combination:
-        return f"the proof {path} belongs to a different combination, so it is ignored"
+        return f"the proof file {path} is for different hardware or software, so it is ignored"
     return proof
 
 
@@ -269,7 +272,7 @@ def store_proof(proof: Proof) -> Path | None:
         proof: The proof.
 
     Returns:
-        Path of the proof's file; ``None`` if the file cannot be written, in which case the proof is
+        Path to the proof file; ``None`` if the file cannot be written, in which case the proof is
         valid only in this process.
     """
     path, report = proof_path(proof.combination), report_path(proof.combination)
@@ -337,7 +340,7 @@ def why_unproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
 
 
 def why_disproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
-    """Return why the proof failed, for a fast path that is the default even without a proof.
+    """Return why a check failed, for a fast path that is the default even without a proof.
 
     Args:
         path: The fast path.
@@ -395,7 +398,7 @@ def proof_decisions(accelerator: Accelerator) -> tuple[Decision, ...]:
 
 
 def prove_first(accelerator: Accelerator, group: ProcessGroup) -> tuple[Decision, ...]:
-    """Run the proof if there is none for this device. Collective.
+    """Run the proof's checks if this device has no proof yet. Collective.
 
     One process per machine runs the proof while all others wait. On a CPU, no proof is run.
 

@@ -3,7 +3,7 @@
 diffusers converts from this layout to its own, but not back. To find out which row of the file
 becomes which row of the model, zerotune runs diffusers' converter on small tensors of row numbers
 instead of weights. The converted row numbers show where each row of each model tensor lies in the
-file, for reading and writing.
+file. zerotune uses these positions both to read and to write the file.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class SingleFile:
         ]
 
     def weights(self, places: Places, model: Shapes) -> dict[str, StoredWeight]:
-        """Return the positions of a model's weights in the file, for reading them later.
+        """Return the positions of a model's weights in the file, so that they can be read later.
 
         Args:
             places: Result of ``place_rows``.
@@ -696,6 +696,6 @@ ORIGINALS: Final[Mapping[str, Mapping[str, Original]]] = {
 }
 """Components that a single file contains, with their names in the file, by pipeline class.
 
-The text encoders of SD3 and Flux are not listed, because they are published as separate files.
-Besides, diffusers does not read CLIP's projection from a single file of SD3.
+The text encoders of SD3 and Flux are not listed, because they are published as separate files. In
+addition, diffusers does not read CLIP's projection from a single-file SD3 model.
 """

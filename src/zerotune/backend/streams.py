@@ -134,8 +134,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replacement for a device's stream module; records every torch operation.
 
     Args:
-        otherwise: Kind of memory assumed for tensors without a declaration (``lie``); not used on a
-            GPU.
+        otherwise: Kind of memory assumed for tensors that were not declared with ``lie``; not used
+            on a GPU.
         simulated: Whether to simulate streams even if there is a GPU.
     """
 
@@ -354,7 +354,7 @@ def host_name() -> str:
 
 
 def learn(clock: Clock, other: Clock) -> None:
-    """Raise each time in a vector clock to the time in another clock, if that one is later.
+    """Set each time in a vector clock to the corresponding time in another clock if that is later.
 
     Args:
         clock: The clock to update.

@@ -105,10 +105,10 @@ def start_trackers(
     """Start experiment trackers in this process.
 
     Args:
-        wanted: accelerate's names of trackers, or ``accelerate.tracking.GeneralTracker`` objects.
+        wanted: accelerate's names for trackers, or ``accelerate.tracking.GeneralTracker`` objects.
         project: Name of the run or project.
         folder: Folder in which trackers write their files.
-        options: Arguments of each tracker by its name, such as ``{"wandb": {"mode": "offline"}}``.
+        options: Arguments for each tracker by name, such as ``{"wandb": {"mode": "offline"}}``.
     """
     require_accelerate()
     from accelerate import tracking

@@ -33,11 +33,11 @@ class TrainedParts(torch.nn.Module):
             noise = engine(noisy, timesteps, encoder_hidden_states=states).sample
 
     The models, called parts, share one plan, optimizer, EMA and checkpoint. Parameters are named
-    ``<part>.<name>``. To set a part's learning rate, write an optimizer group with a pattern such
-    as ``text_encoder.*``.
+    ``<part>.<name>``. To set a part's learning rate, add an optimizer group with a pattern such as
+    ``text_encoder.*``.
 
     Args:
-        parts: The models, by the names of the pipeline's components.
+        parts: The models, by their component names in the pipeline.
 
     Raises:
         InvalidValueError: There is no part, a name is invalid, or a module is passed twice.

@@ -28,7 +28,7 @@ def require_deepspeed(*, accelerator: str) -> ModuleType:
     """Import DeepSpeed for an accelerator.
 
     Args:
-        accelerator: DeepSpeed's name of the accelerator (``"cuda"``, ``"cpu"``, …).
+        accelerator: DeepSpeed's name for the accelerator (``"cuda"``, ``"cpu"``, …).
     """
     with environment(DS_ACCELERATOR=accelerator):
         deepspeed = require(

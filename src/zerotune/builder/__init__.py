@@ -1,7 +1,7 @@
 """The config builder: a page that builds, explains and saves a plan.
 
-The builder requires the extra ``zerotune[builder]``. The builder serves all files of the page
-itself, without CDNs, web fonts or telemetry.
+The builder requires the extra ``zerotune[builder]``. The builder itself serves every file that the
+page loads, without CDNs, web fonts or telemetry.
 """
 
 from __future__ import annotations

@@ -42,16 +42,16 @@ def create_app(
     ``Mount("/builder", create_app(on_apply=use_plan))``.
 
     Args:
-        plan: Initial plan of the form; by default ZeRO-2 with CPU offload, bf16 and AdamW.
+        plan: Plan that the form shows at first; by default ZeRO-2 with CPU offload, bf16 and AdamW.
         plan_file: File that *Apply* writes and that every newly opened page reads.
         root: The only folder that the page may access; by default the working directory.
         on_apply: Function that is called with the plan, in a worker thread, when the user clicks
-            *Apply*. If the function returns a string, the page shows the string.
+            *Apply*. If it returns a string, the page shows that string.
         token: Secret that every request must send as a bearer token or as a cookie. Opening the
             page with ``?token=`` sets the cookie.
-        hosts: Accepted names in ``Host`` headers, without ports. Add the host name of your own
-            server.
-        templates_folder: Folder of the user's templates; by default a folder in the user's
+        hosts: Host names, without ports, that the builder accepts in ``Host`` headers. Add the name
+            of your server.
+        templates_folder: Folder for the user's templates; by default a folder in the user's
             configuration directory.
         largest_body: Maximum size of a request, in bytes.
 

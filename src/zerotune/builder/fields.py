@@ -74,7 +74,7 @@ class Option:
 
     label: str
     sets: Mapping[str, Any]
-    """Values that the option writes, by path of the setting; ``None`` removes the setting."""
+    """Values that the option writes, keyed by the setting's path; ``None`` removes the setting."""
     hint: str = ""
 
 
@@ -172,7 +172,7 @@ def _setup_field(
 
 @cache
 def page_fields() -> Mapping[str, Any]:
-    """Return the fields of the page by section, with their labels and hints."""
+    """Return the page's fields, grouped by section, with their labels and hints."""
     stages = ((str(number), number, name) for number, (name, _) in STAGES.items())
     return {
         "stages": STAGES,
@@ -247,7 +247,7 @@ def _workload_fields() -> tuple[Field, ...]:
     places = {"no": "none", "in RAM": "host", "on the GPU": "device", "on NVMe": "nvme"}
     return (
         _setup_field("family", "Model", options={**families, "another model (no estimate)": ""}),
-        _setup_field("resolution", "Resolution", "Side of the image in pixels."),
+        _setup_field("resolution", "Resolution", "Image side in pixels."),
         _setup_field("frames", "Frames", "Frames per clip."),
         _setup_field("lora", "LoRA rank", "Leave empty to train the whole model."),
         _setup_field(
@@ -345,7 +345,7 @@ def _parameters(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
 
 @cache
 def schema_data() -> dict[str, Any]:
-    """Return the parameters of the installed DeepSpeed, or the reason why they are unavailable.
+    """Return the installed DeepSpeed's parameters, or the reason why they are unavailable.
 
     Importing DeepSpeed takes seconds, so the page calls this function only when the user opens the
     advanced section.

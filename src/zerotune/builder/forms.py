@@ -30,7 +30,7 @@ DEEPEST: Final = 24
 MOST_VALUES: Final = 20_000
 """Maximum number of values in a request; each use of a YAML alias counts."""
 INTEGER: Final = "$int"
-"""Key of an object that represents an integer beyond JavaScript's exact range."""
+"""Key of a JSON object that represents an integer too large for JavaScript's exact range."""
 
 _INTEGER: Final = re.compile(r"-?[0-9]{1,40}")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
@@ -41,7 +41,7 @@ _SAFE: Final = 2**53 - 1
 
 
 def parse_request(text: str) -> Any:
-    """Parse the JSON of a request."""
+    """Parse a request's JSON body."""
     try:
         value = json_of(text)
     except ValueError as error:
@@ -159,7 +159,7 @@ class FormState:
         setup: Mapping[str, Any] | None = None,
         like: Mapping[str, Any] | None = None,
     ) -> FormState:
-        """Return the form state of a plan; the configuration's keys have the order of ``like``."""
+        """Return the form state of a plan; configuration keys are in the order of ``like``."""
         launch = plan.launch.to_dict() if plan.launch else {}
         around = dict(setup or {})
         if isinstance(launch.get("num_processes"), int) and launch["num_processes"] > 0:
@@ -168,7 +168,7 @@ class FormState:
         return cls(config=config, launch=launch, setup=around)
 
     def data(self) -> dict[str, Any]:
-        """Return the state as data for the page."""
+        """Return the state as a JSON-serialisable dict."""
         return {name: to_wire(getattr(self, name)) for name in ("config", "launch", "setup")}
 
 
@@ -191,7 +191,7 @@ class Reading:
 
 
 def read_plan(state: FormState) -> Reading:
-    """Read the plan of a form; errors are returned, not raised."""
+    """Read the plan from a form; errors are returned, not raised."""
 
     def read(log: Log) -> DeepSpeedPlan:
         wrapper = wrapper_of(state.config)

@@ -58,7 +58,7 @@ from zerotune.platform import Platform, detect_platform
 
 
 def message_data(one: Decision) -> dict[str, str]:
-    """Return a choice, finding or error as data for the page."""
+    """Return a choice, finding or error as a JSON-serialisable dict."""
     change = f"{_format_value(one.before)} → {_format_value(one.after)}"
     return {
         "severity": one.severity,
@@ -223,7 +223,7 @@ class Machines:
         return attrs.evolve(platform, devices=tuple(named))
 
     def sizes(self, setup: Setup) -> dict[str, int | None]:
-        """Return sizes in bytes: memory of one GPU, and RAM and swap space of all ranks."""
+        """Return sizes in bytes: memory per GPU, and RAM and swap space shared by all ranks."""
         if not setup.this_machine:
             return {"device": setup.vram, "host": setup.ram, "nvme": setup.nvme}
         return {
@@ -308,7 +308,7 @@ class Verdict:
         Args:
             messages: All messages about the plan and the setup.
             resolved: The resolved plan; ``None`` if the plan cannot run.
-            fit: Required and available bytes of GPU memory, RAM and NVMe; empty without an
+            fit: Required and available bytes of GPU memory, RAM and NVMe; empty if there is no
                 estimate.
         """
         stopped = resolved is None or any(one.severity == "error" for one in messages)
@@ -581,7 +581,7 @@ class _Form:
 
 
 def preview_data(preview: Preview, *, applied: DeepSpeedPlan | None) -> dict[str, Any]:
-    """Return a preview as data for the page."""
+    """Return a preview as a JSON-serialisable dict."""
     plan, resolved, verdict = preview.plan, preview.resolved, preview.verdict
     return {
         "valid": plan is not None,
@@ -647,14 +647,14 @@ def _memory_bars(estimate: MemoryEstimate, every: Iterable[Fit]) -> dict[str, An
 
 
 def time_texts(time: StepTime) -> dict[str, str]:
-    """Format the predicted duration of a step, and the origin of the rates used for it."""
+    """Format the predicted step time, and the origin of the rates that it is based on."""
     return {"seconds": seconds_words(time.expected), "rates": f"rates {time.origin}"}
 
 
 def capabilities(
     platform: Platform, *, stage: int, offload: str, precision: str
 ) -> list[dict[str, Any]]:
-    """List every optimizer of the catalogue, with the reason if it cannot run."""
+    """List every optimizer in the catalogue, with the reason for each one that cannot run."""
     resolver = OptimizerResolver(platform=platform)
     here = Situation(packages=installed_packages())
     found = []
@@ -706,7 +706,7 @@ _ADVISED_SECTIONS: Final = ("zero_optimization", "aio")
 
 
 def advise(state: FormState, machines: Machines) -> dict[str, Any]:
-    """List the plans that fit a setup, best first, each with the form that it produces."""
+    """Return plans that fit a setup, best first, with their forms, as a JSON-serialisable dict."""
     setup, wrong = read_setup(state.setup)
     if wrong:
         raise wrong[0]

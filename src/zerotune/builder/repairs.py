@@ -1,9 +1,9 @@
-"""Buttons that apply the fixes of messages; a button is offered only if its change works.
+"""Buttons that apply the fixes that messages suggest; a button is offered only if its fix works.
 
-A fix is an English sentence. The words of a fix are parsed into changes that set, rename or remove
-a setting, and each change is tried on a copy of the form. A change is offered only if it removes
-the message and causes no error at a changed setting. If a sentence is misread, a button may
-therefore be missing, but no wrong button appears.
+A fix is an English sentence. It is parsed into changes that set, rename or remove a setting, and
+each change is tried on a copy of the form. A change is offered only if it removes the message and
+causes no error in a setting that it changes. If a sentence is misread, a button may therefore be
+missing, but no wrong button appears.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zerotune.plan.model import AUTO
 from zerotune.plan.read import canonical_path
 
 MAX_BUTTONS: Final = 4
-"""Maximum number of buttons of one finding."""
+"""Maximum number of buttons per finding."""
 _MAX_ATTEMPTS: Final = 8
 _MAX_FINDINGS: Final = 20
 """Maximum number of findings with buttons; the worst come first."""
@@ -35,7 +35,7 @@ _MAX_FINDINGS: Final = 20
 
 @attrs.frozen(kw_only=True)
 class Edit:
-    """One change of the form: set, rename or remove a setting."""
+    """One change to the form: set, rename or remove a setting."""
 
     store: str = "config"
     path: str
@@ -56,7 +56,7 @@ class Edit:
             _put(section, self.path.split("."), self.value)
 
     def data(self) -> dict[str, Any]:
-        """Return the data for the page."""
+        """Return the change as a JSON-serialisable dict."""
         data: dict[str, Any] = {"store": self.store, "path": self.path}
         if self.to:
             return {**data, "to": self.to}
@@ -94,7 +94,7 @@ class Repair:
     edits: tuple[Edit, ...]
 
     def data(self) -> dict[str, Any]:
-        """Return the data for the page."""
+        """Return the repair as a JSON-serialisable dict."""
         return {"label": self.label, "edits": [edit.data() for edit in self.edits]}
 
 
@@ -428,7 +428,7 @@ _READERS: Final[Mapping[str, Callable[[Decision, str, FormState], Iterator[Repai
 
 
 def with_repairs(data: list[dict[str, Any]], found: list[list[Repair]]) -> list[Mapping[str, Any]]:
-    """Return messages as data for the page, with their buttons."""
+    """Add its buttons to each message's JSON-serialisable dict, and return the dicts."""
     return [
         {**message, "repairs": [repair.data() for repair in each]}
         for message, each in zip(data, found, strict=True)

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 LARGEST_BODY: Final = 1 << 20
-"""Maximum size of a request in bytes; the largest public configurations have about 10,000 bytes."""
+"""Maximum size of a request in bytes; the largest public configurations are about 10,000 bytes."""
 BODY_TIMEOUT_S: Final = 20.0
 """Seconds within which the body of a request must arrive."""
 COOKIE: Final = "zerotune_builder"

@@ -80,7 +80,7 @@ def _check_paths(plan_file: Path | None, root: Path | None) -> None:
 
 
 def read_token(*, token: str | None, file: Path | None) -> str | None:
-    """Return the token from ``token``, ``file`` or the environment variable, in this order."""
+    """Return ``token``, else the content of ``file``, else the environment variable's value."""
     if token is not None:
         if not token.strip():
             raise InvalidValueError(
@@ -127,7 +127,7 @@ def host_names(host: str) -> set[str]:
 
 
 def page_address(host: str, port: int, token: str | None) -> str:
-    """Return the page's address, for opening it in a browser."""
+    """Return the address at which a browser can open the page."""
     shown = "127.0.0.1" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - only compared with
     shown = f"[{shown}]" if ":" in shown else shown
     return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")

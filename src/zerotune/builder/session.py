@@ -1,4 +1,4 @@
-"""File access of the page: the root folder, the plan file and opened configurations."""
+"""File access for the page: the root folder, the plan file and opened configurations."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def open_file(written: Any, root: Root) -> OpenedConfig:
 
 
 def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -> OpenedConfig:
-    """Open the text of a configuration.
+    """Open a configuration that is given as text.
 
     A configuration with invalid settings is still opened, so that the user can correct them in the
     form. Text that is not JSON, YAML or a configuration raises an error.
@@ -170,7 +170,7 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
         text: JSON or accelerate's YAML.
         name: Name of the file; messages show it, and its suffix selects the format.
         root: Folder that must contain every file that the text names.
-        folder: Folder that relative paths in the text refer to; by default the root.
+        folder: Folder that relative paths in the text start from; by default the root.
     """
     content, sentences = parse_any(text, source=name)
     check_content(content)
@@ -211,7 +211,7 @@ def _inner_config(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 ApplyCallback = Callable[[DeepSpeedPlan], object]
 ABSENT: Final = "absent"
-"""Version of a file that does not exist."""
+"""Version string that stands for a file that does not exist."""
 
 
 def default_plan() -> DeepSpeedPlan:

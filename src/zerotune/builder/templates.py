@@ -42,7 +42,7 @@ class Template:
     """Version of the content; the page sends it back, so that concurrent changes are detected."""
 
     def data(self) -> dict[str, Any]:
-        """Return the template as data to send, store and export."""
+        """Return the template as a JSON-serialisable dict."""
         return {
             "zerotune_template": FORMAT,
             "name": self.name,
@@ -52,7 +52,7 @@ class Template:
 
 
 def user_folder() -> Path:
-    """Return the folder of the user's templates, in ``XDG_CONFIG_HOME`` or ``~/.config``."""
+    """Return the folder for the user's templates, in ``XDG_CONFIG_HOME`` or ``~/.config``."""
     base = os.environ.get("XDG_CONFIG_HOME")
     home = Path(base) if base and Path(base).is_absolute() else Path.home() / ".config"
     return home / "zerotune" / "templates"
@@ -197,7 +197,7 @@ class TemplateStore:
 
 
 def read_template(text: str, *, name: str) -> Template:
-    """Read a template from its text."""
+    """Parse a template from JSON text."""
     data = parse_request(text)
     if not isinstance(data, dict) or data.get("zerotune_template") != FORMAT:
         raise InvalidValueError(

@@ -116,7 +116,7 @@ class RankContents:
     parts: Mapping[Subject, tuple[Part, ...]]
     counters: Mapping[str, Counters]
     shadows: Mapping[str, Tensors]
-    """Maps each shadow's name to the shadow's fragment tensors, by ``FragmentAddress.key``."""
+    """Maps each shadow's name to its fragment tensors, keyed by ``FragmentAddress.key``."""
     others: Tensors
     """Buffers, generator states and shadow tensors without a fragment, for this rank's file."""
     metadata: Mapping[str, str]
@@ -312,7 +312,7 @@ def draft(
 
 
 def plan_record(engine: Engine) -> PlanRecord:
-    """Return the manifest's record of an engine's plan."""
+    """Return the manifest's record for an engine's plan."""
     plan = engine.plan
     optimizer: Any = plan.optimizer
     scheduler: Any = plan.scheduler
@@ -331,7 +331,7 @@ def plan_record(engine: Engine) -> PlanRecord:
 
 
 def buffer_records(module: torch.nn.Module) -> tuple[TensorRecord, ...]:
-    """Return the manifest's records of the model's buffers."""
+    """Return the manifest's records for the model's buffers."""
     return tuple(tensor_record(name, b) for name, b in persistent_buffers(module).items())
 
 
@@ -375,7 +375,7 @@ def tied_names(module: torch.nn.Module) -> dict[str, str]:
 
 
 def tensor_record(name: str, tensor: torch.Tensor) -> TensorRecord:
-    """Return the manifest's record of a tensor."""
+    """Return the manifest's record for a tensor."""
     # ZeRO-3 keeps the full shape beside a partitioned parameter.
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     return TensorRecord(name=name, shape=shape, dtype=str(tensor.dtype).removeprefix("torch."))

@@ -356,7 +356,7 @@ class StateFolder:
 
     @property
     def model(self) -> Path:
-        """Folder of the weights: a model folder from a diffusers hook, or accelerate's folder."""
+        """Folder with the weights: a model folder from a diffusers hook, or accelerate's folder."""
         folders = [
             path.parent
             for path in sorted(self.folder.glob(f"*/{CONFIG}"))
@@ -402,7 +402,7 @@ class StateFolder:
     def adam(
         self, config: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]]
     ) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Return Adam's states by parameter.
+        """Return Adam's states, keyed by parameter name.
 
         If the states cannot be assigned to parameters, the result is empty and ``left_out``
         contains the reason.

@@ -85,8 +85,8 @@ def checked_path(directory: str | os.PathLike[str]) -> Path:
 class Staging:
     """A folder with a temporary name that will become the checkpoint ``final``.
 
-    The creator locks the folder. Other processes recognise an unlocked temporary folder as the
-    leftover of a killed process.
+    The creator locks the folder. To other processes, an unlocked temporary folder is the leftover
+    of a killed process.
     """
 
     def __init__(self, final: Path) -> None:
@@ -164,7 +164,7 @@ class ExportStaging(Staging):
 
 
 def check_space(folder: Path, nbytes: int) -> None:
-    """Check that the disk of ``folder`` has room for another ``nbytes`` bytes."""
+    """Check that ``nbytes`` more bytes fit on the disk that contains ``folder``."""
     free = shutil.disk_usage(folder).free
     if free < nbytes + _FREE_MARGIN:
         raise CheckpointError(
@@ -548,7 +548,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def check_apart(path: Path, base: Path) -> None:
-    """Check that an export does not replace the folder that it is made from."""
+    """Check that an export does not replace the folder that it reads from."""
     if path.resolve() == base.resolve():
         raise CheckpointError(
             "exists and is not replaced, because the export is made from it",
@@ -602,12 +602,12 @@ class _Saver(OwnerRecord):
 
 
 class RootHold(Closable):
-    """Lock on a checkpoint folder, so that only this process saves and prunes in the folder.
+    """Lock on a checkpoint folder, so that only this process saves and prunes checkpoints in it.
 
     Without the lock, a job that is started twice would delete its own checkpoints. Reading,
     resuming and exporting need no lock. The lock of a killed process is replaced. If file locks are
-    not visible to other machines, the lock of a running job on another machine may be replaced too,
-    and that job's next save then fails, because it calls ``confirm``.
+    not visible to other machines, the lock of a job that is running on another machine may be
+    replaced too. That job's next save then fails, because it calls ``confirm``.
 
     Not collective: create a ``RootHold`` on rank 0. One process may lock the same folder several
     times::
@@ -763,9 +763,7 @@ class _Hold:
         except FileNotFoundError:
             return
         except CheckpointError as error:
-            self._note(
-                f"the record of the folder's owner {error.reason}, and the folder is not locked"
-            )
+            self._note(f"the folder's owner record {error.reason}, and the folder is not locked")
             return
         if former.owner == ProcessIdentity.current():
             return

@@ -466,7 +466,7 @@ def carried_loss_scale(
     running: PlanRecord,
     fresh: Mapping[str, Any],
 ) -> Adapted:
-    """Return the saved state with its loss scale adapted to the running engine, and a decision.
+    """Adapt the saved state's loss scale to the running engine; return the state and any decision.
 
     Args:
         state: The saved state.

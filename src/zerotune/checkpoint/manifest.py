@@ -30,8 +30,8 @@ class FileRecord:
     name: str
     """Name of the file in the checkpoint's folder."""
     kind: str
-    """``"weights"``, ``"optimizer"`` or ``"shadow"`` for full tensors by parameter name; ``"rank"``
-    for the data of one rank."""
+    """``"weights"``, ``"optimizer"`` or ``"shadow"`` for full tensors named after parameters;
+    ``"rank"`` for the data of one rank."""
     of: str
     """Name of the optimizer state or shadow, or the rank; empty for weights."""
     nbytes: int
@@ -139,7 +139,7 @@ class Manifest:
         return sum(file.nbytes for file in self.files)
 
     def files_of(self, kind: str, of: str = "") -> tuple[FileRecord, ...]:
-        """Return the files of the weights, an optimizer state, a shadow or a rank.
+        """Return the files that contain the weights, an optimizer state, a shadow or a rank's data.
 
         Args:
             kind: As in ``FileRecord``.

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 
 SHARD_SIZE: Final = 4 * 2**30
-"""Maximum bytes of a file that all ranks write, so that ranks can verify different files in
-parallel."""
+"""Maximum size in bytes of a file that all ranks write together. Larger data is split into several
+files, which the ranks verify in parallel."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -293,7 +293,8 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: The engine has accumulated micro batches, ``extra`` is not
-            JSON-serialisable, the disk is too small, or the folder exists and is not a checkpoint.
+            JSON-serialisable, the disk has too little free space, or the folder exists and is not a
+            checkpoint.
         CheckpointNotFiniteError: Weights, states or shadows contain NaN or infinity, or a buffer
             contains NaN; no checkpoint is saved.
         CheckpointCorruptError: The data on disk differ from the written data; the message names the

@@ -96,7 +96,7 @@ EXPORT: Final = Subject(kind="export")
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor in host memory has neither NaN nor infinity."""
+    """Return whether a tensor in host memory contains neither NaN nor infinity."""
     # A sum is much cheaper; check the elements only if it is not finite. numpy sums in this thread
     # alone, while torch would take cores from the threads that train.
     with np.errstate(all="ignore"):
@@ -181,7 +181,7 @@ class TensorFile:
         )
 
     def create(self, folder: Path) -> None:
-        """Create the file in ``folder``, with header and final size. Call on one rank."""
+        """Create the file in ``folder``, with its header and final size. Call on one rank."""
         path = folder / self.name
         with naming(path), path.open("xb", buffering=0) as file:
             write_at(file.fileno(), memoryview(self.header), 0)

@@ -58,7 +58,7 @@ def print_json(data: Any) -> None:
 
 
 def tell(text: str) -> None:
-    """Print a message that is not part of the report to standard error."""
+    """Print a message to standard error, separate from the report."""
     _to_stderr("zerotune: ", text)
 
 

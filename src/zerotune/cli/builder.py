@@ -15,7 +15,10 @@ _HIGHEST_PORT: Final = 65535
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "--plan", type=Path, metavar="FILE", help="file that the page opens and that Apply writes"
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="plan file to open in the page; the Apply button saves to this file",
     )
     parser.add_argument(
         "--root",

@@ -32,7 +32,8 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
 
 class _ConvertCheckpoint(Below):
     summary: ClassVar[str] = (
-        "Convert a checkpoint to a diffusers model folder, or another format to a checkpoint."
+        "Convert a checkpoint to a diffusers model folder, or convert another format to a "
+        "checkpoint."
     )
 
     @staticmethod
@@ -50,7 +51,7 @@ class _ConvertCheckpoint(Below):
             "--dtype",
             choices=PRECISIONS,
             default="fp32",
-            help="precision of a model folder (default: %(default)s)",
+            help="precision of the weights in a model folder (default: %(default)s)",
         )
         parser.add_argument(
             "--base",

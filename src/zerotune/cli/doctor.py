@@ -50,7 +50,7 @@ class Checkup:
     own_op: OpStatus | None = None
     """State of zerotune's op; ``None`` if DeepSpeed does not run."""
     ops_problem: str | None = None
-    """Why DeepSpeed's ops are unknown; ``None`` if they are known."""
+    """Why the state of DeepSpeed's ops is unknown; ``None`` if it is known."""
 
     @classmethod
     def of(cls, platform: Platform) -> Checkup:
@@ -235,7 +235,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Examine the machine and print the result.
 
     Returns:
-        0 if DeepSpeed runs and can offload the optimizer, and if a requested proof passes; else 1.
+        0 if DeepSpeed runs and can offload the optimizer, and if all requested checks pass; else 1.
     """
     # DeepSpeed and its builders print; what we print on stdout may be read by a program.
     with redirect_stdout(sys.stderr):

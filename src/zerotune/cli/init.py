@@ -81,7 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--resolution",
         type=at_least_one,
         metavar="N",
-        help="side of the image in pixels; default the model's native size",
+        help="image side in pixels; default the model's native size",
     )
     training.add_argument(
         "--steps",

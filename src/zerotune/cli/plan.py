@@ -94,7 +94,9 @@ def number_of_processes(text: str) -> int:
 def _add_reading(parser: argparse.ArgumentParser) -> None:
     """Add the options for reading a file."""
     parser.add_argument(
-        "--max-size", metavar="SIZE", help="largest file to read; default 16MiB, or 128KiB for YAML"
+        "--max-size",
+        metavar="SIZE",
+        help="maximum size of the file; default 16MiB, or 128KiB for YAML",
     )
     parser.add_argument(
         "--also-known",
@@ -187,7 +189,7 @@ def _add_sample(group: argparse._ArgumentGroup) -> None:
     for name, what in (
         ("batch", "samples per rank and forward pass; default 1"),
         ("resolution", "image side in pixels; default the model's native size"),
-        ("frames", "frames per clip; default the model's own"),
+        ("frames", "frames per clip; default the model's native length"),
     ):
         group.add_argument(f"--{name}", type=at_least_one, metavar="N", help=what)
 
@@ -204,7 +206,7 @@ def add_machine(parser: argparse.ArgumentParser, about: str = FROM_HERE) -> Any:
 
 
 def sizes_of(arguments: argparse.Namespace) -> dict[str, int]:
-    """Return the bytes of each memory option; a number without a unit is in GiB."""
+    """Return each memory option's value in bytes; numbers without a unit are in GiB."""
     # Not an argparse type, because argparse would drop the error's fix.
     from zerotune._util.text import parse_memory
 
@@ -251,7 +253,7 @@ def _estimated_model(arguments: argparse.Namespace) -> ModelFamily:
 
 
 def model_of(arguments: argparse.Namespace) -> ModelFamily:
-    """Return the model to estimate: a known family, or facts counted from the user's class."""
+    """Return the model to estimate: a known family, or one derived from the user's class."""
     name: str = arguments.family
     if ":" not in name:
         from zerotune.plan.families import model_family

@@ -173,7 +173,7 @@ class BlockPool:
 
     @property
     def held(self) -> int:
-        """Bytes of all blocks, in use or idle."""
+        """Total size in bytes of all blocks, in use or idle."""
         return self.in_use + sum(block.nbytes for block in self._idle)
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -307,15 +307,15 @@ class OffloadCounts:
     """Counts of transfers made by an ``ActivationOffload``."""
 
     stored: int = 0
-    """Tensors copied to the host."""
+    """Number of tensors copied to the host."""
     stored_bytes: int = 0
-    """Bytes copied to the host."""
+    """Number of bytes copied to the host."""
     fetched_ahead: int = 0
-    """Tensors whose prefetch had started when the backward pass needed them."""
+    """Number of tensors whose prefetch had started when the backward pass needed them."""
     fetched_late: int = 0
-    """Tensors whose prefetch had not started when the backward pass needed them."""
+    """Number of tensors whose prefetch had not started when the backward pass needed them."""
     kept: int = 0
-    """Tensors that were still on the device when the backward pass needed them."""
+    """Number of tensors that were still on the device when the backward pass needed them."""
 
 
 class ActivationOffload(Closable):

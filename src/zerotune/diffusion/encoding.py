@@ -75,7 +75,7 @@ def encode_dataset(
             detected immediately.
 
     Returns:
-        The dataset to train on: a ``Mixture`` or ``PreferencePairs`` if ``images`` is one,
+        The dataset to train on: a ``Mixture`` or ``PreferencePairs`` if ``images`` has that type,
         otherwise ``CachedImages``.
 
     Raises:

@@ -277,7 +277,7 @@ def model_facts(
 def count_facts(
     config: Mapping[str, Any], *, family: type[PipelineFamily] | None = None
 ) -> ModelFacts:
-    """Measure the facts of a configuration, even if they are built in or cached.
+    """Measure facts about a model from its configuration, even if they are built in or cached.
 
     Args:
         config: Configuration of a diffusers model.
@@ -363,7 +363,7 @@ class _Configuration:
         kind = getattr(diffusers, name, None) if isinstance(name, str) else None
         if kind is None or not hasattr(kind, "from_config"):
             raise InvalidValueError(
-                "is not a model class of diffusers",
+                "is not a diffusers model class",
                 key="_class_name",
                 value=name,
                 fix='write the name of a model class, such as "UNet2DConditionModel"',

@@ -36,7 +36,8 @@ def images_to_grid(
     Args:
         images: Images (n, c, h, w) with 1 or 3 channels; values are clamped to [-1, 1].
         columns: Number of images per row.
-        row_labels: Labels to the left of the rows, from the top; the remaining rows have no label.
+        row_labels: Labels to the left of the rows, from top to bottom; if there are fewer labels
+            than rows, the last rows have none.
         upscale: Integer factor by which the images are enlarged.
         gap: Number of pixels between images.
 

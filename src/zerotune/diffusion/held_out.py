@@ -60,7 +60,7 @@ def validation_loss(
     """Measure the loss on held-out batches at fixed noise levels with fixed noise.
 
     Collective with an ``Engine``: every rank must pass the same arguments. Each rank computes its
-    share of the batches, and all ranks return the same result. Losses of different steps and runs
+    share of the batches, and all ranks return the same result. Losses from different steps and runs
     are comparable, because the noise depends only on the seed and the position of a sample in
     ``batches``. The objective's noise and weighting have no effect. Validation does not change the
     random state of training.
@@ -71,7 +71,7 @@ def validation_loss(
         model: An ``Engine`` or a diffusers model, in evaluation mode during the call.
         batches: Sequence of all held-out batches, identical on every rank. Each rank reads only its
             share.
-        seed: Seed of the noise.
+        seed: Seed for the noise.
         quantiles: Noise levels from 0 (least noise) to 1 (most noise). Each level requires one
             forward pass per batch.
 

@@ -1,7 +1,7 @@
 """LoRA and related adapters: small trainable matrices added to a frozen model.
 
 The adapters come from peft and become part of the model. Engines need no special support, because
-the frozen parameters of the model simply require no gradient.
+the model's frozen parameters simply do not require gradients.
 """
 
 from __future__ import annotations
@@ -94,16 +94,16 @@ class Adapters:
 
     @property
     def kind(self) -> str:
-        """Return the class name of peft's configuration."""
+        """Return the name of peft's configuration class."""
         return f"{type(self).__name__}Config"
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of peft's configuration, except for targets and excluded layers."""
+        """Return the arguments for peft's configuration, except for targets and excluded layers."""
         found = {theirs: getattr(self, name) for name, theirs in self.peft_names.items()}
         return {name: dict(v) if isinstance(v, dict) else v for name, v in found.items()}
 
     def config_in(self, model: torch.nn.Module) -> Any:
-        """Check that ``model`` has the targets, and return the adapters' peft configuration."""
+        """Check that ``model`` contains the target layers, and return peft's configuration."""
         layers, kind = _Layers.of(model), type(self).__name__
         targets = self.targets or layers.projections()
         layers.require(targets, key=f"{kind}.targets")
@@ -192,7 +192,7 @@ class LoRA(_Ranked):
 
     @property
     def kind(self) -> str:
-        """Return the class name of peft's configuration."""
+        """Return the name of peft's configuration class."""
         return "LoraConfig"
 
 
@@ -232,7 +232,7 @@ class OFT(Adapters):
     peft_names: ClassVar[Mapping[str, str]] = {"block_size": "oft_block_size"}
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of peft's configuration, with the rank derived from block_size."""
+        """Return the arguments for peft's configuration, with the rank derived from block_size."""
         return super().settings() | {"r": 0}
 
 
@@ -450,7 +450,7 @@ def adapters_off(model: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
     """Disable a model's adapters inside the ``with`` block.
 
     Yields:
-        The layers with disabled adapters; empty if the model has no adapters.
+        The layers whose adapters are disabled; empty if the model has no adapters.
     """
     kind = _peft().tuners.tuners_utils.BaseTunerLayer
     layers: list[Any] = [each for each in model.modules() if isinstance(each, kind)]

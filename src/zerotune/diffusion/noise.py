@@ -28,7 +28,7 @@ class DrawnNoise:
 
 @runtime_checkable
 class Noise(Protocol):
-    """Protocol for drawing the noise of a batch. Any object with a method ``draw`` is accepted."""
+    """Protocol for drawing the noise for a batch. Any object with a method ``draw`` is accepted."""
 
     def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
         """Draw noise on the device of ``clean``.

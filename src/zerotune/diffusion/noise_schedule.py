@@ -48,7 +48,7 @@ def own_copy(scheduler: Any) -> Any:
 
 
 def adding_scheduler(scheduler: Any) -> Any:
-    """Return the scheduler that adds noise in the training of a denoising model.
+    """Return the scheduler that adds noise when a denoising model is trained.
 
     As in diffusers' training scripts, DDPM with the same configuration replaces Euler, DPM-Solver
     and similar schedulers. The replaced schedulers scale noise differently and cannot compute
@@ -91,7 +91,7 @@ def ddpm_of(scheduler: Any) -> Any | None:
     """Return a DDPM scheduler with the same noise schedule as ``scheduler``.
 
     Returns:
-        ``None`` if DDPM with the same settings has a different noise schedule.
+        The scheduler, or ``None`` if DDPM with the same settings has a different noise schedule.
     """
     from diffusers import DDPMScheduler
 
@@ -109,7 +109,7 @@ def ddpm_of(scheduler: Any) -> Any | None:
 
 
 def replacement_decision(scheduler: Any, adding: Any) -> tuple[Decision, ...]:
-    """Return the decision to replace a scheduler, if ``adding_scheduler`` replaced it."""
+    """Return a decision that reports a replaced scheduler; empty if none was replaced."""
     if adding is scheduler:
         return ()
     return (
@@ -174,7 +174,7 @@ def _ddim_instead_of(kind: type[Any]) -> type[Any]:
 
 @runtime_checkable
 class Shift(Protocol):
-    """Interface for shifts of the noise levels that depend on the shape of the samples."""
+    """Interface for noise-level shifts that depend on the shape of the samples."""
 
     def mu(self, shape: tuple[int, ...], config: Any) -> float:
         """Return the value that a diffusers pipeline passes to ``set_timesteps(mu=...)``.
@@ -268,7 +268,7 @@ def noise_levels(scheduler: Any, shape: tuple[int, ...], shift: Shift | None) ->
 
 
 def at_quantile(quantile: float, count: int) -> int:
-    """Return the index of the entry at a quantile in [0, 1] of ``count`` sorted entries."""
+    """Return the index that a quantile in [0, 1] selects from ``count`` sorted entries."""
     return min(int(quantile * count), count - 1)
 
 

@@ -85,8 +85,8 @@ class LevelObjective(Objective, Protocol):
     ) -> torch.Tensor:
         """Return the mean squared error at each of ``q`` quantiles of the noise levels: (q,), fp32.
 
-        The errors include the batch's loss weights but not the objective's weighting, so errors of
-        different objectives are comparable.
+        The errors include the batch's loss weights but not the objective's weighting, so errors
+        from different objectives are comparable.
 
         Args:
             model: Model that predicts.
@@ -396,7 +396,7 @@ class FlowMatchingObjective(SchedulerObjective):
     logit_std: float = 1.0
     """Standard deviation of the logit for ``density="logit_normal"``."""
     mode_scale: float = 1.29
-    """Scale of the density ``"mode"``."""
+    """Scale parameter of the density ``"mode"``."""
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
     """Loss weight as a function of sigma. With ``density="uniform"``, each value is equivalent to
     the ``weighting_scheme`` of the same name in diffusers."""

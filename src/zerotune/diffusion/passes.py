@@ -30,7 +30,7 @@ KINDS: Final = ("products", "convolutions", "attention", "moved")
 bytes read and written by all other operators. A multiplication and an addition count as two
 operations."""
 CALLS: Final = {"products": "product_calls", "attention": "attention_calls"}
-"""Names of the counters of operator calls, keyed by entries of ``KINDS``."""
+"""Names of the operator-call counters, keyed by entries of ``KINDS``."""
 _META: Final = torch.device("meta")
 
 
@@ -51,12 +51,12 @@ class Pass:
 
     @property
     def peak(self) -> int:
-        """Return the peak of allocated bytes."""
+        """Return the peak number of allocated bytes."""
         return max(self.live, default=0)
 
 
 def activation_peak(module: torch.nn.Module, arguments: Mapping[str, Any]) -> int:
-    """Return the peak of allocated bytes in one forward and backward pass.
+    """Return the peak number of allocated bytes in one forward and backward pass.
 
     Parameters and their gradients are not counted.
 

@@ -49,7 +49,7 @@ class PreferenceObjective:
     SDXL and 2500 for Stable Diffusion 1.5."""
     reference: Any = None
     """Reference model: a frozen copy, which is moved to the trained model's device. By default, the
-    trained model with disabled adapters, which needs no second copy."""
+    trained model itself with its adapters disabled, so no second copy is needed."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.objective, SchedulerObjective):

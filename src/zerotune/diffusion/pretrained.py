@@ -108,7 +108,7 @@ _EXPERTS: Final[tuple[type[PipelineFamily], ...]] = (WanLowNoise, WanImageToVide
 """Families for the second model of pipelines that have two."""
 
 FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in _KNOWN}
-"""Families by the class of their diffusers pipeline."""
+"""Families, keyed by the class name of their diffusers pipeline."""
 
 FAMILY_NAMES: Final[dict[str, type[PipelineFamily]]] = {
     "aura-flow": AuraFlow,
@@ -145,7 +145,7 @@ FAMILY_NAMES: Final[dict[str, type[PipelineFamily]]] = {
     "wan-14b-i2v": WanImageToVideo,
     "z-image": ZImage,
 }
-"""Families by their names in plans."""
+"""Families, keyed by their names in plans."""
 
 _CONFIGURATION: Final = ("**/*.json", "*.json", "*.txt", "**/*.txt", "**/*.model")
 """Files of a hub pipeline except weights."""
@@ -168,9 +168,9 @@ class Pretrained:
     scheduler: Any
     """Training scheduler: DDPM's forward process, flow matching or EDM."""
     folder: Path
-    """Folder of the pipeline; for a single file, the folder of its configuration."""
+    """Folder that contains the pipeline; for a single file, the folder with its configuration."""
     file: Path | None = None
-    """Path of the single file from which the model was loaded; ``None`` for a folder or hub id."""
+    """Path to the single file from which the model was loaded; ``None`` for a folder or hub id."""
     plan: DeepSpeedPlan | ResolvedPlan | None = None
     """Plan passed to ``load_pretrained``; ``Trainer(model=loaded)`` uses it."""
     decisions: tuple[Decision, ...] = ()
@@ -178,7 +178,7 @@ class Pretrained:
 
     @property
     def component(self) -> str | None:
-        """Name of the model in its pipeline; ``None`` for a ControlNet or without a pipeline."""
+        """Name of the model in its pipeline; ``None`` if it is a ControlNet or has no pipeline."""
         if isinstance(self.family, ControlNetFamily) or not isinstance(self.family, TextToImage):
             return None
         return self.family.component
@@ -260,10 +260,9 @@ def load_pretrained(
     ``Pretrained.read_weights``.
 
     Args:
-        source: A folder with ``model_index.json``, the folder of an unconditional U-Net
-            (``config.json``), the hub id of a pipeline, or a safetensors file. The file may hold
-            the whole pipeline or only its U-Net or transformer, in ComfyUI's or the original
-            layout.
+        source: A folder with ``model_index.json``, the folder of an unconditional U-Net (with
+            ``config.json``), a pipeline's hub id, or a safetensors file. The file may hold the
+            whole pipeline or only its U-Net or transformer, in ComfyUI's or the original layout.
         config: Folder or hub id of a pipeline whose models have the same sizes as those in the
             single file. A single file contains no configuration. Models that the single file lacks,
             such as text encoders, are also read from ``config``. By default, diffusers infers the

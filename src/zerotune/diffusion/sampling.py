@@ -150,8 +150,8 @@ def sample(
     """Sample images with a diffusers scheduler, at any ZeRO stage.
 
     Collective under an ``Engine`` with several ranks: every rank must pass the same arguments. Each
-    rank samples a share of the images and receives all of them. The noise of an image does not
-    depend on the number of ranks or the batch size. To sample with EMA weights::
+    rank samples a share of the images, and every rank returns all images. The noise of an image
+    does not depend on the number of ranks or the batch size. To sample with EMA weights::
 
         with ema.swapped_in():
             images = sample(engine, scheduler=DDIMScheduler(), labels=labels)
@@ -169,7 +169,7 @@ def sample(
             configuration.
         size: Height and width in pixels, only with prompts; by default the model's native size.
         frames: Number of frames per clip, only with a video family; by default the pipeline's
-            number.
+            default.
         references: Images (n, 3, height, width) in [-1, 1] to edit, only with an editing family.
             Families with several references per image also accept (n, r, 3, height, width).
         steps: Number of denoising steps.

@@ -49,11 +49,11 @@ class EMAModel:
         ...
         ema_unet.step(unet.parameters())
 
-    Names and semantics are as in diffusers; the EMA page of the documentation lists all
-    differences. The shadow is always fp32, starts on the CPU, and averages only trainable
-    parameters; frozen parameters are copied from the model. Unlike in diffusers, a wrong number or
-    shape of parameters always raises an error. Under ZeRO, all methods except ``step`` and
-    ``store`` are collective; if a rank omits a call, an error names that rank.
+    Names and semantics match those of diffusers, except for the differences listed on the EMA page
+    of the documentation. The shadow is always fp32, starts on the CPU, and averages only trainable
+    parameters; frozen parameters are copied from the model. Unlike in diffusers, a mismatch in the
+    number or shapes of the parameters always raises an error. Under ZeRO, all methods except
+    ``step`` and ``store`` are collective; if a rank omits a call, an error names that rank.
 
     Args:
         parameters: Parameters, a module, a zerotune engine or a ``deepspeed.DeepSpeedEngine``.
@@ -121,7 +121,7 @@ class EMAModel:
         if not tracked.are(self._tracked.parameters):
             if not self._tracked.are_masters or not tracked.alike(self._tracked.parameters):
                 raise EMAError(
-                    "the averaged parameters do not match the engine's parameters",
+                    "the EMAModel's parameters do not match the engine's parameters",
                     key="EMAModel.follow",
                     fix="create the EMAModel from the model that is prepared, or from a copy of it",
                 )
@@ -302,7 +302,7 @@ class EMAModel:
                 "unchanged",
                 key="dtype",
                 value=str(dtype),
-                fix="omit dtype; copy_to() rounds the averages to the model's dtype",
+                fix="omit dtype; copy_to() rounds the EMA weights to the model's dtype",
             )
         if device is not None and torch.device(device) != self._shadow.device:
             host = torch.device(device).type == "cpu"
@@ -394,7 +394,7 @@ class EMAModel:
         """Load a folder written by ``save_pretrained`` of this class or of diffusers.
 
         Args:
-            path: Path of the folder.
+            path: Path to the folder.
             model_cls: A diffusers model class.
             foreach: Ignored; accepted for compatibility with diffusers.
         """
@@ -586,18 +586,18 @@ class TrackedParameters:
 
 
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a folder through a temporary folder, so that no file is ever incomplete.
+    """Write a folder via a temporary folder, so that it never contains an incomplete file.
 
     If the folder exists, each new file atomically replaces the file of the same name. Other files
     are kept.
 
     Args:
-        path: Path of the folder.
+        path: Path to the folder.
         write: Function that writes files, but no folders, into the temporary folder passed to it.
     """
     with ExitStack() as opened:
         opened.enter_context(
-            system_errors(EMAError, path, "the averages cannot be written to this folder")
+            system_errors(EMAError, path, "the EMA weights cannot be written to this folder")
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent)

@@ -268,7 +268,7 @@ class EMAShadow(Readable):
         return math.sqrt(apart / norm) if norm else math.sqrt(apart)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return ``steps``, and views of this rank's fragments, keyed by ``name[start:stop]``.
+        """Return ``steps`` and this rank's fragments, as views keyed by ``name[start:stop]``.
 
         Raises:
             EMAError: The shadow is not attached, or is swapped in and thus contains the trained
@@ -287,8 +287,8 @@ class EMAShadow(Readable):
 
         Raises:
             EMAError: The shadow is not attached, is swapped in, or has different fragments; the
-                shadow is unchanged. If only a fragment's size differs, the fragments before it are
-                already loaded when the error is raised.
+                shadow is unchanged. However, if only the size of a fragment differs, the fragments
+                before it have already been loaded.
         """
         self._ready("load_state_dict()")
         self._check_parts({*self._tensors, "steps"}, set(state), key="state")
@@ -342,7 +342,7 @@ class EMAShadow(Readable):
         """Switch the shadow to other weights with the same names and shapes.
 
         Args:
-            source: As in ``attach``, for example a reloaded model.
+            source: Source of the other weights, as in ``attach``; for example a reloaded model.
 
         Raises:
             EMAError: The shadow is not attached, is swapped in, or has different fragments; the
@@ -453,7 +453,7 @@ class EMAShadow(Readable):
             raise EMAError(
                 "cannot be called while the shadow is swapped in and contains the trained weights",
                 key=what,
-                fix="leave the block `with ema.swapped_in()` first",
+                fix="leave the `with ema.swapped_in()` block first",
             )
         return master
 
@@ -561,11 +561,11 @@ class ShadowUpdate:
     """
 
     tensors: Mapping[str, torch.Tensor]
-    """Tensors of the shadow by fragment key."""
+    """Tensors of the shadow, keyed by fragment."""
     decay: float
     watched: bool
     done: Callable[[bool], None]
-    """Called by ``finish``; the argument tells whether the update was verified."""
+    """Function that ``finish`` calls; its argument says whether the update was verified."""
     _before: float = attrs.field(default=0.0, init=False)
     _after: float = attrs.field(default=0.0, init=False)
     _norm: float = attrs.field(default=0.0, init=False)
@@ -632,7 +632,7 @@ def update_together(*shadows: EMAShadow) -> None:
 
 
 def expect_together(*shadows: EMAShadow) -> None:
-    """Announce to the engine one joint update of several shadows.
+    """Announce one joint update of several shadows to the engine.
 
     Args:
         shadows: Shadows attached to the same engine or model.
@@ -837,7 +837,7 @@ def room_for(master: MasterWeights, store: ShadowStore) -> dict[str, torch.Tenso
     """Allocate an uninitialised 1-D fp32 tensor in ``store`` for every fragment of this rank.
 
     Returns:
-        The tensors, by the keys of the fragments.
+        The tensors, keyed by fragment.
     """
     # One allocation, not one per fragment: thousands of small blocks would each be rounded up.
     buffer = store.allocate(master.numel, device=master.device)

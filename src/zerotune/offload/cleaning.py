@@ -87,7 +87,7 @@ class CleanupReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-serialisable data; sizes are integers in bytes."""
+        """Return a JSON-serialisable dict; sizes are integers in bytes."""
         return {
             "root": str(self.root),
             "dry_run": self.dry_run,
@@ -119,10 +119,10 @@ def cleanup_stale_swap(
 ) -> CleanupReport:
     """Delete swap folders of provably dead runs from a swap root.
 
-    A folder is deleted only if zerotune created it, no process locks it, and no recorded owner is
-    alive. Folders in DeepSpeed's layout (``zero_stage_3/…/rankN``) have no recorded owner, so they
-    are only reported, unless ``adopt`` is set. Symbolic links are not followed, and mounts are not
-    entered. Several processes may clean the same root at once, while runs start and end. An
+    A folder is deleted only if zerotune created it, no process holds a lock on it, and no recorded
+    owner is alive. Folders in DeepSpeed's layout (``zero_stage_3/…/rankN``) have no recorded owner,
+    so they are only reported, unless ``adopt`` is set. Symbolic links are not followed, and mounts
+    are not entered. Several processes may clean the same root at once, while runs start and end. An
     interrupted clean-up can be repeated.
 
     Args:
@@ -208,7 +208,7 @@ class _Sweep:
             said = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
             other = _other_owner(root, name) if isinstance(error, PermissionError) else None
             if other is not None:
-                said = f"belongs to user {other}; runs of that user delete it ({said})"
+                said = f"belongs to user {other}; only runs of that user can delete it ({said})"
             # Not a folder that zerotune made, but a link or a file.
             foreign = isinstance(error, NotADirectoryError)
             foreign = foreign or getattr(error, "errno", None) == errno.ELOOP
@@ -308,7 +308,7 @@ _FILE_NAME: Final = re.compile(r".+\.swp")
 
 @attrs.frozen(kw_only=True)
 class BareSwap:
-    """Size, files and last write of a folder in DeepSpeed's layout."""
+    """Size, files and last modification time of a folder in DeepSpeed's layout."""
 
     nbytes: int
     """Bytes allocated on disk."""

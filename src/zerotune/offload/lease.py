@@ -194,12 +194,12 @@ _directories_held: weakref.WeakSet[SwapDirectory] = weakref.WeakSet()
 
 
 Removal = Literal["removed", "held", "gone"]
-"""Result of leaving a folder. ``"held"``: another rank still locks the folder and will delete it;
-``"gone"``: another process has already deleted the folder."""
+"""Result of leaving a folder. ``"held"``: another rank still has a lock on the folder and will
+delete it; ``"gone"``: another process has already deleted the folder."""
 
 
 class SwapDirectory:
-    """A run's folder inside a swap root; this process locks the folder until ``leave``.
+    """A run's folder inside a swap root; this process keeps it locked until ``leave``.
 
     Attributes:
         path: Path of the folder, ``<root>/zerotune-<run id>``.
@@ -245,7 +245,7 @@ class SwapDirectory:
 
     @property
     def held(self) -> bool:
-        """Whether this process still locks the folder."""
+        """Whether this process still holds its lock on the folder."""
         return self._lock is not None
 
     def leave(self) -> None:
@@ -256,7 +256,7 @@ class SwapDirectory:
         _directories_held.discard(self)
 
     def leave_and_remove(self) -> Removal:
-        """Release this rank's lock, and delete the folder if no other rank locks it."""
+        """Release this rank's lock, and delete the folder if no other rank has locked it."""
         if self._lock is None:
             return "held"
         try:
@@ -310,7 +310,7 @@ def _lease_error(path: Path, what: str, error: OSError) -> OffloadError:
 
 @contextmanager
 def making_in(root: Path) -> Iterator[None]:
-    """Context manager with a shared lock on a swap root, while the caller creates files there.
+    """Hold a shared lock on a swap root inside the ``with`` block, to create files there.
 
     The kernel releases the lock when the process dies. A process that obtains an exclusive lock on
     the root therefore knows that every unfinished file or folder is a leftover.
@@ -319,7 +319,7 @@ def making_in(root: Path) -> Iterator[None]:
     try:
         if not try_lock(folder, exclusive=False, patience=_JOIN_PATIENCE):
             raise OffloadError(
-                "is locked by a process that is cleaning the root",
+                "is locked by a process that is cleaning up the root",
                 key="offload.root",
                 value=str(root),
                 fix="start the run again",
@@ -400,15 +400,15 @@ class FoundLease:
     run_id: str
     """Id of the run that created the folder."""
     state: LeaseState
-    """``"live"``: a process locks the folder. ``"stale"``: the owner is provably dead. ``"empty"``:
-    the removal of the folder is in progress, or was interrupted at the last step. ``"unknown"``:
-    the owner may be alive, so the folder is kept."""
+    """``"live"``: a process holds a lock on the folder. ``"stale"``: the owner is provably dead.
+    ``"empty"``: the removal of the folder is in progress, or was interrupted at the last step.
+    ``"unknown"``: the owner may be alive, so the folder is kept."""
     reason: str
     """Why the folder is in this state."""
     size: int
     """Bytes on disk; 0 if the folder cannot be examined."""
     records: tuple[LeaseRecord, ...] = ()
-    """Records of the run's ranks, in the order of ranks."""
+    """Records of the run's ranks, in rank order."""
 
     @property
     def reserved(self) -> int:
@@ -559,7 +559,7 @@ def release(
     Args:
         directories: Folders of the run.
         barrier: Function that waits for all ranks; the creator of each folder then deletes it.
-            Without a barrier, the last rank that leaves a folder deletes it.
+            Without a barrier, the last rank to leave a folder deletes it.
 
     Returns:
         Decisions and errors about folders that could not be deleted.
@@ -608,12 +608,12 @@ def abandon(directories: tuple[SwapDirectory, ...]) -> tuple[Decision, ...]:
 
 
 def holds_folders() -> bool:
-    """Return whether this process locks a swap folder."""
+    """Return whether this process holds a lock on a swap folder."""
     return bool(_directories_held)
 
 
 def abandon_held() -> None:
-    """Release and delete the swap folders that this process still locks, before it ends."""
+    """Before this process ends, release and delete the swap folders that it still has locked."""
     abandon(tuple(_directories_held))
 
 
@@ -667,7 +667,7 @@ def open_folder(path: str | Path, *, within: int | None = None) -> int:
     """Open a folder without following a symbolic link, and return its descriptor.
 
     Args:
-        path: Path of the folder.
+        path: Path to the folder.
         within: Descriptor of the folder that ``path`` is relative to.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -59,7 +59,7 @@ class Lease(Readable):
     plan: ResolvedPlan
     """The plan, with NVMe paths inside the swap folders."""
     paths: Mapping[Target, Path] = attrs.field(factory=lambda: MappingProxyType({}))
-    """Swap folders of parameters (key ``"param"``) and optimizer states (key ``"optimizer"``)."""
+    """Swap folders for parameters (key ``"param"``) and optimizer states (key ``"optimizer"``)."""
     roots: tuple[SwapRoot, ...] = ()
     """Verified swap roots that contain the run's folders."""
     run_id: str | None = None
@@ -83,9 +83,9 @@ class Lease(Readable):
 
     @property
     def path(self) -> Path | None:
-        """Swap folder of the parameters; ``None`` without NVMe offload.
+        """Swap folder for parameters; ``None`` without NVMe offload.
 
-        If only optimizer states are swapped, this is the swap folder of the optimizer states.
+        If only optimizer states are swapped, this is the swap folder for optimizer states.
         """
         return self.paths.get("param", self.paths.get("optimizer"))
 
@@ -264,7 +264,7 @@ class OffloadManager:
         host memory is checked. After the folder is created, leftovers of dead runs are deleted from
         the root, and the plan's swap size is compared with the free space. After all ranks have
         left the block, the rank that created the folder deletes it. After an exception, or without
-        ``barrier``, the last rank that leaves the block deletes the folder. If a run is killed, the
+        ``barrier``, the last rank to leave the block deletes the folder. If a run is killed, the
         next ``lease`` in the same root deletes the killed run's folder.
 
         Args:

@@ -70,7 +70,7 @@ class Roots:
 
 @attrs.frozen(kw_only=True)
 class RootChoice:
-    """A chosen swap root and its source."""
+    """A chosen swap root, and how it was chosen."""
 
     path: str
     """The path as the user wrote it."""

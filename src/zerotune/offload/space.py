@@ -173,7 +173,7 @@ def check_space(
     Space that other active runs have reserved on the same roots counts as used.
 
     Args:
-        roots: Root of each kind of data.
+        roots: Swap root for each kind of data.
         needs: Number and size of one rank's swap files; ``None`` if unknown.
         ranks: Number of ranks on this machine.
         run_id: Id of the run.

@@ -1,4 +1,4 @@
-"""Decide which optimizers can run, and choose the optimizer and the schedule of a run.
+"""Decide which optimizers can run, and choose the optimizer and schedule for a run.
 
 This package imports neither torch nor deepspeed.
 """

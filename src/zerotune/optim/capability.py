@@ -1,4 +1,4 @@
-"""Decide whether an optimizer can run in a situation, and which class implements it.
+"""Decide whether an optimizer can run in a given situation, and which class implements it.
 
 ``Situation`` contains everything that the decision depends on. ``implementation_of`` returns the
 class, the library that provides it and the decay mode. ``capability_of`` applies the rules; if they
@@ -72,7 +72,7 @@ class Situation:
     bf16_states: bool = False
     """Whether ``bf16.bf16_optimizer_states`` stores the states in bf16."""
     packages: frozenset[str] | None = None
-    """Installed optional packages; if ``None``, all count as installed."""
+    """Installed optional packages; ``None`` means that all are assumed to be installed."""
     world_size: int = 1
     """Number of processes."""
     zenflow: bool = False
@@ -275,18 +275,18 @@ CONFIGURATION_ONLY: Final = frozenset({"adam_w_mode", "torch_adam"})
 """Keys of DeepSpeed's configuration that no torch constructor accepts."""
 
 GROUP_RATES: Final = frozenset({"muon_lr", "adam_lr"})
-"""Keys for the learning rates of the groups that Muon or its auxiliary Adam updates."""
+"""Keys that set separate learning rates for Muon and for its auxiliary Adam."""
 
 
 def implementation_of(
     entry: OptimizerEntry, params: Mapping[str, Any], situation: Situation
 ) -> OptimizerChoice:
-    """Return the class that implements ``entry`` with ``params`` in ``situation``.
+    """Return the class that implements the optimizer in ``situation``, as an ``OptimizerChoice``.
 
     Args:
         entry: Catalogue entry of an optimizer that can run in ``situation``.
         params: Arguments of the optimizer; only ``adam_w_mode``, ``torch_adam`` and
-            ``decoupled_weight_decay`` matter.
+            ``decoupled_weight_decay`` affect the choice.
         situation: Situation in which the optimizer runs.
     """
     decay = decay_mode(entry, params)
@@ -334,7 +334,7 @@ _CPU_KERNELS: Final[Mapping[str, frozenset[str]]] = {
 
 
 def decay_mode(entry: OptimizerEntry, params: Mapping[str, Any]) -> WeightDecay | None:
-    """Return the decay mode of an Adam-like optimizer, or ``None`` for other optimizers."""
+    """Return how an Adam-like optimizer applies weight decay; ``None`` for other optimizers."""
     # Classes of packages do not expose their decay mode, so it could not be verified.
     if not entry.adam_like or entry.family == "package":
         return None
@@ -374,7 +374,7 @@ Status = Literal["works", "works with", "cannot"]
 
 @attrs.frozen(kw_only=True)
 class Cell:
-    """Measured result of one optimizer at one stage, offload and precision."""
+    """Measured result for one optimizer with one combination of stage, offload and precision."""
 
     name: str
     """Canonical name."""
@@ -500,7 +500,7 @@ class Capability:
 def capability_of(
     entry: OptimizerEntry, situation: Situation, table: CapabilityTable | None = None
 ) -> Capability:
-    """Return whether and how the optimizer of ``entry`` can run in ``situation``."""
+    """Return whether and how the optimizer that ``entry`` describes can run in ``situation``."""
     answer = next(situation._obstacles(entry), None) or situation._handed_over(entry)
     if answer.runs:
         name = implementation_of(entry, {}, situation).implementation
@@ -545,7 +545,7 @@ _SWITCH: Final = {"true": True, "false": False}
 
 @cache
 def kind_of(parameter: Parameter) -> Kind:
-    """Return the ``Kind`` that checks values of an argument; it does not accept ``"auto"``."""
+    """Return the ``Kind`` that checks an argument's values; it does not accept ``"auto"``."""
     if parameter.type == "any":
         return Anything()
     if parameter.type == "bool":

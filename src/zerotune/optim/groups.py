@@ -1,7 +1,7 @@
-"""Assign arguments to parameters by ordered patterns over names and shapes; the first match wins.
+"""Assign optimizer arguments to parameters by name and shape; the first matching pattern wins.
 
 Users write ``ParameterGroups`` and ``MuonPatterns``. ``group_parameters`` and ``muon_groups`` apply
-them to a model's facts; later, the engine applies the resulting groups to the parameters.
+them to a ``ModelFacts``; later, the engine applies the resulting groups to the parameters.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def closest_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return modules and parameters with names similar to ``pattern``, best first."""
+    """Return the names of modules and parameters that resemble ``pattern``, closest first."""
     candidates: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
@@ -78,12 +78,12 @@ def closest_names(pattern: str, names: Iterable[str]) -> list[str]:
 _RULES_KEY: Final = "groups"
 
 REST: Final = "rest"
-"""Name of the group of all parameters that no rule matches."""
+"""Name of the group for parameters that no rule matches."""
 
 
 @attrs.frozen(kw_only=True)
 class ParameterGroup:
-    """Patterns of parameter names, and the optimizer arguments of the matching parameters."""
+    """Patterns for parameter names, and the optimizer arguments for matching parameters."""
 
     name: str = attrs.field()
     """Name of the group in reports."""
@@ -171,7 +171,7 @@ class ParameterGroup:
             parameter = entry.parameter(key)
             if parameter is None or key not in _PER_GROUP:
                 raise InvalidValueError(
-                    "the optimizer has one value of this argument for all groups",
+                    "the optimizer uses one value of this argument for all groups",
                     key=f"{section}.{key}",
                     value=value,
                     fix="write it under optimizer.params",
@@ -196,7 +196,7 @@ class ParameterGroups:
     """
 
     rules: tuple[ParameterGroup, ...] = attrs.field(converter=tuple[ParameterGroup, ...])
-    """Rules in the order of matching."""
+    """Rules, in the order in which they are tried."""
 
     @rules.validator
     def _check_rules(self, _attribute: Any, value: tuple[ParameterGroup, ...]) -> None:

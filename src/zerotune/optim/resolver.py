@@ -239,7 +239,8 @@ class OptimizerResolver:
         """Return the plan ``resolved`` as ``settled`` does, even if its model is unknown.
 
         Parameter groups, and Muon's choice of parameters, depend on the model. Without a model they
-        stay open, and a decision says so. Such a plan can be shown, but Muon cannot train with it.
+        remain undecided, and a decision records this. Such a plan can be shown, but Muon cannot
+        train with it.
 
         Raises:
             OptimizerError: As in ``resolve``.
@@ -496,7 +497,7 @@ class Request:
     params: Mapping[str, Any]
     """Arguments as written; may contain ``"auto"``."""
     configured: bool = True
-    """``False`` if nothing is configured and the name is zerotune's default."""
+    """``False`` if no optimizer is configured, so that the name is zerotune's default."""
 
     @property
     def entry(self) -> OptimizerEntry:
@@ -512,7 +513,8 @@ class Settled:
     entry: OptimizerEntry
     decisions: tuple[Decision, ...]
     rates: Mapping[str, float] = attrs.field(factory=dict)
-    """Explicit learning rates of the groups that Muon or its auxiliary Adam updates."""
+    """Explicit learning rates for Muon and its auxiliary Adam, by key (``"muon_lr"``,
+    ``"adam_lr"``)."""
 
 
 @attrs.define(kw_only=True)
@@ -835,7 +837,8 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
 
 
 DEFAULT_WARMUP: Final = 500
-"""Default number of warm-up steps if the run's length is unknown; otherwise the maximum default."""
+"""Default number of warm-up steps if the run's length is unknown; otherwise the default is at most
+this number."""
 WARMUP_SHARE: Final = 20
 """The default warm-up is at most the run's length divided by this number."""
 
@@ -1089,25 +1092,25 @@ def per_group_schedule(
 
 @attrs.frozen(kw_only=True)
 class Suggestion:
-    """A value for an unset argument, and its source."""
+    """A value for an unset argument, and where it comes from."""
 
     value: Any
     source: str
-    """Name of the source; completes "taken from …"."""
+    """Where the value comes from; completes the phrase "taken from …"."""
     yields: bool = False
     """Whether an explicit argument overrides the value without a warning."""
 
 
 @attrs.frozen(kw_only=True)
 class Sources:
-    """Possible sources of argument values for one optimizer or schedule."""
+    """Values from which the arguments of one optimizer or schedule are filled in."""
 
     owner: str
-    """Canonical name of the optimizer or schedule, for reasons."""
+    """Canonical name of the optimizer or schedule, for the recorded reasons."""
     section: str
     """``"optimizer.params"`` or ``"scheduler.params"``."""
     written: Mapping[str, Any]
-    """Values of the configuration; may contain ``"auto"``."""
+    """Values from the configuration; may contain ``"auto"``."""
     overrides: Mapping[str, Any]
     """Values passed to the resolver, which take precedence."""
     suggestions: Mapping[str, Suggestion]

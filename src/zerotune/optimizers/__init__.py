@@ -1,1 +1,1 @@
-"""Optimizers and schedules as data, without torch: names, arguments, states, curves."""
+"""Describe optimizers and schedules without torch: names, arguments, states and curves."""

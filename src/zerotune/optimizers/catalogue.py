@@ -4,9 +4,9 @@ The plan, its rules and its estimates use ``canonical`` instead of comparing spe
 contains only facts. ``zerotune.optim.capability`` decides whether an optimizer can run *here* and
 which class implements it; ``zerotune.optim.resolver`` checks values.
 
-Sources: DeepSpeed 0.19.8 (``runtime/engine.py``, ``ops/``), ``torch.optim`` of torch 2.13, and the
-packages' constructors. The facts are copied here so that reading a plan imports none of these
-packages; a test compares the entries with the real constructors.
+The facts come from DeepSpeed 0.19.8 (``runtime/engine.py``, ``ops/``), ``torch.optim`` of torch
+2.13, and the packages' constructors. They are copied here so that reading a plan imports none of
+these packages; a test compares the entries with the real constructors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ParameterType = Literal["float", "int", "bool", "floats", "str", "any"]
 
 @attrs.frozen(kw_only=True)
 class Parameter:
-    """One argument, described as data for forms and tables."""
+    """One argument of an optimizer or schedule, described for forms and tables."""
 
     name: str
     """Key under ``params`` in DeepSpeed's or torch's spelling."""
@@ -45,7 +45,7 @@ class Parameter:
     high_open: bool = False
     """Whether ``high`` itself is excluded."""
     length: int | None = None
-    """Number of elements of ``"floats"``."""
+    """Number of elements if ``type`` is ``"floats"``."""
     choices: tuple[str, ...] = ()
     """Allowed values of a ``"str"``."""
     nullable: bool = False
@@ -137,14 +137,14 @@ class OptimizerEntry(Entry):
     ``torch.optim`` that DeepSpeed looks up by name, ``"package"`` for optional packages,
     ``"zerotune"`` for zerotune's own."""
     states: tuple[str, ...] = ()
-    """Tensors per parameter, each of the parameter's size; fp32 unless ``summary`` says otherwise.
-    """
+    """Names of the state tensors for each parameter, each of the parameter's size; in fp32 unless
+    ``summary`` says otherwise."""
     conditional_states: Mapping[str, str] = attrs.field(factory=dict)
     """Additional states, by the argument that enables them if it is true or nonzero."""
     fp32_per_weight: float | None = None
     """Size of all states per weight, counted in fp32 numbers; ``None`` means one for each state."""
     refusal: str | None = None
-    """Why the optimizer can never run; ``None`` for all others."""
+    """Why the optimizer can never run; ``None`` if it can."""
     instead: str | None = None
     """The closest alternative to an optimizer that cannot run anywhere."""
     adam_like: bool = False
@@ -160,7 +160,8 @@ class OptimizerEntry(Entry):
     own_schedule: bool = False
     """Whether it adapts its own learning rate; if so, no schedule is used by default."""
     renamed: Mapping[str, str] = attrs.field(factory=dict)
-    """Maps this optimizer's argument names to AdamW's where they differ, for a fallback."""
+    """Maps this optimizer's argument names to AdamW's where they differ, for a fallback to
+    AdamW."""
     lr_scale: str | None = None
     """How its usual learning rate differs from AdamW's; ``None`` if it does not."""
     streams: bool = False
@@ -193,8 +194,8 @@ class OptimizerEntry(Entry):
 
         Args:
             params: The optimizer's arguments.
-            split_masters: Whether master weights are stored as the bf16 weights and their low 16
-                bits.
+            split_masters: Whether each fp32 master weight is stored as its bf16 weight and the low
+                16 bits.
             gradients: Whether host memory stores the bf16 gradients of all weights at the same
                 time.
         """
@@ -213,7 +214,7 @@ FUSED_ADAM: Final = frozenset({"FusedAdam"})
 CPU_ADAM: Final = frozenset({"DeepSpeedCPUAdam", "ZenFlowCPUAdam"})
 DEEPSPEED_ADAM: Final = FUSED_ADAM | CPU_ADAM
 ADAM: Final = frozenset({"AdamW", "Adam"})
-"""Optimizers whose decay depends on a switch of DeepSpeed; torch has classes of the same names."""
+"""Optimizers whose decay mode is set by a DeepSpeed switch; torch has classes of the same names."""
 
 
 def lr(default: float) -> Parameter:
@@ -240,7 +241,7 @@ def weight_decay(default: float = 0.0, **kwargs: Any) -> Parameter:
 
 
 def torch_switches(*names: str, **kwargs: Any) -> tuple[Parameter, ...]:
-    """Create arguments for switches of ``torch.optim``, with torch's defaults."""
+    """Create arguments for ``torch.optim``'s switches, with torch's defaults."""
     return tuple(
         flag(name, optional=True, nullable=name in {"foreach", "fused"}, **kwargs) for name in names
     )
@@ -717,8 +718,7 @@ OPTIMIZER_TYPE: Final = "optimizer.type"
 DEFAULT_OPTIMIZER: Final = "AdamW"
 
 DECAY_SPELLINGS: Final = ("adam_w_mode", "adamw_mode", "decoupled_weight_decay")
-"""Adam's decay switch in the spelling of DeepSpeed's configuration, DeepSpeed's classes and torch.
-"""
+"""Names of Adam's decay switch in DeepSpeed's configuration, DeepSpeed's classes and torch."""
 
 OPTIMIZERS: Final[Mapping[str, OptimizerEntry]] = MappingProxyType(
     {
@@ -726,7 +726,7 @@ OPTIMIZERS: Final[Mapping[str, OptimizerEntry]] = MappingProxyType(
         for entry in (*DEEPSPEED_ENTRIES, *TORCH_ENTRIES, *PACKAGE_ENTRIES, *OWN_ENTRIES)
     }
 )
-"""All entries by canonical name."""
+"""Entries of all optimizers, by canonical name."""
 
 ONE_BIT: Final = frozenset({entry.name for entry in DEEPSPEED_ENTRIES if entry.refusal is not None})
 """DeepSpeed's optimizers that compress communication to one bit."""

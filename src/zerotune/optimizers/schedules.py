@@ -290,7 +290,7 @@ def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
             warm-ups with ``warmup_max_lr=None`` scale this rate; all other schedules ignore it.
 
     Returns:
-        The learning rate, bitwise equal to that of DeepSpeed or diffusers.
+        The learning rate, bitwise equal to the value that DeepSpeed or diffusers computes.
     """
     _check_step(step)
     if choice is None:
@@ -594,14 +594,14 @@ def schedule_curve(
 
 
 def plot_curve(curve: ScheduleCurve, path: str | os.PathLike[str]) -> Path:
-    """Plot the curve to a PNG file, which is written atomically.
+    """Save a plot of the curve as a PNG file, which is written atomically.
 
     Args:
         curve: Curve to plot.
         path: Path of the PNG file; its folder must exist.
 
     Returns:
-        The path of the file.
+        Path of the PNG file.
     """
     target = Path(path)
     figure = curve._figure()

@@ -1,4 +1,4 @@
-"""Read the settings of ``accelerate config`` as a plan.
+"""Read settings from ``accelerate config`` as a plan.
 
 Each key has the same effect as in ``accelerate launch`` and ``DeepSpeedPlugin`` of accelerate 1.15
 (``utils/launch.py``, ``utils/dataclasses.py``). Settings that accelerate would discard are kept,
@@ -110,7 +110,7 @@ def translate(
     folder: Path | None = None,
     spelled: Mapping[str, str] | None = None,
 ) -> Translated:
-    """Translate the settings of ``accelerate config``.
+    """Translate settings from ``accelerate config`` to DeepSpeed's keys.
 
     Args:
         content: The settings as a mapping.
@@ -566,7 +566,7 @@ def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None
     beside = sorted(fields & (ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK | {"mixed_precision"}))
     if beside:
         raise PlanConflictError(
-            "accelerate rejects these settings of its YAML together with a configuration file: "
+            "accelerate rejects these YAML settings together with a configuration file: "
             f"{', '.join(beside)}",
             key=_FILE_VARIABLE,
             value=written,

@@ -59,9 +59,9 @@ class Budget:
     device: int
     """Memory of each device."""
     host: int
-    """RAM of one machine, for all its ranks."""
+    """Bytes of RAM on one machine, shared by its ranks."""
     nvme: int = 0
-    """Disk space for swap files on one machine, for all its ranks; 0: none."""
+    """Bytes of disk space for swap files on one machine, shared by its ranks; 0: none."""
     reserve: float = 0.05
     """Fraction of device and host memory to keep free for other processes and for allocator
     fragmentation, which takes 0.6 to 3.8 % (docs/memory-proof.md)."""
@@ -110,7 +110,7 @@ class Advice(Readable):
     budget: Budget
     chosen: Candidate
     candidates: tuple[Candidate, ...]
-    """All considered plans, from least to most offload."""
+    """All plans that were considered, from least to most offload."""
 
     @property
     def plan(self) -> DeepSpeedPlan:
@@ -206,14 +206,14 @@ class Advice(Readable):
         return text.advice_page(self).markdown()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the advice as JSON-serialisable data; sizes are in bytes."""
+        """Return the advice as a JSON-serialisable dict; sizes are in bytes."""
         from zerotune.plan import text
 
         return text.advice_data(self)
 
 
 def machine_needs(estimate: MemoryEstimate) -> dict[Place, int]:
-    """Return the bytes needed: device memory per rank, and RAM and NVMe per machine."""
+    """Return the bytes that a plan needs: device memory per rank, and RAM and NVMe per machine."""
     ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
     return {
         "device": estimate.device,
@@ -234,7 +234,7 @@ class Layout:
     parameters: str = "none"
     pinned: bool = True
     fills_device: bool = False
-    """Whether the device stores as many of the optimizer states as fit."""
+    """Whether as many optimizer states as fit stay on the device."""
     streams: bool = False
     """Whether weights are streamed; the device keeps as many units as fit."""
     splits: bool = False

@@ -101,9 +101,10 @@ def plot_memory(
 
     Args:
         estimate: The memory estimate.
-        path: The file to write; its suffix determines the format (PNG if it has none). The folder
-            of the file is created, and an existing file is replaced.
-        budget: Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``.
+        path: The file to write; its suffix determines the format (PNG if it has none). Its folder
+            is created if it is missing, and an existing file is replaced.
+        budget: Bytes available to each rank, as a mapping with the keys ``"device"``, ``"host"``
+            and ``"nvme"``.
 
     Returns:
         ``path``.
@@ -139,8 +140,10 @@ def memory_panels(
 
     Args:
         estimate: The memory estimate.
-        budget: Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``.
-        measured: Measured bytes per rank, with keys as in ``budget``; shown if there is no budget.
+        budget: Bytes available to each rank, as a mapping with the keys ``"device"``, ``"host"``
+            and ``"nvme"``.
+        measured: Measured bytes per rank, with the same keys as ``budget``; shown if there is no
+            budget.
     """
     unit, size = estimate_unit(estimate, budget)
     seen: RankBudget = measured or {}

@@ -56,7 +56,7 @@ class Change:
         return f"{self.key}: {values[self.kind]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return key, kind, old and new value as JSON-serialisable data, without unset values."""
+        """Return key, kind, old and new value as a JSON-serialisable dict, without unset values."""
         sides = {
             "added": {"after": self.after},
             "removed": {"before": self.before},
@@ -98,7 +98,7 @@ class PlanDifference:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the differences as JSON-serialisable data."""
+        """Return the differences as a JSON-serialisable dict."""
         changes = [change.to_dict() for change in self.changes]
         return {"before": self.before, "after": self.after, "changes": changes}
 

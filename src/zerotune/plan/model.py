@@ -1,5 +1,5 @@
 # ruff: noqa: RUF009  (`setting` and `extra_keys` return attrs.field, as RUF009 cannot see)
-"""The parts of a plan: settings, sections, facts, choices, and the plan itself.
+"""Classes for settings, sections, facts about models and runs, choices, and complete plans.
 
 The module first defines the types of settings (*kinds*), the base class of sections, the DeepSpeed
 keys that zerotune passes through, and the old spellings of keys. It then defines the sections,
@@ -1030,7 +1030,7 @@ LAUNCH: Final = STARTING | frozenset(
         "use_cpu",
     }
 )
-"""Keys of an accelerate YAML that ``LaunchSection.extra`` keeps."""
+"""Keys of accelerate's YAML file that ``LaunchSection.extra`` keeps."""
 
 
 # -- Old and short spellings of a configuration, translated before it is read.
@@ -1542,7 +1542,7 @@ class ParameterFacts:
 
     @classmethod
     def of(cls, name: str, parameter: Any) -> ParameterFacts:
-        """Read the facts of a plain, partitioned or quantized parameter.
+        """Read the name, shape and storage of a plain, partitioned or quantized parameter.
 
         Args:
             name: Dotted name of the parameter.
@@ -1840,7 +1840,7 @@ class ModelFacts:
         Args:
             height: Pixels.
             width: Pixels.
-            frames: Number of frames of a clip; default one.
+            frames: Number of frames of a clip; by default one.
         """
         return height * width * latent_frames(frames or 1, per_latent=self.frames_per_latent or 1)
 
@@ -1885,9 +1885,9 @@ class ModelFacts:
 
         Args:
             rank: Rank of the adapters.
-            targets: Suffixes of the adapted layers' dotted names, as in ``add_lora``; default the
-                attention projections.
-            base_dtype: Storage dtype of the frozen matrices, one of ``STORAGES``; default the
+            targets: Suffixes of the adapted layers' dotted names, as in ``add_lora``; by default
+                the attention projections.
+            base_dtype: Storage dtype of the frozen matrices, one of ``STORAGES``; by default the
                 plan's precision.
 
         Raises:
@@ -1975,7 +1975,7 @@ class ModelFacts:
         return sum([-(-each.nbytes(element_bytes) // ranks) for each in self.parameters])
 
     def parts(self, ranks: int) -> tuple[int, ...]:
-        """Return how many elements of each parameter each of ``ranks`` ranks has, with padding."""
+        """Return each parameter's partition size in elements, with padding, for ``ranks`` ranks."""
         # Cached, because every candidate of an advice sums the same thousands of parts.
         if ranks not in self._parts:
             self._parts[ranks] = tuple([-(-each.numel // ranks) for each in self.parameters])
@@ -2132,7 +2132,7 @@ class RunFacts:
 
     @classmethod
     def from_arguments(cls, arguments: Any) -> RunFacts:
-        """Read the flags of a training script that have the same names as in diffusers' scripts.
+        """Read the flags that a training script shares with diffusers' scripts.
 
         For example, ``--learning_rate`` replaces an ``lr`` of ``"auto"``. A fact stays ``None`` if
         its flag is missing or ``None``.
@@ -2390,11 +2390,11 @@ class DeepSpeedPlan(Readable, Section):
     ) -> DeepSpeedPlan:
         """Read the environment variables that ``accelerate launch`` sets.
 
-        ``accelerate launch`` does not pass on the folders of NVMe offload, so a missing folder
+        ``accelerate launch`` does not pass on the folders for NVMe offload, so a missing folder
         causes only a warning. The accelerate package is not required.
 
         Args:
-            environ: Environment variables; default those of this process.
+            environ: Environment variables; by default those of this process.
             also_known: As in ``from_dict``, for the configuration file that the variables name.
 
         Raises:
@@ -2544,7 +2544,7 @@ class DeepSpeedPlan(Readable, Section):
             gradient_accumulation_steps: Forward passes per optimizer step.
             gradient_clipping: Maximum gradient norm; 0 disables clipping.
             optimizer: Optimizer as a name, or as ``{"type": …, "params": {…}}``.
-            lr: Learning rate; default the optimizer's own, which is recorded as a decision.
+            lr: Learning rate; by default the optimizer's default, which is recorded as a decision.
             scheduler: Schedule as a name, or as ``{"type": …, "params": {…}}``. ``None`` keeps the
                 learning rate constant, as in DeepSpeed; ``"auto"`` uses WarmupLR with a warm-up
                 length that suits the run.
@@ -2589,7 +2589,7 @@ class DeepSpeedPlan(Readable, Section):
         Args:
             world_size: Number of ranks.
             platform: The machine; without it, rules that depend on the machine are skipped.
-            schema: Schema of the sections that zerotune passes through; default a stored copy.
+            schema: Schema of the sections that zerotune passes through; by default a stored copy.
                 ``zerotune.backend.schema.plan_schema()`` reads the schema of the installed
                 DeepSpeed.
         """
@@ -2661,8 +2661,8 @@ class DeepSpeedPlan(Readable, Section):
             context: Context for the rules.
             settle: Function that resolves optimizer and schedule, such as
                 ``OptimizerResolver().settled``.
-            resolve_in: Context in which the plan is resolved, if the rules must ignore that
-                context's machine or run; default ``context``.
+            resolve_in: Context for resolving the plan, if it contains a machine or run that the
+                rules must ignore; by default ``context``.
             mistakes: Errors from reading the plan, which are not reported again.
         """
         from zerotune.plan import rules
@@ -2706,7 +2706,7 @@ class DeepSpeedPlan(Readable, Section):
         return text.plan_page(self, world_size=world_size, platform=platform).markdown()
 
     def summary(self, *, world_size: int = 1, platform: Platform | None = None) -> dict[str, Any]:
-        """Return the content of ``explain`` as JSON-serialisable data.
+        """Return the content of ``explain`` as a JSON-serialisable dict.
 
         Args:
             world_size: Number of ranks for the rules.
@@ -2757,8 +2757,8 @@ class DeepSpeedPlan(Readable, Section):
 
         Args:
             model: ``ModelFacts``, a module, or the name of a family (``"sdxl"``).
-            vram: Memory of each device, in bytes or as ``"12GiB"``; default this machine's.
-            ram: RAM of each machine, in bytes or as ``"64GiB"``; default this machine's.
+            vram: Memory of each device, in bytes or as ``"12GiB"``; by default this machine's.
+            ram: RAM of each machine, in bytes or as ``"64GiB"``; by default this machine's.
             nvme: Disk space for swap files on each machine, in bytes or as ``"1TiB"``.
             batch: Samples per forward pass and rank.
             resolution: Side length in pixels, or height and width; by default the family's.
@@ -2774,13 +2774,13 @@ class DeepSpeedPlan(Readable, Section):
             model_in_memory: Whether each rank starts with the whole fp32 model in memory, instead
                 of loading it from files with ``load_pretrained(folder, plan=plan)``.
             reserve: Fraction of device and host memory to keep free.
-            platform: The machine; default this machine, or a CUDA machine if ``vram`` and ``ram``
-                are given.
+            platform: The machine; by default this machine, or a CUDA machine if ``vram`` and
+                ``ram`` are given.
             lora: Rank of LoRA adapters on the attention projections; only the adapters are trained.
                 To adapt other layers, pass ``facts.with_adapters(rank, targets=...)`` as the model.
             base_dtype: Quantization of the base model under adapters (``"nf4"``, ``"fp4"``,
-                ``"int8"``, ``"fp8"``); default the plan's precision.
-            rates: Speeds of the machine; default the speeds that ``zerotune doctor --rates``
+                ``"int8"``, ``"fp8"``); by default the plan's precision.
+            rates: Speeds of the machine; by default the speeds that ``zerotune doctor --rates``
                 measured, or catalogue values if it has not been run.
             prefer: ``"fastest"``, or ``"least offload"`` for the least offload and the lowest stage
                 regardless of time. If the model's operation counts are unknown, the least offload
@@ -2846,7 +2846,7 @@ class DeepSpeedPlan(Readable, Section):
             platform: The machine; detected by default.
             world_size: Number of ranks.
             run: Values from the training script.
-            batch: Samples per forward pass and rank, instead of the plan's.
+            batch: Samples per forward pass and rank; by default the plan's micro batch size.
             resolution: Side length in pixels, or height and width; by default the family's.
             frames: Frames per clip for a video model; by default the family's clip length.
             ema: Location of an ``EMAShadow``: ``"none"``, ``"host"``, ``"device"``, ``"nvme"``.
@@ -2982,7 +2982,7 @@ class Streaming:
     """Options for streaming weights: units, device memory, master weights and gradient buffers."""
 
     units: tuple[str, ...] = attrs.field(default=(), converter=as_texts)
-    """Class names or dotted names of modules that are each streamed as one unit; default the
+    """Class names or dotted names of modules that are each streamed as one unit; by default the
     model's repeated blocks."""
     window: int = attrs.field(default=3)
     """Device memory for units, as a multiple of the size of the largest unit."""
@@ -2991,9 +2991,9 @@ class Streaming:
     largest unit."""
     split_masters: bool = attrs.field(default=False, kw_only=True, validator=_check_switch)
     """Whether each master weight is stored as the bf16 weight and the remaining 16 bits. This saves
-    2 bytes of host memory per trained weight (``store_param_remainders`` in Apex and Transformer
-    Engine). Weights exactly halfway between two bf16 numbers (one in 131,072) may change by one
-    unit in the last place."""
+    2 bytes of host memory per trained weight, like ``store_param_remainders`` in Apex and
+    Transformer Engine. Weights exactly halfway between two bf16 numbers (one in 131,072) may change
+    by one unit in the last place."""
     gradient_buffers: int = attrs.field(default=6)
     """Number of units whose gradients may be in host memory at the same time. The limit applies if
     updates run during the backward pass, that is, without clipping and accumulation. One buffer
@@ -3255,7 +3255,7 @@ class ResolvedPlan(Readable):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def content(self) -> dict[str, Any]:
-        """Return the rendered configuration and all settings outside it as data.
+        """Return the rendered configuration, and all settings outside it, as a dict.
 
         Raises:
             UnresolvedPlanError: As in ``digest``.
@@ -3301,7 +3301,7 @@ class ResolvedPlan(Readable):
         return text.resolved_markdown(self)
 
     def summary(self) -> dict[str, Any]:
-        """Return what will run as plain data."""
+        """Return what will run as a JSON-serialisable dict."""
         from zerotune.plan import text
 
         return text.resolved_data(self)

@@ -1,4 +1,4 @@
-"""Read plans from dicts, JSON, trainers' files and accelerate, and apply overrides."""
+"""Read plans from dicts, JSON, trainers' files and accelerate's settings; apply overrides."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ class _Wrapped:
 def plan_from_settings(
     content: Mapping[Any, Any], log: Log, *, source: str, folder: Path | None = None
 ) -> DeepSpeedPlan:
-    """Read the settings of ``accelerate config``.
+    """Read settings from ``accelerate config``.
 
     Args:
         content: The settings as a mapping.
@@ -339,7 +339,7 @@ def plan_from_yaml(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
     content = parse_yaml(read_text(file), source=str(file))
     if not isinstance(content, Mapping):
         raise InvalidValueError(
-            f"{file} must contain the settings of `accelerate config`",
+            f"{file} must contain settings that `accelerate config` writes",
             value=content,
             fix="create one with `accelerate config`",
         )
@@ -491,7 +491,7 @@ def _flattened(overrides: Mapping[Any, Any], prefix: str, depth: int) -> Iterato
     for name, value in overrides.items():
         if not isinstance(name, str) or not all(name.split(".")):
             raise InvalidValueError(
-                "is not the path of a setting",
+                "is not a path to a setting",
                 key=prefix or "overrides",
                 value=name,
                 fix='write "section.key"',

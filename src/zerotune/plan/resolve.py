@@ -1,7 +1,7 @@
 """Fill in the values that a plan leaves open, and render the dict for DeepSpeed.
 
 The module resolves batch sizes, clipping, precision, and every key of ZeRO and ``aio``; rules and
-estimates call the same functions. Resolution calls ``prepared``, applies the corrections of
+estimates call the same functions. Resolution calls ``prepared``, applies the corrections from
 ``zerotune.plan.rules``, and calls ``filled``.
 """
 
@@ -91,7 +91,7 @@ def solve_batch(
 
 
 def contradiction(train: int, micro: int, accumulation: int, world_size: int) -> PlanConflictError:
-    """Return the error for three batch numbers that contradict the world size."""
+    """Return the error for three batch settings that contradict the world size."""
     valid, rest = divmod(train, micro * accumulation)
     holds = (
         f"these three numbers are consistent at world size {valid}"
@@ -219,7 +219,7 @@ DEFAULT_CLIPPING = 1.0
 
 
 class Clipping(NamedTuple):
-    """The maximum gradient norm, and its source."""
+    """The maximum gradient norm, and why it has this value."""
 
     norm: float
     """0: off."""
@@ -572,7 +572,7 @@ class Swapping:
         return max(PARAM_BUFFERS, 2 + max(map(with_owners, list(owned)), default=0))
 
     def buffer_need(self, zero: ZeroSection) -> tuple[int, str]:
-        """Return the minimum elements of a swap buffer, with a reason; 0 if nothing is swapped."""
+        """Return the minimum swap buffer size in elements, with a reason; 0 if none is needed."""
         largest, ranks = self.largest, self.world_size
         if largest is None:
             return 0, ""
@@ -998,7 +998,7 @@ def _sized(what: Callable[[ModelFacts | None], int], why: str) -> _Choose:
     return choose
 
 
-_BUCKET_WHY = "at least the largest tensor, and at most all trainable tensors together"
+_BUCKET_WHY = "at least the size of the largest tensor, at most the size of all trainable tensors"
 
 _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     "overlap_comm": (_ALL, Filler._overlap),

@@ -264,8 +264,8 @@ def setting_rule(
     Args:
         rule_id: The rule's name.
         severity: Severity of the findings.
-        settings: Mapping from the path of each setting to a function that is true for values to
-            report.
+        settings: Mapping from the path of each setting to a function that returns true for values
+            to report.
         summary: The mistake, in one sentence.
         reason: Reason for a finding; ``{stage}`` stands for the plan's stage.
         fix: What to write instead.
@@ -302,18 +302,18 @@ def setting_rule(
 
 
 def is_one(*refused: Any) -> Callable[[Any], bool]:
-    """Return a function that is true for ``refused`` values; ``True`` is not treated as 1."""
+    """Return a function that returns true for ``refused`` values; ``True`` is not treated as 1."""
     kinds = [(isinstance(each, bool), each) for each in refused]
     return lambda value: (isinstance(value, bool), value) in kinds
 
 
 def is_other(*allowed: Any) -> Callable[[Any], bool]:
-    """Return a function that is true for values that are set and not in ``allowed``."""
+    """Return a function that returns true for values that are set and not in ``allowed``."""
     return lambda value: value not in (None, *allowed)
 
 
 def is_below(limit: float) -> Callable[[Any], bool]:
-    """Return a function that is true for numbers below ``limit``."""
+    """Return a function that returns true for numbers below ``limit``."""
     return lambda value: is_number(value) and value < limit
 
 
@@ -422,7 +422,8 @@ SETTING_RULES: Final = (
         {f"{_ZERO_PATH}.legacy_stage1": is_one(True)},
         stages=(1, 2, 3),
         summary="DeepSpeed 0.5.9 removed the original implementation of stage 1.",
-        reason="DeepSpeed removed this implementation of stage 1, and raises an error for the key",
+        reason="DeepSpeed removed this implementation of stage 1, and raises an error if the key "
+        "is set",
         fix="remove this key",
     ),
     setting_rule(
@@ -566,7 +567,7 @@ def world_size(case: Case, this: Rule) -> Findings:
     "micro-batch-unset",
     "note",
     reason="no batch size is set, so the micro batch size is 1",
-    fix="write the batch size of each GPU, such as 1",
+    fix="write the batch size per GPU, such as 1",
     only_deepspeed=False,
 )
 def micro_batch_unset(case: Case, this: Rule) -> Findings:
@@ -674,7 +675,7 @@ def _super_offloads(plan: DeepSpeedPlan) -> bool:
     "pinned-memory-rounding",
     "note",
     reason="torch rounds each pinned block up to a power of two, which adds {lost} of host memory "
-    "to the {blocks} of each rank's buffers",
+    "to each rank's {blocks} of buffers",
     fix="install torch 2.13, set DS_PIN_MEMORY_BACKEND=native, or set pin_memory to false if "
     "host memory is scarce",
 )
@@ -718,7 +719,7 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
     fix='write "AdamW"',
 )
 def muon_convolutions(case: Case, this: Rule) -> Findings:
-    """DeepSpeed's own Muon fails on the weights of convolutions at stages 2 and 3.
+    """DeepSpeed's own Muon fails on convolution weights at stages 2 and 3.
 
     Alternatively, let Muon's auxiliary Adam update convolutions. The rule applies only if
     the model is known.
@@ -757,7 +758,7 @@ def clipping_in_the_optimizer(case: Case, this: Rule) -> Findings:
     "note",
     reason="no gradient clipping is set, so gradients are clipped to a norm of 1.0; older "
     "DeepSpeed releases did not clip",
-    fix="write gradient_clipping, such as 1.0, or 0 to disable clipping",
+    fix="write a maximum norm, such as 1.0, or write 0 to disable clipping",
     only_deepspeed=False,
 )
 def clipping_unset(case: Case, this: Rule) -> Findings:
@@ -771,7 +772,7 @@ def clipping_unset(case: Case, this: Rule) -> Findings:
 
 @rule("precision-conflict", "error", only_deepspeed=False)
 def precision_conflict(case: Case, this: Rule) -> Findings:
-    """Only one of bf16 and fp16 may be enabled, and the launcher's file must agree.
+    """Only one of bf16 and fp16 may be enabled, and the launcher's file must not contradict it.
 
     Disable one of the two precisions, and set the launcher's ``mixed_precision`` to the other.
     """
@@ -1019,7 +1020,7 @@ def swap_buffers(plan: DeepSpeedPlan) -> int | None:
     "nvme-path-unset",
     "note",
     reason="no folder is set, so each run creates a temporary folder below the swap root",
-    fix="write the path of a folder on a fast disk",
+    fix="write the path to a folder on a fast disk",
 )
 def nvme_path_unset(case: Case, this: Rule) -> Findings:
     """No folder is set for NVMe offload; without zerotune, DeepSpeed fails at startup."""
@@ -1309,7 +1310,7 @@ def gradient_sum(case: Case, this: Rule) -> Findings:
     fix="remove zenflow",
 )
 def zenflow(case: Case, this: Rule) -> Findings:
-    """ZenFlow fails on the weights of convolutions, or corrupts them.
+    """ZenFlow fails on convolution weights, or corrupts them.
 
     ZenFlow selects columns of matrices (``num_row, num_col``). It treats other shapes as one row,
     or fails to transpose them. The rule applies only if the model is known.

@@ -35,7 +35,7 @@ _QUOTED = re.compile(r'"[^"]*"?')
 
 @contextmanager
 def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
-    """Set the maximum size of plan files inside the ``with`` block; the default is 16 MiB.
+    """Set the maximum size of plan files for a ``with`` block; the default is 16 MiB.
 
     Args:
         size: Bytes, or an amount such as ``"64MiB"``. A YAML file is limited to 1/128 of ``size``.
@@ -526,7 +526,7 @@ def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
     other = {
         ".toml": (
             "is TOML, a format for trainers' settings but not for DeepSpeed configurations",
-            "pass the JSON or YAML file that it or the trainer's command line names",
+            "pass the JSON or YAML file that is named in it or on the trainer's command line",
         ),
         ".hjson": (
             "is HJSON, which is not supported",

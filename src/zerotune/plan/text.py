@@ -103,7 +103,7 @@ def resolved_page(resolved: ResolvedPlan, further: Iterable[Decision] = ()) -> P
 
     Args:
         resolved: The plan.
-        further: Decisions of the engine.
+        further: Decisions that the engine made.
     """
     decisions = (*resolved.decisions, *further)
     return Page(
@@ -287,7 +287,7 @@ def describe(resolved: ResolvedPlan) -> str:
 def plan_data(
     plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
 ) -> dict[str, Any]:
-    """Return the requested settings as JSON-serialisable data."""
+    """Return the requested settings as a JSON-serialisable dict."""
     findings = check_plan(plan, Context(world_size=world_size, platform=platform))
     return {
         "source": plan.source,
@@ -316,7 +316,7 @@ _RESOLVED: Final = (
 
 
 def resolved_data(resolved: ResolvedPlan) -> dict[str, Any]:
-    """Return the resolved settings as JSON-serialisable data."""
+    """Return the resolved settings as a JSON-serialisable dict."""
     choice, schedule = resolved.optimizer, resolved.scheduler
     return {
         **{name: getattr(resolved, name) for name in _RESOLVED},
@@ -364,8 +364,8 @@ def _as_data(name: Any, params: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 RankBudget = Mapping[Place, int]
-"""Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``; a missing key means
-no limit."""
+"""Bytes available to each rank, as a mapping with the keys ``"device"``, ``"host"`` and ``"nvme"``;
+a missing key means no limit."""
 
 
 @attrs.frozen(kw_only=True)
@@ -447,7 +447,8 @@ class MemoryTable(Table):
 
         Args:
             estimate: The memory estimate.
-            budget: Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``.
+            budget: Bytes available to each rank, as a mapping with the keys ``"device"``,
+                ``"host"`` and ``"nvme"``.
         """
         unit = estimate_unit(estimate, budget)
         every = fits(estimate, budget)
@@ -465,7 +466,7 @@ class MemoryTable(Table):
 
     @override
     def html(self) -> str:
-        """Return one bar each for device, host and NVMe memory; tooltips show component sizes."""
+        """Return HTML bars for device, host and NVMe memory; tooltips show component sizes."""
         unit = estimate_unit(self.estimate, self.budget)
         return "".join(
             fit._html_bar(self.estimate, fit.words(unit))
@@ -493,9 +494,9 @@ DURING: Final[Mapping[Phase, str]] = {
     "optimizer step": "in the optimizer step",
     "checkpoint": "while a checkpoint is written",
 }
-"""Phrase for each phase, to end a sentence."""
+"""For each phase, a phrase that can end a sentence."""
 PLACE_NAMES: Final[Mapping[Place, str]] = {"device": "device", "host": "host", "nvme": "NVMe"}
-"""Names of device, host and NVMe memory in reports."""
+"""Names that reports use for device, host and NVMe memory."""
 
 
 _PLANNED: Final = (
@@ -505,7 +506,7 @@ _PLANNED: Final = (
 
 
 def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
-    """Return ``estimate`` as JSON-compatible data; sizes are in bytes per rank."""
+    """Return ``estimate`` as a JSON-serialisable dict; sizes are in bytes per rank."""
     resolved, model = estimate.resolved, estimate.resolved.model
     return {
         "plan": {
@@ -531,7 +532,8 @@ def estimate_page(estimate: MemoryEstimate, *, budget: RankBudget | None = None)
 
     Args:
         estimate: The estimate.
-        budget: Bytes available to each rank, with keys ``"device"``, ``"host"``, ``"nvme"``.
+        budget: Bytes available to each rank, as a mapping with the keys ``"device"``, ``"host"``
+            and ``"nvme"``.
     """
     blocks: list[Block] = [
         Line(f"Memory per rank: {describe(estimate.resolved)}", style="title"),
@@ -668,7 +670,7 @@ _GIB: Final = 1024**3
 
 
 def advice_data(advice: Advice) -> dict[str, Any]:
-    """Return the advice as JSON-serialisable data; sizes are in bytes."""
+    """Return the advice as a JSON-serialisable dict; sizes are in bytes."""
     return {
         "fits": True,
         "plan": advice.plan.to_dict(),
@@ -684,7 +686,7 @@ def advice_data(advice: Advice) -> dict[str, Any]:
 
 
 def candidate_data(candidate: Candidate) -> dict[str, Any]:
-    """Return ``candidate`` as JSON-compatible data; sizes are in bytes."""
+    """Return ``candidate`` as a JSON-serialisable dict; sizes are in bytes."""
     return {
         "title": candidate.title,
         "fits": candidate.fits,
@@ -700,7 +702,7 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
 
 
 def time_data(time: StepTime) -> dict[str, Any]:
-    """Return a predicted step as JSON-serialisable data; times are in seconds."""
+    """Return a predicted step as a JSON-serialisable dict; times are in seconds."""
     return {
         "seconds": time.seconds,
         "hidden_seconds": time.hidden_seconds,
@@ -716,10 +718,10 @@ def time_data(time: StepTime) -> dict[str, Any]:
 
 
 def time_words(time: StepTime) -> str:
-    """Describe a predicted step: its time, its slowest part, and the source of hardware rates."""
+    """Describe a predicted step: its time, its slowest part, and the origin of hardware rates."""
     bound = f"longest part: {time.bound.what}, {seconds_words(time.bound.seconds)}"
     expected, plain = seconds_words(time.expected), seconds_words(time.seconds)
-    hidden = f" ({plain} if its optimizer were not hidden)" if time.hides else ""
+    hidden = f" ({plain} without overlapping the optimizer step)" if time.hides else ""
     return f"{expected} per step predicted{hidden}; {bound}; rates: {time.origin}"
 
 
@@ -769,12 +771,12 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
 
 
 def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
-    """Return a report of the closest plan and the memory it lacks, for when no plan fits.
+    """Return a report of the plan that comes closest to fitting, and of the memory it lacks.
 
     Args:
         candidate: The candidate in ``NothingFitsError.nearest``.
-        budget: Available bytes, with keys ``"device"``, ``"host"``, ``"nvme"``; all ranks of a
-            machine share the last two.
+        budget: Available bytes, as a mapping with the keys ``"device"``, ``"host"`` and ``"nvme"``;
+            all ranks of a machine share host and NVMe memory.
     """
     return Page(
         blocks=(
@@ -792,8 +794,8 @@ def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
 
     Args:
         candidate: The candidate in ``NothingFitsError.nearest``.
-        budget: Available bytes, with keys ``"device"``, ``"host"``, ``"nvme"``; all ranks of a
-            machine share the last two.
+        budget: Available bytes, as a mapping with the keys ``"device"``, ``"host"`` and ``"nvme"``;
+            all ranks of a machine share host and NVMe memory.
     """
     needs = machine_needs(candidate.estimate)
     # A reserve is kept free, so less memory is usable than there is.
@@ -802,11 +804,11 @@ def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
 
 
 def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
-    """Return the bytes that one rank may use; ranks of a machine share its RAM and files.
+    """Return the bytes that one rank may use; ranks of a machine share its RAM and NVMe.
 
     Args:
-        budget: Available bytes, with keys ``"device"``, ``"host"``, ``"nvme"``; all ranks of a
-            machine share the last two.
+        budget: Available bytes, as a mapping with the keys ``"device"``, ``"host"`` and ``"nvme"``;
+            all ranks of a machine share host and NVMe memory.
         estimate: Estimate whose workload states the number of ranks per machine.
     """
     ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size

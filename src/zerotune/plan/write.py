@@ -117,7 +117,7 @@ def plan_document(
 ) -> PlanDocument:
     """Convert a plan to text in the given format; reading the text gives an equivalent plan.
 
-    Settings are written under the format's own names where it has such names.
+    If the format has other names for settings, those names are written.
 
     Args:
         plan: The plan.
@@ -127,8 +127,8 @@ def plan_document(
         lossy: Launch settings that may be dropped if the format does not support them, such as
             ``"num_processes"`` if the batch size per rank depends on it. Unsupported settings that
             only affect how processes start are always dropped; a decision records this.
-        like: A configuration that determines the order of keys in JSON output; default the order of
-            the plan's fields.
+        like: A configuration that determines the order of keys in JSON output; by default the order
+            of the plan's fields.
 
     Raises:
         InvalidValueError: The format is unknown, ``lossy`` contains a name that is not a launch

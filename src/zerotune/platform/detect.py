@@ -32,9 +32,9 @@ from zerotune.platform.facts import (
 Read = Callable[[str], "str | None"]
 
 OLDEST_DEEPSPEED: Final = "0.19.8"
-"""Oldest DeepSpeed release that supports all features; ``pyproject.toml`` has the same bound. With
-0.19.3, swapping to NVMe aborts the process, and host memory is up to 28 % above the estimate. In
-releases up to 0.19.7, the optimizer step cannot run in one pass over memory."""
+"""Oldest DeepSpeed release that supports all features; ``pyproject.toml`` sets the same minimum.
+With 0.19.3, swapping to NVMe aborts the process, and host memory is up to 28 % above the estimate.
+In releases up to 0.19.7, the optimizer step cannot run in one pass over memory."""
 
 _DEEPSPEED_ACCELERATORS: Final = (
     "cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu",
@@ -571,7 +571,7 @@ class CgroupMemory:
     """Memory limit of this process's control groups in bytes."""
 
     limit: int | None = None
-    """The smallest limit; ``None`` if there is no limit."""
+    """The smallest memory limit in bytes; ``None`` if there is no limit."""
     available: int | None = None
     """Bytes left in the control group with the least memory left; reclaimable page cache counts as
     free."""

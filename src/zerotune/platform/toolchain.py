@@ -37,7 +37,7 @@ class LibAio:
 
     @property
     def usable(self) -> bool:
-        """Whether both the header and the library of libaio exist."""
+        """Whether libaio's header and library both exist."""
         return bool(self.header and self.library)
 
 
@@ -52,8 +52,8 @@ class Toolchain:
     cuda_home: str | None
     ninja: Tool | None
     hidden_ninja: str | None = None
-    """Path of this Python environment's ninja if it is not on ``PATH``, where torch looks for it.
-    """
+    """Path of this Python environment's ninja if torch cannot find it, because it is not on
+    ``PATH``."""
     python_headers: bool
     """Whether ``Python.h`` of the running Python is installed."""
     libaio: LibAio

@@ -49,13 +49,13 @@ class Activations:
     size: tuple[int, int] | None = None
     """Height and width in pixels; ``None`` if unknown."""
     frames: int | None = None
-    """Frames of a clip; ``None`` for image models."""
+    """Number of frames in a clip; ``None`` for image models."""
     facts: ActivationFacts | None = None
     """Bytes; ``None`` if unknown."""
     arithmetic: ArithmeticFacts | None = None
     """Compute cost of one forward and backward pass; ``None`` if unknown."""
     why: str = ""
-    """Reason why values are unknown; if all are known, the source of the image size."""
+    """Reason why values are unknown; if all are known, where the image size was found."""
 
 
 def known_activations(
@@ -102,7 +102,7 @@ def known_activations(
 
 
 def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | None, str]:
-    """Return the largest training height and width in pixels, and a description of their source."""
+    """Return the largest training height and width in pixels, and where they were found."""
     config: Any = getattr(model, "config", None)
     if isinstance(data, BucketedDataset) and data.assignment.members:
         sides = [(each.height, each.width) for each in data.assignment.members]
@@ -236,7 +236,7 @@ def set_recomputing(
             f"{type(model).__name__} has no gradient checkpointing",
             key=_CHECKPOINTING,
             value=wanted,
-            fix='write gradient_checkpointing="auto", or use a diffusers model',
+            fix='pass gradient_checkpointing="auto", or use a diffusers model',
         )
     if wanted == "auto":
         if not able or before:

@@ -45,8 +45,8 @@ class Averages:
     """The EMA shadows of a trainer, by name.
 
     Args:
-        ema: EMA of the trainer. A single ``EMAShadow`` gets the name ``"ema"``; the shadows of
-            ``EMAShadows`` keep their names.
+        ema: The trainer's EMA or EMAs. A single ``EMAShadow`` gets the name ``"ema"``; the shadows
+            of ``EMAShadows`` keep their names.
         engine: Engine to attach the EMA to, unless it is already attached.
     """
 
@@ -79,8 +79,8 @@ class Averages:
         """Return an EMA.
 
         Args:
-            name: An EMA's name, one of the trainer's EMAs, ``True`` for the first EMA, or
-                ``False``, for which the result is ``None``.
+            name: An EMA's name or one of the trainer's EMAs; ``True`` selects the first EMA, and
+                ``False`` returns ``None``.
         """
         if name is False:
             return None
@@ -102,8 +102,8 @@ class Averages:
         """Return the EMA to export.
 
         Args:
-            weights: An EMA's name, one of the trainer's EMAs, ``None`` for the first EMA, or
-                ``"trained"``, for which the result is ``None``.
+            weights: An EMA's name or one of the trainer's EMAs; ``None`` selects the first EMA, and
+                ``"trained"`` returns ``None``.
         """
         if weights is None or weights == "trained":
             return self.named(weights is None)

@@ -72,7 +72,7 @@ class EmbeddedPlan(Closing):
         run.close()
 
     Args:
-        plan: A plan, a DeepSpeed configuration as a dict, or the path of a configuration; a
+        plan: A plan, a DeepSpeed configuration as a dict, or the path to a configuration file; a
             ``ResolvedPlan`` is used unchanged.
         model: The model to train, in fp32; only its shapes and names are read. Required only for
             frameworks, such as Fabric, that read the whole configuration before they receive the
@@ -210,9 +210,9 @@ class EmbeddedPlan(Closing):
         """
         if self._settled is None:
             raise EngineError(
-                "the plan has not received a model yet",
+                "the plan has no model yet",
                 key="EmbeddedPlan.plan",
-                fix="prepare the model first, or write EmbeddedPlan(plan=..., model=...)",
+                fix="prepare the model first, or create EmbeddedPlan(plan=..., model=...)",
             )
         return self._settled
 

@@ -114,7 +114,7 @@ def host_now() -> int:
 
 
 def locked_peak() -> int:
-    """Return the peak bytes that torch has page-locked in this process."""
+    """Return the peak number of bytes that torch has page-locked in this process."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))

@@ -112,7 +112,7 @@ class Run:
 
 @attrs.frozen(kw_only=True)
 class Bench:
-    """Devices, streams and cached results of the checks."""
+    """Devices, streams and cached results for the checks."""
 
     platform: Platform
     device: torch.device

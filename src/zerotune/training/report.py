@@ -107,7 +107,7 @@ class Report(Readable):
         return rows
 
     def measured_memory(self) -> dict[Place, int]:
-        """Return the measured peak bytes of host memory and, with a GPU, of device memory."""
+        """Return the measured peak memory in bytes: host memory and, with a GPU, device memory."""
         peaks: dict[Place, int] = {"host": self.host_peak}
         return peaks if self.device_peak is None else peaks | {"device": self.device_peak}
 
@@ -169,7 +169,7 @@ class Report(Readable):
 
     @override
     def page(self) -> Page:
-        """Return the report as a page that text, terminals and notebooks can show."""
+        """Return the report as a page that can be shown as text, in a terminal or in a notebook."""
         blocks: list[Block] = [
             Line("time per step:", style="title"),
             Table(rows=tuple(self.time_rows()), align="lrr", widths=(12, 10, 5)),
@@ -195,7 +195,7 @@ class Report(Readable):
         return Page(title=self.brief(), blocks=tuple(blocks))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-serialisable data, with sizes in bytes and times in seconds."""
+        """Return the report as a JSON-serialisable dict; sizes are in bytes, times in seconds."""
         plain = attrs.asdict(self, recurse=False)
         return plain | {
             "losses": list(self.losses),
@@ -212,7 +212,7 @@ class Report(Readable):
         """Write ``loss.png``, ``memory.png`` and ``report.json``; return the paths of the plots.
 
         Args:
-            folder: Folder of the files; a missing folder is created.
+            folder: Folder to write to; a missing folder is created.
 
         Raises:
             MissingDependencyError: matplotlib is not installed.

@@ -43,9 +43,9 @@ _TRAINER_ENTRY: Final = "trainer"
 class SaveEvery(Callback):
     """Saves a checkpoint ``root/step-…`` every few steps or minutes, and at the end of every run.
 
-    When ``fit`` starts, leftover files of interrupted saves are deleted from ``root``. While
-    ``fit`` runs, ``root`` is locked, so a second job that saves to it fails before its first step
-    (see ``RootHold``). All but the newest ``keep`` checkpoints are deleted after each save and when
+    When ``fit`` starts, files left by interrupted saves are deleted from ``root``. While ``fit``
+    runs, ``root`` is locked, so a second job that saves to it fails before its first step (see
+    ``RootHold``). All but the newest ``keep`` checkpoints are deleted after each save and when
     ``fit`` ends.
 
     Args:
@@ -75,7 +75,7 @@ class SaveEvery(Callback):
                 "needs a number of steps or minutes above 0",
                 key="SaveEvery",
                 value={"steps": steps, "minutes": minutes},
-                fix="write SaveEvery(steps=500, root=...) or SaveEvery(minutes=30, root=...)",
+                fix="use SaveEvery(steps=500, root=...) or SaveEvery(minutes=30, root=...)",
             )
         self._steps, self._minutes = steps, minutes
         self._root, self._keep = Path(root), keep
@@ -247,7 +247,7 @@ def generator_from_text(generator: torch.Generator, text: str) -> None:
 def trainer_state(
     *, stream: BatchStream | None, generator: torch.Generator, seed: int, group: ProcessGroup
 ) -> dict[str, Any]:
-    """Return the trainer's part of a checkpoint as JSON data, the same on all ranks. Collective."""
+    """Return the trainer's part of a checkpoint: a JSON-serialisable dict. Collective."""
     return {
         _TRAINER_ENTRY: {
             "seed": seed,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PlanSource: TypeAlias = (
     "DeepSpeedPlan | ResolvedPlan | Advice | Mapping[str, Any] | str | os.PathLike[str]"
 )
-"""Accepted types of ``plan``: a plan, advice, a configuration, or the path of a configuration."""
+"""Accepted types of ``plan``: a plan, advice, a configuration, or the path to one."""
 
 
 def prepare(
@@ -72,7 +72,7 @@ def prepare(
 
     Args:
         model: The model in fp32, or the object returned by ``load_pretrained``.
-        plan: A plan, a DeepSpeed configuration as a dict, or the path of a configuration; a
+        plan: A plan, a DeepSpeed configuration as a dict, or the path to a configuration file; a
             ``ResolvedPlan`` is used unchanged. Default: the plan passed to ``load_pretrained``.
         resolver: Resolves optimizer and schedule; default ``OptimizerResolver()``. Ignored if
             ``plan`` is resolved and already contains an optimizer.
@@ -235,7 +235,7 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
 
 
 def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan:
-    """Convert a plan, advice, a configuration or the path of a configuration into a plan."""
+    """Convert a plan, advice, a configuration, or the path to a configuration file into a plan."""
     if isinstance(plan, DeepSpeedPlan | ResolvedPlan):
         return plan
     if isinstance(plan, Advice):
@@ -259,7 +259,7 @@ def check_model(model: Any) -> None:
         return
     value: Any = model if isinstance(model, str | os.PathLike) else type(model).__name__
     if isinstance(model, str | os.PathLike):
-        why = "is the path of a model, not a model"
+        why = "is a path to a model, not the model itself"
         fix = f"write loaded = zerotune.load_pretrained({os.fspath(model)!r}), then loaded.model"
     elif hasattr(model, "components") or hasattr(model, "save_pretrained"):
         why = "is a whole pipeline, but only one of its models can be trained"
@@ -473,7 +473,7 @@ def _only_photos(data: Any) -> DataError:
     path = isinstance(data, str | os.PathLike)
     source = f"ImageFolder({os.fspath(data)!r})" if path else type(data).__name__ + "(…)"
     return DataError(
-        "is the path of images, not a dataset"
+        "is a path to images, not a dataset"
         if path
         else "contains images of different sizes, which cannot form a batch",
         key="data",
@@ -513,7 +513,7 @@ def check_named(batch: Any, *, key: str) -> None:
         return
     kinds = [type(each).__name__ for each in batch] if isinstance(batch, list | tuple) else []
     raise DataError(
-        "is not a dict; samples and batches are dicts of tensors by name",
+        "is not a dict; samples and batches are dicts that map names to tensors",
         key=key,
         value=f"{type(batch).__name__} of {', '.join(kinds)}" if kinds else type(batch).__name__,
         fix=_dict_instead(batch),

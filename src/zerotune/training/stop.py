@@ -214,7 +214,7 @@ class Goal:
             raise InvalidValueError(
                 "no limit is given",
                 key="fit",
-                fix="write fit(steps=1000), fit(epochs=3) or fit(time_limit=timedelta(hours=8))",
+                fix="call fit(steps=1000), fit(epochs=3) or fit(time_limit=timedelta(hours=8))",
             )
         if isinstance(time_limit, timedelta):
             time_limit = time_limit.total_seconds()
@@ -309,7 +309,7 @@ def _step_of_epoch(epochs: float, *, engine: Engine, stream: Any) -> int:
             f"{type(stream).__name__} has no epoch length",
             key="fit(epochs)",
             value=epochs,
-            fix="pass a dataset with __len__ and __getitem__, or write fit(steps=...)",
+            fix="pass a dataset with __len__ and __getitem__, or call fit(steps=...)",
         )
     windows = (epochs - stream.epoch) * stream.steps_per_epoch
     # Rounding errors must not add a step to a whole number of epochs (0.1 + 0.2 != 0.3).

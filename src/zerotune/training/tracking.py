@@ -33,12 +33,12 @@ class Trackers(Callback):
     A tracker that fails is disabled with a warning.
 
     Args:
-        trackers: Names of trackers in accelerate, such as ``"tensorboard"``, ``"wandb"`` and
+        trackers: accelerate's names for trackers, such as ``"tensorboard"``, ``"wandb"`` and
             ``"mlflow"``, or ``accelerate.tracking.GeneralTracker`` objects.
         project: Name of the project or run.
         folder: Folder for trackers that write files.
         every: Optimizer steps between two log entries.
-        options: Arguments of each tracker by name: ``{"wandb": {"mode": "offline"}}``.
+        options: Arguments for each tracker by name: ``{"wandb": {"mode": "offline"}}``.
 
     Raises:
         InvalidValueError: No tracker is given, or ``every`` is below 1.

@@ -96,8 +96,9 @@ class Trainer(Closing, Readable):
     Args:
         model: The model in fp32, or the object returned by ``load_pretrained``, which also provides
             a plan, an objective and a pipeline.
-        plan: A plan, a dict or the path of a file; sets ZeRO stage, offload, precision, batch and
-            optimizer. An ``Advice`` also sets gradient checkpointing and activation offload.
+        plan: A plan, a configuration as a dict, or the path to a configuration file; sets ZeRO
+            stage, offload, precision, batch and optimizer. An ``Advice`` also sets gradient
+            checkpointing and activation offload.
         resolver: Resolves optimizer and schedule.
         offload: Creates the swap folders.
         ema: EMA of the weights: a decay, an ``EMAShadow``, ``EMAShadows``, or a ``BackgroundEMA``
@@ -112,7 +113,7 @@ class Trainer(Closing, Readable):
         run: Values for the fields that are ``"auto"`` in the plan.
         platform: The machine to run on; detected by default.
         deepspeed: ``False`` trains without DeepSpeed, with a ``PlainEngine``.
-        seed: Seed of data order, noise, time steps and the global generators.
+        seed: Seed for data order, noise, time steps and the global generators.
         timeout_s: Timeout of collectives in seconds.
         options: ``compile``, ``gradient_checkpointing``, ``threads``, ``workers``, ``pin``,
             ``profile``, ``watchdog``; see ``RunOptions``.
@@ -238,8 +239,8 @@ class Trainer(Closing, Readable):
             steps: Optimizer step at which training ends.
             epochs: Number of passes over the data; the data must have a length.
             time_limit: Time limit from now, in seconds or as a ``timedelta``; the first rank to
-                reach it stops all ranks. Leave a margin: the run overshoots the limit by up to one
-                step and a checkpoint.
+                reach it stops all ranks. Leave a margin: the run may exceed the limit by the time
+                of one step and one checkpoint.
 
         Returns:
             Times, memory and losses of the run.
@@ -408,7 +409,7 @@ class Trainer(Closing, Readable):
         (``export_pipeline``); otherwise it writes the model (``export_model``).
 
         Args:
-            path: Folder of the export. For a pipeline, a path that ends in ``.safetensors`` selects
+            path: Folder to export to. For a pipeline, a path that ends in ``.safetensors`` selects
                 a single file in ComfyUI's layout.
             weights: ``"trained"``, the name of an EMA such as ``"ema"``, or the EMA itself.
                 Default: the first EMA, or the trained weights if there is no EMA.

@@ -88,11 +88,11 @@ class ValidationImages(Validation):
 
     Args:
         every: Optimizer steps between two validations.
-        folder: Folder of the grids.
+        folder: Folder for the image grids.
         columns: Images per row; by default the grid is nearly square.
         name: Name of the images in trackers.
-        clips: Format of clips: ``MP4(fps=24)`` or ``AnimatedPNG(fps=24)``. The default is MP4 at 16
-            frames per second if PyAV is installed, otherwise an animated PNG.
+        clips: File format for clips: ``MP4(fps=24)`` or ``AnimatedPNG(fps=24)``. The default is MP4
+            at 16 frames per second if PyAV is installed, otherwise an animated PNG.
         wanted: Arguments of ``trainer.sample``: ``prompts``, ``labels`` or ``count``, ``seed``,
             ``steps``, ``guidance_scale``, ``ema``, …
 

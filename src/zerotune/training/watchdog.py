@@ -69,7 +69,7 @@ class Position:
     module: str | None
     """Dotted name of the innermost running module; ``None`` if no module is running."""
     line: str = ""
-    """File, line and function that the training thread executes."""
+    """File, line and function that the training thread is executing."""
 
     def __str__(self) -> str:
         if self.phase is None:
@@ -100,7 +100,7 @@ def names_of(model: torch.nn.Module) -> dict[int, str]:
 def look(
     names: Mapping[int, str], *, step: int, phase: str | None, thread: int
 ) -> tuple[Position, int]:
-    """Return what a thread executes, and a number that changes when the thread makes progress.
+    """Return what a thread is executing, and a number that changes as the thread makes progress.
 
     If the thread runs no module, the stacks of other threads are searched, because autograd runs
     GPU backward passes in separate threads.
@@ -432,14 +432,14 @@ def _message(beats: list[Beat], world: int, timeout_s: float) -> str:
         return f"a rank failed, and the other ranks are waiting: {where}"
     places = {(beat.position.step, beat.position.phase, beat.position.module) for beat in beats}
     why = (
-        "The ranks are in different places: all ranks must run the same modules in the same order. "
+        "The ranks are at different points: all ranks must run the same modules in the same order. "
         "Check for branches that depend on the rank or the data, and for unequal numbers of "
         "batches."
         if len(places) > 1 or any(beat.done for beat in beats)
-        else "All ranks are in the same place, and the work there takes longer than the timeout. "
+        else "All ranks are at the same point, and the work there takes longer than the timeout. "
         "Check the network and the disks, or raise Watchdog(timeout_s=...)."
     )
-    return f"no rank of {world} has moved for {timeout_s:g} s: {where}. {why}"
+    return f"no rank has made progress for {timeout_s:g} s (world size {world}): {where}. {why}"
 
 
 def _rank_names(beats: list[Beat]) -> str:

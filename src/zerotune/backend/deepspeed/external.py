@@ -48,8 +48,8 @@ def master_weights_of(source: Any) -> MasterWeights:
     """Return the fp32 master weights of an engine or a model.
 
     Args:
-        source: A zerotune engine, a ``MasterWeights``, a ``deepspeed.DeepSpeedEngine`` (also as
-            returned by ``accelerate.prepare`` or Fabric's ``setup``), or a ``torch.nn.Module``
+        source: A zerotune engine, a ``MasterWeights``, a ``deepspeed.DeepSpeedEngine`` (including
+            one returned by ``accelerate.prepare`` or Fabric's ``setup``), or a ``torch.nn.Module``
             whose trainable parameters are fp32.
     """
     if isinstance(source, MasterWeights):
@@ -204,8 +204,9 @@ def embedded_accelerator(embedding: Any, given: Mapping[str, Any]) -> Any:
 
     Args:
         embedding: The ``EmbeddedPlan`` to run; it saves and loads checkpoints, and registers EMAs.
-        given: Keyword arguments of the script's ``Accelerator``. If an argument conflicts with the
-            plan, the plan's value replaces it, and the replacement is recorded as a decision.
+        given: Keyword arguments that the script passes to ``Accelerator``. If an argument conflicts
+            with the plan, the plan's value replaces it, and the replacement is recorded as a
+            decision.
     """
     arguments = embedding.accelerator_arguments()
     handlers = [*(given.get("kwargs_handlers") or ()), *arguments.pop("kwargs_handlers", ())]

@@ -51,7 +51,7 @@ class NativeCheckpoint:
 
     Args:
         folder: The folder passed to ``save_checkpoint``, or its subfolder ``global_step…``.
-        accelerator: Accelerator for which DeepSpeed is imported.
+        accelerator: Name of the accelerator to use when importing DeepSpeed, such as ``"cuda"``.
     """
 
     def __init__(self, folder: Path, *, accelerator: str = "cpu") -> None:

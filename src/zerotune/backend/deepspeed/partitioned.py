@@ -1,11 +1,11 @@
 """Stages 1 and 2: every rank has all weights in low precision, and updates a part of each group.
 
-DeepSpeed needs far more device memory to start than to train (``DeepSpeedZeroOptimizer.__init__``
-of 0.19.8). DeepSpeed first copies each group's weights to a flat tensor on the device, and then
-clones this rank's part on the device before moving the clone to the host. During each copy, the
-device holds the weights twice, so starting may run out of memory on a GPU that could train the
-model. ``flat_through_host`` makes both copies in host memory, weight by weight, with bit-identical
-results.
+DeepSpeed needs far more device memory to start than to train (see
+``DeepSpeedZeroOptimizer.__init__`` in DeepSpeed 0.19.8). DeepSpeed first copies each group's
+weights to a flat tensor on the device, and then clones this rank's part on the device before moving
+the clone to the host. During each copy, the device holds the weights twice, so starting may run out
+of memory on a GPU that could train the model. ``flat_through_host`` makes both copies in host
+memory, weight by weight, with bit-identical results.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _STAGES_1_AND_2: Final = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOpti
 KEY: Final = "initialization.flat weights"
 READS_KEY: Final = "zero_optimization.offload_optimizer.reads"
 FLATTENING: Final = ("self", "tensor_list", "alignment", "use_cpu_data", "param_padding")
-"""Arguments of ``flatten_dense_tensors_aligned`` in supported releases."""
+"""Arguments of ``flatten_dense_tensors_aligned`` in supported DeepSpeed releases."""
 FLAGS: Final = Upstream(
     owner=_STAGES_1_AND_2,
     replaced=(
@@ -514,9 +514,9 @@ class PartitionedWrapper(OptimizerWrapper):
             AskedOnce(self.raw)
             after = "once per step"
             reason = (
-                "the step reads all overflow flags and gradient norms from the device at once, "
-                "whereas DeepSpeed would wait for the device twice per parameter; results are "
-                "identical"
+                "the step reads all overflow flags and gradient norms from the device in one "
+                "transfer, whereas DeepSpeed would wait for the device twice per parameter; "
+                "results are identical"
             )
         return (Decision(key=READS_KEY, before=before, after=after, reason=reason),)
 
@@ -545,7 +545,8 @@ def flat_through_host(
     owner = deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
     original = owner.flatten_dense_tensors_aligned
     if tuple(inspect.signature(original).parameters) != FLATTENING:
-        decisions.append(_held_on("device", "this DeepSpeed flattens weights differently"))
+        why = "zerotune does not know how this DeepSpeed release flattens weights"
+        decisions.append(_held_on("device", why))
         yield decisions
         return
     clones = _ClonesOnHost()
@@ -637,7 +638,9 @@ class _ClonesOnHost(TorchFunctionMode):
     def decision(self) -> Decision:
         """Return the decision on where the copies were made."""
         if not self._watched or self._cloned != self._watched:
-            return _held_on("device", "this DeepSpeed release creates master weights differently")
+            return _held_on(
+                "device", "zerotune does not know how this DeepSpeed release creates master weights"
+            )
         return _held_on(
             "host",
             "DeepSpeed would hold the weights twice on the device while creating the optimizer",

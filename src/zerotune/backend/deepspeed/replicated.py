@@ -138,8 +138,8 @@ class HalfWrapper(OptimizerWrapper):
                 key=READS_KEY,
                 before=before,
                 after="once per step",
-                reason="all overflow flags are read from the device at once, whereas DeepSpeed "
-                "would wait for the device once per parameter; results are identical",
+                reason="all overflow flags are read from the device in one transfer, whereas "
+                "DeepSpeed would wait for the device once per parameter; results are identical",
             ),
         )
 

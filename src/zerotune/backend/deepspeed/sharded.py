@@ -242,7 +242,7 @@ class ShardedStep(HostStep):
         if any(flat is None for flat in self._wrapper.fp16_partitioned_groups_flat):
             return "DeepSpeed writes the weights to NVMe during the step"
         if not all(self._steps(index) for index in range(len(self._slabs))):
-            return "DeepSpeed runs the step of the part of the optimizer that is on the device"
+            return "DeepSpeed runs the step for the part of the optimizer on the device"
         return super().why_at_once()
 
     @override

@@ -330,7 +330,7 @@ def compiling(plan: ResolvedPlan) -> Iterator[None]:
 def initialize(
     deepspeed: ModuleType, plan: ResolvedPlan, arguments: dict[str, Any], resources: ExitStack
 ) -> tuple[Any, tuple[Decision, ...]]:
-    """Initialize DeepSpeed's engine, without exceeding the plan's memory while the engine starts.
+    """Initialize DeepSpeed's engine without using more memory than training under the plan.
 
     Args:
         deepspeed: The module.
@@ -339,7 +339,7 @@ def initialize(
         resources: Exit stack for the cleanup that DeepSpeed's engine does not do itself.
 
     Returns:
-        DeepSpeed's engine, and decisions about the placement of weights.
+        DeepSpeed's engine, and decisions about where the weights are stored.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     device = torch.device(accelerator.current_device_name())
@@ -407,7 +407,7 @@ def pin_exactly(
         return ()
     environ = os.environ if environ is None else environ
     if environ.get(_BACKEND, "").strip().lower() == "native":
-        return (_pinned(None, f"{_BACKEND}=native page-locks exact sizes itself"),)
+        return (_pinned(None, f"{_BACKEND}=native page-locks blocks of the exact size"),)
     for variable in _VARIABLES:
         written = _setting_in(environ.get(variable, ""))
         if written is not None:
@@ -431,7 +431,7 @@ def _set_and_verify() -> str | None:
     read = getattr(private, "_accelerator_getAllocatorSettings", None)
     write = getattr(private, "_accelerator_setAllocatorSettings", None)
     if read is None or write is None:
-        return "this torch has no setting for the sizes of page-locked blocks"
+        return "this torch version has no setting for the size of page-locked blocks"
     with _lock:
         current = read() or ""
         if _setting_in(current) is None:
@@ -442,7 +442,7 @@ def _set_and_verify() -> str | None:
                 return f"torch refused the setting for exact sizes: {str(error).splitlines()[0]}"
     taken = _pinned_bytes_of(_PROBE)
     if taken is not None and taken >= 4 * 1024**2:
-        return "torch accepted the setting for exact sizes, but still rounds"
+        return "torch accepted the setting for exact sizes, but still rounds sizes up"
     return None
 
 
@@ -455,14 +455,14 @@ def _natively(plan: ResolvedPlan, resources: ExitStack, why: str) -> Decision:
             before=None,
             after=None,
             reason=f"{why}, and {obstacle}, so page-locked blocks use up to twice their size; "
-            f"set {_BACKEND}=native to page-lock exact sizes",
+            f"set {_BACKEND}=native to page-lock blocks of the exact size",
             severity="warning",
         )
     resources.enter_context(held(_BACKEND, "native"))
     _refuse_in_time(resources)
     return _pinned(
         "native",
-        f"{why}, so DeepSpeed itself page-locks exact sizes ({_BACKEND}=native)",
+        f"{why}, so DeepSpeed page-locks blocks of the exact size ({_BACKEND}=native)",
     )
 
 

@@ -1,9 +1,9 @@
 """``OptimizerWrapper``: adapters for the classes in which DeepSpeed wraps an optimizer.
 
-There is one module for each way of wrapping: ``replicated`` (stage 0), ``partitioned`` (stages 1
-and 2) and ``sharded`` (stage 3). A later DeepSpeed may change a method that zerotune replaces.
-Therefore ``backend/data/sources.json`` contains hashes of these methods for each tested release;
-``python -m tools.deepspeed_sources`` adds those of the installed release.
+There is one module for each kind of wrapper: ``replicated`` (stage 0), ``partitioned`` (stages 1
+and 2) and ``sharded`` (stage 3). A later DeepSpeed release may change a method that zerotune
+replaces. Therefore ``backend/data/sources.json`` contains hashes of these methods for each tested
+release; ``python -m tools.deepspeed_sources`` adds those of the installed release.
 
 DeepSpeed's step in host memory converts every gradient to fp32 in a separate buffer, computes its
 norm with a copy in fp64, and then reads memory again for clipping, Adam and the cast. ``HostStep``
@@ -51,7 +51,7 @@ class Upstream:
     relied_on: tuple[str, ...] = ()
     """Undocumented attributes that zerotune requires."""
     replaced: tuple[str, ...] = ()
-    """Methods that zerotune replaces, wholly or partly, if their source is a tested version."""
+    """Methods that zerotune replaces, wholly or partly, if their source code has been tested."""
 
     @property
     def missing(self) -> list[str]:
@@ -71,7 +71,9 @@ class Upstream:
         for name, digest in self.digests.items():
             method = name.rpartition(".")[2]
             if digest is None:
-                return f"the source of DeepSpeed's {method} cannot be read, so it may be untested"
+                return (
+                    f"the source code of DeepSpeed's {method} cannot be read, so it may be untested"
+                )
             if digest not in tested_sources().get(name, {}):
                 return f"DeepSpeed's {method} differs from every tested release"
         return None
@@ -103,7 +105,7 @@ def source_digest(function: Any) -> str | None:
 
 @functools.cache
 def tested_sources() -> dict[str, dict[str, list[str]]]:
-    """Return the tested DeepSpeed releases of each method, by dotted name and source digest."""
+    """Return the releases that contain each tested method, by dotted name and source digest."""
     file = importlib.resources.files("zerotune") / "backend" / "data" / "sources.json"
     content: dict[str, dict[str, list[str]]] = json.loads(file.read_text(encoding="utf-8"))
     return content

@@ -172,7 +172,7 @@ class ShardAware(TensorByTensor):
 
 
 class Lamb(ShardAware):
-    """Lamb of You et al. 2020, algorithm 2 (https://arxiv.org/abs/1904.00962).
+    """Lamb, from You et al. 2020, algorithm 2 (https://arxiv.org/abs/1904.00962).
 
     The trust ratio needs norms of whole parameters, but under ZeRO each rank has only a flat shard.
     Each rank sums the squares of its parts, and one small all-reduce adds the sums of all ranks.
@@ -244,7 +244,7 @@ class Lamb(ShardAware):
 
 
 class Lion(TensorByTensor):
-    """Lion of Chen et al. 2023, algorithm 2 (https://arxiv.org/abs/2302.06675).
+    """Lion, from Chen et al. 2023, algorithm 2 (https://arxiv.org/abs/2302.06675).
 
     The update is elementwise, so ZeRO's flat shards do not change the result.
 
@@ -277,7 +277,7 @@ class Lion(TensorByTensor):
 
 
 class Muon(ShardAware):
-    """Muon of Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/).
+    """Muon, from Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/).
 
     Groups with ``use_muon`` are updated with the orthogonalised momentum; AdamW updates all other
     groups. As in the authors' code, convolution weights are treated as matrices of shape (out, in x
@@ -287,7 +287,7 @@ class Muon(ShardAware):
     Args:
         params: Groups; each may contain ``use_muon``, ``lr``, ``momentum``, ``weight_decay``,
             ``betas`` and ``eps``.
-        lr: Learning rate of groups without ``lr``.
+        lr: Learning rate for groups that do not set ``lr``.
         momentum: Decay rate of the momentum.
         nesterov: Whether to use Nesterov momentum.
         ns_steps: Number of Newton-Schulz iterations.
@@ -350,8 +350,8 @@ class Muon(ShardAware):
 def orthogonalise(matrix: torch.Tensor, *, steps: int = 5) -> torch.Tensor:
     """Approximate the nearest orthogonal matrix, with singular values between 0.7 and 1.2.
 
-    The function runs a quintic Newton-Schulz iteration with the coefficients of Jordan et al. As in
-    the authors' code, the result is scaled by ``sqrt(max(1, rows / columns))``.
+    The function runs a quintic Newton-Schulz iteration with the coefficients from Jordan et al. As
+    in the authors' code, the result is scaled by ``sqrt(max(1, rows / columns))``.
 
     Args:
         matrix: Matrix of shape (rows, columns).
@@ -488,7 +488,7 @@ def noise_key(taken: int, group: int) -> int:
 
 
 def noise_bits(key: int, positions: torch.Tensor) -> torch.Tensor:
-    """Return each element's random bits, identical to those of ``drawn`` in ``step/host_step.cpp``.
+    """Return each element's random bits, equal to the output of ``drawn`` in ``host_step.cpp``.
 
     Args:
         key: Result of ``noise_key``.
@@ -755,7 +755,7 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
         """Return the moments in fp32, 1-D, by name; empty before the first step.
 
         Args:
-            state: The optimizer's state of one tensor.
+            state: The optimizer's state dict for one tensor.
         """
         return {
             name: codebook(signed=signed).decode(state[name], state[scale_of(name)])
@@ -768,7 +768,7 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
         """Set the moments; encoding the result of ``decode_states`` changes no bit.
 
         Args:
-            state: The optimizer's state of one tensor; changed in place.
+            state: The optimizer's state dict for one tensor; changed in place.
             moments: Moments in fp32, 1-D, by name.
         """
         for name, moment in moments.items():

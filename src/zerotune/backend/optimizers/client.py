@@ -132,7 +132,7 @@ def _optimizer_factory(choice: OptimizerChoice) -> Callable[..., Any]:
 
 
 STOPPED: Final = "stopped"
-"""Parameter group key: whether the group has taken its last step and is skipped from then on."""
+"""Key that marks a parameter group as having taken its last step; the group is then skipped."""
 
 
 class CurveScheduler:

@@ -313,8 +313,8 @@ class Stepper(ABC):
             factor: Multiplier for the gradient.
             out: See ``SlabStep.out``.
             masters: The fp32 weights; default: the slab itself.
-            places: Positions of the slab's elements in the group; default: after the group's
-                previous slab.
+            places: Positions of the slab's elements in the group; default: directly after the
+                group's previous slab.
         """
         state = self._adam.state[slab]
         self._create_states(state, slab)
@@ -407,7 +407,10 @@ class HostBF16Adam(Stepper):
 
 
 class Host8BitAdam(Stepper):
-    """Stepper bit-identical to ``AdamW8BitStates.step``; every part starts at a block boundary."""
+    """Stepper whose results are bit-identical to those of ``AdamW8BitStates.step``.
+
+    Every part starts at a block boundary.
+    """
 
     _has_tail = False
 

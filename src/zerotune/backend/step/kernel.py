@@ -3,8 +3,8 @@
 ``torch.compile`` could generate such a kernel, but its kernel was 10 % slower in an experiment, and
 every combination of EMAs, dtypes and thread counts would need a separate kernel. The compiler would
 also decide which products become FMAs, which changes the last bit. The op is therefore written in
-C++ (``host_step.cpp``) and uses neither torch nor Python. The op compiles in seconds, into the
-folder of DeepSpeed's ops.
+C++ (``host_step.cpp``) and uses neither torch nor Python. The op compiles within seconds, and is
+stored in the same folder as DeepSpeed's ops.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class Exchange:
         """Return rank 0's order of the parts.
 
         Args:
-            wished: This rank's order of the parts.
+            wished: This rank's preferred order of the parts.
         """
         order: list[int] = self.group.broadcast(list(wished), purpose="begin a step's pass")
         return order
@@ -714,7 +714,7 @@ def land(tensor: Any) -> None:
 
 @cache
 def awaited(kind: type) -> type:
-    """Return the subclass of the tensor class ``kind`` that held tensors get."""
+    """Return the subclass of the tensor class ``kind`` that is used for held tensors."""
     return type(f"Awaited{kind.__name__}", (Awaited, kind), {})
 
 

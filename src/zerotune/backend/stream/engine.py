@@ -512,7 +512,7 @@ def _capacity(streaming: Streaming, units: list[Unit]) -> int:
 def _why_not_by_default(plan: ResolvedPlan) -> str | None:
     """Why a plan without ``streamed`` is not streamed; ``None`` if it is."""
     if plan.platform.accelerator == "cpu":
-        return "host and device share one memory"
+        return "host and device share the same memory"
     if plan.world_size > 1:
         return "streaming is not proven on several ranks; plan.resolve(streamed=True) enables it"
     if plan.offload_param != "cpu":

@@ -1,4 +1,4 @@
-"""``Gradients``: host memory for the gradients of units until the units are updated."""
+"""``Gradients``: host memory that holds the gradients of units until the units are updated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``SharedStreamEngine``: several ranks of one machine share one copy of the weights.
+"""``SharedStreamEngine``: several ranks on one machine share one copy of the weights.
 
 Each rank streams the weights in host memory to its own device. When the gradients of a unit reach
 host memory, each rank sums its share of them and updates the same share of the weights. Every
@@ -211,8 +211,8 @@ class SharedStreamEngine(StreamEngine):
                 after=f"{self._group.world_size} ranks share one copy of the weights, "
                 f"{format_size(nbytes)}{locked}",
                 reason="each rank sums the gradients of its share of every unit, and updates the "
-                "share's weights and averages; gradients are summed in rank order, which does not "
-                "affect results with two ranks",
+                "weights and EMAs of that share; gradients are summed in rank order, which does "
+                "not affect results with two ranks",
             ),
         )
 

@@ -1,4 +1,4 @@
-"""Anonymous memory that the ranks of one machine share, and their synchronisation through it.
+"""Anonymous memory that ranks on one machine share, and through which they synchronise.
 
 The memory is an unnamed file, so it is freed when the processes that share it end, even if they are
 killed. Ranks synchronise with counters in shared memory. A waiting rank checks whether the
@@ -288,7 +288,7 @@ class Meeting(Closable):
         return self._tables.stages[:, : unit.nbytes].view(unit.host.dtype).unbind()
 
     def land(self, index: int, came: Collection[int] = ()) -> None:
-        """Wait until every rank has staged gradients; check that all staged the same parameters.
+        """Wait until every rank has staged gradients; check that the parameters match.
 
         Args:
             index: Index of the unit, or one of ``END``, ``STEP`` and ``DROPPED``.

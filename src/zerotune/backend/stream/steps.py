@@ -39,7 +39,7 @@ class Window:
     """The gradients of a unit in the current accumulation window."""
 
     place: Place | None = None
-    """Host memory of the gradients."""
+    """Host memory for the gradients."""
     came: dict[int, torch.Tensor] = attrs.field(factory=dict)
     """Gradients of the current micro batch on the device, by the parameter's index."""
     landed: Copy | None = None
@@ -47,7 +47,7 @@ class Window:
     on_host: set[int] = attrs.field(factory=set)
     """Indices of the parameters whose gradient is in host memory."""
     squares: dict[tuple[int, int], float] = attrs.field(factory=dict)
-    """Sums of squared gradients, by the parameter's index and the elements' rank under ZeRO-2."""
+    """Sums of squared gradients, by parameter index and the elements' owner under ZeRO-2."""
     expected: int = 0
     """Number of gradients expected in this micro batch."""
     taken: bool = False

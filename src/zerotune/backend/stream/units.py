@@ -107,7 +107,7 @@ class Part:
     offset: int
     """Offset of the first element in the slab."""
     fragments: tuple[tuple[int, slice], ...]
-    """Each rank with the range of slab elements that it would own under ZeRO-2."""
+    """Each rank, and the range of slab elements that it would own under ZeRO-2."""
     singles: tuple[slice, ...]
     """Slab elements that ZeRO-2's Adam updates with scalar instead of vector code."""
 

@@ -36,7 +36,7 @@ class Home:
     kind: Any
     """The parameter's original class."""
     inside: Inside
-    """Registry of the calls of units that each thread is executing."""
+    """Registry of the unit calls in progress in each thread."""
 
     def weights(self) -> torch.Tensor:
         """Wait for the unit's last update, and return the weights in host memory.
@@ -100,7 +100,7 @@ def stream_weight(unit: Unit, member: Member, inside: Inside) -> None:
     Args:
         unit: The parameter's unit.
         member: The parameter.
-        inside: Registry of the calls of units that each thread is executing.
+        inside: Registry of the unit calls in progress in each thread.
     """
     parameter: Any = member.parameter
     parameter._home = Home(unit=unit, member=member, kind=type(parameter), inside=inside)
@@ -243,7 +243,7 @@ def _refuse_other(parameter: Any, values: torch.Tensor) -> None:
 
 
 class Inside(threading.local):
-    """Registry of the calls of units that each thread is executing."""
+    """Registry of the unit calls in progress in each thread."""
 
     def __init__(self) -> None:
         self._entered: list[tuple[torch.nn.Module, Sequence[Unit], ExitStack]] = []

@@ -22,7 +22,7 @@ async function answer(request) {
   try {
     data = await response.json();
   } catch {
-    data = { error: `The server answered with status ${response.status} and without JSON.` };
+    data = { error: `The server answered with status ${response.status}, but not with JSON.` };
   }
   if (!response.ok) throw new ApiError(response.status, data);
   return data;

@@ -5,7 +5,7 @@ import { all, byId, download, el, fill, onSubmit, point, show, status, errorText
 import { state } from "./state.js";
 
 const ABOUT = {
-  json: "DeepSpeed's own format, as the builder saves it.",
+  json: "DeepSpeed's own format, in which the builder saves the plan.",
   running: "The configuration with every auto value filled in for the model and machine on this page.",
   yaml: "A file for accelerate launch --config_file.",
   python: "Python code that builds the same plan.",

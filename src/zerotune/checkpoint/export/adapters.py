@@ -238,9 +238,10 @@ def export_adapters(
         dtype: Dtype of the tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch
             dtype.
         layout: ``"diffusers"``, or ``"peft"`` for a folder that ``PeftModel.from_pretrained``
-            reads. ``"comfyui"`` writes a file of ``diffusion_model.*`` tensors, and ``"kohya"``
+            reads. ``"comfyui"`` writes a file with ``diffusion_model.*`` tensors, and ``"kohya"``
             writes a file in the format of kohya's trainers. Exports to ``"comfyui"`` and
-            ``"kohya"`` need memory for all adapters, and are verified with diffusers' converters.
+            ``"kohya"`` need memory for all adapters at once, and are verified with diffusers'
+            converters.
         component: Name of the model in the pipeline; by default derived from the model's class.
             For ``TrainedParts``, the names of the parts are used.
         pipeline: A pipeline or its class; the export fails if the pipeline cannot load adapters
@@ -341,7 +342,7 @@ class AdapterOutline:
                 "a peft folder can contain the adapters of only one model",
                 key="layout",
                 value=layout,
-                fix='write layout="diffusers" to export the adapters of several models',
+                fix='pass layout="diffusers" to export the adapters of several models',
             )
         for component, (_, module, adapter) in self.adapters.items():
             config = peft_config(module, adapter).to_dict()
@@ -353,7 +354,7 @@ class AdapterOutline:
                     f"does not support {kind} adapters",
                     key="layout",
                     value=layout,
-                    fix='write layout="peft", and load the folder with PeftModel.from_pretrained',
+                    fix='pass layout="peft", and load the folder with PeftModel.from_pretrained',
                 )
             if layout in ("comfyui", "kohya"):
                 published(module, layout, component)
@@ -411,7 +412,7 @@ def _check_loadable(pipeline: Any, names: tuple[str, ...]) -> None:
             f"{kind} can load adapters only for: {', '.join(loadable or ()) or 'no component'}",
             key="component",
             value=names,
-            fix="give the components the names that they have in the pipeline",
+            fix="use the pipeline's names for its components",
         )
 
 
@@ -587,13 +588,13 @@ class _Foreign(_Draft):
             key="adapters.alpha",
             before="separate from the factors",
             after="in the factors",
-            reason=f"{self._layout} files store the factors multiplied by alpha / rank, rounded to "
-            f"{str(self._dtype).removeprefix('torch.')}",
+            reason=f"{self._layout} files store LoRA factors multiplied by alpha / rank and "
+            f"rounded to {str(self._dtype).removeprefix('torch.')}",
             severity="warning",
         )
 
 
 def _homeless(layer: str, what: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        f"{what}, which the format does not support", key=layer, fix='write layout="diffusers"'
+        f"{what}, which the format does not support", key=layer, fix='pass layout="diffusers"'
     )

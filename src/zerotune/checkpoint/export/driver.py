@@ -81,7 +81,7 @@ def meet(
     timeout_s: float | None,
     purpose: str = "exporting to",
 ) -> Gatherable:
-    """Check that all ranks pass the same arguments, and return the source of the weights.
+    """Check that all ranks pass the same arguments, and return the weights to export.
 
     Collective.
 
@@ -183,7 +183,7 @@ class Whole:
     part: str
     """Name of the part."""
     others: Mapping[str, str]
-    """SHA-256 (hex) of the pipeline's other files, by path relative to the pipeline folder."""
+    """Maps the relative path of each other file in the pipeline folder to its SHA-256 (hex)."""
 
 
 class ExportWriter:

@@ -336,7 +336,7 @@ class _Merged:
         named = components(engine.module, component or unnamed)
         if len(named) > 1:
             raise InvalidValueError(
-                "must name one model, because export_merged writes only one model",
+                "must name one model, because export_merged writes only one",
                 key="component",
                 value=component,
                 fix=f"write one of {list(named)}",

@@ -143,8 +143,8 @@ def export_model(
         The absolute path.
 
     Raises:
-        CheckpointError: The path exists and is not an export, the disk is too small, or writing
-            fails.
+        CheckpointError: The path exists and is not an export, the disk has too little free space,
+            or writing fails.
         CheckpointCorruptError: The data on disk differ from the written data.
         CheckpointMismatchError: The model trains adapters; use ``export_adapters`` or
             ``export_merged``.
@@ -230,7 +230,7 @@ def export_checkpoint(
 def checked_checkpoint(
     directory: str | os.PathLike[str], *, shadow: str | None
 ) -> tuple[Path, Manifest]:
-    """Check a checkpoint's files and that it has ``shadow``; return its folder and manifest."""
+    """Check that a checkpoint has all files and ``shadow``; return its folder and manifest."""
     folder, manifest = find_checkpoint(directory)
     check_files(folder, manifest)
     if shadow is not None and shadow not in manifest.shadows:

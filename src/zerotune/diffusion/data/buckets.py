@@ -50,7 +50,7 @@ class Placement:
     original: Size
     """Size of the upright image."""
     resized: Size
-    """Size after resizing: one side equals the bucket's, and the other is at least as long."""
+    """Size after resizing: both sides are at least as long as the bucket's, and one is equal."""
 
     @property
     def scale(self) -> float:
@@ -197,8 +197,9 @@ class AspectBuckets:
 
         Args:
             sizes: Width and height of each upright image.
-            minimum: Minimum number of images per bucket, such as the micro batch size. Images of a
-                bucket with fewer images move to the remaining bucket with the nearest aspect ratio.
+            minimum: Minimum number of images per bucket, such as the micro batch size. Images from
+                buckets below this minimum move to the remaining bucket with the nearest aspect
+                ratio.
 
         Raises:
             DataError: ``sizes`` is empty, or an image has no pixels.

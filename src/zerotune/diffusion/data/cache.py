@@ -279,7 +279,7 @@ class TensorCache:
             key="cache",
             before=path.name,
             after=None,
-            reason=f"the file in {self.folder.name} {reason}; entries of this file are recomputed",
+            reason=f"the file in {self.folder.name} {reason}; its entries are recomputed",
             severity="warning",
         )
         self.decisions += (decision,)
@@ -309,12 +309,13 @@ def cache_names(caches: Iterable[TensorCache]) -> str:
 
 
 EncodeImages = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
-"""Function from images (b, 3, h, w) in [-1, 1] to named tensors, batch first, such as ``{"latents":
-…}``."""
+"""Function that encodes images (b, 3, h, w) in [-1, 1] as named tensors, batch first, such as
+``{"latents": …}``."""
 EncodeTexts = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
-"""Function from captions to named tensors, batch first, such as ``{"prompt_embeds": …}``."""
+"""Function that encodes captions as named tensors, batch first, such as
+``{"prompt_embeds": …}``."""
 Progress = Callable[[int, int], None]
-"""Function that is called with this rank's number of finished items and total number of items."""
+"""Function that is called with two counts for this rank: finished items and total items."""
 
 TEXTS: Final = "texts"
 """Cache kind for text embeddings."""
@@ -363,8 +364,8 @@ def cache_latents(
     The key of an image is a hash of its stored bytes, mask, references, bucket, preparation and
     mirroring. Masks are stored at latent size as ``loss_masks``, and encoded references as
     ``reference_latents``. If some images have several references, ``reference_latents`` has the
-    shape (b, r, …). A file is written every ``shard_size`` images. After an interruption, another
-    call therefore encodes only the missing images, even with a different number of ranks.
+    shape (b, r, …). A file is written after every ``shard_size`` images. After an interruption,
+    another call therefore encodes only the missing images, even with a different number of ranks.
 
     Args:
         dataset: Images to encode; if the augmentation flips images, the mirrored images are encoded
@@ -454,7 +455,7 @@ def cache_edits(
     read: ReadImages | None = None,
     **options: Unpack[CacheOptions],
 ) -> None:
-    """Encode each caption together with the image that it edits. Collective.
+    """Encode each caption together with the image to edit. Collective.
 
     Use this function instead of ``cache_texts`` if the text encoder reads the caption and the image
     together. Every caption is encoded with its image, and again with the mirrored image if the

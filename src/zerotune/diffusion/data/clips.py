@@ -279,7 +279,8 @@ class ClipFolder:
     Raises:
         DataError: There are no clips, or a caption file is malformed.
         InvalidValueError: ``frame_rate`` is not above 0.
-        MissingDependencyError: Pillow is not installed, or PyAV is missing for videos.
+        MissingDependencyError: Pillow is not installed, or there are videos and PyAV is not
+            installed.
     """
 
     def __init__(
@@ -292,7 +293,7 @@ class ClipFolder:
         on_broken: OnBroken | None = None,
     ) -> None:
         place, rate = Path(root), _checked_rate(frame_rate, key="frame_rate")
-        with system_errors(DataError, place, "the folder of clips cannot be read"):
+        with system_errors(DataError, place, "the clip folder cannot be read"):
             there = place.is_dir()
         if not there:
             raise DataError(
@@ -472,7 +473,7 @@ def _frames_per_second(value: float | Fraction) -> Fraction:
 
 @attrs.frozen(kw_only=True)
 class ClipBuckets:
-    """Buckets of clips: every combination of a size in ``sizes`` and a length in ``frames``.
+    """Buckets for clips: one for every pair of a size in ``sizes`` and a length in ``frames``.
 
     A clip is assigned to the bucket with the greatest length for which it has enough frames, and
     with the nearest aspect ratio. A clip that is longer than its bucket loses frames at both ends.
@@ -535,9 +536,9 @@ class ClipBuckets:
 
         Args:
             items: Metadata of the clips.
-            minimum: Minimum number of clips per bucket, such as the micro batch size. Clips of a
-                bucket with fewer clips move to the nearest bucket of the same length with enough
-                clips.
+            minimum: Minimum number of clips per bucket, such as the micro batch size. Clips from
+                buckets below this minimum move to the nearest bucket of the same length that has
+                enough clips.
 
         Raises:
             DataError: There are no clips, or a clip is too short for all lengths.

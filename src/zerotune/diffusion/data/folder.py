@@ -135,7 +135,7 @@ class CaptionFiles(Protocol):
         """Return one or several captions for each image, keyed by image name.
 
         Args:
-            root: Folder of the images.
+            root: Folder that contains the images.
             names: Names of the images, as paths relative to ``root``.
         """
         ...
@@ -180,7 +180,7 @@ class MetadataFile:
         """Read all captions of the file, including captions of missing images.
 
         Args:
-            root: Folder of the images.
+            root: Folder that contains the images.
             names: Paths of the images, relative to the folder.
 
         Raises:
@@ -209,9 +209,10 @@ class ImageFolder(EncodedSource):
         masks: Suffix of mask names before the extension; ``None`` for no masks.
         references: Suffix of reference names before the extension. If one image has a reference,
             every image needs at least one.
-        reference_folder: Folder of references. Each reference is named after its image, with any
-            extension, such as ``conditions/cat.png`` for ``photos/cat.jpg``. With several folders,
-            the first folder contains the first reference of each image, and so on.
+        reference_folder: Folder that contains the references, or a list of folders. Each reference
+            is named after its image, with any extension, such as ``conditions/cat.png`` for
+            ``photos/cat.jpg``. With several folders, the first folder contains the first reference
+            of each image, and so on.
         check: ``"whole"``, the default, decodes every image at the start; ``"header"`` reads only
             the size of each image.
         on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error. An
@@ -326,7 +327,7 @@ def _pair_across(
 
 def _checked_folder(path: str | os.PathLike[str], *, key: str) -> Path:
     folder = Path(path)
-    with system_errors(DataError, folder, "the folder of images cannot be read"):
+    with system_errors(DataError, folder, "the image folder cannot be read"):
         there = folder.is_dir()
     if not there:
         raise DataError(

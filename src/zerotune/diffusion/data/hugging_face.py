@@ -181,7 +181,7 @@ class DatasetImages(EncodedSource):
         )
 
     def encoded(self, index: int) -> bytes:
-        """Return the image of a sample as PNG."""
+        """Return the image of a sample as PNG bytes."""
         return _png(self._image(self._dataset[int(self._items[index].name)]))
 
     def content(self, index: int) -> str:

@@ -73,7 +73,7 @@ class StreamedImages:
         world_size: Number of processes that share the data.
         preparation: Settings for transparency, resizing and cropping.
         augmentation: Settings for flips and captions.
-        check: ``"whole"``, the default, decodes every image on every rank. With ``"header"`` each
+        check: ``"whole"``, the default, decodes every image on every rank. With ``"header"``, each
             rank decodes only its share, and a truncated image stops the run.
         on_broken: ``"skip"``, the default, skips unreadable images; ``"error"`` raises an error.
 
@@ -138,7 +138,8 @@ class StreamedImages:
         """Continue from a saved position: read and discard the consumed samples.
 
         Raises:
-            DataError: ``samples`` yields different or fewer samples, or the state is invalid.
+            DataError: ``samples`` yields different or fewer samples than in the saved run, or the
+                state is invalid.
         """
         waiting = {_saved_draw(each) for each in saved(state, "waiting", list)}
         epoch, count = saved(state, "epoch", int, most=_MOST_EPOCHS), saved(state, "count", int)

@@ -122,7 +122,7 @@ class BucketOrder:
     shuffle: bool = True
     origin: tuple[int, ...] = ()
     """For each bucket, the number of images used before a change of the micro batch size; an empty
-    tuple means none."""
+    tuple if it has not changed."""
     shares: tuple[Share, ...] = ()
     """Sets of the mixture; empty for a single set that uses each image once per epoch."""
     groups: tuple[int, ...] = ()

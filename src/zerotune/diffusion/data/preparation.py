@@ -168,7 +168,7 @@ class TagShuffle:
 
 @attrs.frozen(kw_only=True)
 class Augmentation:
-    """Random variations of images and captions, which the seed determines."""
+    """Random variations of images and captions, determined by the seed."""
 
     flip: float = attrs.field(default=0.0, validator=validated(probability))
     """Probability of mirroring an image horizontally."""
@@ -245,7 +245,7 @@ class Augmentation:
                 "tags are shuffled anew at each use, so their embeddings cannot be cached",
                 key="augmentation.tags.orders",
                 value=None,
-                fix="write TagShuffle(orders=8) to cache 8 orders of each caption, or cache only "
+                fix="use TagShuffle(orders=8) to cache 8 orders of each caption, or cache only "
                 "the latents (cache_latents) and encode captions during training",
             )
 

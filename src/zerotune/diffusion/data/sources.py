@@ -50,7 +50,7 @@ _logger: Final = logging.getLogger("zerotune")
 
 
 class SizeIndex:
-    """A cache file of image sizes; an entry is valid as long as its image file is unchanged.
+    """A cache file for image sizes; an entry is valid as long as its image file is unchanged.
 
     On each machine, one process reads the missing sizes while the others wait, so each image is
     decoded only once. If the cache folder is not writable, every process reads all sizes.
@@ -593,8 +593,8 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
         of: Number of all images.
     """
     effect = {
-        MASK: "white pixels count in the loss, black ones do not; without a mask all pixels count",
-        REFERENCE: "references are images before an edit or conditions of a ControlNet",
+        MASK: "the loss ignores black pixels; images without a mask contribute all their pixels",
+        REFERENCE: "references are the images before an edit, or a ControlNet's condition images",
         **dict.fromkeys(REFERENCES[1:], "each edit uses all references of its image"),
     }
     return tuple(

@@ -496,7 +496,7 @@ class BucketStream(_OrderedStream):
 
     @property
     def used(self) -> dict[str, int]:
-        """Number of images of each set that all ranks have used; empty if there is no mixture."""
+        """Number of images used from each set, over all ranks; empty if there is no mixture."""
         shares = self._order.shares
         if not shares:
             return {}
@@ -504,7 +504,7 @@ class BucketStream(_OrderedStream):
         return dict(zip(names, self._order.used_of_shares(self._position), strict=True))
 
     def explain(self) -> str:
-        """Describe the repeats and image uses of each set; an empty text without a mixture."""
+        """Describe each set's repeats and used images; an empty string without a mixture."""
         used = self.used
         rows = [
             f" {share.name}: {len(share.images)} images, each {float(share.repeats):g} "
@@ -528,8 +528,8 @@ class BucketStream(_OrderedStream):
         """Continue from a saved position, with the saved seed and ``shuffle`` setting.
 
         Raises:
-            DataError: The state is invalid, or the images, their buckets or repeats have changed.
-                In this case, the position of the stream is unchanged.
+            DataError: The state is invalid, or the images, their buckets or their repeats have
+                changed. After this error, the stream's position is unchanged.
         """
         if saved(state, "data", str) != self._identity:
             raise DataError(
@@ -608,8 +608,8 @@ def _small_buckets(assignment: BucketAssignment, size: int) -> tuple[Decision, .
 class RepeatedBatches:
     """Endless batches from an iterable, such as a ``DataLoader``, a list or your own class.
 
-    The iterable is restarted whenever it ends. A resumed run reads and discards the batches that it
-    used before, so an iterable that shuffles must reproduce its order.
+    The iterable is restarted whenever it ends. A resumed run reads and discards the batches used
+    before the checkpoint, so an iterable that shuffles must reproduce its order.
 
     Args:
         batches: A restartable iterable over this rank's micro batches.

@@ -71,7 +71,7 @@ class TarShards(EncodedSource):
         on_broken: ``"skip"``, the default, skips broken images; ``"error"`` raises an error.
 
     Raises:
-        DataError: A shard is missing, compressed or truncated, or there is no image.
+        DataError: A shard is missing, compressed or truncated, or the shards contain no image.
     """
 
     def __init__(

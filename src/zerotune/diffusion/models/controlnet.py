@@ -256,7 +256,7 @@ class StableDiffusion3ControlNet(ControlNetFamily, StableDiffusion3):
         return {"num_layers": layers, "num_extra_conditioning_channels": 0}
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Undo the VAE's shift of condition latents for a ControlNet trained without this shift."""
+        """Remove the VAE's shift from condition latents for a ControlNet trained without it."""
         config = pipe.controlnet.config
         if config.force_zeros_for_pooled_projection:
             vae = pipe.vae.config

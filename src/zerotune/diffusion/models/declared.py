@@ -71,7 +71,7 @@ class StableDiffusionXL(PipelineFamily):
     A batch may contain ``original_sizes``, ``crop_corners`` and ``target_sizes``, each (b, 2), with
     the vertical value first; ``PreparedImages`` yields all three. If a batch lacks any of these
     tensors, its images are treated as uncropped and at their original size (Podell et al., "SDXL",
-    2.2).
+    section 2.2).
 
     If the pipeline sets ``force_zeros_for_empty_prompt``, the empty text is encoded as zeros, both
     in training and in sampling. The training script of diffusers embeds the empty text instead.
@@ -157,7 +157,7 @@ class StableDiffusionXL(PipelineFamily):
 
 
 class StableDiffusion3(PipelineFamily):
-    """Stable Diffusion 3 and 3.5, with two CLIPs and optionally T5 as text encoders.
+    """Stable Diffusion 3 and 3.5, with two CLIP models and optionally T5 as text encoders.
 
     T5 encodes 256 tokens, as in the pipeline; the training script of diffusers uses 77 tokens.
     """
@@ -327,7 +327,7 @@ class Flux2(PipelineFamily):
         return _pictures(latents, self.latent_space().scale)
 
     def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
-        """Pass each sample's own reference latents; the pipeline would use one set for all."""
+        """Pass each sample's reference latents; the pipeline supports only one set per call."""
         super().adjust(pipe, call_kwargs)
         if self.reference not in call_kwargs:
             return
@@ -439,7 +439,7 @@ class Lumina2(PipelineFamily):
 
 
 class LTXVideo(PipelineFamily):
-    """LTX-Video; its VAE compresses sides 32-fold and time 8-fold. Each latent pixel is a token."""
+    """LTX-Video; its VAE compresses each side 32-fold and time 8-fold. Latent pixels are tokens."""
 
     pipeline: ClassVar[str] = "LTXPipeline"
     model: ClassVar[str] = "LTXVideoTransformer3DModel"
@@ -534,7 +534,7 @@ class PixArtSigma(PixArtAlpha):
 
 
 class Krea2(PipelineFamily):
-    """Krea 2, whose embeddings contain, for each token, hidden states of several encoder layers.
+    """Krea 2, whose embeddings contain hidden states from several encoder layers for each token.
 
     To disable guidance, pass ``guidance_scale=0`` to diffusers' pipeline, but ``guidance_scale=1``
     to ``sample``.
@@ -657,8 +657,8 @@ class QwenImageEdit(ReadingFamily, QwenImage):
     reference: ClassVar[str | None] = "image"
 
     reference_area: int = attrs.field(default=1024 * 1024, validator=validated(whole))
-    """Area in pixels to which reference images are resized. A smaller area saves tokens. However,
-    diffusers' pipeline without zerotune always uses the default area."""
+    """Area in pixels to which reference images are resized. A smaller area saves tokens. Without
+    zerotune, however, diffusers' pipeline always uses the default area."""
 
     @property
     def read_area(self) -> int:
@@ -772,7 +772,7 @@ DECLARED = (
     HiDream,
     FluxKontext,
 )
-"""Families that ``load_pretrained`` selects by the class of the pipeline."""
+"""Families that ``load_pretrained`` selects by pipeline class."""
 
 BY_MODEL: Mapping[str, type[PipelineFamily]] = {
     family.model: family for family in DECLARED if "model" in vars(family)

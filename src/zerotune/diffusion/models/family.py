@@ -78,7 +78,7 @@ class Family(Protocol):
 
 @runtime_checkable
 class LabelFamily(Family, Protocol):
-    """Interface of class-conditional and unconditional families, sampled without a pipeline."""
+    """Interface of class-conditional and unconditional families; sampling uses no pipeline."""
 
     def condition_on(self, labels: Tensor | None) -> Conditioning:
         """Return the conditioning for sampling.
@@ -99,7 +99,7 @@ class LabelFamily(Family, Protocol):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Drawing:
-    """Prompts of the images that one rank samples, and the options passed to ``sample``."""
+    """Prompts for the images that one rank samples, and the options passed to ``sample``."""
 
     prompts: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -119,7 +119,7 @@ class PromptFamily(Family, Protocol):
     """Interface of families that sample images from prompts through their diffusers pipeline."""
 
     def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
-        """Sample images (n, 3, height, width), returned on the CPU in fp32, nominally in [-1, 1].
+        """Sample images (n, 3, height, width) as fp32 CPU tensors, nominally in [-1, 1].
 
         Args:
             model: Model that predicts.

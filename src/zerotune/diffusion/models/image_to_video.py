@@ -158,7 +158,7 @@ class ImageToVideo(PipelineFamily):
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Call the pipeline to predict; the loss of a latent frame taken from the image is zero."""
+        """Call the pipeline to predict; a latent frame that comes from the image has zero loss."""
         found = super().predict(model, noisy, timesteps, conditioning)
         if not self.gives_first(model):
             return found
@@ -439,4 +439,4 @@ IMAGE_TO_VIDEO: Final[tuple[type[ImageToVideo], ...]] = (
     WanImageToVideo,
     HunyuanVideoImageToVideo,
 )
-"""Families that ``load_pretrained`` selects by the class of the pipeline."""
+"""Families that ``load_pretrained`` selects by pipeline class."""

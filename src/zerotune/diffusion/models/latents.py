@@ -46,7 +46,7 @@ class LatentSpace:
 
     @property
     def frames(self) -> int:
-        """Return the number of frames per latent frame, except for the first; 1 for images."""
+        """Return the number of frames per latent frame after the first one; 1 for images."""
         if not self._of_clips:
             return 1
         for name in ("temporal_compression_ratio", "time_compression_ratio"):
@@ -56,10 +56,10 @@ class LatentSpace:
         return int(self._vae.config.get("scale_factor_temporal") or self._from_steps())
 
     def latent_frames(self, frames: int) -> int:
-        """Return the number of latent frames of a clip; the first frame has its own latent frame.
+        """Return the number of latent frames in a clip; the first frame has its own latent frame.
 
         Args:
-            frames: Number of frames of the clip.
+            frames: Number of frames in the clip.
         """
         return latent_frames(frames, per_latent=self.frames)
 

@@ -1,4 +1,4 @@
-"""Diffusers pipelines of trained models, and their frozen parts.
+"""Diffusers pipelines for trained models, and their frozen parts.
 
 ``FrozenParts`` are the frozen VAE, text encoders and tokenizers. A ``PipelineModel`` replaces the
 trained model in the pipeline and calls the engine.
@@ -94,7 +94,7 @@ class FrozenParts:
 
     @contextmanager
     def calling(self, model: Denoiser) -> Iterator[None]:
-        """Inside the ``with`` block, call the text encoders that an engine or model trains.
+        """Inside the ``with`` block, route calls to trained text encoders through ``model``.
 
         Args:
             model: Engine or model that contains the trained text encoders.

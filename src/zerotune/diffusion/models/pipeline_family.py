@@ -129,7 +129,7 @@ class TextToImage(ABC):
     """Component name of the frozen model that a ControlNet controls."""
 
     also_needed: ClassVar[tuple[str, ...]] = ()
-    """Names of components that this family loads, unlike most other families."""
+    """Names of components that this family loads and most other families omit."""
 
     @classmethod
     def separate_models(cls) -> tuple[str, ...]:
@@ -534,7 +534,7 @@ class TextToImage(ABC):
     def text_kwargs(
         self, texts: Mapping[str, Tensor], device: torch.device, prefix: str = ""
     ) -> dict[str, Any]:
-        """Return the text arguments of the pipeline.
+        """Return the pipeline's text arguments.
 
         Args:
             texts: Embeddings by their names in ``text_tensors``, batch first.
@@ -552,7 +552,7 @@ class TextToImage(ABC):
         return {f"{prefix}{name}": value for name, value in moved.items()}
 
     def reference_input(self, latents: Tensor) -> Any:
-        """Return the value of the pipeline's ``reference`` argument.
+        """Return the value for the pipeline's argument that is named in ``reference``.
 
         Args:
             latents: Reference latents (b, c, h, w), or (b, r, c, h, w) with ``several_references``.
@@ -640,8 +640,8 @@ class TextToImage(ABC):
         """Return the pipeline's arguments for prompts, references and guidance.
 
         A guidance-distilled model receives the guidance scale as an input. With a negative prompt,
-        the input is instead the value used in training, and the sampling scale controls
-        classifier-free guidance.
+        this input is instead the value used in training, and the guidance scale of ``drawing``
+        controls classifier-free guidance.
 
         Args:
             drawing: Prompts, seeds and options.
@@ -1012,7 +1012,7 @@ class PipelineFamily(TextToImage):
             f"the pipeline's prediction has shape {tuple(prediction.shape)}, but its latents have "
             f"shape {wanted}",
             key=f"{self.pipeline}.scheduler.step",
-            fix="declare the pipeline's packing of latents in the family; models that also "
+            fix="declare in the family how the pipeline packs latents; models that also "
             "predict a variance are not supported",
         )
 
@@ -1121,10 +1121,11 @@ class PipelineFamily(TextToImage):
             if config.get(name) is not None:
                 return int(config[name])
         raise InvalidValueError(
-            "the model's configuration does not define the text width",
+            "the model's configuration does not define the text embedding width",
             key=f"{type(self).__name__}.text_width",
             value=self.text_width,
-            fix="set text_width in the family to the configuration key of the text width; tried: "
+            fix="set text_width in the family to the configuration key for the text embedding "
+            "width; tried: "
             f"{', '.join(_TEXT_WIDTHS)}",
         )
 

@@ -1,4 +1,4 @@
-"""Shapes and activation costs of published models, for estimates without loading a model.
+"""Shapes and activation costs of published models, to estimate memory without loading a model.
 
 ``python -m tools.families`` generates the files in this folder from diffusers' model classes.
 """
@@ -107,7 +107,7 @@ def family_of(configuration: str) -> ModelFamily | None:
 
 
 def facts_to_json(facts: ModelFacts) -> dict[str, Any]:
-    """Return the facts of a fully trainable model as JSON data."""
+    """Return the facts of a fully trainable model as a JSON-serialisable dict."""
     data: dict[str, Any] = {"name": facts.name, "frames_per_latent": facts.frames_per_latent}
     for part in ("activations", "arithmetic"):
         value = getattr(facts, part)

@@ -1,1 +1,1 @@
-"""Estimates of a plan's memory, by component, and of the time of a training step."""
+"""Estimate the memory that a plan needs, by component, and the time of a training step."""

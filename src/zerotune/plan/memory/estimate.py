@@ -1,7 +1,7 @@
 """Memory estimates of plans, per rank and component.
 
-The formulas come from the code of DeepSpeed 0.19.8 and from measurements; each group of formulas
-names its source.
+The formulas come from the code of DeepSpeed 0.19.8 and from measurements; comments cite the code or
+measurement behind each group of formulas.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Workload:
     batch: int = 1
     """Samples per forward pass and rank."""
     height: int | None = None
-    """Height in pixels; ``None``: activations are not estimated."""
+    """Height in pixels; if ``None``, activations are not estimated."""
     width: int | None = None
     """Width in pixels."""
     frames: int | None = None
@@ -128,7 +128,7 @@ class MemoryEstimate(Readable):
     """Batch size, resolution and options that the estimate assumes."""
     items: tuple[MemoryItem, ...]
     notes: tuple[str, ...] = ()
-    """Components that the numbers do not include, with reasons."""
+    """Components that the estimate does not include, with reasons."""
 
     def at(self, place: Place, phase: Phase) -> tuple[MemoryItem, ...]:
         """Return the components in ``place`` during ``phase``, largest first.
@@ -180,7 +180,7 @@ class MemoryEstimate(Readable):
         return swap_traffic(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the estimate as JSON-serialisable data, in bytes per rank."""
+        """Return the estimate as a JSON-serialisable dict, in bytes per rank."""
         from zerotune.plan import text
 
         return text.estimate_data(self)
@@ -406,7 +406,7 @@ class Costing:
         return resolved.uses_deepspeed and offloads and not self.steps_in_one_pass
 
     def host_gradients(self, blocks: Iterable[float], pin: bool, note: str) -> Iterator[MemoryItem]:
-        """Yield the host memory for gradients, in blocks with the given numbers of elements."""
+        """Yield the host memory for gradients; ``blocks`` are numbers of elements."""
         blocks, master = tuple(blocks), self.master_bytes
         wide = [master * block for block in blocks]
         if not (self.reduces_nothing and self.element < master):
@@ -431,7 +431,7 @@ class Costing:
         )
 
     def place(self, offload: str) -> Place:
-        """Return where the offload device ``"none"``, ``"cpu"`` or ``"nvme"`` stores its data."""
+        """Return where data is stored for offload device ``"none"``, ``"cpu"`` or ``"nvme"``."""
         places: dict[str, Place] = {"none": self.device, "cpu": "host", "nvme": "nvme"}
         return places[offload]
 
@@ -544,7 +544,7 @@ in fp32."""
 
 
 def plain(case: Costing) -> Iterator[MemoryItem]:
-    """Yield the memory of the plain engine: fp32 weights, and autocast in the forward pass."""
+    """Yield the memory used by the plain engine: fp32 weights, and autocast in the forward pass."""
     count = case.trained
     yield case.item("weights", case.device, case.model.weight_bytes(4), note=_kept_in(case, "fp32"))
     if case.resolved.precision != "fp32":
@@ -585,7 +585,7 @@ def _plain_beside_the_device(case: Costing) -> Iterator[MemoryItem]:
 
 
 def stage_0(case: Costing) -> Iterator[MemoryItem]:
-    """Yield the memory of DeepSpeed without ZeRO, in fp32 or with fp32 master weights."""
+    """Yield the memory that DeepSpeed uses without ZeRO, in fp32 or with fp32 master weights."""
     count, element = case.trained, case.element
     low = element == 2
     weights = case.model.weight_bytes(element)
@@ -612,7 +612,7 @@ def stage_0(case: Costing) -> Iterator[MemoryItem]:
 
 
 def stages_1_and_2(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
-    """Yield the memory of ZeRO stages 1 and 2, with whole weights on each rank."""
+    """Yield the memory used at ZeRO stages 1 and 2, where each rank stores the whole weights."""
     weights = case.model.weight_bytes(case.element)
     yield case.item("weights", case.device, weights, note=_kept_in(case, case.resolved.precision))
     yield from _buckets(case, zero)
@@ -733,7 +733,7 @@ def _share_of(case: Costing, precision: str) -> str:
 
 
 def stage_3(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterator[MemoryItem]:
-    """Yield the memory of stage 3; parameters and optimizer may be in host memory or files."""
+    """Yield the memory used at stage 3; parameters and optimizer may be in host memory or files."""
     yield from _weights(case, zero, aio)
     yield from _gathered(case, zero)
     yield from _reduction(case, zero)
@@ -926,10 +926,10 @@ def gradient_buffers(resolved: ResolvedPlan, sizes: Collection[int]) -> tuple[in
 
     Args:
         resolved: The plan.
-        sizes: Size of each streamed unit's gradients.
+        sizes: Number of gradient elements in each streamed unit.
 
     Returns:
-        The number of buffers (0 if every unit has its own), and the reason in words.
+        The number of buffers (0 if every unit has its own), and the reason for that number.
     """
     count = (resolved.streaming or Streaming()).gradient_buffers
     obstacles = {
@@ -990,7 +990,7 @@ def with_gradients_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
 
 
 def streamed(case: Costing) -> Iterator[MemoryItem]:
-    """Yield the memory of streamed weights, whose master weights and states are on the host."""
+    """Yield the memory used with streamed weights; master weights and states are on the host."""
     units, element, precision = case.streamed, case.element, case.resolved.precision
     resident = units.resident_trained + units.resident_frozen
     yield case.item(
@@ -1000,7 +1000,7 @@ def streamed(case: Costing) -> Iterator[MemoryItem]:
     note = f"room for {capacity / (element * units.total or 1):.0%} of {len(units.units)} units"
     yield case.item("streamed weights", case.device, capacity, TRAINING, note)
     coming = (1 + GRADIENTS_UNDER_WAY) * max(units.trained, default=0) + units.resident_trained
-    note = "gradients of units before the copy to the host"
+    note = "unit gradients before the copy to the host"
     yield case.item("gradients", case.device, element * coming, BACKWARD, note)
     if (case.resolved.gradient_accumulation_steps or 1) > 1:
         note = "the largest gradient, and the sum that it is added to"
@@ -1307,7 +1307,7 @@ def _notes(case: Costing) -> Iterator[str]:
     elif case.model.activations is None:
         yield "activations are not included: they are unknown for this model (see model_facts)"
     elif case.model.frames_per_latent is not None and work.frames is None:
-        yield "activations are those of one frame: no frame count was given for this video model"
+        yield "activations are for one frame: no frame count was given for this video model"
     elif work.gradient_checkpointing and case.model.activations.checkpointed is None:
         yield "this model has no gradient checkpointing, so all activations are kept"
     elif work.activation_offload and not offloads_activations(case):

@@ -1,4 +1,4 @@
-"""Predict the time of a training step from the machine's speeds, the traffic and the overlap."""
+"""Predict the time of a training step from hardware rates, data traffic and overlap."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Rates:
     measured: frozenset[str] = frozenset()
     """Names of the rates that were measured on this machine; others are catalogued."""
     origin: str = "given"
-    """Source of the rates, in words."""
+    """Where the rates come from, in words."""
 
     def source(self, name: str) -> str:
         """Return whether the rate ``name`` is ``"measured"`` or ``"catalogued"``."""
@@ -108,7 +108,7 @@ class Rates:
 
         Args:
             found: Measured rates by name.
-            origin: Source of the measured rates, in words.
+            origin: Where the measured rates come from, in words.
         """
         names = self.measured | frozenset(found)
         return attrs.evolve(self, **dict[str, Any](found), measured=names, origin=origin)
@@ -124,7 +124,7 @@ RATE_NAMES: Final = tuple(
 
 @attrs.frozen(kw_only=True)
 class Card:
-    """Published figures of a card: TFLOP/s of dense matrix products, and bandwidths in GB/s."""
+    """Published figures for a card: TFLOP/s of dense matrix products, and bandwidths in GB/s."""
 
     name: str
     memory: int
@@ -162,8 +162,8 @@ CARDS: Final = tuple(
         ("RTX 3050", 6, 14, 7, 168, 16),
     )
 )
-"""Cards with published figures. Matrix products are in bf16 (fp16 on cards without bf16) with fp32
-accumulation and without sparsity."""
+"""Cards with published figures. The figures for matrix products assume bf16 (fp16 on cards without
+bf16), fp32 accumulation and no sparsity."""
 _REACHED: Final = {"products": 0.6, "convolutions": 0.45, "attention": 0.45, "memory": 0.8}
 """Shares of the published figures that real models reach."""
 _BUS_REACHED: Final = 0.8
@@ -195,7 +195,7 @@ def listed_card(name: str, memory: int) -> Card:
 
     Args:
         name: Name that the driver gives to the device. If it contains no listed name, only the
-            memory size counts.
+            memory size is compared.
         memory: Memory of the device in GiB.
     """
     named = [card for card in CARDS if card.name in name]
@@ -203,7 +203,7 @@ def listed_card(name: str, memory: int) -> Card:
 
 
 def catalogued_rates(platform: Platform) -> Rates:
-    """Return the rates expected from the published figures of the machine's card.
+    """Return the rates expected from the published figures for the machine's card.
 
     An unlisted card gets the rates of the listed card with the nearest memory size.
     """
@@ -259,12 +259,12 @@ def _of_processor(platform: Platform) -> Rates:
 
 
 def rates_file() -> Path:
-    """Return the file of measured rates: ``zerotune/rates.json`` in the user's cache."""
+    """Return the file that stores measured rates: ``zerotune/rates.json`` in the user's cache."""
     return user_cache() / "rates.json"
 
 
 def hardware_key(platform: Platform) -> str:
-    """Return the key of stored rates: accelerator, devices, processor, cores and torch version."""
+    """Return the key for stored rates: accelerator, devices, processor, cores and torch version."""
     devices = ", ".join(one.name for one in platform.devices)
     torch = platform.versions.get("torch", "none")
     parts = (platform.accelerator, devices, platform.processor, str(platform.usable_cores), torch)
@@ -272,11 +272,11 @@ def hardware_key(platform: Platform) -> str:
 
 
 def known_rates(platform: Platform, *, file: Path | None = None) -> Rates:
-    """Return the measured rates of this hardware, or catalogued rates if there are none.
+    """Return the measured rates for this hardware, or catalogued rates if there are none.
 
     Args:
         platform: The machine.
-        file: File of measured rates; default ``rates_file()``.
+        file: File with measured rates; by default ``rates_file()``.
     """
     rates, key = catalogued_rates(platform), hardware_key(platform)
     found = _stored_rates(file or rates_file()).get(key)
@@ -289,12 +289,12 @@ def known_rates(platform: Platform, *, file: Path | None = None) -> Rates:
 def store_rates(
     platform: Platform, found: Mapping[str, float], *, file: Path | None = None
 ) -> Path:
-    """Store measured rates, and keep the stored rates of other hardware.
+    """Store measured rates, and keep the stored rates for other hardware.
 
     Args:
         platform: The machine on which the rates were measured.
         found: Measured rates by name.
-        file: File of measured rates; default ``rates_file()``.
+        file: File with measured rates; by default ``rates_file()``.
 
     Returns:
         The file.
@@ -338,8 +338,8 @@ class SwapTraffic:
         """Return the minimum time of a step's disk I/O in seconds, without overlap.
 
         Args:
-            read_rate: Bytes per second, shared by the ranks of a machine.
-            write_rate: Bytes per second, shared by the ranks of a machine.
+            read_rate: Bytes read per second, shared by the ranks of a machine.
+            write_rate: Bytes written per second, shared by the ranks of a machine.
 
         Raises:
             InvalidValueError: A rate is not positive.
@@ -356,7 +356,7 @@ class SwapTraffic:
 
 
 def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
-    """Return the swap traffic per step from the sizes of the swap files; 0 without NVMe offload."""
+    """Compute the swap traffic per step from the sizes of swap files; 0 without NVMe offload."""
     weights = optimizer = 0
     for item in estimate.items:
         if item.place == "nvme" and item.component == "weights":
@@ -403,7 +403,7 @@ class StepTraffic:
     swap: SwapTraffic
     """Swap file traffic."""
     added: int = 0
-    """Host memory traffic if the ranks of a machine sum gradients in host memory."""
+    """Host memory traffic for summing gradients, if the ranks of a machine do so in host memory."""
     chain: int = 0
     """Additional host memory traffic of DeepSpeed's optimizer step, for clipping and casts."""
     on_device: int = 0
@@ -630,7 +630,7 @@ class StepTime:
 
     parts: tuple[TimePart, ...]
     rates: Rates
-    """Rates of the prediction."""
+    """Rates that the prediction uses."""
     notes: tuple[str, ...] = ()
     """Parts of a step that the prediction does not include, with reasons."""
     schedule: Schedule = "in turn"
@@ -655,7 +655,7 @@ class StepTime:
         return found
 
     def scheduled(self, schedule: Schedule) -> float:
-        """Return the predicted seconds of a step whose optimizer runs according to ``schedule``.
+        """Return the predicted seconds per step if the optimizer runs as ``schedule`` specifies.
 
         An optimizer on the device never overlaps with the passes.
 
@@ -714,7 +714,7 @@ class StepTime:
 
     @property
     def expected(self) -> float:
-        """Predicted seconds per step with the plan's optimizer schedule."""
+        """Predicted seconds per step if the optimizer runs as ``schedule`` specifies."""
         return self.scheduled(self.schedule)
 
     @property
@@ -724,13 +724,13 @@ class StepTime:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Whether each relevant rate is ``"measured"`` or ``"catalogued"``."""
+        """Maps the name of each relevant rate to ``"measured"`` or ``"catalogued"``."""
         names = dict.fromkeys(part.rate for part in self.parts)
         return {name: self.rates.source(name) for name in names}
 
     @property
     def origin(self) -> str:
-        """Source of the relevant rates, in words."""
+        """Where the relevant rates come from, in words."""
         found = self.sources
         catalogued = [name for name, source in found.items() if source == "catalogued"]
         if not catalogued or len(catalogued) == len(found):
