@@ -162,7 +162,7 @@ def _filled(value: Any, engine: Any) -> Any:
 
 
 _ABOVE = "the estimate is at most 10 % above the process's peak memory"
-_BELOW = "memory in use, without freed blocks, is at most 3 % above the estimate"
+_BELOW = "measured memory, excluding freed blocks, is at most 3 % above the estimate"
 
 BENCHMARK = Benchmark(
     name="memory",

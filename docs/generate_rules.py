@@ -88,8 +88,8 @@ AGREEMENT = """\
 ## Differences from DeepSpeed's own checks
 
 A test passes every key, with values of every type, to zerotune and to DeepSpeed's own
-`DeepSpeedConfig`. It also passes combinations of stages, offload, precision and reduction.
-The table lists the configurations that only zerotune or only DeepSpeed refuses:
+`DeepSpeedConfig`. It also gives both of them combinations of stage, offload, precision and gradient
+reduction. The table lists the configurations that only zerotune or only DeepSpeed refuses:
 
 | difference | keys | reason |
 |---|---|---|

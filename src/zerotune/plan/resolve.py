@@ -462,7 +462,7 @@ def allgather_bucket(model: ModelFacts | None) -> int:
 
 
 def leaf_blocks(model: ModelFacts | None) -> tuple[BlockFacts, ...]:
-    """Return the blocks that stage 3 can fetch as a whole within the prefetch size."""
+    """Return the blocks that fit in the prefetch bucket, so that stage 3 can fetch each whole."""
     if model is None or len(model.trainable) < len(model.parameters):
         return ()
     return tuple(

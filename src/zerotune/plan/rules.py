@@ -1097,7 +1097,7 @@ def nvme_sub_group_size(case: Case, this: Rule) -> Findings:
 def nvme_param_prefetch(case: Case, this: Rule) -> Findings:
     """Prefetching parameters from NVMe fails in the second step.
 
-    DeepSpeed raises "already assigned swap buffer"; resolution disables prefetching.
+    DeepSpeed raises "already assigned swap buffer"; zerotune therefore disables prefetching.
     """
     plan, zero = case.plan, case.plan.zero_optimization
     written = integer(zero.stage3_prefetch_bucket_size) if zero else None

@@ -124,9 +124,9 @@ def plan_document(
         format: ``"deepspeed"`` (its JSON), ``"accelerate"`` (YAML), ``"trainer"`` (a
             ``config.json`` that contains ``deepspeed_config``) or ``"python"`` (a script).
         existing: A trainer's file whose other content is preserved.
-        lossy: Launch settings that may be dropped if the format does not support them, such as
-            ``"num_processes"`` if the batch size per rank depends on it. Unsupported settings that
-            only affect how processes start are always dropped; a decision records this.
+        lossy: Launch settings that may be dropped if the format does not support them. Settings
+            that only affect how processes start are always dropped; a decision records this.
+            ``"num_processes"`` must be listed if the batch size per rank depends on it.
         like: A configuration that determines the order of keys in JSON output; by default the order
             of the plan's fields.
 

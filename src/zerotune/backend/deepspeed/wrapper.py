@@ -72,7 +72,8 @@ class Upstream:
             method = name.rpartition(".")[2]
             if digest is None:
                 return (
-                    f"the source code of DeepSpeed's {method} cannot be read, so it may be untested"
+                    f"the source code of DeepSpeed's {method} cannot be read, so zerotune cannot "
+                    "tell whether it was tested"
                 )
             if digest not in tested_sources().get(name, {}):
                 return f"DeepSpeed's {method} differs from every tested release"

@@ -335,7 +335,7 @@ class PendingStep:
     def hold(self, name: str, tensor: torch.Tensor) -> None:
         """Make every use of a parameter wait until its weights are updated.
 
-        The tensor is empty until its weights are updated. A parameter that no part updates is left
+        Until then, the tensor is empty. A parameter that no part updates is left
         unchanged.
 
         Args:

@@ -449,7 +449,7 @@ class Costing:
         )
 
     def locked(self, component: str, nbytes: float, note: str = "") -> MemoryItem:
-        """Return a component that asynchronous I/O page-locks at its exact size."""
+        """Return the memory item of a buffer that asynchronous I/O page-locks at its exact size."""
         return MemoryItem(
             component=component, place="host", nbytes=math.ceil(nbytes), pinned=True, note=note
         )
