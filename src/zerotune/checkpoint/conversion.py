@@ -419,8 +419,8 @@ class StateFolder:
             why = f"the optimizer's states are {', '.join(map(str, states[0]))}, not Adam's"
         elif names is None:
             why = (
-                "the file numbers the states, and no config.json names the model's class (set base= "
-                "to a folder that contains this model)"
+                "the file numbers the states, and no config.json names the model's class (set "
+                "base= to a folder that contains this model)"
             )
         elif [shapes.get(name) for name in names] != [tuple(s["exp_avg"].shape) for s in states]:
             why = (
