@@ -31,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(options.names) - {*NAMES, "all"}:
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     output = options.output or Path("outputs", "bench-quick" if options.quick else "bench")
-    # Torch reads it when it is loaded: threads that spin while they wait would slow the next
-    # contestant.
+    # Torch reads this on import. Without it, spinning threads would slow the next contestant.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from bench.runner import load, run
     from bench.show import markdown

@@ -52,7 +52,7 @@ def contestant(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     pinned = about["pinned_bytes"] if about.pop("pinned_apart", False) else 0.0
     about["host_bytes"] = memory.peak - memory.before + pinned
     yield about
-    # Last: these take time and memory, and the driver may not permit profiling.
+    # These come last: they take time and memory, and the driver may forbid profiling.
     looks: dict[str, Callable[[], Any]] = {"host_waits": lambda: waits(runner)}
     if settings["trace"]:
         looks["trace"] = lambda: traced(runner, settings)
@@ -238,7 +238,7 @@ class Ours(Contestant):
                 gradient_checkpointing=recomputed, activation_offload=offloaded, ema="host",
             ),
         )  # fmt: skip
-        # Measured rates of this session if there are any, otherwise catalogued ones.
+        # Use this session's measured rates if there are any, otherwise catalogued ones.
         file = Path(self._settings["folder"], RATES)
         time = estimate.step_time(known_rates(detect_platform(log=False), file=file))
         return {
@@ -393,7 +393,7 @@ def build(config: Mapping[str, Any]) -> Any:
         for name, parameter in list(module.named_parameters(recurse=False)):
             value = torch.empty(parameter.shape, device=where)
             if parameter.ndim > 1:
-                # On the GPU: one CPU core would take a minute.
+                # Draw weights on the GPU: one CPU core would take a minute.
                 value.normal_(std=0.02, generator=generator)
             else:
                 value.fill_(1.0 if name == "weight" else 0.0)
@@ -491,7 +491,7 @@ def device_memory() -> dict[str, Any]:
 def flux_depth(platform: Platform) -> tuple[int, int]:
     """Return the numbers of double and single blocks that fit into host memory, in the ratio 1:2.
 
-    The reference counts too: with it, torch rounds page-locked memory up.
+    They must fit with the reference too, under which torch rounds page-locked memory up.
     """
     room = _USED * platform.host_memory.limit
     for double in range(DOUBLE, 1, -1):
@@ -509,7 +509,7 @@ def flux_need(double: int, platform: Platform) -> int:
     resolved = plan.resolve(platform=platform, model=facts)
     ours = resolved.estimate(Workload(ema="host")).host
     reference = resolved.estimate(Workload(exact_pinning=False)).host
-    # Plus the loaded fp32 weights.
+    # Add the loaded fp32 weights.
     return max(ours, reference) + 4 * facts.numel
 
 

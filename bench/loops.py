@@ -1,7 +1,7 @@
 """One training run in three loops: zerotune's ``Trainer``, hand-written DeepSpeed, and accelerate.
 
-Same model, same configuration, same batches, same random numbers. Each lives in a process of its
-own, because engines share global state.
+All use the same model, configuration, batches and random numbers. Each runs in its own process,
+because engines share global state.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Peak memory of real training steps against the plan's estimate, over stages and offload.
+"""Peak memory of real training steps, compared with the plan's estimate, over stages and offload.
 
-A small U-Net without a GPU, so device memory is RAM too. The C library keeps freed blocks for
-reuse, which an estimate of memory in use does not count. So peaks are measured with and without
-freed blocks, each in its own process. ``python -m bench.gpu`` compares SDXL on a GPU with its
-estimates.
+The model is a small U-Net without a GPU, so device memory is RAM too. The C library keeps freed
+blocks for reuse, which an estimate of memory in use does not count. So peaks are measured with and
+without freed blocks, each in its own process. ``python -m bench.gpu`` compares SDXL on a GPU with
+its estimates.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Run:
         return load_libraries()
 
     def held_without_freed_blocks(self) -> int:
-        """As ``held``, and return freed blocks of 64 KiB or more to the system from now on."""
+        """Like ``held``; from now on, freed blocks of 64 KiB or more go back to the system."""
         if hasattr(library := ctypes.CDLL(None), "mallopt"):
             library.mallopt(_MMAP_THRESHOLD, 2**16)
         return self.held()
@@ -118,7 +118,7 @@ class Run:
         estimate = engine.plan.estimate(workload)
         facts = engine.plan.model
         return {
-            # Without the libraries, which the measurement excludes too.
+            # Exclude the libraries, as the measurement does.
             "estimated": estimate.host - RUNTIME,
             "facts": {
                 "parameters": sum(p.numel for p in facts.parameters),

@@ -1,4 +1,4 @@
-"""Predicted against measured step times on CPUs, over plans and models.
+"""Predicted step times, compared with measured ones on CPUs, over plans and models.
 
 Rates are measured as ``zerotune doctor --rates`` does it, alternating with steps, in a separate
 process: their allocations would change the C library's free lists, and so the steps' times. For the
@@ -33,7 +33,7 @@ WITHIN: Final = 0.2
 FROM: Final = 0.2
 """Seconds."""
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    # Heads of 64 channels, as real models have them.
+    # Use heads of 64 channels, like real models.
     "U-Net": SMALL | {"attention_head_dim": [1, 2, 4]},
     "tiny U-Net": TINY,
     "SD3": SD3

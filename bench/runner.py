@@ -134,7 +134,7 @@ def run(
 
 def _measure(case: Case, output: Path) -> tuple[Measured, dict[str, Any]]:
     output.mkdir(parents=True, exist_ok=True)
-    # On the disk of the results: the system's temporary folder is often in RAM.
+    # Work on the disk of the results: the system's temporary folder is often in RAM.
     scratch = Path(tempfile.mkdtemp(prefix=".scratch-", dir=output))
     load_before, began = round(os.getloadavg()[0], 2), time.perf_counter()
     try:
@@ -235,7 +235,7 @@ def refreshed(stored: Mapping[str, Any], benchmark: Benchmark) -> dict[str, Any]
 def _ratios(samples: Sequence[float], against: Sequence[float]) -> list[float]:
     """Return ratios by round: a slow phase of the machine slows both sides and cancels.
 
-    If the numbers of samples differ, the ratio of the medians; empty if a divisor is 0.
+    If the numbers of samples differ, return the ratio of the medians; if a divisor is 0, nothing.
     """
     if not samples or not against or not all(against):
         return []

@@ -213,7 +213,7 @@ def hidden(settings: Mapping[str, Any], _scratch: Path) -> Measured:
         BEHIND: (SleepingLoop, {"hidden": True}),
     }
     found = _interleaved(contestants, settings)
-    # Without backward, whose variation is larger than the difference.
+    # Leave out the backward pass: its variation is larger than the difference.
     before, behind = (
         [
             forward + step + ema - device

@@ -67,7 +67,7 @@ class Worker:
         return self._answer(method)
 
     def peak(self, method: str, *arguments: Any, **named: Any) -> tuple[Any, int]:
-        """As ``call``, and return the process's peak of anonymous memory, in bytes."""
+        """Call a method; return its result and the process's peak of anonymous memory, in bytes."""
         with AnonPeak(self.pid) as memory:
             answer = self.call(method, *arguments, **named)
         return answer, memory.peak

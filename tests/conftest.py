@@ -41,7 +41,7 @@ def _has_cuda() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files that start engines first, so that no worker runs one alone at the end."""
+    """Run files that start engines first, so that no worker ends alone with such a file."""
     starting = {item.path for item in items if item.get_closest_marker("deepspeed")}
     items.sort(key=lambda item: item.path not in starting)
 
@@ -82,7 +82,7 @@ def libraries_are_not_collected() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_announced_yet() -> None:
-    """Decisions are logged once per process, which many tests share."""
+    """Forget logged decisions: a process logs each one only once, and many tests share it."""
     decisions._announced.clear()
 
 
@@ -109,7 +109,7 @@ def nothing_leaks() -> Iterator[None]:
 
 
 def _torch_as_it_was() -> None:
-    """Check process group and grad mode: a leftover would fail every later test of this process."""
+    """Check that neither a process group nor a changed grad mode is left for later tests."""
     if "torch" not in sys.modules:
         return
     import torch
@@ -123,7 +123,7 @@ def _torch_as_it_was() -> None:
 
 @pytest.fixture
 def mounted():
-    """Mount file systems and unmount them afterwards; skip if this user may not."""
+    """Return a function that mounts a file system or skips; unmount everything afterwards."""
     points = []
 
     def mount(point, *options):

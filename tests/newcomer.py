@@ -96,7 +96,7 @@ def again(way: Way) -> None:
 
 
 def go_on(way: Way) -> None:
-    """the first message of a run that goes on, which exports the average at its end"""
+    """the first message of the resumed run, which exports the EMA at its end"""
     shown(_script(way, 2), way, until=GOES_ON)
     if not (way.folder / "runs" / "first" / "unet" / "config.json").is_file():
         raise AssertionError("nothing was exported")

@@ -30,7 +30,7 @@ Work = Callable[[Path], Any]
 
 
 def reading(trainer: Trainer, root: Path) -> dict[str, Work]:
-    """Operations that read a path."""
+    """Return the operations that read a path."""
     engine = trainer.engine
     return {
         "resume": trainer.resume,
@@ -50,7 +50,7 @@ def reading(trainer: Trainer, root: Path) -> dict[str, Work]:
 
 
 def writing(trainer: Trainer, root: Path) -> dict[str, Work]:
-    """Operations that write to a path."""
+    """Return the operations that write to a path."""
     engine, report = trainer.engine, trainer.report()
     return {
         "save": trainer.save,

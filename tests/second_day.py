@@ -1,4 +1,4 @@
-"""What people do on their second day, step by step, with the result of each step.
+"""Do what users do on their second day, step by step, and check the result of each step.
 
 ``python -m tests.second_day`` plays it with the installed zerotune; ``nox -s second_day`` with the
 wheel in a separate environment, and a test with the source tree.
@@ -62,7 +62,7 @@ class Day:
         return run_ranks(finetuned, line, stop)[0]
 
     def exported(self) -> str | None:
-        """A hash of the exported U-Net; ``None`` if there is none."""
+        """Return a hash of the exported U-Net; ``None`` if there is none."""
         file = self.folder / "run" / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors"
         return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else None
 
@@ -119,7 +119,7 @@ def ask(day: Day) -> str:
 
 
 def change_plan(day: Day) -> str:
-    """Go on under another plan and with two processes."""
+    """Resume under another plan and with two processes."""
     one, two = day.folder / "one", {"stage": 3, "offload": "none"}
     (before,) = run_ranks(digits, 4, None, {"stage": 2, "offload": "cpu"}, str(one))
     (alone,) = run_ranks(digits, 6, str(one), {"stage": 2, "offload": "cpu"}, None)
@@ -134,7 +134,7 @@ def change_plan(day: Day) -> str:
 
 
 def convert(day: Day) -> str:
-    """Take over what accelerate saved."""
+    """Convert a checkpoint of accelerate."""
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     state, portable = str(day.folder / "state"), str(day.folder / "portable")
@@ -158,14 +158,14 @@ def reuse(day: Day) -> str:
 
 
 def embed(day: Day) -> str:
-    """Embed in a script of one's own, with EMA, save and resume."""
+    """Embed in a custom script, with EMA, save and resume."""
     (losses,) = run_ranks(embedded, str(day.folder / "embedded"))
     check(len(losses) == 10, f"{len(losses)} micro batches instead of 10")
     return "stopped at stage 2, gone on at stage 3, EMA exported"
 
 
 def load_and_export(day: Day) -> str:
-    """Load a pipeline by its family's name, train it with an average, go on, export."""
+    """Load a pipeline by its family's name, train it with an EMA, resume, export."""
     (said,) = run_ranks(loaded_and_exported, str(day.folder))
     check("step: 0 -> 1 (epoch 1, after 1 of 2 micro batches; continues from" in said, said)
     return "one number for the EMA, one callback, where it continues, a folder and a single file"
@@ -240,7 +240,7 @@ def train_a_controlnet(day: Day) -> str:
 
 
 def train_on_preferences(day: Day) -> str:
-    """Train on which of two images was preferred."""
+    """Train on pairs of preferred and rejected images."""
     run_ranks(pairs_made, str(day.folder))
     line = ["--base", str(day.folder / "sdxl" / "wide"), "--data", str(day.folder / "pairs")]
     line += ["--area", "256", "--accumulation", "1", "--rank", "2"]
@@ -256,7 +256,7 @@ def train_one_file(day: Day) -> str:
 
 
 def train_on_clips(day: Day) -> str:
-    """Train on clips that go on from an image."""
+    """Train on clips that continue an image."""
     run_ranks(clips_cut, str(day.folder))
     line = ["--base", str(day.folder / "wan"), "--data", str(day.folder / "clips")]
     line += ["--area", "256", "--frames", "5", "--fps", "24", "--rank", "2", "--draw-steps", "1"]

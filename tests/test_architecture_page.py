@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 SOURCE = Path(zerotune.__file__).parent
 
 
-def test_every_file_it_names_is_there():
+def test_every_file_named_on_the_page_exists():
     text = PAGE.read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`", text))
     assert len(named) > 30

@@ -41,7 +41,7 @@ def run(*arguments, **environment):
 class TestMain:
     @pytest.fixture
     def behave(self, monkeypatch):
-        """Install a command that runs a given function."""
+        """Return a function that installs a command which runs a given function."""
 
         def install(action):
             command = SimpleNamespace(
@@ -56,7 +56,7 @@ class TestMain:
         return install
 
     @pytest.mark.parametrize("status", [0, 1])
-    def test_the_commands_status_is_the_programs(self, behave, status):
+    def test_the_status_of_the_command_becomes_the_exit_status(self, behave, status):
         behave(lambda _arguments: status)
 
         assert cli.main(["act"]) == status
@@ -69,7 +69,7 @@ class TestMain:
 
         assert seen == ["hello"]
 
-    def test_an_error_is_one_line_on_stderr(self, behave, capsys):
+    def test_an_error_prints_one_line_to_stderr(self, behave, capsys):
         def fail(_arguments):
             raise InvalidValueError("too\nlong", key="a.b", value=3, fix="write 2")
 
@@ -80,7 +80,7 @@ class TestMain:
         assert printed.out == ""
         assert printed.err == "error: a.b = 3: too long. Fix: write 2.\n"
 
-    def test_a_bug_is_not_hidden(self, behave):
+    def test_a_bug_shows_its_traceback(self, behave):
         def fail(_arguments):
             raise RuntimeError("a bug")
 
@@ -89,7 +89,7 @@ class TestMain:
         with pytest.raises(RuntimeError, match="a bug"):
             cli.main(["act"])
 
-    def test_an_interrupt_is_one_line_and_status_130(self, behave, capsys):
+    def test_an_interrupt_prints_one_line_and_returns_status_130(self, behave, capsys):
         def interrupt(_arguments):
             raise KeyboardInterrupt
 
@@ -99,7 +99,7 @@ class TestMain:
         assert capsys.readouterr().err == "zerotune: interrupted\n"
 
     @pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["doctor", "--nonsense"]])
-    def test_wrong_usage_is_status_2(self, arguments, capsys):
+    def test_wrong_usage_gives_status_2(self, arguments, capsys):
         with pytest.raises(SystemExit) as stopped:
             cli.main(arguments)
 
@@ -120,7 +120,7 @@ class TestMain:
         assert stopped.value.code == 0
         assert capsys.readouterr().out.startswith("zerotune ")
 
-    def test_a_reader_that_leaves_is_no_traceback(self):
+    def test_a_closed_pipe_gives_no_traceback(self):
         script = """
             import sys
             from types import SimpleNamespace
@@ -151,7 +151,7 @@ class TestMain:
         talker.stderr.close()
 
 
-def test_parsing_loads_nothing_heavy():
+def test_parsing_arguments_loads_nothing_heavy():
     script = (
         "import sys\n"
         "from zerotune import cli\n"
@@ -194,13 +194,13 @@ def checkup(described=None, *, ops=(ADAM, LIBAIO), **changes):
 
 
 class TestVerdict:
-    def test_healthy_although_an_optional_op_is_missing(self):
+    def test_a_missing_optional_op_is_still_healthy(self):
         found = checkup()
 
         assert found.healthy
         assert found.verdict.endswith("1 of 2 ops can be used (not async_io).")
 
-    def test_usable_ops_are_counted(self):
+    def test_the_verdict_counts_the_usable_ops(self):
         assert checkup(ops=(ADAM,)).verdict.endswith("1 of 1 ops can be used.")
 
     def test_a_disabled_deepspeed_is_the_verdict(self):
@@ -214,14 +214,14 @@ class TestVerdict:
             "DeepSpeed does not run here: deepspeed is not installed. Fix: pip install deepspeed."
         )
 
-    def test_no_offload_without_cpu_adam(self):
+    def test_without_cpu_adam_the_verdict_is_no_offload(self):
         broken = attrs.evolve(ADAM, state="blocked", cause="no C++ compiler is installed")
         found = checkup(ops=(broken, LIBAIO))
 
         assert not found.healthy
         assert "cannot be offloaded: cpu_adam: no C++ compiler is installed." in found.verdict
 
-    def test_a_deepspeed_that_does_not_import(self):
+    def test_a_deepspeed_that_fails_to_import_is_the_verdict(self):
         found = checkup(ops=(), ops_problem="deepspeed cannot be imported: OSError: x.")
 
         assert not found.healthy
@@ -231,7 +231,7 @@ class TestVerdict:
         "found",
         [checkup(), checkup(ops=()), checkup(Platform.synthetic(deepspeed=False), ops=())],
     )
-    def test_it_is_one_line(self, found):
+    def test_the_verdict_is_one_line(self, found):
         assert len(found.verdict.splitlines()) == 1
 
 
@@ -258,11 +258,11 @@ class TestOutput:
         checkup(described)._print()
         return capsys.readouterr().out
 
-    def test_it_is_plain_when_it_goes_to_a_file(self, printed):
+    def test_output_to_a_file_is_plain(self, printed):
         assert "\x1b" not in printed
         assert printed.isascii()
 
-    def test_long_lines_stay_whole(self, printed):
+    def test_long_lines_are_not_cut(self, printed):
         assert "wrapping it would break the line and nobody could search for it" in printed
 
     @pytest.mark.parametrize(
@@ -287,10 +287,10 @@ class TestOutput:
     def test_every_fact_has_its_line(self, printed, line):
         assert f"  {line}" in printed
 
-    def test_the_verdict_comes_last(self, printed):
+    def test_the_verdict_is_the_last_line(self, printed):
         assert printed.splitlines()[-1] == f"Verdict: {checkup().verdict}"
 
-    def test_json_holds_it_all(self):
+    def test_json_contains_all_facts(self):
         found = json.loads(json.dumps(checkup().to_dict()))
 
         assert found["platform"]["host_memory"]["limit"] == 64 * GIB
@@ -301,11 +301,11 @@ class TestOutput:
 
 
 class TestBuild:
-    def test_it_is_refused_where_deepspeed_does_not_run(self):
+    def test_building_an_op_is_refused_where_deepspeed_does_not_run(self):
         with pytest.raises(PlatformError, match="op cpu_adam: the synthetic platform"):
             doctor._build(["cpu_adam"], Platform.synthetic(deepspeed=False))
 
-    def test_build_may_be_repeated(self):
+    def test_build_can_be_given_several_times(self):
         parser = argparse.ArgumentParser()
         doctor.configure(parser)
 
@@ -318,7 +318,7 @@ class TestBuild:
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
 )
 class TestThisMachine:
-    def test_doctor_keeps_the_rates_it_measures(self, tmp_path, monkeypatch, capsys):
+    def test_doctor_saves_the_rates_it_measures(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(
             "zerotune.backend.rates.measure_rates", lambda: {"products": 1.5e12, "host_step": 2e10}
@@ -344,7 +344,7 @@ class TestThisMachine:
         assert done.stdout.splitlines()[-1].startswith("Verdict: ")
         assert "Setting accelerator" not in done.stdout + done.stderr
 
-    def test_json_is_all_that_goes_to_stdout(self, tmp_path):
+    def test_only_json_goes_to_stdout(self, tmp_path):
         done = run("doctor", "--json", TORCH_EXTENSIONS_DIR=str(tmp_path))
 
         found = json.loads(done.stdout)
@@ -353,7 +353,7 @@ class TestThisMachine:
         assert found["platform"]["versions"]["python"] == sys.version.split()[0]
         assert list(tmp_path.iterdir()) == []
 
-    def test_an_unknown_op_is_one_line_and_status_2(self):
+    def test_an_unknown_op_gives_one_line_and_status_2(self):
         done = run("doctor", "--build", "cpu_adm")
 
         assert done.returncode == 2
@@ -363,7 +363,7 @@ class TestThisMachine:
         )
         assert "Traceback" not in done.stderr
 
-    def test_no_op_is_missing_that_does_not_exist(self):
+    def test_an_unknown_op_to_build_is_refused_with_a_suggestion(self):
         done = run("doctor", "--build-missing", "cpu_adm")
 
         assert (done.returncode, done.stdout) == (2, "")
@@ -376,7 +376,7 @@ class TestThisMachine:
         assert "DS_ACCELERATOR=xpu" in done.stdout.splitlines()[-1]
 
 
-def test_help_breaks_no_name_at_its_hyphen(monkeypatch, capsys):
+def test_help_does_not_break_names_at_hyphens(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         cli.main(["plan", "advise", "--help"])
@@ -386,7 +386,7 @@ def test_help_breaks_no_name_at_its_hyphen(monkeypatch, capsys):
         assert name in printed
 
 
-def test_messages_end_their_lines_where_the_terminal_does(monkeypatch, capsys):
+def test_messages_wrap_at_the_width_of_the_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for say, mark in ((cli.tell, "zerotune: "), (cli.complain, "error: ")):

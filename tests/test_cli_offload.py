@@ -1,4 +1,4 @@
-"""``zerotune offload``: what it prints, and what its exit status says."""
+"""The output and the exit status of ``zerotune offload``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_status_of_an_empty_root_says_so(tmp_path, capsys):
     )
 
 
-def test_status_names_the_dead_and_the_living(tmp_path, dead, capsys):
+def test_status_lists_stale_and_live_folders(tmp_path, dead, capsys):
     with OffloadManager(root=tmp_path, cleaner=_only_look).lease(swapping_plan()) as lease:
         code, out, _ = run(capsys, "status", tmp_path)
         assert code == 1
@@ -60,7 +60,7 @@ def _only_look(root):
     return cleanup_stale_swap(root, dry_run=True)
 
 
-def test_status_can_be_json(tmp_path, dead, capsys):
+def test_status_can_print_json(tmp_path, dead, capsys):
     (tmp_path / "zero_stage_3").mkdir()
     code, out, _ = run(capsys, "status", tmp_path, "--json")
     data = json.loads(out)
@@ -71,7 +71,7 @@ def test_status_can_be_json(tmp_path, dead, capsys):
     assert data["reclaimable"] >= 3_000_000
 
 
-def test_clean_can_be_tried_first(tmp_path, dead, capsys):
+def test_clean_has_a_dry_run(tmp_path, dead, capsys):
     code, out, _ = run(capsys, "clean", tmp_path, "--dry-run")
     assert code == 0
     assert "would be removed (lease)" in out
@@ -82,7 +82,7 @@ def test_clean_can_be_tried_first(tmp_path, dead, capsys):
     assert not dead.exists()
 
 
-def test_clean_with_deepspeeds_own_folders_is_bad_news(tmp_path, capsys):
+def test_clean_returns_status_1_for_deepspeeds_own_folders(tmp_path, capsys):
     (tmp_path / "zero_stage_3").mkdir()
     code, out, _ = run(capsys, "clean", tmp_path, "--json")
     assert code == 1
@@ -97,7 +97,7 @@ def test_a_missing_root_is_an_error(tmp_path, capsys, command):
     assert "cannot be read" in err
 
 
-def test_measuring_a_disk_is_deepspeeds(tmp_path, capsys):
+def test_the_command_has_no_disk_benchmark(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(capsys, "bench", tmp_path)
     assert "invalid choice: 'bench'" in capsys.readouterr().err

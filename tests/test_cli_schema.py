@@ -13,7 +13,7 @@ from zerotune.plan.schema import schema_parameters
 
 
 @pytest.mark.deepspeed
-def test_standard_output_is_the_schema_alone_and_nothing_is_built(tmp_path):
+def test_stdout_contains_only_the_schema_and_nothing_is_built(tmp_path):
     inherited = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     done = subprocess.run(
         [sys.executable, "-m", "zerotune", "schema"],
@@ -29,7 +29,7 @@ def test_standard_output_is_the_schema_alone_and_nothing_is_built(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_is_written_whole(tmp_path, monkeypatch, capsys):
+def test_a_file_is_written_completely(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(schema, "plan_schema", lambda: {"type": "object"})
     file = tmp_path / "schema.json"
     file.write_text("old")

@@ -11,13 +11,13 @@ from zerotune.decisions import Decision, announce, render_decisions
 
 
 def decision(severity: str = "note") -> Decision:
-    # A fresh key each time, since a process announces each decision only once.
+    # Use a new key each time: a process logs each decision only once.
     return Decision(
         key=f"k-{uuid.uuid4()}", before="auto", after=3, reason="because", severity=severity
     )
 
 
-def test_a_decision_reads_as_one_line() -> None:
+def test_a_decision_is_rendered_in_one_line() -> None:
     shown = str(Decision(key="zero.stage", before=None, after=2, reason="the default"))
     assert shown == "zero.stage: unset -> 2 (the default)"
 
@@ -31,12 +31,12 @@ def test_a_decision_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert once.key in caplog.text
 
 
-def test_a_warning_is_logged_as_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     announce([decision("warning")], rank=0)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-def test_other_ranks_are_silent(
+def test_other_ranks_log_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, logger="zerotune")
@@ -53,7 +53,7 @@ def test_warnings_are_shown_first() -> None:
     assert note.key in lines[1]
 
 
-def test_what_stays_as_it_was_is_on_record_and_not_told():
+def test_an_unchanged_value_is_recorded_but_not_shown():
     kept = Decision(key="threads", before=2, after=2, reason="two cores")
     warned = Decision(key="disk", before=None, after=None, reason="slow", severity="warning")
     assert render_decisions([kept, warned]) == f"  [warning] {warned}"

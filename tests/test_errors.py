@@ -1,4 +1,4 @@
-"""The error tree: one form of messages, their parts as attributes, all of them ZeroTuneError."""
+"""All errors are ZeroTuneErrors, with messages in one form and their parts as attributes."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_the_message_names_key_value_reason_and_fix() -> None:
     )
 
 
-def test_none_is_a_value_and_absence_is_not() -> None:
+def test_a_value_of_none_is_shown_and_a_missing_value_is_not() -> None:
     assert str(PlanError("r", key="k", value=None)) == "k = None: r."
     assert str(PlanError("r", key="k")) == "k: r."
     assert str(PlanError("r")) == "r."
 
 
-def test_a_long_value_is_cut() -> None:
+def test_a_long_value_is_truncated() -> None:
     assert len(str(PlanError("r", key="k", value="x" * 5000))) < 200
 
 
@@ -65,7 +65,7 @@ def test_a_syntax_error_survives_pickling() -> None:
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_every_error_is_in_the_tree_drawn_in_the_docstring(cls: type[ZeroTuneError]) -> None:
+def test_the_docstring_lists_every_error_class(cls: type[ZeroTuneError]) -> None:
     assert cls.__name__ in (errors.__doc__ or "")
 
 
@@ -79,7 +79,7 @@ def test_every_error_is_in_the_tree_drawn_in_the_docstring(cls: type[ZeroTuneErr
         (MissingDependencyError, ImportError),
     ],
 )
-def test_errors_are_also_what_python_programs_expect(cls: type, builtin: type) -> None:
+def test_errors_also_derive_from_matching_builtin_exceptions(cls: type, builtin: type) -> None:
     assert issubclass(cls, builtin)
 
 
@@ -113,7 +113,7 @@ def made_by(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
 
 
-def test_what_the_system_refuses_is_told_with_its_place_and_a_fix() -> None:
+def test_every_refused_system_call_is_reported_with_its_path_and_a_fix() -> None:
     parsed = trees()
     found = [(path, raised) for path, tree in parsed.items() for raised in wrapped(tree)]
     makers = {
@@ -126,7 +126,7 @@ def test_what_the_system_refuses_is_told_with_its_place_and_a_fix() -> None:
         f"{path.relative_to(SOURCE)}:{raised.lineno} {ast.unparse(raised)}"
         for path, raised in found
         for call in (raised.values if isinstance(raised, ast.BoolOp) else [raised])
-        # OSError has the file's name; the caller turns it into an error of ours.
+        # OSError names the file, and the caller turns it into a zerotune error.
         if not is_whole(call) and made_by(call) not in {*makers, "OSError"}
     ]
     assert len(found) > 40, "they are found at all"

@@ -25,7 +25,7 @@ def refuse():
     raise UnknownKeyError("nobody knows it", key="x")
 
 
-def test_all_mistakes_are_one_error_that_says_all():
+def test_all_mistakes_are_reported_in_one_error():
     log = Log()
 
     def reader():
@@ -43,14 +43,14 @@ def test_all_mistakes_are_one_error_that_says_all():
     assert str(again) == str(caught.value)
 
 
-def test_an_attempt_goes_on_behind_its_mistake():
+def test_attempt_continues_after_a_mistake():
     log = Log()
     assert log.attempt(refuse) is None
     assert log.attempt(int, "3") == 3
     assert [error.key for error in log.mistakes] == ["x"]
 
 
-def test_one_log_inside_another_is_recorded_once():
+def test_mistakes_of_a_nested_log_are_recorded_once():
     log = Log()
 
     def reader():
@@ -63,13 +63,13 @@ def test_one_log_inside_another_is_recorded_once():
     assert [each.key for each in caught.value.each()] == ["k-1", "k-2", "k-3"]
 
 
-def test_what_is_left_is_returned_beside_the_mistakes():
+def test_the_remaining_result_is_returned_beside_the_mistakes():
     log = Log()
     assert log.outcome(read, log, 1, -2, 3, -4) == [1, 3]
     assert [error.key for error in log.mistakes] == ["k-2", "k-4"]
 
 
-def test_nothing_is_left_behind_an_error_that_was_raised():
+def test_a_raised_error_leaves_no_result():
     log = Log()
 
     def broken():
@@ -93,12 +93,12 @@ def test_reading_stops_after_twenty_mistakes():
     assert len(caught.value.each()) == len(asked) == 20
 
 
-def test_without_mistakes_nothing_is_raised():
+def test_a_log_without_mistakes_raises_nothing():
     raise_all([])
     assert Log().whole(read, Log(), 1) == [1]
 
 
-def test_what_is_recorded_bears_the_names_of_the_file():
+def test_records_use_the_key_names_of_the_file():
     log = Log(names={"zero.stage": "zero_stage", "offload": "block.offload"})
     log.decide("zero.stage", "2", 2, "a number written as text")
     log.decide("other", None, 1, "the default")

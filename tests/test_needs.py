@@ -9,13 +9,13 @@ import pytest
 from tests.support.needs import needs
 
 
-def test_a_module_that_is_there_is_returned(monkeypatch):
+def test_an_installed_module_is_returned(monkeypatch):
     for ci in ("", "true"):
         monkeypatch.setenv("CI", ci)
         assert needs("json.decoder") is json.decoder
 
 
-def test_a_developer_may_lack_a_module(monkeypatch):
+def test_a_developers_machine_may_lack_a_module(monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception):
         needs("no_such_module")

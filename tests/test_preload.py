@@ -20,7 +20,7 @@ SCRIPT = """
 """
 
 
-def test_cuda_is_not_touched_before_the_fork():
+def test_preloading_does_not_initialise_cuda_before_the_fork():
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT)],
         capture_output=True,

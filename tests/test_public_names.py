@@ -1,4 +1,4 @@
-"""What ``zerotune`` exports, and that importing it costs next to nothing."""
+"""``zerotune`` exports the documented names, and importing it is cheap."""
 
 from __future__ import annotations
 
@@ -69,25 +69,25 @@ def run(code: str) -> str:
     ).stdout
 
 
-def test_the_names_are_these_and_no_others():
+def test_the_package_exports_exactly_these_names():
     assert set(zerotune.__all__) == NAMES
     assert dir(zerotune) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
-def test_every_name_is_there_and_documented(name):
+def test_every_exported_name_exists_and_is_documented(name):
     value = getattr(zerotune, name)
     if name != "__version__":
         assert inspect.getdoc(value)
         assert value.__name__ == name
 
 
-def test_other_names_are_refused_as_python_does():
+def test_unknown_names_are_refused_as_in_python():
     with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
         _ = zerotune.Trainr
 
 
-def test_importing_loads_nothing_heavy_and_starts_no_logging():
+def test_importing_zerotune_loads_no_heavy_package_and_configures_no_logging():
     code = (
         "import sys, logging, os; before = dict(os.environ); import zerotune, zerotune.errors\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules], "
@@ -96,7 +96,7 @@ def test_importing_loads_nothing_heavy_and_starts_no_logging():
     assert run(code).strip() == "[] [] True"
 
 
-def test_the_plan_loads_neither_torch_nor_numpy():
+def test_importing_the_plan_loads_neither_torch_nor_numpy():
     code = (
         "import sys, zerotune; zerotune.DeepSpeedPlan, zerotune.OptimizerResolver\n"
         "print([n for n in ('torch', 'deepspeed', 'accelerate', 'numpy') if n in sys.modules])"
@@ -104,13 +104,13 @@ def test_the_plan_loads_neither_torch_nor_numpy():
     assert run(code).strip() == "[]"
 
 
-def test_importing_takes_less_than_100_ms():
+def test_importing_zerotune_takes_less_than_100_ms():
     # CPU time, and the best of five, as other processes may load the machine.
     code = "import time; t = time.process_time(); import zerotune; print(time.process_time() - t)"
     assert min(float(run(code)) for _ in range(5)) < 0.1
 
 
-def test_the_version_is_the_one_of_the_build_metadata():
+def test_the_version_equals_the_build_metadata():
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     (written,) = re.findall(r'^version = "(.+)"$', text, re.MULTILINE)
     assert zerotune.__version__ == written
@@ -127,8 +127,8 @@ PACKAGES = sorted(
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_exported_name_is_also_a_module_s(package):
-    """Otherwise the one loaded last would hide the other."""
+def test_no_exported_name_equals_a_modules(package):
+    """The one loaded last would otherwise hide the other."""
     module = importlib.import_module(package)
     inside = {found.name for found in pkgutil.iter_modules(module.__path__)}
     assert not inside & set(getattr(module, "__all__", ()))
@@ -138,7 +138,7 @@ STUBS = [package for package in PACKAGES if (folder(package) / "__init__.pyi").e
 
 
 @pytest.mark.parametrize("package", STUBS)
-def test_what_a_stub_lists_is_there(package):
+def test_every_name_listed_in_a_stub_exists(package):
     module = importlib.import_module(package)
     for name in module.__all__:
         assert getattr(module, name) is not None

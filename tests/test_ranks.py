@@ -16,7 +16,7 @@ def word() -> str:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @ranks()
-def test_parameters_and_fixtures_reach_every_rank(world_size, word, tmp_path, monkeypatch):
+def test_arguments_and_fixtures_reach_every_rank(world_size, word, tmp_path, monkeypatch):
     monkeypatch.setenv("ONE_OF", str(world_size))
     rank = os.environ.get("RANK", "0")
     assert os.environ.get("WORLD_SIZE", "1") == os.environ["ONE_OF"]
@@ -25,7 +25,7 @@ def test_parameters_and_fixtures_reach_every_rank(world_size, word, tmp_path, mo
 
 
 @ranks(2, env={"SAID": "so"})
-def test_a_rank_has_an_environment_of_its_own():
+def test_each_rank_has_its_own_environment():
     assert os.environ["SAID"] == "so"
     assert os.environ["LOCAL_RANK"] == os.environ["RANK"]
 
@@ -35,7 +35,7 @@ def fails_on_rank_1(limit):
     assert seen == [1, 2, limit], "rank by rank"
 
 
-def test_a_failing_assert_shows_its_rank_and_what_it_compared():
+def test_a_failing_assert_shows_its_rank_and_the_compared_values():
     with pytest.raises(RanksFailed) as failed:
         run_ranks(call_test, __name__, "fails_on_rank_1", {"limit": 0}, world_size=2)
     text = str(failed.value)

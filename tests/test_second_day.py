@@ -1,4 +1,4 @@
-"""The second day against the source tree: its first steps, and all of it nightly."""
+"""The second day with the source tree: its first steps by default, and all steps nightly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.needs import needs
     "steps", [second_day.STEPS[:3], pytest.param(second_day.STEPS, marks=pytest.mark.nightly)],
     ids=["train, stop, go on", "all"],
 )  # fmt: skip
-def test_the_second_day_goes_well(steps, tmp_path):
+def test_every_step_of_the_second_day_succeeds(steps, tmp_path):
     for module in ("skimage", "sklearn", "transformers"):
         needs(module)
     outcomes = list(second_day.play(tmp_path, steps))

@@ -29,14 +29,14 @@ def status() -> Any:
     return module
 
 
-def test_the_page_says_what_the_records_say(status: Any) -> None:
+def test_the_page_matches_the_stored_records(status: Any) -> None:
     text = status.TARGET.read_text()
     assert status.page(text, status.stored()) == text, "run python docs/generate_status.py"
     for name in status.WANTED:
         assert f"| {name} |" in text
 
 
-def test_a_run_is_recorded_as_it_was(status: Any, tmp_path: Path) -> None:
+def test_a_run_is_recorded_with_its_outcome(status: Any, tmp_path: Path) -> None:
     report = tmp_path / "tests.xml"
     report.write_text(REPORT)
     found = status.outcome(report)
@@ -46,7 +46,7 @@ def test_a_run_is_recorded_as_it_was(status: Any, tmp_path: Path) -> None:
     assert "| pure, Python 3.13 | not run yet |" in text
 
 
-def test_a_run_with_failures_is_written_down_and_fails(
+def test_a_run_with_failures_is_recorded_and_the_command_fails(
     status: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report, page = tmp_path / "tests.xml", tmp_path / "status.md"
@@ -62,7 +62,7 @@ def test_a_run_with_failures_is_written_down_and_fails(
     assert status.page(text, status.stored()) == text
 
 
-def test_the_oldest_deepspeed_is_one_number_everywhere() -> None:
+def test_the_oldest_supported_deepspeed_is_the_same_everywhere() -> None:
     written = {
         "pyproject.toml": rf'"deepspeed>={re.escape(OLDEST_DEEPSPEED)}; ',
         "README.md": rf"DeepSpeed from {re.escape(OLDEST_DEEPSPEED)} ",
@@ -73,7 +73,7 @@ def test_the_oldest_deepspeed_is_one_number_everywhere() -> None:
             assert re.search(pattern, (ROOT / name).read_text(encoding="utf-8")), name
 
 
-def test_oldest_and_newest_of_each_package_are_to_be_run(status: Any) -> None:
+def test_the_oldest_and_newest_release_of_each_package_are_wanted(status: Any) -> None:
     for written, relation in (("pyproject.toml", ">="), ("constraints.txt", "==")):
         if not (ROOT / written).exists():
             pytest.skip(f"{written} is not here")
@@ -83,7 +83,7 @@ def test_oldest_and_newest_of_each_package_are_to_be_run(status: Any) -> None:
             assert f"engine, {package} {one}" in status.WANTED, (written, package, one)
 
 
-def test_a_run_counts_for_both_packages_it_is_the_newest_of(
+def test_one_run_counts_for_both_packages_in_it(
     status: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report, page = tmp_path / "tests.xml", tmp_path / "status.md"

@@ -1,4 +1,4 @@
-"""No read before its event, no reuse of a buffer in flight, no uncounted wait.
+"""Nothing is read before its event, no buffer is reused in flight, and every wait is counted.
 
 The tests run on a GPU, and on a CPU, where the recorder's streams stand in for a device's.
 """
@@ -117,7 +117,7 @@ def test_a_read_after_its_event_is_no_fault() -> None:
     assert (recorder.faults, recorder.waits) == ([], ["event.synchronize"])
 
 
-def test_a_page_locked_buffer_that_is_used_again_in_flight_is_a_fault() -> None:
+def test_a_page_locked_buffer_reused_in_flight_is_a_fault() -> None:
     recorder, side, locked, there = two_streams()
     side.wait_stream(recorder.current_stream())
     with recorder:
@@ -128,7 +128,7 @@ def test_a_page_locked_buffer_that_is_used_again_in_flight_is_a_fault() -> None:
     assert "writes locked memory read on stream 1" in recorder.faults[0]
 
 
-def test_device_memory_that_is_freed_in_flight_is_a_fault() -> None:
+def test_device_memory_freed_in_flight_is_a_fault() -> None:
     recorder, side, locked, there = two_streams()
     side.wait_stream(recorder.current_stream())
     with recorder, recorder.stream(side):
@@ -139,7 +139,7 @@ def test_device_memory_that_is_freed_in_flight_is_a_fault() -> None:
     assert recorder.faults == ["device memory of computation is freed while stream 1 uses it"]
 
 
-def test_pageable_memory_may_not_be_copied_as_if_it_were_not() -> None:
+def test_a_non_blocking_copy_of_pageable_memory_is_a_fault() -> None:
     recorder = Recorder()
     with recorder:
         here, there = torch.zeros(8), torch.ones(8, device=DEVICE)
@@ -159,7 +159,7 @@ def test_every_wait_of_the_host_is_counted() -> None:
     assert recorder.faults == []
 
 
-def test_keeping_memory_for_a_stream_touches_none_of_it() -> None:
+def test_record_stream_counts_as_no_access() -> None:
     recorder, side, locked, there = two_streams()
     side.wait_stream(recorder.current_stream())
     with recorder, recorder.stream(side):
@@ -169,7 +169,7 @@ def test_keeping_memory_for_a_stream_touches_none_of_it() -> None:
     assert recorder.faults == []
 
 
-def test_a_thread_of_autograd_knows_what_its_caller_knows() -> None:
+def test_an_autograd_thread_inherits_the_events_of_its_caller() -> None:
     recorder = Recorder(otherwise="pageable")
     over = threading.Lock()
     over.acquire()
@@ -237,7 +237,7 @@ def offload(kind: type[StreamTransfers]) -> tuple[Recorder, ActivationOffload]:
     return recorder, offloading
 
 
-def test_activations_keep_to_the_rules() -> None:
+def test_activation_offload_follows_the_rules() -> None:
     recorder, offloading = offload(StreamTransfers)
     assert recorder.faults == []
     assert recorder.waits == [], "the host queues both passes without looking back"
@@ -248,7 +248,7 @@ def test_activations_keep_to_the_rules() -> None:
 
 
 @pytest.mark.parametrize("kind", [NoWaitToStore, NoSettling, NoWaitToLoad, ReleasedAtOnce])
-def test_activations_that_break_a_rule_are_found_out(kind: type[StreamTransfers]) -> None:
+def test_activation_offload_that_breaks_a_rule_is_detected(kind: type[StreamTransfers]) -> None:
     recorder, _ = offload(kind)
     assert recorder.faults
 
@@ -275,20 +275,20 @@ def average(kind: type[BackgroundEMA], recorder: Recorder) -> None:
 
 
 def of_host_memory() -> Recorder:
-    """A recorder for host memory, in which threads take the place of streams."""
+    """Return a recorder for host memory, in which threads take the place of streams."""
     return Recorder(otherwise="pageable")
 
 
-def test_averages_in_the_background_keep_to_the_rules() -> None:
+def test_background_emas_follow_the_rules() -> None:
     recorder = of_host_memory()
     average(BackgroundEMA, recorder)
     assert recorder.faults == []
     assert recorder.waits == []
 
 
-def test_an_average_that_nobody_waits_for_is_found_out() -> None:
+def test_a_background_ema_without_a_wait_is_detected() -> None:
     recorder = of_host_memory()
-    # If the two really collide, the shadow raises too.
+    # If the two actually collide, the shadow raises too.
     with contextlib.suppress(EMAError):
         average(NotJoined, recorder)
     faults = recorder.faults
@@ -318,7 +318,7 @@ def gradients(waits: bool, overlap: bool) -> dict[str, Any]:
     if DEVICE == "cpu":
         accelerator.resolves_data_dependency = lambda _self: False
         accelerator.is_synchronized_device = lambda _self: False
-        # Then gradients arrive in another dtype than the buffers', as from a device.
+        # With this, gradients arrive in another dtype than the buffers', as from a device.
         HostStepOp.knows = lambda _self, _dtype: False
     if not waits:
         DeepSpeedZeroOptimizer._wait_for_offload_copies = lambda _self: None
@@ -351,7 +351,7 @@ def gradients(waits: bool, overlap: bool) -> dict[str, Any]:
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("overlap", [False, True])
-def test_gradients_keep_to_the_rules(overlap: bool) -> None:
+def test_gradient_offload_follows_the_rules(overlap: bool) -> None:
     (found,) = run_ranks(gradients, True, overlap)
     assert found["faults"] == []
     assert found["copies"] >= 3 * found["parameters"]
@@ -360,7 +360,7 @@ def test_gradients_keep_to_the_rules(overlap: bool) -> None:
 
 
 @pytest.mark.deepspeed
-def test_gradients_that_nobody_waits_for_are_found_out() -> None:
+def test_gradient_offload_without_a_wait_is_detected() -> None:
     (found,) = run_ranks(gradients, False, False)
     assert any("locked memory written on" in fault for fault in found["faults"])
 
@@ -368,7 +368,7 @@ def test_gradients_that_nobody_waits_for_are_found_out() -> None:
 # -- Batches on their way to the device.
 
 
-def test_a_batch_that_is_not_page_locked_is_copied_as_what_it_is() -> None:
+def test_a_pageable_batch_is_copied_as_pageable_memory() -> None:
     batch = {"images": torch.zeros(2, 3), "labels": torch.zeros(2, dtype=torch.int64)}
     recorder = Recorder()
     if DEVICE == "cpu":
@@ -428,7 +428,7 @@ def _write_and_send(made: StreamUpload, start: int) -> Any:
     return made.send(pieces)
 
 
-def test_weights_keep_to_the_rules() -> None:
+def test_weight_streaming_follows_the_rules() -> None:
     recorder = upload(StreamUpload)
     assert recorder.faults == []
     assert recorder.waits == ["stream.synchronize"] * 3, "once per step, for the step before"
@@ -436,5 +436,5 @@ def test_weights_keep_to_the_rules() -> None:
 
 
 @pytest.mark.parametrize("kind", [NotWaitedFor, NotReceived, TooEarly])
-def test_weights_that_break_a_rule_are_found_out(kind: type[StreamUpload]) -> None:
+def test_weight_streaming_that_breaks_a_rule_is_detected(kind: type[StreamUpload]) -> None:
     assert upload(kind).faults

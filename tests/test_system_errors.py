@@ -13,7 +13,7 @@ def judged(found):
     return {name: text for name, text in found.items() if text.startswith(("FOREIGN", "THIN"))}
 
 
-def test_a_path_that_cannot_be_is_named_with_what_to_do(tmp_path):
+def test_an_impossible_path_gives_an_error_with_a_fix(tmp_path):
     (tmp_path / "file").touch()
     places = {
         "under a file": str(tmp_path / "file" / "x"),
@@ -26,7 +26,7 @@ def test_a_path_that_cannot_be_is_named_with_what_to_do(tmp_path):
     assert [name for name, text in found.items() if not text] == []
 
 
-def test_a_disk_that_takes_nothing_is_named_with_what_to_do(tmp_path, mounted):
+def test_a_read_only_or_full_disk_gives_an_error_with_a_fix(tmp_path, mounted):
     for name, option in (("read-only", "ro"), ("full", "size=64k")):
         mounted(tmp_path / name, "-t", "tmpfs", "-o", option, "none")
     with pytest.raises(OSError, match="No space"):

@@ -58,7 +58,7 @@ _SPOKEN_FREELY = {"description", "default", "deprecated", HANDLING}
 _WORDS = {
     "anyOf": [
         {"enum": ["fp32", "fp16", "bf16", None], HANDLING: "any case"},
-        {"const": "auto"},  # Resolving refuses it, with a better message.
+        {"const": "auto"},  # Resolving refuses this value with a better message.
     ]
 }
 _TEXT = {"anyOf": [{"type": "string"}, _NAMES]}

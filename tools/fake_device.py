@@ -109,7 +109,7 @@ class FakeDevice:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with torch.device("meta"):
             model = getattr(diffusers, config["_class_name"]).from_config(dict(config))
-        # Not ``model.to``: diffusers warns about layers that a real run keeps in fp32.
+        # Do not call ``model.to``: diffusers warns about layers that a real run keeps in fp32.
         self.model: Any = torch.nn.Module.to(model, torch.bfloat16).train()
         self._arguments = example_inputs(self.model)
         with self._mode:
@@ -117,7 +117,7 @@ class FakeDevice:
                 _replace(module._parameters, lambda one: torch.nn.Parameter(_like(one)))
                 _replace(module._buffers, _like)
         for parameter in self.model.parameters():
-            # Freed at once, as at stage 2, where it goes to a bucket or to the host.
+            # Free gradients at once, as at stage 2, where they go to a bucket or to the host.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
 
     def step(

@@ -39,7 +39,7 @@ SIZE = 2**20
 
 
 _RAW: Final = re.compile(r"\b(?!OSError)\w*Error: |OSError: (?!.*: '/)")
-"""Matches foreign errors: ranks may only report an ``OSError`` with its path, after the purpose."""
+"""Matches foreign errors, except a rank's report of an ``OSError`` with its path."""
 
 
 class Writer:

@@ -186,7 +186,7 @@ class Poisoned:
         newest, stuck = self._go_on(root)
         if newest is None or stuck:
             raise Found("lost", f"does not go on from {newest}: {stuck}; {said}")
-        # Removes older checkpoints.
+        # This also removes older checkpoints.
         if self._rank == 0:
             self._all_finite(root, said)
         if error is not None and not isinstance(error, TrainingError | CheckpointNotFiniteError):

@@ -91,7 +91,7 @@ class Faulty(Callback):
         self.step = -1
 
     def at(self, moment: str) -> None:
-        # A background save may run a step late.
+        # A background save may happen one step late.
         stepping = moment in IN_A_STEP
         early = stepping and self.step < self._fault.step
         late = stepping and self.step > self._fault.step and moment != "while saving"

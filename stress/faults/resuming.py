@@ -92,7 +92,7 @@ class Resumed:
         return self._now(self.trainers[name]) == self._states[name]
 
     def _went_on(self, each: Trainer, name: str) -> tuple[str, str]:
-        """Check that a checkpoint that was accepted can also be trained from."""
+        """Check that training continues from an accepted checkpoint."""
         try:
             each.fit(steps=3)
         except Exception as error:  # noqa: BLE001 - it was not refused, so it must work

@@ -14,6 +14,6 @@ def test_a_release_is_parsed_from_a_version(version, release):
     assert release_of(version) == release
 
 
-def test_what_is_not_installed_has_no_version():
+def test_a_package_that_is_not_installed_has_no_version():
     assert installed_version("no-such-distribution") is None
     assert set(installed_versions(["attrs", "no-such-distribution"])) == {"attrs"}

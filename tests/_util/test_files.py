@@ -8,7 +8,7 @@ import pytest
 from zerotune._util.files import drafted, sync, write_atomically, write_synced
 
 
-def test_a_file_is_replaced_whole(tmp_path):
+def test_write_atomically_replaces_the_file_and_leaves_no_other(tmp_path):
     path = tmp_path / "file.json"
     write_atomically(path, b"old")
     write_atomically(path, b"new")
@@ -17,7 +17,7 @@ def test_a_file_is_replaced_whole(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_disk_that_is_full_when_a_file_is_brought_to_it_tells_which(tmp_path, monkeypatch):
+def test_a_full_disk_raises_an_error_that_names_the_file(tmp_path, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -29,7 +29,7 @@ def test_a_disk_that_is_full_when_a_file_is_brought_to_it_tells_which(tmp_path, 
         assert caught.value.filename == str(path)
 
 
-def test_a_failed_draft_leaves_nothing_behind(tmp_path):
+def test_a_failed_draft_keeps_the_old_file_and_leaves_no_other(tmp_path):
     path = tmp_path / "file.json"
     path.write_bytes(b"old")
     with pytest.raises(IsADirectoryError), drafted(path) as draft:

@@ -17,12 +17,12 @@ from zerotune.errors import InvalidValueError
 
 
 @pytest.mark.parametrize("value", [True, "1", None, 1.0])
-def test_a_bool_and_a_float_are_no_integers(value):
+def test_bools_and_floats_are_not_integers(value):
     assert not is_integer(value)
 
 
 @pytest.mark.parametrize("value", [True, "1", None, float("nan"), float("inf"), 10**400])
-def test_what_is_not_finite_is_no_number(value):
+def test_non_finite_values_are_not_numbers(value):
     assert not is_number(value)
 
 
@@ -47,20 +47,20 @@ def test_numbers_are_parsed_from_text(text, number):
         (probability, 1.5, "must be a probability"),
     ],
 )
-def test_the_error_names_the_key_and_the_value(check, bad, reason):
+def test_the_error_has_the_key_and_the_reason(check, bad, reason):
     with pytest.raises(InvalidValueError) as caught:
         check(bad, key="sizes.first")
     assert caught.value.key == "sizes.first"
     assert caught.value.reason == reason
 
 
-def test_a_whole_number_has_bounds():
+def test_whole_numbers_outside_their_bounds_are_refused():
     assert whole(3, key="n", least=0, most=3) == 3
     with pytest.raises(InvalidValueError, match="0 to 3"):
         whole(4, key="n", least=0, most=3)
 
 
-def test_a_validator_names_class_and_field():
+def test_a_validation_error_names_class_and_field():
     @attrs.frozen(kw_only=True)
     class Sizes:
         count: int = attrs.field(default=1, validator=validated(whole, least=1))

@@ -12,7 +12,7 @@ from zerotune._util import ownership
 from zerotune.offload.lease import LeaseRecord
 
 
-def test_a_record_that_does_not_fit_leaves_nothing_and_the_former_one_whole(tmp_path):
+def test_a_full_disk_keeps_the_former_record_and_leaves_no_partial_file(tmp_path):
     record = LeaseRecord.for_this_process(
         run_id="a", rank=0, world_size=1, plan_digest="0" * 64, filesystem="ext4"
     )

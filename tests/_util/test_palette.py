@@ -12,7 +12,7 @@ from zerotune.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 from zerotune.training.step import PHASES
 
-# Machado, Oliveira and Fernandes (2009), severity 1.0, for linear RGB.
+# Matrices for linear RGB from Machado, Oliveira and Fernandes (2009), severity 1.0.
 SIGHTS = {
     "normal": np.eye(3),
     "protanopia": np.array(
@@ -50,7 +50,7 @@ def seen(colour: str, sight: np.ndarray) -> np.ndarray:
 
 
 def difference(one: np.ndarray, other: np.ndarray) -> float:
-    """CIEDE2000, in the notation of Sharma, Wu and Dalal (2005)."""
+    """Return the CIEDE2000 difference, in the notation of Sharma, Wu and Dalal (2005)."""
     mean = (np.hypot(*one[1:]) + np.hypot(*other[1:])) / 2
     grow = 1 + 0.5 * (1 - np.sqrt(mean**7 / (mean**7 + 25.0**7)))
     c1, c2 = np.hypot(one[1] * grow, one[2]), np.hypot(other[1] * grow, other[2])
@@ -88,14 +88,14 @@ def difference(one: np.ndarray, other: np.ndarray) -> float:
         ((2.0776, 0.0795, -1.1350), (0.9033, -0.0636, -0.5514), 0.9082),
     ],
 )
-def test_the_difference_is_that_of_the_published_examples(one, other, known):
+def test_the_colour_difference_matches_the_published_examples(one, other, known):
     assert difference(np.array(one), np.array(other)) == pytest.approx(known, abs=1e-4)
 
 
 @pytest.mark.parametrize("sight", SIGHTS)
 @pytest.mark.parametrize("colours", [palette.COMPONENTS, palette.PHASES], ids=["memory", "step"])
 def test_any_two_colours_are_distinguishable(colours, sight):
-    # Whatever lies between two segments may be empty, and then they touch.
+    # Any two segments can touch, since those between them may be empty.
     labs = {name: seen(colour, SIGHTS[sight]) for name, colour in colours.items()}
     close = {
         pair: round(difference(labs[pair[0]], labs[pair[1]]), 1) for pair in combinations(labs, 2)
@@ -125,7 +125,7 @@ def test_every_phase_of_a_step_has_a_colour():
     assert list(palette.PHASES) == [*PHASES, "rest"]
 
 
-def test_unknown_components_get_colours_of_their_own():
+def test_unknown_components_get_distinct_colours():
     colours = palette.component_colours(["weights", "a", "b", "a"])
     assert colours["weights"] == palette.COMPONENTS["weights"]
     assert colours["a"] != colours["b"]

@@ -24,7 +24,7 @@ def kind(tmp_path, path):
     return filesystem_kind(Path(path), mount_table=table)
 
 
-def test_the_longest_mount_wins(tmp_path):
+def test_the_mount_with_the_longest_matching_path_wins(tmp_path):
     assert kind(tmp_path, "/home") == "ext4"
     assert kind(tmp_path, "/mnt/my disk/swap") == "xfs"
 
@@ -33,11 +33,11 @@ def test_the_later_of_two_mounts_on_one_folder_wins(tmp_path):
     assert kind(tmp_path, "/mnt/other") == "nfs4"
 
 
-def test_a_mounts_name_is_not_a_prefix_of_its_neighbours(tmp_path):
+def test_a_mount_does_not_match_a_path_that_only_begins_with_its_name(tmp_path):
     assert kind(tmp_path, "/mnt2") == "ext4"
 
 
-def test_a_mount_says_what_it_is_and_who_can_reach_it(tmp_path):
+def test_a_mount_has_its_kind_mount_point_source_and_locality(tmp_path):
     table = tmp_path / "mountinfo"
     table.write_text(TABLE)
     mount = mount_of(Path("/mnt/other"), mount_table=table)
@@ -60,7 +60,7 @@ def test_a_mount_says_what_it_is_and_who_can_reach_it(tmp_path):
         (None, "unknown"),
     ],
 )
-def test_who_can_reach_a_kind_of_file_system(kind, locality):
+def test_the_locality_follows_from_the_kind_of_file_system(kind, locality):
     assert locality_of(kind) == locality
 
 
@@ -73,7 +73,7 @@ def test_who_can_reach_a_kind_of_file_system(kind, locality):
         ("pci0/sda/sda1", "1", True),
     ],
 )
-def test_spinning_platters_are_asked_of_the_disk_around_a_partition(tmp_path, place, said, answer):
+def test_the_rotational_flag_is_read_from_the_disk_of_a_partition(tmp_path, place, said, answer):
     device = tmp_path / "devices" / place
     disk = device.parent if device.name == "sda1" else device
     (disk / "queue").mkdir(parents=True)
@@ -86,17 +86,17 @@ def test_spinning_platters_are_asked_of_the_disk_around_a_partition(tmp_path, pl
     assert is_rotational(tmp_path, devices=numbers) is answer
 
 
-def test_a_device_the_kernel_does_not_know_is_unknown(tmp_path):
+def test_is_rotational_is_none_for_a_device_unknown_to_the_kernel(tmp_path):
     assert is_rotational(tmp_path, devices=tmp_path / "none") is None
 
 
-def test_without_a_mount_table_a_file_system_is_unknown(tmp_path):
+def test_the_file_system_kind_is_none_without_a_mount_table(tmp_path):
     assert filesystem_kind(tmp_path, mount_table=tmp_path / "missing") is None
 
 
 @settings(deadline=None)
 @given(text=st.text())
-def test_no_mount_table_raises_an_error(tmp_path_factory, text):
+def test_malformed_mount_tables_raise_no_error(tmp_path_factory, text):
     table = tmp_path_factory.mktemp("table") / "mountinfo"
     table.write_text(text, encoding="utf-8", errors="surrogatepass")
     assert filesystem_kind(Path("/"), mount_table=table) is None or " - " in text

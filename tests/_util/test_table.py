@@ -26,7 +26,7 @@ def table():
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Print at a terminal of ``columns`` columns and return the screen's contents."""
+    """Return a function that prints a page at a terminal and returns the screen's contents."""
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -49,7 +49,7 @@ FINDING = Line(
 )
 
 
-def test_text_has_columns_as_wide_as_their_cells(table):
+def test_text_columns_are_as_wide_as_their_widest_cell(table):
     page = Page(title="All", blocks=(Line("sizes:", style="title"), table))
     assert page.text().split("\n") == [
         "All",
@@ -60,7 +60,7 @@ def test_text_has_columns_as_wide_as_their_cells(table):
     ]
 
 
-def test_markdown_has_the_parts_of_the_text_without_what_is_empty(table):
+def test_markdown_has_the_parts_of_the_text_except_empty_ones(table):
     empty = Table(head=table.head, rows=())
     parts = (Line("sizes:", style="title"), table, empty, FINDING, Line(""), Line("a *b*"))
     assert Page(title="a|b", blocks=parts).markdown() == (
@@ -70,20 +70,20 @@ def test_markdown_has_the_parts_of_the_text_without_what_is_empty(table):
     )
 
 
-def test_a_cell_of_two_lines_stays_one_row_of_markdown_and_html():
+def test_a_two_line_cell_stays_in_one_row_of_markdown_and_html():
     table = Table(rows=(("a\nb", "c"),))
     assert table.markdown().split("\n")[-1] == "| a<br>b | c |"
     assert ">a<br>b</td>" in table.html()
     assert Page(blocks=(table,)).text() == "  a  c\n  b"
 
 
-def test_a_pipe_breaks_no_line_and_has_no_colours():
+def test_output_to_a_pipe_is_neither_wrapped_nor_coloured():
     stream = io.StringIO()
     Page(title="All", blocks=(FINDING,)).print(stream)
     assert stream.getvalue() == f"All\n  [error] {FINDING.text}\n"
 
 
-def test_a_terminal_wraps_where_it_ends_and_goes_on_further_in(terminal):
+def test_output_wraps_at_the_terminal_width_and_indents_continuation_lines(terminal):
     shown = terminal(Page(blocks=(FINDING,)), 40, NO_COLOR="1")
     lines = re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()
     assert max(map(len, lines)) <= 40
@@ -92,7 +92,7 @@ def test_a_terminal_wraps_where_it_ends_and_goes_on_further_in(terminal):
     assert " ".join(" ".join(lines).split()) == f"[error] {FINDING.text}"
 
 
-def test_a_row_goes_on_below_its_last_cell(terminal):
+def test_a_wrapped_row_continues_below_its_last_cell(terminal):
     table = Table(rows=(("one", "word " * 20),), widths=(6,))
     first, *rest = terminal(Page(blocks=(table,)), 60, NO_COLOR="1").splitlines()
     assert first.startswith("  one     word")
@@ -100,7 +100,7 @@ def test_a_row_goes_on_below_its_last_cell(terminal):
     assert all(line.startswith(" " * 10 + "word") for line in rest)
 
 
-def test_findings_have_colours_at_a_terminal_unless_they_are_not_wanted(terminal):
+def test_findings_are_coloured_at_a_terminal_unless_no_color_is_set(terminal):
     page = Page(blocks=(FINDING,))
     coloured = terminal(page, 200)
     assert "\x1b[1;31m  [error]" in coloured
@@ -109,20 +109,20 @@ def test_findings_have_colours_at_a_terminal_unless_they_are_not_wanted(terminal
     assert "31m" not in plain
 
 
-def test_a_cell_wider_than_its_column_touches_no_other():
+def test_an_overlong_cell_keeps_the_columns_aligned():
     table = Table(rows=(("accumulated gradients", "host"), ("EMA", "host")), widths=(6, 6))
     first, second = Page(blocks=(table,)).text().split("\n")
     assert first.split() == ["accumulated", "gradients", "host"]
     assert first.index("host") == second.index("host")
 
 
-def test_text_never_goes_to_a_notebook_and_has_no_colours(table, monkeypatch):
+def test_text_is_not_displayed_in_a_notebook_and_has_no_colours(table, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert Page(blocks=(table,)).text().startswith("  name ")
 
 
-def test_lines_alone_read_as_they_do_beside_a_table(table):
+def test_lines_without_a_table_are_formatted_as_beside_one(table):
     lines = (FINDING, Line("two\nlines", mark="-"), Line("  inside"), Line(""), Line("x", indent=4))
     alone, beside = Page(title="All", blocks=lines), Page(title="All", blocks=(*lines, table))
     assert beside.text().startswith(alone.text() + "\n  name ")

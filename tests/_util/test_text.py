@@ -44,7 +44,7 @@ LARGEST = 2**63 - 1
         (f"{LARGEST} B", LARGEST),
     ],
 )
-def test_sizes_that_people_write_are_parsed(written, nbytes):
+def test_common_spellings_of_sizes_are_parsed(written, nbytes):
     assert parse_size(written, key="vram") == nbytes
 
 
@@ -93,15 +93,15 @@ def test_malformed_sizes_are_refused(written, reason):
         (-3 * 1024**3, "-3.00 GiB"),
     ],
 )
-def test_sizes_are_shown_in_fitting_units(nbytes, text):
+def test_sizes_are_formatted_in_a_suitable_unit(nbytes, text):
     assert format_size(nbytes) == text
 
 
 @given(st.integers(min_value=0, max_value=LARGEST // 2))
-def test_shown_sizes_can_be_parsed(nbytes):
+def test_formatted_sizes_can_be_parsed_back(nbytes):
     read = parse_size(format_size(nbytes), key="size")
 
-    # Three digits are shown, and what they say is cut to a whole byte.
+    # Formatting rounds to three digits, and parsing truncates to a whole byte.
     assert abs(read - nbytes) <= nbytes * 0.0051 + 1
 
 
@@ -110,7 +110,7 @@ def test_shown_sizes_can_be_parsed(nbytes):
     st.sampled_from(["B", "kB", "KiB", "mb", "MiB", "GB", "gib", "TB"]),
     st.sampled_from(["", " ", "  "]),
 )
-def test_units_are_exact(number, unit, blank):
+def test_each_unit_is_its_exact_number_of_bytes(number, unit, blank):
     sizes = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
     sizes |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -118,7 +118,7 @@ def test_units_are_exact(number, unit, blank):
 
 
 @given(st.one_of(st.text(), st.floats(), st.integers(), st.booleans()))
-def test_parsing_any_value_gives_a_size_or_an_error_of_ours(written):
+def test_parsing_any_value_returns_a_size_or_raises_invalid_value_error(written):
     try:
         nbytes = parse_size(written, key="size")
     except InvalidValueError:
@@ -127,14 +127,14 @@ def test_parsing_any_value_gives_a_size_or_an_error_of_ours(written):
     assert 0 <= nbytes <= LARGEST
 
 
-def test_the_closest_names_are_suggested_whatever_their_case():
+def test_the_closest_names_are_suggested_ignoring_case():
     assert did_you_mean("adam w", ["AdamW", "Lion"]) == ["AdamW"]
     assert did_you_mean("stge", ["stage", "overlap_comm"], by=str.lower) == ["stage"]
     assert did_you_mean("zzz", ["AdamW"]) == []
     assert did_you_mean("qwen", ["chroma", "qwen-image", "queen"]) == ["qwen-image", "queen"]
 
 
-def test_a_long_list_says_how_many_more_there_are():
+def test_a_shortened_listing_says_how_many_more_there_are():
     assert listing([]) == "nothing"
     assert listing(["a", "b", "c"]) == "a, b, c"
     assert listing(["a", "b", "c", "d"]) == "a, b, c and 1 more"
@@ -145,18 +145,18 @@ def test_counts_have_the_right_plural():
     assert counted(2, "entry", "entries") == "2 entries"
 
 
-def test_times_are_shown_as_on_a_clock():
+def test_durations_are_formatted_as_on_a_clock():
     assert format_seconds(59.6) == "1:00"
     assert format_seconds(3723) == "1:02:03"
 
 
 @pytest.mark.parametrize(("written", "gib"), [("12", 12), (" 1.5 ", 1.5), (24, 24), ("8 GiB", 8)])
-def test_a_machines_memory_alone_is_gib(written, gib):
+def test_a_bare_number_for_machine_memory_means_gib(written, gib):
     assert parse_memory(written, key="vram") == gib * 2**30
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, b"[" * 100_000, "{", "1" * 5000])
-def test_json_that_cannot_be_read_is_always_one_kind_of_error(text):
+def test_unparsable_json_always_raises_value_error(text):
     with pytest.raises(ValueError, match=r"deeply|Expecting|digits"):
         json_of(text)
     assert json_of('{"a": 1}', object_pairs_hook=list) == [("a", 1)]

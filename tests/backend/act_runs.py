@@ -1,8 +1,8 @@
 """Run an act on the model between training steps and judge the outcome.
 
 The oracle is the same run with the optimizer's own step (``host_step=False``) under the same act.
-Losses, everything looked at, weights, moments and the EMA must be equal at the end, or one of our
-errors must have come before training deviated.
+Losses, recorded values, weights, moments and the EMA must be equal at the end, or one of our errors
+must be raised before training deviates.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
         context["streamed"] = Streaming(units=UNITS, window=2)
     with pytest.MonkeyPatch.context() as patch:
         if kind.apart:
-            # As on a device: the model's weights are separate from the stepped ones.
+            # Keep the model's weights separate from the stepped ones, as on a device.
             patch.setattr(plain, "_has_memory_of_its_own", lambda _: True)
         return build(model, plan, hidden=mode.hidden, **context)
 
@@ -283,7 +283,7 @@ def forget_gradients(engine: Any) -> None:
 
 
 def moments_of(act: Act, step: int) -> tuple[str, ...]:
-    """Return the act's moments, alternately before and after the EMA update if either will do."""
+    """Return the act's moments; if either will do, alternate between before and after the EMA."""
     either = act.moments == (STEP,) and act.at.index(step) % 2
     return (PENDING,) if either else act.moments
 
@@ -320,7 +320,7 @@ def state_of(engine: Any) -> State:
             found[f"master {fragment.address.key}"] = array_of(fragment.value)
             for name, state in fragment.states.items():
                 found[f"{name} {fragment.address.key}"] = array_of(state)
-    except Exception as error:  # noqa: BLE001 - a step that has failed says so to whoever reads
+    except Exception as error:  # noqa: BLE001 - every reader gets the error of a failed step
         found["unreadable"] = np.zeros(0)
         logging.getLogger(__name__).info("unreadable: %s", error)
         return found
@@ -375,7 +375,7 @@ def apart(mine: Played, theirs: Played, *, ema: bool) -> str | None:
 
 
 def judge(mine: Played, theirs: Played, *, ema: bool, ends: bool = False) -> str:
-    """``equal``, ``raises …`` where the oracle does too, ``refused …``, or ``FAIL …``.
+    """Return ``equal``, ``raises …`` if the oracle does too, ``refused …``, or ``FAIL …``.
 
     Args:
         mine: The run to be judged.
@@ -400,7 +400,7 @@ def judge(mine: Played, theirs: Played, *, ema: bool, ends: bool = False) -> str
 
 
 def refused_by_all(mine: Played, theirs: Played) -> str:
-    """Judge a run that both refuse, maybe at different steps: each checks a sample of weights."""
+    """Judge a run that both refuse; the steps may differ, since each checks a sample of weights."""
     assert mine.error is not None
     count = min(len(mine.losses), len(theirs.losses))
     if mine.losses[:count] != theirs.losses[:count]:
@@ -411,7 +411,7 @@ def refused_by_all(mine: Played, theirs: Played) -> str:
 
 
 def refused(mine: Played, theirs: Played) -> str:
-    """Judge one of our errors: it must have come before training deviated."""
+    """Judge one of our errors, which must be raised before training deviates."""
     assert mine.error is not None
     name, _, message = mine.error
     if mine.losses != theirs.losses[: len(mine.losses)]:

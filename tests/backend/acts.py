@@ -945,8 +945,7 @@ def _(engine, model, context):
     handle.remove()
 
 
-# A window of streamed weights is dropped then (tests/backend/stream/test_steps.py); DeepSpeed's
-# cannot be.
+# Streamed weights discard the window (tests/backend/stream/test_steps.py), which DeepSpeed cannot.
 @act("an exception in backward", kinds=ALL - {"streamed"})
 def _(engine, model, context):
     def hook(*_):

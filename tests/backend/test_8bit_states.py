@@ -20,7 +20,7 @@ STEPS = 30
 
 
 def moments(seed: int = 0) -> torch.Tensor:
-    """Moments of many magnitudes, in blocks whose largest is positive, negative or zero."""
+    """Return moments of many magnitudes, in blocks whose largest is positive, negative or zero."""
     random_ = torch.Generator().manual_seed(seed)
     found = torch.randn(40 * BLOCK, generator=random_) * torch.logspace(-9, 3, 40 * BLOCK)
     found[BLOCK : 2 * BLOCK] = 0
@@ -30,7 +30,7 @@ def moments(seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_codes_are_the_nearest(signed):
+def test_encoding_chooses_the_nearest_codes(signed):
     book, numbers = codebook(signed=signed), moments() if signed else moments().abs()
     codes, scales = book.encode(numbers)
     assert torch.equal(scales, numbers.abs().view(-1, BLOCK).amax(1))
@@ -40,7 +40,7 @@ def test_codes_are_the_nearest(signed):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_what_was_decoded_is_encoded_to_the_same_bits(signed):
+def test_decoded_moments_survive_encoding_again_bit_for_bit(signed):
     book, numbers = codebook(signed=signed), moments() if signed else moments().abs()
     decoded = book.decode(*book.encode(numbers))
     assert torch.equal(book.decode(*book.encode_again(decoded)), decoded)
@@ -49,7 +49,7 @@ def test_what_was_decoded_is_encoded_to_the_same_bits(signed):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_a_number_needs_one_comparison_to_find_its_code(signed):
+def test_one_comparison_finds_the_code_of_a_number(signed):
     book = codebook(signed=signed)
     upper = torch.arange(2**16, dtype=torch.int32) << 16
     ends = torch.stack([upper, upper | 0xFFFF]).view(torch.float32)
@@ -70,7 +70,7 @@ def steps_of(optimizer: Any, weight: torch.nn.Parameter) -> None:
 @pytest.mark.deepspeed
 @ranks(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_pass_equals_the_optimizer_itself(dtype):
+def test_the_pass_equals_the_optimizer_bit_for_bit(dtype):
     from zerotune.backend.step.adams import Host8BitAdam
     from zerotune.backend.step.kernel import Average, load_host_step
 
@@ -98,7 +98,7 @@ def test_the_pass_equals_the_optimizer_itself(dtype):
         assert torch.equal(state, other) if isinstance(state, torch.Tensor) else state == other
 
 
-def test_weights_and_moments_are_those_of_bitsandbytes():
+def test_weights_and_moments_match_bitsandbytes():
     bnb = pytest.importorskip("bitsandbytes", reason="a package that is optional")
     start = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
     ours, theirs, exact = (torch.nn.Parameter(start.clone()) for _ in range(3))

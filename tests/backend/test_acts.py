@@ -42,7 +42,7 @@ def batches() -> list[Batch]:
 
 
 def play_batch(batch: Batch) -> list[tuple[Played, Played]]:
-    """Return the run of each act, with the oracle's."""
+    """Return each act's run and its oracle's."""
     kind, acts = batch
     return [
         (play(name, KINDS[kind], MODES[mode], SHORT), play(name, KINDS[kind], ORACLE, SHORT))
@@ -51,7 +51,7 @@ def play_batch(batch: Batch) -> list[tuple[Played, Played]]:
 
 
 @pytest.mark.parametrize("batch", batches(), ids=lambda batch: f"{batch[0]}: {batch[1][0][0]} …")
-def test_acts_change_nothing_or_are_refused(batch):
+def test_acts_change_no_result_or_are_refused(batch):
     kind, acts = batch
     played: list[tuple[Played, Played]] = []
     with suppress(RanksFailed):
@@ -68,7 +68,7 @@ def test_acts_change_nothing_or_are_refused(batch):
     assert len(found) == len(acts)
 
 
-def test_every_act_is_done_where_steps_may_wait():
+def test_every_act_is_tested_with_pending_steps():
     assert len(ACTS) >= 40
     assert sum(len(acts) for _, acts in batches()) == len(ACTS)
 
@@ -82,13 +82,13 @@ def fails(text: str) -> bool:
     ("kind", "name"),
     [(kind, name) for name, act in ACTS.items() for kind in KINDS if kind in act.kinds],
 )
-def test_acts_change_nothing_or_are_refused_under_every_kind_of_engine(kind, name):
+def test_acts_change_no_result_or_are_refused_under_every_kind_of_engine(kind, name):
     found = cell(name, KINDS[kind], modes_of(KINDS[kind], ACTS[name]), AFTER)
     assert not {mode: text for mode, text in found.items() if fails(text)}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", [kind for kind in HIDDEN if kind != "streamed"])
-def test_random_acts_over_200_steps_change_nothing(kind):
+def test_random_acts_over_200_steps_change_no_result(kind):
     found = cell("everything", KINDS[kind], ("hidden", "hidden, average"), AFTER)
     assert not {mode: text for mode, text in found.items() if fails(text)}

@@ -80,7 +80,7 @@ def written(model, form, layers, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(("name", "form"), CASES)
-def test_diffusers_reads_back_the_same_bits(name, form):
+def test_diffusers_reads_the_factors_back_bit_for_bit(name, form):
     model = model_of(name)
     layers = factors_for(model)
     tensors = written(model, form, layers)
@@ -92,7 +92,7 @@ def test_diffusers_reads_back_the_same_bits(name, form):
     assert compare(read, layers, component="transformer", dtype=torch.float32)
 
 
-def test_names_are_those_of_the_first_publication():
+def test_names_and_shapes_match_the_first_publication():
     flux, wan = model_of("FluxTransformer2DModel"), model_of("WanTransformer3DModel")
     tensors = written(flux, "kohya", factors_for(flux))
     # Three projections are fused, their factors in blocks; the fourth part is not trained.
@@ -108,7 +108,7 @@ def test_names_are_those_of_the_first_publication():
 
 @pytest.mark.parametrize("form", ["comfyui", "kohya"])
 @pytest.mark.parametrize(("scale", "exact"), [(0.5, True), (0.3, False)])
-def test_a_scale_that_is_a_power_of_two_keeps_the_bits(form, scale, exact):
+def test_only_scales_that_are_powers_of_two_keep_the_bits(form, scale, exact):
     model = model_of("Flux2Transformer2DModel")
     layers = factors_for(model, scale=scale)
     tensors = written(model, form, layers, torch.bfloat16)
@@ -118,7 +118,7 @@ def test_a_scale_that_is_a_power_of_two_keeps_the_bits(form, scale, exact):
     assert same == exact
 
 
-def test_what_is_read_back_otherwise_is_found():
+def test_factors_that_diffusers_reads_back_differently_are_detected():
     model = model_of("QwenImageTransformer2DModel")
     layers = factors_for(model)
     tensors = written(model, "comfyui", layers)
@@ -142,7 +142,7 @@ def test_what_is_read_back_otherwise_is_found():
         )
 
 
-def test_models_and_layers_without_names_are_refused():
+def test_models_and_layers_without_published_names_are_refused():
     from tests.diffusion.adapting import tiny_sd3
 
     with pytest.raises(InvalidValueError, match="cannot read SD3Transformer2DModel"):
@@ -154,7 +154,7 @@ def test_models_and_layers_without_names_are_refused():
         PUBLISHED["WanTransformer3DModel"].theirs("proj_out")
 
 
-def test_lycoris_keeps_its_alpha_where_a_factor_is_a_product():
+def test_lycoris_files_keep_alpha_if_a_factor_is_a_product():
     model = model_of("WanTransformer3DModel")
     layer = "blocks.0.attn1.to_q"
     split = {

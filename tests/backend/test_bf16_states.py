@@ -25,7 +25,7 @@ def rounded(value: float) -> torch.Tensor:
 
 
 @given(st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda x: x == 0 or abs(x) > 2**-100))
-def test_all_draws_together_round_to_the_value_itself(value):
+def test_stochastic_rounding_is_unbiased_over_all_draws(value):
     found = rounded(value)
     low, high = found.min(), found.max()
     assert low <= value <= high
@@ -36,7 +36,7 @@ def test_all_draws_together_round_to_the_value_itself(value):
 
 
 @given(st.floats(width=16, allow_nan=False))
-def test_bf16_values_are_not_changed_by_rounding(value):
+def test_rounding_does_not_change_bf16_values(value):
     exact = float(torch.tensor(value).bfloat16())
     if exact in (float("inf"), float("-inf")):
         return
@@ -50,7 +50,7 @@ def steps(optimizer: Any, weight: torch.nn.Parameter, count: int, seed: int = 0)
         optimizer.step()
 
 
-def test_the_moments_are_right_on_average_after_thousands_of_steps():
+def test_moments_are_unbiased_after_thousands_of_steps():
     found, expected = (torch.nn.Parameter(torch.ones(4000)) for _ in range(2))
     ours, reference = AdamWBF16States([found], lr=1e-4), torch.optim.AdamW([expected], lr=1e-4)
     steps(ours, found, 3000)
@@ -75,7 +75,7 @@ def test_rounding_to_nearest_would_leave_moments_stuck():
     assert float(moment) == 1.0, "0.999^100 is 0.905"
 
 
-def test_a_run_that_is_put_down_and_taken_up_is_the_same_run():
+def test_a_resumed_optimizer_equals_an_uninterrupted_one():
     whole = torch.nn.Parameter(torch.ones(3000))
     steps(AdamWBF16States([whole]), whole, 8)
     first = torch.nn.Parameter(torch.ones(3000))
@@ -95,7 +95,7 @@ def test_a_run_that_is_put_down_and_taken_up_is_the_same_run():
     assert torch.equal(second, whole)
 
 
-def test_a_rank_may_hold_nothing_of_a_parameter():
+def test_a_rank_may_hold_no_element_of_a_parameter():
     empty, other = torch.nn.Parameter(torch.empty(0)), torch.nn.Parameter(torch.ones(2))
     for weights in ([empty], [empty, other]):
         for weight in weights:
@@ -105,18 +105,18 @@ def test_a_rank_may_hold_nothing_of_a_parameter():
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_does_not_become_a_number(value):
+def test_rounding_keeps_non_finite_values(value):
     assert rounded(value).tolist() == pytest.approx([value] * 2**16, nan_ok=True)
 
 
-def test_the_nan_of_cuda_stays_a_nan():
+def test_the_nan_pattern_of_cuda_stays_a_nan():
     bits = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32)
     into = torch.zeros(2, dtype=torch.bfloat16)
     round_stochastically(bits.view(torch.float32), torch.full_like(bits, 2**16 - 1), into=into)
     assert into.isnan().all()
 
 
-def test_gradients_and_weights_may_lie_as_channels_last():
+def test_gradients_and_weights_may_be_channels_last():
     start_at = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0))
     moved = []
     for weights in (torch.contiguous_format, torch.channels_last):
@@ -169,7 +169,7 @@ def states_of(engine: Any) -> dict[str, tuple[str, list[float]]]:
     ],
 )
 @ranks(1)
-def test_moments_carry_over_between_fp32_and_bf16(saved, resumed, tmp_path: Path):
+def test_resuming_converts_moments_between_fp32_and_bf16(saved, resumed, tmp_path: Path):
     from zerotune.checkpoint import load_checkpoint, save_checkpoint
 
     with engine_of(*saved) as engine:

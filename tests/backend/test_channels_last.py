@@ -44,7 +44,7 @@ def begin(
         optimizer={"type": optimizer, "params": {"lr": 2e-3, **arguments}},
     )
     with pytest.MonkeyPatch.context() as patch:
-        # As on a device: the model's weights are separate from the stepped ones.
+        # Keep the model's weights separate from the stepped ones, as on a device.
         patch.setattr(plain, "_has_memory_of_its_own", lambda _: apart)
         return build(model, plan, hidden=hidden, deepspeed=stage is not None)
 
@@ -89,7 +89,7 @@ def test_offload_changes_no_bit_of_channels_last_training(
         with begin("cpu", **where) as engine:
             ema = EMAShadow(decay=0.5).attach(engine)
             found = train(engine, ema, 0, 1, 2)
-            # Saved with one memory layout and loaded with another.
+            # Save with one memory layout and load with another.
             save_checkpoint(tmp_path / str(number), engine=engine, shadows={"ema": ema})
             found += train(engine, ema, 3, 4, 5)
             assert found == losses, where
@@ -161,8 +161,8 @@ def test_weights_may_move_to_channels_last_and_back(optimizer: str, offload: str
         engine.module.named_parameters(), reference.parameters(), strict=True
     ):
         # The unfused loop rounds square roots differently; eight steps of bf16 moments, whose noise
-        # follows the order in memory, differ by 8 * lr * 2**-8. Moments of the wrong element: by
-        # 1e-3.
+        # follows the order in memory, differ by 8 * lr * 2**-8. Moments of the wrong element would
+        # differ by 1e-3.
         atol = 1e-6 if optimizer == "AdamW" else 1e-4
         torch.testing.assert_close(parameter.data, other.data, rtol=0, atol=atol, msg=name)
     key = "optimizer.step"

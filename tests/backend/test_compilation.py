@@ -91,13 +91,13 @@ def test_the_plain_engine_compiles_the_whole_model():
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", [2, 3])
-def test_every_stage_compiles_blocks_without_a_break(stage):
+def test_blocks_compile_without_graph_breaks_at_every_stage(stage):
     eager, blocks = run_ranks(several, [(stage, True, None), (stage, True, BLOCKS)])[0]
     _same(eager, blocks, graphs=1)
     assert blocks[2] is (True if stage == 3 else None), "stage 3 really partitions"
 
 
-@pytest.mark.nightly  # A minute of g++; other tests compile with another backend.
+@pytest.mark.nightly  # g++ takes a minute; other tests use another backend.
 def test_inductor_writes_code_for_this_cpu(tmp_path):
     wanted = Compilation()
     eager, compiled = run_ranks(
@@ -121,7 +121,7 @@ def resolved(stage):
     return plan.resolve(platform=Platform.synthetic(), model=ModelFacts.from_module(Stack()))
 
 
-def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch):
+def test_models_that_cannot_be_compiled_are_refused_with_the_reason(monkeypatch):
     plain = torch.nn.Sequential(torch.nn.Linear(2, 2))
     with pytest.raises(EngineError, match="the plan has none for this model"):
         Compiled(BLOCKS, model=plain, plan=resolved(3))
@@ -132,7 +132,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch):
         Compiled(Compilation(), model=Stack(), plan=resolved(2))
 
 
-def test_options_are_checked():
+def test_compile_options_are_parsed_and_unknown_ones_refused():
     assert Compilation.of(False) is None
     assert Compilation.of(True) == Compilation()
     assert Compilation.of({"blocks": ["Block"]}).blocks == ("Block",)
@@ -140,7 +140,7 @@ def test_options_are_checked():
         Compilation.of({"bakend": "inductor"})
 
 
-def test_a_step_without_a_graph_is_no_success():
+def test_a_step_without_a_compiled_graph_fails_verification():
     compiled = Compiled(BLOCKS, model=Stack(), plan=resolved(2))
     with pytest.raises(VerificationError, match="no graph was compiled"):
         compiled.verify()

@@ -21,18 +21,18 @@ def facts(threads, **environ):
     return ThreadFacts(threads=threads, defaults=frozenset({8, 16}), environ=environ)
 
 
-def test_torchs_own_thread_count_is_nobodys_choice():
+def test_torchs_default_thread_count_is_not_the_users_choice():
     assert facts(8).chosen_by is None
     assert facts(16).chosen_by is None
 
 
-def test_the_environment_and_a_call_are_the_users_choice():
+def test_a_thread_count_from_the_environment_or_a_call_is_the_users_choice():
     assert facts(4, OMP_NUM_THREADS="4").chosen_by == "OMP_NUM_THREADS=4 in the environment"
     assert facts(1, OMP_NUM_THREADS="1").chosen_by == "OMP_NUM_THREADS=1 in the environment"
     assert facts(3).chosen_by == "torch.set_num_threads(3)"
 
 
-def test_the_one_thread_of_launchers_is_nobodys_choice():
+def test_the_single_thread_that_launchers_set_is_not_the_users_choice():
     assert facts(1, **TORCHRUN).launcher == "torchrun"
     assert facts(1, **TORCHRUN).chosen_by is None
     accelerate = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
@@ -71,7 +71,7 @@ def _everywhere():
 
 
 @pytest.mark.parametrize("environ", [{}, TORCHRUN])
-def test_two_ranks_take_a_core_each_and_give_it_back(environ):
+def test_two_ranks_use_separate_cores_and_restore_the_affinity(environ):
     first, second = run_ranks(_rank, environ, world_size=2)
     if len(first["whole"]) < 2:
         pytest.skip("one core cannot be divided")
@@ -86,7 +86,7 @@ def test_two_ranks_take_a_core_each_and_give_it_back(environ):
     assert not first["inside"][1] & second["inside"][1]
 
 
-def test_what_the_user_chose_stays_and_is_recorded():
+def test_a_thread_count_chosen_by_the_user_stays_and_is_recorded():
     before = torch.get_num_threads()
     alone = SimpleNamespace(rank=0, gather=lambda value: [value])
     torch.set_num_threads(7)

@@ -16,7 +16,7 @@ STEPS = 20
 # cuDNN picks convolution algorithms by timing and TF32 may be on: two identical runs differ by
 # about 1e-4 relative after 20 steps. A wrong lr or decay mode is off by more than 1e-2.
 TOLERANCE = 2e-3
-# The spread between uninterrupted bf16 runs of different stages, which round differently.
+# Uninterrupted bf16 runs of different stages differ by this much, since they round differently.
 BF16_TOLERANCE = 4e-2
 
 FP32 = [
@@ -47,21 +47,21 @@ def train_on_cuda(case: Case, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("case", FP32, ids=str)
-def test_fp32_matches_the_plain_engine(case: Case) -> None:
+def test_fp32_losses_match_the_plain_engine(case: Case) -> None:
     losses = run_ranks(train_on_cuda, case, STEPS)
     assert losses[0][-1] < losses[0][0]
     assert worst(losses, reference()) < TOLERANCE
 
 
 @pytest.mark.parametrize("case", BF16, ids=str)
-def test_bf16_stays_within_its_spread(case: Case) -> None:
+def test_bf16_losses_stay_within_the_spread_between_stages(case: Case) -> None:
     losses = run_ranks(train_on_cuda, case, STEPS)
     assert losses[0][-1] < losses[0][0]
     assert worst(losses, reference()) < BF16_TOLERANCE
 
 
 @pytest.mark.nvme
-def test_nvme_matches_the_plain_engine(tmp_path) -> None:
+def test_nvme_losses_match_the_plain_engine(tmp_path) -> None:
     case = Case(stage=3, offload="nvme", offload_param="cpu", nvme_path=str(tmp_path))
     assert worst(run_ranks(train_on_cuda, case, STEPS), reference()) < TOLERANCE
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.deepspeed
 
 
 @ranks(1)
-def test_the_keys_on_file_are_those_in_deepspeeds_code() -> None:
+def test_the_keys_on_file_match_deepspeeds_code() -> None:
     from tools.deepspeed_keys import FILE, deepspeed_keys, render
 
     keys = deepspeed_keys()

@@ -24,7 +24,7 @@ def check(ranks, cases):
 
 
 @pytest.mark.deepspeed
-def test_the_next_step_is_as_if_the_window_had_not_been():
+def test_a_discarded_window_does_not_change_the_next_step():
     check(run_ranks(differences, CASES, world_size=2), CASES)
 
 
@@ -47,7 +47,7 @@ UNCHECKED = tuple(
 
 @pytest.mark.deepspeed
 @ranks(2)
-def test_a_gradient_that_is_not_finite_is_applied_nowhere():
+def test_a_non_finite_gradient_skips_the_step_on_every_rank():
     for case, found in zip(UNCHECKED, [poisoned(case) for case in UNCHECKED], strict=True):
         assert found["unlike"] == [], case
         assert found["applied"] == (False, True), case
@@ -71,7 +71,7 @@ OPEN = (
 
 @pytest.mark.deepspeed
 @ranks(2)
-def test_a_gradient_is_looked_at_without_a_norm_and_forgotten_when_a_state_is_loaded():
+def test_non_finite_gradients_are_detected_without_a_norm_and_dropped_on_loading_a_state():
     for case, found in zip(UNNORMED, [poisoned(case) for case in UNNORMED], strict=True):
         assert found["unlike"] == [], case
         assert found["applied"] == (False, True), case
@@ -83,7 +83,7 @@ def test_a_gradient_is_looked_at_without_a_norm_and_forgotten_when_a_state_is_lo
 
 @pytest.mark.deepspeed
 @pytest.mark.nvme
-def test_gradients_on_nvme_are_forgotten_too(tmp_path):
+def test_gradients_on_nvme_are_discarded_too(tmp_path):
     import attrs
 
     cases = (attrs.evolve(NVME, nvme_path=str(tmp_path)),)

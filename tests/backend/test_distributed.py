@@ -35,31 +35,31 @@ TORCHRUN = {
 }
 
 
-def test_a_bare_python_is_one_process() -> None:
+def test_plain_python_launches_a_single_process() -> None:
     assert Launch.from_environment({}) == Launch(rank=0, local_rank=0, world_size=1, launched=False)
 
 
-def test_a_launchers_environment_is_read() -> None:
+def test_a_launchers_environment_is_parsed() -> None:
     assert Launch.from_environment(TORCHRUN) == Launch(
         rank=1, local_rank=1, world_size=2, launched=True
     )
 
 
-def test_an_incomplete_launcher_environment_is_an_error_that_names_what_is_missing() -> None:
+def test_an_incomplete_launcher_environment_raises_an_error_naming_the_missing_variables() -> None:
     variables = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE")}
     with pytest.raises(EngineError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
         Launch.from_environment(variables)
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "one"), ("RANK", "2"), ("WORLD_SIZE", "")])
-def test_nonsense_from_a_launcher_is_named(name: str, value: str) -> None:
+def test_an_invalid_launcher_variable_is_named(name: str, value: str) -> None:
     with pytest.raises(InvalidValueError) as caught:
         Launch.from_environment(TORCHRUN | {name: value})
     assert caught.value.key == name
 
 
 @ranks(2)
-def test_a_barrier_names_the_rank_that_did_not_come() -> None:
+def test_a_barrier_names_the_rank_that_never_arrived() -> None:
     group = ProcessGroup(backend="gloo", timeout_s=30)
     if group.rank == 1:
         return
@@ -76,7 +76,7 @@ def losing_a_machine(folder: str, lost: int) -> None:
     if rank == lost:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 2:
-        # Arrive after the first rank to notice has gone, and its store with it.
+        # Arrive after the first rank to notice has gone together with its store.
         wait_for(lambda: group._roll._pulse is None or bool(group._roll._pulse.lost))
         (told / "heard").touch()
         wait_for((told / "0 has gone").exists)
@@ -122,7 +122,7 @@ def late(folder: str) -> None:
         told.write_text(str(error))
 
 
-def test_a_barrier_waits_for_nobody_once_a_process_has_ended(tmp_path: Path) -> None:
+def test_a_barrier_stops_waiting_once_a_process_has_ended(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match=r"rank 2: died with exit code 3$"):
         run_ranks(late, str(tmp_path), world_size=3)
     said = (tmp_path / "told").read_text()
@@ -143,13 +143,13 @@ def parted(folder: str) -> None:
         group.barrier("save a checkpoint", timeout_s=1 if rank == 2 else None)
     except CollectiveError as error:
         (told / f"told-{rank}").write_text(str(error))
-    # Ending this process would close its connections.
+    # Stay until both others have their error: ending this process would close its connections.
     wait_for(lambda: len([*told.glob("told-*")]) == 2)
     if rank == 0:
         os.kill(int((told / "lost").read_text()), signal.SIGKILL)
 
 
-def test_a_barrier_ends_once_another_rank_tells_who_is_lost(tmp_path: Path) -> None:
+def test_a_barrier_ends_once_another_rank_reports_the_lost_one(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match=r"rank 1: died with exit code -9$"):
         run_ranks(parted, str(tmp_path), world_size=3)
     for rank, when in ((0, "detected after"), (2, "within 1 s")):
@@ -159,7 +159,7 @@ def test_a_barrier_ends_once_another_rank_tells_who_is_lost(tmp_path: Path) -> N
 
 
 def lost_on_the_way(folder: str, place: str, machines: bool, later: bool) -> None:
-    """Kill rank 1 after all ranks arrived but before a first, or ``later``, group is made."""
+    """Kill rank 1 after all ranks arrived, before the first group, or a ``later`` one, is made."""
     rank, here = int(os.environ["RANK"]), Path(folder)
     if machines:
         on_a_machine(f"machine-{rank}")
@@ -197,7 +197,7 @@ def test_a_rank_lost_while_the_group_starts_is_named(
 
 
 @pytest.mark.parametrize("came", [False, True])
-def test_who_went_with_an_agents_store_before_all_had_come_is_named(
+def test_a_rank_lost_with_the_agents_store_during_the_start_is_named(
     came: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
@@ -222,7 +222,7 @@ def test_who_went_with_an_agents_store_before_all_had_come_is_named(
 
 
 @ranks(2)
-def test_signs_of_life_end_before_the_interpreter_does() -> None:
+def test_heartbeats_stop_before_the_interpreter_exits() -> None:
     on_a_machine(f"machine-{os.environ['RANK']}")
     names: list[list[str]] = []
     group = ProcessGroup(backend="gloo", timeout_s=60)
@@ -240,13 +240,13 @@ def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate()]
 
 
-def test_processes_of_one_machine_need_no_signs_of_life() -> None:
+def test_processes_on_one_machine_send_no_heartbeats() -> None:
     for names in run_ranks(threads, world_size=2):
         assert "zerotune-pulse" not in names
 
 
 @ranks(2)
-def test_values_travel_and_disagreement_is_told() -> None:
+def test_collectives_exchange_values_and_report_disagreement() -> None:
     import torch
 
     group = ProcessGroup(backend="gloo", timeout_s=30)
@@ -318,7 +318,7 @@ LAUNCHERS = {
 @pytest.mark.parametrize(
     "name",
     [
-        # accelerate starts torchrun, and other tests start plain Python.
+        # Run the others nightly: accelerate starts torchrun, and other tests start plain Python.
         pytest.param(name, marks=() if name == "accelerate" else pytest.mark.nightly)
         for name in LAUNCHERS
     ],

@@ -1,4 +1,4 @@
-"""During training, checks that the model's weights are still those that the optimizer steps."""
+"""Training checks that the model's weights are still those that the optimizer steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tampered(module: Any, what: str) -> None:
         ("add", "adapter", "would not be trained"),
     ],
 )
-def test_a_parameter_that_nothing_trains_is_named(stage, what, key, reason):
+def test_a_parameter_that_is_not_trained_is_named(stage, what, key, reason):
     if stage == 3 and what == "add":
         pytest.skip("DeepSpeed's stage 3 has no room for a module that was not partitioned")
     (error,) = run_ranks(trained_on, stage, what)
@@ -61,20 +61,20 @@ def test_a_parameter_that_nothing_trains_is_named(stage, what, key, reason):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_weights_that_somebody_wrote_end_the_run(stage):
+def test_weights_written_by_the_user_end_the_run(stage):
     (error,) = run_ranks(trained_on, stage, "write")
     assert "differ from the optimizer's master weights" in error
     assert "master weight" in error
 
 
 @pytest.mark.parametrize("stage", [PLAIN, 1, 2, 3])
-def test_a_run_that_nobody_disturbs_goes_on(stage):
+def test_an_undisturbed_run_continues(stage):
     assert run_ranks(trained_on, stage, "nothing") == [None]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks(1)
-def test_an_edit_that_stops_early_is_followed(stage):
+def test_an_edit_that_stops_early_leaves_model_and_masters_equal(stage):
     engine = begin(stage, Web(), hidden=False)
     with engine.master_weights.editing() as fragments:
         next(fragments).value.mul_(1.5)
@@ -84,7 +84,7 @@ def test_an_edit_that_stops_early_is_followed(stage):
 
 
 @ranks(1)
-def test_another_memory_order_is_named_where_deepspeed_cannot_take_it():
+def test_a_memory_format_that_deepspeed_cannot_train_is_named():
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.SiLU(), torch.nn.Conv2d(8, 3, 3, padding=1)
@@ -99,7 +99,7 @@ def test_another_memory_order_is_named_where_deepspeed_cannot_take_it():
 
 @pytest.mark.parametrize("stage", [PLAIN, 2, 3])
 @ranks(1)
-def test_after_a_failed_backward_the_run_goes_on_or_is_told_that_it_cannot(stage):
+def test_after_a_failed_backward_pass_the_run_continues_or_raises_a_clear_error(stage):
     from zerotune.errors import EngineError
 
     engine = begin(stage, Web(), hidden=False)

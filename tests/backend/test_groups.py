@@ -64,7 +64,7 @@ def train(engine: Any, steps: int = 6) -> tuple[list[float], dict[str, list[floa
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("world_size", [1, 2])
 @ranks()
-def test_groups_keep_rate_and_decay_under_every_stage(world_size: int) -> None:
+def test_groups_keep_learning_rate_and_weight_decay_under_every_stage(world_size: int) -> None:
     results = {}
     with engine_with_groups(0, "none", deepspeed=False) as engine:
         results["plain"] = (*train(engine), engine.explain())
@@ -86,7 +86,7 @@ def test_groups_keep_rate_and_decay_under_every_stage(world_size: int) -> None:
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_groups_that_do_not_arrive_are_noticed(monkeypatch) -> None:
+def test_missing_parameter_groups_are_detected(monkeypatch) -> None:
     import deepspeed
 
     original = deepspeed.initialize
@@ -145,7 +145,7 @@ def test_a_groups_rate_is_a_constant_multiple_of_the_curve() -> None:
     assert curve.state_dict() == {"last_batch_iteration": 1}
 
 
-def test_a_rate_that_is_a_tensor_stays_that_tensor():
+def test_a_tensor_learning_rate_stays_the_same_tensor():
     rate = torch.tensor(2.0)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate)
     schedule = SchedulerChoice(
@@ -157,7 +157,7 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor():
     assert curve.get_lr() == [1.5]
 
 
-def test_muon_does_not_train_with_a_plan_that_was_only_previewed():
+def test_muon_refuses_to_train_with_a_plan_that_was_only_previewed():
     plan = DeepSpeedPlan.build(
         stage=0, precision="fp32", optimizer={"type": "Muon", "params": {"lr": 1e-2}}
     )

@@ -47,7 +47,7 @@ def train(engine: Any, steps: int = 2) -> None:
         loss = engine(torch.ones(2, 8).to(engine.dtype)).float().square().mean()
         engine.backward(loss)
         engine.step()
-        # Do not keep its graph until the next forward.
+        # Free its graph before the next forward pass.
         del loss
 
 
@@ -81,7 +81,8 @@ def counts(case: Case | None) -> list[tuple[int, int, int]]:
         engine = hidden() if case is None else start(case, small())
         kept.append(engine)
         train(engine)
-        # A second engine at once, which shares DeepSpeed's process-wide objects.
+        # Start a second engine beside the first, so that both share DeepSpeed's process-wide
+        # objects.
         with start(PLAIN if case is None else case, small()) as second:
             train(second)
         train(engine)
@@ -91,7 +92,7 @@ def counts(case: Case | None) -> list[tuple[int, int, int]]:
 
 
 def in_a_group(call: Callable[[], Any]) -> Any:
-    """Call it in an existing process group, as under a launcher."""
+    """Run ``call`` in an existing process group, as under a launcher."""
     dist.init_process_group("gloo")
     return call()
 
@@ -112,7 +113,9 @@ def test_closed_engines_leave_no_thread_descriptor_or_group(case: Case) -> None:
 
 @pytest.mark.nvme
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_closed_engines_leave_no_thread_of_their_files(world_size: int, tmp_path: Any) -> None:
+def test_closed_engines_with_nvme_leave_no_thread_or_descriptor(
+    world_size: int, tmp_path: Any
+) -> None:
     compile_io()
     case = Case(stage=3, offload="nvme", offload_param="nvme", nvme_path=str(tmp_path))
     for found in run_ranks(counts, case, world_size=world_size):
@@ -131,7 +134,7 @@ def _fails(_engine: Any) -> None:
     raise RuntimeError("after DeepSpeed has started")
 
 
-def test_a_start_that_fails_leaves_no_group() -> None:
+def test_a_failed_start_leaves_no_process_group() -> None:
     counted = partial(in_a_group, groups_after_a_failed_start)
     assert run_ranks(counted, world_size=2) == [1, 1]
 
@@ -149,7 +152,7 @@ def timeouts() -> list[timedelta]:
 
 def test_every_group_has_the_timeout_of_its_engine() -> None:
     found = run_ranks(partial(in_a_group, timeouts), world_size=2)
-    # Groups for messages of the ranks, messages of the thread, and weights.
+    # The three groups carry messages of the ranks, messages of the thread, and weights.
     assert found == [[timedelta(seconds=77)] * 3] * 2
 
 
@@ -170,13 +173,13 @@ def wait_for_a_closed_one() -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_waits_for_a_closed_one_is_told_so() -> None:
+def test_a_rank_that_waits_for_a_closed_one_gets_an_error_that_says_so() -> None:
     _, message = run_ranks(partial(in_a_group, wait_for_a_closed_one), world_size=2)
     assert "rank 0 last reached 'begin'" in message
 
 
 @ranks(1)
-def test_the_last_engine_of_stage_3_puts_linear_back() -> None:
+def test_closing_the_last_stage_3_engine_restores_torchs_linear() -> None:
     before = functional.linear
     first = start(STAGE_3, small())
     assert functional.linear is not before
@@ -197,7 +200,7 @@ def test_the_last_engine_of_stage_3_puts_linear_back() -> None:
 
 
 @ranks(1)
-def test_a_hidden_plain_engine_trains_after_one_of_stage_3() -> None:
+def test_a_hidden_plain_engine_trains_after_a_stage_3_engine() -> None:
     with start(STAGE_3, small()) as engine:
         train(engine)
     with hidden(deepspeed=False) as engine:

@@ -25,7 +25,7 @@ def engine_of(name: str, stage: int, offload: str) -> Any:
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(("stage", "offload"), [(2, "cpu"), (3, "none")])
 @ranks(1)
-def test_8_bit_states_train_and_are_not_taken_for_numbers_per_weight(
+def test_8_bit_states_train_and_are_not_exposed_as_states_per_weight(
     stage: int, offload: str
 ) -> None:
     needs("bitsandbytes", may_lack=WHY)
@@ -47,7 +47,8 @@ def test_8_bit_states_train_and_are_not_taken_for_numbers_per_weight(
 @ranks(1)
 def test_torchao_starts_under_a_schedule() -> None:
     needs("torchao", may_lack=WHY)
-    # No step, whose compilation takes ten seconds: a tensor as learning rate broke starting.
+    # A tensor learning rate broke the start, so no step is needed, which takes ten seconds to
+    # compile.
     engine = engine_of("TorchAOAdamW8bit", 2, "none")
     assert isinstance(engine.deepspeed_engine.optimizer.param_groups[0]["lr"], torch.Tensor)
     assert engine.lr == pytest.approx(1e-3, rel=1e-6), "a tenth of 1e-2, where the warm-up starts"
@@ -58,7 +59,7 @@ class Codes(torch.Tensor):
     """Stands in for classes that present low-bit codes as fp32, as torchao's do."""
 
 
-def test_codes_are_not_states() -> None:
+def test_low_bit_codes_are_not_exposed_as_states() -> None:
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     optimizer.state[weight] = {

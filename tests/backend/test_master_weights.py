@@ -117,7 +117,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_layout_shows_the_same_weights_and_trains_what_was_written(
+def test_every_layout_exposes_the_same_weights_and_trains_written_ones(
     case: Case, world_size: int
 ) -> None:
     results = run_ranks(examine, case, world_size=world_size)
@@ -239,6 +239,6 @@ def test_swapped_out_shards_are_read_and_written(world_size: int, tmp_path) -> N
 
 
 @ranks(1)
-def test_a_parameter_without_dimensions_is_refused_before_deepspeed_fails_on_it() -> None:
+def test_a_zero_dimensional_parameter_is_refused_before_deepspeed_fails_on_it() -> None:
     with pytest.raises(EngineError, match=r"model\.scale = \(\).*one element"):
         start(Case(stage=2), HostileNet(scalar=True))

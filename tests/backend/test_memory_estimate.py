@@ -27,7 +27,7 @@ pytestmark = [
 LAYERS, WIDTH = 24, 1024
 """25 million elements in equal matrices, so that activations are negligible."""
 
-# Memory of the allocator, of Python objects and of what one sample leaves behind.
+# Allow for memory of the allocator, of Python objects and left behind by a sample.
 SLACK = 0.02
 OVER, UNDER = 0.10, 0.03
 """Largest relative overestimate and underestimate."""
@@ -89,18 +89,18 @@ SMALL_BUCKETS = (("reduce_bucket_size", 5_000_000), ("sub_group_size", 6_000_000
     ],
     ids=str,
 )
-def test_host_memory_is_what_was_estimated(case):
+def test_host_memory_matches_the_estimate(case):
     (result,) = run_ranks(measure, case)
     check(result)
 
 
-def test_two_ranks_take_what_was_estimated():
+def test_host_memory_of_two_ranks_matches_the_estimate():
     for result in run_ranks(measure, Case(stage=3), world_size=2):
         check(result)
 
 
 @pytest.mark.nvme
-def test_nvme_leaves_the_host_what_was_estimated(tmp_path):
+def test_host_memory_with_nvme_matches_the_estimate(tmp_path):
     case = Case(
         stage=3,
         offload="nvme",
@@ -114,10 +114,10 @@ def test_nvme_leaves_the_host_what_was_estimated(tmp_path):
 
 
 @ranks(1)
-def test_loading_takes_what_was_estimated(tmp_path):
+def test_memory_of_loading_matches_the_estimate(tmp_path):
     """Compare measured and estimated peak bytes per element of loading a base for adapters.
 
-    ``False``: loaded from files; ``True``: built in memory.
+    ``in_memory`` builds the model in memory instead of loading it from files.
     """
     unet = UNet2DModel(sample_size=8, in_channels=1, out_channels=1, norm_num_groups=8,
                        block_out_channels=(256, 512), layers_per_block=2,
@@ -142,7 +142,7 @@ def test_loading_takes_what_was_estimated(tmp_path):
                 model: Any = UNet2DModel.from_config(UNet2DModel.load_config(tmp_path))
             else:
                 model = load_pretrained(tmp_path, plan=plan).model
-            # As with adapters, so that loading is the peak.
+            # Freeze the model, as with adapters, so that loading is the peak.
             model.requires_grad_(False)
             model.conv_out.requires_grad_(True)
             engine = start(case, model)
@@ -159,7 +159,7 @@ def test_loading_takes_what_was_estimated(tmp_path):
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_the_plain_engine_takes_what_was_estimated(offload):
+def test_memory_of_the_plain_engine_matches_the_estimate(offload):
     (result,) = run_ranks(measure, attrs.evolve(PLAIN, offload=offload))
     check(result)
 
@@ -176,7 +176,7 @@ def exchange(numel: int) -> tuple[int, int]:
     partitions = [torch.zeros(numel, dtype=torch.bfloat16) for _ in range(group.world_size)]
     exchange = Exchange(group=group, data=dist.new_group(), partitions=[partitions])
     most = 0
-    # The sampling thread may miss one of them; both ranks do equally many.
+    # Repeat, since the sampling thread may miss a peak; both ranks repeat equally often.
     for _ in range(5):
         with Peak() as peak:
             exchange.share([Piece(slab=0, start=0, stop=numel)])
@@ -185,7 +185,7 @@ def exchange(numel: int) -> tuple[int, int]:
     return most, 2 * numel * group.world_size
 
 
-def test_an_exchange_takes_what_it_brings():
+def test_an_exchange_needs_only_the_bytes_of_its_weights():
     for taken, brought in run_ranks(exchange, 8 * 2**20, world_size=2):
         assert taken == pytest.approx(brought, rel=0.05)
 
@@ -235,7 +235,7 @@ SHALLOW = {
 
 
 class AfterEachOperator(TorchDispatchMode):
-    """Peak memory after any operator: exact, however busy the machine."""
+    """Measures memory after each operator, so the peak is exact however busy the machine is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class AfterEachOperator(TorchDispatchMode):
 
 
 class OneNorm(torch.autograd.Function):
-    """A norm as large as CUDA's single operator; on a CPU torch uses several."""
+    """A norm in one operator, with the memory of CUDA's; on a CPU torch uses several operators."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -295,7 +295,7 @@ def pass_of(model: Any, given: dict[str, Any], backward: Any) -> float:
     [pytest.param(name, marks=() if name == "wan" else pytest.mark.nightly) for name in SHALLOW],
 )
 @ranks(1)
-def test_activations_of_few_layers_are_what_was_estimated(name):
+def test_activation_memory_of_few_layers_matches_the_estimate(name):
     import diffusers
 
     from zerotune.diffusion.facts import example_inputs, model_facts
@@ -322,7 +322,7 @@ def test_activations_of_few_layers_are_what_was_estimated(name):
     for kept in ("all", "block inputs"):
         if kept != "all":
             model.enable_gradient_checkpointing()
-        for _ in range(2):  # The first pass is before the optimizer has states.
+        for _ in range(2):  # In the first pass the optimizer has no states yet.
             most = pass_of(engine, given, engine.backward)
             engine.step()
         size = {"batch": 2, "height": one.side, "width": one.side, "frames": one.frames}

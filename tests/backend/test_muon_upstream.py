@@ -1,4 +1,4 @@
-"""The defects that keep us from DeepSpeed's own Muon, which ours does not have."""
+"""DeepSpeed's own Muon has defects that zerotune's does not have."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ def upstream(stage: int) -> dict[str, Any]:
     return {"error": error, "tags": tags}
 
 
-def test_deepspeed_overwrites_the_tags_it_asks_for() -> None:
+def test_deepspeed_overwrites_the_muon_tags_that_it_asks_for() -> None:
     pytest.importorskip("deepspeed.runtime.zero.muon")
     (found,) = run_ranks(upstream, 1)
-    # The first and the last layer had been tagged false.
+    # The first and the last layer were tagged false beforehand.
     assert found["tags"]["conv_in.weight"] is True
     assert found["tags"]["out.weight"] is True
 
 
-def test_deepspeed_refuses_stage_3_as_it_is_configured_by_default() -> None:
+def test_deepspeeds_default_configuration_refuses_muon_at_stage_3() -> None:
     (found,) = run_ranks(upstream, 3)
     assert "Muon and reduce scatter cannot be used together" in found["error"]
 
 
 @ranks(1)
-def test_ours_updates_the_hidden_convolution_alone_at_stage_3() -> None:
+def test_our_muon_orthogonalises_only_the_hidden_convolution_at_stage_3() -> None:
     from zerotune.plan.model import DeepSpeedPlan
 
     model = Net()
@@ -143,7 +143,7 @@ REPORTS = [
 
 @pytest.mark.parametrize(("stage", "offload", "partitioned"), REPORTS)
 @ranks(1)
-def test_defects_reported_upstream_are_gone_from_0_19_8(
+def test_defects_reported_upstream_are_fixed_from_0_19_8_on(
     stage: int, offload: str, partitioned: bool
 ) -> None:
     import os
@@ -192,7 +192,7 @@ def test_defects_reported_upstream_are_gone_from_0_19_8(
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (3, "none"), (2, "cpu"), (3, "cpu")])
 @ranks(1)
-def test_ours_takes_an_orthogonal_step_wherever_deepspeeds_did_not(
+def test_our_muon_takes_an_orthogonal_step_where_deepspeeds_did_not(
     stage: int, offload: str
 ) -> None:
     from zerotune.optim import OptimizerResolver

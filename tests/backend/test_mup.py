@@ -42,7 +42,7 @@ def test_widths_and_the_readout_of_a_unet_are_found() -> None:
     assert shapes.width_multipliers["conv_out.bias"] == 1
 
 
-def test_the_base_itself_is_left_as_it_is() -> None:
+def test_a_model_of_the_base_width_is_unchanged() -> None:
     model, plain = unet(8), unet(8)
     set_base_shapes(model, base=BASE, delta=DELTA)
     x = torch.ones(1, 1, 8, 8)
@@ -59,18 +59,18 @@ def test_the_readouts_input_is_divided_by_the_width() -> None:
     torch.testing.assert_close(model.conv_out(features), expected)
 
 
-def test_base_shapes_are_set_once() -> None:
+def test_base_shapes_can_be_set_only_once() -> None:
     model = unet(16)
     set_base_shapes(model, base=BASE, delta=DELTA)
     with pytest.raises(EngineError, match="already set"):
         set_base_shapes(model, base=BASE, delta=DELTA)
 
 
-def test_equal_base_and_delta_tell_nothing() -> None:
+def test_equal_base_and_delta_are_refused() -> None:
     with pytest.raises(EngineError, match="can be recognised as a width"):
         set_base_shapes(unet(16), base=BASE, delta=BASE)
 
 
-def test_another_depth_is_refused() -> None:
+def test_a_base_of_another_depth_is_refused() -> None:
     with pytest.raises(EngineError, match="must have the same parameters"):
         set_base_shapes(unet(16), base={**BASE, "layers_per_block": 2}, delta=DELTA)

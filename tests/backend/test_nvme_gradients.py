@@ -51,7 +51,7 @@ def train(case: Case, steps: int) -> dict[str, Any]:
 @pytest.mark.deepspeed
 @pytest.mark.nvme
 @pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (2, 2)])
-def test_nvme_steps_as_host_memory_does(world_size, accumulation, tmp_path):
+def test_steps_with_nvme_equal_those_in_host_memory(world_size, accumulation, tmp_path):
     overrides = (("sub_group_size", 700_000),)
     nvme = Case(
         stage=3,
@@ -82,7 +82,7 @@ def test_nvme_steps_as_host_memory_does(world_size, accumulation, tmp_path):
     unit=st.sampled_from([1, 4, 32]),
     units=st.integers(2, 10),
 )
-def test_parts_cover_every_gradient_and_swap_only_where_aligned(lengths, unit, units):
+def test_gradient_parts_cover_every_element_and_are_swapped_only_if_aligned(lengths, unit, units):
     least = unit * units
 
     def is_swappable_tensor(tensor: Any) -> bool:

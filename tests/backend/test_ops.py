@@ -155,7 +155,7 @@ class TestReport:
         assert list(told["complete"]) == NAMES
         assert all(op["purpose"] for op in told["complete"].values())
 
-    def test_on_a_cpu_the_kernels_for_gpus_are_absent(self, told):
+    def test_gpu_kernels_are_absent_on_a_cpu(self, told):
         found = told["complete"]
 
         states = {name: found[name]["state"] for name in WITHOUT_LIBAIO}
@@ -170,7 +170,7 @@ class TestReport:
         assert "zerotune's Lamb" in found["fused_lamb"]["fix"]
 
     @pytest.mark.nvme
-    def test_where_libaio_is_async_io_can_be_built(self, told):
+    def test_async_io_is_buildable_where_libaio_is_installed(self, told):
         assert told["complete"]["async_io"]["state"] == "buildable"
         assert told["complete"]["async_io"]["usable"]
 
@@ -195,7 +195,7 @@ class TestReport:
             ("no libaio library", "async_io", "library of libaio", "libaio-dev"),
         ],
     )
-    def test_the_root_cause_is_named(self, told, scenario, op, cause, fix):
+    def test_a_blocked_op_names_its_root_cause(self, told, scenario, op, cause, fix):
         found = told[scenario][op]
 
         assert found["state"] == "blocked"
@@ -203,12 +203,12 @@ class TestReport:
         assert cause in found["cause"]
         assert fix in found["fix"]
 
-    def test_libaio_only_matters_to_async_io(self, told):
+    def test_a_missing_libaio_blocks_only_async_io(self, told):
         states = {name: op["state"] for name, op in told["no libaio header"].items()}
 
         assert [name for name, state in states.items() if state == "blocked"] == ["async_io"]
 
-    def test_compiled_ops_are_built_or_stale(self, told):
+    def test_compiled_ops_are_reported_as_built_or_stale(self, told):
         found = told["cached"]
 
         assert found["cpu_adagrad"]["state"] == "built"
@@ -226,21 +226,21 @@ class TestReport:
 
     @pytest.mark.nvme
     @pytest.mark.parametrize("scenario", ["held", "held for long"])
-    def test_a_build_in_progress_is_waited_for(self, told, scenario):
+    def test_a_build_in_progress_is_reported_with_the_advice_to_wait(self, told, scenario):
         found = told[scenario]["async_io"]
 
         assert found["state"] == "locked"
         assert f"process {told['process']} has been compiling" in found["cause"]
         assert found["fix"] == "wait until that process has finished"
 
-    def test_a_lock_nobody_holds_is_reported_with_its_path(self, told):
+    def test_a_lock_that_no_process_holds_is_reported_with_its_path(self, told):
         found = told["locked"]["cpu_adam"]
 
         assert found["state"] == "locked"
         assert "no process on this host holds the lock" in found["cause"]
         assert str(Path("cpu_adam", "lock")) in found["fix"]
 
-    def test_the_age_of_an_old_lock_is_told(self, told):
+    def test_the_age_of_an_old_lock_is_reported(self, told):
         assert "60 minutes ago" in told["abandoned"]["cpu_adam"]["cause"]
 
     def test_building_does_not_wait_for_an_abandoned_lock(self, told):
@@ -309,7 +309,7 @@ class TestCuda:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.split("TOLD")[1])
 
-    def test_ops_of_the_cpu_need_no_cuda_compiler(self, told):
+    def test_cpu_ops_need_no_cuda_compiler(self, told):
         states = {name: state for name, (state, _, _) in told["absent"].items()}
 
         assert states == {
@@ -317,25 +317,25 @@ class TestCuda:
             **dict.fromkeys(["cpu_adam", "cpu_adagrad", "cpu_lion"], "buildable"),
         }
 
-    def test_a_missing_nvcc_is_the_cause(self, told):
+    def test_a_missing_nvcc_is_reported_as_the_cause(self, told):
         assert told["absent"]["fused_adam"] == [
             "blocked",
             "CUDA's compiler nvcc is missing in /usr/local/cuda",
             "install the CUDA 12.8 toolkit, and set CUDA_HOME to its folder",
         ]
 
-    def test_another_major_release_of_cuda_is_doubtful(self, told):
+    def test_a_different_cuda_major_version_is_reported_but_buildable(self, told):
         state, cause, fix = told["older"]["fused_lion"]
 
         assert state == "buildable"
         assert "nvcc belongs to CUDA 11.8, but torch was built for CUDA 12.8" in cause
         assert "12.8" in fix
 
-    def test_another_minor_release_of_cuda_is_accepted(self, told):
+    def test_a_different_cuda_minor_version_is_accepted(self, told):
         assert {tuple(told["same"][name]) for name in WITHOUT_LIBAIO} == {("buildable", None, None)}
 
     @pytest.mark.nvme
-    def test_another_minor_release_of_cuda_is_accepted_for_async_io(self, told):
+    def test_a_different_cuda_minor_version_is_accepted_for_async_io(self, told):
         assert told["same"]["async_io"] == ["buildable", None, None]
 
 
@@ -345,7 +345,7 @@ def build_adam():
     from zerotune.backend.ops import build_op
     from zerotune.errors import PlatformError
 
-    # As in a process that has not loaded the op yet.
+    # Imitate a process that has not loaded the op yet.
     OpBuilder._loaded_ops.clear()
     try:
         return attrs.asdict(build_op("cpu_adam"))
@@ -374,7 +374,7 @@ def test_a_failed_build_names_the_root_cause(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @ranks(1, timeout_s=1100)
-def test_cpu_adam_is_compiled_and_computes():
+def test_cpu_adam_compiles_and_matches_torchs_adamw():
     import torch
 
     built = build_adam()
@@ -390,7 +390,7 @@ def test_cpu_adam_is_compiled_and_computes():
         results.append(weight.detach())
     difference = (results[0] - results[1]).abs().max().item()
     moved = (results[0] - start).abs().min().item()
-    # "stale" when a process with another ninja has rebuilt it in the meantime.
+    # The state is "stale" if a process with another ninja has rebuilt the op in the meantime.
     assert built["state"] in {"built", "stale"}
     assert Path(built["path"]).stat().st_size > 0
     assert difference < 1e-6
@@ -416,7 +416,7 @@ REPORT = """
 """
 
 
-def test_a_deepspeed_that_does_not_import_is_one_error():
+def test_a_deepspeed_that_fails_to_import_is_reported_in_one_line():
     done = python("import os\nos.environ['DS_ACCELERATOR'] = 'gpu'\n" + textwrap.dedent(REPORT))
 
     assert done.stdout.startswith(
@@ -425,7 +425,7 @@ def test_a_deepspeed_that_does_not_import_is_one_error():
     assert len(done.stdout.splitlines()) == 1
 
 
-def test_a_missing_deepspeed_is_one_error():
+def test_a_missing_deepspeed_is_reported_in_one_line():
     done = python("import sys\nsys.argv.append('absent')\n" + textwrap.dedent(REPORT))
 
     assert done.stdout.strip() == (

@@ -72,7 +72,7 @@ def train_all(
                 deepspeed=stage >= 0,
                 optimizer={"type": name, "params": PARAMS[name]},
                 lr=PARAMS[name]["lr"],
-                # No parameter stays whole, and several sub-groups are stepped one after the other.
+                # Partition every parameter, and step several sub-groups one after the other.
                 overrides=(("stage3_param_persistence_threshold", 0), ("sub_group_size", 20_000))
                 if stage == 3
                 else (),
@@ -91,12 +91,12 @@ def assert_equal(results: dict[tuple[str, int, str], list[float]]) -> None:
         assert min(losses[-5:]) < losses[0], f"{name} must learn, or agreement means nothing"
 
 
-def test_a_cross_section_matches_the_optimizer_alone() -> None:
+def test_a_sample_of_layouts_matches_the_optimizer_alone() -> None:
     (results,) = run_ranks(train_all, FEW, FEWER)
     assert_equal(results)
 
 
-def test_optimizers_that_need_whole_parameters_get_them_from_split_ones() -> None:
+def test_optimizers_that_need_whole_parameters_match_when_partitioned() -> None:
     for results in run_ranks(train_all, SPLIT, FEWER, world_size=2):
         assert_equal(results)
 

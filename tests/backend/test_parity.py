@@ -33,7 +33,7 @@ CASES = [
 ]
 
 
-# Each runs on one process or on two; nightly on both.
+# Each case runs on one process or on two, and nightly on both.
 TWO = [Case(stage=0), Case(stage=1), Case(stage=2, offload="cpu"), CASES[-1]]
 
 

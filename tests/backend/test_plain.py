@@ -11,7 +11,7 @@ from zerotune.backend.plain import carried_scale
 @pytest.mark.parametrize(
     "saved", [{}, {"scale": 8.0}, {"scale": 8.0, "_growth_tracker": 3, "growth_factor": 0, "x": 1}]
 )
-def test_a_loss_scale_goes_on_whatever_else_was_saved(saved):
+def test_a_loss_scale_is_restored_whatever_else_was_saved(saved):
     scaler = torch.amp.GradScaler(device="cpu", init_scale=4.0)
     fresh = scaler.state_dict()
     scaler.load_state_dict(carried_scale(saved, fresh=fresh))

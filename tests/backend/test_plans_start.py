@@ -1,4 +1,4 @@
-"""A dozen plans start on the real DeepSpeed and step, with zerotune's engine and without."""
+"""A dozen plans start and take steps on the real DeepSpeed, with and without zerotune's engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def plan(stage, offload, offload_param, precision):
         "precision": precision,
         "micro_batch_size": 4,
     }
-    # By default so small a model would never be partitioned.
+    # Partition even this small model, which stage 3 keeps whole by default.
     return request | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
 
 
@@ -58,14 +58,14 @@ def check(request, started):
 
 
 @pytest.mark.parametrize("request_", PLANS, ids=name)
-def test_a_plan_starts_with_zerotunes_engine(request_, tmp_path):
+def test_a_plan_starts_and_steps_with_zerotunes_engine(request_, tmp_path):
     (started,) = run_ranks(start_engine, request_, str(tmp_path))
     check(request_, started)
 
 
 @pytest.mark.nvme
 @pytest.mark.parametrize("request_", SWAPPING, ids=name)
-def test_a_plan_swaps_with_zerotunes_engine(request_, tmp_path):
+def test_a_plan_with_nvme_starts_and_steps_with_zerotunes_engine(request_, tmp_path):
     (started,) = run_ranks(start_engine, request_, str(tmp_path))
     check(request_, started)
 
@@ -77,12 +77,12 @@ def raw(requests, folder):
     return zip(requests, found, strict=True)
 
 
-def test_a_rendered_plan_starts_without_zerotune(tmp_path):
+def test_a_rendered_plan_starts_and_steps_without_zerotune(tmp_path):
     for request, started in raw(PLANS, tmp_path):
         check(request, started)
 
 
 @pytest.mark.nvme
-def test_a_rendered_plan_swaps_without_zerotune(tmp_path):
+def test_a_rendered_plan_with_nvme_starts_and_steps_without_zerotune(tmp_path):
     for request, started in raw(SWAPPING, tmp_path):
         check(request, started)

@@ -77,7 +77,7 @@ def passed(**failed: str) -> Proof:
 # -- The proof file.
 
 
-def test_a_proof_is_kept_and_read_again() -> None:
+def test_a_proof_is_stored_and_read_back() -> None:
     assert "nothing is proven yet" in str(load_proof(CARD))
     proof = passed()
     assert store_proof(proof) == proof_path(CARD)
@@ -85,12 +85,12 @@ def test_a_proof_is_kept_and_read_again() -> None:
     assert [path.suffix for path in proof_path(CARD).parent.iterdir()] == [".json"]
 
 
-def test_every_check_has_a_path_and_every_path_its_checks() -> None:
+def test_every_check_belongs_to_a_path_and_every_path_has_checks() -> None:
     assert {name for names in PATHS.values() for name in names} == set(CHECKS)
 
 
 @pytest.mark.parametrize("field", [each.name for each in attrs.fields(Combination)])
-def test_a_proof_of_another_combination_does_not_count(field: str) -> None:
+def test_a_proof_for_another_combination_does_not_count(field: str) -> None:
     store_proof(passed())
     other = attrs.evolve(CARD, **{field: "another"})
     assert "nothing is proven yet" in str(load_proof(other))
@@ -130,7 +130,7 @@ def _empty(_values: Any) -> str:
 @pytest.mark.parametrize(
     "damage", [_cut, _another_format, _no_answer, _a_list, _one_field_more, _too_deep, _empty]
 )
-def test_a_damaged_proof_does_not_count_and_that_is_said(damage: Callable[[Any], str]) -> None:
+def test_a_damaged_proof_does_not_count_and_is_reported(damage: Callable[[Any], str]) -> None:
     store_proof(passed())
     path = proof_path(CARD)
     path.write_text(damage(json.loads(path.read_text())))
@@ -140,12 +140,12 @@ def test_a_damaged_proof_does_not_count_and_that_is_said(damage: Callable[[Any],
     assert str(path) in decision.reason
 
 
-def test_a_folder_in_the_place_of_a_proof_is_no_crash() -> None:
+def test_a_folder_in_place_of_a_proof_file_is_reported_without_a_crash() -> None:
     proof_path(CARD).mkdir(parents=True)
     assert "cannot be read" in str(load_proof(CARD))
 
 
-def test_a_write_that_fails_leaves_the_proof_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_former_proof_file(monkeypatch: pytest.MonkeyPatch) -> None:
     store_proof(passed())
 
     def fail(path: Path, _content: bytes) -> None:
@@ -159,7 +159,7 @@ def test_a_write_that_fails_leaves_the_proof_before(monkeypatch: pytest.MonkeyPa
     assert load_proof(CARD) == passed()
 
 
-def test_a_failure_is_reported_in_one_file_and_a_success_removes_it() -> None:
+def test_a_failure_writes_one_report_file_and_a_success_deletes_it() -> None:
     store_proof(passed(hidden_step="stage 2: weight x differs"))
     report = json.loads(report_path(CARD).read_text())
     assert report["proof"]["checks"]["hidden step"]["evidence"] == "everything"
@@ -190,7 +190,7 @@ def hides(
     return decision, done
 
 
-def test_a_step_is_hidden_by_default_with_its_proof() -> None:
+def test_a_step_is_hidden_by_default_once_it_is_proven() -> None:
     store_proof(passed())
     decision, done = hides()
     assert done == ["hidden"]
@@ -198,7 +198,7 @@ def test_a_step_is_hidden_by_default_with_its_proof() -> None:
     assert hides(ranks=2)[1] == ["hidden"]
 
 
-def test_nothing_unproven_is_hidden_or_deferred_by_default() -> None:
+def test_an_unproven_step_is_neither_hidden_nor_deferred_by_default() -> None:
     decision, done = hides()
     assert done == ["at once"], "not even together with the averages, on a stream of its own"
     assert "nothing is proven yet" in decision.reason
@@ -206,7 +206,7 @@ def test_nothing_unproven_is_hidden_or_deferred_by_default() -> None:
     assert "hidden=True" in decision.reason
 
 
-def test_what_failed_is_not_hidden_and_says_how_to_report_it() -> None:
+def test_a_step_whose_check_failed_is_not_hidden_and_its_decision_names_the_report() -> None:
     store_proof(passed(uploads="3 weights came too late"))
     decision, done = hides()
     assert done == ["at once"]
@@ -214,20 +214,20 @@ def test_what_failed_is_not_hidden_and_says_how_to_report_it() -> None:
     assert str(report_path(CARD)) in decision.reason
 
 
-def test_several_ranks_need_the_proof_of_their_exchange() -> None:
+def test_several_ranks_also_need_the_proof_of_their_exchange() -> None:
     store_proof(passed(exchange="rank 1 differs"))
     assert hides()[1] == ["hidden"]
     assert hides(ranks=2)[1] == ["at once"]
 
 
-def test_ranks_do_the_same_where_one_has_no_proof() -> None:
+def test_if_one_rank_has_no_proof_no_rank_hides_its_steps() -> None:
     store_proof(passed())
     decision, done = hides(elsewhere=True)
     assert done == ["at once"]
     assert "another rank" in decision.reason
 
 
-def test_an_explicit_request_runs_unproven_with_a_warning() -> None:
+def test_an_explicit_request_hides_an_unproven_step_and_the_decision_says_so() -> None:
     decision, done = hides(asked=True)
     assert done == ["hidden"]
     assert "set in the plan, although unproven: nothing is proven yet" in decision.reason
@@ -239,7 +239,9 @@ def test_an_explicit_request_runs_unproven_with_a_warning() -> None:
 @pytest.mark.parametrize(
     ("asked", "ranks", "wanted"), [(None, 1, []), (None, 2, []), (True, 2, ["hidden"])]
 )
-def test_on_a_cpu_nothing_depends_on_a_proof(asked: Any, ranks: int, wanted: list[str]) -> None:
+def test_hiding_does_not_depend_on_a_proof_on_a_cpu(
+    asked: Any, ranks: int, wanted: list[str]
+) -> None:
     decision, done = hides(accelerator="cpu", asked=asked, ranks=ranks)
     assert done == wanted
     if asked is None:
@@ -247,7 +249,7 @@ def test_on_a_cpu_nothing_depends_on_a_proof(asked: Any, ranks: int, wanted: lis
         assert "use the same cores" in decision.reason
 
 
-def test_activations_are_copied_beside_the_computation_only_with_their_proof(
+def test_activations_are_copied_asynchronously_only_if_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = []
@@ -264,7 +266,7 @@ def test_activations_are_copied_beside_the_computation_only_with_their_proof(
     assert made == [device]
 
 
-def test_copies_that_are_waited_for_give_the_same_gradients_and_a_decision() -> None:
+def test_synchronous_activation_copies_give_the_same_gradients_and_a_decision() -> None:
     bench = proving.Bench.on(detect_platform(log=False), recorded=False)
     model = proving._Chain(width=64)
     offload = ActivationOffload(smallest=1, transfers=WaitingTransfers(reason="unproven here"))
@@ -295,7 +297,7 @@ def pin(resources: ExitStack) -> Any:
     return decision
 
 
-def test_deepspeed_page_locks_itself_only_with_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_page_locks_memory_itself_only_if_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("get", "set"):
         monkeypatch.delattr(torch._C, f"_accelerator_{name}AllocatorSettings", raising=False)
     monkeypatch.setattr(deepspeed_start, "_refuse_in_time", lambda _resources: None)
@@ -317,7 +319,7 @@ def test_deepspeed_page_locks_itself_only_with_its_proof(monkeypatch: pytest.Mon
         assert "a byte" in pin(resources).reason
 
 
-def test_one_pass_stays_without_a_proof_and_goes_with_a_failed_one() -> None:
+def test_the_step_in_one_pass_is_used_unless_its_check_failed() -> None:
     plan = DeepSpeedPlan.build(stage=2, precision="bf16", offload="cpu").resolve(
         model=ModelFacts.from_shapes([("weight", (64, 64))])
     )
@@ -348,7 +350,7 @@ def test_one_pass_stays_without_a_proof_and_goes_with_a_failed_one() -> None:
 # -- The environment variable and the first start.
 
 
-def test_the_variable_has_one_of_four_values() -> None:
+def test_the_proof_variable_accepts_only_four_values() -> None:
     assert [proof_setting({VARIABLE: value}) for value in ("", "off", " ASK ", "always")] == [
         "first", "off", "ask", "always",
     ]  # fmt: skip
@@ -358,7 +360,7 @@ def test_the_variable_has_one_of_four_values() -> None:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Proof | str | None]]:
-    """Script the results of proof processes: a proof, ``None`` for nothing, or an error text."""
+    """Return a list to fill with proof processes' results: a proof, an error text, or ``None``."""
     planned: list[Proof | str | None] = []
 
     def run(_accelerator: str) -> str | None:
@@ -380,14 +382,14 @@ def start(accelerator: Any = "cuda") -> Any:
     return decision
 
 
-def test_the_first_start_proves_and_the_second_reads(runs: Any) -> None:
+def test_the_first_start_runs_the_proof_and_the_second_reads_it(runs: Any) -> None:
     runs.append(passed())
     assert start().after == ", ".join(PATHS)
     assert start().after == ", ".join(PATHS)
     assert runs == []
 
 
-def test_a_failure_is_a_warning_with_the_file_to_send(runs: Any) -> None:
+def test_a_failed_check_gives_a_warning_that_names_the_report(runs: Any) -> None:
     runs.append(passed(uploads="too late"))
     decision = start()
     assert decision.severity == "warning"
@@ -396,7 +398,9 @@ def test_a_failure_is_a_warning_with_the_file_to_send(runs: Any) -> None:
 
 
 @pytest.mark.parametrize("left", [None, "exit code -9: killed"])
-def test_a_process_that_leaves_nothing_is_not_tried_at_every_start(runs: Any, left: Any) -> None:
+def test_a_proof_process_without_a_result_is_not_repeated_at_every_start(
+    runs: Any, left: Any
+) -> None:
     runs.append(left)
     decision = start()
     assert (decision.after, decision.severity) == ("nothing, plain paths", "warning")
@@ -406,7 +410,7 @@ def test_a_process_that_leaves_nothing_is_not_tried_at_every_start(runs: Any, le
 
 
 @pytest.mark.parametrize(("setting", "says"), [("off", "=off"), ("ask", "zerotune doctor --prove")])
-def test_off_and_ask_run_nothing(
+def test_off_and_ask_run_no_proof(
     runs: Any, monkeypatch: pytest.MonkeyPatch, setting: str, says: str
 ) -> None:
     monkeypatch.setenv(VARIABLE, setting)
@@ -417,7 +421,7 @@ def test_off_and_ask_run_nothing(
     assert runs == []
 
 
-def test_always_proves_anew_once_per_process_and_counts_no_old_proof(
+def test_always_runs_one_proof_per_process_and_ignores_stored_ones(
     runs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "always")
@@ -430,14 +434,14 @@ def test_always_proves_anew_once_per_process_and_counts_no_old_proof(
     assert start().severity == "note"
 
 
-def test_nothing_runs_by_itself_on_a_cpu(runs: Any) -> None:
+def test_no_proof_runs_automatically_on_a_cpu(runs: Any) -> None:
     assert proofs.prove_first("cpu", ProcessGroup.alone()) == ()
     assert runs == []
     store_proof(passed())
     assert start("cpu").after == ", ".join(PATHS)
 
 
-def test_two_processes_prove_once(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_starts_run_only_one_proof(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
 
     def slow(_accelerator: str) -> None:
@@ -454,7 +458,7 @@ def test_two_processes_prove_once(runs: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert len(begun) == 1
 
 
-def test_only_the_first_rank_of_a_machine_proves(runs: Any) -> None:
+def test_only_the_first_rank_of_a_machine_runs_the_proof(runs: Any) -> None:
     waited = []
     group: Any = SimpleNamespace(local_rank=1, barrier=lambda purpose, **_: waited.append(purpose))
     (decision,) = proofs.prove_first("cuda", group)
@@ -463,7 +467,7 @@ def test_only_the_first_rank_of_a_machine_proves(runs: Any) -> None:
     assert runs == []
 
 
-def test_a_process_is_begun_without_the_launchers_variables(
+def test_a_proof_process_does_not_inherit_the_launchers_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
@@ -475,7 +479,7 @@ def test_a_process_is_begun_without_the_launchers_variables(
     assert found[VARIABLE] == "off", "it starts no proof of its own"
 
 
-def test_a_process_that_does_not_end_is_ended_with_its_children(
+def test_a_proof_process_that_hangs_is_killed_with_its_children(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     mark = tmp_path / "child"
@@ -491,7 +495,7 @@ def test_a_process_that_does_not_end_is_ended_with_its_children(
         time.sleep(0.05)
 
 
-def test_what_a_process_says_last_is_recorded(
+def test_the_last_output_line_of_a_failed_proof_process_is_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = tmp_path / "python"
@@ -514,7 +518,7 @@ def recorded() -> proving.Bench:
 
 
 @pytest.mark.parametrize("name", ["page-locked copies", "uploads", "activations"])
-def test_the_copy_checks_pass_here_without_a_fault(name: str) -> None:
+def test_the_copy_checks_pass_without_a_planted_fault(name: str) -> None:
     outcome = outcome_of(name)
     assert outcome.passed, outcome
 
@@ -617,7 +621,7 @@ def _another_block_comes_back(patch: pytest.MonkeyPatch) -> None:
         ("activations", _another_block_comes_back),
     ],
 )
-def test_a_planted_fault_is_caught(
+def test_a_planted_fault_is_detected(
     check: str, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
@@ -627,7 +631,7 @@ def test_a_planted_fault_is_caught(
 
 
 def faulty_engines() -> list[Outcome]:
-    """Return the engines' checks of plain engines with faults that only a thread has."""
+    """Return the results of checks on plain engines with faults that only occur in a thread."""
     platform = attrs.evolve(
         detect_platform(log=False), deepspeed=Platform.synthetic(deepspeed=False).deepspeed
     )
@@ -652,7 +656,7 @@ def faulty_engines() -> list[Outcome]:
     return outcomes
 
 
-def test_a_planted_fault_of_a_hidden_step_is_caught() -> None:
+def test_planted_faults_of_a_hidden_step_are_detected() -> None:
     ((right, averages, part),) = run_ranks(faulty_engines)
     assert right.passed, right
     assert averages.passed is False
@@ -663,7 +667,7 @@ def test_a_planted_fault_of_a_hidden_step_is_caught() -> None:
 
 
 def faulty_streaming() -> list[Outcome]:
-    """Return the checks of streamed weights with faults in passes and averages."""
+    """Return the results of checks on streamed weights with faults in passes and EMAs."""
     lane, take = lanes.Lane.submit, passes.UnitPass.take
 
     def waits_for_no_pass(self: Any, copy: Any, *, wait: Any = None, then: Any = None) -> Any:
@@ -691,13 +695,13 @@ def faulty_streaming() -> list[Outcome]:
 
 
 @pytest.mark.deepspeed
-def test_a_planted_fault_of_streamed_weights_is_caught() -> None:
+def test_planted_faults_of_streamed_weights_are_detected() -> None:
     ((right, *wrong),) = run_ranks(faulty_streaming)
     assert right.passed, right
     assert [outcome.passed for outcome in wrong] == [False] * 2, wrong
 
 
-def test_weights_are_streamed_by_default_where_that_is_proven_and_they_are_in_host_memory(
+def test_weights_in_host_memory_are_streamed_by_default_once_streaming_is_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(streaming, "load_host_step", lambda: None)
@@ -719,7 +723,7 @@ def test_weights_are_streamed_by_default_where_that_is_proven_and_they_are_in_ho
     assert "keeps weights on the device" in str(why_not(stage=2))
 
 
-def test_a_check_that_breaks_is_a_failure_with_its_traceback(
+def test_a_check_that_raises_counts_as_failed_and_keeps_its_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(StreamUpload, "begin", lambda _self: 1 // 0)
@@ -728,7 +732,7 @@ def test_a_check_that_breaks_is_a_failure_with_its_traceback(
     assert "Traceback" in outcome.evidence
 
 
-def test_what_cannot_be_compiled_leaves_the_other_paths_their_proof(
+def test_a_failed_compilation_leaves_the_other_paths_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(proving, "_import", lambda _platform: "no C++ compiler is installed")
@@ -738,14 +742,14 @@ def test_what_cannot_be_compiled_leaves_the_other_paths_their_proof(
     assert proof.obstacle("activation offload") is None
 
 
-def test_no_engine_of_a_proof_begins_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_of_a_proof_start_no_proof_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     check = proving.Check(name="hidden step", run=lambda _bench: seen.append(proof_setting()))
     assert proving.run_check(check, [recorded()]).passed
     assert (seen, proof_setting()) == (["off"], "first")
 
 
-def test_no_check_begins_once_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_check_starts_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proving, "_import", lambda _platform: None)
     proof = proving.prove(seconds=0.0)
     assert {outcome.passed for outcome in proof.checks.values()} == {None}

@@ -8,7 +8,7 @@ from zerotune.backend.rates import copy_rate, measure_rates
 from zerotune.plan.memory.time import RATE_NAMES
 
 
-def test_everything_a_processor_does_is_measured():
+def test_every_rate_of_a_processor_is_measured():
     found = measure_rates(device=torch.device("cpu"), scale=1 / 64)
     assert set(found) == set(RATE_NAMES) - {"to_host", "to_device", "disk_read", "disk_write"}
     # Calls per second, not bytes or products.
@@ -18,5 +18,5 @@ def test_everything_a_processor_does_is_measured():
     assert all(rate > 1e5 for rate in found.values())
 
 
-def test_a_copy_reads_and_writes():
+def test_the_rate_of_a_memory_copy_is_measured():
     assert copy_rate(scale=1 / 64) > 1e5

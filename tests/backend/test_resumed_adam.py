@@ -57,7 +57,7 @@ def weights_by_step(
 )
 @pytest.mark.parametrize("kind", ["DeepSpeedCPUAdam", "FusedAdam"])
 @ranks(1)
-def test_a_resumed_optimizer_steps_as_an_uninterrupted_one(kind, groups):
+def test_a_resumed_optimizer_steps_like_an_uninterrupted_one(kind, groups):
     whole = weights_by_step(kind, 1, False, groups)
     found = {
         way: [

@@ -26,7 +26,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @ranks()
-def test_rates_after_fifty_steps_count_optimizer_steps_only(world_size: int) -> None:
+def test_schedules_count_optimizer_steps_and_not_micro_batches(world_size: int) -> None:
     from zerotune.plan.model import DeepSpeedPlan
 
     found = {}

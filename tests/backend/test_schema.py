@@ -77,7 +77,7 @@ def test_every_section_of_the_schema_is_known_to_zerotune(schema):
     assert schema["properties"].keys() <= known | DeepSpeedPlan.passed_through
 
 
-def test_a_parameter_tells_type_default_meaning_and_stages(parameters):
+def test_a_parameter_has_type_default_meaning_and_stages(parameters):
     bucket = parameters["zero_optimization.reduce_bucket_size"]
     assert bucket.types == ("integer", "string")
     assert bucket.default == 500_000_000
@@ -95,12 +95,12 @@ def test_a_parameter_tells_type_default_meaning_and_stages(parameters):
     assert parameters["aio.queue_depth"].default == 8
 
 
-def test_every_modelled_key_has_a_meaning(parameters):
+def test_every_modelled_key_is_documented(parameters):
     silent = {p.path for p in parameters.values() if p.modelled and not p.doc}
     assert silent <= {"optimizer.type", "scheduler.type"}
 
 
-def test_names_of_optimizers_and_schedules_are_offered_and_others_taken(schema):
+def test_the_schema_lists_optimizers_and_schedules_but_accepts_other_names(schema):
     kinds = schema["properties"]["optimizer"]["properties"]["type"]["anyOf"]
     assert "adamw" in kinds[0]["enum"]
     assert kinds[1] == {"type": "string"}
@@ -108,7 +108,7 @@ def test_names_of_optimizers_and_schedules_are_offered_and_others_taken(schema):
     assert "WarmupCosineLR" in schedules
 
 
-def test_the_schema_is_plain_json_and_reproducible(schema):
+def test_the_schema_survives_a_round_trip_through_json(schema):
     assert json.loads(json.dumps(schema, allow_nan=False)) == schema
 
 
@@ -131,7 +131,7 @@ def test_rendered_configurations_are_valid(file, validator):
         (("train_batch",), 8, "$"),
     ],
 )
-def test_what_is_wrong_is_refused_where_it_is(place, value, at, validator):
+def test_an_invalid_value_is_refused_at_its_path(place, value, at, validator):
     config = copy.deepcopy(json.loads(GOLDEN[-1].read_text()))
     target = config
     for name in place[:-1]:
@@ -149,11 +149,11 @@ def test_what_is_wrong_is_refused_where_it_is(place, value, at, validator):
         {"_note": "private", "zero_optimization": {"sub_group_size": 1e9}},
     ],
 )
-def test_auto_and_remarks_are_valid(config, validator):
+def test_auto_and_comment_keys_are_valid(config, validator):
     assert list(validator.iter_errors(config)) == []
 
 
-def test_a_saved_schema_lets_newer_keys_pass(schema):
+def test_a_saved_schema_makes_newer_keys_pass(schema):
     newer = copy.deepcopy(schema)
     newer["properties"]["zero_optimization"]["properties"]["new_key"] = {"type": "integer"}
     config = {"zero_optimization": {"stage": 2, "new_key": 3}}
@@ -163,7 +163,7 @@ def test_a_saved_schema_lets_newer_keys_pass(schema):
     assert plan.to_deepspeed() == config
 
 
-def test_the_offload_sections_hold_their_own_keys_only(schema):
+def test_each_offload_section_lists_only_its_own_keys(schema):
     zero = schema["properties"]["zero_optimization"]["properties"]
     for name, absent in (("offload_param", "ratio"), ("offload_optimizer", "max_in_cpu")):
         (section,) = (each for each in zero[name]["anyOf"] if "properties" in each)

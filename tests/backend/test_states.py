@@ -48,7 +48,7 @@ def train(model: torch.nn.Module, optimizer: Any, step: int) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_fresh_optimizer_goes_on_where_another_stopped(name):
+def test_a_fresh_optimizer_continues_with_the_states_of_another(name):
     model, optimizer, master = trained(name, steps=3)
     twin, twin_optimizer, twin_master = trained(name, steps=0, seed=1)
     twin.frozen.load_state_dict(model.frozen.state_dict())
@@ -70,7 +70,7 @@ def test_a_fresh_optimizer_goes_on_where_another_stopped(name):
         assert torch.equal(full, expected[parameter]), parameter
 
 
-def test_numbers_beside_the_weights_are_told_from_states():
+def test_counters_of_a_whole_parameter_are_not_exposed_as_states():
     _, _, master = trained("NAdam", steps=2)
     for fragment in master.read():
         single = fragment.address.numel == 1
@@ -81,14 +81,14 @@ def test_numbers_beside_the_weights_are_told_from_states():
         assert fragment.step == 2
 
 
-def test_states_that_cannot_be_divided_are_named():
+def test_states_that_cannot_be_partitioned_are_named():
     _, _, master = trained("Adafactor", steps=1)
     others = {fragment.address.name: fragment.other_states for fragment in master.read()}
     assert others["first.weight"] == ("row_var", "col_var")
     assert others["first.bias"] == ()
 
 
-def test_nothing_is_kept_before_the_first_step():
+def test_no_states_exist_before_the_first_step():
     _, _, master = trained("AdamW", steps=0)
     for fragment in master.read():
         assert not fragment.states
@@ -96,7 +96,7 @@ def test_nothing_is_kept_before_the_first_step():
         assert fragment.step is None
 
 
-def test_a_plain_module_has_no_states_to_set():
+def test_a_module_without_an_optimizer_refuses_new_states():
     master = master_weights_of(HostileNet())
     with master.editing() as fragments:
         for fragment in fragments:
@@ -106,7 +106,7 @@ def test_a_plain_module_has_no_states_to_set():
                 fragment.ensure_states(("exp_avg",))
 
 
-def test_iterating_leaves_gradients_to_the_caller():
+def test_iterating_over_fragments_does_not_change_the_grad_mode():
     _, _, master = trained("AdamW", steps=1)
     _, _, other = trained("AdamW", steps=1)
     for fragment, _ in zip(master.read(), other.read(), strict=True):

@@ -42,7 +42,7 @@ def waiting(tmp_path):
     return model, values
 
 
-def test_what_is_one_parameter_stays_one_and_buffers_have_values(waiting):
+def test_reading_weights_keeps_tied_parameters_and_buffer_values(waiting):
     model, values = waiting
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.first.weight is model.second.weight
@@ -60,7 +60,7 @@ def test_what_is_one_parameter_stays_one_and_buffers_have_values(waiting):
     assert torch.nn.Module.register_parameter.__name__ == "register_parameter"
 
 
-def test_a_part_is_read_and_cast(waiting):
+def test_a_part_of_a_stored_weight_is_read_and_cast(waiting):
     model, values = waiting
     weight = stored.stored_weight(model.first.weight)
     part = torch.zeros(6, dtype=torch.bfloat16)
@@ -70,7 +70,7 @@ def test_a_part_is_read_and_cast(waiting):
 
 
 @needs_mallinfo
-def test_placeholders_of_weights_take_no_memory():
+def test_placeholder_weights_take_no_memory():
     with stored.without_weights():
         model = torch.nn.Linear(4096, 4096)
     place = stored.StoredTensor(dtype=torch.float32, shape=(4096, 4096), offset=0)
@@ -85,13 +85,13 @@ def test_placeholders_of_weights_take_no_memory():
     assert len(stored.waiting(model)) == 2
 
 
-def test_a_model_without_values_or_file_is_refused():
+def test_a_model_without_weights_or_a_file_is_refused():
     model = torch.nn.Linear(2, 2, device="meta")
     with pytest.raises(EngineError, match=r"model\.weight = 'meta': the parameter has neither"):
         stored.check_has_weights(model)
     stored.check_has_weights(torch.nn.Linear(2, 2))
 
 
-def test_a_trainer_that_cannot_read_says_how(waiting):
+def test_unread_weights_raise_an_error_that_says_how_to_read_them(waiting):
     with pytest.raises(EngineError, match=r"4 of the model's weights.*run\.shard"):
         stored.require_read(waiting[0])

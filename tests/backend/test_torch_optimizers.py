@@ -27,7 +27,7 @@ def problem():
     return start, [torch.randn(3, 5, generator=generator) for _ in range(4)]
 
 
-def test_lion_is_algorithm_2(problem):
+def test_lion_matches_algorithm_2_of_its_paper(problem):
     start, gradients = problem
     lr, (b1, b2), decay = 0.01, (0.9, 0.99), 0.1
     weight, momentum = start.clone(), torch.zeros_like(start)
@@ -40,7 +40,7 @@ def test_lion_is_algorithm_2(problem):
     torch.testing.assert_close(state["exp_avg"], momentum)
 
 
-def test_lamb_is_algorithm_2(problem):
+def test_lamb_matches_algorithm_2_of_its_paper(problem):
     start, gradients = problem
     lr, (b1, b2), eps, decay = 0.05, (0.9, 0.99), 1e-6, 0.1
     weight, first, second = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
@@ -62,7 +62,7 @@ def test_lamb_keeps_the_trust_ratio_in_bounds(scale, ratio):
     assert found.tolist() == pytest.approx((start - ratio).tolist(), rel=1e-5)
 
 
-def test_lamb_starts_from_zero_weights():
+def test_lamb_can_train_weights_that_start_at_zero():
     found, _ = steps(Lamb, [torch.ones(4)], torch.zeros(4), lr=0.5)
     assert found.tolist() == pytest.approx([-0.5] * 4, rel=1e-5)
 
@@ -81,7 +81,7 @@ def test_orthogonalise_brings_singular_values_near_one(shape):
     assert cosine > 0.95
 
 
-def test_muon_sees_a_convolution_as_a_matrix():
+def test_muon_treats_a_convolution_as_a_matrix():
     generator = torch.Generator().manual_seed(2)
     start, gradient = (torch.randn(4, 3, 3, 3, generator=generator) for _ in range(2))
     whole, _ = steps(Muon, [gradient], start, lr=0.1)
@@ -89,7 +89,7 @@ def test_muon_sees_a_convolution_as_a_matrix():
     torch.testing.assert_close(whole.flatten(1), flat)
 
 
-def test_muons_adam_is_adamw(problem):
+def test_the_adam_in_muon_equals_adamw(problem):
     start, gradients = problem
     ours = torch.nn.Parameter(start.clone())
     theirs = torch.nn.Parameter(start.clone())
@@ -106,7 +106,7 @@ def test_muons_adam_is_adamw(problem):
 
 
 @pytest.mark.parametrize("optimizer_class", [Lion, Lamb, Muon])
-def test_parameters_without_a_gradient_stay(optimizer_class):
+def test_parameters_without_a_gradient_do_not_change(optimizer_class):
     weight = torch.nn.Parameter(torch.ones(2, 2))
     optimizer_class([weight], lr=1.0).step()
     assert torch.equal(weight, torch.ones(2, 2))

@@ -24,7 +24,7 @@ print("trained")
 
 
 @pytest.mark.deepspeed
-def test_an_unclosed_engine_ends_without_an_ignored_exception(tmp_path):
+def test_a_script_with_an_unclosed_engine_exits_without_an_ignored_exception(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(

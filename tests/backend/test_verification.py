@@ -35,11 +35,11 @@ def failures(optimizer: torch.optim.Optimizer, **kwargs: Any) -> set[str]:
     return {check.key for check in checks.failed}
 
 
-def test_the_optimizer_that_was_asked_for_passes() -> None:
+def test_the_requested_optimizer_passes() -> None:
     assert failures(adamw()) == set()
 
 
-def test_a_rate_in_a_tensor_is_compared_as_fp32_holds_it() -> None:
+def test_a_tensor_learning_rate_is_compared_in_fp32() -> None:
     assert failures(adamw(lr=torch.tensor(1e-3))) == set()
     assert failures(adamw(lr=torch.tensor(1.00001e-3))) == {"optimizer.lr"}
 
@@ -53,17 +53,17 @@ def test_a_rate_in_a_tensor_is_compared_as_fp32_holds_it() -> None:
         ({"weight_decay": 0.0}, "optimizer.weight_decay"),
     ],
 )
-def test_each_argument_is_compared(change: dict[str, Any], key: str) -> None:
+def test_each_optimizer_argument_is_compared(change: dict[str, Any], key: str) -> None:
     assert failures(adamw(**change)) == {key}
 
 
-def test_an_l2_adam_does_not_pass_for_adamw() -> None:
+def test_adam_with_l2_decay_does_not_pass_for_adamw() -> None:
     adam = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))], lr=1e-3, weight_decay=0.01)
     assert failures(adam) == {"optimizer.type", "optimizer.weight_decay_mode"}
     assert weight_decay_mode(adam) == "l2"
 
 
-def test_the_learning_rate_is_the_schedules_first_one() -> None:
+def test_the_learning_rate_is_compared_with_the_schedules_first_one() -> None:
     schedule = SchedulerChoice(
         name="WarmupLR",
         params={
@@ -128,7 +128,7 @@ def swap_behind_the_back(what: str) -> str:
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_a_replaced_setting_is_noticed_in_the_running_engine() -> None:
+def test_a_setting_replaced_in_the_running_engine_is_detected() -> None:
     expected = {
         "optimizer": "optimizer.type should be 'DeepSpeedCPUAdam' but is 'DeepSpeedCPUAdagrad'",
         "decay mode": "optimizer.weight_decay_mode should be 'decoupled' but is 'l2'",
@@ -147,7 +147,7 @@ def test_a_replaced_setting_is_noticed_in_the_running_engine() -> None:
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("trained", [False, True])
 @ranks(1)
-def test_weights_in_half_precision_do_not_start_under_an_fp32_plan(trained: bool) -> None:
+def test_half_precision_weights_are_refused_under_an_fp32_plan(trained: bool) -> None:
     cast = [Case(stage=3), Case(stage=2, precision="bf16")]
     places = [Case(deepspeed=False), Case(stage=0), Case(stage=2), *cast]
     found = []

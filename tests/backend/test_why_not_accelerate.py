@@ -45,7 +45,7 @@ def prepare_with_accelerate(optimizer_name: str, zero: dict[str, Any]) -> dict[s
     return {"class": type(inner).__name__}
 
 
-def test_accelerate_swaps_an_optimizer_in_silence() -> None:
+def test_accelerate_silently_replaces_an_optimizer() -> None:
     (rmsprop,) = run_ranks(prepare_with_accelerate, "RMSprop", {})
     assert rmsprop["class"] == "DeepSpeedCPUAdam", "RMSprop was asked for"
 

@@ -1,4 +1,4 @@
-"""Pieces that only record that they ran, and sessions of them; light, as each is a process."""
+"""Pieces that only record that they ran, in sessions; imports are few, as each is a process."""
 
 from __future__ import annotations
 

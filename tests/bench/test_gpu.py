@@ -50,7 +50,9 @@ def run_chain(output: Path, killing: int) -> int:
 
 
 @pytest.mark.parametrize("killing", range(3))
-def test_a_session_killed_during_any_piece_goes_on_with_it(tmp_path: Path, killing: int) -> None:
+def test_a_session_killed_during_any_piece_resumes_with_that_piece(
+    tmp_path: Path, killing: int
+) -> None:
     assert run_chain(tmp_path, killing) == -signal.SIGKILL
     whole = [f"p{index}" for index in range(3)]
     stored = tmp_path / "machine.json"
@@ -62,7 +64,7 @@ def test_a_session_killed_during_any_piece_goes_on_with_it(tmp_path: Path, killi
     assert names(tmp_path) == whole[: killing + 1] + whole[killing:]
 
 
-def test_a_piece_dies_with_its_session(tmp_path: Path) -> None:
+def test_a_piece_ends_when_its_session_is_killed(tmp_path: Path) -> None:
     code = (
         f"from pathlib import Path\nfrom {HERE} import *\n"
         f"run(Path({str(tmp_path)!r}), piece('x', last))\n"
@@ -86,7 +88,7 @@ def _until(condition: Any) -> None:
     raise AssertionError("it did not happen within a minute")
 
 
-def test_what_fails_says_why_is_tried_twice_and_stops_nothing(tmp_path: Path) -> None:
+def test_a_failed_piece_is_tried_twice_records_its_error_and_stops_no_other(tmp_path: Path) -> None:
     for _ in range(3):
         whole, entries = run(tmp_path, piece("bad", fail), piece("left", leave), piece("good"))
     assert whole
@@ -97,7 +99,7 @@ def test_what_fails_says_why_is_tried_twice_and_stops_nothing(tmp_path: Path) ->
     assert entries["good"]["state"] == "done"
 
 
-def test_what_a_piece_knew_when_it_failed_is_kept(tmp_path: Path) -> None:
+def test_partial_results_of_a_failed_piece_are_kept(tmp_path: Path) -> None:
     for tries in (1, 2):
         _, entries = run(tmp_path, piece("measured", grow))
         entry = entries["measured"]
@@ -107,13 +109,13 @@ def test_what_a_piece_knew_when_it_failed_is_kept(tmp_path: Path) -> None:
     assert "| measured | failed with exit code 3 |" in report(MACHINE, entries)
 
 
-def test_what_is_asked_for_by_name_is_run_again_and_nothing_else(tmp_path: Path) -> None:
+def test_only_pieces_requested_by_name_run_again(tmp_path: Path) -> None:
     run(tmp_path, piece("one"), piece("two"))
     run(tmp_path, piece("one"), piece("two"), piece("three"), only=["tw"])
     assert names(tmp_path) == ["one", "two", "two"]
 
 
-def test_ops_are_compiled_again_where_they_are_not(tmp_path: Path) -> None:
+def test_ops_are_compiled_again_where_they_are_missing(tmp_path: Path) -> None:
     def ops(*built: str) -> Piece:
         return next(pieces({**MACHINE, "built": built}, quick=True))
 
@@ -126,19 +128,19 @@ def test_ops_are_compiled_again_where_they_are_not(tmp_path: Path) -> None:
     assert not made.needs(ops("cpu_adam", "host_step")), "what cannot be is not tried forever"
 
 
-def test_a_piece_beyond_its_own_limit_is_ended(tmp_path: Path) -> None:
+def test_a_piece_beyond_its_own_time_limit_is_ended(tmp_path: Path) -> None:
     _, entries = run(tmp_path, piece("slow", last, limit_s=3.0))
     assert (entries["slow"]["state"], entries["slow"]["tries"]) == ("out of time", 1)
 
 
-def test_what_the_end_of_the_time_cut_short_is_no_failure(tmp_path: Path) -> None:
+def test_a_piece_cut_short_by_the_end_of_the_session_is_not_a_failure(tmp_path: Path) -> None:
     whole, entries = run(tmp_path, piece("slow", last), piece("next", least_s=30.0), left=3.0)
     assert not whole
     assert (entries["slow"]["state"], entries["slow"]["tries"]) == ("cut short", 0)
     assert "next" not in entries, "too little time was left to begin it"
 
 
-def test_other_settings_are_another_measurement(tmp_path: Path) -> None:
+def test_a_piece_with_other_settings_is_another_measurement(tmp_path: Path) -> None:
     once = piece("one")
     run(tmp_path, once)
     made = session(tmp_path)
@@ -146,7 +148,7 @@ def test_other_settings_are_another_measurement(tmp_path: Path) -> None:
     assert made.needs(Piece(name="one", made=once.made, settings={"name": "two"}))
 
 
-def test_the_report_lays_each_result_beside_what_was_expected() -> None:
+def test_the_report_shows_each_result_beside_its_estimate() -> None:
     result = {"device_bytes": 4 * 2**30, "host_bytes": 2**30, "seconds": [3.0, 1.0, 2.0],
               "estimate": {"device": 5 * 2**30, "host": 2**29}, "start_seconds": 1.5}  # fmt: skip
     entry = {"state": "done", "seconds": 12.0, "result": result}
@@ -158,7 +160,7 @@ def test_the_report_lays_each_result_beside_what_was_expected() -> None:
     assert "- start_seconds: 1.5" in text
 
 
-def test_the_report_lays_seconds_beside_what_was_predicted() -> None:
+def test_the_report_shows_seconds_beside_their_prediction() -> None:
     def cell(**result: Any) -> str:
         entry = {"state": "done", "seconds": 12.0, "result": result}
         (row,) = (line for line in report(MACHINE, {"one": entry}).splitlines() if "| one" in line)
@@ -169,7 +171,7 @@ def test_the_report_lays_seconds_beside_what_was_predicted() -> None:
     assert cell(seconds=[2.0], estimate={"seconds": None}) == "2"
 
 
-def test_time_is_compared_over_all_turns() -> None:
+def test_the_time_goal_compares_all_turns() -> None:
     def ran(*seconds: float) -> dict[str, Any]:
         return {"state": "done", "result": {"seconds": list(seconds)}}
 
@@ -181,7 +183,7 @@ def test_time_is_compared_over_all_turns() -> None:
     assert goals(entries)[-1] == "- 1024², batch 8 in 0.7 of the reference's time: met, 0.50"
 
 
-def test_pieces_come_in_the_order_of_what_they_teach() -> None:
+def test_the_most_informative_pieces_come_first() -> None:
     found = list(pieces(MACHINE, quick=False))
     order = [one.name for one in found]
     assert order[:5] == ["ops", "rates", "tiny training at stage 2", "tiny training at stage 3",
@@ -261,7 +263,7 @@ def look_as(monkeypatch: pytest.MonkeyPatch, machine: Any) -> None:
     )
 
 
-def test_files_have_names_that_every_transfer_takes(
+def test_output_files_have_portable_names(
     tmp_path: Path, on_a_gpu: list[Piece], capsys: pytest.CaptureFixture[str]
 ) -> None:
     on_a_gpu += [piece("one", note), piece("two", fail)]
@@ -276,7 +278,7 @@ def test_files_have_names_that_every_transfer_takes(
     assert "ValueError: this is why" in out.partition("## two: failed with exit code 1")[2]
 
 
-def test_the_report_is_there_whenever_the_session_is_ended(tmp_path: Path) -> None:
+def test_a_report_exists_whenever_the_session_is_killed(tmp_path: Path) -> None:
     code = (
         f"import time\nfrom pathlib import Path\nfrom {HERE} import *\nfrom bench import gpu\n"
         "look = gpu.run_piece\n"
@@ -298,7 +300,7 @@ def test_the_report_is_there_whenever_the_session_is_ended(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("missing", ["deepspeed", "diffusers"])
-def test_a_machine_without_what_all_pieces_need_is_told_at_once(
+def test_a_missing_package_that_all_pieces_need_is_reported_at_once(
     missing: str, tmp_path: Path, on_a_gpu: list[Piece], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {name: one for name, one in MACHINE["versions"].items() if name != missing}
@@ -308,7 +310,7 @@ def test_a_machine_without_what_all_pieces_need_is_told_at_once(
         main(["--output", str(tmp_path)])
 
 
-def test_a_checkout_runs_where_nothing_of_it_is_installed() -> None:
+def test_a_checkout_runs_without_any_installed_package() -> None:
     # ``-S`` leaves only the standard library, as on a bare machine.
     command = [sys.executable, "-S", "-m", "bench.gpu", "--help"]
     environment = {"PATH": os.environ["PATH"]}
@@ -370,7 +372,7 @@ def test_tests_that_outlast_their_time_are_interrupted_and_counted(
     assert found == {"passed": 1, "skipped": 1, "failed": 1, "whole": False}
 
 
-def test_only_files_with_tests_for_a_device_are_looked_into() -> None:
+def test_only_files_with_device_tests_are_selected() -> None:
     found = gpu.marked(["tests", "tests/builder/test_page.py"])
     assert {"tests/backend/test_cuda.py", "tests/test_stream_rules.py"} < set(found)
     assert "tests/builder/test_page.py" not in found
@@ -381,7 +383,7 @@ def test_an_interruption_before_any_test_counts_no_test() -> None:
     assert gpu.counted("KeyboardInterrupt")["passed"] == 0
 
 
-def test_without_a_gpu_the_full_sizes_are_refused(
+def test_full_sizes_are_refused_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look_as(monkeypatch, {**MACHINE, "hardware": {**MACHINE["hardware"], "devices": []}})

@@ -14,7 +14,7 @@ def machine(ram: int, torch: str) -> Platform:
 
 
 @pytest.mark.parametrize("torch", ["2.11.0", "2.13.0"])
-def test_flux_is_as_deep_as_the_memory_allows(torch: str) -> None:
+def test_flux_has_as_many_blocks_as_fit_in_memory(torch: str) -> None:
     """Seven double blocks would need 131 GiB: the reference's page-locked memory is rounded up."""
     assert flux_depth(machine(1024, torch)) == (DOUBLE, SINGLE)
     here = machine(128, torch)

@@ -17,28 +17,28 @@ def generator():
 
 
 @pytest.mark.parametrize("page", ["performance", "measurements"])
-def test_a_page_is_current(generator, page):
+def test_each_generated_page_is_current(generator, page):
     written = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     text = generator["page" if page == "performance" else page]()
     assert text == written, "run python docs/generate_performance.py"
 
 
 @pytest.mark.parametrize("page", ["../README.md", "index.md"])
-def test_the_result_stands_where_newcomers_look(generator, page):
+def test_the_entry_pages_contain_the_current_result(generator, page):
     text = " ".join((DOCS / page).read_text(encoding="utf-8").split())
     assert generator["result"]() in text
 
 
-def test_what_is_gained_stands_on_one_screen_or_two(generator):
+def test_the_performance_page_has_at_most_70_lines(generator):
     assert len(generator["page"]().splitlines()) <= 70
 
 
-def test_only_full_measurements_are_committed(generator):
+def test_no_quick_measurement_is_committed(generator):
     for name, result in generator["stored"]().items():
         assert not result["quick"], f"{name} was measured with --quick"
 
 
-def test_reasons_belong_to_goals(generator):
+def test_every_reason_belongs_to_a_goal(generator):
     from bench.runner import load
 
     for benchmark, beginning in generator["REASONS"]:
@@ -46,7 +46,7 @@ def test_reasons_belong_to_goals(generator):
         assert any(text.startswith(beginning) for text in texts), (benchmark, beginning)
 
 
-def test_every_goal_stands_in_the_table(generator):
+def test_every_goal_with_a_limit_is_in_the_table(generator):
     page = generator["measurements"]()
     for result in generator["stored"]().values():
         for goal in result["goals"]:
@@ -64,7 +64,7 @@ def test_every_goal_stands_in_the_table(generator):
         ([0.8, 1.3], 1.1, "missed at the median, within the noise"),
     ],
 )
-def test_no_is_said_where_the_difference_is_larger_than_the_noise(
+def test_a_goal_is_missed_only_if_the_difference_exceeds_the_noise(
     generator, interval, reached, said
 ):
     goal = {"limit": 1.0, "interval": interval, "reached": reached}
@@ -75,7 +75,7 @@ def test_no_is_said_where_the_difference_is_larger_than_the_noise(
 
 
 @pytest.mark.parametrize("states", ["fp32 moments", "bf16 moments", "8-bit moments"])
-def test_the_time_of_lean_states_is_that_of_the_results(generator, states):
+def test_the_documented_times_of_lean_states_match_the_results(generator, states):
     page = (DOCS / "streaming.md").read_text(encoding="utf-8")
     (cells,) = re.findall(rf"^\| {states} \| (.+) \| (.+) \|$", page, flags=re.MULTILINE)
     (case,) = (c for c in generator["stored"]()["step"]["cases"] if c["name"] == "lean states")

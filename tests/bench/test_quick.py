@@ -29,7 +29,7 @@ def measured(name, folder):
     return cases
 
 
-def test_all_that_can_be_run_is_listed(capsys):
+def test_the_command_lists_every_benchmark(capsys):
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(NAMES)
@@ -42,7 +42,7 @@ def test_all_that_can_be_run_is_listed(capsys):
 def threads(monkeypatch):
     import torch
 
-    # The command sets it for a process of its own.
+    # Set it for the test only; the command sets it for its whole process.
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -95,7 +95,7 @@ def test_the_stream_benchmark_completes(tmp_path):
     assert late["streamed, eager steps"]["late_fetches"]["median"] == 0
 
 
-# Nightly: other tests cover all of it but the measured rates, which the GPU session covers.
+# Other tests cover all of it but the measured rates, which the GPU session covers: run it nightly.
 @pytest.mark.nightly
 @pytest.mark.deepspeed
 def test_the_prediction_benchmark_completes(tmp_path):

@@ -67,20 +67,20 @@ def counted():
     COUNTS["calls"] = 0
 
 
-def test_goals_say_what_was_reached(tmp_path):
+def test_goals_record_the_value_reached(tmp_path):
     goals = {goal["text"]: goal["reached"] for goal in run(benchmark(), output=tmp_path)["goals"]}
     assert goals == {"half": 0.5, "more": 1.4, "absolute": 2.0}
     assert judged(benchmark().goals[0], SAMPLES)["interval"] == [0.5, 0.75]
 
 
-def test_the_ratio_is_that_of_each_round_and_not_of_the_medians(tmp_path):
+def test_the_ratio_is_computed_per_round_and_not_from_the_medians(tmp_path):
     result = run(benchmark(), output=tmp_path)
     seconds = result["cases"][0]["contestants"]["fast"]["seconds"]
     assert seconds == {"q1": 1.5, "median": 2.0, "q3": 4.0, "ratio": [0.5, 0.5, 0.625]}
     assert "ratio" not in result["cases"][0]["contestants"]["slow"]["seconds"]
 
 
-def test_what_was_measured_is_not_measured_again(tmp_path):
+def test_a_stored_measurement_is_not_repeated(tmp_path):
     first = run(benchmark(size=1), output=tmp_path)
     assert COUNTS["calls"] == 2
     assert run(benchmark(size=1), output=tmp_path) == json.loads(compact(first))
@@ -91,7 +91,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path):
     assert COUNTS["calls"] == 5
 
 
-def test_what_another_machine_measured_is_not_taken_for_this_ones(tmp_path):
+def test_results_of_another_machine_are_not_reused(tmp_path):
     first = run(benchmark(), output=tmp_path)
     elsewhere = first | {"hardware": first["hardware"] | {"usable_cores": 1000}}
     (tmp_path / "example.json").write_text(compact(elsewhere))
@@ -99,7 +99,7 @@ def test_what_another_machine_measured_is_not_taken_for_this_ones(tmp_path):
     assert COUNTS["calls"] == 4
 
 
-def test_an_interrupted_run_goes_on(tmp_path):
+def test_an_interrupted_run_resumes(tmp_path):
     def broken(_settings, _scratch):
         raise KeyboardInterrupt
 
@@ -122,7 +122,7 @@ def test_a_quick_run_does_not_replace_a_full_one(tmp_path):
         run(benchmark(), output=tmp_path, quick=True)
 
 
-def test_a_stored_result_takes_on_the_words_and_limits_of_today(tmp_path):
+def test_a_stored_result_takes_the_current_texts_and_limits(tmp_path):
     stored = run(benchmark(), output=tmp_path)
     half, *others = benchmark().goals
     changed = attrs.evolve(half, text="a third", limit=0.3)
@@ -149,7 +149,7 @@ def test_a_call_is_timed(monkeypatch):
     assert len(calls) == 1
 
 
-def test_the_interval_of_a_median_is_that_of_order_statistics():
+def test_the_interval_of_a_median_comes_from_order_statistics():
     expected = {1: (1, 1), 2: (1, 2), 5: (1, 5), 6: (1, 6), 9: (2, 8), 15: (4, 12), 40: (14, 27)}
     for count, interval in expected.items():
         assert median_interval(range(1, count + 1)) == interval
@@ -165,7 +165,7 @@ def test_quartiles_lie_within_the_range(samples):
     ("ours", "theirs", "reached"),
     [([1.0], [], None), ([1.0, 2.0], [0.0, 1.0], None), ([1.0, 2.0, 3.0], [4.0], 0.5)],
 )
-def test_a_ratio_without_a_divisor_is_left_out(ours, theirs, reached):
+def test_a_ratio_without_a_divisor_is_omitted(ours, theirs, reached):
     samples = {"ours": {"seconds": ours}, "theirs": {"seconds": theirs}}
     goal = Goal("less", "case", "ours", "seconds", 1.0, "theirs")
     assert judged(goal, samples)["reached"] == reached
@@ -186,7 +186,7 @@ def test_a_ratio_without_a_divisor_is_left_out(ours, theirs, reached):
         (0.5, "share", "0.5"),
     ],
 )
-def test_values_have_the_unit_their_name_tells(value, quantity, text):
+def test_values_are_shown_in_the_unit_of_their_quantity(value, quantity, text):
     assert amount(value, quantity) == text
 
 
@@ -237,7 +237,7 @@ def test_a_worker_keeps_its_state_in_another_process():
     assert peak - after.before > 0.9 * 2**26
 
 
-def test_a_worker_tells_what_went_wrong():
+def test_a_worker_reports_its_errors():
     with Worker(Holder, 1) as worker, pytest.raises(WorkerError, match="on purpose"):
         worker.call("fail")
     with Worker(Holder, 1) as worker, pytest.raises(WorkerError, match="exit code 3"):
@@ -245,7 +245,7 @@ def test_a_worker_tells_what_went_wrong():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_goals_are_about_cases_that_there_are(name):
+def test_every_goal_refers_to_an_existing_case(name):
     found = load(name)
     assert found.name == name
     for quick in (True, False):

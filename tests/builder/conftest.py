@@ -1,4 +1,4 @@
-"""A builder that is asked without a browser: its own root and its own templates."""
+"""Clients of a builder with a root and templates of its own, without a browser."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def root(tmp_path):
 
 @pytest.fixture
 def client_of(root, tmp_path):
-    """Makes a client of a builder with some settings."""
-    needs("httpx")  # starlette's TestClient is made of it.
+    """Return a function that makes a client of a builder with the given settings."""
+    needs("httpx")  # starlette's TestClient needs it.
     client = needs("starlette.testclient").TestClient
     create_app = needs("zerotune.builder.app").create_app
 

@@ -87,7 +87,7 @@ class Page:
         return json.loads(self.tab.locator("#output").text_content())
 
     def wait_for(self, key: str, value: Any) -> None:
-        """Wait until the shown JSON has this value: keys are typed faster than shown."""
+        """Wait until the shown JSON has this value, since keys are typed faster than shown."""
         deadline = time.monotonic() + PATIENCE
         while (shown := self.config().get(key)) != value:
             assert time.monotonic() < deadline, f"{key} is {shown!r}, not {value!r}"

@@ -24,7 +24,7 @@ def messages(found, key):
 
 
 class TestPreview:
-    def test_all_output_formats_say_the_same(self, client, root):
+    def test_all_output_formats_hold_the_same_plan(self, client, root):
         found = preview(client)
         assert json.loads(found["outputs"]["json"]["text"]) == PLAN
         plan = DeepSpeedPlan.from_dict(PLAN)
@@ -40,14 +40,14 @@ class TestPreview:
         assert running["train_batch_size"] == 1
         assert running["optimizer"]["params"]["betas"] == [0.9, 0.999]
 
-    def test_a_rule_speaks_at_its_key(self, client):
+    def test_a_finding_appears_at_its_key(self, client):
         config = {**PLAN, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
         found = preview(client, config=config)
         (message,) = messages(found, "zero_optimization.offload_param")
         assert message["severity"] == "warning"
         assert "stage to 3" in message["text"] + message["fix"]
 
-    def test_one_mistake_does_not_hide_the_next(self, client):
+    def test_one_error_does_not_hide_another(self, client):
         config = {
             **PLAN,
             "gradient_clipping": -1,
@@ -64,7 +64,7 @@ class TestPreview:
             "zero_optimization.overlap_com",
         }
 
-    def test_a_mistake_does_not_hide_what_the_rules_find(self, client):
+    def test_an_error_does_not_hide_the_findings_of_rules(self, client):
         zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/swap"}}
         config = {**PLAN, "gradient_clipping": -1, "zero_optimization": zero}
         found = preview(client, config=config)
@@ -86,10 +86,10 @@ class TestPreview:
         bars = preview(client, setup={"world_size": 2})["memory"]["bars"]
         assert bars[1]["available"] == 32 * 2**30
 
-    def test_without_a_family_nothing_is_estimated(self, client):
+    def test_memory_is_not_estimated_without_a_family(self, client):
         assert "family" in preview(client, setup={"family": ""})["memory"]["reason"]
 
-    def test_optimizers_that_cannot_run_say_why(self, client):
+    def test_optimizers_that_cannot_run_have_a_reason(self, client):
         found = {each["name"]: each for each in preview(client)["optimizers"]}
         assert found["AdamW"]["runs"]
         assert found["Prodigy"]["runs"]
@@ -100,7 +100,7 @@ class TestPreview:
         assert prodigy["alternative"] == "Prodigy at stage 2"
         assert client.get("/api/optimizers", params={"stage": 4}).status_code == 422
 
-    def test_changes_are_those_since_the_plan_was_applied(self, client_of):
+    def test_changes_are_relative_to_the_last_applied_plan(self, client_of):
         client = client_of(plan=DeepSpeedPlan.from_dict(PLAN), on_apply=str)
         assert preview(client)["changes"]["changes"] == []
         config = {**PLAN, "gradient_clipping": 0.5}
@@ -111,14 +111,14 @@ class TestPreview:
         assert client.post("/api/apply", json={"state": state(config)}).status_code == 200
         assert preview(client, config=config)["changes"]["changes"] == []
 
-    def test_an_automatic_learning_rate_is_shown_as_assumed(self, client):
+    def test_an_automatic_learning_rate_is_reported_and_kept(self, client):
         config = {**PLAN, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
         found = preview(client, config=config)
         assert found["runs"]
         assert any("training script" in m["text"] for m in messages(found, "optimizer.params.lr"))
         assert json.loads(found["outputs"]["json"]["text"]) == config
 
-    def test_nothing_is_assumed_for_a_plan_that_cannot_run(self, client):
+    def test_no_learning_rate_is_assumed_for_a_plan_that_cannot_run(self, client):
         config = {
             **PLAN,
             "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
@@ -136,7 +136,7 @@ class TestPreview:
         unknown = preview(client, config={**config, "zero_optimization": {"stage": 7}})
         assert unknown["optimizers"] == [], "at which stage they would run is not known"
 
-    def test_a_reason_is_given_once(self, client):
+    def test_a_reason_is_stated_only_once(self, client):
         found = preview(
             client, config={**PLAN, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
         )
@@ -145,7 +145,7 @@ class TestPreview:
         (other,) = messages(found, "zero_force_ds_cpu_optimizer")
         assert "for the reason given at zero_allow_untested_optimizer" in other["text"]
 
-    def test_muon_runs_for_a_model_that_is_not_listed(self, client):
+    def test_muon_runs_for_a_model_without_a_family(self, client):
         config = {**PLAN, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
         found = preview(client, config=config, setup={"family": ""})
         assert found["runs"]
@@ -153,9 +153,7 @@ class TestPreview:
         (groups,) = messages(found, "optimizer.groups")
         assert "depend on the model's parameters, which are unknown here" in groups["text"]
 
-    def test_packages_that_are_not_installed_are_said_before_they_are_chosen(
-        self, client, monkeypatch
-    ):
+    def test_missing_packages_are_reported_before_an_optimizer_is_chosen(self, client, monkeypatch):
         monkeypatch.setattr("zerotune.builder.preview.installed_packages", lambda: {"prodigyopt"})
         found = {each["name"]: each["missing"] for each in preview(client)["optimizers"]}
         assert found["AdamW8bit"] == "bitsandbytes"
@@ -163,12 +161,12 @@ class TestPreview:
         assert found["Prodigy"] is None
         assert found["AdamW"] is None
 
-    def test_every_component_has_its_own_colour_of_the_one_palette(self, client):
+    def test_every_component_has_its_colour_of_the_palette(self, client):
         for bar in preview(client, setup={"ema": "host"})["memory"]["bars"]:
             shown = {part["component"]: part["colour"] for part in bar["components"]}
             assert shown == {name: COMPONENTS[name] for name in shown}
 
-    def test_absurd_numbers_are_no_crash(self, client):
+    def test_absurdly_large_numbers_do_not_break_the_preview(self, client):
         for number in (10**30, {"$int": "9" * 39}, 2**53):
             config = {**PLAN, "train_micro_batch_size_per_gpu": number}
             answer = client.post("/api/preview", json={"state": state(config)})
@@ -187,12 +185,12 @@ class TestOpen:
             ("a: [1,\nb: 2", 2, 5),
         ],
     )
-    def test_broken_text_says_where(self, client, text, line, column):
+    def test_broken_text_is_refused_with_line_and_column(self, client, text, line, column):
         answer = self.open(client, text=text)
         assert answer.status_code == 422
         assert (answer.json()["line"], answer.json()["column"]) == (line, column)
 
-    def test_an_impossible_configuration_opens_for_repair(self, client):
+    def test_an_invalid_configuration_opens_for_repair(self, client):
         broken = {**PLAN, "train_batch_sise": 4, "zero_optimization": {"stage": "two"}}
         opened = self.open(client, text=json.dumps(broken)).json()
         assert opened["state"]["config"] == broken
@@ -201,7 +199,7 @@ class TestOpen:
             "train_batch_sise", "zero_optimization.stage",
         }  # fmt: skip
 
-    def test_opening_a_configuration_loses_and_changes_nothing(self, client):
+    def test_opening_a_configuration_changes_nothing_in_it(self, client):
         config = {
             "train_batch_size": "auto",
             "gradient_accumulation_steps": "auto",
@@ -213,7 +211,7 @@ class TestOpen:
         found = client.post("/api/preview", json={"state": opened["state"]}).json()
         assert json.loads(found["outputs"]["json"]["text"]) == config
 
-    def test_a_trainers_file_opens_the_configuration_it_names(self, client, root):
+    def test_opening_a_trainers_file_opens_the_configuration_it_names(self, client, root):
         (root / "ds.json").write_text(json.dumps(PLAN))
         (root / "config.json").write_text(
             json.dumps({"deepspeed_config": "ds.json", "mixed_precision": "bf16"})
@@ -222,22 +220,22 @@ class TestOpen:
         assert opened["state"]["config"] == PLAN
         assert opened["state"]["launch"] == {"mixed_precision": "bf16"}
 
-    def test_accelerates_yaml_brings_its_processes(self, client):
+    def test_an_accelerate_yaml_sets_the_number_of_processes(self, client):
         text = "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {zero_stage: 3}\n"
         opened = self.open(client, text=text).json()
         assert opened["state"]["config"]["zero_optimization"]["stage"] == 3
         assert opened["state"]["setup"]["world_size"] == 4
 
-    def test_a_yaml_names_the_processes_of_the_machine_panel(self, client):
+    def test_the_yaml_has_the_number_of_processes_of_the_machine_panel(self, client):
         state = {"config": PLAN, "setup": {"world_size": 2}}
         shown = client.post("/api/preview", json={"state": state}).json()["outputs"]["yaml"]["text"]
         assert "num_processes: 2\n" in shown
 
-    def test_comments_in_an_opened_file_are_a_warning(self, client):
+    def test_comments_in_an_opened_file_give_a_warning(self, client):
         opened = self.open(client, text='{"train_batch_size": 1, // one\n}').json()
         assert opened["messages"][0]["severity"] == "warning"
 
-    def test_opening_a_missing_file_is_a_404(self, client):
+    def test_opening_a_missing_file_returns_404(self, client):
         assert self.open(client, path="none.json").status_code == 404
 
 
@@ -254,7 +252,7 @@ class TestApplyAndSave:
         assert answer.json()["answer"] == "Restarting with it."
         assert seen == [DeepSpeedPlan.from_dict(PLAN)]
 
-    def test_a_callback_that_fails_is_told_and_no_crash(self, client_of):
+    def test_an_error_in_a_callback_is_reported(self, client_of):
         def fail(plan):
             raise RuntimeError("the trainer is busy")
 
@@ -270,7 +268,7 @@ class TestApplyAndSave:
         assert answer.status_code == 409
         assert seen == []
 
-    def test_a_trainers_file_keeps_everything_else(self, client_of, root):
+    def test_applying_to_a_trainers_file_keeps_its_other_settings(self, client_of, root):
         file = root / "config.json"
         file.write_text(json.dumps({"--seed": 3, "--deepspeed_config": {"train_batch_size": 2}}))
         client = client_of(plan_file=file)
@@ -282,7 +280,7 @@ class TestApplyAndSave:
         assert json.loads((root / "config.json.bak").read_text())["--seed"] == 3
         assert answer["backups"] == [str(root / "config.json.bak")]
 
-    def test_two_tabs_do_not_overwrite_each_other(self, client_of, root):
+    def test_a_second_tab_does_not_overwrite_the_first(self, client_of, root):
         client = client_of(plan_file=root / "plan.json")
         first = second = client.get("/api/start").json()["version"]
         other = state({**PLAN, "gradient_clipping": 0.1})
@@ -292,7 +290,7 @@ class TestApplyAndSave:
         assert json.loads((root / "plan.json").read_text())["gradient_clipping"] == 0.1
         assert client.post("/api/apply", json={"state": state(), "version": None}).is_success
 
-    def test_saving_under_a_suffix_chooses_the_format(self, client, root):
+    def test_the_suffix_of_a_saved_file_chooses_its_format(self, client, root):
         for name in ("a.json", "a.yaml", "a.py", "new/folder/b.json"):
             body = {"path": name, "state": state()}
             assert client.post("/api/save", json=body).is_success, name
@@ -300,10 +298,10 @@ class TestApplyAndSave:
         assert DeepSpeedPlan.load(root / "new/folder/b.json") == DeepSpeedPlan.from_dict(PLAN)
         assert not list(root.rglob("*.draft"))
 
-    def test_applying_without_a_target_is_a_409(self, client):
+    def test_applying_without_a_target_returns_409(self, client):
         assert client.post("/api/apply", json={"state": state()}).status_code == 409
 
-    def test_a_broken_plan_file_is_said_and_not_overwritten(self, client_of, root):
+    def test_a_broken_plan_file_is_reported_and_not_overwritten(self, client_of, root):
         file = root / "plan.json"
         file.write_text('{"train_batch_size": }')
         client = client_of(plan_file=file)
@@ -313,7 +311,7 @@ class TestApplyAndSave:
 
 
 class TestAdvise:
-    def test_the_runners_up_come_with_their_forms(self, client):
+    def test_runners_up_come_with_their_form_states(self, client):
         found = client.post("/api/advise", json={"state": state(setup={"vram": "12"})}).json()
         assert found["fits"]
         assert found["chosen"]["title"] == "ZeRO-2, optimizer in host memory"
@@ -330,18 +328,18 @@ class TestAdvise:
             assert all(bar["fits"] for bar in shown["memory"]["bars"]), each["title"]
             assert each["state"]["config"]["optimizer"] == PLAN["optimizer"]
 
-    def test_when_nothing_fits_the_nearest_is_told(self, client):
+    def test_the_nearest_plan_is_returned_when_nothing_fits(self, client):
         found = client.post("/api/advise", json={"state": state(setup={"vram": "1"})}).json()
         assert not found["fits"]
         assert found["nearest"]["shortfalls"]["device"] > 0
 
-    def test_a_wrong_size_is_an_error_at_its_field(self, client):
+    def test_an_invalid_size_is_reported_at_its_field(self, client):
         answer = client.post("/api/advise", json={"state": state(setup={"ram": "-3"})})
         assert answer.status_code == 422
         assert answer.json()["key"] == "setup.ram"
 
 
-def test_a_path_is_described(client, root):
+def test_a_path_is_described_with_existence_and_free_space(client, root):
     (root / "swap").mkdir()
     found = client.get("/api/path", params={"path": "swap"}).json()
     assert found["exists"]
@@ -376,7 +374,7 @@ def test_the_schema_is_that_of_the_installed_deepspeed():
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "x/" + "b" * 300 + ".json", "c/" * 3000])
-def test_a_name_that_is_too_long_is_said(client, name):
+def test_an_overlong_name_is_refused(client, name):
     start = client.get("/api/start").json()["state"]
     for answer in (
         client.get("/api/path", params={"path": name}),
@@ -386,7 +384,7 @@ def test_a_name_that_is_too_long_is_said(client, name):
         assert 400 <= answer.status_code < 500, answer.text
 
 
-def test_what_the_page_says_holds_no_markup(client):
+def test_texts_of_the_page_contain_no_markup(client):
     for path in ("/", "/api/catalogue"):
         text = client.get(path).text
         assert "``" not in text

@@ -53,7 +53,7 @@ def named(value):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_part_of_the_chart_is_told_from_free_memory(scheme):
+def test_parts_of_the_chart_contrast_with_free_memory(scheme):
     colours = schemes()[scheme]
     (edge,) = named(rule("svg.memory .part")["stroke"])
     ground, lines = dict.fromkeys(named(rule("svg.memory")["background"]))
@@ -65,7 +65,7 @@ def test_a_part_of_the_chart_is_told_from_free_memory(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_limit_is_told_from_the_parts_it_crosses(scheme):
+def test_the_limit_contrasts_with_the_parts_it_crosses(scheme):
     colours = schemes()[scheme]
     # A halo separates it from whatever part it crosses.
     (limit,) = named(rule("svg.memory .limit")["stroke"])

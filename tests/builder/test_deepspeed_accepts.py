@@ -54,7 +54,7 @@ def cases():
             yield (*place, "AdamW", scheduler)
 
 
-def test_deepspeed_accepts_all_that_can_run():
+def test_deepspeed_accepts_every_plan_that_can_run():
     machines = Machines()
     emitted, refused_by_us = {}, {}
     for case in cases():
@@ -64,7 +64,7 @@ def test_deepspeed_accepts_all_that_can_run():
             continue
         emitted[f"{case} as saved"] = preview.plan.to_deepspeed()
         emitted[f"{case} as it runs"] = preview.running_config
-    # Anything not rendered is refused for one of two reasons, which the message gives.
+    # Every refused case has one of two reasons, which its message gives.
     for case, message in refused_by_us.items():
         stage, *devices, _, _ = case
         swaps_too_early = "nvme" in devices and stage < 3
@@ -73,7 +73,7 @@ def test_deepspeed_accepts_all_that_can_run():
     assert len(emitted) > 600
     stages = {config["zero_optimization"]["stage"] for config in emitted.values()}
     assert stages == {0, 1, 2, 3}
-    # Through JSON, as in a file.
+    # Convert through JSON, as a file would.
     assert run_ranks(accept, json.loads(json.dumps(emitted))) == [{}]
 
 

@@ -14,8 +14,8 @@ from zerotune.builder.templates import BUILTIN
 SOME = ("nvme", "two-gpus")
 """Templates launched outside nightly runs, since each takes the launcher a second."""
 
-# One process that starts each file as `accelerate launch --config_file FILE script.py` does, so
-# that the launcher's imports (3 s) are paid once.
+# One process starts all files as `accelerate launch --config_file FILE script.py` does, so that the
+# launcher's imports (3 s) are paid once.
 LAUNCH = """
 import os, sys
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -40,7 +40,7 @@ with open(f"{sys.argv[1]}.{os.environ.get('RANK', '0')}", "w") as file:
     [SOME, pytest.param([one.id for one in BUILTIN], marks=pytest.mark.nightly)],
     ids=["some", "all"],
 )
-def test_accelerate_launches_what_a_template_leads_to(templates, client, root, tmp_path):
+def test_accelerate_launches_the_yaml_of_every_template(templates, client, root, tmp_path):
     pytest.importorskip("accelerate")
     states = {}
     for name in templates:

@@ -116,7 +116,7 @@ def answered(client, path, body):
 
 
 @pytest.mark.parametrize("path", POST)
-def test_no_endpoint_breaks(path, client_of):
+def test_no_body_breaks_an_endpoint(path, client_of):
     client = client_of(on_apply=str)
 
     @QUICK
@@ -154,7 +154,7 @@ def test_no_bytes_break_the_preview(content, client):
 @given(config=config)
 @example(config={**PLAN, "zero_optimization": {"stage": 0, "reduce_bucket_size": "auto"}})
 @example(config={"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 2**63 - 1}})
-def test_form_and_plan_lose_nothing(config):
+def test_a_plan_survives_a_round_trip_through_the_form(config):
     """A plan turned into a form and back, through the page's JSON, is the same plan."""
     try:
         plan = DeepSpeedPlan.from_dict(config)
@@ -167,7 +167,7 @@ def test_form_and_plan_lose_nothing(config):
     assert reading.plan.to_dict() == plan.to_dict()
 
 
-def test_the_page_loads_with_any_state_it_saved(client):
+def test_a_state_that_the_page_saved_loads_unchanged(client):
     body = {
         "name": "all",
         "state": {"config": PLAN, "setup": CHOSEN, "launch": {"num_machines": 2}},

@@ -74,7 +74,7 @@ def saved(chromium, address, place):
     return files
 
 
-def test_each_template_becomes_a_file_that_says_what_was_shown(saved):
+def test_each_template_is_saved_as_a_loadable_plan_of_the_expected_stage(saved):
     plans = {name: DeepSpeedPlan.load(file) for name, file in saved.items()}
     assert {name: plan.stage for name, plan in plans.items()} == {
         # The fastest plan that fits keeps part of the optimizer on the card.
@@ -92,7 +92,7 @@ def test_each_template_becomes_a_file_that_says_what_was_shown(saved):
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        # The files for 12 and 8 GB are much alike, as are those for 24 GB and for the fastest.
+        # Train one of two similar files: 12 and 8 GB are much alike, as are 24 GB and the fastest.
         ("sdxl-8", 1),
         ("sdxl-24", 1),
         pytest.param("nvme", 1, marks=pytest.mark.nvme),
@@ -106,7 +106,7 @@ def test_each_template_trains(saved, name, ranks, tmp_path):
         assert all(0 < loss < 10 for loss in each["losses"])
 
 
-def test_every_option_is_switched_once(page):
+def test_every_option_can_be_switched(page):
     """Every control of the form is used, and the configuration has the chosen values."""
     tab = page.tab
     for details in tab.locator("details.card").all():
@@ -136,7 +136,7 @@ def test_every_option_is_switched_once(page):
 
 
 def at(page, path):
-    """Return the value at a path of the page's state: an invalid plan has no JSON to read."""
+    """Return the value at a path of the page's state, since an invalid plan has no JSON to read."""
     return page.tab.evaluate(
         """async (path) => {
             const { read } = await import(`${document.body.dataset.prefix}/static/state.js`);
@@ -165,7 +165,7 @@ def test_every_optimizer_and_schedule_can_be_chosen(page):
 @pytest.mark.parametrize(
     ("written", "shown"), [("FusedLion", "Lion"), ("1-bit Adam", "OneBitAdam")]
 )
-def test_another_spelling_shows_the_optimizer_that_it_means(page, written, shown):
+def test_an_alternative_spelling_selects_the_optimizer_it_means(page, written, shown):
     config = {**PLAN, "optimizer": {"type": written, "params": {"lr": 1e-4}}}
     page.open_text(json.dumps(config))
     page.tab.wait_for_selector("#open-dialog", state="hidden")
@@ -175,7 +175,7 @@ def test_another_spelling_shows_the_optimizer_that_it_means(page, written, shown
     assert page.config() == config
 
 
-def test_arguments_of_another_optimizer_do_not_stay_behind(page):
+def test_changing_the_optimizer_removes_arguments_that_it_lacks(page):
     page.tab.fill("#optimizer-params-eps", "1e-7")
     assert page.config()["optimizer"]["params"]["eps"] == 1e-7
     page.tab.select_option("#optimizer-type", "Lion")
@@ -183,7 +183,7 @@ def test_arguments_of_another_optimizer_do_not_stay_behind(page):
     assert page.config()["optimizer"]["params"]["lr"] == 1e-4
 
 
-def test_messages_stand_beside_their_field(page):
+def test_messages_appear_beside_their_field(page):
     page.tab.fill("#config-gradient-clipping", "-1")
     page.settle()
     beside = page.tab.locator("#config-gradient-clipping-messages .message")
@@ -217,7 +217,7 @@ def test_broken_text_is_explained_in_the_dialog(page, text, expected):
     assert page.config() == before
 
 
-def test_a_broken_configuration_is_repaired_in_the_form(page):
+def test_a_broken_configuration_can_be_repaired_in_the_form(page):
     page.open_text(json.dumps({**PLAN, "gradient_clipping": "much", "_note": "<b>ours</b>"}))
     page.settle()
     page.tab.locator("#config-gradient-clipping-messages .message").wait_for()
@@ -225,7 +225,7 @@ def test_a_broken_configuration_is_repaired_in_the_form(page):
     assert page.config() == {**PLAN, "gradient_clipping": 0.5, "_note": "<b>ours</b>"}
 
 
-def test_a_button_makes_every_change_that_its_fix_asks_for(page):
+def test_a_button_makes_every_change_of_its_fix(page):
     """One key is replaced, one moves below a section, and one becomes an object."""
     page.open_text(
         json.dumps(
@@ -253,7 +253,7 @@ def test_a_button_makes_every_change_that_its_fix_asks_for(page):
     }
 
 
-def test_what_is_opened_is_what_is_shown(page):
+def test_the_page_shows_exactly_the_opened_configuration(page):
     config = {
         "train_batch_size": "auto",
         "zero_optimization": {"stage": 0, "stage3_model_persistence_threshold": 2**63 - 1},
@@ -266,7 +266,7 @@ def test_what_is_opened_is_what_is_shown(page):
     assert page.config() == config
 
 
-def test_a_file_that_is_opened_leaves_the_machine_as_it_was(page):
+def test_opening_a_file_keeps_the_machine(page):
     page.tab.fill("#setup-vram", "11")
     page.settle()
     page.open_text(json.dumps({"zero_optimization": {"stage": 2}}))
@@ -275,7 +275,7 @@ def test_a_file_that_is_opened_leaves_the_machine_as_it_was(page):
     assert page.tab.input_value("#setup-vram") == "11"
 
 
-def test_a_path_typed_last_wins_over_text_pasted_before(page, place):
+def test_a_path_typed_last_wins_over_pasted_text(page, place):
     (place / "named.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     page.tab.click("#open-button")
     page.tab.fill("#open-text", json.dumps({"zero_optimization": {"stage": 1}}))
@@ -286,8 +286,8 @@ def test_a_path_typed_last_wins_over_text_pasted_before(page, place):
     assert page.config()["zero_optimization"]["stage"] == 3
 
 
-def test_nothing_covers_what_is_worked_on(chromium, address):
-    """On phones, tablets, screens, and a screen at 200 % (two device pixels per CSS pixel)."""
+def test_nothing_covers_the_focused_element(chromium, address):
+    """The sizes are those of phones, tablets, screens, and a screen at 200 % zoom."""
     context = chromium.new_context(viewport={"width": 390, "height": 844})
     page = Page(context, address)
     page.tab.fill("#setup-vram", "2")
@@ -357,7 +357,7 @@ def test_messages_of_one_field_name_their_settings_in_order(page):
     assert any("zero_allow_untested_optimizer:" in text for text in texts[:given])
 
 
-def test_frames_are_asked_for_where_clips_are_trained(page):
+def test_frames_are_requested_only_for_video_models(page):
     frames = page.tab.locator("#setup-frames")
     assert frames.is_hidden()
     page.tab.select_option("#setup-family", '"wan-1.3b"')
@@ -375,7 +375,7 @@ def test_frames_are_asked_for_where_clips_are_trained(page):
     assert page.tab.locator("#fit-frames").is_visible()
 
 
-def test_fit_my_card_offers_plans_to_click(page):
+def test_fit_my_card_offers_plans_that_a_click_applies(page):
     page.tab.click("#fit-button")
     page.tab.select_option("#fit-base-dtype", '"nf4"')
     page.tab.click("#fit-do")
@@ -405,7 +405,7 @@ def test_fit_my_card_offers_plans_to_click(page):
     assert page.tab.locator("#counts").text_content() == "runs and fits"
 
 
-def test_a_folder_is_looked_at_as_it_is_typed(page, place):
+def test_a_folder_is_checked_while_it_is_typed(page, place):
     page.tab.locator("#config-zero-optimization-stage-3").check()
     page.tab.locator("#config-zero-optimization-offload-optimizer-device-2").check()
     field = "#config-zero-optimization-offload-optimizer-nvme-path"
@@ -414,7 +414,7 @@ def test_a_folder_is_looked_at_as_it_is_typed(page, place):
         page.tab.locator(f"{field}-facts", has_text=expected).wait_for()
 
 
-def test_an_answer_to_an_older_form_is_not_shown(page):
+def test_an_answer_to_an_outdated_form_is_not_shown(page):
     page.tab.evaluate(
         """() => {
           const asked = window.fetch;
@@ -448,7 +448,7 @@ def undo(page, key="Control+z"):
     return page.tab.locator("#status").text_content()
 
 
-def test_every_change_is_undone_and_done_again(page):
+def test_every_change_can_be_undone_and_redone(page):
     shown = [page.config()]
     field = page.tab.locator("#config-gradient-clipping")
     field.click()
@@ -533,7 +533,7 @@ def test_a_reload_loses_nothing(page, place):
     assert page.config()["gradient_clipping"] == 0.1
 
 
-def test_the_page_asks_before_work_is_lost(page, place):
+def test_the_page_asks_before_it_discards_changes(page, place):
     (place / "there.json").write_text("{}")
     page.tab.fill("#config-gradient-clipping", "0.5")
     page.settle()
@@ -567,7 +567,7 @@ def test_the_page_asks_before_work_is_lost(page, place):
     assert page.tab.input_value("#setup-vram") == "11"
 
 
-def test_the_text_is_edited_in_place(page):
+def test_the_configuration_text_can_be_edited_in_place(page):
     page.tab.fill("#config-gradient-clipping", "-1")
     page.settle()
     page.tab.click("#edit")
@@ -590,7 +590,7 @@ def test_the_text_is_edited_in_place(page):
     assert page.tab.input_value("#config-gradient-clipping") == "-1"
 
 
-def test_what_is_pending_and_what_is_out_of_date_is_seen(page):
+def test_pending_and_outdated_results_are_marked(page):
     tab = page.tab
     waiting = []
 
@@ -613,7 +613,7 @@ def test_what_is_pending_and_what_is_out_of_date_is_seen(page):
     assert tab.get_attribute("#results", "aria-busy") == "false"
 
 
-def test_nothing_is_said_to_run_while_the_plan_is_invalid(page):
+def test_an_invalid_plan_shows_no_running_configuration(page):
     assert "Run by" in page.tab.locator("#optimizer-about").text_content()
     page.tab.fill("#config-gradient-clipping", "-1")
     page.settle()
@@ -638,7 +638,7 @@ def test_a_note_names_its_field(page):
     assert len(set(notes)) == len(notes)
 
 
-def test_two_tabs_lose_nothing(page, context, address, place):
+def test_two_tabs_do_not_overwrite_each_others_plan(page, context, address, place):
     other = Page(context, address)
     page.tab.click("#apply-button")
     page.tab.wait_for_selector("#status[data-kind=good]:has-text('Applied')")
@@ -686,8 +686,8 @@ def test_two_tabs_do_not_overwrite_each_others_templates(page, context, address)
     page.tab.wait_for_selector("#templates-own :text('None yet')")
 
 
-def test_the_page_works_by_keyboard_alone(page, place):
-    """From the top of the page: stage 3, clipping 0.5, text view, template, file, apply."""
+def test_the_page_works_with_the_keyboard_alone(page, place):
+    """Keys alone reach stage 3, clipping 0.5, the text view, a template, a file, and Apply."""
     press = page.tab.keyboard.press
 
     def tab_to(wanted, *, back=False):
@@ -755,8 +755,8 @@ def test_the_page_works_by_keyboard_alone(page, place):
     assert json.loads((place / "plan.json").read_text())["zero_optimization"]["stage"] == 3
 
 
-def test_axe_finds_nothing_to_say(chromium, address):
-    """In every state of the page, in the light and in the dark scheme."""
+def test_axe_finds_no_accessibility_violation(chromium, address):
+    """axe checks every state of the page, in the light and in the dark scheme."""
     axe = needs("axe_playwright_python.sync_playwright").Axe()
     context = chromium.new_context(viewport={"width": 1300, "height": 900})
     page = Page(context, address)
@@ -889,8 +889,8 @@ def test_nothing_is_cut_off_on_a_narrow_screen(chromium, address):
     context.close()
 
 
-def test_the_header_breaks_no_word(page):
-    """At every width, with *Apply* and the longest texts; no summary is too small."""
+def test_the_header_breaks_no_word_at_any_width(page):
+    """The header shows *Apply* and its longest texts; no summary is too small either."""
     page.tab.select_option("#optimizer-type", "Muon")
     page.tab.fill("#setup-resolution", "large")
     page.settle()
@@ -919,7 +919,7 @@ BROKEN = """() => [...document.querySelectorAll(".bar :is(button, .count, h1)")]
     .map((each) => each.id || each.textContent)"""
 
 
-def test_the_first_stops_skip_to_the_form_and_to_the_results(page):
+def test_the_first_links_skip_to_the_form_and_to_the_results(page):
     for words, target in (("Skip to the form", "form"), ("Skip to the results", "summary-title")):
         link = page.tab.locator(".skip", has_text=words)
         link.focus()
@@ -928,7 +928,7 @@ def test_the_first_stops_skip_to_the_form_and_to_the_results(page):
         assert page.tab.evaluate("document.activeElement.id") == target
 
 
-def test_another_name_can_be_written_for_an_optimizer(page):
+def test_another_optimizer_name_can_be_typed(page):
     page.tab.select_option("#optimizer-type", "…")
     assert page.tab.evaluate("document.activeElement.id") == "optimizer-name"
     page.tab.fill("#optimizer-name", "FusedAdamW")
@@ -941,7 +941,7 @@ def test_another_name_can_be_written_for_an_optimizer(page):
 
 
 @pytest.mark.deepspeed
-def test_every_parameter_of_deepspeed_can_be_searched_and_set(page, address):
+def test_every_deepspeed_parameter_can_be_searched_and_set(page, address):
     page.tab.route("**/api/schema?*", lambda route: route.fulfill(json=SCHEMA))
     page.tab.locator("#advanced > summary").click()
     page.tab.wait_for_selector(".advanced .entry")
@@ -987,7 +987,7 @@ SCHEMA = {
 
 
 def test_a_user_gets_from_a_12_gib_card_to_an_sdxl_file_that_fits(page, place):
-    """From the card's name to a file that fits it, with the step time and its assumed rates."""
+    """The user picks the card by name, and sees the step time and its assumed rates."""
     page.tab.click("#fit-button")
     page.tab.select_option("#fit-card", label="RTX 4070, 12 GiB")
     assert page.tab.input_value("#fit-vram") == "12"
@@ -1005,7 +1005,7 @@ def test_a_user_gets_from_a_12_gib_card_to_an_sdxl_file_that_fits(page, place):
     page.save_as("of-the-journey.json")
     plan = DeepSpeedPlan.load(place / "of-the-journey.json")
     assert (plan.stage, plan.offload_optimizer_device) == (2, "cpu")
-    # Another memory size means another card.
+    # Another memory size unsets the card.
     page.tab.fill("#setup-vram", "4")
     page.settle()
     assert page.tab.locator("#verdict").text_content() == "Runs, but does not fit: GPU."

@@ -488,7 +488,7 @@ def applied(before, repair, machines):
     return understand(after, machines).messages
 
 
-def test_every_rule_has_buttons_here():
+def test_every_rule_has_a_case_in_this_module():
     assert {one.values[0] for one in RULES} | NOT_ON_THE_PAGE.keys() == {
         rule.id for rule in all_rules()
     }
@@ -527,7 +527,7 @@ def mend_all(before, machines, found):
             assert not touched & {one.key for one in left if one.severity == "error"}
 
 
-def test_a_misread_fix_is_no_button(any_machine):
+def test_a_fix_that_would_overwrite_a_value_gets_no_button(any_machine):
     # "did you mean 'gradient_clipping'" would overwrite the value that key already has.
     form = {"config": {**PLAN, "gradient_cliping": 0.5}, "launch": None, "setup": None}
     _, _, found = offered(form, None, any_machine)

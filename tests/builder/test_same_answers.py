@@ -47,7 +47,7 @@ def asked(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_no_question_is_asked_twice():
+def test_the_50_questions_are_all_different():
     every = [
         json.dumps(question)
         for question in (*ADVISED, *({**one, "plan": True} for one in EXPLAINED))
@@ -101,7 +101,7 @@ def test_page_and_command_line_give_the_same_advice(client, capsys, number):
 
 
 @pytest.mark.parametrize("question", EXPLAINED)
-def test_page_and_command_line_agree_on_what_a_plan_needs(client, capsys, tmp_path, question):
+def test_page_and_command_line_agree_on_the_memory_a_plan_needs(client, capsys, tmp_path, question):
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(PLAN))
     _, said = asked(capsys, "plan", "explain", str(file), *options(question))

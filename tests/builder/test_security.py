@@ -17,14 +17,14 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8265", "[::1]:8265", "LOCALHOST:1"])
-def test_loopback_names_are_answered(client, host):
+def test_requests_to_loopback_names_are_answered(client, host):
     assert client.get("/", headers={"host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8265", "", "[::2]"]
 )
-def test_other_names_are_refused_which_stops_dns_rebinding(client, host):
+def test_requests_to_other_host_names_are_refused_to_prevent_dns_rebinding(client, host):
     assert client.get("/", headers={"host": host}).status_code == 421
     assert client.get("/api/start", headers={"host": host}).status_code == 421
 
@@ -33,17 +33,17 @@ def test_other_names_are_refused_which_stops_dns_rebinding(client, host):
     "origin",
     ["http://evil.example", "null", "http://127.0.0.1:9999", "http://localhost:8265", "file://", "http://["],
 )  # fmt: skip
-def test_other_origins_are_refused(client, origin):
+def test_requests_from_other_origins_are_refused(client, origin):
     answer = client.post("/api/preview", json={}, headers={"origin": origin})
     assert answer.status_code == 403
 
 
-def test_our_own_origin_is_answered(client):
+def test_requests_from_our_own_origin_are_answered(client):
     headers = {"origin": "http://127.0.0.1:8265", "sec-fetch-site": "same-origin"}
     assert client.post("/api/preview", json={}, headers=headers).status_code == 200
 
 
-def test_another_site_may_link_to_the_page_but_not_ask_the_api(client):
+def test_another_site_may_link_to_the_page_but_not_call_the_api(client):
     site = {"sec-fetch-site": "cross-site"}
     assert client.get("/", headers={**site, "sec-fetch-mode": "navigate"}).status_code == 200
     assert client.get("/api/path", params={"path": "."}, headers=site).status_code == 403
@@ -53,12 +53,12 @@ def test_another_site_may_link_to_the_page_but_not_ask_the_api(client):
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""]
 )
-def test_what_a_form_of_another_site_could_send_is_refused(client, kind):
+def test_content_types_that_a_form_of_another_site_can_send_are_refused(client, kind):
     answer = client.post("/api/apply", content=b"{}", headers={"content-type": kind})
     assert answer.status_code == 415
 
 
-def test_every_answer_carries_the_policy(client):
+def test_every_response_carries_the_security_headers(client):
     for path in ("/", "/static/main.js", "/api/catalogue", "/nowhere"):
         headers = client.get(path).headers
         assert "default-src 'none'; script-src 'self'" in headers["content-security-policy"]
@@ -68,7 +68,7 @@ def test_every_answer_carries_the_policy(client):
     assert client.get("/", headers={"host": "evil"}).headers["x-frame-options"] == "DENY"
 
 
-def test_the_page_needs_nothing_from_elsewhere(client):
+def test_the_page_loads_nothing_from_other_hosts(client):
     page = client.get("/").text
     addresses = page.replace("http://www.w3.org/2000/svg", "")
     assert "http://" not in addresses
@@ -79,7 +79,7 @@ def test_the_page_needs_nothing_from_elsewhere(client):
 
 
 class TestToken:
-    def test_without_the_token_nothing_is_answered(self, client_of):
+    def test_every_request_without_the_token_is_refused(self, client_of):
         client = client_of(token="s3cret")
         for path in ("/", "/api/start", "/static/main.js"):
             assert client.get(path).status_code == 401
@@ -87,7 +87,7 @@ class TestToken:
         assert client.get("/?token=s3cre").status_code == 401
         assert client.get("/", headers={"cookie": "zerotune_builder=other"}).status_code == 401
 
-    def test_the_address_turns_into_a_cookie(self, client_of):
+    def test_a_token_in_the_address_becomes_a_cookie(self, client_of):
         client = client_of(token="s3cret")
         answer = client.get("/?token=s3cret", follow_redirects=False)
         assert answer.status_code == 303
@@ -104,7 +104,7 @@ class TestToken:
         )
         assert not answer.headers.get("location", "/").startswith("//")
 
-    def test_a_query_of_many_fields_is_refused_with_a_sentence(self, client_of):
+    def test_a_query_with_too_many_fields_is_refused_with_a_message(self, client_of):
         client = client_of(token="s3cret")
         fields = "&".join(f"f{number}=1" for number in range(20))
         answer = client.get(f"/?{fields}&token=s3cret", follow_redirects=False)
@@ -137,12 +137,12 @@ class TestSize:
         "body",
         [b"\xff", b"{", b"[]", b"1", b'{"state": NaN}', b'{"a": 1e999}', b'{"a": "\\ud800"}'],
     )
-    def test_what_is_no_object_is_refused(self, client, body):
+    def test_a_request_that_is_not_an_object_is_refused(self, client, body):
         answer = client.post("/api/preview", content=body, headers=JSON)
         assert answer.status_code == 400
         assert "request" in answer.json()["error"]
 
-    def test_a_yaml_that_multiplies_itself_is_refused(self, client):
+    def test_a_yaml_with_exponentially_nested_aliases_is_refused(self, client):
         lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
         lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
         answer = client.post("/api/open", json={"text": "\n".join(lines), "name": "a.yaml"})
@@ -160,13 +160,13 @@ class TestPaths:
         (root / "link").symlink_to(tmp_path / "secret")
 
     @pytest.mark.parametrize("path", OUTSIDE)
-    def test_nothing_outside_the_root_is_looked_at(self, client, path):
+    def test_no_path_outside_the_root_is_described(self, client, path):
         answer = client.get("/api/path", params={"path": path})
         assert answer.status_code == 422
         assert "free" not in answer.json()
 
     @pytest.mark.parametrize("path", OUTSIDE)
-    def test_nothing_outside_the_root_is_opened_or_written(self, client, path, tmp_path):
+    def test_no_path_outside_the_root_is_opened_or_written(self, client, path, tmp_path):
         assert client.post("/api/open", json={"path": path}).status_code == 422
         state = {"config": {"train_batch_size": 1}}
         answer = client.post("/api/save", json={"path": path, "state": state})
@@ -193,7 +193,7 @@ class TestPaths:
         found = client.post("/api/preview", json={"state": state}).json()
         assert found["valid"] is False
 
-    def test_saving_into_a_trainers_file_cannot_reach_outside(self, client, root, tmp_path):
+    def test_saving_into_a_trainers_file_cannot_leave_the_root(self, client, root, tmp_path):
         (root / "config.json").write_text(
             json.dumps({"deepspeed_config": str(tmp_path / "secret" / "secret")})
         )
@@ -203,7 +203,7 @@ class TestPaths:
         assert (tmp_path / "secret" / "secret").read_text() == "{}"
 
 
-def test_static_files_do_not_lead_out_of_their_folder(client):
+def test_static_paths_cannot_leave_their_folder(client):
     for path in ("/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fapp.py"):
         assert client.get(path).status_code == 404
 
@@ -227,7 +227,7 @@ def test_only_loopback_needs_no_token():
     assert host_names("192.168.1.4") == {"192.168.1.4"}
 
 
-def test_a_body_that_does_not_come_is_refused(monkeypatch):
+def test_a_request_whose_body_never_arrives_is_refused(monkeypatch):
     monkeypatch.setattr(security, "BODY_TIMEOUT_S", 0.05)
     sent = []
 

@@ -15,7 +15,7 @@ from zerotune.cli import main
 from zerotune.errors import InvalidValueError
 
 
-def test_the_help_loads_no_server():
+def test_the_help_imports_no_server():
     code = (
         "import sys; from zerotune.cli import main\n"
         "try: main(['builder', '--help'])\n"
@@ -27,7 +27,7 @@ def test_the_help_loads_no_server():
     assert "--no-browser" in done.stdout
 
 
-def test_a_taken_port_is_said(capsys):
+def test_a_port_in_use_is_reported(capsys):
     needs("uvicorn")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -59,14 +59,14 @@ def test_a_missing_extra_is_named(missing, monkeypatch, capsys):
     assert "zerotune[builder]" in capsys.readouterr().err
 
 
-def test_whoever_comes_once_the_address_is_known_is_not_refused():
+def test_connections_are_accepted_as_soon_as_the_address_is_known():
     from zerotune.builder.serving import open_socket
 
     with open_socket("127.0.0.1", 0) as listening:
         socket.create_connection(listening.getsockname(), timeout=120).close()
 
 
-def test_the_builder_serves_and_another_host_gets_a_token(tmp_path):
+def test_the_builder_serves_and_a_public_host_requires_a_token(tmp_path):
     httpx = needs("httpx")
     command = [sys.executable, "-m", "zerotune", "builder", "--no-browser", "--port", "0"]
     process = subprocess.Popen(
@@ -107,9 +107,7 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("token", ["", "s3cret"])
-def test_no_token_comes_into_a_command_line_of_ours_or_of_a_browser(
-    token, tmp_path, monkeypatch, capsys
-):
+def test_no_token_appears_on_a_command_line(token, tmp_path, monkeypatch, capsys):
     uvicorn = needs("uvicorn")
     from zerotune.builder import serving
 
@@ -173,7 +171,7 @@ def test_a_half_open_connection_is_closed(monkeypatch, sent):
         (("--token", ""), "error: --token = '': is empty."),
     ],
 )
-def test_a_wrong_option_is_named_before_anything_is_served(tmp_path, capsys, options, message):
+def test_an_invalid_option_is_named_before_serving_starts(tmp_path, capsys, options, message):
     given = [each.format(folder=tmp_path) for each in options]
     assert main(["builder", "--no-browser", "--port", "0", *given]) == 2
     assert capsys.readouterr().err.startswith(message.format(folder=tmp_path))

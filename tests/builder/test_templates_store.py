@@ -28,7 +28,7 @@ def template(name="mine", clipping=1.0):
     ["", " ", "../up", "a/b", "a\\b", ".hidden", "CON", "lpt1.x", "a\0", "x" * 61, "ü" * 60 + "é",
      "trailing.", "a\nb", 'a"b', None, 3, "\ud800", "a:b"],
 )  # fmt: skip
-def test_names_that_are_no_file_names_are_refused(name, store):
+def test_names_that_are_not_file_names_are_refused(name, store):
     with pytest.raises(InvalidValueError):
         normalise_name(name)
     with pytest.raises(InvalidValueError):
@@ -36,13 +36,13 @@ def test_names_that_are_no_file_names_are_refused(name, store):
 
 
 @pytest.mark.parametrize("name", ["SDXL 24 GB", "été", "a", "v1.2 (test)", "東京", "console"])
-def test_names_people_give_are_kept(name, store):
+def test_ordinary_names_are_kept(name, store):
     stored = store.put(template(name), version=None)
     assert store.get(name) == stored
     assert [each.name for each in store.all()] == [normalise_name(name)]
 
 
-def test_both_spellings_of_an_accent_are_one_name():
+def test_composed_and_decomposed_accents_are_the_same_name():
     assert normalise_name("e\u0301te") == "éte"
 
 
@@ -58,7 +58,7 @@ def test_a_second_tab_does_not_overwrite_the_first(store):
     assert store.get("mine") == first
 
 
-def test_a_deleted_template_is_not_made_again_by_accident(store):
+def test_saving_does_not_recreate_a_deleted_template(store):
     old = store.put(template(), version=None)
     store.delete("mine", version=old.version)
     with pytest.raises(PlanConflictError, match="deleted"):
@@ -76,7 +76,7 @@ def test_a_template_can_be_renamed_unless_the_name_exists(store):
     assert again.state == old.state
 
 
-def test_many_at_once_each_take_a_turn(tmp_path):
+def test_only_one_of_several_concurrent_saves_succeeds(tmp_path):
     """Two stores share a folder, as two builders do."""
     stores = [TemplateStore(tmp_path), TemplateStore(tmp_path)]
     base = stores[0].put(template(), version=None)
@@ -99,14 +99,14 @@ def test_many_at_once_each_take_a_turn(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
 
 
-def test_somebody_elses_file_does_no_harm(store):
+def test_foreign_files_in_the_folder_are_ignored(store):
     store.put(template(), version=None)
     for name, text in (("a.json", "{"), ("b.json", "[]"), ("c.json", "\x00"), ("d.txt", "{}")):
         (store.folder / name).write_text(text)
     assert [each.name for each in store.all()] == ["mine"]
 
 
-def test_templates_live_in_the_users_configuration(monkeypatch, tmp_path):
+def test_templates_are_stored_in_the_users_configuration_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert user_folder() == tmp_path / "zerotune" / "templates"
     monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
@@ -143,7 +143,7 @@ class TestOverHttp:
         other = client.post("/api/templates/import", json={"text": json.dumps(PLAN)})
         assert other.status_code == 422
 
-    def test_conflicts_are_409(self, client):
+    def test_conflicts_return_409(self, client):
         version = self.save(client, name="first").json()["version"]
         assert self.save(client, name="first").status_code == 409
         assert self.save(client, name="first", version="0" * 16).status_code == 409
@@ -160,14 +160,14 @@ class TestOverHttp:
             shown = client.post("/api/preview", json={"state": used["state"]}).json()
             assert shown.get("runs"), (one, shown)
             assert all(bar["fits"] for bar in shown["memory"]["bars"]), one
-            # The workload planned before does not describe the template's model.
+            # A template with a model replaces the workload that was planned before.
             subject = shown["memory"]["subject"]
             assert ("64 x 64" in subject) == (one["id"] == "lowest"), one
             assert ("rank 4" in subject) == (one["id"] == "lowest"), one
             assert ("rank 16" in subject) == ("lora" in one["id"]), one
         assert client.post("/api/templates/use", json={"id": "none"}).status_code == 422
 
-    def test_frames_count_where_clips_are_trained(self, client):
+    def test_frames_count_only_for_video_models(self, client):
         subjects = {}
         for family in ("wan-1.3b", "sdxl"):
             setup = {**CHOSEN, "family": family, "resolution": "256", "frames": "17"}

@@ -49,13 +49,13 @@ class TestVerdict:
             ),
         ],
     )
-    def test_memory_says_for_what_it_is_drawn(self, client, setup, words):
+    def test_an_outdated_chart_says_what_it_was_estimated_for(self, client, setup, words):
         memory = preview(client, setup=setup)["memory"]
         assert memory["bars"]
         assert memory["outdated"] == f"Estimated for {words}"
         assert preview(client)["memory"]["outdated"] == ""
 
-    def test_what_cannot_run_is_not_applied(self, client_of):
+    def test_a_setup_error_prevents_applying(self, client_of):
         seen = []
         client = client_of(on_apply=seen.append)
         answer = client.post("/api/apply", json={"state": state(setup={"world_size": "many"})})
@@ -63,7 +63,7 @@ class TestVerdict:
         assert "setup.world_size" in answer.json()["error"]
         assert seen == []
 
-    def test_seconds_come_with_their_rates(self, client):
+    def test_predicted_seconds_come_with_their_rates(self, client):
         time = preview(client, setup={"card": "RTX 3090, 24 GiB"})["time"]
         assert time["rates"] == "rates catalogued for RTX 3090 (24 GiB)"
         other = preview(client, setup={"card": "RTX 4090, 24 GiB"})["time"]

@@ -54,7 +54,7 @@ PLANS = {
 
 
 class Net(HostileNet):
-    """Hostile shapes, and layers of which each of two ranks swaps more than 1 MiB."""
+    """A model with hostile shapes, and layers of which each of two ranks swaps more than 1 MiB."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, scalar=False)

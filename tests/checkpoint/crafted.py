@@ -79,7 +79,7 @@ def sign(folder: Path, content: dict[str, Any]) -> None:
 
 def craft_manifest(folder: Path, chance: random.Random) -> None:
     content = json.loads((folder / manifests.MANIFEST).read_text())
-    # Drop the rendered configuration, which is only looked up in, not parsed key by key.
+    # Drop the rendered configuration, which is not parsed key by key.
     content["plan"]["config"] = {}
     mutate(content, chance)
     sign(folder, content)

@@ -50,7 +50,7 @@ def exported(case: Case, root: str) -> dict[str, Any]:
         engine.backward(unet_loss(engine, step))
         engine.step()
         ema.step()
-    for size in (2 * SHARD, SHARD):  # The second replaces the first.
+    for size in (2 * SHARD, SHARD):  # The second export replaces the first.
         export_model(folder / "trained", engine=engine, shard_size=size)
     export_model(folder / "ema", engine=engine, weights=ema)
     export_model(folder / "small.safetensors", engine=engine, dtype="bf16")

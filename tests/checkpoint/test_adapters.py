@@ -68,7 +68,7 @@ _trained: dict[str, dict[str, torch.Tensor]] = {}
 
 @pytest.fixture
 def runs(fresh):
-    """Return an engine of a kind, with adapters trained for three steps."""
+    """Return a function that returns an engine of a kind, with adapters trained for three steps."""
 
     def get(kind):
         adapted = KINDS[kind]
@@ -85,7 +85,7 @@ def runs(fresh):
 
 @pytest.fixture
 def fresh():
-    """Return a new engine for tests that damage it."""
+    """Return a function that starts a new engine, which the test may damage."""
     engines = []
 
     def get(adapted, steps=2, model=None, pretended=None):
@@ -135,7 +135,7 @@ def _scheduler():
 
 
 @pytest.mark.parametrize("kind", ["unet", "dora"])
-def test_the_file_is_what_diffusers_itself_writes(kind, runs, tmp_path):
+def test_the_file_equals_the_one_that_diffusers_writes(kind, runs, tmp_path):
     from diffusers import StableDiffusionXLPipeline
     from peft import LoraConfig, get_peft_model_state_dict
     from safetensors.torch import load_file
@@ -163,7 +163,7 @@ def test_the_file_is_what_diffusers_itself_writes(kind, runs, tmp_path):
     assert len(settings) < len(full)
 
 
-def test_without_its_header_the_file_would_mean_something_else(runs, tmp_path):
+def test_without_its_header_the_file_gives_another_output(runs, tmp_path):
     """The settings are in the header because the tensors do not contain alpha."""
     from safetensors.torch import load_file, save_file
 
@@ -179,7 +179,7 @@ def test_without_its_header_the_file_would_mean_something_else(runs, tmp_path):
     assert not torch.allclose(bare, expected, rtol=1e-3)
 
 
-def test_the_file_is_cast_last(runs, tmp_path):
+def test_adapters_are_cast_only_when_written(runs, tmp_path):
     from safetensors.torch import load_file
 
     engine, _ = runs("sd3")
@@ -189,7 +189,7 @@ def test_the_file_is_cast_last(runs, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["dora", "sd3", "text"])
-def test_folded_weights_give_the_same_output(kind, runs, tmp_path):
+def test_merged_weights_give_the_same_output(kind, runs, tmp_path):
     engine, adapted = runs(kind)
     component = {"sd3": "transformer"}.get(kind, "unet")
     named = component if kind == "text" else None
@@ -207,7 +207,7 @@ def test_folded_weights_give_the_same_output(kind, runs, tmp_path):
     else:
         output = output_without_engine(folded, adapted, torch.float32)
     assert float((output - expected).abs().max() / expected.abs().max()) < 2e-6
-    # The same, merged from the file alone.
+    # Merging from the file alone gives the same weights.
     model.save_pretrained(tmp_path / "base")
     file = export_adapters(tmp_path / "file.safetensors", engine=engine)
     again = merge_adapters(file, tmp_path / "again", base=tmp_path / "base", component=component)
@@ -215,7 +215,7 @@ def test_folded_weights_give_the_same_output(kind, runs, tmp_path):
     assert all(torch.equal(tensor, other[key]) for key, tensor in folded.state_dict().items())
 
 
-def test_half_the_strength_is_half_the_difference(runs, tmp_path):
+def test_merging_at_half_strength_gives_half_the_difference(runs, tmp_path):
     engine, adapted = runs("sd3")
     base = adapted.base()
     base.save_pretrained(tmp_path / "base")
@@ -240,7 +240,7 @@ def test_half_the_strength_is_half_the_difference(runs, tmp_path):
     assert not torch.equal(weights[1.0], original)
 
 
-def test_dora_is_merged_at_full_strength_only(runs, tmp_path):
+def test_dora_can_be_merged_only_at_full_strength(runs, tmp_path):
     engine, adapted = runs("dora")
     adapted.base().save_pretrained(tmp_path / "base")
     file = export_adapters(tmp_path, engine=engine)
@@ -249,7 +249,7 @@ def test_dora_is_merged_at_full_strength_only(runs, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_a_base_that_does_not_fit_is_named(runs, tmp_path):
+def test_merging_into_a_base_that_does_not_fit_is_refused(runs, tmp_path):
     engine, _ = runs("unet")
     KINDS["sd3"].base().save_pretrained(tmp_path / "base")
     file = export_adapters(tmp_path, engine=engine)
@@ -266,7 +266,7 @@ def test_a_model_folder_cannot_hold_adapters(runs, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_layers_outside_the_loss_are_told(runs, tmp_path):
+def test_layers_outside_the_loss_get_a_warning(runs, tmp_path):
     engine, _ = runs("sd3")
     file = export_adapters(tmp_path, engine=engine)
     (told,) = file.decisions
@@ -275,7 +275,7 @@ def test_layers_outside_the_loss_are_told(runs, tmp_path):
     assert "transformer_blocks.1.attn.add_q_proj" in told.reason
 
 
-def test_before_the_first_step_the_file_is_written_with_a_warning(fresh, tmp_path):
+def test_exporting_before_the_first_step_gives_a_warning(fresh, tmp_path):
     (told,) = export_adapters(tmp_path, engine=fresh(KINDS["sd3"], steps=0)).decisions
     assert "no optimizer step was taken" in told.reason
 
@@ -286,7 +286,7 @@ def edit(engine, change):
             change(fragment)
 
 
-def test_factors_that_are_still_zero_are_refused(fresh, tmp_path):
+def test_adapters_that_are_still_zero_are_refused(fresh, tmp_path):
     engine = fresh(KINDS["unet"])
     edit(engine, lambda f: f.value.zero_() if "lora_B" in f.address.name else None)
     with pytest.raises(CheckpointCorruptError, match="every lora_B is zero") as caught:
@@ -296,7 +296,7 @@ def test_factors_that_are_still_zero_are_refused(fresh, tmp_path):
 
 
 @pytest.mark.parametrize("rounding", [torch.float32, torch.bfloat16])
-def test_adapters_as_they_were_initialized_are_refused(fresh, tmp_path, rounding):
+def test_adapters_with_their_initial_values_are_refused(fresh, tmp_path, rounding):
     adapted = Adapted(kind="sd3", lora=LoRA(rank=4, init=False))
     engine = fresh(adapted)
     first = {name: p.detach() for name, p in adapted.model().named_parameters()}
@@ -309,7 +309,7 @@ def test_adapters_as_they_were_initialized_are_refused(fresh, tmp_path, rounding
         export_adapters(tmp_path, engine=engine)
 
 
-def test_one_part_that_learned_nothing_is_refused(fresh, tmp_path):
+def test_a_component_that_learned_nothing_is_refused(fresh, tmp_path):
     engine = fresh(KINDS["text"])
     idle = [name for name in engine.master_weights.parameters if name.startswith("text_encoder.")]
     edit(
@@ -320,7 +320,7 @@ def test_one_part_that_learned_nothing_is_refused(fresh, tmp_path):
         export_adapters(tmp_path, engine=engine)
 
 
-def test_numbers_that_the_file_cannot_hold_are_refused(fresh, tmp_path):
+def test_values_beyond_the_range_of_the_files_dtype_are_refused(fresh, tmp_path):
     engine = fresh(KINDS["sd3"])
     edit(engine, lambda f: f.value[0].fill_(1e5))
     with pytest.raises(CheckpointCorruptError, match=r"not finite in torch\.float16"):
@@ -329,7 +329,7 @@ def test_numbers_that_the_file_cannot_hold_are_refused(fresh, tmp_path):
     export_adapters(tmp_path, engine=engine, dtype="bf16")
 
 
-def test_what_is_trained_and_no_adapter_would_be_lost(fresh, tmp_path):
+def test_trained_weights_that_an_adapter_file_cannot_hold_are_refused(fresh, tmp_path):
     model = KINDS["unet"].model()
     model.conv_out.bias.requires_grad_(True)
     engine = fresh(KINDS["unet"], steps=1, model=model)
@@ -349,7 +349,7 @@ def test_a_model_without_adapters_has_none_to_export(export, fresh, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_somebody_elses_file_is_not_replaced(runs, tmp_path):
+def test_a_foreign_file_is_not_replaced(runs, tmp_path):
     engine, _ = runs("sd3")
     file = export_adapters(tmp_path, engine=engine)
     save_file(load_file(file), file, metadata={"format": "pt"})
@@ -370,7 +370,7 @@ def test_an_earlier_export_is_replaced(runs, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flip", "short"])
-def test_a_disk_that_loses_bytes_is_noticed(runs, tmp_path, monkeypatch, damage):
+def test_lost_or_flipped_bytes_are_detected(runs, tmp_path, monkeypatch, damage):
     engine, _ = runs("sd3")
     write = tensorfile.write_at
 
@@ -387,7 +387,7 @@ def test_a_disk_that_loses_bytes_is_noticed(runs, tmp_path, monkeypatch, damage)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_leaves_nothing(runs, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_file(runs, tmp_path, monkeypatch):
     engine, _ = runs("sd3")
 
     def full(descriptor, piece, offset):
@@ -399,7 +399,7 @@ def test_a_full_disk_leaves_nothing(runs, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_names_must_be_those_of_the_pipeline(runs, tmp_path):
+def test_component_names_must_be_those_of_the_pipeline(runs, tmp_path):
     from diffusers import FluxPipeline, StableDiffusionXLPipeline
 
     engine, _ = runs("unet")
@@ -418,7 +418,7 @@ def test_names_must_be_those_of_the_pipeline(runs, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["unet", "text"])
-def test_kohyas_file_gives_the_trained_output_bit_for_bit(kind, runs, tmp_path):
+def test_a_kohya_file_gives_the_trained_output_bit_for_bit(kind, runs, tmp_path):
     engine, adapted = runs(kind)
     file = export_adapters(tmp_path / "k.safetensors", engine=engine, layout="kohya")
     keys, header = read_header(file.path)
@@ -433,7 +433,7 @@ def test_kohyas_file_gives_the_trained_output_bit_for_bit(kind, runs, tmp_path):
     )
 
 
-def test_a_file_of_others_tells_who_converted_it(runs, tmp_path):
+def test_loading_a_kohya_file_reports_which_pipeline_converted_it(runs, tmp_path):
     engine, adapted = runs("unet")
     file = export_adapters(tmp_path / "k.safetensors", engine=engine, layout="kohya")
     told = load_adapters(adapted.base(), file).decisions[0]
@@ -443,7 +443,7 @@ def test_a_file_of_others_tells_who_converted_it(runs, tmp_path):
         load_adapters(KINDS["sd3"].base(), file)
 
 
-def test_pefts_folder_gives_the_trained_output_bit_for_bit(runs, tmp_path):
+def test_a_peft_folder_gives_the_trained_output_bit_for_bit(runs, tmp_path):
     from peft import PeftModel
 
     engine, adapted = runs("sd3")
@@ -473,7 +473,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", list(OTHERS))
-def test_other_kinds_are_exported_and_fold_in(kind, fresh, tmp_path):
+def test_other_adapter_kinds_can_be_exported_and_merged(kind, fresh, tmp_path):
     adapted = Adapted(kind="sd3", lora=OTHERS[kind])
     engine = fresh(adapted)
     expected = output_of(engine, adapted)
@@ -521,8 +521,8 @@ def tiny_wan():
     [LoRA(rank=4, alpha=2), LoKr(rank=1, alpha=2), LoHa(rank=2, alpha=1)],
     ids=["lora", "lokr", "loha"],
 )
-def test_what_others_call_otherwise_comes_back(layout, lora, fresh, tmp_path):
-    """The values are random: only which layer gets them matters."""
+def test_layers_with_other_names_in_a_layout_are_read_back(layout, lora, fresh, tmp_path):
+    """The values are random, since the test only checks which layer gets them."""
     adapted, model = Adapted(lora=lora), tiny_wan()
     add_lora(model, lora)
     torch.manual_seed(2)
@@ -538,11 +538,11 @@ def test_what_others_call_otherwise_comes_back(layout, lora, fresh, tmp_path):
     back = {name: layer.get_delta_weight("default") for name, layer in adapter_layers(other)}
     assert deltas.keys() == back.keys()
     assert len(deltas) == 16
-    # All scales are powers of two.
+    # All scales are powers of two, so no bit is lost.
     assert all(torch.equal(deltas[name], back[name]) for name in deltas)
 
 
-def test_the_layout_must_hold_what_is_trained(runs, tmp_path):
+def test_a_layout_that_cannot_hold_the_adapters_is_refused(runs, tmp_path):
     dora, _ = runs("dora")
     text, _ = runs("text")
     sd3, _ = runs("sd3")
@@ -557,7 +557,7 @@ def test_the_layout_must_hold_what_is_trained(runs, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_training_goes_on_from_a_file(runs, fresh, tmp_path):
+def test_training_continues_from_an_exported_file(runs, fresh, tmp_path):
     engine, adapted = runs("dora")
     file = export_adapters(tmp_path / "first", engine=engine)
     again = fresh(adapted, steps=0, model=loaded(adapted, file), pretended=1)

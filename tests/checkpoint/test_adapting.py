@@ -75,13 +75,13 @@ def carried(scaler, saved, running, fresh):
         ({}, None, ("bf16", "deepspeed"), {"cur_scale": 1.0}, {}, []),
     ],
 )
-def test_a_loss_scale_carries_over_where_it_means_the_same(
+def test_a_loss_scale_is_carried_over_only_where_it_means_the_same(
     scaler, saved, running, fresh, expected, decisions
 ):
     assert carried(scaler, saved, running, fresh) == (expected, decisions)
 
 
-def test_further_ranks_draw_numbers_of_their_own_that_are_always_the_same():
+def test_additional_ranks_draw_distinct_reproducible_numbers():
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         torch.manual_seed(3)

@@ -27,7 +27,7 @@ Run = tuple[str, int, str]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Any:
-    """Return uninterrupted runs with a checkpoint, each made on first use."""
+    """Return a function that returns an uninterrupted run with a checkpoint, made on first use."""
     root = tmp_path_factory.mktemp("anywhere")
     made: dict[Run, dict[str, Any]] = {}
 
@@ -49,7 +49,7 @@ def runs(tmp_path_factory) -> Any:
     PAIRS,
     ids=[f"{a}x{n}-{b}x{m}-{precision}" for (a, n), (b, m), precision in PAIRS],
 )
-def test_a_run_goes_on_under_another_plan(source, target, precision, runs, tmp_path):
+def test_a_run_resumes_under_another_plan(source, target, precision, runs, tmp_path):
     folder, expected = runs(*source, precision)
     name, world_size = target
     ranks = run_ranks(
@@ -77,7 +77,7 @@ def check(name: str, expected: dict[str, Any], actual: dict[str, Any], precision
     assert steps == {str(anywhere.BEFORE)}
     assert actual["step"] == anywhere.BEFORE
     assert any(d.startswith(("stage: ", "engine: ")) for d in actual["decisions"])
-    # Otherwise nothing was partitioned or swapped, and the test would prove nothing.
+    # If nothing was partitioned or swapped, the test would prove nothing.
     assert bool(actual["whole"]) == ("z3" not in name)
     assert bool(actual["swapped"]) == ("nvme" in name)
     bound = FP32 if precision == "fp32" else BF16

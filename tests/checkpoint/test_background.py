@@ -15,7 +15,7 @@ from tests.support.runs import Case
 
 @pytest.mark.deepspeed
 @ranks(2)
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
+def test_training_continues_while_a_checkpoint_is_written(tmp_path):
     from zerotune.checkpoint import BackgroundSaver, load_checkpoint
     from zerotune.checkpoint import tensors as tensorfile
     from zerotune.checkpoint.folders import verify_checkpoint

@@ -20,7 +20,7 @@ from tests.support.runs import PLAIN
 
 @pytest.mark.parametrize("saver", [0, 1])
 @ranks(2)
-def test_a_save_on_one_rank_only_names_the_missing_one(tmp_path, saver):
+def test_saving_on_one_rank_only_raises_an_error_that_names_the_missing_rank(tmp_path, saver):
     from zerotune.checkpoint import save_checkpoint
 
     engine, began, over = hostile(PLAIN, seed=0), time.monotonic(), tmp_path / "over"
@@ -72,7 +72,7 @@ def test_a_rank_that_dies_while_saving_is_named(tmp_path):
 
 
 @ranks(2)
-def test_trouble_on_one_rank_is_told_on_both(tmp_path):
+def test_an_error_on_one_rank_is_raised_on_both(tmp_path):
     from zerotune.checkpoint import load_checkpoint, save_checkpoint
 
     engine = hostile(PLAIN, seed=0)

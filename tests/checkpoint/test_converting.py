@@ -65,7 +65,7 @@ def converted(root: str) -> dict[str, Any]:
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(("name", "world_size"), [("z2", 2), ("z3", 2)])
-def test_deepspeeds_own_checkpoints_go_on_without_it(name, world_size, tmp_path):
+def test_deepspeeds_own_checkpoints_resume_without_deepspeed(name, world_size, tmp_path):
     expected = run_ranks(native, name, str(tmp_path), world_size, world_size=world_size)[0]
     (actual,) = run_ranks(converted, str(tmp_path))
     assert actual["origin"].startswith("DeepSpeed 0.")
@@ -80,7 +80,7 @@ def test_deepspeeds_own_checkpoints_go_on_without_it(name, world_size, tmp_path)
     assert anywhere.apart(expected["losses"], actual["losses"]) <= 5e-5
 
 
-def test_a_model_folder_becomes_a_checkpoint_and_a_model_folder_again(tmp_path):
+def test_a_model_folder_converts_to_a_checkpoint_and_back(tmp_path):
     from diffusers import UNet2DModel
 
     model = unet(3)
@@ -88,7 +88,7 @@ def test_a_model_folder_becomes_a_checkpoint_and_a_model_folder_again(tmp_path):
     convert(tmp_path / "model", tmp_path / "portable")
     manifest = Manifest.read(tmp_path / "portable")
     assert (manifest.plan, manifest.state.global_step) == (None, 0)
-    # Plain safetensors, keyed by parameter name.
+    # The weights are plain safetensors, keyed by parameter name.
     (weights,) = (tmp_path / "portable").glob("weights-*.safetensors")
     loaded, state = load_file(weights), model.state_dict()
     assert set(loaded) == set(state)
@@ -100,7 +100,7 @@ def test_a_model_folder_becomes_a_checkpoint_and_a_model_folder_again(tmp_path):
         convert(tmp_path / "model", tmp_path / "portable")
 
 
-def test_what_is_no_model_is_refused(tmp_path):
+def test_a_folder_without_model_weights_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(CheckpointError, match="contains no model weights in safetensors"):
         convert(tmp_path, tmp_path / "new")
@@ -189,7 +189,7 @@ def gone_on_embedded(checkpoint: str) -> dict[str, Any]:
 
 
 @pytest.mark.deepspeed
-def test_what_plain_accelerate_saved_goes_on_in_an_embedded_run(tmp_path, caplog):
+def test_checkpoints_of_plain_accelerate_resume_in_an_embedded_run(tmp_path, caplog):
     (expected,) = run_ranks(partial(saved_by_plain_accelerate, hooks=True), str(tmp_path))
     with caplog.at_level("WARNING", "zerotune"):
         checkpoint = convert(tmp_path / "state", tmp_path / "portable")
@@ -205,7 +205,7 @@ def test_what_plain_accelerate_saved_goes_on_in_an_embedded_run(tmp_path, caplog
 
 
 @pytest.mark.deepspeed
-def test_states_that_cannot_be_told_apart_are_said_to_be_left_out(tmp_path):
+def test_states_that_cannot_be_assigned_are_reported_as_left_out(tmp_path):
     (expected,) = run_ranks(partial(saved_by_plain_accelerate, hooks=False), str(tmp_path))
     checkpoint = convert(tmp_path / "state", tmp_path / "portable")
     manifest = verify_checkpoint(checkpoint)

@@ -28,7 +28,7 @@ def test_crafted_checkpoints_are_refused_before_anything_is_changed(tmp_path):
 
 
 @ranks(1)
-def test_no_manifest_leaves_an_engine_within_a_window(tmp_path):
+def test_no_manifest_leaves_an_engine_inside_an_accumulation_window(tmp_path):
     tried = Tried(str(tmp_path))
     content = json.loads((tried.good / MANIFEST).read_text())
     content["state"]["micro_step"] += 1
@@ -47,6 +47,6 @@ def test_no_manifest_leaves_an_engine_within_a_window(tmp_path):
         '{"format": "zerotune-checkpoint", "version": 2, "a": 1e999}',
     ],
 )
-def test_what_json_does_not_hold_is_refused(text):
+def test_json_with_nan_overflow_or_too_deep_nesting_is_refused(text):
     with pytest.raises(CheckpointCorruptError):
         Manifest.from_json(text)

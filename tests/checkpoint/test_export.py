@@ -17,7 +17,7 @@ from tests.support.ranks import ranks, run_ranks
 @pytest.mark.deepspeed
 @pytest.mark.nvme
 @pytest.mark.parametrize(("name", "world_size"), [("z3-nvme", 1), ("z3", 2)])
-def test_plain_diffusers_loads_what_was_exported(name, world_size, tmp_path):
+def test_plain_diffusers_loads_exported_models(name, world_size, tmp_path):
     case = attrs.evolve(PLANS[name], precision="fp32")
     results = run_ranks(exporting.exported, case, str(tmp_path), world_size=world_size)
     found = results[0]
@@ -41,7 +41,7 @@ def test_plain_diffusers_loads_what_was_exported(name, world_size, tmp_path):
 
 
 @ranks(1)
-def test_the_trainer_exports_the_average_or_the_trained_weights(tmp_path):
+def test_the_trainer_exports_the_ema_or_the_trained_weights(tmp_path):
     from zerotune import DeepSpeedPlan, Trainer
     from zerotune.ema import EMAShadow
     from zerotune.training.averages import Averages

@@ -1,4 +1,4 @@
-"""Exports replace earlier exports and nothing else; without an engine."""
+"""Exports replace earlier exports and nothing else; these tests need no engine."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ def names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
-def test_the_later_export_takes_the_place_of_the_earlier(tmp_path):
+def test_a_later_export_replaces_the_earlier_one(tmp_path):
     before = names(export(tmp_path / "unet", 1.0))
     assert names(export(tmp_path / "unet", 2.0)) == before
     assert values(tmp_path / "unet") == {2.0}
     assert [path.name for path in tmp_path.iterdir()] == ["unet"]
 
 
-def test_the_same_export_has_the_same_bytes(tmp_path):
+def test_equal_exports_have_equal_bytes(tmp_path):
     first, second = export(tmp_path / "1", 3.0), export(tmp_path / "2", 3.0)
     assert {p.name: p.read_bytes() for p in first.iterdir()} == {
         p.name: p.read_bytes() for p in second.iterdir()
     }
 
 
-def test_a_single_file_is_replaced_too(tmp_path):
+def test_an_exported_single_file_is_replaced_too(tmp_path):
     export(tmp_path / "unet.safetensors", 1.0)
     export(tmp_path / "unet.safetensors", 2.0)
     assert values(tmp_path / "unet.safetensors") == {2.0}
@@ -67,7 +67,7 @@ def test_a_single_file_is_replaced_too(tmp_path):
         export(tmp_path / "unet.safetensors", 3.0)
 
 
-def test_a_model_that_the_disk_changed_is_not_published(tmp_path, monkeypatch):
+def test_an_export_that_the_disk_corrupted_is_not_published(tmp_path, monkeypatch):
     write = tensorfile.write_at
 
     def flipping(descriptor: int, piece: memoryview, offset: int) -> None:
@@ -82,12 +82,12 @@ def test_a_model_that_the_disk_changed_is_not_published(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["unet"]
 
 
-def test_files_of_others_in_an_export_stay(tmp_path):
+def test_foreign_files_in_an_export_are_kept(tmp_path):
     folder = export(tmp_path / "unet", 1.0)
     (folder / "README.md").write_text("a card")
     (folder / "samples").mkdir()
     (folder / "samples" / "cat.png").write_bytes(b"cat")
-    # Named like a file of a checkpoint.
+    # This file is named like one of a checkpoint.
     (folder / "weights-00001-of-00002.safetensors").write_bytes(b"mine")
     export(folder, 2.0)
     assert values(folder) == {2.0}
@@ -153,7 +153,7 @@ def a_damaged_file(folder: Path) -> str:
         a_damaged_file,
     ],
 )
-def test_what_zerotune_did_not_write_is_not_replaced(change, tmp_path):
+def test_files_that_zerotune_did_not_write_are_not_replaced(change, tmp_path):
     folder = export(tmp_path / "unet", 1.0)
     reason = change(folder)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -163,14 +163,14 @@ def test_what_zerotune_did_not_write_is_not_replaced(change, tmp_path):
 
 
 @pytest.mark.parametrize("content", ['"text"', "[]", "{}", '{"files": 3}', "[" * 3000])
-def test_a_crafted_mark_is_none(content, tmp_path):
+def test_a_forged_export_mark_is_not_accepted(content, tmp_path):
     file = tmp_path / "unet.safetensors"
     save_file({"a": torch.ones(3)}, file, metadata={"zerotune": content})
     with pytest.raises(CheckpointError, match="zerotune did not write it"):
         export(file, 2.0)
 
 
-def test_parts_of_a_pipeline_know_the_rest(tmp_path):
+def test_a_pipeline_is_replaced_only_if_its_other_parts_are_unchanged(tmp_path):
     pipeline = tmp_path / "sdxl"
 
     def write(part: str, value: float, others: Path) -> None:
@@ -205,7 +205,7 @@ def cannot_exchange(one: Path, other: Path) -> None:
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
-def test_a_whole_export_is_there_after_every_kill(tmp_path):
+def test_a_complete_export_exists_after_every_kill(tmp_path):
     path, moment, complete, seen = tmp_path / "unet", 0, False, [0.0]
     export(path, 0.0)
     (path / "README.md").write_text("a card")
@@ -223,7 +223,7 @@ def test_a_whole_export_is_there_after_every_kill(tmp_path):
     assert (path / "README.md").read_text() == "a card"
 
 
-def test_where_names_cannot_be_swapped_it_is_done_in_two_steps(tmp_path, monkeypatch):
+def test_an_export_is_replaced_in_two_steps_where_names_cannot_be_exchanged(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "exchange", cannot_exchange)
     export(tmp_path / "unet", 1.0)
     export(tmp_path / "unet", 2.0)
@@ -231,7 +231,7 @@ def test_where_names_cannot_be_swapped_it_is_done_in_two_steps(tmp_path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["unet"]
 
 
-def test_an_export_that_lost_its_name_is_no_leftover(tmp_path):
+def test_pruning_keeps_an_export_that_lost_its_name(tmp_path):
     export(tmp_path / "unet", 1.0).rename(tmp_path / "unet.old-0123456789ab")
     prune(tmp_path, keep=1)
     assert values(tmp_path / "unet.old-0123456789ab") == {1.0}

@@ -35,7 +35,7 @@ def steps(root, *numbers):
     return [publish(step_folder(root, number)) for number in numbers]
 
 
-def test_a_checkpoint_appears_whole_under_its_name(tmp_path):
+def test_a_checkpoint_appears_only_once_it_is_complete(tmp_path):
     final = tmp_path / "deep" / "run" / "step-00000001"
     staging = Staging(final)
     assert not final.exists()
@@ -52,7 +52,7 @@ def test_a_former_checkpoint_is_replaced(tmp_path):
     assert verify_checkpoint(final).extra == {"number": 2}
 
 
-def test_an_abandoned_save_leaves_the_former_checkpoint(tmp_path):
+def test_abandoning_a_save_keeps_the_former_checkpoint(tmp_path):
     final = publish(tmp_path / "last", extra={"number": 1})
     staging = Staging(final)
     fill(staging.path)
@@ -68,12 +68,12 @@ def test_an_empty_folder_may_become_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.tmp-0123456789ab", "a.old-0123456789ab", "/"])
-def test_names_used_while_writing_are_refused(tmp_path, name):
+def test_names_reserved_for_saving_are_refused(tmp_path, name):
     with pytest.raises(CheckpointError, match="cannot be the name"):
         checked_path(tmp_path / name)
 
 
-def test_the_newest_whole_checkpoint_is_the_latest(tmp_path):
+def test_the_newest_complete_checkpoint_is_the_latest(tmp_path):
     assert latest_checkpoint(tmp_path / "nowhere") is None
     assert latest_checkpoint(tmp_path) is None
     # 100,000,000 steps need nine digits: the newest, although it sorts first as text.
@@ -82,7 +82,7 @@ def test_the_newest_whole_checkpoint_is_the_latest(tmp_path):
     assert ordered[0].name == "step-00000005"
 
 
-def test_broken_and_foreign_folders_are_passed_over(tmp_path, caplog):
+def test_broken_and_foreign_folders_are_skipped(tmp_path, caplog):
     good, truncated, headless = steps(tmp_path, 1, 2, 3)
     os.truncate(truncated / "rank-0.safetensors", 10)
     (headless / "manifest.json").write_text("{}")
@@ -94,7 +94,7 @@ def test_broken_and_foreign_folders_are_passed_over(tmp_path, caplog):
     assert "not the manifest of a zerotune checkpoint" in caplog.text
 
 
-def test_a_whole_folder_stands_in_until_the_rename(tmp_path, caplog):
+def test_a_complete_folder_stands_in_until_it_is_renamed(tmp_path, caplog):
     final = tmp_path / "step-00000004"
     publish(final, extra={"number": 1})
     final.rename(tmp_path / "step-00000004.old-000000000001")
@@ -108,7 +108,7 @@ def test_a_whole_folder_stands_in_until_the_rename(tmp_path, caplog):
     assert "was not completely saved" in caplog.text
 
 
-def test_a_finished_save_removes_what_killed_ones_left(tmp_path):
+def test_a_finished_save_deletes_the_leftovers_of_killed_ones(tmp_path):
     final = publish(tmp_path / "a")
     for name in ("a.tmp-000000000001", "a.old-000000000002", "b.tmp-000000000003"):
         (tmp_path / name).mkdir()
@@ -116,7 +116,7 @@ def test_a_finished_save_removes_what_killed_ones_left(tmp_path):
     assert names(tmp_path) == ["a", "b.tmp-000000000003"]
 
 
-def test_saves_in_progress_are_left_alone(tmp_path):
+def test_saves_in_progress_are_not_deleted(tmp_path):
     steps(tmp_path, 1)
     other = Staging(step_folder(tmp_path, 2))
     fill(other.path)
@@ -127,7 +127,7 @@ def test_saves_in_progress_are_left_alone(tmp_path):
     assert names(tmp_path) == ["step-00000002"]
 
 
-def test_prune_keeps_the_newest_whole_ones(tmp_path):
+def test_prune_keeps_the_newest_complete_checkpoints(tmp_path):
     made = steps(tmp_path, 1, 2, 3, 4, 5)
     os.truncate(made[3] / "rank-0.safetensors", 10)
     (tmp_path / "mine").mkdir()
@@ -144,7 +144,7 @@ def test_prune_keeps_the_newest_whole_ones(tmp_path):
     assert prune(tmp_path, keep=2) == ()
 
 
-def test_prune_clears_dead_leftovers_but_no_stand_in(tmp_path):
+def test_prune_deletes_dead_leftovers_but_no_stand_in(tmp_path):
     publish(step_folder(tmp_path, 8)).rename(tmp_path / "step-00000008.old-000000000001")
     steps(tmp_path, 7)
     for name in ("step-00000007.tmp-000000000002", "step-00000003.trash-000000000003"):
@@ -155,7 +155,7 @@ def test_prune_clears_dead_leftovers_but_no_stand_in(tmp_path):
     assert latest_checkpoint(tmp_path) == step_folder(tmp_path, 8)
 
 
-def test_a_stand_in_counts_among_those_that_are_kept(tmp_path):
+def test_a_stand_in_counts_among_the_kept_checkpoints(tmp_path):
     publish(step_folder(tmp_path, 3)).rename(tmp_path / "step-00000003.tmp-000000000001")
     steps(tmp_path, 4, 5)
     assert prune(tmp_path, keep=3) == ()
@@ -163,7 +163,7 @@ def test_a_stand_in_counts_among_those_that_are_kept(tmp_path):
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
 
 
-def test_a_whole_folder_that_is_still_being_saved_is_not_pruned(tmp_path):
+def test_a_complete_folder_of_a_save_in_progress_is_not_pruned(tmp_path):
     steps(tmp_path, 4, 5)
     other = Staging(step_folder(tmp_path, 3))
     fill(other.path)
@@ -184,7 +184,7 @@ def test_links_are_never_followed(tmp_path):
     assert (precious / "thesis.txt").read_text() == "text"
 
 
-def test_a_checkpoint_moved_away_and_linked_back_stays_whole(tmp_path):
+def test_prune_does_not_delete_a_checkpoint_that_was_moved_and_linked_back(tmp_path):
     archive, root = tmp_path / "archive", tmp_path / "root"
     archive.mkdir()
     steps(root, 1, 2, 3)
@@ -195,7 +195,7 @@ def test_a_checkpoint_moved_away_and_linked_back_stays_whole(tmp_path):
     assert names(root) == ["step-00000001", "step-00000003"]
 
 
-def test_a_link_called_newest_is_not_counted(tmp_path, caplog):
+def test_a_link_with_the_newest_name_is_not_counted(tmp_path, caplog):
     made = steps(tmp_path, 1, 2)
     elsewhere = publish(tmp_path / "elsewhere")
     step_folder(tmp_path, 9).symlink_to(elsewhere)
@@ -205,7 +205,7 @@ def test_a_link_called_newest_is_not_counted(tmp_path, caplog):
     assert names(tmp_path) == ["elsewhere", "step-00000002", "step-00000009"]
 
 
-def test_a_link_hides_no_stand_in_of_its_name(tmp_path):
+def test_a_stand_in_is_not_counted_if_a_link_has_its_name(tmp_path):
     made = steps(tmp_path, 1)
     publish(step_folder(tmp_path, 5)).rename(tmp_path / "step-00000005.old-000000000001")
     step_folder(tmp_path, 5).symlink_to(tmp_path / "nowhere")
@@ -214,7 +214,7 @@ def test_a_link_hides_no_stand_in_of_its_name(tmp_path):
     assert made[0].exists()
 
 
-def test_a_link_is_not_the_checkpoint_that_another_one_stands_in_for(tmp_path):
+def test_a_link_and_the_stand_in_of_its_name_are_both_kept(tmp_path):
     root, archive = tmp_path / "root", publish(tmp_path / "archive")
     steps(root, 6)
     beside = publish(step_folder(root, 5)).rename(root / "step-00000005.old-000000000001")
@@ -226,7 +226,9 @@ def test_a_link_is_not_the_checkpoint_that_another_one_stands_in_for(tmp_path):
 
 
 @pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "denied"), RecursionError()])
-def test_a_leftover_that_cannot_be_removed_ends_no_run(tmp_path, caplog, monkeypatch, error):
+def test_a_leftover_that_cannot_be_deleted_does_not_end_the_run(
+    tmp_path, caplog, monkeypatch, error
+):
     older, newer = steps(tmp_path, 1, 2)
     (tmp_path / "step-00000002.tmp-000000000001").mkdir()
     usual = shutil.rmtree
@@ -244,7 +246,7 @@ def test_a_leftover_that_cannot_be_removed_ends_no_run(tmp_path, caplog, monkeyp
     assert "step-00000002.tmp-000000000001" in caplog.text
 
 
-def test_too_deep_a_checkpoint_is_one_error_of_ours(tmp_path, monkeypatch):
+def test_a_too_deeply_nested_checkpoint_raises_checkpoint_error(tmp_path, monkeypatch):
     steps(tmp_path, 1, 2)
 
     def deep(*_, **__):
@@ -255,7 +257,7 @@ def test_too_deep_a_checkpoint_is_one_error_of_ours(tmp_path, monkeypatch):
         prune(tmp_path, keep=1)
 
 
-def test_what_the_user_put_into_a_checkpoint_stays(tmp_path):
+def test_the_users_files_in_a_checkpoint_are_kept(tmp_path):
     final = publish(tmp_path / "last", extra={"number": 1})
     (final / "notes.txt").write_text("the good one")
     (final / "samples").mkdir()
@@ -267,7 +269,7 @@ def test_what_the_user_put_into_a_checkpoint_stays(tmp_path):
     assert names(tmp_path) == ["last"]
 
 
-def test_a_file_in_the_way_of_the_users_is_kept_beside_it(tmp_path, monkeypatch):
+def test_a_users_file_is_kept_beside_a_new_one_of_the_same_name(tmp_path, monkeypatch):
     final = publish(tmp_path / "last")
     (final / "weights.old").write_text("mine")
     staging = Staging(final)
@@ -278,7 +280,7 @@ def test_a_file_in_the_way_of_the_users_is_kept_beside_it(tmp_path, monkeypatch)
     assert [p.read_text() for p in kept] == ["mine"]
 
 
-def test_the_users_files_survive_a_kill_before_the_former_is_removed(tmp_path):
+def test_the_users_files_survive_a_kill_before_the_former_checkpoint_is_deleted(tmp_path):
     final = publish(tmp_path / "last")
     (final / "notes.txt").write_text("text")
     final.rename(tmp_path / "last.old-000000000001")
@@ -287,7 +289,7 @@ def test_the_users_files_survive_a_kill_before_the_former_is_removed(tmp_path):
     assert names(tmp_path) == ["last"]
 
 
-def test_of_a_damaged_former_only_what_saving_writes_is_removed(tmp_path):
+def test_only_files_that_saving_writes_are_deleted_from_a_damaged_checkpoint(tmp_path):
     final = publish(tmp_path / "last")
     (final / "manifest.json").write_text("{")
     (final / "weights-00001-of-00001.safetensors").write_bytes(b"old")
@@ -309,7 +311,7 @@ def test_a_fifo_in_place_of_a_file_is_skipped(tmp_path, caplog):
     assert caplog.text.count("is not a regular file") == 2
 
 
-def test_what_this_user_may_not_read_is_skipped(tmp_path, caplog, monkeypatch):
+def test_an_unreadable_checkpoint_is_skipped(tmp_path, caplog, monkeypatch):
     good, closed = steps(tmp_path, 1, 2)
     real = Path.stat
 
@@ -323,9 +325,7 @@ def test_what_this_user_may_not_read_is_skipped(tmp_path, caplog, monkeypatch):
     assert "cannot be read (Permission denied)" in caplog.text
 
 
-def test_a_manifest_that_cannot_be_read_or_says_what_cannot_be_is_skipped(
-    tmp_path, caplog, monkeypatch
-):
+def test_an_unreadable_or_invalid_manifest_is_skipped(tmp_path, caplog, monkeypatch):
     good, nan, zeros, null, closed = steps(tmp_path, 1, 2, 3, 4, 5)
     text = (nan / MANIFEST).read_text()
     (nan / MANIFEST).write_text(text.replace('"global_step": 3', '"global_step": NaN'))
@@ -353,7 +353,7 @@ def test_a_manifest_that_cannot_be_read_or_says_what_cannot_be_is_skipped(
         assert why in line
 
 
-def test_folders_inside_each_other_are_no_endless_search(tmp_path):
+def test_nested_folders_do_not_cause_an_endless_search(tmp_path):
     deep = tmp_path
     for _ in range(60):
         deep = deep / "step-00000001"
@@ -369,14 +369,14 @@ def test_a_name_with_a_null_byte_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_prune_keeps_at_least_one(tmp_path, keep):
+def test_pruning_every_checkpoint_is_refused(tmp_path, keep):
     steps(tmp_path, 1)
     with pytest.raises(CheckpointError, match="1 or more"):
         prune(tmp_path, keep=keep)
     assert names(tmp_path) == ["step-00000001"]
 
 
-def test_a_disk_that_is_too_small_is_named(tmp_path):
+def test_too_little_disk_space_is_refused_with_the_size_needed(tmp_path):
     check_space(tmp_path, 1000)
     with pytest.raises(CheckpointError, match=r"needs 1,048,576\.00 GiB of disk space, but"):
         check_space(tmp_path, 2**50)

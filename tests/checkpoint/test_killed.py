@@ -30,7 +30,7 @@ def save_and_die(engine: Any, folder: Path, *, number: int, moment: int) -> bool
 
 
 @ranks(1)
-def test_a_whole_checkpoint_survives_every_kill(tmp_path):
+def test_a_complete_checkpoint_survives_every_kill(tmp_path):
     from zerotune.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
     engine = hostile(PLAIN, seed=0)

@@ -20,7 +20,7 @@ def test_a_manifest_survives_a_round_trip():
     assert Manifest.from_json(TEXT).to_json() == TEXT
 
 
-def test_numbers_keep_every_bit():
+def test_numbers_survive_a_round_trip_exactly():
     values = {"lr": 0.1 + 0.2, "tiny": 5e-324, "large": 2**63 - 1, "text": "ü"}
     manifest = sample_manifest(extra=values)
     assert Manifest.from_json(manifest.to_json()).extra == values
@@ -28,7 +28,7 @@ def test_numbers_keep_every_bit():
 
 @settings(max_examples=200, deadline=None)
 @given(position=st.integers(0, len(TEXT) - 1), character=st.characters(codec="ascii"))
-def test_any_altered_character_is_noticed(position, character):
+def test_any_altered_character_is_detected(position, character):
     altered = TEXT[:position] + character + TEXT[position + 1 :]
     try:
         manifest = Manifest.from_json(altered)
@@ -40,7 +40,7 @@ def test_any_altered_character_is_noticed(position, character):
 
 @settings(max_examples=100, deadline=None)
 @given(st.one_of(st.text(), st.recursive(st.none() | st.integers(), st.lists).map(json.dumps)))
-def test_text_that_is_no_manifest_is_refused(text):
+def test_text_that_is_not_a_manifest_is_refused(text):
     with pytest.raises(CheckpointCorruptError):
         Manifest.from_json(text)
 
@@ -51,7 +51,7 @@ def test_a_truncated_manifest_is_refused(length):
         Manifest.from_json(TEXT[:length], source="here")
 
 
-def test_a_newer_format_asks_for_a_newer_zerotune():
+def test_a_newer_format_is_refused_with_the_version_that_can_be_read():
     newer = TEXT.replace('"version": 2', '"version": 3')
     with pytest.raises(
         CheckpointError, match=r"format version 3, but this zerotune version reads only 2"
@@ -70,33 +70,33 @@ def resigned(change):
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "", ".."])
-def test_a_file_outside_the_folder_is_refused(name):
+def test_a_file_name_outside_the_folder_is_refused(name):
     text = resigned(lambda content: content["files"][0].update(name=name))
     with pytest.raises(CheckpointCorruptError, match="not a plain file name"):
         Manifest.from_json(text)
 
 
 @pytest.mark.parametrize("key", ["plan", "files", "state", "world_size"])
-def test_a_missing_part_is_named(key):
+def test_a_missing_key_is_named(key):
     with pytest.raises(CheckpointCorruptError, match=key):
         Manifest.from_json(resigned(lambda content: content.pop(key)))
 
 
 @pytest.mark.parametrize("scale", [0, -2.0, None, "1"])
 @pytest.mark.parametrize("name", ["scale", "cur_scale"])
-def test_a_loss_scale_that_divides_by_nothing_is_refused(name, scale):
+def test_a_loss_scale_that_would_divide_by_zero_is_refused(name, scale):
     text = resigned(lambda content: content["state"].update(loss_scaler={name: scale}))
     with pytest.raises(CheckpointCorruptError, match=name):
         Manifest.from_json(text)
 
 
 @pytest.mark.parametrize("name", ["", "two words", "step", "exp_avg"])
-def test_a_number_that_no_state_is_called_is_refused(name):
+def test_an_unknown_counter_of_a_parameter_is_refused(name):
     text = resigned(lambda content: content["parameters"][0].update(scalars={name: 1}))
     with pytest.raises(CheckpointCorruptError, match=r"'weight' has the unknown counter"):
         Manifest.from_json(text)
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_a_missing_manifest_is_named(tmp_path):
     with pytest.raises(CheckpointCorruptError, match=r"manifest\.json.*cannot be read"):
         Manifest.read(tmp_path)

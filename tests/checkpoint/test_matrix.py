@@ -1,4 +1,4 @@
-"""Every plan's checkpoint under every plan; each target resumes from all sources in one engine.
+"""Every plan's checkpoint resumes under every plan; a target resumes all sources in one engine.
 
 Once both precisions have run, the measurements are written to ``docs/resume-matrix.md``.
 """
@@ -30,7 +30,7 @@ FP32 = 5e-5
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def sources(request, tmp_path_factory) -> Any:
-    """Return uninterrupted runs under every plan, each with a checkpoint on the way."""
+    """Return precision, folder, and uninterrupted runs under every plan, each with a checkpoint."""
     precision, root = request.param, tmp_path_factory.mktemp(request.param)
     made = {}
     for name, world_size in RUNS:

@@ -35,7 +35,7 @@ hold.close()
 
 @pytest.fixture
 def holder():
-    """Start processes that hold a folder; end those still running."""
+    """Return a function that starts a process that holds a folder; end all at teardown."""
     running = []
 
     def start(root, how="alone"):
@@ -60,7 +60,7 @@ def names(root):
     return sorted(path.name for path in root.iterdir())
 
 
-def test_a_second_process_is_told_who_the_first_is(tmp_path, holder):
+def test_a_second_process_gets_an_error_that_names_the_first(tmp_path, holder):
     first = holder(tmp_path)
     for number in (1, 2):
         publish(step_folder(tmp_path, number))
@@ -78,7 +78,7 @@ def test_a_second_process_is_told_who_the_first_is(tmp_path, holder):
         assert hold.decisions == ()
 
 
-def test_what_a_killed_process_held_is_taken_over(tmp_path, holder):
+def test_the_folder_of_a_killed_process_is_taken_over(tmp_path, holder):
     first = holder(tmp_path)
     first.kill()
     first.communicate()
@@ -91,7 +91,7 @@ def test_what_a_killed_process_held_is_taken_over(tmp_path, holder):
     assert names(tmp_path) == []
 
 
-def test_a_worker_that_outlives_its_trainer_holds_nothing(tmp_path, holder):
+def test_a_worker_that_outlives_its_trainer_does_not_hold_the_folder(tmp_path, holder):
     first = holder(tmp_path, "fork")
     first.kill()
     first.wait()
@@ -114,7 +114,7 @@ def test_one_process_may_hold_a_folder_twice(tmp_path):
     assert names(tmp_path / "root") == []
 
 
-def test_who_lives_without_its_lock_is_left_alone(tmp_path, holder):
+def test_a_running_process_holds_its_folder_even_without_its_lock_file(tmp_path, holder):
     first = holder(tmp_path)
     (tmp_path / OWNER_LOCK).unlink()
     with pytest.raises(CheckpointError, match=rf"process {first.pid} on .* is still running"):
@@ -140,7 +140,7 @@ def elsewhere(root):
         ("nfs4", "warning", "taken over from process .* on far-away .*, although .* nfs4"),
     ],
 )
-def test_on_a_shared_file_system_the_other_is_told_when_it_saves(
+def test_a_run_fails_at_its_next_save_if_another_machine_has_taken_its_folder(
     tmp_path, monkeypatch, kind, severity, says
 ):
     monkeypatch.setattr(folders, "filesystem_kind", lambda _: kind)
@@ -157,7 +157,7 @@ def test_on_a_shared_file_system_the_other_is_told_when_it_saves(
     assert (tmp_path / OWNER_RECORD).read_text() == theirs
 
 
-def test_a_record_that_somebody_removed_is_written_again(tmp_path):
+def test_a_deleted_record_is_written_again(tmp_path):
     with RootHold(tmp_path) as hold:
         for path in tmp_path.iterdir():
             path.unlink()
@@ -167,7 +167,7 @@ def test_a_record_that_somebody_removed_is_written_again(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_without_locks_the_record_alone_is_asked(tmp_path, monkeypatch, holder):
+def test_only_the_record_is_checked_where_locks_are_not_supported(tmp_path, monkeypatch, holder):
     def none(*_, **__):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -180,7 +180,7 @@ def test_without_locks_the_record_alone_is_asked(tmp_path, monkeypatch, holder):
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 1}'])
-def test_a_damaged_record_keeps_nobody_out(tmp_path, text):
+def test_a_damaged_record_does_not_block_saving(tmp_path, text):
     (tmp_path / OWNER_RECORD).write_text(text)
     with RootHold(tmp_path) as hold:
         assert "the folder is not locked" in hold.decisions[0].reason
@@ -188,7 +188,7 @@ def test_a_damaged_record_keeps_nobody_out(tmp_path, text):
 
 
 @pytest.mark.parametrize("what", ["pipe", "half a record"])
-def test_what_lies_where_a_record_is_drafted_keeps_nobody_out(tmp_path, what):
+def test_a_pipe_or_file_at_the_path_of_the_draft_does_not_block_saving(tmp_path, what):
     root, tried = tmp_path / "root", []
 
     def take():
@@ -204,7 +204,7 @@ def test_what_lies_where_a_record_is_drafted_keeps_nobody_out(tmp_path, what):
 
 
 @pytest.mark.parametrize("name", ["pipe", "folder"])
-def test_no_record_that_is_no_file_is_waited_for(tmp_path, name):
+def test_a_pipe_or_folder_in_place_of_the_record_is_not_waited_for(tmp_path, name):
     (os.mkfifo if name == "pipe" else Path.mkdir)(tmp_path / OWNER_RECORD)
     if name == "pipe":
         with RootHold(tmp_path) as hold:
@@ -215,7 +215,7 @@ def test_no_record_that_is_no_file_is_waited_for(tmp_path, name):
 
 
 @pytest.mark.parametrize("way", ["fifo", "link", "folder", "file"])
-def test_what_cannot_be_taken_is_one_error_of_ours(tmp_path, way):
+def test_a_folder_that_cannot_be_locked_raises_one_checkpoint_error(tmp_path, way):
     root = tmp_path / "root"
     if way == "file":
         root.touch()
@@ -235,7 +235,7 @@ def test_what_cannot_be_taken_is_one_error_of_ours(tmp_path, way):
     assert not (tmp_path / "other").exists()
 
 
-def test_a_job_started_twice_is_told_on_every_rank_before_its_first_step(tmp_path):
+def test_a_job_started_twice_fails_on_every_rank_before_its_first_step(tmp_path):
     with RootHold(tmp_path):
         told = run_ranks(faulty.saving_where_another_does, str(tmp_path), world_size=2)
     for rank, (error, steps) in enumerate(told):

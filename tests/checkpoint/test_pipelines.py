@@ -16,7 +16,7 @@ from zerotune.ema import EMAShadow, EMAShadows
 
 
 @ranks(2)
-def test_an_export_takes_the_names_of_averages(tmp_path):
+def test_an_export_accepts_the_names_of_emas(tmp_path):
     from diffusers import DDPMPipeline, DDPMScheduler
 
     folder, base = tmp_path, tmp_path / "base"
@@ -67,7 +67,7 @@ def test_an_export_takes_the_names_of_averages(tmp_path):
 
 
 @ranks(2)
-def test_a_pipeline_has_the_trained_model_and_the_rest_of_the_old(tmp_path):
+def test_an_exported_pipeline_has_the_trained_model_and_the_other_parts_of_its_base(tmp_path):
     from diffusers import DDPMPipeline, DDPMScheduler
 
     folder, base = tmp_path, tmp_path / "base"
@@ -76,7 +76,7 @@ def test_a_pipeline_has_the_trained_model_and_the_rest_of_the_old(tmp_path):
         DDPMPipeline(unet=unet(seed=1), scheduler=DDPMScheduler()).save_pretrained(base)
     engine.group.barrier("the base is there")
     target = folder / "exported"
-    for step in range(2):  # The second replaces the first.
+    for step in range(2):  # The second export replaces the first.
         engine.backward(unet_loss(engine, step))
         engine.step()
         export_pipeline(target, engine=engine, base=base)

@@ -22,7 +22,7 @@ from zerotune.platform import Platform
 
 needs("huggingface_hub")
 
-# Raised within huggingface_hub when it uploads a file.
+# huggingface_hub itself raises this warning when it uploads a file.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 SHARD = 4096
@@ -65,7 +65,7 @@ def plan():
     return plan.resolve(platform=Platform.synthetic("cuda"), world_size=2)
 
 
-def test_all_files_are_shown_in_one_commit(hub, tmp_path):
+def test_all_files_are_uploaded_in_one_commit(hub, tmp_path):
     folder = model_folder(tmp_path / "unet")
     (folder / "notes.txt").write_text("mine")
     done = send(hub, folder, private=True)
@@ -80,7 +80,7 @@ def test_all_files_are_shown_in_one_commit(hub, tmp_path):
     assert hub.made.get("private") is True or hub.made.get("visibility") == "private"
 
 
-def test_an_upload_that_is_refused_midway_leaves_what_was_there(hub, tmp_path):
+def test_an_upload_that_fails_midway_leaves_the_repository_unchanged(hub, tmp_path):
     folder = model_folder(tmp_path / "unet")
     send(hub, folder)
     before = hub.files
@@ -101,7 +101,7 @@ def test_an_upload_that_is_refused_midway_leaves_what_was_there(hub, tmp_path):
     assert not [each for each in hub.requests if each.startswith("PUT")]
 
 
-def test_somebody_elses_commit_meanwhile_is_not_built_upon(hub, tmp_path):
+def test_an_upload_is_refused_if_the_branch_has_moved(hub, tmp_path):
     folder = model_folder(tmp_path / "unet")
     hub.moved = True
     with pytest.raises(CheckpointError, match="the branch has moved"):
@@ -109,7 +109,7 @@ def test_somebody_elses_commit_meanwhile_is_not_built_upon(hub, tmp_path):
     assert hub.files == {}
 
 
-def test_weights_of_an_earlier_upload_do_not_stay_beside_new_ones(hub, tmp_path):
+def test_weights_of_an_earlier_upload_are_deleted(hub, tmp_path):
     send(hub, model_folder(tmp_path / "unet"))
     assert "diffusion_pytorch_model.safetensors.index.json" in hub.files
     hub.commits[-1]["mine.safetensors"] = next(iter(hub.blobs))
@@ -122,7 +122,7 @@ def test_weights_of_an_earlier_upload_do_not_stay_beside_new_ones(hub, tmp_path)
     }
 
 
-def test_the_card_says_what_is_known_and_no_paths(hub, tmp_path):
+def test_the_card_has_the_known_facts_and_no_local_paths(hub, tmp_path):
     file = adapter_file(tmp_path)
     picture = tmp_path / "a cat.PNG"
     picture.write_bytes(b"\x89PNG")
@@ -171,14 +171,14 @@ def test_the_card_says_what_is_known_and_no_paths(hub, tmp_path):
         (["style.safetensors"], 'weight_name="style.safetensors"'),
     ],
 )
-def test_the_card_says_how_to_load_it(files, words):
+def test_the_card_says_how_to_load_the_files(files, words):
     text = Card().markdown("owner/name", files)
     assert words in text
     assert '"owner/name"' in text
     assert text.count("# name") == 1
 
 
-def test_what_is_no_whole_export_is_not_sent(hub, tmp_path):
+def test_incomplete_or_foreign_exports_are_not_uploaded(hub, tmp_path):
     folder = model_folder(tmp_path / "unet")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "sample_size": 3}))
@@ -199,7 +199,7 @@ def test_what_is_no_whole_export_is_not_sent(hub, tmp_path):
     assert read_header(adapter_file(tmp_path))
 
 
-def test_a_hub_that_does_not_answer_is_said(tmp_path, monkeypatch):
+def test_an_unreachable_hub_is_reported(tmp_path, monkeypatch):
     import httpx
     from huggingface_hub import HfApi
 

@@ -46,7 +46,7 @@ FILE = r"optimizer\.exp_avg-00001-of-00001\.safetensors"
         ("beheaded", r"CheckpointError: .*beheaded: is not a checkpoint \(contains no manifest"),
     ],
 )
-def test_damage_is_found_before_anything_is_loaded(damaged, harm, message):
+def test_damage_is_detected_before_anything_is_loaded(damaged, harm, message):
     assert re.match(message, damaged[f"load {harm}"])
     assert re.match(message, damaged[f"verify {harm}"])
     assert damaged[f"unchanged {harm}"]
@@ -78,7 +78,7 @@ def test_impossible_saves_and_loads_are_refused_with_the_reason(refused, what, m
     assert re.search(message, refused[what]), refused[what]
 
 
-def test_what_is_not_finite_is_not_published_unless_asked(refused):
+def test_non_finite_checkpoints_are_not_saved_unless_allowed(refused):
     for name in ("not finite", "former stays"):
         assert refused[name].startswith("CheckpointNotFiniteError: ")
         assert "NaN or infinity in weights/" in refused[name]
@@ -88,7 +88,7 @@ def test_what_is_not_finite_is_not_published_unless_asked(refused):
     assert refused["finite"].endswith("step-00000001"), "unknown ones are read"
 
 
-def test_a_buffer_that_is_not_a_number_is_not_published_and_one_of_a_mask_is(refused):
+def test_a_nan_in_a_buffer_prevents_saving_and_an_infinity_does_not(refused):
     said = refused["not a number in a buffer"]
     assert said.startswith("CheckpointNotFiniteError: ")
     assert "in buffer/average, so the checkpoint is not saved" in said
@@ -96,7 +96,7 @@ def test_a_buffer_that_is_not_a_number_is_not_published_and_one_of_a_mask_is(ref
     assert refused["infinite buffer"] == ""
 
 
-def test_averaged_weights_are_not_saved_as_trained_ones(refused):
+def test_a_swapped_in_shadow_is_not_saved_as_trained_weights(refused):
     assert refused["swapped in"].startswith(
         "EMAError: state_dict(): cannot be called while the shadow is swapped in"
     )
@@ -109,13 +109,13 @@ def test_shadows_are_matched_by_name(refused):
     assert decision.startswith("shadows.ema: 'saved' -> unset")
 
 
-def test_failed_saves_leave_nothing_but_the_good_checkpoint(refused):
+def test_failed_saves_leave_only_the_good_checkpoint(refused):
     assert refused["left"] == ["good", "link", "mine", "steps"]
     assert refused["good"] == ""
 
 
 @ranks(1)
-def test_another_model_is_explained_by_name(refused, refused_in):
+def test_differences_to_another_model_are_reported_by_name(refused, refused_in):
     folder = refused_in / "good"
 
     class Another(HostileNet):
@@ -138,7 +138,7 @@ def test_another_model_is_explained_by_name(refused, refused_in):
     assert "calls () instead of (2,)" in error
 
 
-def test_another_plan_is_a_decision_by_key(refused, refused_in):
+def test_differences_to_another_plan_are_reported_by_key(refused, refused_in):
     folder = str(refused_in / "good")
     (decisions,) = run_ranks(refusals.other_plan, folder, attrs.evolve(PLAIN, precision="bf16"))
     assert any(d.startswith("precision: 'fp32' -> 'bf16' (the checkpoint") for d in decisions)
@@ -152,7 +152,7 @@ def test_a_changed_learning_rate_is_used_and_reported(refused, refused_in):
     assert any(d.startswith("shadows.ema") for d in decisions)
 
 
-def test_another_world_size_is_a_decision(refused, refused_in):
+def test_a_different_world_size_is_reported(refused, refused_in):
     case = attrs.evolve(PLAIN, accumulation=2)
     for decisions in run_ranks(refusals.other_plan, str(refused_in / "good"), case, world_size=2):
         assert any(d.startswith("world_size: 1 -> 2") for d in decisions)
@@ -160,12 +160,12 @@ def test_another_world_size_is_a_decision(refused, refused_in):
         assert any(d.startswith("train_batch_size: 8 -> 16") for d in decisions)
 
 
-def test_accumulated_gradients_do_not_meet_loaded_weights(refused):
+def test_loading_into_an_open_accumulation_window_is_refused(refused):
     assert refused["load accumulating"].startswith("CheckpointError: gradient_accumulation_steps")
     assert "applied to the loaded weights" in refused["load accumulating"]
 
 
-def test_another_optimizer_begins_with_fresh_states(refused, refused_in):
+def test_a_different_optimizer_begins_with_fresh_states(refused, refused_in):
     sgd = {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}
     case = attrs.evolve(PLAIN, accumulation=2, optimizer=sgd)
     (found,) = run_ranks(refusals.other_optimizer, str(refused_in / "good"), case)

@@ -25,7 +25,7 @@ from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import PLAIN, Case, start
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 
-# Several sub-groups, and every parameter partitioned although the model is tiny.
+# Make several sub-groups, and partition every parameter although the model is tiny.
 PARTITIONED = (("sub_group_size", 100), ("stage3_param_persistence_threshold", 0))
 # Biases and scalars stay whole on every rank, as they do in a real model.
 PERSISTENT = (("sub_group_size", 100), ("stage3_param_persistence_threshold", 20))
@@ -50,7 +50,7 @@ def check(case: Case, world_size: int, folder: Path, *, astray: int = 0) -> list
     actual = run_ranks(resumed, case, str(folder), astray, world_size=world_size)
     for rank in range(world_size):
         compare(expected[rank], actual[rank])
-    # Otherwise nothing was partitioned at stage 3, and the test would prove nothing.
+    # If nothing was partitioned at stage 3, the test would prove nothing.
     if PARTITIONED[1] in case.overrides:
         assert all(not result["whole"] for result in expected)
     elif case.stage == 3:
@@ -77,7 +77,7 @@ def compare(expected: dict[str, Any], actual: dict[str, Any]) -> None:
     ("case", "world_size"), CASES, ids=[f"{case}-{world_size}" for case, world_size in CASES]
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(case, world_size, tmp_path):
-    # Into a new engine with one process, into one that has already stepped with two.
+    # One process resumes in a new engine, two in one that has already stepped.
     check(case, world_size, tmp_path / "step-00000003", astray=world_size - 1)
 
 
@@ -128,7 +128,7 @@ def brought_in(case, folder):
 @pytest.mark.deepspeed
 @pytest.mark.nvme
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_save_brings_each_sub_group_in_from_nvme_once(world_size, tmp_path):
+def test_a_save_reads_each_sub_group_from_nvme_once(world_size, tmp_path):
     case = on_nvme(tmp_path / "swap")
     for found in run_ranks(brought_in, case, tmp_path, world_size=world_size):
         assert len(found[0]) >= 2
@@ -147,7 +147,7 @@ def test_a_save_brings_each_sub_group_in_from_nvme_once(world_size, tmp_path):
     ids=str,
 )
 @ranks(1)
-def test_a_run_begins_anew_from_a_checkpoint_of_before_its_first_step(case, tmp_path):
+def test_a_run_can_restart_from_a_checkpoint_made_before_its_first_step(case, tmp_path):
     folder = tmp_path / "start"
     engine = hostile(case, seed=0)
     ema = shadow_of(engine)

@@ -33,7 +33,7 @@ def part(name, start, numel):
     cuts=st.lists(st.integers(0, 30), max_size=4),
     shard_size=st.integers(4, 400),
 )
-def test_whatever_way_parts_are_cut_the_file_is_whole(shapes, cuts, shard_size, tmp_path_factory):
+def test_the_file_is_complete_however_its_parts_are_cut(shapes, cuts, shard_size, tmp_path_factory):
     tensors = {f"p{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
     writers = [[] for _ in range(3)]
     for name, tensor in tensors.items():
@@ -71,14 +71,14 @@ def test_whatever_way_parts_are_cut_the_file_is_whole(shapes, cuts, shard_size, 
         [],
     ],
 )
-def test_elements_that_nobody_or_two_hold_are_refused(parts):
+def test_elements_held_by_no_rank_or_by_two_are_refused(parts):
     with pytest.raises(
         CheckpointError, match=r"weights/p: the ranks' fragments do not cover the tensor"
     ):
         Filing.of([share(parts[:1]), share(parts[1:])], {"p": (2, 2)})
 
 
-def test_states_of_some_parameters_are_filed_with_these_alone():
+def test_a_state_that_only_some_parameters_have_is_filed_for_these_alone():
     first = share([part("p", 0, 4), part("q", 0, 1)])
     second = RankShare(parts={MOMENT: (part("q", 0, 1),)}, counters={}, nbytes=0)
     filing = Filing.of([first, second], {"p": (4,), "q": (1,)})
@@ -89,7 +89,7 @@ def test_states_of_some_parameters_are_filed_with_these_alone():
     assert [record.states for record in filing.parameters] == [(), ("exp_avg",)]
 
 
-def test_what_the_disk_changed_is_found(tmp_path):
+def test_bytes_changed_by_the_disk_are_detected(tmp_path):
     filing = Filing.of([share([part("p", 0, 4)])], {"p": (4,)})
     (file,) = filing.files
     file.create(tmp_path)
@@ -117,7 +117,7 @@ def test_what_the_disk_changed_is_found(tmp_path):
         ("p", 0, torch.ones(4).half()),
     ],
 )
-def test_only_what_was_laid_out_is_written(name, start, tensor, tmp_path):
+def test_only_tensors_of_the_layout_are_written(name, start, tensor, tmp_path):
     filing = Filing.of([share([part("p", 0, 4)])], {"p": (4,)})
     filing.files[0].create(tmp_path)
     with TensorWriter(tmp_path, filing.files) as writer:

@@ -76,7 +76,7 @@ def test_plain_diffusers_reads_the_file_bit_for_bit(kind, folders, tmp_path, mon
 
 
 @ranks(2)
-def test_a_file_is_trained_at_stage_3_and_written_with_its_own_names(folders, tmp_path):
+def test_a_single_file_can_be_trained_at_stage_3_and_written_with_its_own_names(folders, tmp_path):
     folder, base = folders["sd3"], tmp_path / "base.safetensors"
     engine = start(PLAIN, trained(folder))
     export_pipeline(tmp_path / "out.safetensors", engine=engine, base=folder)
@@ -105,7 +105,7 @@ def test_a_file_is_trained_at_stage_3_and_written_with_its_own_names(folders, tm
 
 
 @ranks(1)
-def test_a_folder_is_written_from_a_file_and_configurations(folders, tmp_path):
+def test_a_folder_can_be_exported_from_a_single_file_and_configurations(folders, tmp_path):
     folder, bare = folders["sdxl"], no_weights(folders["sdxl"], tmp_path / "bare")
     engine = start(PLAIN, trained(folder))
     file = export_pipeline(tmp_path / "one.safetensors", engine=engine, base=folder)
@@ -114,7 +114,7 @@ def test_a_folder_is_written_from_a_file_and_configurations(folders, tmp_path):
     own = told(lambda: export_pipeline(file, engine=engine, base=file))
     saved = save_checkpoint(tmp_path / "saved", engine=engine)
     engine.close()
-    for base in (folder, file):  # The same file, without an engine.
+    for base in (folder, file):  # This writes the same file without an engine.
         again = tmp_path / f"{base.name}-again.safetensors"
         line = ["checkpoint", "convert", str(saved), str(again), "--base", str(base)]
         assert cli.main(line) == 0
@@ -135,7 +135,7 @@ def header(shapes: Any, **dtypes: Any) -> dict[str, StoredTensor]:
 
 
 def published_flux() -> tuple[Any, dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Build Flux at its real size, and return the shapes in its published file."""
+    """Return Flux at its real size, its shapes, and the shapes in its published file."""
     with torch.device("meta"):
         model = diffusers.FluxTransformer2DModel(guidance_embeds=True)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -147,7 +147,7 @@ def published_flux() -> tuple[Any, dict[str, tuple[int, ...]], dict[str, tuple[i
     return model, shapes, file
 
 
-def test_flux_has_its_published_names_and_each_row_its_place(tmp_path):
+def test_flux_gets_its_published_names_and_each_row_its_place(tmp_path):
     model, shapes, file = published_flux()
     assert len(file) == 780
     assert file["single_blocks.37.linear1.weight"] == (21504, 3072)
@@ -167,7 +167,7 @@ def test_flux_has_its_published_names_and_each_row_its_place(tmp_path):
     assert single.published == "black-forest-labs/FLUX.1-dev"
 
 
-def test_values_of_several_pieces_are_read_from_any_element_on(tmp_path):
+def test_values_in_several_pieces_can_be_read_from_any_element(tmp_path):
     save_file({"x": torch.arange(12, dtype=torch.float32)}, tmp_path / "x.safetensors")
     file = SingleFile.open(tmp_path / "x.safetensors", config=tmp_path)
     runs = {"y": (Run("x", 8, 0, 4), Run("x", 0, 4, 8))}
@@ -180,7 +180,7 @@ def test_values_of_several_pieces_are_read_from_any_element_on(tmp_path):
             assert torch.equal(flat, expected[start_at : start_at + count])
 
 
-def test_files_that_cannot_be_read_are_refused_with_what_to_give(folders, tmp_path, monkeypatch):
+def test_unreadable_files_are_refused_with_what_to_pass_instead(folders, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     base = tmp_path / "x.safetensors"
     keys = ORIGINALS["StableDiffusion3Pipeline"]["transformer"]

@@ -36,7 +36,7 @@ def draw():
     )
 
 
-def test_generators_continue_where_they_were():
+def test_restored_generators_continue_where_they_were():
     torch.manual_seed(1)
     np.random.seed(2)
     random.seed(3)
@@ -50,20 +50,20 @@ def test_generators_continue_where_they_were():
     assert [draw() for _ in range(3)] == expected
 
 
-def test_generators_are_plain_bytes():
+def test_generator_states_are_plain_bytes():
     tensors, _ = capture_generators()
     assert {"rng/torch_cpu", "rng/numpy", "rng/python"} <= set(tensors)
     assert all(tensor.dtype == torch.uint8 and tensor.dim() == 1 for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"numpy": [1], "python": [3, null]}'])
-def test_garbage_is_no_generator_state(text):
+def test_invalid_generator_states_are_refused(text):
     tensors, _ = capture_generators()
     with pytest.raises(CheckpointCorruptError, match="random number generators"):
         restore_generators(tensors, text)
 
 
-def test_only_persistent_buffers_count_and_shared_ones_once():
+def test_only_persistent_buffers_are_saved_and_shared_ones_once():
     class Part(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -90,7 +90,7 @@ plain = st.recursive(
 
 
 @given(plain)
-def test_plain_data_is_what_json_gives_back(value):
+def test_plain_data_survives_a_round_trip_through_json(value):
     import json
 
     assert plain_data(value, "extra") == json.loads(json.dumps(value)) == value
@@ -108,7 +108,7 @@ def test_plain_data_is_what_json_gives_back(value):
         (b"bytes", "extra"),
     ],
 )
-def test_what_json_would_change_is_named(value, key):
+def test_values_that_json_would_change_are_named(value, key):
     if key is None:
         assert plain_data(value, "extra") == 1.5  # A float64 is a Python float.
         return

@@ -65,7 +65,7 @@ def same(left, right):
     )
 
 
-def test_hostile_tensors_survive(tmp_path):
+def test_unusual_tensors_survive_a_round_trip(tmp_path):
     generator = torch.Generator().manual_seed(0)
     tensors = {
         "master/a.b[0:7]": torch.randn(7, generator=generator),
@@ -87,7 +87,7 @@ def test_hostile_tensors_survive(tmp_path):
         assert file.metadata() == {"rank": "3", "text": '{"a": "ü"}'}
 
 
-def test_tensors_longer_than_a_piece_survive(tmp_path, monkeypatch):
+def test_tensors_longer_than_a_piece_survive_a_round_trip(tmp_path, monkeypatch):
     monkeypatch.setattr("zerotune.checkpoint.tensors._PIECE_ELEMENTS", 10)
     tensors = {"a": torch.arange(95), "b": torch.arange(20).float()}
     write(tmp_path / "x.safetensors", tensors)
@@ -103,7 +103,7 @@ def test_tensors_longer_than_a_piece_survive(tmp_path, monkeypatch):
         max_size=5,
     )
 )
-def test_any_names_dtypes_and_shapes_survive(entries, tmp_path_factory):
+def test_any_names_dtypes_and_shapes_survive_a_round_trip(entries, tmp_path_factory):
     tensors = {
         key: torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
         for key, (dtype, shape) in entries.items()
@@ -131,7 +131,7 @@ def test_a_tensor_in_two_files_is_named(tmp_path):
         TensorReader(files)
 
 
-def test_what_is_not_in_the_file_is_named(tmp_path):
+def test_missing_tensors_and_elements_are_named(tmp_path):
     path = tmp_path / "x.safetensors"
     write(path, {"a": torch.zeros(3)})
     with TensorReader([path]) as reader:
@@ -148,7 +148,7 @@ def test_what_is_not_in_the_file_is_named(tmp_path):
             reader.tensor("a")
 
 
-def test_what_the_format_cannot_hold_is_named(tmp_path):
+def test_tensors_that_the_format_cannot_hold_are_named(tmp_path):
     twice = [TensorSpec.of("a", torch.zeros(1))] * 2
     with pytest.raises(CheckpointError, match=r"^a: two tensors"):
         laid_out(tmp_path / "x", twice)

@@ -14,7 +14,7 @@ from zerotune.cli import main
 
 @pytest.fixture
 def portable(tmp_path, capsys):
-    """Convert a model folder to a checkpoint on the command line."""
+    """Convert a model folder on the command line, and return the checkpoint."""
     (tmp_path / "model").mkdir()
     tensors = {"first.weight": torch.randn(3, 5), "first.bias": torch.randn(3)}
     save_file(tensors, tmp_path / "model" / "diffusion_pytorch_model.safetensors")
@@ -70,7 +70,7 @@ def test_convert_writes_the_weights_back_in_another_dtype(portable, tmp_path, ca
     assert all(torch.equal(small[name], original[name].bfloat16()) for name in small)
 
 
-def test_what_is_no_checkpoint_is_an_error(tmp_path, capsys):
+def test_a_folder_that_is_not_a_checkpoint_is_an_error(tmp_path, capsys):
     for command in ("show", "verify"):
         code, _, err = run(capsys, command, tmp_path)
         assert code == 2
@@ -80,7 +80,7 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path, capsys):
     assert "contains no model weights in safetensors" in err
 
 
-def test_without_torch_one_line_says_so(tmp_path, capsys, monkeypatch):
+def test_a_missing_torch_is_reported_in_one_line(tmp_path, capsys, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "torch" else found(name)

@@ -41,7 +41,7 @@ def explained() -> str:
 
 @pytest.mark.slow
 @pytest.mark.deepspeed
-def test_a_cpu_proves_its_fast_paths_and_engines_say_so(cache: Path) -> None:
+def test_a_cpu_proves_its_fast_paths_and_engines_report_it(cache: Path) -> None:
     assert proofs._run_command("cpu") is None
     found = load_proof(Combination.here("cpu"))
     assert isinstance(found, Proof), found
@@ -60,7 +60,7 @@ def test_a_cpu_proves_its_fast_paths_and_engines_say_so(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("failed", "status"), [({}, 0), ({"uploads": "3 weights came too late"}, 1)]
 )
-def test_the_command_keeps_what_came_of_it_and_fails_with_it(
+def test_the_command_stores_its_proof_and_fails_if_a_check_failed(
     failed: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(proving, "prove", lambda **_: proof(**failed))
@@ -73,7 +73,7 @@ def test_the_command_keeps_what_came_of_it_and_fails_with_it(
     assert load_proof(Combination.here("cpu")).failed == tuple(failed)  # type: ignore[union-attr]
 
 
-def test_doctor_shows_what_is_proven_and_why_the_rest_is_not(capsys: Any) -> None:
+def test_doctor_shows_proven_paths_and_why_others_are_not(capsys: Any) -> None:
     main(["doctor"])
     assert "nothing is proven yet" in " ".join(capsys.readouterr().out.split())
     store_proof(proof(exchange="rank 1: loss 3 differs"))

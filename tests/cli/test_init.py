@@ -53,7 +53,7 @@ def constants(script):
 
 
 class TestWhatIsWritten:
-    def test_the_plan_is_the_advised_one(self, init, tmp_path, photos, capsys):
+    def test_the_written_plan_is_the_advised_one(self, init, tmp_path, photos, capsys):
         assert init(*CARD) == 0
 
         plan = DeepSpeedPlan.from_json(tmp_path / "run" / "plan.json")
@@ -76,8 +76,8 @@ class TestWhatIsWritten:
         assert f"Path({str(photos)!r})" in text
         assert "12.00 GiB of device memory, 64.00 GiB of host memory" in text
 
-    def test_activation_offload_is_taken_over(self, init, tmp_path):
-        # So little memory that activations have to leave the card too.
+    def test_activation_offload_is_taken_from_the_advice(self, init, tmp_path):
+        # Reduce the memory until activations have to leave the card too.
         for vram in (6.6, 6.5, 6.4, 6.3):
             where = tmp_path / "run"
             assert init("--vram", str(vram), "--ram", "64") == 0
@@ -157,16 +157,16 @@ class TestWhatIsRefused:
             *("model", "resolution", "too little", "size", "pictures"),
         ],
     )
-    def test_what_cannot_be_trained_is_refused_and_nothing_written(
+    def test_requests_that_cannot_be_trained_are_refused_and_nothing_is_written(
         self, refused, tmp_path, arguments, others, said
     ):
         assert said in refused(*arguments, **others)
         assert not (tmp_path / "run").exists()
 
-    def test_a_folder_that_is_no_pipeline_is_refused(self, refused, tmp_path):
+    def test_a_folder_that_is_not_a_pipeline_is_refused(self, refused, tmp_path):
         assert "model_index.json" in refused(*CARD, "--model", str(tmp_path))
 
-    def test_a_folder_that_cannot_be_created_is_one_error(self, photos, tmp_path, capsys):
+    def test_a_folder_that_cannot_be_created_is_reported_with_a_fix(self, photos, tmp_path, capsys):
         (tmp_path / "file").write_text("mine")
         folder = str(tmp_path / "file" / "run")
         arguments = ["init", folder, "--family", "sdxl", "--photos", str(photos), *CARD]
@@ -186,7 +186,7 @@ def trained(script):
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("lora", [(), ("--lora", "2")], ids=["all", "adapters"])
-def test_the_script_runs_as_it_is_and_goes_on(init, tmp_path, lora):
+def test_the_generated_script_trains_and_resumes(init, tmp_path, lora):
     model, where = pipelines.sdxl(tmp_path / "model"), tmp_path / "run"
     tiny = ("--model", str(model), "--resolution", "16", "--steps", "2")
     assert init(*CARD, *tiny, *lora) == 0
@@ -210,7 +210,7 @@ def test_the_script_runs_as_it_is_and_goes_on(init, tmp_path, lora):
     assert latest_checkpoint(where / "checkpoints").name.endswith("3")
 
 
-def test_images_are_looked_for_before_a_plan_is(tmp_path, capsys):
+def test_images_are_checked_before_a_plan_is_made(tmp_path, capsys):
     command = ["init", str(tmp_path / "run"), "--family", "sdxl", "--photos"]
     assert cli.main([*command, str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.startswith("error: --photos = ")

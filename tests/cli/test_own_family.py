@@ -48,7 +48,7 @@ def test_a_users_family_is_advised_and_explained(folder, tmp_path, capsys):
     assert explained["estimate"]["places"]["device"]["peak"] > 0
 
 
-def test_costs_are_those_of_the_folders_configuration(folder):
+def test_costs_are_computed_from_the_folders_configuration(folder):
     from diffusers import OvisImageTransformer2DModel
 
     known = family_facts(sys.modules["families_page"].OvisImage, folder=folder)
@@ -58,7 +58,7 @@ def test_costs_are_those_of_the_folders_configuration(folder):
     assert known.facts.activations.full.per_pixel > 0
 
 
-def test_without_a_folder_costs_are_those_of_the_class_default_model():
+def test_costs_are_those_of_the_default_model_without_a_folder():
     class Small(Sana):
         """Identical to Sana."""
 
@@ -91,12 +91,12 @@ def test_init_writes_a_script_for_a_users_family(folder, tmp_path, capsys):
         (OWN, "does not name the model's class"),
     ],
 )
-def test_a_class_that_cannot_be_costed_is_named(folder, capsys, name, why):
+def test_a_class_whose_costs_are_unknown_is_refused_with_the_reason(folder, capsys, name, why):
     assert cli.main(["plan", "advise", "--family", name, *CARD]) == 2
     assert why in capsys.readouterr().err
 
 
-def test_a_module_of_the_working_directory_is_found(folder, tmp_path, monkeypatch, capsys):
+def test_a_module_in_the_working_directory_is_found(folder, tmp_path, monkeypatch, capsys):
     page = importlib.import_module("families_page")
     (tmp_path / "my_family.py").write_text(
         "from zerotune.diffusion.models.declared import Sana\n\n"
@@ -110,14 +110,14 @@ def test_a_module_of_the_working_directory_is_found(folder, tmp_path, monkeypatc
     assert str(tmp_path) not in sys.path
 
 
-def test_clips_have_the_frames_of_their_pipeline():
+def test_a_video_family_has_the_frames_of_its_pipeline():
     found = family_facts(Wan)
     assert (found.frames, found.facts.frames_per_latent) == (81, 4)
     usual = model_family("wan-14b").facts.activations.full
     assert found.facts.activations.full.per_pixel == pytest.approx(usual.per_pixel, rel=1e-6)
 
 
-def test_the_base_of_a_controlnet_stays_on_the_device():
+def test_the_estimate_keeps_the_base_of_a_controlnet_on_the_device():
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
     card = Platform.synthetic("cuda", vram="24GiB", ram="64GiB")
     names = ("sdxl", "sdxl-controlnet")

@@ -32,7 +32,7 @@ class TestWhenSomethingFits:
         assert "\nChosen: ZeRO-" in printed.out
         assert "\n  chosen  " in printed.out
 
-    def test_five_candidates_unless_all_are_asked_for(self, capsys):
+    def test_five_candidates_are_shown_unless_all_are_requested(self, capsys):
         def shown():
             lines = capsys.readouterr().out.splitlines()
             states = ("  chosen ", "  fits ", "  too big ", "  refused ")
@@ -46,7 +46,7 @@ class TestWhenSomethingFits:
         every, _ = shown()
         assert every - few == int(last.split()[2])
 
-    def test_a_number_alone_is_gib(self, capsys):
+    def test_a_bare_number_means_gib(self, capsys):
         assert advise("--vram", "24", "--ram", "128", "--json") == 0
         sizes = {"device": 24 * GIB, "host": 128 * GIB, "nvme": 0}
         assert json.loads(capsys.readouterr().out)["budget"] == {**sizes, "reserve": 0.05}
@@ -91,7 +91,7 @@ class TestWhenSomethingFits:
         assert DeepSpeedPlan.load(path) == DeepSpeedPlan.from_dict(json.loads(printed.out)["plan"])
         assert printed.err == f"zerotune: the plan is saved in {path}\n"
 
-    def test_a_plan_that_streams_says_what_it_needs_besides_its_file(self, tmp_path, capsys):
+    def test_a_streaming_plan_says_what_it_needs_besides_its_file(self, tmp_path, capsys):
         path = tmp_path / "plan.json"
         flux = ("--family", "flux", "--vram", "24GiB", "--ram", "192GiB", "--precision", "bf16")
         assert cli.main(["plan", "advise", *flux, "--streamed", "-o", str(path), "--json"]) == 0
@@ -102,7 +102,7 @@ class TestWhenSomethingFits:
         assert "enable it in your script (docs/streaming.md)" in printed.err
         assert "plan.resolve(" not in printed.err
 
-    def test_a_sentence_of_a_reason_is_printed_once(self, capsys):
+    def test_a_repeated_reason_is_printed_only_once(self, capsys):
         assert advise("--vram", "12", "--ram", "64", "--all") == 0
         printed = capsys.readouterr().out
         assert printed.count("chosen only if streaming is requested") == 1
@@ -110,7 +110,7 @@ class TestWhenSomethingFits:
         needed = re.findall(r"device memory is needed most [^;]*", " ".join(printed.split()))
         assert len(needed) == len(set(needed)) > 3
 
-    def test_without_clipping_larger_models_fit(self, capsys):
+    def test_larger_models_fit_without_clipping(self, capsys):
         qwen = ("--family", "qwen-image", "--vram", "24GiB", "--ram", "128GiB", "--streamed")
         lean = ("--precision", "bf16", "--optimizer", "AdamW8BitStates", "--json")
         assert cli.main(["plan", "advise", *qwen, *lean]) == 1
@@ -125,7 +125,7 @@ class TestWhenSomethingFits:
 
         assert path.read_bytes().startswith(b"\x89PNG")
 
-    def test_a_folder_that_was_made_for_the_chart_is_told(self, tmp_path, capsys):
+    def test_creating_a_folder_for_the_chart_is_reported(self, tmp_path, capsys):
         path = tmp_path / "new" / "memory.pdf"
         assert advise(*ROOMY, "--chart", str(path)) == 0
         assert path.read_bytes().startswith(b"%PDF-")
@@ -135,7 +135,7 @@ class TestWhenSomethingFits:
 
 
 class TestWhenNothingFits:
-    def test_the_nearest_is_told_with_status_1(self, capsys):
+    def test_the_nearest_plan_is_shown_with_status_1(self, capsys):
         assert advise(*TINY) == 1
 
         printed = capsys.readouterr()
@@ -152,7 +152,7 @@ class TestWhenNothingFits:
         assert data["nearest"]["fits"] is False
         assert data["nearest"]["shortfalls"]
 
-    def test_no_plan_is_saved(self, tmp_path):
+    def test_no_plan_is_saved_when_nothing_fits(self, tmp_path):
         assert advise(*TINY, "-o", str(tmp_path / "plan.json")) == 1
 
         assert list(tmp_path.iterdir()) == []
@@ -160,7 +160,7 @@ class TestWhenNothingFits:
 
 class TestMistakes:
     @pytest.mark.parametrize("wrong", ["12G", "much"])
-    def test_an_unreadable_size_is_one_line_and_status_2(self, wrong, capsys):
+    def test_an_invalid_size_gives_one_line_and_status_2(self, wrong, capsys):
         assert advise("--vram", wrong, "--ram", "64GiB") == 2
 
         error = capsys.readouterr().err
@@ -181,13 +181,13 @@ class TestMistakes:
         assert "usage: zerotune plan advise" in capsys.readouterr().err
 
 
-def test_memory_that_is_not_given_is_this_machines(capsys):
+def test_memory_that_is_not_given_is_read_from_this_machine(capsys):
     assert advise("--vram", "24GiB", "--json") in {0, 1}
 
     assert "zerotune: --ram not given: planning with this machine's " in capsys.readouterr().err
 
 
-def test_plan_advise_loads_nothing_heavy():
+def test_plan_advise_imports_no_heavy_package():
     script = (
         "import sys; from zerotune import cli\n"
         f"status = cli.main(['plan', 'advise', '--family', 'sdxl', *{ROOMY!r}])\n"
@@ -197,7 +197,7 @@ def test_plan_advise_loads_nothing_heavy():
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_adapters_are_costed_and_suggested(capsys):
+def test_adapters_are_estimated_and_suggested(capsys):
     assert advise(*ROOMY, "--lora", "16", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert data["fits"] is True
@@ -241,14 +241,12 @@ def test_help_lists_the_families(verb, capsys):
         ),
     ],
 )
-def test_advice_about_a_mistake_is_in_shell_words_and_nothing_else_is_printed(
-    wrong, message, capsys
-):
+def test_a_mistake_prints_only_a_message_that_names_command_line_options(wrong, message, capsys):
     assert cli.main(["plan", "advise", *wrong]) == 2
     assert capsys.readouterr().err == message
 
 
-def test_the_message_that_nothing_fits_ends_its_lines_where_the_page_does(capsys):
+def test_the_message_that_nothing_fits_wraps_at_the_page_width(capsys):
     assert cli.main(["plan", "advise", "--family", "flux", "--vram", "8", "--ram", "32"]) == 1
     printed = capsys.readouterr().out
     assert printed.startswith("error: memory = ")

@@ -22,7 +22,7 @@ CLEAN = {
 
 @pytest.fixture
 def check(tmp_path, monkeypatch, capsys):
-    """Check a configuration; return the exit status, stdout and stderr."""
+    """Return a function that checks a configuration and returns exit status, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def run(content, *options):
@@ -39,7 +39,7 @@ def test_a_clean_file_has_nothing_to_report(check):
     assert check(CLEAN) == (0, "ds.json: nothing to report at 1 process\n", "")
 
 
-def test_notes_do_not_fail(check):
+def test_notes_do_not_fail_the_check(check):
     status, out, _ = check({"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0})
     assert status == 0
     assert "[note] micro-batch-unset: " in out
@@ -54,7 +54,7 @@ def test_warnings_fail_only_when_strict(check):
     assert "[warning] line 1, offload-param-below-stage-3: " in out
 
 
-def test_what_reading_warned_about_counts(check):
+def test_warnings_from_reading_the_file_count(check):
     status, out, _ = check(json.dumps(CLEAN) + " // mine", "--strict")
     assert status == 1
     assert "a comment at line 1" in out
@@ -70,7 +70,7 @@ def test_what_reading_warned_about_counts(check):
         ({"optimizer": {"type": "AdmaW"}}, "optimizer", "optimizer.type"),
     ],
 )
-def test_errors_of_every_stage_fail(check, change, rule, key):
+def test_errors_at_any_stage_of_the_check_fail(check, change, rule, key):
     status, out, err = check({**CLEAN, "gradient_accumulation_steps": 2, **change}, "--json")
     assert (status, err) == (1, "")
     report = json.loads(out)
@@ -80,7 +80,7 @@ def test_errors_of_every_stage_fail(check, change, rule, key):
     assert "Fix: " in error["text"]
 
 
-def test_an_optimizer_that_needs_a_model_is_no_error_in_a_file(check):
+def test_an_optimizer_that_needs_a_model_is_not_an_error_in_a_file(check):
     config = {**CLEAN, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
     status, out, _ = check(config)
     assert status == 0
@@ -91,13 +91,13 @@ def test_an_optimizer_that_needs_a_model_is_no_error_in_a_file(check):
     assert "optimizer.params.momentum = 2" in out
 
 
-def test_the_world_size_matters(check):
+def test_the_check_depends_on_the_world_size(check):
     config = {**CLEAN, "train_batch_size": 4, "gradient_accumulation_steps": 4}
     assert check(config)[0] == 0
     assert check(config, "--world-size", "2")[0] == 1
 
 
-def test_what_a_run_fills_is_no_error(check):
+def test_values_that_a_run_fills_in_are_not_errors(check):
     config = {
         **CLEAN,
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
@@ -112,13 +112,13 @@ def test_what_a_run_fills_is_no_error(check):
 
 
 @pytest.mark.parametrize("content", ["{", '{"a": 1,, }', "\x00"])
-def test_a_file_that_cannot_be_read_is_status_2(check, content):
+def test_an_unreadable_file_gives_status_2(check, content):
     status, out, err = check(content)
     assert (status, out) == (2, "")
     assert err.startswith("error: ds.json: ")
 
 
-def test_all_mistakes_are_reported(check):
+def test_all_errors_are_reported(check):
     config = {**CLEAN, "train_batch_siz": 8, "gradient_clipping": "x", "train_batch_size": 3,
               "zero_optimization": {"stage": 2, "foo": 1}, "optimizer": {"type": "AdmaW"},
               "gradient_accumulation_steps": 2}  # fmt: skip
@@ -130,7 +130,7 @@ def test_all_mistakes_are_reported(check):
 
 
 @pytest.mark.parametrize(("content", "line"), [("{", 1), ('{"a": 1,\n,}', 2)])
-def test_a_report_of_a_file_that_cannot_be_read_is_json_too(check, content, line):
+def test_the_report_on_an_unreadable_file_is_json_too(check, content, line):
     status, out, err = check(content, "--json")
     assert (status, err) == (2, "")
     (finding,) = json.loads(out)["findings"]
@@ -138,7 +138,7 @@ def test_a_report_of_a_file_that_cannot_be_read_is_json_too(check, content, line
     assert finding["key"] == "ds.json"
 
 
-def test_a_larger_file_is_read_when_it_is_allowed(check):
+def test_a_larger_file_is_read_if_the_limit_allows_it(check):
     large = {**CLEAN, "_note": "x" * 200_000}
     status, _, err = check(large, "--max-size", "100KiB")
     assert status == 2
@@ -149,28 +149,28 @@ def test_a_larger_file_is_read_when_it_is_allowed(check):
     assert err.startswith("error: --max-size = 'much': is not a size.")
 
 
-def test_a_report_of_a_missing_file_is_json_too(tmp_path, capsys):
+def test_the_report_on_a_missing_file_is_json_too(tmp_path, capsys):
     assert cli.main(["plan", "check", str(tmp_path / "no.json"), "--json"]) == 2
     printed = capsys.readouterr()
     assert printed.err == ""
     assert "no such file" in json.loads(printed.out)["findings"][0]["text"]
 
 
-def test_a_missing_file_is_status_2(tmp_path, capsys):
+def test_a_missing_file_gives_status_2(tmp_path, capsys):
     assert cli.main(["plan", "check", str(tmp_path / "no.json")]) == 2
     assert "no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["ds.json", "--world-size", "0"], ["--json"]])
-def test_wrong_usage_is_status_2(arguments):
+def test_wrong_usage_gives_status_2(arguments):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["plan", "check", *arguments])
     assert stopped.value.code == 2
 
 
-def test_the_process_is_quick_and_loads_nothing_heavy(tmp_path):
+def test_the_check_is_quick_and_imports_no_heavy_package(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(CLEAN))
-    # With compiled bytecode, as users have it, and without a terminal to wait for.
+    # Run with compiled bytecode, as users do, and without waiting for a terminal.
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path / "cache")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-m", "zerotune", "plan", "check", str(tmp_path / "ds.json")]
@@ -218,7 +218,7 @@ def test_each_finding_names_the_line_of_its_key(check):
     assert lines["zero_optimization.foo"] == 8
 
 
-def test_a_finding_in_accelerates_yaml_names_the_line_of_the_files_own_key(tmp_path, capsys):
+def test_a_finding_in_an_accelerate_yaml_names_the_line_of_the_yamls_own_key(tmp_path, capsys):
     path = tmp_path / "accelerate.yaml"
     path.write_text(
         "distributed_type: DEEPSPEED\n"
@@ -231,7 +231,7 @@ def test_a_finding_in_accelerates_yaml_names_the_line_of_the_files_own_key(tmp_p
     assert "[warning] line 4, offload-param-below-stage-3: " in capsys.readouterr().out
 
 
-def test_a_key_of_a_newer_deepspeed_passes_when_it_is_named(check):
+def test_a_key_of_a_newer_deepspeed_passes_if_it_is_named(check):
     config = {**CLEAN, "zero_optimization": {"stage": 2, "brand_new": 1}, "newer": 2}
     status, out, _ = check(config)
     assert status == 1
@@ -248,7 +248,7 @@ def test_a_key_of_a_newer_deepspeed_passes_when_it_is_named(check):
         (("\0",), "error: an argument contains a NUL character"),
     ],
 )
-def test_what_nobody_can_mean_is_an_error(check, wrong, said):
+def test_meaningless_options_are_an_error(check, wrong, said):
     try:
         status, _, err = check(CLEAN, *wrong)
         assert said in err
@@ -257,7 +257,7 @@ def test_what_nobody_can_mean_is_an_error(check, wrong, said):
     assert status == 2
 
 
-def test_the_number_of_processes_is_by_default_what_the_launchers_file_says(tmp_path, capsys):
+def test_the_number_of_processes_defaults_to_that_in_the_launchers_file(tmp_path, capsys):
     path = tmp_path / "a.yaml"
     path.write_text(
         "distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: bf16\n"
@@ -272,13 +272,13 @@ def test_the_number_of_processes_is_by_default_what_the_launchers_file_says(tmp_
 
 
 @pytest.mark.parametrize(("text", "kind"), [("null", "null"), ("[1]", "a list"), ("3", "a number")])
-def test_a_file_that_is_no_object_is_said_in_jsons_words(check, text, kind):
+def test_a_file_that_is_not_an_object_is_refused_in_json_terms(check, text, kind):
     status, out, _ = check(text)
     assert status == 1
     assert f"[error] read: ds.json must contain an object, not {kind}. " in out
 
 
-def test_trailing_commas_are_a_warning_with_a_fix(check):
+def test_trailing_commas_give_a_warning_with_a_fix(check):
     status, out, _ = check(json.dumps(CLEAN)[:-1] + ",}")
     assert status == 0
     assert re.search(
@@ -288,7 +288,7 @@ def test_trailing_commas_are_a_warning_with_a_fix(check):
     )
 
 
-def test_a_file_that_is_too_large_is_answered_in_shell_words(check):
+def test_a_file_that_is_too_large_is_refused_with_the_option_that_raises_the_limit(check):
     status, _, err = check(json.dumps(CLEAN), "--max-size", "10B")
     assert status == 2
     assert err.endswith("or raise the limit with --max-size SIZE.\n")

@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("to", "name"), [("deepspeed", "x.json"), ("trainer", "config.json")])
-def test_what_is_printed_and_what_is_written_reads_the_same(folder, capsys, to, name):
+def test_the_printed_and_the_written_plan_are_the_same(folder, capsys, to, name):
     plan = DeepSpeedPlan.load("ds.json")
     assert cli.main(["plan", "convert", "ds.json", "--to", to]) == 0
     printed = capsys.readouterr()
@@ -41,7 +41,7 @@ def test_what_is_printed_and_what_is_written_reads_the_same(folder, capsys, to, 
     assert capsys.readouterr().err == f"zerotune: wrote {name}\n"
 
 
-def test_an_accelerate_yaml_says_how_many_processes_it_starts(folder, capsys):
+def test_an_accelerate_yaml_states_its_number_of_processes(folder, capsys):
     assert cli.main(["plan", "convert", "ds.json", "--to", "accelerate", "-o", "x.yaml"]) == 0
     assert "launch.num_processes: unset -> 1 (accelerate launch" in capsys.readouterr().err
     plan = DeepSpeedPlan.load("ds.json")
@@ -53,7 +53,7 @@ def test_an_accelerate_yaml_says_how_many_processes_it_starts(folder, capsys):
     assert "num_processes: 2\n" in capsys.readouterr().out, "what the file says stays"
 
 
-def test_accelerate_launch_starts_what_is_written(folder):
+def test_accelerate_launch_starts_the_written_file(folder):
     (folder / "ds.json").write_text(
         json.dumps(
             {
@@ -85,14 +85,14 @@ def test_accelerate_launch_starts_what_is_written(folder):
     assert launched.stdout.endswith("stage true\n")
 
 
-def test_python_is_a_script_that_builds_the_plan(folder, capsys):
+def test_the_python_output_is_a_script_that_builds_the_plan(folder, capsys):
     assert cli.main(["plan", "convert", "ds.json", "--to", "python"]) == 0
     namespace: dict[str, object] = {}
     exec(capsys.readouterr().out, namespace)
     assert namespace["plan"] == DeepSpeedPlan.load("ds.json")
 
 
-def test_what_the_format_cannot_hold_is_refused_unless_it_is_named(folder, capsys):
+def test_settings_that_the_format_cannot_hold_are_refused_unless_they_are_named(folder, capsys):
     (folder / "a.yaml").write_text(SHARED)
     assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed", "-o", "x.json"]) == 2
     assert "--lossy num_processes" in capsys.readouterr().err
@@ -110,7 +110,7 @@ def test_what_the_format_cannot_hold_is_refused_unless_it_is_named(folder, capsy
     assert "zerotune: [warning] launch.num_processes: 2 -> unset" in printed.err
 
 
-def test_how_processes_are_started_is_left_to_the_launcher_and_told(folder, capsys):
+def test_process_settings_are_left_to_the_launcher_with_a_note(folder, capsys):
     assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {
@@ -123,7 +123,7 @@ def test_how_processes_are_started_is_left_to_the_launcher_and_told(folder, caps
     assert "launch.num_processes: 2 -> unset (the setting only affects" in printed.err
 
 
-def test_a_trainers_file_keeps_everything_else(folder, capsys):
+def test_converting_into_a_trainers_file_keeps_its_other_settings(folder, capsys):
     (folder / "config.json").write_text('{"--seed": 3, "--deepspeed_config": "{}"}')
     assert cli.main(["plan", "convert", "ds.json", "--to", "trainer", "-o", "config.json"]) == 0
     content = json.loads((folder / "config.json").read_text())
@@ -132,20 +132,20 @@ def test_a_trainers_file_keeps_everything_else(folder, capsys):
     assert capsys.readouterr().err.endswith("zerotune: kept config.json.bak\n")
 
 
-def test_a_bad_plan_is_status_2_and_writes_nothing(folder, capsys):
+def test_an_invalid_plan_gives_status_2_and_writes_nothing(folder, capsys):
     (folder / "ds.json").write_text('{"zero_optimization": {"stage": 9}}')
     assert cli.main(["plan", "convert", "ds.json", "--to", "accelerate", "-o", "x.yaml"]) == 2
     assert "zero_optimization.stage = 9" in capsys.readouterr().err
     assert not (folder / "x.yaml").exists()
 
 
-def test_the_format_must_be_one_there_is(folder):
+def test_an_unknown_format_is_refused(folder):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["plan", "convert", "ds.json", "--to", "toml"])
     assert stopped.value.code == 2
 
 
-def test_precision_accumulation_and_clipping_are_said_in_deepspeeds_words(folder, capsys):
+def test_precision_accumulation_and_clipping_become_deepspeed_keys(folder, capsys):
     around = {"mixed_precision": "bf16", "gradient_accumulation_steps": 4, "max_grad_norm": 0.5}
     (folder / "config.json").write_text(json.dumps({**around, "deepspeed_config": {}}))
     assert cli.main(["plan", "convert", "config.json", "--to", "deepspeed"]) == 0
@@ -162,7 +162,7 @@ def test_a_setting_that_no_launcher_has_cannot_be_dropped(folder, capsys):
     assert "error: --lossy = 'bogus': is not a launch setting" in capsys.readouterr().err
 
 
-def test_each_default_of_the_launcher_that_is_dropped_is_named(folder, capsys):
+def test_each_dropped_launcher_default_is_named(folder, capsys):
     (folder / "a.yaml").write_text(YAML.replace("{", "{compute_environment: LOCAL_MACHINE, ", 1))
     assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed"]) == 0
     dropped = "launch.compute_environment: 'LOCAL_MACHINE' -> unset (it is the launcher's default)"

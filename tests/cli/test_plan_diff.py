@@ -11,7 +11,7 @@ BEFORE = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
 
 @pytest.fixture
 def differ(tmp_path, monkeypatch, capsys):
-    """Compare a plan with ``BEFORE``; return the exit status and the output."""
+    """Return a function that compares a plan with ``BEFORE`` and returns exit status and output."""
     monkeypatch.chdir(tmp_path)
 
     def run(after, *options):
@@ -23,11 +23,11 @@ def differ(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_equal_plans_are_status_0(differ):
+def test_equal_plans_give_status_0(differ):
     assert differ(BEFORE) == (0, "before.json -> after.json: no difference\n")
 
 
-def test_each_setting_that_differs_has_a_line(differ):
+def test_each_differing_setting_has_a_line(differ):
     after = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": 1.0}
     status, out = differ(after)
     assert status == 1
@@ -41,7 +41,7 @@ def test_each_setting_that_differs_has_a_line(differ):
     assert differ(after, "--markdown")[1].startswith("# before.json")
 
 
-def test_a_file_in_another_format_is_compared_by_what_it_means(tmp_path, capsys):
+def test_files_in_different_formats_are_compared_by_their_meaning(tmp_path, capsys):
     (tmp_path / "a.json").write_text(json.dumps(BEFORE))
     (tmp_path / "b.yaml").write_text(
         "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: a.json}\n"
@@ -50,7 +50,7 @@ def test_a_file_in_another_format_is_compared_by_what_it_means(tmp_path, capsys)
     assert "zero_optimization" not in capsys.readouterr().out
 
 
-def test_an_error_says_in_which_of_the_two_files(tmp_path, capsys):
+def test_an_error_names_the_file_that_has_it(tmp_path, capsys):
     (tmp_path / "a.json").write_text(json.dumps(BEFORE))
     (tmp_path / "b.json").write_text(json.dumps({**BEFORE, "train_batch_size": 0}))
     assert cli.main(["plan", "diff", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2

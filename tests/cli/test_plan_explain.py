@@ -11,7 +11,7 @@ from zerotune import cli
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    """Write a configuration and change to its folder."""
+    """Return a function that writes a configuration into the working folder, which is temporary."""
     monkeypatch.chdir(tmp_path)
 
     def write(**changes):
@@ -55,7 +55,7 @@ class TestWithoutAModel:
 
         assert "| optimizer state | in host memory |" in capsys.readouterr().out
 
-    def test_headline_and_rows_say_nothing_that_an_error_denies(self, file, capsys):
+    def test_headline_and_rows_do_not_contradict_an_error(self, file, capsys):
         assert explain(file(fp16={"enabled": True})) == 1
 
         lines = capsys.readouterr().out.splitlines()
@@ -64,7 +64,7 @@ class TestWithoutAModel:
         (row,) = (line for line in lines if line.startswith("  precision "))
         assert row.endswith("refused, see the errors")
 
-    def test_an_error_of_the_rules_is_status_1(self, file, capsys):
+    def test_an_error_of_the_rules_gives_status_1(self, file, capsys):
         wrong = file(zero_optimization={"stage": 1, "offload_optimizer": {"device": "nvme"}})
 
         assert explain(wrong) == 1
@@ -76,7 +76,7 @@ class TestWithoutAModel:
         assert explain(triple, "--world-size", "2") == 0
         assert explain(triple, "--world-size", "3") == 1
 
-    def test_a_missing_file_is_one_line_and_status_2(self, tmp_path, capsys):
+    def test_a_missing_file_gives_one_line_and_status_2(self, tmp_path, capsys):
         assert explain(str(tmp_path / "absent.json")) == 2
 
         printed = capsys.readouterr()
@@ -106,7 +106,7 @@ class TestWithoutAModel:
         assert stopped.value.code == 2
         assert "usage: zerotune plan explain" in capsys.readouterr().err
 
-    def test_a_size_that_may_mean_two_things_is_explained(self, file, capsys):
+    def test_an_ambiguous_size_is_explained(self, file, capsys):
         assert explain(file(), "--vram", "12G") == 2
 
         assert (
@@ -114,7 +114,7 @@ class TestWithoutAModel:
             in capsys.readouterr().err
         )
 
-    def test_plan_explain_loads_nothing_heavy(self, file):
+    def test_plan_explain_imports_no_heavy_package(self, file):
         script = (
             "import sys; from zerotune import cli\n"
             f"status = cli.main(['plan', 'explain', {file()!r}, '--json'])\n"
@@ -140,7 +140,7 @@ class TestForAModel:
         assert " of 24.00 GiB, " in printed.out
         assert " of 128.00 GiB, " in printed.out
 
-    def test_too_little_memory_is_status_1(self, file, capsys):
+    def test_too_little_memory_gives_status_1(self, file, capsys):
         little = ("--accelerator", "cuda", "--vram", "2GiB", "--ram", "128GiB")
 
         assert explain(file(), "--family", "sdxl", *little, "--json") == 1
@@ -151,7 +151,7 @@ class TestForAModel:
         assert data["resolved"]["stage"] == 2
         assert data["estimate"]["places"]["device"]["peak"] > 2 * 1024**3
 
-    def test_ranks_share_the_host(self, file, capsys):
+    def test_ranks_share_the_host_memory(self, file, capsys):
         assert explain(file(), "--family", "sdxl", *MACHINE, "--world-size", "2", "--json") == 0
 
         data = json.loads(capsys.readouterr().out)
@@ -165,7 +165,7 @@ class TestForAModel:
         assert "# Resolved plan from" in printed
         assert "\n\n## Memory per rank: ZeRO-2" in printed
 
-    def test_more_samples_and_pixels_need_more(self, file, capsys):
+    def test_more_samples_and_pixels_need_more_memory(self, file, capsys):
         def device(*options):
             open_plan = file(train_micro_batch_size_per_gpu="auto")
             explain(open_plan, "--family", "sdxl", *MACHINE, "--json", *options)
@@ -182,7 +182,7 @@ class TestForAModel:
 
         assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
-    def test_an_unknown_family_is_one_line_and_status_2(self, file, capsys):
+    def test_an_unknown_family_gives_one_line_and_status_2(self, file, capsys):
         assert explain(file(), "--family", "sdxxl", *MACHINE) == 2
 
         error = capsys.readouterr().err

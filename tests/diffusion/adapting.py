@@ -23,7 +23,7 @@ SAMPLES = 4
 
 
 def tiny_sdxl(seed: int = 0, *, wide: int = 0) -> Any:
-    """A U-Net shaped like SDXL's, 0.35 M parameters.
+    """Return a U-Net shaped like SDXL's, with 0.35 M parameters.
 
     Args:
         seed: Seed of the weights.
@@ -52,7 +52,7 @@ def tiny_sdxl(seed: int = 0, *, wide: int = 0) -> Any:
 
 
 def tiny_sd3(seed: int = 0) -> Any:
-    """A transformer shaped like SD3's, 0.1 M parameters."""
+    """Return a transformer shaped like SD3's, with 0.1 M parameters."""
     from diffusers import SD3Transformer2DModel
 
     torch.manual_seed(seed)
@@ -72,7 +72,7 @@ def tiny_sd3(seed: int = 0) -> Any:
 
 
 def tiny_clip(seed: int = 1, *, projection: bool = False) -> Any:
-    """A CLIP text encoder of 20,000 parameters."""
+    """Return a CLIP text encoder of 20,000 parameters."""
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     torch.manual_seed(seed)
@@ -274,7 +274,7 @@ def go_on(case: Case, adapted: Adapted, folder: str, steps: int, half: int) -> d
 
 
 def state_of(engine: Any, before: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Report what is trained, what this rank holds of the model, and what has not moved."""
+    """Return sizes on this rank, dtypes, trained weights, and weights that have not moved."""
     return {
         "held": {n: p.numel() for n, p in engine.module.named_parameters()},
         "dtypes": {str(p.dtype) for p in engine.module.parameters()},

@@ -1,4 +1,4 @@
-"""One thread: these models are too small to share, and a busy machine makes sharing slow."""
+"""Limit torch to one thread: small models gain nothing from more, and a busy machine slows them."""
 
 from __future__ import annotations
 

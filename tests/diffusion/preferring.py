@@ -28,7 +28,7 @@ class OfTheSample:
 
 
 def pairs(step: int) -> dict[str, torch.Tensor]:
-    """The pairs of a whole step, over all ranks."""
+    """Return the pairs of a whole step, over all ranks."""
     random = torch.Generator().manual_seed(2000 + step)
     latents = torch.randn(SAMPLES, 4, SIZE, SIZE, generator=random)
     return {
@@ -46,7 +46,7 @@ def prefer(case: Case, folder: str, steps: int, *, copied: bool, resume: bool) -
         scheduler=DDPMScheduler(),
         family=StableDiffusionXL(),
         noise=OfTheSample(),
-        timestep_range=(0.5, 0.501),  # A single time step, because each rank draws its own.
+        timestep_range=(0.5, 0.501),  # Use a single time step, because each rank draws its own.
     )
     reference = tiny_sdxl() if copied else None
     objective = PreferenceObjective(objective=denoising, beta=5000.0, reference=reference)

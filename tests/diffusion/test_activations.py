@@ -139,7 +139,7 @@ def assert_same(left: Any, right: Any) -> None:
 
 @pytest.mark.parametrize("make", [text_unet, flux])
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_results_are_exact_and_every_copy_is_waited_for(make: Any, ahead: int) -> None:
+def test_results_are_exact_and_every_copy_is_awaited(make: Any, ahead: int) -> None:
     model = make()
     model.enable_gradient_checkpointing()
     wanted = gradients(model)
@@ -155,7 +155,7 @@ def test_results_are_exact_and_every_copy_is_waited_for(make: Any, ahead: int) -
     offload.detach()
 
 
-def test_slices_leave_at_any_batch() -> None:
+def test_slices_are_offloaded_at_any_batch_size() -> None:
     # Flux's single blocks get slices of a concatenation, which are dense at batch 1 only.
     stored = []
     for batch in (1, 2):
@@ -167,7 +167,7 @@ def test_slices_leave_at_any_batch() -> None:
     assert stored[0] == stored[1]
 
 
-def test_expanded_tensors_stay_on_the_device() -> None:
+def test_expanded_tensors_are_not_offloaded() -> None:
     transfers = RecordingTransfers()
     offload = ActivationOffload(smallest=0, transfers=transfers)
     x = torch.nn.Linear(4, 4)(torch.ones(1, 4))
@@ -186,7 +186,7 @@ def test_expanded_tensors_stay_on_the_device() -> None:
         torch.randn(3, 5, 4)[:, 2:],
     ],
 )
-def test_copies_have_no_gaps_and_are_made_of_whole_pieces(tensor: torch.Tensor) -> None:
+def test_copies_consist_of_whole_contiguous_pieces(tensor: torch.Tensor) -> None:
     host = torch.empty(tensor.numel()).as_strided(tensor.shape, stored_strides(tensor))
     pieces = list(_dense_parts(host, tensor))
     assert len(pieces) <= 6
@@ -225,7 +225,7 @@ class Chain(torch.nn.Module):
         return x
 
 
-def test_each_block_leaves_behind_the_next_and_comes_back_one_ahead() -> None:
+def test_each_block_is_offloaded_after_the_next_and_fetched_one_block_ahead() -> None:
     model, transfers = Chain(5), RecordingTransfers()
     ActivationOffload(smallest=0, transfers=transfers).attach(model)
     output = model(torch.ones(1, 4)).sum()
@@ -251,7 +251,7 @@ def test_each_block_leaves_behind_the_next_and_comes_back_one_ahead() -> None:
     ]
 
 
-def test_a_graph_may_be_walked_twice_and_dropped() -> None:
+def test_a_graph_can_be_walked_twice_and_dropped() -> None:
     model, transfers = Chain(6), RecordingTransfers()
     x = torch.ones(1, 4)
     model(x).sum().backward()
@@ -269,7 +269,7 @@ def test_a_graph_may_be_walked_twice_and_dropped() -> None:
     assert (transfers.held, transfers.on_their_way) == (0, 0)
 
 
-def test_two_graphs_at_a_time_do_not_mix() -> None:
+def test_two_graphs_at_a_time_are_kept_apart() -> None:
     model, transfers = Chain(4), RecordingTransfers()
     first, second = torch.ones(1, 4), torch.full((1, 4), 2.0)
     wanted = []
@@ -307,7 +307,7 @@ def test_inputs_changed_in_place_are_refused(transfers: Any) -> None:
             offload.checkpoint(blocks[1], y)
 
 
-def test_what_all_blocks_share_stays() -> None:
+def test_tensors_shared_by_all_blocks_stay_on_the_device() -> None:
     model, transfers = text_unet(), RecordingTransfers()
     offload = ActivationOffload(smallest=2 * 8 * 8 * 8 * 4, transfers=transfers).attach(model)
     gradients(model)
@@ -315,7 +315,7 @@ def test_what_all_blocks_share_stays() -> None:
     assert sizes >= 2 * 8 * 8 * 8 * 4, "time embeddings and text are smaller"
 
 
-def test_on_the_cpu_nothing_is_copied_and_it_says_so() -> None:
+def test_on_the_cpu_nothing_is_copied_and_a_decision_says_so() -> None:
     model = text_unet()
     model.enable_gradient_checkpointing()
     wanted = gradients(model)
@@ -329,7 +329,7 @@ def test_on_the_cpu_nothing_is_copied_and_it_says_so() -> None:
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_detaching_puts_everything_back(enabled: bool) -> None:
+def test_detaching_restores_everything(enabled: bool) -> None:
     model = text_unet()
     if enabled:
         model.enable_gradient_checkpointing()
@@ -354,7 +354,7 @@ def test_models_without_checkpointing_are_refused() -> None:
         ActivationOffload(ahead=0)
 
 
-def test_nothing_is_offloaded_without_gradients() -> None:
+def test_without_gradients_nothing_is_offloaded() -> None:
     model, transfers = Chain(3), RecordingTransfers()
     ActivationOffload(smallest=0, transfers=transfers).attach(model)
     with torch.no_grad():
@@ -362,7 +362,7 @@ def test_nothing_is_offloaded_without_gradients() -> None:
     assert transfers.events == []
 
 
-def test_blocks_are_used_again_and_make_room() -> None:
+def test_pooled_blocks_are_reused_and_freed_for_other_sizes() -> None:
     pool = BlockPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     first, second = pool.take(100), pool.take(100)
     pool.give(first)
@@ -420,7 +420,7 @@ def with_and_without(case: Case) -> Any:
     ],
     ids=str,
 )
-def test_engines_train_the_same_bit_for_bit(case: Case) -> None:
+def test_engines_train_bit_for_bit_the_same(case: Case) -> None:
     (((wanted, partitioned, none), (found, _, fetched)),) = run_ranks(with_and_without, case)
     assert found == wanted
     assert partitioned is (case.stage == 3)
@@ -437,7 +437,7 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.mark.gpu
-# torch warns of operators without a deterministic kernel; which ones varies by release.
+# torch warns of operators without a deterministic kernel, which differ between releases.
 @pytest.mark.filterwarnings("ignore:.*determinis")
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("make", [text_unet, flux])

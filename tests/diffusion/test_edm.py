@@ -43,7 +43,7 @@ def latents(count=8):
 
 
 def script_loss(scheduler, model, model_input, noise, indices):
-    """diffusers' train_dreambooth_lora_sdxl.py with ``--do_edm_style_training``."""
+    """Compute the loss of train_dreambooth_lora_sdxl.py with ``--do_edm_style_training``."""
     timesteps = scheduler.timesteps[indices]
     step_indices = [(scheduler.timesteps == t).nonzero().item() for t in timesteps]
     sigmas = scheduler.sigmas[step_indices].flatten().view(-1, 1, 1, 1)
@@ -71,7 +71,7 @@ def script_loss(scheduler, model, model_input, noise, indices):
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("kind", [EDMEulerScheduler, EDMDPMSolverMultistepScheduler])
-def test_the_loss_is_that_of_diffusers_script(kind, prediction):
+def test_the_loss_equals_that_of_the_diffusers_script(kind, prediction):
     scheduler = kind(**PLAYGROUND, prediction_type=prediction)
     model, random = Model(), generator()
     noise = torch.randn(latents().shape, generator=random)
@@ -85,7 +85,7 @@ def test_the_loss_is_that_of_diffusers_script(kind, prediction):
     torch.testing.assert_close(mine / wanted.abs().max(), wanted / wanted.abs().max())
 
 
-def test_the_loss_of_the_paper_is_nvlabs():
+def test_the_loss_of_the_paper_equals_nvlabs():
     objective = EDMObjective(density="log_normal", weighting="edm", log_mean=-1.0, log_std=1.1)
     model, random = Model(), generator()
     noise = torch.randn(latents().shape, generator=random)
@@ -108,7 +108,7 @@ def test_the_loss_of_the_paper_is_nvlabs():
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
-def test_edm_style_training_of_another_base_is_plain_denoising(prediction):
+def test_edm_style_training_of_another_base_equals_plain_denoising(prediction):
     settings = {"beta_end": 0.012, "beta_schedule": "scaled_linear", "prediction_type": prediction}
     euler = EulerDiscreteScheduler(**settings)
     model = Model()
@@ -128,7 +128,7 @@ def test_edm_style_training_of_another_base_is_plain_denoising(prediction):
         torch.testing.assert_close(found.mean(), theirs, rtol=1e-4, atol=0)
 
 
-def test_only_the_range_is_trained_from_little_noise_to_much():
+def test_only_the_given_range_is_trained_from_little_noise_to_much():
     model = Model()
     for share, least, most in (((0.0, 0.25), 0.002, 0.2), ((0.75, 1.0), 17.0, 80.0)):
         objective = EDMObjective(timestep_range=share)
@@ -139,7 +139,7 @@ def test_only_the_range_is_trained_from_little_noise_to_much():
         assert sigmas.max() > most / 1.3
 
 
-def test_quantiles_go_from_little_noise_to_much():
+def test_quantiles_run_from_little_noise_to_much():
     seen, model = [], Model()
     model.register_forward_hook(lambda *_: seen.append(float((4 * model.timesteps[0]).exp())))
     errors = EDMObjective(loss=Huber()).losses_at(
@@ -182,7 +182,7 @@ def test_quantiles_go_from_little_noise_to_much():
         ),
     ],
 )
-def test_settings_that_are_none_are_refused(make, key, fix):
+def test_invalid_settings_are_refused(make, key, fix):
     with pytest.raises(InvalidValueError) as caught:
         make()
     assert caught.value.key == key

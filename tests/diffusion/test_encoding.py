@@ -64,7 +64,7 @@ def watched(parts, monkeypatch):
     return moved
 
 
-def test_caches_hold_what_the_encoders_give_and_the_encoders_leave(
+def test_caches_hold_the_encoders_outputs_and_the_encoders_leave_the_device(
     images, sdxl, tmp_path, monkeypatch
 ):
     family = load_pretrained(sdxl, frozen_dtype="fp32").family
@@ -86,7 +86,7 @@ def test_caches_hold_what_the_encoders_give_and_the_encoders_leave(
         assert torch.equal(sample["original_sizes"], whole["original_sizes"])
 
 
-def test_nothing_is_encoded_twice_and_nothing_stale_is_read(images, sdxl, tmp_path, monkeypatch):
+def test_nothing_is_encoded_twice_and_no_stale_entry_is_read(images, sdxl, tmp_path, monkeypatch):
     family = load_pretrained(sdxl, frozen_dtype="fp32").family
     first = encode_dataset(images, family=family, folder=tmp_path / "cache", progress=False)
 
@@ -104,7 +104,7 @@ def test_nothing_is_encoded_twice_and_nothing_stale_is_read(images, sdxl, tmp_pa
             encode_dataset(images, family=family, folder=tmp_path / "cache", progress=False)
 
 
-def test_without_parts_there_is_nothing_to_encode_with(images, sdxl, tmp_path):
+def test_encoding_without_loaded_parts_is_refused(images, sdxl, tmp_path):
     family = load_pretrained(sdxl, parts=False).family
     with pytest.raises(DataError, match="neither a VAE nor text encoders"):
         encode_dataset(images, family=family, folder=tmp_path / "cache", progress=False)
@@ -138,7 +138,7 @@ def encode_slowly(folder, images, target, timeout_s):
         first.close()
 
 
-def test_a_slow_rank_is_waited_for_longer_than_a_collective(images, sdxl, tmp_path):
+def test_ranks_wait_longer_for_slow_encoding_than_for_a_collective(images, sdxl, tmp_path):
     found = run_ranks(encode_slowly, str(sdxl), images, str(tmp_path / "cache"), None, world_size=2)
     assert found == [3, 3]
     late = run_ranks(encode_slowly, str(sdxl), images, str(tmp_path / "other"), 0.5, world_size=2)
@@ -146,7 +146,7 @@ def test_a_slow_rank_is_waited_for_longer_than_a_collective(images, sdxl, tmp_pa
 
 
 @pytest.mark.gpu
-def test_encoders_give_the_memory_back(images, sdxl, tmp_path):
+def test_encoders_free_their_memory(images, sdxl, tmp_path):
     family = load_pretrained(sdxl).family
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -160,7 +160,7 @@ def test_encoders_give_the_memory_back(images, sdxl, tmp_path):
 
 @pytest.fixture
 def edits(tmp_path):
-    """Two images with their reference images, one with a mask."""
+    """Write two images with their reference images, one with a mask."""
     folder = tmp_path / "edits"
     folder.mkdir()
     colors = np.random.default_rng(1)
@@ -182,7 +182,9 @@ def loss_and_gradient(loaded, batch):
     return float(loss.detach()), loaded.model.proj_out.weight.grad.clone()
 
 
-def test_a_model_that_edits_trains_on_references_and_masks_of_a_folder_and_a_cache(edits, tmp_path):
+def test_an_edit_model_trains_on_references_and_masks_from_a_folder_and_from_a_cache(
+    edits, tmp_path
+):
     loaded = load_pretrained(flux_kontext(tmp_path / "kontext"), frozen_dtype="fp32")
     images = PreparedImages(
         ImageFolder(edits, captions=TextBeside(words=TextLines())),
@@ -212,7 +214,9 @@ def edited(edits, **settings):
 
 
 @pytest.mark.parametrize("pipeline", [qwen_image_edit, qwen_image_edit_plus])
-def test_texts_read_with_their_image_train_alike_from_pixels_and_caches(edits, tmp_path, pipeline):
+def test_texts_encoded_with_their_image_train_alike_from_pixels_and_caches(
+    edits, tmp_path, pipeline
+):
     loaded = load_pretrained(
         pipeline(tmp_path / "edit"), frozen_dtype="fp32", reference_area=32 * 32
     )
@@ -244,12 +248,12 @@ def test_texts_read_with_their_image_train_alike_from_pixels_and_caches(edits, t
 
 
 def told(images, caption):
-    """Draws with this caption, those of the first image before those of the second."""
+    """Return draws with this caption, the first image's before the second's."""
     draws = [(n, e) for n in range(2) for e in range(20)]
     return [(n, e) for n, e in draws if images.caption(Draw(index=n, epoch=e)) == caption]
 
 
-def test_what_an_image_is_read_in_is_part_of_its_cache(tmp_path):
+def test_the_size_at_which_a_reference_is_shown_is_part_of_the_cache_settings(tmp_path):
     folder = qwen_image_edit(tmp_path / "edit")
     large, small = (
         load_pretrained(folder, frozen_dtype="fp32", **settings).family
@@ -266,7 +270,7 @@ def test_what_an_image_is_read_in_is_part_of_its_cache(tmp_path):
     torch.testing.assert_close(large.at_shown_size(pictures), wanted)
 
 
-def test_texts_without_the_image_they_edit_are_refused(edits, tmp_path):
+def test_encoding_edit_texts_without_their_image_is_refused(edits, tmp_path):
     loaded = load_pretrained(qwen_image_edit(tmp_path / "edit"), reference_area=32 * 32)
     family = loaded.family
     for path in edits.glob("*.reference.png"):
@@ -290,7 +294,7 @@ def test_texts_without_the_image_they_edit_are_refused(edits, tmp_path):
     torch.testing.assert_close(dropped["prompt_embeds"], empty["prompt_embeds"].float())
 
 
-def test_without_torchvision_the_missing_package_is_named(tmp_path, monkeypatch):
+def test_a_missing_torchvision_is_named(tmp_path, monkeypatch):
     if importlib.util.find_spec("torchvision") is not None:
         pytest.skip("torchvision is installed")
     folder = qwen_image_edit(tmp_path / "edit")

@@ -105,7 +105,7 @@ class Chain(torch.nn.Module):
         return (self.second(torch.relu(self.first(sample))),)
 
 
-def test_the_peak_is_what_lives_at_once():
+def test_the_activation_peak_counts_what_is_alive_at_once():
     with torch.device("meta"):
         chain = Chain().to(torch.bfloat16)
         sample = torch.empty(16, 8, dtype=torch.bfloat16)
@@ -119,7 +119,7 @@ def test_the_peak_is_what_lives_at_once():
 
 
 @pytest.mark.parametrize("config", [UNET, SD3, FLUX], ids=lambda c: c["_class_name"])
-def test_meta_counts_what_a_real_pass_keeps(config):
+def test_counting_on_meta_equals_a_real_pass(config):
     kind = {
         "UNet2DConditionModel": UNet2DConditionModel,
         "SD3Transformer2DModel": SD3Transformer2DModel,
@@ -144,7 +144,7 @@ def _moved(value, device):
     return torch.zeros(value.shape, dtype=value.dtype, device=device)
 
 
-def test_costs_grow_with_batch_and_pixels_and_shrink_with_checkpoints():
+def test_activation_costs_grow_with_batch_and_pixels_and_shrink_with_checkpointing():
     facts = model_facts(UNET, name="small")
     assert facts.name == "small"
     assert facts.numel == sum(
@@ -158,7 +158,7 @@ def test_costs_grow_with_batch_and_pixels_and_shrink_with_checkpoints():
     )
 
 
-def test_the_fit_predicts_sizes_it_has_not_seen():
+def test_the_fit_predicts_unmeasured_sizes():
     with torch.device("meta"):
         model = UNet2DConditionModel.from_config(dict(UNET))
     costs, _ = measure_step(model)
@@ -180,8 +180,7 @@ def test_a_configuration_is_read_from_a_folder(tmp_path):
     assert from_folder.name == "UNet2DConditionModel"
 
 
-# As published: with keys about the file, false for null, and an argument that the class has
-# dropped.
+# Like published files: with keys about the file, false for null, and a dropped argument.
 PUBLISHED = {
     "_class_name": "QwenImageTransformer2DModel",
     "_diffusers_version": "0.34.0.dev0",
@@ -198,7 +197,7 @@ PUBLISHED = {
 }
 
 
-def test_a_catalogued_configuration_is_neither_built_nor_counted(counted, monkeypatch):
+def test_a_catalogued_configuration_is_neither_built_nor_measured(counted, monkeypatch):
     def built(_config):
         raise AssertionError("it was built")
 
@@ -227,7 +226,7 @@ def test_a_catalogued_configuration_has_the_parameters_of_its_model():
     assert facts.blocks == made.blocks
 
 
-def test_a_configuration_means_one_family():
+def test_each_configuration_identifies_one_family():
     digests = {name: model_family(name).configuration for name in family_names()}
     assert all(len(digest) == 64 for digest in digests.values())
     # The same model class with other inputs (edit, ControlNet, image-to-video) is another family.
@@ -238,7 +237,7 @@ def test_a_configuration_means_one_family():
         assert name in alike or family_of(digest).name == name
 
 
-def test_a_configuration_is_counted_once(counted):
+def test_facts_of_a_configuration_are_computed_once(counted):
     first = model_facts(UNET)
     assert model_facts(UNET) == first
     assert model_facts(dict(UNET), activations=False).activations is None
@@ -248,7 +247,7 @@ def test_a_configuration_is_counted_once(counted):
     assert len(counted) == 2
 
 
-def test_what_is_remembered_damaged_is_counted_again(counted, monkeypatch, tmp_path):
+def test_damaged_cached_facts_are_computed_again(counted, monkeypatch, tmp_path):
     first = model_facts(UNET)
     for file in counting._Configuration(UNET).file.parent.iterdir():
         file.write_text('{"name": 3}')
@@ -259,7 +258,7 @@ def test_what_is_remembered_damaged_is_counted_again(counted, monkeypatch, tmp_p
     assert model_facts(UNET) == first, "a cache that cannot be written changes nothing"
 
 
-def test_facts_of_a_catalogued_model_need_no_transformers():
+def test_facts_of_a_catalogued_model_are_found_without_transformers():
     code = (
         "import sys; sys.modules.update(transformers=None, peft=None)\n"
         "from zerotune import model_facts\n"
@@ -279,7 +278,7 @@ def test_facts_of_a_catalogued_model_need_no_transformers():
     assert "pip install transformers" in done.stdout
 
 
-def test_a_module_gives_its_parameters():
+def test_parameters_can_be_read_from_a_module():
     unet = tiny_unet()
     assert model_facts(unet, activations=False).numel == sum(p.numel() for p in unet.parameters())
     with pytest.raises(InvalidValueError, match="on the meta device"):
@@ -299,7 +298,7 @@ def test_a_missing_file_and_an_unknown_model_are_refused(tmp_path):
         example_inputs(Chain())
 
 
-def test_planned_adapters_are_those_that_peft_makes():
+def test_planned_adapters_equal_those_that_peft_creates():
     needs("peft")
     for config, kind, targets in (
         (UNET, UNet2DConditionModel, None),
@@ -338,7 +337,7 @@ def whole_and_few(model, count, monkeypatch):
     """Return ``count()`` with all and with few blocks run, and the latter's block calls."""
     with monkeypatch.context() as patched:
         patched.setattr(passes, "_find_repeats", lambda _model: ())
-        count()  # Models cache tables in their first call.
+        count()  # Call once before measuring: models cache tables in their first call.
         whole = count()
     blocks = [block for repeat in passes._find_repeats(model) for block in repeat.every]
     ran = []
@@ -349,7 +348,7 @@ def whole_and_few(model, count, monkeypatch):
     return whole, few, len(ran)
 
 
-def test_blocks_that_do_not_run_are_counted_all_the_same(monkeypatch):
+def test_skipped_blocks_are_counted_nevertheless(monkeypatch):
     with torch.device("meta"):
         sample = torch.empty(16, 8)
         ran = []
@@ -367,7 +366,7 @@ def test_blocks_that_do_not_run_are_counted_all_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("odd", [0, 3, 6, 9])
-def test_blocks_that_are_not_called_alike_all_run(odd, monkeypatch):
+def test_blocks_with_different_calls_are_all_run(odd, monkeypatch):
     calls = [1] * 10
     calls[odd] = 2
     with torch.device("meta"):
@@ -385,7 +384,7 @@ def test_blocks_that_are_not_called_alike_all_run(odd, monkeypatch):
     "name",
     ["chroma", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("hunyuan-video", "lumina2"))],
 )
-def test_a_step_of_few_blocks_is_measured_as_one_of_all(name, monkeypatch, tmp_path):
+def test_measuring_few_blocks_equals_measuring_all(name, monkeypatch, tmp_path):
     config, _ = declared(name, tmp_path / name)
     longer = {key: 9 for key in ("num_layers", "num_single_layers") if key in config}
     with torch.device("meta"):
@@ -397,7 +396,7 @@ def test_a_step_of_few_blocks_is_measured_as_one_of_all(name, monkeypatch, tmp_p
     assert calls == (4 * 5 * 6 + 2 * 9) * len(longer)  # All blocks run forward twice.
 
 
-def test_the_work_of_counting_does_not_grow_with_the_depth(monkeypatch, tmp_path):
+def test_the_counting_effort_does_not_grow_with_the_depth(monkeypatch, tmp_path):
     config, _ = declared("wan", tmp_path / "wan")
     kind, operators = getattr(diffusers, config["_class_name"]), []
     for layers in (8, 24):
@@ -420,7 +419,7 @@ def counted_calls(function, seen):
     return call
 
 
-def test_pixart_alpha_is_told_sizes_and_sigma_is_not(tmp_path):
+def test_pixart_alpha_gets_size_conditions_and_pixart_sigma_does_not(tmp_path):
     config, sigma = declared("pixart-sigma", tmp_path / "pixart-sigma")
     with torch.device("meta"):
         alpha = type(sigma).from_config(
@@ -444,7 +443,7 @@ def declared(name, folder):
 
 
 @pytest.mark.parametrize("name", ["z-image", "hunyuan-video"])
-def test_a_captured_call_is_what_the_model_takes(name, tmp_path):
+def test_the_model_accepts_a_captured_call(name, tmp_path):
     config, model = declared(name, tmp_path / name)
     facts = model_facts(config, activations=False)
     assert facts.numel == sum(p.numel() for p in model.parameters())
@@ -455,7 +454,7 @@ def test_a_captured_call_is_what_the_model_takes(name, tmp_path):
     assert small < large <= 2.2 * small
 
 
-def test_pipelines_that_take_samples_in_turn_keep_all_their_graphs(tmp_path):
+def test_pipelines_that_process_samples_one_by_one_keep_all_graphs(tmp_path):
     _, model = declared("aura-flow", tmp_path / "aura-flow")
     make = example_inputs(model)
     one, four = (make(batch, 128, 128) for batch in (1, 4))
@@ -463,7 +462,7 @@ def test_pipelines_that_take_samples_in_turn_keep_all_their_graphs(tmp_path):
     assert activation_peak(model, four) > 2 * activation_peak(model, one)
 
 
-def test_a_captured_call_is_the_one_written_by_hand(monkeypatch):
+def test_a_captured_call_equals_the_hand_written_one(monkeypatch):
     """Flux has hand-written inputs; its declaration must produce the same ones."""
 
     with torch.device("meta"):
@@ -480,7 +479,7 @@ def test_a_captured_call_is_the_one_written_by_hand(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["wan", pytest.param("ltx", marks=pytest.mark.nightly)])
-def test_clips_of_any_shape_are_predicted(name, tmp_path):
+def test_activations_are_predicted_for_clips_of_any_shape(name, tmp_path):
     config, model = declared(name, tmp_path / name)
     facts, make = model_facts(config), example_inputs(model)
     each = facts.frames_per_latent
@@ -496,7 +495,7 @@ def test_clips_of_any_shape_are_predicted(name, tmp_path):
         assert predicted == pytest.approx(peak, rel=0.05), (batch, height, width, latents)
 
 
-def test_latents_are_as_small_as_the_family_makes_them(tmp_path):
+def test_the_latent_scale_follows_the_family(tmp_path):
     _, sana = declared("sana", tmp_path / "sana")
     assert (latent_scale(sana), latent_scale(torch.nn.Linear(1, 1))) == (32, 8)
     assert frames_per_latent(sana) is None

@@ -17,7 +17,7 @@ from zerotune.training.tracking import _pixels
 CLIPS = torch.linspace(-1, 1, 2 * 3 * 4 * 5 * 7).view(2, 3, 4, 5, 7)
 
 
-def test_an_animated_png_holds_every_frame_to_the_bit():
+def test_an_animated_png_preserves_every_frame_exactly():
     frames = clips_to_grid(CLIPS, columns=2)
     assert [frame.size for frame in frames] == [(26, 13)] * 4
     with Image.open(io.BytesIO(AnimatedPNG(fps=20).encode(frames))) as found:
@@ -32,7 +32,7 @@ def test_an_animated_png_holds_every_frame_to_the_bit():
         AnimatedPNG(fps=0)
 
 
-def test_an_mp4_holds_frames_of_odd_sizes():
+def test_an_mp4_accepts_frames_of_odd_sizes():
     av = needs("av")
     frames = [Image.new("RGB", (9, 7), (60 * n, 30, 90)) for n in range(4)]
     with av.open(io.BytesIO(MP4(fps=12).encode(frames))) as film:
@@ -44,7 +44,7 @@ def test_an_mp4_holds_frames_of_odd_sizes():
     assert clip_format(12)[0] == MP4(fps=12)
 
 
-def test_without_pyav_clips_are_animated_pngs_and_mp4_names_the_extra(monkeypatch):
+def test_without_pyav_clips_become_animated_pngs_and_mp4_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     format_, decision = clip_format(24)
     assert format_ == AnimatedPNG(fps=24)

@@ -31,7 +31,7 @@ class FakeGroup:
         return list(self.box.values())
 
 
-def test_the_figure_is_the_mean_over_samples_of_errors_at_fixed_levels():
+def test_the_validation_loss_is_the_mean_of_the_samples_errors_at_fixed_levels():
     model = tiny_unet()
     objective = DenoisingObjective()
     batches = [{"images": batch["images"]} for batch in held_out((3, 1))]
@@ -57,7 +57,7 @@ def test_the_figure_is_the_mean_over_samples_of_errors_at_fixed_levels():
     assert model.training
 
 
-def test_it_repeats_itself_and_leaves_model_and_random_numbers_alone():
+def test_the_validation_loss_is_repeatable_and_leaves_model_and_random_state_unchanged():
     model = tiny_unet().train()
     state = torch.get_rng_state()
     first = validation_loss(OBJECTIVE, model, held_out())
@@ -74,7 +74,7 @@ def test_it_repeats_itself_and_leaves_model_and_random_numbers_alone():
     assert validation_loss(OBJECTIVE, model, held_out()) != first
 
 
-def test_weights_of_a_schedule_do_not_enter_the_figure():
+def test_the_weighting_of_the_objective_does_not_change_the_validation_loss():
     model = tiny_unet()
     batches = held_out((4,))
     plain = FlowMatchingObjective(family=OBJECTIVE.family)
@@ -85,7 +85,7 @@ def test_weights_of_a_schedule_do_not_enter_the_figure():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_the_figure_is_the_same_on_any_number_of_ranks(world_size):
+def test_the_validation_loss_is_the_same_on_any_number_of_ranks(world_size):
     model, box = tiny_unet(), {}
     expected = validation_loss(OBJECTIVE, model, held_out(), quantiles=(0.3, 0.7))
     calls = []
@@ -99,7 +99,7 @@ def test_the_figure_is_the_same_on_any_number_of_ranks(world_size):
 
 
 @pytest.mark.deepspeed
-def test_stage_3_on_two_ranks_gives_the_bare_models_figures_and_trains_on():
+def test_stage_3_on_two_ranks_gives_the_plain_models_loss_and_training_continues():
     bare = validate(tiny_unet()).by_quantile
     case = Case(stage=3, micro_batch=4, overrides=PARTITIONED)
     ranks = run_ranks(validate_and_train, case, world_size=2)
@@ -111,7 +111,7 @@ def test_stage_3_on_two_ranks_gives_the_bare_models_figures_and_trains_on():
         assert after.by_quantile != before.by_quantile
 
 
-def test_what_cannot_be_validated_is_refused():
+def test_objectives_and_data_that_cannot_be_validated_are_refused():
     model = tiny_unet()
     with pytest.raises(InvalidValueError, match="losses_at"):
         validation_loss(torch.nn.functional.mse_loss, model, held_out())

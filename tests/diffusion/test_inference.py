@@ -12,7 +12,7 @@ from zerotune.errors import CollectiveError
 
 
 @ranks(2)
-def test_the_others_are_told_which_rank_failed_and_why():
+def test_the_other_ranks_learn_which_rank_failed_and_why():
     from zerotune.backend.distributed import ProcessGroup
 
     group = ProcessGroup(backend="gloo", timeout_s=60)

@@ -43,7 +43,7 @@ def test_only_adapters_are_trained_and_they_are_counted():
     assert "4.71%" in str(facts)
 
 
-def test_peft_gets_what_was_asked_for():
+def test_peft_gets_the_requested_settings():
     model = tiny_sdxl()
     lora = LoRA(
         rank=4,
@@ -89,7 +89,7 @@ def test_peft_gets_what_was_asked_for():
         ("OFTConfig", {"oft_block_size": 4}),
     ],
 )  # fmt: skip
-def test_a_configuration_of_peft_is_taken_as_it_is(kind, settings):
+def test_a_peft_configuration_is_used_unchanged(kind, settings):
     import peft
 
     given = getattr(peft, kind)(
@@ -119,14 +119,14 @@ def test_a_configuration_of_peft_is_taken_as_it_is(kind, settings):
         ({"lora_alpha": 0}, r"LoRA\.alpha = 0"),
     ],
 )
-def test_a_setting_of_peft_that_would_be_lost_is_named(settings, message):
+def test_a_peft_setting_that_exports_would_lose_is_refused_by_name(settings, message):
     import peft
 
     with pytest.raises(InvalidValueError, match=message):
         add_lora(tiny_sd3(), peft.LoraConfig(target_modules=["to_q"], **settings))
 
 
-def test_a_kind_of_peft_that_cannot_be_trained_is_named():
+def test_an_untrainable_kind_of_peft_configuration_is_refused_by_name():
     import peft
 
     with pytest.raises(InvalidValueError, match=r"lora = 'IA3Config'.*LoraConfig"):
@@ -134,14 +134,14 @@ def test_a_kind_of_peft_that_cannot_be_trained_is_named():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_adapters_are_fp32_whatever_the_base(dtype):
+def test_adapters_are_fp32_whatever_the_precision_of_the_base(dtype):
     model = tiny_sd3().to(dtype)
     add_lora(model)
     assert {p.dtype for p in trained(model).values()} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {dtype}
 
 
-def test_the_base_is_cast_when_asked():
+def test_the_base_is_cast_when_requested():
     model = tiny_sd3()
     facts = add_lora(model, LoRA(rank=2, targets="transformer_blocks.*to_q"), base_dtype="bf16")
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
@@ -152,7 +152,7 @@ def test_the_base_is_cast_when_asked():
         add_lora(tiny_sd3(), base_dtype="int8")
 
 
-def test_text_encoders_take_adapters_too():
+def test_adapters_can_be_added_to_text_encoders():
     for projection in (False, True):
         facts = add_lora(tiny_clip(projection=projection), LoRA(rank=2))
         assert len(facts.layers) == 8
@@ -169,7 +169,7 @@ def test_text_encoders_take_adapters_too():
         ({"alpha_pattern": {"mid.*zz": 2}}, "LoRA.alpha_pattern = 'mid.*zz'"),
     ],
 )
-def test_what_matches_nothing_is_refused(lora, message):
+def test_targets_without_a_match_are_refused(lora, message):
     model = tiny_sdxl()
     with pytest.raises(InvalidValueError, match=message):
         add_lora(model, LoRA(**lora))
@@ -194,7 +194,7 @@ def test_values_out_of_range_are_refused(lora, key):
     assert caught.value.key == key
 
 
-def test_adapters_are_not_switched_off_by_further_ones(tmp_path):
+def test_adding_adapters_leaves_earlier_ones_active(tmp_path):
     model = tiny_sd3()
     add_lora(model)
     for again in (lambda: add_lora(model, LoRA(name="other")), lambda: load_adapters(model, ".")):
@@ -203,7 +203,7 @@ def test_adapters_are_not_switched_off_by_further_ones(tmp_path):
     assert {AdapterParameter.parse(name).adapter for name in trained(model)} == {"default"}
 
 
-def test_a_model_without_attention_needs_targets():
+def test_a_model_without_attention_requires_explicit_targets():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
     with pytest.raises(InvalidValueError, match="no known attention projections"):
         add_lora(model)
@@ -216,7 +216,7 @@ def test_a_missing_peft_is_named(monkeypatch):
         add_lora(tiny_sd3())
 
 
-def test_fingerprints_know_rounded_values():
+def test_fingerprints_recognise_rounded_values():
     tensor = torch.randn(7, 3)
     known = starting_points(tensor)
     assert fingerprint(tensor) in known
@@ -236,12 +236,12 @@ def test_fingerprints_know_rounded_values():
         ("lora_A.weight", None),
     ],
 )
-def test_names_of_adapters_are_read(name, key):
+def test_parameter_names_of_adapters_are_parsed(name, key):
     parsed = AdapterParameter.parse(name)
     assert (parsed.key if parsed else None) == key
 
 
-def test_names_in_files_are_pefts_own():
+def test_names_in_files_equal_those_of_peft():
     from peft import get_peft_model_state_dict
 
     model = tiny_clip()
@@ -251,7 +251,7 @@ def test_names_in_files_are_pefts_own():
     assert ours == set(theirs)
 
 
-def test_parts_are_called_by_name():
+def test_trained_parts_are_called_by_name():
     parts = TrainedParts(unet=torch.nn.Linear(3, 2), text_encoder=torch.nn.Linear(5, 3))
     x = torch.ones(1, 5)
     hidden = parts(x, part="text_encoder")
@@ -273,7 +273,7 @@ def test_parts_are_called_by_name():
             parts(x, part=wrong)
 
 
-def test_parts_that_cannot_be_are_refused():
+def test_invalid_trained_parts_are_refused():
     layer = torch.nn.Linear(1, 1)
     for parts in ({}, {"forward": layer}, {"part": layer}, {"a": layer, "b": layer}):
         with pytest.raises(InvalidValueError):
@@ -282,7 +282,7 @@ def test_parts_that_cannot_be_are_refused():
         add_lora(TrainedParts(unet=layer))
 
 
-def test_trained_parts_have_the_attributes_of_the_first():
+def test_trained_parts_forward_the_attributes_of_the_first():
     parts = TrainedParts(unet=tiny_sdxl(), text_encoder=tiny_clip())
     assert parts.config.in_channels == 4
     assert parts.dtype == torch.float32
@@ -291,7 +291,7 @@ def test_trained_parts_have_the_attributes_of_the_first():
     assert any(getattr(m, "gradient_checkpointing", False) for m in parts["text_encoder"].modules())
 
 
-def test_the_class_tells_the_component_or_it_must_be_named():
+def test_the_component_follows_from_the_class_or_must_be_named():
     assert list(components(tiny_sd3())) == ["transformer"]
     assert list(components(tiny_sdxl())) == ["unet"]
     assert list(components(tiny_clip(), "text_encoder_2")) == ["text_encoder_2"]
@@ -299,7 +299,7 @@ def test_the_class_tells_the_component_or_it_must_be_named():
         components(tiny_clip())
 
 
-def test_files_that_do_not_fit_are_refused(tmp_path):
+def test_mismatched_files_are_refused(tmp_path):
     from diffusers import StableDiffusionXLPipeline
     from peft import get_peft_model_state_dict
 

@@ -1,6 +1,6 @@
 """Adapters on every engine: stages 0-3, none/cpu/nvme, one and two processes, fp32 and bf16.
 
-``test_lora_on_engines`` has the cross-section.
+``test_lora_on_engines`` has a sample for the default suite.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ RUNS = list(itertools.product(MODELS, PLACES, (1, 2)))
 @pytest.mark.parametrize(
     ("kind", "case", "world_size"), RUNS, ids=[f"{kind}-{case}-{n}" for kind, case, n in RUNS]
 )
-def test_losses_are_those_of_the_plain_engine(kind, case, world_size, tmp_path):
+def test_losses_equal_those_of_the_plain_engine(kind, case, world_size, tmp_path):
     adapted = MODELS[kind]
     expected = plain_losses(adapted, tmp_path)
     results = run_ranks(
@@ -74,7 +74,7 @@ def test_losses_are_those_of_the_plain_engine(kind, case, world_size, tmp_path):
 
 @pytest.mark.parametrize("kind", ["unet", "text"])
 @pytest.mark.parametrize(("case", "world_size"), list(itertools.product(PLACES, (1, 2))), ids=str)
-def test_in_bf16_the_file_gives_the_engines_output(kind, case, world_size, tmp_path):
+def test_the_exported_file_reproduces_the_engines_bf16_output(kind, case, world_size, tmp_path):
     rounded = attrs.evolve(case_for(case, world_size), precision="bf16")
     results = run_ranks(
         follow, rounded, MODELS[kind], str(tmp_path), STEPS, HALF, world_size=world_size
@@ -85,7 +85,7 @@ def test_in_bf16_the_file_gives_the_engines_output(kind, case, world_size, tmp_p
 
 @pytest.mark.nvme
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_on_nvme_lie_the_frozen_base_and_the_adapters_states(world_size, tmp_path):
+def test_the_frozen_base_and_the_adapters_states_are_swapped_to_nvme(world_size, tmp_path):
     # Each rank's part of a matrix takes 1 MiB in bf16, the least that DeepSpeed swaps.
     wide = attrs.evolve(WIDE, wide=16384 * world_size)
     case = on_nvme(tmp_path, world_size, precision="bf16")

@@ -1,6 +1,6 @@
 """Adapters train, save, resume and export the same on every engine.
 
-Here a cross-section; ``test_lora_matrix`` has the rest.
+This is a sample; ``test_lora_matrix`` has the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TEXT = Adapted(kind="text", checkpointing=True)
 """A U-Net and its text encoder, both with adapters, in one engine."""
 DORA = Adapted(kind="sd3", lora=LoRA(rank=4, alpha=8, dora=True))
 LOKR = Adapted(lora=LoKr(rank=2, alpha=4, targets=("to_q", "conv1")), checkpointing=True)
-"""LoKr factors, which no module's forward pass fetches and which need the base weight's shape."""
+"""LoKr factors: no module's forward pass fetches them, and they need the base weight's shape."""
 WIDE = Adapted(lora=LoRA(rank=16, targets=("attn2.to_k", "attn2.to_v")), wide=2048)
 """Adapters of more than 1 MiB together: DeepSpeed swaps nothing smaller."""
 CLOSE = 5e-5
@@ -77,7 +77,7 @@ def check_partitioned(results):
 
 @pytest.mark.deepspeed
 @LENGTHS
-def test_the_stage_that_is_advised_for_adapters_trains_them(steps, half, tmp_path):
+def test_the_stage_advised_for_adapters_trains_them(steps, half, tmp_path):
     chosen = DeepSpeedPlan.advise("sdxl", lora=16, vram="24GiB", ram="64GiB").resolved
     assert (chosen.stage, chosen.precision) == (0, "bf16")
     case = case_for(Case(stage=chosen.stage, precision=chosen.precision), 1)
@@ -88,7 +88,7 @@ def test_the_stage_that_is_advised_for_adapters_trains_them(steps, half, tmp_pat
 
 @pytest.mark.deepspeed
 @LENGTHS
-def test_a_unet_and_its_encoder_go_on_from_stage_2_to_stage_3(steps, half, tmp_path):
+def test_a_unet_and_its_encoder_resume_from_stage_2_at_stage_3(steps, half, tmp_path):
     expected = plain_losses(TEXT, tmp_path, steps, half)
     case = case_for(Case(stage=2, offload="cpu"), 1)
     (first,) = run_ranks(follow, case, TEXT, str(tmp_path), steps, half)
@@ -130,7 +130,7 @@ def test_kronecker_factors_train_at_stage_3(steps, half, tmp_path):
 
 @pytest.mark.deepspeed
 @pytest.mark.nvme
-def test_the_adapters_states_lie_on_nvme(tmp_path):
+def test_the_states_of_adapters_can_be_on_nvme(tmp_path):
     expected = plain_losses(WIDE, tmp_path, STEPS, HALF)
     results = run_ranks(follow, on_nvme(tmp_path, 1), WIDE, str(tmp_path), STEPS, HALF)
     check_losses(results[0]["losses"], expected)

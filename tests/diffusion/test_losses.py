@@ -96,7 +96,7 @@ def post_process_loss(loss, scheduler, timesteps, *, min_snr_gamma, debiased, v_
 def kohya_loss(
     model, data, *, prediction, loss_type="l2", huber=None, min_snr_gamma=None, debiased=False
 ):
-    """``process_batch`` of train_network.py, with its weights and masks."""
+    """Compute the loss of ``process_batch`` in train_network.py, with its weights and masks."""
     random = generator()
     scheduler = DDPMScheduler(**SDXL, prediction_type=prediction)
     latents = data["images"]
@@ -131,7 +131,7 @@ def assert_same(ours, theirs, model):
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_huber_with_masks_weights_and_min_snr_is_kohyas(kind, schedule, prediction):
+def test_huber_with_masks_weights_and_min_snr_equals_kohyas(kind, schedule, prediction):
     scale = 1.0 if schedule == "snr" else 1.5
     objective = DenoisingObjective(
         scheduler=DDPMScheduler(**SDXL, prediction_type=prediction),
@@ -148,7 +148,7 @@ def test_huber_with_masks_weights_and_min_snr_is_kohyas(kind, schedule, predicti
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("snr_gamma", [None, 5.0])
-def test_debiased_estimation_is_kohyas_also_beside_min_snr(prediction, snr_gamma):
+def test_debiased_estimation_equals_kohyas_with_and_without_min_snr(prediction, snr_gamma):
     objective = DenoisingObjective(
         scheduler=DDPMScheduler(**SDXL, prediction_type=prediction),
         weighting="debiased_estimation",
@@ -160,7 +160,7 @@ def test_debiased_estimation_is_kohyas_also_beside_min_snr(prediction, snr_gamma
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
-def test_steps_with_hardly_any_noise_count_as_a_ratio_of_1000(prediction):
+def test_the_snr_of_nearly_noiseless_steps_is_capped_at_1000(prediction):
     scheduler = DDPMScheduler(**SDXL, prediction_type=prediction)
     steps = torch.tensor([0, 1, 500, 999])
     assert all_snr(scheduler)[0] > 1000 > all_snr(scheduler)[1]
@@ -172,7 +172,7 @@ def test_steps_with_hardly_any_noise_count_as_a_ratio_of_1000(prediction):
 @pytest.mark.parametrize("precondition_outputs", [False, True])
 @pytest.mark.parametrize("schedule", ["constant", "exponential"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_huber_in_flow_matching_is_that_of_kohyas_flux_and_sd3(
+def test_huber_in_flow_matching_equals_kohyas_for_flux_and_sd3(
     kind, schedule, precondition_outputs
 ):
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
@@ -205,7 +205,7 @@ def test_huber_in_flow_matching_is_that_of_kohyas_flux_and_sd3(
 
 
 def pyramid_noise_like(noise, random, iterations, discount):
-    """library/custom_train_functions.py, with all random numbers from one generator."""
+    """Make the noise of library/custom_train_functions.py with a single random generator."""
     b, c, w, h = noise.shape
     u = torch.nn.Upsample(size=(w, h), mode="bilinear")
     sizes = []
@@ -220,7 +220,7 @@ def pyramid_noise_like(noise, random, iterations, discount):
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 24, 40), (2, 4, 2, 9)])
-def test_multi_resolution_noise_is_kohyas_around_offset_noise(shape):
+def test_multi_resolution_noise_with_offset_noise_equals_kohyas(shape):
     clean = torch.zeros(shape)
     noise = MultiResolutionNoise(iterations=5, discount=0.4, noise=OffsetNoise(strength=0.1))
     random = generator()
@@ -233,12 +233,12 @@ def test_multi_resolution_noise_is_kohyas_around_offset_noise(shape):
     assert torch.equal(drawn.target, drawn.added)
 
 
-def test_multi_resolution_noise_composes_with_the_others_and_with_clips():
+def test_multi_resolution_noise_works_with_other_noises_and_with_clips():
     clean = torch.zeros(16, 8, 3, 16, 16)
     drawn = MultiResolutionNoise(discount=0.9).draw(clean, generator())
     assert drawn.target.shape == clean.shape
     assert drawn.target.std() == pytest.approx(1.0, rel=1e-4)
-    # Coarser noise makes neighbours alike, within a frame and not across frames.
+    # Coarser noise makes neighbours similar within a frame but not across frames.
     rows = (drawn.target[..., 1:] * drawn.target[..., :-1]).mean()
     frames = (drawn.target[:, :, 1:] * drawn.target[:, :, :-1]).mean()
     assert rows > 0.2 > 10 * abs(frames)
@@ -249,7 +249,7 @@ def test_multi_resolution_noise_composes_with_the_others_and_with_clips():
         assert 0.04 < (found.added - found.target).std() < 0.11
 
 
-def test_errors_at_fixed_levels_are_squared_whatever_the_loss():
+def test_losses_at_fixed_levels_are_squared_whatever_the_loss():
     data = {"images": batch()["images"]}
 
     def errors(objective):
@@ -265,7 +265,7 @@ def test_errors_at_fixed_levels_are_squared_whatever_the_loss():
         assert torch.equal(errors(plain), errors(attrs.evolve(plain, **changed)))
 
 
-def test_a_perturbed_input_is_not_what_preconditioned_outputs_have_to_find():
+def test_preconditioned_outputs_ignore_the_input_perturbation():
     objective = FlowMatchingObjective(
         noise=InputPerturbation(strength=0.5), precondition_outputs=True
     )
@@ -318,7 +318,7 @@ def test_a_custom_loss_replaces_the_squared_error():
         (lambda: MultiResolutionNoise(iterations=0), "MultiResolutionNoise.iterations", "6 to 10"),
     ],
 )
-def test_settings_that_are_none_are_refused(make, key, fix):
+def test_invalid_settings_are_refused(make, key, fix):
     with pytest.raises(InvalidValueError) as caught:
         make()
     assert caught.value.key == key

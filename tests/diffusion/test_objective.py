@@ -44,7 +44,7 @@ class Recorder(torch.nn.Module):
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
-def test_denoising_loss_is_that_of_diffusers_own_training_script(prediction):
+def test_denoising_loss_equals_that_of_the_diffusers_training_script(prediction):
     model, data = tiny_unet(), batch()
     objective = DenoisingObjective(
         scheduler=DDPMScheduler(prediction_type=prediction), family=FAMILY
@@ -69,7 +69,7 @@ def test_denoising_loss_is_that_of_diffusers_own_training_script(prediction):
     assert torch.equal(loss, expected)
 
 
-def test_flow_matching_loss_is_the_forward_process_of_the_scheduler():
+def test_flow_matching_loss_uses_the_forward_process_of_the_scheduler():
     model, data = tiny_unet(), batch()
     objective = FlowMatchingObjective(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), family=FAMILY
@@ -105,7 +105,7 @@ def share_of_times(density, low, high):
     return float(((times > low) & (times <= high)).float().mean())
 
 
-def test_densities_stay_inside_the_schedule_and_are_the_ones_named():
+def test_timestep_densities_match_their_names_and_stay_within_the_schedule():
     assert share_of_times("uniform", 250, 750) == pytest.approx(0.5, abs=0.03)
     # P(|z| < ln 3) of a standard normal.
     assert share_of_times("logit_normal", 250, 750) == pytest.approx(0.728, abs=0.03)
@@ -115,7 +115,7 @@ def test_densities_stay_inside_the_schedule_and_are_the_ones_named():
     assert share_of_times("mode", 0, 50) > 0.01
 
 
-def test_inputs_are_in_the_models_precision_and_time_steps_are_not():
+def test_inputs_have_the_models_precision_but_timesteps_do_not():
     model = Recorder()
     loss = FlowMatchingObjective(family=FAMILY)(model, batch(), generator())
     assert model.noisy.dtype == torch.bfloat16
@@ -126,7 +126,7 @@ def test_inputs_are_in_the_models_precision_and_time_steps_are_not():
     assert model.timesteps.dtype == torch.int64
 
 
-def test_all_randomness_comes_from_the_generator():
+def test_all_randomness_comes_from_the_given_generator():
     objective, model = FlowMatchingObjective(family=FAMILY), Recorder()
     state = torch.get_rng_state()
     first = objective(model, batch(), generator())
@@ -136,7 +136,7 @@ def test_all_randomness_comes_from_the_generator():
     torch.set_rng_state(state)
 
 
-def test_label_dropout_has_the_rate_asked_for():
+def test_label_dropout_has_the_requested_rate():
     labels = torch.arange(10).repeat(1000)
     family = ClassConditional(null_label=10, dropout=0.1)
     kept = family.conditioning({"labels": labels}, generator())["class_labels"]
@@ -147,7 +147,7 @@ def test_label_dropout_has_the_rate_asked_for():
     assert torch.equal(never["class_labels"], labels)
 
 
-def test_wrong_settings_are_refused_with_a_fix():
+def test_invalid_settings_are_refused_with_a_fix():
     with pytest.raises(InvalidValueError, match="null_label") as caught:
         ClassConditional(dropout=0.1)
     assert caught.value.key == "dropout"
@@ -161,7 +161,7 @@ def test_wrong_settings_are_refused_with_a_fix():
         DenoisingObjective(scheduler=DDPMScheduler(prediction_type="flow"))
 
 
-def test_a_batch_without_labels_or_a_model_with_other_channels_is_a_data_error():
+def test_missing_labels_or_wrong_channels_are_data_errors():
     with pytest.raises(DataError, match="no 'labels', only \\['images'\\]"):
         FlowMatchingObjective(family=FAMILY)(
             Recorder(), {"images": torch.zeros(2, 1, 8, 8)}, generator()

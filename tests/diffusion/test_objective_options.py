@@ -67,7 +67,7 @@ def test_offset_noise_shifts_whole_channels_and_keeps_the_earlier_draws():
     assert many.mean((1, 2, 3)).var() == pytest.approx(0.3125, rel=0.08)
 
 
-def test_a_perturbed_input_is_not_what_has_to_be_found():
+def test_input_perturbation_does_not_change_the_target():
     clean = torch.zeros(1000, 1, 4, 4)
     drawn = InputPerturbation(strength=0.3).draw(clean, generator())
     assert torch.equal(drawn.target, GaussianNoise().draw(clean, generator()).target)
@@ -80,7 +80,7 @@ def test_a_perturbed_input_is_not_what_has_to_be_found():
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
-def test_min_snr_is_the_same_loss_of_the_clean_image_for_every_prediction(prediction):
+def test_min_snr_gives_the_same_clean_image_loss_for_every_prediction_type(prediction):
     scheduler = DDPMScheduler(prediction_type=prediction)
     steps = torch.arange(0, 1000, 37)
     snr = compute_snr(scheduler, steps)
@@ -96,7 +96,7 @@ def test_min_snr_is_the_same_loss_of_the_clean_image_for_every_prediction(predic
 
 
 @pytest.mark.parametrize("prediction", ["v_prediction", "sample"])
-def test_pure_noise_keeps_its_weight_under_min_snr(prediction):
+def test_min_snr_keeps_the_weight_of_pure_noise(prediction):
     scheduler = DDPMScheduler(prediction_type=prediction, rescale_betas_zero_snr=True)
     weights = min_snr_weights(scheduler, torch.arange(1000), gamma=5.0)
     assert torch.isfinite(weights).all()
@@ -112,7 +112,7 @@ def test_pure_noise_keeps_its_weight_under_min_snr(prediction):
 
 
 @pytest.mark.parametrize("scheduler", [DDPMScheduler, DDIMScheduler, EulerDiscreteScheduler])
-def test_noise_cannot_be_predicted_from_pure_noise(scheduler):
+def test_predicting_noise_from_pure_noise_is_refused(scheduler):
     with pytest.raises(InvalidValueError, match="v_prediction") as caught:
         DenoisingObjective(scheduler=scheduler(rescale_betas_zero_snr=True))
     assert caught.value.key == "scheduler.prediction_type"
@@ -121,7 +121,7 @@ def test_noise_cannot_be_predicted_from_pure_noise(scheduler):
 
 
 @pytest.mark.parametrize("sampling", [EulerDiscreteScheduler, PNDMScheduler])
-def test_schedulers_that_only_sample_train_as_ddpm(sampling):
+def test_sampling_only_schedulers_train_as_ddpm(sampling):
     settings = {"beta_end": 0.012, "prediction_type": "v_prediction"}
     batch = {"images": torch.full((8, 1, 4, 4), 0.5)}
     ours = DenoisingObjective(scheduler=sampling(**settings))
@@ -136,7 +136,7 @@ def test_schedulers_that_only_sample_train_as_ddpm(sampling):
 @given(low=st.floats(0, 0.9), width=st.floats(0.01, 1), flow=st.booleans(), shift=st.floats(0.5, 4))
 @example(low=0.0, width=1.0, flow=True, shift=2.3608247504637805)
 @example(low=0.5, width=1.0, flow=True, shift=2.3608247504637805)
-def test_only_the_range_is_trained_and_all_of_it(low, width, flow, shift):
+def test_exactly_the_given_timestep_range_is_trained(low, width, flow, shift):
     high = min(1.0, low + width)
     if flow:
         scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
@@ -155,7 +155,7 @@ def test_only_the_range_is_trained_and_all_of_it(low, width, flow, shift):
     assert times.max() <= high + 1e-6
 
 
-def test_two_experts_share_the_schedule_without_overlap_or_gap():
+def test_two_experts_cover_the_schedule_without_overlap_or_gap():
     halves = [FlowMatchingObjective(timestep_range=r) for r in ((0.0, 0.4), (0.4, 1.0))]
     low, high = (half.levels((1, 1, 1, 1)).sigmas for half in halves)
     assert torch.equal(torch.cat([high, low]), FlowMatchEulerDiscreteScheduler().sigmas)
@@ -163,13 +163,13 @@ def test_two_experts_share_the_schedule_without_overlap_or_gap():
 
 @pytest.mark.parametrize("objective", [DenoisingObjective, FlowMatchingObjective])
 @pytest.mark.parametrize("share", [(0.5, 0.5), (0.6, 0.2), (-0.1, 1.0), (0.0, 1.1)])
-def test_a_range_that_is_none_is_refused(objective, share):
+def test_an_invalid_timestep_range_is_refused(objective, share):
     with pytest.raises(InvalidValueError, match=r"0\.0, 0\.2") as caught:
         objective(timestep_range=share)
     assert caught.value.key == "timestep_range"
 
 
-def test_a_range_without_any_step_is_refused():
+def test_a_timestep_range_without_any_step_is_refused():
     with pytest.raises(InvalidValueError, match="a wider range"):
         DenoisingObjective(timestep_range=(0.5, 0.5001))
     flow = FlowMatchingObjective(timestep_range=(0.0, 0.0005))
@@ -184,7 +184,7 @@ def test_a_range_without_any_step_is_refused():
     most=st.sampled_from([1024, 4096, 8192]),
     shifts=st.sampled_from([(0.5, 1.15), (0.5, 0.9), (0.95, 2.05)]),
 )
-def test_the_shift_by_resolution_is_that_of_the_pipelines(height, width, base, most, shifts):
+def test_the_resolution_shift_equals_that_of_the_pipelines(height, width, base, most, shifts):
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
     from diffusers.pipelines.stable_diffusion_3 import pipeline_stable_diffusion_3
 
@@ -201,7 +201,7 @@ def test_the_shift_by_resolution_is_that_of_the_pipelines(height, width, base, m
 
 
 @pytest.mark.parametrize("kind", ["exponential", "linear"])
-def test_each_bucket_is_trained_on_the_sigmas_it_is_sampled_with(kind):
+def test_each_bucket_is_trained_on_the_sigmas_that_sampling_uses(kind):
     objective = FlowMatchingObjective(
         scheduler=FlowMatchEulerDiscreteScheduler(**FLUX, time_shift_type=kind)
     )
@@ -236,7 +236,7 @@ def test_a_custom_resolution_shift_is_applied():
         FlowMatchingObjective(resolution_shift=Fixed(1.0))
 
 
-def test_a_shift_that_was_set_later_counts():
+def test_a_shift_set_after_construction_is_used():
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_shift(3.0)
     objective = FlowMatchingObjective(scheduler=scheduler)
@@ -247,7 +247,7 @@ def test_a_shift_that_was_set_later_counts():
 
 
 @pytest.mark.parametrize("make", [DenoisingObjective, FlowMatchingObjective])
-def test_weights_of_samples_multiply_their_losses(make):
+def test_sample_weights_multiply_the_losses(make):
     images = torch.linspace(-1, 1, 4 * 16).view(4, 1, 4, 4)
     weights = torch.tensor([0.0, 1.0, 2.0, 0.5])
 
@@ -261,7 +261,7 @@ def test_weights_of_samples_multiply_their_losses(make):
     assert loss(loss_weights=weights) == pytest.approx(expected, rel=1e-6)
 
 
-def test_masks_take_places_out_of_the_loss():
+def test_masked_positions_do_not_contribute_to_the_loss():
     images, mask = torch.zeros(2, 3, 4, 4), torch.ones(2, 1, 4, 4)
     mask[0, :, :2] = 0.0
     noise = torch.randn(images.shape, generator=generator())
@@ -286,7 +286,7 @@ class Halved(Unconditional):
 
 
 @pytest.mark.parametrize("frames", [0, 1, 3])
-def test_masks_over_images_come_to_the_size_of_their_latents(frames):
+def test_image_masks_are_resized_to_the_latents(frames):
     images, mask = torch.zeros(2, 3, 8, 8), torch.ones(2, 1, 8, 8)
     mask[0, :, :, :3] = 0.0
     small = torch.nn.functional.avg_pool2d(mask, 2)
@@ -298,7 +298,7 @@ def test_masks_over_images_come_to_the_size_of_their_latents(frames):
     assert float(loss) == pytest.approx(float((noise**2 * weights).mean()), rel=1e-6)
 
 
-def test_weights_and_masks_of_another_shape_are_data_errors():
+def test_weights_and_masks_of_the_wrong_shape_are_data_errors():
     for key, value, hint in (
         ("loss_weights", torch.ones(2, 1), "one weight per sample"),
         ("loss_weights", torch.ones(3), "one weight per sample"),
@@ -310,7 +310,7 @@ def test_weights_and_masks_of_another_shape_are_data_errors():
         assert key in caught.value.key
 
 
-def test_weights_of_the_objective_and_of_the_batch_multiply():
+def test_objective_weights_and_batch_weights_multiply():
     batch = {"images": torch.full((6, 1, 4, 4), 0.3), "loss_weights": torch.full((6,), 2.0)}
     objective = FlowMatchingObjective(weighting="cosmap")
     twice = objective(Constant(), batch, generator())
@@ -318,7 +318,7 @@ def test_weights_of_the_objective_and_of_the_batch_multiply():
     assert float(twice) == pytest.approx(2 * float(once), rel=1e-6)
 
 
-def test_errors_at_fixed_levels_ignore_the_objectives_own_weights_and_noise():
+def test_losses_at_fixed_levels_ignore_the_objectives_own_weights_and_noise():
     data = {"images": torch.full((4, 1, 4, 4), 0.5)}
 
     def errors(objective):
@@ -351,7 +351,7 @@ def test_errors_at_fixed_levels_ignore_the_objectives_own_weights_and_noise():
         (DenoisingObjective(timestep_range=(0.0, 0.2)), [0, 50, 100, 199]),
     ],
 )
-def test_quantiles_go_from_little_noise_to_much(objective, levels):
+def test_quantiles_run_from_little_noise_to_much(objective, levels):
     seen = []
     model = Constant()
     model.register_forward_hook(lambda *_: seen.append(model.timesteps.float().mean().item()))
@@ -366,7 +366,7 @@ def test_quantiles_go_from_little_noise_to_much(objective, levels):
     assert seen == sorted(seen)
 
 
-def test_settings_that_cannot_be_are_refused_with_a_fix():
+def test_invalid_settings_are_refused_with_a_fix():
     for make, key, fix in (
         (lambda: DenoisingObjective(snr_gamma=0.0), "snr_gamma", "5.0"),
         (lambda: DenoisingObjective(snr_gamma=float("inf")), "snr_gamma", "5.0"),

@@ -1,6 +1,6 @@
 """Losses and gradients against diffusers' training scripts, whose formulas are written out here.
 
-Tiny models of the real architectures, called as the scripts call them.
+The models are tiny, have the real architectures, and are called as in the scripts.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def assert_same(ours, theirs, *, exactly):
         assert torch.equal(mine, wanted)
         assert torch.equal(gradients, wanted_gradients)
     else:
-        # We weight means, the script weights squares: the last digits of fp32 differ.
+        # zerotune weights means and the script squares, so the last digits of fp32 differ.
         torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=0)
         scale = wanted_gradients.abs().max()
         torch.testing.assert_close(gradients / scale, wanted_gradients / scale, rtol=0, atol=1e-5)
@@ -141,7 +141,7 @@ def assert_same(ours, theirs, *, exactly):
 def sdxl_script(
     *, prediction="epsilon", snr_gamma=None, noise_offset=0.0, input_perturbation=0.0, **betas
 ):
-    """train_text_to_image_sdxl.py, with the input perturbation of train_text_to_image.py."""
+    """Compute the loss of train_text_to_image_sdxl.py, optionally with input perturbation."""
     scheduler = DDPMScheduler(**SDXL, prediction_type=prediction, **betas)
 
     def loss_of(unet, data, random):
@@ -183,7 +183,7 @@ def sdxl_script(
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("snr_gamma", [None, 5.0])
-def test_sdxl_losses_are_those_of_the_script(unet, prediction, snr_gamma):
+def test_sdxl_losses_equal_those_of_the_script(unet, prediction, snr_gamma):
     objective = DenoisingObjective(
         scheduler=DDPMScheduler(**SDXL, prediction_type=prediction),
         family=StableDiffusionXL(),
@@ -193,7 +193,7 @@ def test_sdxl_losses_are_those_of_the_script(unet, prediction, snr_gamma):
     assert_same(losses(objective, unet), theirs, exactly=snr_gamma is None)
 
 
-def test_sdxl_from_the_scheduler_its_folder_holds(unet):
+def test_sdxl_losses_equal_with_the_scheduler_of_the_model_folder(unet):
     sampling = EulerDiscreteScheduler(**SDXL, timestep_spacing="leading", steps_offset=1)
     objective = DenoisingObjective(scheduler=sampling, family=StableDiffusionXL())
     assert_same(losses(objective, unet), script_losses(sdxl_script(), unet), exactly=True)
@@ -202,7 +202,7 @@ def test_sdxl_from_the_scheduler_its_folder_holds(unet):
     assert isinstance(objective.scheduler, EulerDiscreteScheduler)
 
 
-def test_sdxl_with_offset_noise_and_a_perturbed_input(unet):
+def test_sdxl_losses_equal_with_offset_noise_and_input_perturbation(unet):
     objective = DenoisingObjective(
         scheduler=DDPMScheduler(**SDXL),
         family=StableDiffusionXL(),
@@ -212,7 +212,7 @@ def test_sdxl_with_offset_noise_and_a_perturbed_input(unet):
     assert_same(losses(objective, unet), theirs, exactly=True)
 
 
-def test_sdxl_with_zero_terminal_snr(unet):
+def test_sdxl_losses_equal_with_zero_terminal_snr(unet):
     betas = {"rescale_betas_zero_snr": True}
     objective = DenoisingObjective(
         scheduler=DDPMScheduler(**SDXL, prediction_type="v_prediction", **betas),
@@ -224,7 +224,7 @@ def test_sdxl_with_zero_terminal_snr(unet):
 
 
 def flow_script(scheduler, predict, *, weighting_scheme="none", precondition_outputs=False):
-    """examples/dreambooth/train_dreambooth_sd3.py and _flux.py, which differ in ``predict``."""
+    """Compute the loss of train_dreambooth_sd3.py or train_dreambooth_flux.py, by ``predict``."""
 
     def get_sigmas(timesteps, n_dim):
         indices = [(scheduler.timesteps == t).nonzero().item() for t in timesteps]
@@ -294,7 +294,7 @@ def flux_predict(model, noisy, timesteps, data):
 
 @pytest.mark.parametrize("precondition_outputs", [False, True])
 @pytest.mark.parametrize("scheme", ["none", "sigma_sqrt", "logit_normal", "mode", "cosmap"])
-def test_sd3_with_every_weighting_scheme(transformer, scheme, precondition_outputs):
+def test_sd3_losses_equal_with_every_weighting_scheme(transformer, scheme, precondition_outputs):
     density = scheme if scheme in ("logit_normal", "mode") else "uniform"
     objective = FlowMatchingObjective(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -313,7 +313,7 @@ def test_sd3_with_every_weighting_scheme(transformer, scheme, precondition_outpu
     assert_same(losses(objective, transformer), theirs, exactly=False)
 
 
-def test_flux_with_the_unshifted_steps_of_its_script(flux):
+def test_flux_losses_equal_with_the_unshifted_steps_of_its_script(flux):
     objective = FlowMatchingObjective(
         scheduler=FlowMatchEulerDiscreteScheduler(), family=Flux(), density="logit_normal"
     )
@@ -324,7 +324,7 @@ def test_flux_with_the_unshifted_steps_of_its_script(flux):
 
 
 @pytest.mark.parametrize("size", [(8, 8), (6, 12)])
-def test_flux_with_the_steps_its_pipeline_would_take_at_this_resolution(flux, size):
+def test_flux_losses_equal_with_the_shifted_steps_of_its_pipeline(flux, size):
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
     # 12 to 24 tokens, between which the shift varies much with these settings.

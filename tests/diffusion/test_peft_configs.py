@@ -53,7 +53,7 @@ def read_by_diffusers(kind: str, file: str) -> Any:
 
     model = tiny_sd3()
     if kind == "LoKrConfig":
-        # diffusers' pipelines load only LoRA. Without use_safetensors it skips the header, which
+        # diffusers' pipelines load only LoRA. Without use_safetensors they skip the header, which
         # has alpha.
         model.load_lora_adapter(file, prefix="transformer", use_safetensors=True)
         return model
@@ -77,7 +77,7 @@ def test_peft_configurations_resume_and_load_in_peft_and_diffusers(kind, tmp_pat
         if index == 1:
             save_checkpoint(tmp_path / "half", engine=engine)
     engine.close()
-    # Different initial values, which the checkpoint must replace.
+    # Start from different values, which the checkpoint must replace.
     engine = engine_of(kind, seed=77)
     load_checkpoint(tmp_path / "half", engine=engine)
     assert [step(engine, TRAINED, index) for index in (2, 3)] == losses[2:]

@@ -47,7 +47,7 @@ def generator(seed=7):
 
 @pytest.fixture(scope="module")
 def adapted():
-    """A U-Net with non-zero adapters."""
+    """Return a U-Net with non-zero adapters."""
     model = Adapted().model()
     torch.manual_seed(9)
     for name, parameter in model.named_parameters():
@@ -63,7 +63,7 @@ def gradients(model, loss):
 
 
 def dpo_script(unet, data, *, prediction, beta_dpo):
-    """examples/research_projects/diffusion_dpo/train_diffusion_dpo_sdxl.py"""
+    """Compute the loss of research_projects/diffusion_dpo/train_diffusion_dpo_sdxl.py."""
     scheduler = DDPMScheduler(prediction_type=prediction)
     random = generator()
     latents = torch.cat([data["latents"], data["rejected_latents"]])
@@ -103,7 +103,7 @@ def dpo_script(unet, data, *, prediction, beta_dpo):
 
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
-def test_the_loss_is_that_of_diffusers_script(adapted, prediction, copied):
+def test_the_loss_equals_that_of_the_diffusers_dpo_script(adapted, prediction, copied):
     theirs = dpo_script(adapted, pairs(0), prediction=prediction, beta_dpo=300)
     wanted = gradients(adapted, theirs)
     objective = PreferenceObjective(
@@ -148,7 +148,7 @@ def images(count=3):
     }
 
 
-def test_flow_matching_is_flow_dpo():
+def test_flow_matching_preference_equals_flow_dpo():
     """Liu et al., "Improving Video Generation with Human Feedback", with a constant beta."""
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     model, reference, data, random = Model(1), Model(2), images(), generator()
@@ -179,7 +179,7 @@ def test_flow_matching_is_flow_dpo():
         EDMObjective(scheduler=EDMEulerScheduler()),
     ],
 )
-def test_both_halves_have_one_noise_one_level_and_the_objectives_own_errors(inner):
+def test_both_halves_share_noise_and_level_and_use_the_objectives_own_errors(inner):
     model, reference, data = Model(1), Model(2), images()
     masks = torch.rand(3, 1, 8, 8, generator=generator(3))
     weights = torch.tensor([0.5, 2.0, 0.0])
@@ -203,7 +203,7 @@ def test_both_halves_have_one_noise_one_level_and_the_objectives_own_errors(inne
     assert not reference.training
 
 
-def test_the_validation_loss_is_that_of_the_preferred_images():
+def test_the_validation_loss_covers_the_preferred_images_only():
     inner, data = DenoisingObjective(), images()
     objective = PreferenceObjective(objective=inner, reference=Model(2))
     model, noise = Model(1), inner.noise
@@ -214,7 +214,7 @@ def test_the_validation_loss_is_that_of_the_preferred_images():
     assert torch.equal(*found)
 
 
-def test_what_cannot_be_compared_is_refused():
+def test_invalid_objectives_references_and_batches_are_refused():
     inner = DenoisingObjective()
     for make, key, fix in (
         (lambda: PreferenceObjective(objective=lambda *_: 0), "objective", "loaded.objective"),
@@ -269,7 +269,7 @@ def of_files(folders, **settings):
     )
 
 
-def test_a_pair_has_one_size_one_caption_and_one_flip(folders):
+def test_both_images_of_a_pair_share_size_caption_and_flip(folders):
     found = of_files(folders, augmentation=Augmentation(flip=0.5, seed=3))
     assert len(found) == 3
     flips = []
@@ -284,7 +284,7 @@ def test_a_pair_has_one_size_one_caption_and_one_flip(folders):
                 assert torch.equal(sample[name], half.tensors(index, flipped=flip)[0]["images"])
                 flips.append(flip)
     assert 0.2 < sum(flips) / len(flips) < 0.8
-    for half in found.sets.values():  # Neither image is stretched to the other's shape.
+    for half in found.sets.values():  # Each image keeps its shape.
         for index, placed in enumerate(half.assignment.placements):
             assert placed.original == half.source.item(index).size
             ratios = [one / of for one, of in zip(placed.resized, placed.original, strict=True)]
@@ -293,7 +293,7 @@ def test_a_pair_has_one_size_one_caption_and_one_flip(folders):
     assert {"images", "rejected_images", "captions"} <= next(stream).keys()
 
 
-def test_two_columns_of_one_dataset_are_pairs():
+def test_two_columns_of_one_dataset_form_pairs():
     datasets = pytest.importorskip("datasets")
     random = np.random.default_rng(0)
 
@@ -325,14 +325,14 @@ def test_images_without_a_partner_are_named(folders):
         of_files(folders)
 
 
-def test_the_order_of_pairs_changes_with_either_half(folders):
+def test_the_identity_of_pairs_depends_on_both_halves(folders):
     before = of_files(folders).identity
     assert of_files(folders).identity == before
     Image.new("RGB", (9, 9)).save(folders / "rejected" / "a.jpg")
     assert of_files(folders).identity != before
 
 
-def test_pairs_train_from_caches_as_from_pixels(folders, tmp_path):
+def test_pairs_train_alike_from_caches_and_from_pixels(folders, tmp_path):
     from tests.support import pipelines
 
     loaded = load_pretrained(pipelines.MAKERS["sdxl"](tmp_path / "sdxl"), frozen_dtype="fp32")
@@ -352,7 +352,7 @@ def test_pairs_train_from_caches_as_from_pixels(folders, tmp_path):
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
 
-def test_memory_is_counted_for_both_images_of_a_pair(folders):
+def test_the_memory_estimate_counts_both_images_of_a_pair(folders):
     from zerotune.training.activations import known_activations
 
     class Single:
@@ -393,7 +393,7 @@ def check(found, expected):
         pytest.param(False, attrs.evolve(Z2, streamed=True), 1, Z2, 2, marks=pytest.mark.nightly),
     ],
 )
-def test_preference_trains_and_goes_on_under_another_plan(
+def test_preference_training_resumes_under_another_plan(
     copied, first, ranks, then, more_ranks, tmp_path
 ):
     known = run_ranks(

@@ -60,7 +60,7 @@ def is_waiting(model):
 
 
 @pytest.mark.parametrize("kind", ["single", "sharded", "variant"])
-def test_weights_wait_and_are_those_of_the_files(kind, request, tmp_path):
+def test_meta_weights_load_later_with_the_values_of_the_files(kind, request, tmp_path):
     if kind == "variant":
         folder, variant = tmp_path, "fp16"
         tiny_unet().half().save_pretrained(folder, variant=variant, max_shard_size="50KB")
@@ -87,7 +87,7 @@ def test_weights_wait_and_are_those_of_the_files(kind, request, tmp_path):
     assert again.conv_in.weight.requires_grad
 
 
-def test_buffers_have_their_values_at_once(tmp_path):
+def test_buffers_have_their_values_immediately(tmp_path):
     folder = declared_pipelines.pixart_sigma(tmp_path / "pixart")
     loaded = load_pretrained(folder, plan=PLAN, parts=False)
     whole = dict(load_pretrained(folder, parts=False).model.named_buffers())
@@ -112,7 +112,7 @@ def edit(folder, change):
         (lambda t: t.update({"conv_in.bias": torch.zeros(5)}), r"conv_in\.bias"),
     ],
 )
-def test_files_that_do_not_fit_are_refused(copied, plan, change, message):
+def test_files_with_missing_or_misshapen_weights_are_refused(copied, plan, change, message):
     edit(copied, change)
     with pytest.raises(InvalidValueError, match=message) as caught:
         load_pretrained(copied, plan=plan)
@@ -130,13 +130,13 @@ def test_files_that_do_not_fit_are_refused(copied, plan, change, message):
         ('{"weight_map": {"a": 3}}', "is not a valid index"),
     ],
 )
-def test_an_index_that_lies_is_refused(copied, content, message):
+def test_an_inconsistent_shard_index_is_refused(copied, content, message):
     (copied / f"{FILE}.index.json").write_text(content)
     with pytest.raises(InvalidValueError, match=message):
         load_pretrained(copied, plan=PLAN)
 
 
-def test_a_shard_that_is_cut_or_doubled_is_refused(sharded, tmp_path):
+def test_a_truncated_or_duplicated_shard_is_refused(sharded, tmp_path):
     folder = shutil.copytree(sharded, tmp_path / "model")
     index = folder / f"{FILE}.index.json"
     names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -148,14 +148,14 @@ def test_a_shard_that_is_cut_or_doubled_is_refused(sharded, tmp_path):
         load_pretrained(folder, plan=PLAN)
 
 
-def test_a_file_that_changes_while_weights_wait_is_noticed(copied):
+def test_a_file_that_changes_before_its_weights_are_read_is_noticed(copied):
     loaded = load_pretrained(copied, plan=PLAN)
     os.utime(copied / FILE, ns=(1, 1))
     with pytest.raises(CheckpointCorruptError, match="has changed since the model was loaded"):
         loaded.read_weights()
 
 
-def test_other_files_are_model_in_memory_and_it_is_said(tmp_path):
+def test_other_file_formats_are_loaded_into_memory_with_a_decision(tmp_path):
     tiny_unet().save_pretrained(tmp_path, safe_serialization=False)
     loaded = load_pretrained(tmp_path, plan=PLAN)
     assert not is_waiting(loaded.model)
@@ -166,7 +166,7 @@ def test_other_files_are_model_in_memory_and_it_is_said(tmp_path):
     assert load_pretrained(tmp_path, plan=resolved).model.dtype == torch.bfloat16
 
 
-def test_a_copy_of_a_waiting_model_is_refused_by_engines(single):
+def test_engines_refuse_a_copy_of_a_model_with_unread_weights(single):
     import copy
 
     model = copy.deepcopy(load_pretrained(single, plan=PLAN).model)
@@ -202,7 +202,7 @@ def trained(case: Case, model: Any, steps: int = 2) -> tuple[list[float], dict[s
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @ranks()
-def test_engines_train_the_same_bits_from_weights_that_waited(sharded, world_size):
+def test_engines_train_lazily_loaded_weights_bit_for_bit_like_loaded_ones(sharded, world_size):
     cases = ENGINES[world_size]
     found = []
     for case in cases:
@@ -220,7 +220,7 @@ def test_engines_train_the_same_bits_from_weights_that_waited(sharded, world_siz
 
 
 @ranks(2)
-def test_adapters_go_beside_weights_that_wait(single):
+def test_adapters_can_be_added_before_the_base_weights_are_read(single):
     needs("peft")
     from zerotune.diffusion import LoRA, add_lora
 
@@ -238,7 +238,7 @@ def test_adapters_go_beside_weights_that_wait(single):
     assert all(torch.equal(weights[name], late_weights[name]) for name in weights)
 
 
-def test_magnitudes_need_the_base_weights_and_read_them(single):
+def test_dora_reads_the_base_weights_to_compute_its_magnitudes(single):
     needs("peft")
     from zerotune.diffusion import LoRA, add_lora
 
@@ -266,7 +266,7 @@ def wide_unet() -> Any:
 
 
 def partitioning(folder: str) -> tuple[int, int, int]:
-    """Return peak bytes of loading at stage 3, elements of the model, and of its largest tensor."""
+    """Return stage 3's peak bytes while loading, and the elements of model and largest tensor."""
     from zerotune import EmbeddedPlan
 
     with Peak() as peak:
@@ -282,7 +282,7 @@ def partitioning(folder: str) -> tuple[int, int, int]:
 
 
 @needs_mallinfo
-def test_no_rank_ever_holds_more_than_its_share_and_one_tensor(tmp_path):
+def test_no_rank_holds_more_than_its_share_and_one_tensor(tmp_path):
     with torch.device("meta"):
         model = wide_unet()
     model.to_empty(device="cpu")
@@ -303,13 +303,13 @@ def sd3(tmp_path_factory):
     return pipelines.sd3(tmp_path_factory.mktemp("quantized") / "sd3")
 
 
-def test_gguf_is_read_from_single_files(sd3):
+def test_a_single_gguf_file_can_be_loaded(sd3):
     config = diffusers.GGUFQuantizationConfig(compute_dtype=torch.bfloat16)
     with pytest.raises(InvalidValueError, match=r"quantization = .*from_single_file\(FILE"):
         load_pretrained(sd3, parts=False, quantization=config)
 
 
-def test_a_quantization_without_its_package_says_which(sd3, monkeypatch):
+def test_a_quantization_without_its_package_names_the_package(sd3, monkeypatch):
     from diffusers import SD3Transformer2DModel
 
     def missing(*_, **__):
@@ -320,7 +320,7 @@ def test_a_quantization_without_its_package_says_which(sd3, monkeypatch):
         load_pretrained(sd3, parts=False, quantization=object())
 
 
-def test_a_quantization_that_needs_a_gpu_says_so(sd3, monkeypatch):
+def test_a_quantization_that_needs_a_gpu_is_refused_without_one(sd3, monkeypatch):
     from diffusers import SD3Transformer2DModel
 
     def no_gpu(*_, **__):
@@ -331,7 +331,7 @@ def test_a_quantization_that_needs_a_gpu_says_so(sd3, monkeypatch):
         load_pretrained(sd3, parts=False, quantization=object())
 
 
-def test_torchao_quantizes_on_the_way_in_and_stage_3_is_refused(sd3):
+def test_torchao_quantizes_while_loading_and_stage_3_is_refused(sd3):
     needs("torchao", may_lack="it is an extra")
     needs("peft")
     from torchao.quantization import Int8WeightOnlyConfig
@@ -355,7 +355,7 @@ def test_torchao_quantizes_on_the_way_in_and_stage_3_is_refused(sd3):
             check_quantized(loaded.model, resolved)
 
 
-def test_four_bits_are_not_swapped_to_files(tmp_path):
+def test_four_bit_weights_are_not_swapped_to_nvme(tmp_path):
     told = {"quant_type": SimpleNamespace(name="Q8_0"), "quant_shape": (8, 32)}
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(torch.zeros(8, 34), requires_grad=False)
@@ -371,7 +371,7 @@ def test_four_bits_are_not_swapped_to_files(tmp_path):
 
 
 def quantized_by_hand(folder: str) -> Any:
-    """Quantize like diffusers with bitsandbytes, which it does on a GPU only."""
+    """Quantize with bitsandbytes as diffusers does, but without the GPU that diffusers requires."""
     import bitsandbytes as bnb
 
     model = load_pretrained(folder, parts=False).model.bfloat16().requires_grad_(False)
@@ -400,7 +400,7 @@ def quantized_by_hand(folder: str) -> Any:
         ({"load_in_8bit": True}, "int8", "BnB8BitDiffusersQuantizer"),
     ],
 )
-def test_bitsandbytes_quantizes_on_the_way_in(sd3, monkeypatch, told, storage, class_name):
+def test_bitsandbytes_quantizes_while_loading(sd3, monkeypatch, told, storage, class_name):
     needs("bitsandbytes", may_lack="it is an extra")
     from diffusers.quantizers.bitsandbytes import bnb_quantizer
 
@@ -431,7 +431,7 @@ def test_bitsandbytes_quantizes_on_the_way_in(sd3, monkeypatch, told, storage, c
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_adapters_train_beside_four_bits_which_stay_as_they_are(sd3, tmp_path):
+def test_training_adapters_leaves_the_four_bit_base_unchanged(sd3, tmp_path):
     needs("bitsandbytes", may_lack="it is an extra")
     needs("peft")
     from safetensors import safe_open
@@ -486,7 +486,7 @@ def test_adapters_train_beside_four_bits_which_stay_as_they_are(sd3, tmp_path):
     ],
 )
 @ranks(1)
-def test_a_base_of_8_bits_trains_beside_adapters_and_keeps_its_bits(kind, dtype, sd3):
+def test_training_adapters_leaves_the_eight_bit_base_unchanged(kind, dtype, sd3):
     needs("torchao", may_lack="it is an extra")
     needs("peft")
     from torchao import quantization

@@ -54,7 +54,7 @@ MU = 0.5 + (1.15 - 0.5) / (4096 - 256) * (16 - 256)
 @pytest.mark.parametrize(
     ("scheduler", "told"), [(FlowMatchEulerDiscreteScheduler(), {}), (DYNAMIC, {"mu": MU})]
 )
-def test_guided_euler_sampling_is_the_loop_one_would_write(scheduler, told):
+def test_guided_euler_sampling_matches_a_hand_written_loop(scheduler, told):
     model = tiny_unet().eval()
     images = draw(model, scheduler=scheduler)
 
@@ -77,7 +77,7 @@ def test_guided_euler_sampling_is_the_loop_one_would_write(scheduler, told):
 @pytest.mark.parametrize(
     "scheduler", [FlowMatchEulerDiscreteScheduler(), DDPMScheduler(), DDIMScheduler()]
 )
-def test_an_image_depends_on_its_number_only_not_on_the_batch_size(scheduler):
+def test_an_image_depends_on_its_index_and_not_on_the_batch_size(scheduler):
     model = tiny_unet()
     whole = draw(model, scheduler=scheduler)
     in_twos = draw(model, scheduler=scheduler, batch_size=2)
@@ -86,7 +86,7 @@ def test_an_image_depends_on_its_number_only_not_on_the_batch_size(scheduler):
     assert not torch.allclose(whole, draw(model, scheduler=scheduler, generator=generator(6)))
 
 
-def test_two_ranks_draw_together_what_one_draws_in_equally_many_forward_passes():
+def test_two_ranks_draw_the_images_of_one_rank_in_equally_many_forward_passes():
     alone = draw(tiny_unet())
     second = Ranked(tiny_unet(), FakeGroup(rank=1))
     draw(second)
@@ -97,14 +97,14 @@ def test_two_ranks_draw_together_what_one_draws_in_equally_many_forward_passes()
     assert first.calls == second.calls == 3
 
 
-def test_a_rank_without_an_image_draws_with_the_others():
+def test_a_rank_without_images_joins_the_forward_passes_of_the_others():
     model = Ranked(tiny_unet(), FakeGroup(rank=1))
     draw(model, labels=LABELS[:1])
     assert model.calls == 3
     assert model.group.sent.shape[0] == 1
 
 
-def test_the_model_comes_back_as_it_was_and_the_scheduler_too():
+def test_sampling_restores_the_models_mode_and_leaves_the_scheduler_unchanged():
     model, scheduler = tiny_unet().train(), FlowMatchEulerDiscreteScheduler()
     draw(model, scheduler=scheduler)
     assert model.training
@@ -130,20 +130,20 @@ def test_unconditional_models_are_sampled_without_labels():
         ({"family": None}, "labels"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(changes, key):
+def test_conflicting_arguments_are_refused(changes, key):
     with pytest.raises(InvalidValueError) as caught:
         draw(tiny_unet(), **changes)
     assert caught.value.key == key
     assert caught.value.fix
 
 
-def test_a_model_without_configuration_needs_a_shape():
+def test_a_model_without_a_configuration_requires_a_shape():
     model = Ranked(torch.nn.Identity(), None)
     with pytest.raises(InvalidValueError, match="shape"):
         draw(model)
 
 
-def test_a_grid_is_made_of_the_images_enlarged_in_rows():
+def test_a_grid_shows_the_enlarged_images_in_rows():
     images = torch.full((5, 1, 2, 2), -1.0)
     images[4, 0, 0, 1] = 7.0
     grid = images_to_grid(images, columns=2, upscale=3, gap=1)
@@ -155,7 +155,7 @@ def test_a_grid_is_made_of_the_images_enlarged_in_rows():
     assert grid.getpixel((8, 15)) == 255, "no sixth image"
 
 
-def test_a_grid_in_colour_with_labels_leaves_room_for_them():
+def test_a_colour_grid_with_labels_leaves_room_for_them():
     grid = images_to_grid(torch.zeros(4, 3, 8, 8), columns=2, row_labels=("0", "1"), upscale=4)
     assert grid.mode == "RGB"
     plain = images_to_grid(torch.zeros(4, 3, 8, 8), columns=2, upscale=4)

@@ -46,7 +46,7 @@ def batches(count: int = 4) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_the_loss_is_that_of_frozen_encoders_and_its_gradient_reaches_them(name, tmp_path):
+def test_the_loss_equals_that_of_frozen_encoders_and_its_gradient_reaches_them(name, tmp_path):
     folder = pipelines.MAKERS[name](tmp_path / name)
     loaded = load_pretrained(folder, frozen_dtype="fp32", text_encoders=True)
     frozen = load_pretrained(folder, frozen_dtype="fp32")
@@ -75,7 +75,7 @@ def test_the_loss_is_that_of_frozen_encoders_and_its_gradient_reaches_them(name,
     assert texts == ("", "")
 
 
-def test_which_encoders_are_trained_is_checked(tmp_path):
+def test_the_names_of_trained_encoders_are_checked(tmp_path):
     folder = pipelines.flux(tmp_path / "flux")
     with pytest.raises(InvalidValueError, match="one of text_encoder, text_encoder_2"):
         load_pretrained(folder, text_encoders=["text_encoder_3"])
@@ -87,7 +87,7 @@ def test_which_encoders_are_trained_is_checked(tmp_path):
     assert both.model.names == ("transformer", "text_encoder", "text_encoder_2")
 
 
-def test_captions_are_not_cached_where_encoders_are_trained(tmp_path):
+def test_captions_are_not_cached_while_encoders_are_trained(tmp_path):
     folder = tmp_path / "images"
     folder.mkdir()
     pipelines_folder = pipelines.sd15(tmp_path / "sd15")
@@ -113,7 +113,7 @@ def digest(engine: Any, prefix: str) -> str:
 
 
 def moments(engine: Any) -> str:
-    """A digest of this rank's optimizer states of the text encoders."""
+    """Return a digest of this rank's optimizer states of the text encoders."""
     found = hashlib.sha256()
     for fragment in engine.master_weights.read():
         if fragment.address.name.startswith("text_encoder"):
@@ -177,7 +177,7 @@ def trained(
 
 
 def three_runs(folder: str, out: str, **options: Any) -> list[Any]:
-    """Run once without a stop, and once stopped and resumed."""
+    """Return results of an uninterrupted run, and of a run before its stop and after resuming."""
     torch.set_num_threads(1)
     first = trained(folder, f"{out}/whole", **options)
     before = trained(folder, f"{out}/stopped", to=3, **options)
@@ -201,7 +201,7 @@ NIGHTLY = pytest.mark.nightly
         ),
     ],
 )
-def test_encoders_stop_resume_and_are_exported(name, stage, lora, world_size, tmp_path):
+def test_trained_encoders_stop_resume_and_are_exported(name, stage, lora, world_size, tmp_path):
     folder = pipelines.MAKERS[name](tmp_path / name)
     found = run_ranks(
         run_case, str(folder), str(tmp_path), stage, lora, world_size=world_size
@@ -252,7 +252,7 @@ def run_case(folder: str, out: str, stage: int, lora: bool) -> list[Any]:
     return three_runs(folder, out, stage=stage, lora=lora, until=LAST)
 
 
-def test_a_group_cannot_stop_where_the_optimizer_sets_its_own_pace(tmp_path):
+def test_a_group_cannot_stop_early_with_an_optimizer_that_sets_its_own_learning_rate(tmp_path):
     folder = pipelines.sd15(tmp_path / "sd15")
     groups = ParameterGroups.per_part({"unet": {"lr": 1e-2}, "text_encoder": {"until": 3}})
     plan = DeepSpeedPlan.build(stage=0, micro_batch_size=2)
@@ -369,7 +369,7 @@ def as_the_script(folder: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.deepspeed
-def test_it_trains_as_the_dreambooth_script_of_diffusers(tmp_path):
+def test_training_matches_the_dreambooth_script_of_diffusers(tmp_path):
     folder = pipelines.sdxl(tmp_path / "sdxl")
     ((ours, theirs),) = run_ranks(as_the_script, str(folder))
     assert ours == pytest.approx(theirs, rel=1e-6)

@@ -43,7 +43,7 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The Python blocks of a page, in order."""
+    """Yield the Python blocks of a page, in order."""
     text = page.read_text()
     for found in _PYTHON.finditer(text):
         line = text[: found.start(1)].count("\n") + 1
@@ -51,12 +51,12 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def sessions(page: Path) -> str:
-    """The interpreter sessions of a page, with their answers."""
+    """Return the interpreter sessions of a page, with their output."""
     return "\n".join(_DOCTEST.findall(page.read_text()))
 
 
 def failures(page: str) -> str:
-    """Run a page's interpreter sessions as one; return the differences."""
+    """Run a page's interpreter sessions as one; return differences from the printed output."""
     test = doctest.DocTestParser().get_doctest(sessions(DOCS / page), {}, page, page, 0)
     said = io.StringIO()
     doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.write)
@@ -64,24 +64,24 @@ def failures(page: str) -> str:
 
 
 def checked(page: Path) -> str:
-    """The output of ``zerotune plan check ds_config.json`` on a page, as one line."""
+    """Return the output of ``zerotune plan check ds_config.json`` on a page, as one line."""
     (said,) = (found["said"] for found in _CHECKED.finditer(page.read_text()) if found["said"])
     return " ".join(said.split())
 
 
 def configuration() -> str:
-    """The ``ds_config.json`` of the quickstart."""
+    """Return the ``ds_config.json`` of the quickstart."""
     found = next(_CHECKED.finditer((DOCS / "quickstart.md").read_text()))
     return found["file"]
 
 
 def names(*sections: str) -> str:
-    """Code of the sections of ``docs/names.md`` whose headings begin with these words."""
+    """Return the code in sections of ``docs/names.md`` whose headings begin with these words."""
     text = (DOCS / "names.md").read_text()
     code = []
     for section in sections:
         (found,) = re.findall(rf"^## {section}.*?\n```python\n(.*?)^```$", text, re.M | re.S)
-        # The page goes on using the engine that the section closes.
+        # Leave the engine open: the page still uses it.
         code.append(found.replace("engine.close()\n", ""))
     return "\n".join(code)
 

@@ -1,4 +1,4 @@
-"""Every public name has an entry of its own in the API reference."""
+"""Every public name has a separate entry in the API reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGE = Path(zerotune.__file__).parent
 
 @pytest.fixture(scope="module")
 def api():
-    """The module that writes the pages."""
+    """Return the module that writes the pages."""
     spec = importlib.util.spec_from_file_location("generate_api", DOCS / "generate_api.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -49,8 +49,8 @@ def test_every_function_describes_its_parameters(api):
     assert silent == []
 
 
-def test_every_method_describes_its_parameters_or_what_it_overrides_does(api):
-    """Covers methods of protocols and abstract classes too."""
+def test_every_method_or_the_method_it_overrides_describes_its_parameters(api):
+    """The test covers methods of protocols and abstract classes too."""
     owners, silent = api.classes(), []
     assert {"NonFinitePolicy", "Callback", "Family", "Trainer"} <= {one.__name__ for one in owners}
     for owner in owners:
@@ -61,7 +61,7 @@ def test_every_method_describes_its_parameters_or_what_it_overrides_does(api):
     assert silent == []
 
 
-def test_arguments_of_an_overridden_method_come_before_what_it_returns(api):
+def test_inherited_argument_descriptions_precede_the_return_value(api):
     class Base:
         def work(self, size):
             """Work.
@@ -83,7 +83,7 @@ def test_arguments_of_an_overridden_method_come_before_what_it_returns(api):
     assert api.with_arguments(Base, Base.work, inspect.getdoc(Base.work)).count("Args:") == 1
 
 
-def test_no_property_begins_with_what_would_be_read_as_its_type(api):
+def test_no_first_line_of_a_property_reads_as_its_type(api):
     """Sphinx takes words before a colon on the first line for a type."""
     found = [
         f"{owner.__name__}.{name}"
@@ -95,8 +95,8 @@ def test_no_property_begins_with_what_would_be_read_as_its_type(api):
     assert found == []
 
 
-def test_the_builder_imports_documented_names_only(api):
-    """So that another front end can do the same; text helpers of ``zerotune._util`` aside."""
+def test_the_builder_imports_only_documented_names(api):
+    """Other front ends can then do the same; text helpers of ``zerotune._util`` are exempt."""
     shared, documented = ("zerotune._util", "zerotune.errors", "zerotune.builder"), api.documented()
     imported = {
         f"{node.module}.{alias.name}"
@@ -109,14 +109,14 @@ def test_the_builder_imports_documented_names_only(api):
     assert sorted(each for each in imported - documented if not each.startswith(shared)) == []
 
 
-def test_front_ends_find_no_name_that_the_builder_does_not_use(api):
-    """Otherwise the page would list names that nothing uses."""
+def test_the_page_for_front_ends_lists_only_names_that_the_builder_uses(api):
+    """The page would otherwise list names that nothing uses."""
     text = "".join(file.read_text() for file in (PACKAGE / "builder").glob("*.py"))
     names = [name for names in api.FOR_FRONT_ENDS.values() for name in names.split()]
     assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
 
 
-def test_every_link_of_a_page_leads_to_one(api, tmp_path):
+def test_every_link_on_a_page_has_a_target(api, tmp_path):
     api.write(tmp_path / "api")
     names = {path.name for path in (tmp_path / "api").iterdir()}
     for path in (tmp_path / "api").iterdir():

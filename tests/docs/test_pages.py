@@ -152,13 +152,13 @@ ELSEWHERE = {"families.md": "tests/diffusion/families/test_own_family.py"}
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("page", PAGES)
 @ranks(1)
-def test_the_code_of_a_page_runs(page, tmp_path):
+def test_the_code_on_each_page_runs(page, tmp_path):
     """Run a page's blocks in one namespace.
 
     Args:
         page: Its name under ``docs``.
-        given: Sections of ``docs/names.md`` that the page takes as given.
-        setup: What stands for the reader's own files and functions.
+        given: Sections of ``docs/names.md`` that the page relies on.
+        setup: Replacements for the reader's own files and functions.
         folder: An empty working directory.
     """
     given, setup = PAGES[page]
@@ -169,19 +169,21 @@ def test_the_code_of_a_page_runs(page, tmp_path):
         for code in (names(*given), setup):
             exec(compile(_short(code), "<given>", "exec"), scope)
         for block in blocks(DOCS / page):
-            # Tracebacks name the page and the line in it.
+            # Let tracebacks name the page and the line in it.
             code = "\n" * (block.line - 1) + _short(block.code)
             exec(compile(code, str(block.page), "exec"), scope)
         _close(scope)
 
 
 @pytest.mark.parametrize("page", [page.name for page in DOCS.glob("*.md") if sessions(page)])
-def test_an_interpreter_answers_what_a_page_says(page):
+def test_interpreter_sessions_print_what_the_page_shows(page):
     assert failures(page) == ""
 
 
 @pytest.mark.parametrize("page", [README, DOCS / "quickstart.md"], ids=lambda page: page.name)
-def test_the_catch_that_is_shown_is_what_the_command_says(page, tmp_path, monkeypatch, capsys):
+def test_the_error_shown_on_the_page_equals_the_output_of_the_command(
+    page, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds_config.json").write_text(configuration())
     assert cli.main(["plan", "check", "ds_config.json"]) == 1
@@ -189,7 +191,7 @@ def test_the_catch_that_is_shown_is_what_the_command_says(page, tmp_path, monkey
 
 
 @pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=lambda page: page.name)
-def test_the_gain_that_is_told_is_what_was_measured(page):
+def test_the_speed_up_on_the_page_equals_the_measured_one(page):
     measured = (DOCS / "performance.md").read_text()
     row = r"^\| a training step with an EMA, ZeRO-{} \| hand-written DeepSpeed \| ([\d.]+) "
     two, three = (
@@ -220,7 +222,7 @@ def known_figures():
     ]
 
 
-def test_figures_are_those_of_the_code_and_of_the_results():
+def test_figures_on_pages_equal_those_of_the_code_and_the_results():
     for page, pattern, figure in known_figures():
         text = (DOCS.parent / page).read_text()
         found = re.findall(pattern, text if "^" in pattern else " ".join(text.split()), re.M)
@@ -228,6 +230,6 @@ def test_figures_are_those_of_the_code_and_of_the_results():
         assert told == figure, (page, pattern)
 
 
-def test_no_page_with_code_is_left_out():
+def test_every_page_with_code_is_tested():
     written = {path.name for path in [README, *DOCS.rglob("*.md")] if any(blocks(path))}
     assert written == {name.removeprefix("../") for name in (*PAGES, *ELSEWHERE)}

@@ -20,7 +20,7 @@ def generator():
     return module
 
 
-def test_the_memory_that_readme_shows_is_what_its_command_answers():
+def test_the_memory_figures_in_the_readme_equal_the_output_of_its_command():
     pictures = generator()
     readme = (DOCS.parent / "README.md").read_text()
     assert f"zerotune {pictures.COMMAND} --chart memory.png" in readme
@@ -29,7 +29,7 @@ def test_the_memory_that_readme_shows_is_what_its_command_answers():
     assert shown == pictures.answer(), "run: python docs/generate_pictures.py"
 
 
-def test_results_and_charts_are_what_the_benchmarks_say_today():
+def test_stored_results_and_charts_equal_the_current_benchmark_results():
     pictures = generator()
     found = list(pictures.results())
     assert len(found) >= 6
@@ -40,7 +40,7 @@ def test_results_and_charts_are_what_the_benchmarks_say_today():
             assert drawn.text[pictures.SHOWN] == pictures.shown(today), again
 
 
-def test_a_chart_shows_the_hardware_and_ours_beside_others():
+def test_a_chart_names_the_hardware_and_shows_ours_beside_others():
     pictures = generator()
     for path, _, today in pictures.results():
         title, hardware, ours, panels = json.loads(pictures.shown(today))

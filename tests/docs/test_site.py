@@ -44,13 +44,13 @@ def tab(chromium):
 
 
 def pages(site):
-    """All pages, and one API page of each kind."""
+    """Return all pages, but only one API page of each kind."""
     found = sorted(site.glob("*.html"))
     kinds = ("index", "zerotune", "zerotune.errors", "zerotune.plan", "zerotune.training.Trainer")
     return [*found, *(site / "api" / f"{name}.html" for name in kinds)]
 
 
-def test_axe_finds_nothing_to_say(tab, site):
+def test_axe_finds_no_accessibility_violation(tab, site):
     axe = needs("axe_playwright_python.sync_playwright").Axe()
     faults = []
     for page in pages(site):
@@ -66,7 +66,7 @@ def test_axe_finds_nothing_to_say(tab, site):
     assert faults == []
 
 
-def test_what_is_too_wide_scrolls_by_keyboard_and_nothing_else_does(tab, site):
+def test_only_wide_tables_scroll_sideways_and_they_do_so_by_keyboard(tab, site):
     tab.set_viewport_size(PHONE)
     for page in pages(site):
         tab.goto(page.as_uri())
@@ -81,14 +81,14 @@ def test_what_is_too_wide_scrolls_by_keyboard_and_nothing_else_does(tab, site):
     )
 
 
-def test_the_fits_page_is_two_screens_at_most(tab, site):
+def test_the_fits_page_is_at_most_two_screens_long(tab, site):
     tab.goto((site / "fits.html").as_uri())
     assert tab.evaluate("() => document.documentElement.scrollHeight") <= 2 * SCREEN["height"]
     tab.locator("details > summary").first.click()
     assert tab.locator("details[open] table").first.is_visible()
 
 
-def test_attributes_are_described_once_and_whole(site):
+def test_attributes_are_described_completely_and_only_once(site):
     for page in site.glob("api/*.html"):
         # A colon in the first line would make napoleon take the words before it for a type.
         assert ">Type<span" not in page.read_text(), page.name
@@ -98,7 +98,7 @@ def test_attributes_are_described_once_and_whole(site):
     assert "<strong>frames</strong>" in page, "no parameter of a method is left"
 
 
-def test_every_link_inside_the_site_leads_somewhere(site):
+def test_every_internal_link_has_a_target(site):
     anchors = {}
     for page in site.rglob("*.html"):
         anchors[page] = set(re.findall(r'\bid="([^"]+)"', page.read_text()))

@@ -41,7 +41,7 @@ class Reference:
             self._average[name].mul_(decay).add_(full.double(), alpha=1 - decay)
 
     def error(self, ema: EMAShadow) -> float:
-        """Largest relative L2 distance of a parameter's EMA from this reference."""
+        """Return the largest relative L2 distance of a parameter's EMA from this reference."""
         worst = 0.0
         for name, full in ema.gather():
             expected = self._average[name]
@@ -123,7 +123,7 @@ def forward(engine: Any, x: torch.Tensor) -> torch.Tensor:
 def expected_output(
     case: Case, engine: Any, weights: dict[str, torch.Tensor], x: torch.Tensor
 ) -> torch.Tensor:
-    """Output of a plain model with these weights."""
+    """Return the output of a plain model with these weights."""
     model = model_for(case)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -151,7 +151,7 @@ def state(engine: Any, ema: EMAShadow) -> dict[str, str]:
             # Stage 3 pads the last rank's part.
             size = parameter.ds_tensor.ds_numel
             if parameter.ds_tensor.numel() < size:
-                # Swapped out to NVMe; the forward passes show what it holds.
+                # The tensor is swapped out to NVMe; forward passes reveal its values.
                 continue
             left = parameter.ds_numel - size * engine.group.rank
             held = parameter.ds_tensor.narrow(0, 0, max(0, min(size, left)))

@@ -142,7 +142,7 @@ def follow_loop(kind: str, zero: dict[str, Any] | None, folder: str) -> dict[str
     ema.save_pretrained(folder)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-    # from_pretrained, which test_model covers, imports every quantizer first.
+    # from_pretrained would import every quantizer first; test_model covers it.
     saved = load_file(Path(folder, "diffusion_pytorch_model.safetensors"))
     by_name = zip(tiny_unet().named_parameters(), ema.shadow_params, strict=True)
     seen["saved"] = all(torch.equal(saved[name], value) for (name, _), value in by_name)

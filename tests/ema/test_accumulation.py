@@ -27,12 +27,12 @@ def unchanged(case: Case, world_size: int) -> None:
     ],
     ids=str,
 )
-def test_using_a_shadow_between_micro_batches_changes_nothing(case, world_size):
+def test_using_a_shadow_between_micro_batches_does_not_change_training(case, world_size):
     unchanged(case, world_size)
 
 
 @pytest.mark.nvme
-def test_using_a_shadow_between_micro_batches_changes_nothing_on_nvme(tmp_path):
+def test_using_a_shadow_between_micro_batches_on_nvme_does_not_change_training(tmp_path):
     unchanged(
         Case(
             stage=3,

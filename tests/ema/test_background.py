@@ -32,7 +32,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) ->
 
 @pytest.fixture
 def gate(monkeypatch):
-    """An event that updates in a thread wait for; those in the foreground do not."""
+    """Return an event that background updates wait for; foreground updates do not."""
     opened, real = threading.Event(), ShadowUpdate.take
 
     def take(self: ShadowUpdate, fragment: Any) -> None:
@@ -51,7 +51,7 @@ def begin(background: BackgroundEMA, gate: threading.Event) -> None:
     threading.Timer(0.03, gate.set).start()
 
 
-def test_the_optimizer_waits_for_an_update(gate):
+def test_the_optimizer_step_waits_for_a_pending_update(gate):
     model = HostileNet()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     expected, seen = shadows().attach(model), shadows()
@@ -65,7 +65,7 @@ def test_the_optimizer_waits_for_an_update(gate):
         assert all(torch.equal(full, theirs[key]) for key, full in expected[name].gather())
 
 
-def test_whatever_looks_at_the_shadow_or_edits_the_weights_waits(gate):
+def test_reading_the_shadow_or_editing_the_weights_waits_for_a_pending_update(gate):
     model = HostileNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     expected, ema = EMAShadow(decay=0.9).attach(model), EMAShadow(decay=0.9)
@@ -94,7 +94,7 @@ def wanted(ema: EMAShadow) -> torch.Tensor:
     return ema.state_dict()["second.bias[0:7]"]
 
 
-def test_what_fails_in_the_background_stops_the_next_optimizer_step(monkeypatch):
+def test_a_failed_background_update_stops_the_next_optimizer_step(monkeypatch):
     model = HostileNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     background = BackgroundEMA(shadow=EMAShadow(decay=0.9), optimizer=optimizer).attach(model)
@@ -106,7 +106,7 @@ def test_what_fails_in_the_background_stops_the_next_optimizer_step(monkeypatch)
     background.close()
 
 
-def test_an_optimizer_whose_steps_go_unseen_is_found_out():
+def test_an_optimizer_whose_steps_are_not_observed_is_detected():
     model = HostileNet()
     optimizer, other = (torch.optim.SGD(model.parameters(), lr=1e-2) for _ in range(2))
     background = BackgroundEMA(shadow=EMAShadow(decay=0.9), optimizer=other).attach(model)
@@ -155,7 +155,7 @@ def test_background_updates_on_engines_equal_foreground_updates(case, world_size
 
 @pytest.mark.deepspeed
 @pytest.mark.nvme
-def test_weights_on_nvme_are_refused(tmp_path):
+def test_background_updates_refuse_weights_on_nvme(tmp_path):
     case = Case(
         stage=3,
         offload="nvme",

@@ -1,4 +1,4 @@
-"""Decay schedules: against diffusers, against their definition, and bad input."""
+"""Decay schedules equal diffusers' and their definition, and refuse invalid input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerotune.errors import InvalidValueError
 
 @pytest.mark.parametrize("start_after", [0, 3])
 @pytest.mark.parametrize("warmup", [True, False])
-def test_schedules_equal_diffusers(warmup, start_after):
+def test_decay_schedules_equal_those_of_diffusers(warmup, start_after):
     import torch
     from diffusers.training_utils import EMAModel
 
@@ -58,13 +58,13 @@ def test_an_interval_multiplies_the_decays_of_its_steps():
     assert corrected == pytest.approx(math.prod(schedule.at(step) for step in (8, 9, 10, 11)))
 
 
-def test_an_interval_that_reaches_before_the_start_copies_the_weights():
+def test_an_interval_that_starts_before_the_first_step_copies_the_weights():
     schedule = ConstantDecay(decay=0.9)
     assert decay_of_update(schedule, step=4, update_every=4, start_after=3) == 0.0
     assert decay_of_update(schedule, step=8, update_every=4, start_after=3) == pytest.approx(0.9**4)
 
 
-def test_half_life_halves():
+def test_after_one_half_life_half_of_the_old_weights_remains():
     assert HalfLife(steps=250).at(7) ** 250 == pytest.approx(0.5)
     by_samples = HalfLife(samples=64_000, batch_size=64)
     assert by_samples.in_steps == 1000
@@ -77,13 +77,13 @@ def test_half_life_halves():
     power=st.floats(0.05, 2.0),
     step=st.integers(0, 10**9),
 )
-def test_warm_up_rises_within_its_bounds(decay, gamma, power, step):
+def test_the_warm_up_rises_within_its_bounds(decay, gamma, power, step):
     schedule = WarmupDecay(decay=decay, inverse_gamma=gamma, power=power)
     assert schedule.at(0) == 0.0
     assert 0.0 <= schedule.at(step) <= schedule.at(step + 1) <= decay
 
 
-def test_numbers_and_objects_become_schedules():
+def test_numbers_and_custom_objects_become_decay_schedules():
     class Mine:
         def at(self, step: int) -> float:  # noqa: ARG002
             return 0.5
@@ -114,7 +114,7 @@ def test_numbers_and_objects_become_schedules():
         (lambda: HalfLife(steps=0), "HalfLife.steps"),
     ],
 )
-def test_bad_values_are_named(make, key):
+def test_invalid_values_are_named(make, key):
     with pytest.raises(InvalidValueError) as caught:
         make()
     assert caught.value.key == key

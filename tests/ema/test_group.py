@@ -20,7 +20,7 @@ def shadows() -> dict[str, EMAShadow]:
     }
 
 
-def test_equals_single_shadows_with_one_read_per_step(monkeypatch):
+def test_a_group_equals_single_shadows_with_one_read_per_step(monkeypatch):
     model = HostileNet()
     master = master_weights_of(model)
     group, singles = EMAShadows(shadows=shadows()).attach(master), shadows()
@@ -44,7 +44,7 @@ def test_equals_single_shadows_with_one_read_per_step(monkeypatch):
     assert "slow: EMA: HalfLife(" in group.explain()
 
 
-def test_nothing_is_read_when_no_shadow_is_due(monkeypatch):
+def test_nothing_is_read_unless_a_shadow_is_due(monkeypatch):
     master = master_weights_of(HostileNet())
     group = EMAShadows(shadows={"one": EMAShadow(decay=0.9, update_every=2)}).attach(master)
     monkeypatch.setattr(master, "read", lambda: pytest.fail("nothing to do"))
@@ -52,7 +52,7 @@ def test_nothing_is_read_when_no_shadow_is_due(monkeypatch):
     assert group["one"].steps == 1
 
 
-def test_no_shadow_or_one_under_two_names_is_refused():
+def test_an_empty_group_and_a_shadow_under_two_names_are_refused():
     with pytest.raises(InvalidValueError, match="exactly one name"):
         EMAShadows(shadows={})
     one = EMAShadow(decay=0.9)

@@ -25,23 +25,23 @@ def check(results: list[dict[str, Any]], *, sharded: bool, partitioned: bool = F
         }
 
 
-def test_the_average_follows_a_torch_loop(tmp_path):
+def test_the_ema_follows_a_torch_loop(tmp_path):
     check([follow_loop("torch", None, str(tmp_path / "ema"))], sharded=False)
 
 
-def test_the_average_follows_an_accelerate_loop_on_two_processes(tmp_path):
+def test_the_ema_follows_an_accelerate_loop_on_two_processes(tmp_path):
     folder = str(tmp_path / "ema")
     check(run_ranks(follow_loop, "accelerate", None, folder, world_size=2), sharded=False)
 
 
 @pytest.mark.deepspeed
-def test_the_average_follows_an_accelerate_loop_that_drives_deepspeed(tmp_path):
+def test_the_ema_follows_an_accelerate_loop_with_deepspeed(tmp_path):
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     check(run_ranks(follow_loop, "accelerate", zero, str(tmp_path / "ema")), sharded=True)
 
 
 @pytest.mark.deepspeed
-def test_the_average_follows_a_deepspeed_loop_at_stage_3_in_bf16_on_two_processes(tmp_path):
+def test_the_ema_follows_a_deepspeed_loop_at_stage_3_in_bf16_on_two_processes(tmp_path):
     folder = str(tmp_path / "ema")
     results = run_ranks(follow_loop, "deepspeed", {"stage": 3}, folder, world_size=2)
     check(results, sharded=True, partitioned=True)

@@ -1,6 +1,6 @@
 """Every engine: stages 0-3, none/cpu/nvme, one and two processes, fp32 and bf16.
 
-``test_shadow_on_engines`` has the cross-section.
+``test_shadow_on_engines`` has a sample for the default suite.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RUNS = [
 @pytest.mark.parametrize(
     ("case", "world_size"), RUNS, ids=[f"{case}-{world_size}" for case, world_size in RUNS]
 )
-def test_the_average_is_that_of_float64(case, world_size):
+def test_the_ema_equals_a_float64_reference(case, world_size):
     check(run_ranks(follow, case, world_size=world_size))
 
 
@@ -44,7 +44,7 @@ def test_the_average_is_that_of_float64(case, world_size):
 @pytest.mark.parametrize(
     ("precision", "world_size"), list(itertools.product(("fp32", "bf16"), (1, 2)))
 )
-def test_the_average_is_that_of_float64_on_nvme(precision, world_size, tmp_path):
+def test_the_ema_on_nvme_equals_a_float64_reference(precision, world_size, tmp_path):
     case = Case(
         stage=3,
         offload="nvme",

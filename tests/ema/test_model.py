@@ -38,7 +38,7 @@ def assert_same(ours: EMAModel, theirs: Theirs) -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("make", [tiny_unet, HostileNet])
-def test_equals_diffusers_step_by_step(make, settings):
+def test_ema_model_equals_diffusers_step_by_step(make, settings):
     model = make()
     ours, theirs = pair(model, **settings)
     assert ours.cur_decay_value is None
@@ -50,7 +50,7 @@ def test_equals_diffusers_step_by_step(make, settings):
         assert ours.get_decay(step) == pytest.approx(theirs.get_decay(step), rel=1e-12)
 
 
-def test_attributes_that_a_script_changes_take_effect_as_in_diffusers():
+def test_attributes_set_by_a_script_take_effect_as_in_diffusers():
     model = HostileNet()
     ours, theirs = pair(model, decay=0.9)
     for step in range(20):
@@ -63,7 +63,7 @@ def test_attributes_that_a_script_changes_take_effect_as_in_diffusers():
     assert_same(ours, theirs)
 
 
-def test_a_shadow_made_from_another_model_follows_the_one_that_trains():
+def test_a_shadow_created_from_a_copy_follows_the_trained_model():
     """Diffusers' scripts make the EMA from a second from_pretrained, then step with the first."""
     model, copy = HostileNet(), HostileNet(seed=1)
     ours, theirs = pair(copy, decay=0.9)
@@ -107,7 +107,7 @@ def test_store_copy_to_and_restore_work_as_in_diffusers(dtype):
         ours.restore(model.parameters())
 
 
-def test_states_go_both_ways():
+def test_states_load_in_diffusers_and_back():
     model = HostileNet()
     ours, theirs = pair(model, decay=0.9, use_ema_warmup=True)
     for step in range(5):
@@ -128,7 +128,7 @@ def test_states_go_both_ways():
 
 # diffusers' own from_pretrained uses a form of from_config that it deprecates.
 @pytest.mark.filterwarnings("ignore:It is deprecated to pass a pretrained model:FutureWarning")
-def test_folders_go_both_ways(tmp_path):
+def test_folders_load_in_diffusers_and_back(tmp_path):
     model = tiny_unet()
     kinds = {"model_cls": UNet2DModel, "model_config": model.config}
     ours, theirs = pair(model, decay=0.95, **kinds)
@@ -157,7 +157,7 @@ def test_folders_go_both_ways(tmp_path):
         EMAModel(model.parameters()).save_pretrained(tmp_path / "none")
 
 
-def test_to_moves_the_shadow_but_not_to_half_precision(tmp_path):
+def test_to_moves_the_shadow_but_keeps_it_in_fp32(tmp_path):
     model = HostileNet()
     ema = EMAModel(model.parameters(), store=FileStore(folder=tmp_path))
     ema.to(torch.device("cpu"))
@@ -169,7 +169,7 @@ def test_to_moves_the_shadow_but_not_to_half_precision(tmp_path):
         ema.to(dtype=torch.bfloat16)
 
 
-def test_what_diffusers_would_take_in_silence_is_refused():
+def test_arguments_that_diffusers_silently_accepts_are_refused():
     model = HostileNet()
     ema = EMAModel(model.parameters())
     with pytest.raises(EMAError, match="8 parameters instead of"):
@@ -190,7 +190,7 @@ def test_what_diffusers_would_take_in_silence_is_refused():
         }
 
 
-def test_the_averages_of_parameters_are_live_as_in_diffusers():
+def test_shadow_params_stay_live_as_in_diffusers():
     model = HostileNet()
     ours, theirs = pair(model, decay=0.5)
     kept, expected = ours.shadow_params, theirs.shadow_params
@@ -207,7 +207,7 @@ def test_the_averages_of_parameters_are_live_as_in_diffusers():
     assert not next(model.parameters()).any(), "what is written into them is what is copied"
 
 
-def test_what_scripts_set_takes_effect_as_in_diffusers():
+def test_assigned_shadow_params_and_steps_take_effect_as_in_diffusers():
     model = HostileNet()
     ours, theirs = pair(model, decay=0.9, use_ema_warmup=True)
     values = [torch.full_like(p, 0.5) for p in model.parameters()]
@@ -227,7 +227,7 @@ def test_what_scripts_set_takes_effect_as_in_diffusers():
         ours.optimization_step = 1.5
 
 
-def test_what_is_stored_can_be_seen_as_in_diffusers():
+def test_stored_params_are_visible_as_in_diffusers():
     model = HostileNet()
     ours, theirs = pair(model)
     for ema in (ours, theirs):
@@ -250,7 +250,7 @@ def test_what_is_stored_can_be_seen_as_in_diffusers():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_old_keywords_mean_what_they_mean_in_diffusers():
+def test_deprecated_keywords_mean_the_same_as_in_diffusers():
     model = HostileNet()
     ours, theirs = pair(model, max_value=0.8, min_value=0.1, device="cpu")
     assert (ours.decay, ours.min_decay) == (theirs.decay, theirs.min_decay) == (0.8, 0.1)
@@ -261,7 +261,7 @@ def test_old_keywords_mean_what_they_mean_in_diffusers():
         EMAModel(model.parameters(), beta=0.8)
 
 
-def test_without_decay_the_averages_one_holds_are_the_newest():
+def test_without_decay_an_earlier_list_of_shadow_params_is_the_newest():
     """As in diffusers, both lists hold the same tensors."""
     model = HostileNet()
     ema = EMAModel(model.parameters(), decay=0.0)
@@ -276,7 +276,7 @@ def test_without_decay_the_averages_one_holds_are_the_newest():
             assert torch.equal(one, two)
 
 
-def test_an_average_is_another_after_each_step_that_moves_the_weights():
+def test_shadow_params_change_after_each_step_that_moves_the_weights():
     model = HostileNet()
     ema = EMAModel(model.parameters(), decay=0.9)
     seen = [[value.clone() for value in ema.shadow_params]]
@@ -294,7 +294,7 @@ def test_an_average_is_another_after_each_step_that_moves_the_weights():
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("call", ["copy_to", "state_dict", "save_pretrained"])
 @ranks(2)
-def test_a_call_on_one_rank_names_the_others(call, tmp_path):
+def test_a_call_on_one_rank_names_the_missing_ranks(call, tmp_path):
     engine = start(Case(stage=2), tiny_unet())
     kinds = {"model_cls": UNet2DModel, "model_config": engine.module.config}
     ema = EMAModel(engine, decay=0.9, **kinds)

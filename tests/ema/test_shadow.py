@@ -30,7 +30,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("start_after", [0, 4])
 @pytest.mark.parametrize("warmup", [True, False])
-def test_equals_diffusers_step_by_step(warmup, start_after):
+def test_the_shadow_equals_diffusers_step_by_step(warmup, start_after):
     from diffusers.training_utils import EMAModel
 
     model = tiny_unet()
@@ -50,7 +50,7 @@ def test_equals_diffusers_step_by_step(warmup, start_after):
             torch.testing.assert_close(full, expected, rtol=1e-6, atol=1e-7, msg=name)
 
 
-def test_equals_a_float64_reference_with_an_interval():
+def test_the_shadow_equals_a_float64_reference_with_an_interval():
     model = HostileNet()
     ema = EMAShadow(decay=0.9, update_every=3).attach(model)
     expected = {name: value.double() for name, value in weights(model).items()}
@@ -65,7 +65,7 @@ def test_equals_a_float64_reference_with_an_interval():
             assert (full.double() - expected[name]).norm() <= 1e-6 * expected[name].norm()
 
 
-def test_frozen_parameters_are_left_out_and_tied_ones_counted_once():
+def test_frozen_parameters_are_excluded_and_tied_ones_counted_once():
     model = HostileNet()
     ema = EMAShadow(decay=0.9).attach(model)
     names = [name for name, _ in ema.gather()]
@@ -74,7 +74,7 @@ def test_frozen_parameters_are_left_out_and_tied_ones_counted_once():
     assert ema.nbytes == 4 * sum(value.numel() for value in weights(model).values())
 
 
-def test_swapped_in_runs_on_the_average_and_restores_every_bit():
+def test_swapped_in_runs_with_the_ema_and_restores_every_bit():
     model, x = HostileNet(), torch.linspace(-1, 1, 98).view(2, 7, 7)
     ema = EMAShadow(decay=0.9).attach(model)
     for step in range(3):
@@ -106,7 +106,7 @@ def test_swapped_in_restores_when_the_block_raises():
     ema.step()
 
 
-def test_an_exchange_that_fails_half_way_is_taken_back(monkeypatch):
+def test_a_swap_that_fails_half_way_is_undone(monkeypatch):
     from zerotune.ema import shadow as module
 
     model = HostileNet()
@@ -130,7 +130,7 @@ def test_an_exchange_that_fails_half_way_is_taken_back(monkeypatch):
     assert all(torch.equal(full, averaged[name]) for name, full in ema.gather())
 
 
-def test_what_would_mix_up_both_sets_of_weights_is_refused_while_swapped_in():
+def test_calls_that_would_mix_shadow_and_weights_are_refused_while_swapped_in():
     ema = EMAShadow(decay=0.9).attach(HostileNet())
     with ema.swapped_in():
         for refused in (ema.step, ema.state_dict, ema.distance, lambda: ema.load_state_dict({})):
@@ -141,7 +141,7 @@ def test_what_would_mix_up_both_sets_of_weights_is_refused_while_swapped_in():
     ema.step()
 
 
-def test_state_round_trip_continues_exactly():
+def test_a_state_round_trip_continues_exactly():
     model, twin = HostileNet(), HostileNet()
     ema = EMAShadow(decay=WarmupDecay(), update_every=2).attach(model)
     for step in range(5):
@@ -160,7 +160,7 @@ def test_state_round_trip_continues_exactly():
     assert all(torch.equal(full, theirs[name]) for name, full in ema.gather())
 
 
-def test_a_shadow_begins_anew_with_the_weights_as_they_are():
+def test_begin_anew_resets_the_shadow_to_the_current_weights():
     model = torch.nn.Linear(3, 2)
     shadow = EMAShadow(decay=0.5).attach(model)
     for _ in range(2):
@@ -186,7 +186,7 @@ def test_a_state_of_other_weights_is_refused_and_changes_nothing():
         ema.load_state_dict(short)
 
 
-def test_distance_shrinks_as_the_shadow_follows():
+def test_the_distance_shrinks_as_the_shadow_follows():
     model = HostileNet()
     ema = EMAShadow(decay=0.5).attach(model)
     assert ema.distance() == 0.0
@@ -200,7 +200,7 @@ def test_distance_shrinks_as_the_shadow_follows():
     assert ema.distance() == pytest.approx(apart / norm / 2, rel=1e-5)
 
 
-def test_a_shadow_that_does_not_move_is_found_out(monkeypatch):
+def test_a_shadow_that_does_not_move_is_detected(monkeypatch):
     model = HostileNet()
     ema = EMAShadow(decay=0.9).attach(model)
     move(model, seed=0)
@@ -209,18 +209,18 @@ def test_a_shadow_that_does_not_move_is_found_out(monkeypatch):
         ema.step()
 
 
-def test_weights_that_do_not_move_yet_pass_the_check():
+def test_weights_that_have_not_moved_yet_pass_the_check():
     model = HostileNet()
     ema = EMAShadow(decay=0.9999).attach(model)
     for _ in range(5):
         ema.step()
     with torch.no_grad():
-        # As in the first steps of a warm-up: a change far too small for an fp32 EMA.
+        # The change is far too small for an fp32 EMA, as in the first steps of a warm-up.
         model.first.weight.mul_(1 + 2**-22)
     ema.step()
 
 
-def test_weights_that_are_not_finite_are_found_out():
+def test_non_finite_weights_are_detected():
     model = HostileNet()
     ema = EMAShadow(decay=0.9).attach(model)
     with torch.no_grad():
@@ -248,7 +248,7 @@ def test_a_bf16_shadow_would_stand_still_where_ours_moves():
     )
 
 
-def test_attach_refuses_what_it_cannot_average():
+def test_attach_refuses_parameters_it_cannot_average():
     frozen = HostileNet().requires_grad_(False)
     with pytest.raises(EMAError, match="no trainable parameter"):
         EMAShadow(decay=0.9).attach(frozen)
@@ -270,7 +270,7 @@ def test_attach_refuses_missing_elements():
         EMAShadow(decay=0.9).attach(master)
 
 
-def test_use_before_attach_says_what_to_do():
+def test_use_before_attach_asks_for_attach():
     ema = EMAShadow(decay=0.9)
     assert not ema.attached
     with pytest.raises(EMAError, match="attach"):
@@ -283,7 +283,7 @@ def test_use_before_attach_says_what_to_do():
     "arguments",
     [{"update_every": 0}, {"update_every": 2.5}, {"start_after": -1}, {"update_every": True}],
 )
-def test_bad_arguments_are_named(arguments):
+def test_invalid_arguments_are_named(arguments):
     with pytest.raises(InvalidValueError) as caught:
         EMAShadow(decay=0.9, **arguments)
     assert caught.value.key == next(iter(arguments))
@@ -298,7 +298,7 @@ def test_explain_names_schedule_size_and_progress():
     assert "0 steps counted" in text
 
 
-def test_a_distributed_wrapper_is_looked_through():
+def test_a_distributed_wrapper_is_unwrapped():
     model = HostileNet()
     wrapped = torch.nn.parallel.DistributedDataParallel.__new__(
         torch.nn.parallel.DistributedDataParallel

@@ -45,7 +45,7 @@ def check(results: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("case", "world_size"), CASES, ids=[f"{case}-{world_size}" for case, world_size in CASES]
 )
-def test_the_shadow_follows_and_changes_places_exactly(case, world_size):
+def test_the_shadow_follows_the_weights_and_swaps_with_them_exactly(case, world_size):
     results = run_ranks(follow, case, world_size=world_size)
     check(results)
     for seen in results:
@@ -73,8 +73,8 @@ def test_the_shadow_follows_weights_on_nvme(world_size, tmp_path):
 
 
 @pytest.mark.deepspeed
-def test_a_slow_shadow_of_bf16_training_moves_in_a_loop_of_ones_own():
+def test_a_slow_shadow_of_bf16_training_moves_in_a_custom_loop():
     (seen,) = run_ranks(foreign, Case(stage=2, precision="bf16", lr=1e-2))
     assert seen["moved"] > 0.95
-    # An EMA in the precision of the weights would have stood still.
+    # An EMA in the precision of the weights would not have moved.
     assert seen["bf16_stuck"] > 0.95

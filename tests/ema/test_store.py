@@ -19,7 +19,7 @@ def stores(folder: Path) -> list[object]:
     return [HostStore(), DeviceStore(), DeviceStore(device="cpu"), FileStore(folder=folder)]
 
 
-def test_every_store_holds_the_same_average(tmp_path):
+def test_every_store_holds_the_same_ema(tmp_path):
     model = HostileNet()
     emas = [EMAShadow(decay=0.9, store=store).attach(model) for store in stores(tmp_path)]
     for step in range(5):
@@ -37,7 +37,7 @@ def test_every_store_holds_the_same_average(tmp_path):
 
 
 @needs_mallinfo
-def test_a_mapped_file_takes_no_memory_of_the_process_and_leaves_no_name(tmp_path):
+def test_a_mapped_file_takes_no_process_memory_and_leaves_no_name(tmp_path):
     model = torch.nn.Linear(4096, 4096)
     before = in_use()
     ema = EMAShadow(decay=0.9, store=FileStore(folder=tmp_path)).attach(model)
@@ -53,7 +53,7 @@ def test_a_mapped_file_takes_no_memory_of_the_process_and_leaves_no_name(tmp_pat
 
 
 @needs_mallinfo
-def test_host_memory_is_four_bytes_per_element():
+def test_the_memory_store_takes_four_bytes_per_element():
     model = torch.nn.Linear(4096, 4096)
     before = in_use()
     ema = EMAShadow(decay=0.9, store=HostStore()).attach(model)
@@ -62,7 +62,7 @@ def test_host_memory_is_four_bytes_per_element():
     assert abs(grown - ema.nbytes) < 0.1 * ema.nbytes
 
 
-def test_a_disk_without_room_is_named_and_nothing_is_left(tmp_path, monkeypatch):
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -78,12 +78,12 @@ def test_a_disk_without_room_is_named_and_nothing_is_left(tmp_path, monkeypatch)
         EMAShadow(store=FileStore(folder=tmp_path / "absent")).attach(HostileNet())
 
 
-def test_a_rank_that_owns_nothing_needs_no_file(tmp_path):
+def test_a_rank_that_owns_no_weights_needs_no_file(tmp_path):
     for store in stores(tmp_path):
         assert store.allocate(0, device=torch.device("cpu")).shape == (0,)
 
 
-def test_move_keeps_every_bit_and_says_where_it_is(tmp_path):
+def test_move_preserves_every_bit_and_reports_its_place(tmp_path):
     model = HostileNet()
     ema = EMAShadow(decay=0.9).attach(model)
     move(model, seed=1)
@@ -99,12 +99,12 @@ def test_move_keeps_every_bit_and_says_where_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["nvme", HostStore, 3])
-def test_what_is_no_place_is_refused(place):
+def test_an_invalid_store_is_refused(place):
     with pytest.raises(InvalidValueError, match="not a valid store for a shadow"):
         EMAShadow(store=place)
 
 
-def test_follow_goes_on_with_a_reloaded_model():
+def test_follow_continues_with_a_reloaded_model():
     model, twin = HostileNet(), HostileNet(seed=1)
     ema = EMAShadow(decay=0.5).attach(model)
     before = dict(ema.gather())
@@ -117,7 +117,7 @@ def test_follow_goes_on_with_a_reloaded_model():
         ema.follow(torch.nn.Linear(2, 2))
 
 
-def test_an_average_stays_where_it_lies_when_it_follows(tmp_path):
+def test_follow_leaves_the_shadow_in_its_store(tmp_path):
     model = torch.nn.Linear(3, 2)
     ema = EMAModel(model.parameters(), store=FileStore(folder=tmp_path))
     ema.follow(model)

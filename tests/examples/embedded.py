@@ -97,7 +97,7 @@ def fabric_on_the_cpu(script: Any) -> None:
 
 
 def batches(micro: int) -> list[dict[str, torch.Tensor]]:
-    """The scripts' micro batches; each of two processes has half of one."""
+    """Return the scripts' micro batches; each of two processes has half of one."""
     from examples.embedding.accelerate_before import digits
 
     torch.manual_seed(0)
@@ -113,7 +113,7 @@ def objective(engine: Any, batch: dict[str, torch.Tensor], _generator: Any) -> t
 
 
 def new_trainer(*, micro: int, first: int = 0, deepspeed: bool = False, **zero: Any) -> Any:
-    """A ``Trainer`` on the data, model, optimizer and schedule of the accelerate script."""
+    """Return a ``Trainer`` on the data, model, optimizer and schedule of the accelerate script."""
     from examples.embedding.accelerate_before import new_model
 
     from zerotune import DeepSpeedPlan, Trainer
@@ -217,7 +217,7 @@ def as_diffusers_writes_them(
 
 
 def ended_as_diffusers_do(folder: str) -> dict[str, Any]:
-    """Run a script at stage 3 with a frozen text encoder, which ends like diffusers' scripts."""
+    """Run a script that ends like diffusers' scripts, at stage 3 with a frozen text encoder."""
     import deepspeed
     from diffusers import UNet2DModel
     from transformers import CLIPTextConfig, CLIPTextModel

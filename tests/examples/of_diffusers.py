@@ -47,7 +47,7 @@ def changed(name: str, folder: Path) -> Path:
 
 
 def photos(folder: Path, *, captions: bool) -> Path:
-    """Six photos in two sizes, as ``datasets`` and DreamBooth's data set read them."""
+    """Write six photos in two sizes, in the layout of ``datasets`` or of DreamBooth's dataset."""
     from PIL import Image
     from skimage import data
 
@@ -98,6 +98,6 @@ def run_of_diffusers(script: str, *calls: tuple[list[str], dict[str, Any]]) -> l
 
 
 def weights_of(folder: Path, kind: Any) -> np.ndarray:
-    """All weights of an exported model in one array."""
+    """Return all weights of an exported model in one array."""
     state = kind.from_pretrained(folder).state_dict()
     return np.concatenate([state[name].float().numpy().ravel() for name in sorted(state)])

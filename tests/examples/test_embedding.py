@@ -63,7 +63,7 @@ def expected(world_size: int) -> list[float]:
 
 
 def changed_lines(kind: str) -> int:
-    """Count the lines changed, added or removed, without blank ones; a changed line counts once."""
+    """Count changed, added and removed lines except blank ones; a changed line counts once."""
     texts = ((SCRIPTS / f"{kind}_{name}.py").read_text() for name in ("before", "after"))
     before, after = ([line for line in text.splitlines() if line.strip()] for text in texts)
     operations = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
@@ -71,7 +71,7 @@ def changed_lines(kind: str) -> int:
 
 
 @pytest.mark.parametrize("kind", ["accelerate", "deepspeed", "fabric"])
-def test_embedding_changes_few_lines(kind):
+def test_embedding_a_plan_changes_few_lines(kind):
     assert 5 < changed_lines(kind) < 15
 
 
@@ -103,7 +103,7 @@ def checkpoint(tmp_path_factory) -> str:
 
 
 @engine_runs
-def test_the_accelerate_script_trains_as_it_did_before(checkpoint, tmp_path):
+def test_the_accelerate_script_with_a_plan_trains_as_before(checkpoint, tmp_path):
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     script = ("accelerate_before", BEFORE, str(tmp_path), CPU)
@@ -114,7 +114,7 @@ def test_the_accelerate_script_trains_as_it_did_before(checkpoint, tmp_path):
 @engine_runs
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_script_like_those_of_diffusers_trains_saves_and_resumes_as_before(world_size, tmp_path):
+def test_a_diffusers_style_script_trains_saves_and_resumes_as_before(world_size, tmp_path):
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     whole, parts = str(tmp_path / "before"), str(tmp_path / "after")
@@ -146,7 +146,7 @@ def mean_over_ranks(results: list[dict[str, Any]]) -> list[float]:
 
 
 @engine_runs
-def test_a_script_like_those_of_diffusers_trains_in_bf16_on_two_processes(tmp_path):
+def test_a_diffusers_style_script_trains_in_bf16_on_two_processes(tmp_path):
     given = ("--max_train_steps", str(BEFORE), "--mixed_precision", "bf16")
     script = ("after", str(tmp_path), *given)
     results = run_ranks(as_diffusers_writes_them, *script, world_size=2)
@@ -161,7 +161,7 @@ def test_a_script_like_those_of_diffusers_trains_in_bf16_on_two_processes(tmp_pa
 
 @engine_runs
 @ranks(1)
-def test_what_an_accelerator_of_the_plan_puts_in_place_is_said():
+def test_objects_replaced_by_the_plans_accelerator_are_recorded():
     from copy import deepcopy
 
     from diffusers.training_utils import EMAModel as Foreign
@@ -212,7 +212,7 @@ def test_what_an_accelerator_of_the_plan_puts_in_place_is_said():
 
 @engine_runs
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_ending_of_a_script_at_stage_3_writes_no_empty_tensors(world_size, tmp_path):
+def test_saving_at_the_end_of_a_script_at_stage_3_writes_no_empty_tensors(world_size, tmp_path):
     needs("transformers")
     for seen in run_ranks(ended_as_diffusers_do, str(tmp_path), world_size=world_size):
         assert seen["hidden"] == (1, 4, 16), "a frozen text encoder runs"
@@ -225,7 +225,7 @@ def test_the_ending_of_a_script_at_stage_3_writes_no_empty_tensors(world_size, t
         assert (0,) not in seen["exported"]
 
 
-def test_accelerates_cpu_flag_needs_a_plan_for_the_cpu(monkeypatch):
+def test_accelerates_cpu_flag_requires_a_plan_for_the_cpu(monkeypatch):
     from zerotune.training import EmbeddedPlan
 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
@@ -247,7 +247,7 @@ def test_accelerates_cpu_flag_needs_a_plan_for_the_cpu(monkeypatch):
     ],
 )
 @ranks(1)
-def test_another_model_than_the_plans_is_refused(kind, difference):
+def test_a_model_other_than_the_plans_is_refused(kind, difference):
     from zerotune.training import EmbeddedPlan
 
     def made(width: int = 8) -> torch.nn.Sequential:
@@ -265,7 +265,7 @@ def test_another_model_than_the_plans_is_refused(kind, difference):
 
 @engine_runs
 @ranks(1)
-def test_a_scripts_schedule_is_compared_with_the_plans():
+def test_a_script_schedule_that_differs_from_the_plans_is_noticed():
     from diffusers.optimization import get_scheduler
 
     from zerotune.backend.deepspeed.external import _rescheduled
@@ -297,7 +297,7 @@ def plain_losses():
 
 @engine_runs
 @ranks(1)
-def test_a_checkpoint_of_accelerate_goes_on_in_a_trainer(checkpoint, plain_losses):
+def test_a_trainer_resumes_a_checkpoint_of_accelerate(checkpoint, plain_losses):
     from zerotune import load_checkpoint
 
     place = {"stage": 3, "offload": "none"}
@@ -311,7 +311,7 @@ def test_a_checkpoint_of_accelerate_goes_on_in_a_trainer(checkpoint, plain_losse
 
 
 @engine_runs
-def test_an_embedded_checkpoint_is_resumed_by_a_trainer(checkpoint):
+def test_a_trainer_resumes_an_embedded_checkpoint(checkpoint):
     (seen,) = run_ranks(gone_on_in_a_trainer, checkpoint, ALL, {"stage": 3, "offload": "none"})
     assert seen["losses"] == pytest.approx(expected(1)[BEFORE:], rel=ALIKE)
     assert seen["step"] == BEFORE
@@ -325,7 +325,7 @@ def test_an_embedded_checkpoint_is_resumed_by_a_trainer(checkpoint):
     ("zero", "world_size"),
     [(CPU, 1), (SHARDED, 2)],
 )
-def test_accelerates_own_save_state_is_converted_and_resumed(zero, world_size, tmp_path):
+def test_a_checkpoint_of_save_state_is_converted_and_resumed(zero, world_size, tmp_path):
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     state = str(tmp_path / "state")
@@ -351,7 +351,7 @@ def test_accelerates_own_save_state_is_converted_and_resumed(zero, world_size, t
 
 
 @engine_runs
-def test_a_checkpoint_of_accelerate_goes_on_in_a_raw_loop(checkpoint, tmp_path):
+def test_a_raw_loop_resumes_a_checkpoint_of_accelerate(checkpoint, tmp_path):
     script = ("deepspeed_after", ALL, str(tmp_path / "end"), SHARDED, checkpoint)
     (seen,) = run_ranks(resumed_script, *script)
     assert seen["losses"] == pytest.approx(expected(1)[BEFORE:], rel=ALIKE)
@@ -365,17 +365,17 @@ def resumed_script(name: str, steps: int, folder: str, zero: dict[str, Any], res
 
 @engine_runs
 @pytest.mark.parametrize("kind", ["accelerate", "deepspeed"])
-def test_the_scripts_train_as_before_on_two_processes_at_stage_3(kind, tmp_path):
+def test_the_scripts_train_as_before_at_stage_3_on_two_processes(kind, tmp_path):
     script = (f"{kind}_after", BEFORE, str(tmp_path / "end"), SHARDED)
     check(run_ranks(run_script, *script, world_size=2), zero=SHARDED)
 
 
 @engine_runs
 @pytest.mark.parametrize(("zero", "world_size"), [(CPU, 1), (SHARDED, 2)])
-def test_the_fabric_script_trains_as_before(zero, world_size, tmp_path):
+def test_the_fabric_script_with_a_plan_trains_as_before(zero, world_size, tmp_path):
     needs("lightning_fabric", may_lack="an example only")
     script = ("fabric_after", BEFORE, str(tmp_path / "end"), zero)
-    # Without it Fabric uses every core, though other tests run.
+    # Without this, Fabric uses every core and slows the other tests.
     env = {"OMP_NUM_THREADS": "1"}
     if world_size > 1:
         env["TORCHELASTIC_RUN_ID"] = "what torchrun sets and Fabric looks for"
@@ -383,7 +383,7 @@ def test_the_fabric_script_trains_as_before(zero, world_size, tmp_path):
 
 
 @engine_runs
-def test_accelerates_silent_swap_is_found_and_named():
+def test_an_optimizer_silently_replaced_by_accelerate_is_detected_and_named():
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     (said,) = run_ranks(swapped_in_silence, env=env)
@@ -392,7 +392,7 @@ def test_accelerates_silent_swap_is_found_and_named():
 
 @engine_runs
 @ranks(1)
-def test_accelerate_runs_the_optimizer_that_the_plan_hands_over():
+def test_accelerate_runs_the_optimizer_of_the_plan():
     from accelerate import Accelerator
     from examples.embedding.accelerate_before import CONFIG, new_model
 
@@ -423,8 +423,8 @@ def test_accelerate_runs_the_optimizer_that_the_plan_hands_over():
 @engine_runs
 @pytest.mark.nvme
 @ranks(1)
-def test_the_swap_folder_goes_with_the_script(tmp_path):
-    """The script ends without ``close``."""
+def test_the_swap_folder_is_removed_when_the_script_ends(tmp_path):
+    """The script exits without calling ``close``."""
     import atexit
 
     from examples.embedding.accelerate_before import CONFIG, new_model
@@ -464,7 +464,7 @@ def launched(launcher: list[str], script: str, folder: Path, **env: str) -> str:
 
 @engine_runs
 @pytest.mark.nightly
-def test_a_script_runs_under_accelerates_cpu_flag(tmp_path):
+def test_a_script_runs_with_accelerates_cpu_flag(tmp_path):
     printed = launched(CPU_FLAG, "accelerate_after", tmp_path / "end")
     assert verify_checkpoint(tmp_path / "end").plan.stage == 2
     # Without mpirun accelerate silently starts one process.
@@ -487,7 +487,7 @@ def test_a_script_runs_under_accelerates_cpu_flag(tmp_path):
 )
 # The default suite runs them on two ranks, and another script under the launchers.
 @pytest.mark.nightly
-def test_the_scripts_run_under_their_launchers(launcher, script, env, tmp_path):
+def test_each_script_runs_under_its_launcher(launcher, script, env, tmp_path):
     launched(launcher, script, tmp_path / "end", **env)
     manifest = verify_checkpoint(tmp_path / "end")
     assert (manifest.world_size, manifest.plan.stage) == (2, 2)
@@ -515,7 +515,7 @@ def execute(program: str, folder: str) -> str:
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_a_single_object_works_alone(name, tmp_path):
+def test_each_object_works_without_the_others(name, tmp_path):
     (program,) = [text for text in PROGRAMS if f"{name}(" in text]
     (printed,) = run_ranks(execute, program, str(tmp_path))
     assert PRINTED[name] in printed

@@ -64,7 +64,7 @@ def check_results(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", CASES)
-def test_the_demo_saves_resumes_and_draws_under_every_plan(arguments, tmp_path):
+def test_the_demo_saves_resumes_and_samples_under_every_plan(arguments, tmp_path):
     (code,) = run_ranks(digits, [*SMOKE, *arguments, "--output", str(tmp_path)])
     # Four steps teach nothing, so that the script exits with 1 unless --require is lowered.
     assert code == (0 if "--require" in arguments else 1)
@@ -121,7 +121,7 @@ SCREEN = 24
 
 
 def saying(function: Any, *arguments: Any) -> tuple[Any, str]:
-    """Return a call's result and all it wrote to stdout and stderr, from any library or process."""
+    """Return a call's result and all output on stdout and stderr, from any library or process."""
     with tempfile.TemporaryFile("w+") as said:
         sys.stdout.flush()
         kept = [(stream, os.dup(stream)) for stream in (1, 2)]
@@ -141,7 +141,7 @@ def fits_a_screen(said: str, *, first: str) -> None:
     """Check that the output before the first step fits a screen."""
     before, found, _ = f"\n{said}".partition(f"\n{first}")
     assert found, said
-    # Compiled ops and other libraries' warnings do not appear in a second start.
+    # A second start prints no compiler output and no warnings of other libraries.
     lines = [line for line in before.splitlines() if not OTHERS.match(line)]
     assert len(lines) <= SCREEN, before
 
@@ -150,7 +150,7 @@ OTHERS = re.compile(r"op \w+: |DeepSpeed deepspeed\.ops|\[\d{4}-|.*Warning: |  r
 
 
 @ranks(1)
-def test_a_plan_that_cannot_be_is_one_line(tmp_path):
+def test_an_impossible_plan_prints_a_one_line_error(tmp_path):
     arguments = ["--stage", "2", "--offload", "nvme", "--output", str(tmp_path)]
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
@@ -188,7 +188,7 @@ def test_the_minimal_trainer_trains_and_its_output_fits_a_screen():
 
 
 def test_the_custom_loop_is_short():
-    """Twenty lines of zerotune in the loop, not counting data and model."""
+    """The loop has at most 32 lines, without data and model."""
     text = (EXAMPLES / "own_loop.py").read_text()
     body = text[text.index("    plan = ") : text.index('if __name__ == "__main__"')]
     statements = [line for line in body.splitlines() if line.strip()]

@@ -64,7 +64,7 @@ def plan(name: str) -> list[str]:
     return ["--plan", str(EXAMPLES / "plans" / f"{name}.json")]
 
 
-def test_the_command_line_goes_before_the_plan():
+def test_command_line_options_override_the_plan():
     script = importlib.import_module("examples.finetune")
     shipped = script.plan_of(script.parse(plan("sdxl")))
     assert (shipped.optimizer.params["lr"], shipped.train_micro_batch_size_per_gpu) == (1e-5, 4)
@@ -93,7 +93,8 @@ def test_all_weights_are_trained_and_the_pipeline_loads(
     assert len(results[0]) == 3
     assert results[0] == results[-1], "the loss is the mean over ranks"
     check_folder(tmp_path)
-    # diffusers must be told that T5 was left out, even if it saved the pipeline itself.
+    # diffusers cannot load a pipeline without T5 unless the call says so, even if diffusers saved
+    # it.
     without = {"text_encoder_3": None, "tokenizer_3": None} if model == "sd3" else {}
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "pipeline", **without)
     pipeline.set_progress_bar_config(disable=True)
@@ -126,7 +127,7 @@ def test_adapters_are_trained_and_load_in_the_pipeline(
 
 
 @pytest.mark.deepspeed
-def test_start_goes_on_from_what_deepspeed_saved(models, photos, tmp_path):
+def test_start_resumes_from_a_converted_deepspeed_checkpoint(models, photos, tmp_path):
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     theirs = str(tmp_path / "theirs")
@@ -192,7 +193,7 @@ def test_the_pixel_art_script_trains_and_the_pipeline_loads(ranks, models, photo
 
 
 @pytest.mark.parametrize("missing", ["NODES", "GPUS", "HEAD"])
-def test_the_launch_file_names_what_it_needs(missing):
+def test_the_launch_file_names_its_requirements(missing):
     given = {"NODES": "2", "GPUS": "4", "HEAD": "node:29500"}
     del given[missing]
     done = subprocess.run(
@@ -203,7 +204,7 @@ def test_the_launch_file_names_what_it_needs(missing):
     assert missing in done.stderr
 
 
-def test_the_launch_file_starts_one_of_several(tmp_path):
+def test_the_launch_file_passes_nodes_and_rendezvous_to_torchrun(tmp_path):
     fake = tmp_path / "torchrun"
     fake.write_text('#!/bin/sh\necho "$@"\n')
     fake.chmod(0o755)

@@ -40,8 +40,8 @@ def changed_lines(difference: str) -> int:
 
 
 @pytest.mark.parametrize(("name", "most"), [(SDXL, 15), (FLUX, 10)])
-def test_embedding_changes_few_lines_of_diffusers_scripts(name, most):
-    """The same lines at stage 2 and at stage 3, as many as the page says."""
+def test_embedding_a_plan_changes_few_lines_of_the_diffusers_scripts(name, most):
+    """The changes are the same at stages 2 and 3, and as many as the page says."""
     count = changed_lines((CHANGES / f"{name}.diff").read_text())
     assert count <= most
     assert f"| `{name}.py` | {count} |" in PAGE
@@ -68,7 +68,7 @@ def flags(base: Path, output: Path, steps: int, *more: str) -> list[str]:
 
 
 def stopped_and_resumed(base: Path, output: Path, *more: str) -> list[tuple[list[str], dict]]:
-    """Flags and plans for three steps at stage 2, and two more at stage 3."""
+    """Return flags and plans for three steps at stage 2, and two more at stage 3."""
     resume = ("--resume_from_checkpoint", "latest")
     return [
         (flags(base, output, 3, *more), plan(HOST)),

@@ -54,7 +54,7 @@ class Holder:
 
 @pytest.fixture
 def hold():
-    """Starts processes that hold a lease; ends those still running."""
+    """Return a function that starts a process with a lease; end those still running."""
     holders = []
 
     def start(*arguments):

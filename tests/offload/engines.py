@@ -18,7 +18,7 @@ LR = 1e-3
 
 
 def swapping_unet(seed: int = 0) -> Any:
-    """A diffusers U-Net of millions of parameters, most in tensors of more than 1 MiB per rank."""
+    """Return a diffusers U-Net of which most tensors take more than 1 MiB per rank."""
     from diffusers import UNet2DModel
 
     torch.manual_seed(seed)
@@ -36,7 +36,7 @@ def swapping_unet(seed: int = 0) -> Any:
 
 
 def wide_net(seed: int = 0) -> torch.nn.Module:
-    """A network that is mostly two swapped layers, quick to start and stop."""
+    """Return a network of mostly two swapped layers, which starts and stops quickly."""
     torch.manual_seed(seed)
     return torch.nn.Sequential(
         torch.nn.Linear(33, 760),
@@ -68,7 +68,7 @@ def resolved_for(model: torch.nn.Module, plan: DeepSpeedPlan) -> Any:
 
 
 def unet_loss(engine: Any, rank: int) -> torch.Tensor:
-    """Loss on the same data at each step, so that a few steps show whether the model learns."""
+    """Return the loss on the same data at each step: few steps show whether the model learns."""
     generator = torch.Generator().manual_seed(rank)
     images = torch.randn(2, 1, 8, 8, generator=generator)
     times = torch.randint(0, 1000, (2,), generator=generator)
@@ -89,7 +89,7 @@ def net_loss(engine: Any, step: int, rank: int) -> torch.Tensor:
 
 
 def share_and_barrier() -> dict[str, Any]:
-    """Arguments of ``lease`` from ``torch.distributed``, if there are several ranks."""
+    """Return ``lease`` arguments that use ``torch.distributed``, if there are several ranks."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -104,7 +104,7 @@ def share_and_barrier() -> dict[str, Any]:
 
 
 def written(folder: Path) -> dict[str, tuple[int, int]]:
-    """Bytes and number of the swap files of this rank, by what is swapped."""
+    """Return bytes and number of this rank's swap files, by swapped part."""
     rank = int(os.environ.get("RANK", "0"))
     found: dict[str, tuple[int, int]] = {}
     for part in sorted((folder / "zero_stage_3").iterdir()):

@@ -18,7 +18,7 @@ def swapping_plan(
     aio=None,
     model=None,
 ):
-    """A settled plan; ``param`` and ``optimizer`` are its NVMe paths, if any."""
+    """Return a settled plan; ``param`` and ``optimizer`` are its NVMe paths, if any."""
     zero = {"stage": 3}
     for key, swaps, path in (
         ("offload_param", swap_param, param),

@@ -1,4 +1,4 @@
-"""Host memory: the needs of a plan against the memory of a machine."""
+"""Host memory: the needs of a plan, compared with the memory of a machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL = ModelFacts.from_shapes([(f"layer{n}.weight", (4096, 4096)) for n in rang
 
 
 def machine(gib, *, accelerator="cuda", lockable=None, torch="2.9.1"):
-    # A torch that rounds page-locked blocks up to powers of two, unless a test says otherwise.
+    # Assume a torch that rounds page-locked blocks up to powers of two, unless a test changes it.
     platform = Platform.synthetic(accelerator, versions={"torch": torch})
     memory = attrs.evolve(platform.host_memory, available=int(gib * GIB), total=int(gib * GIB))
     return attrs.evolve(platform, host_memory=memory, memlock_limit=lockable)
@@ -33,7 +33,7 @@ def pins(plan):
     return plan.plan.zero_optimization.offload_optimizer.pin_memory
 
 
-def test_enough_memory_is_a_note_with_the_numbers():
+def test_enough_memory_gives_a_note_with_the_numbers():
     plan = resolved(machine(64))
     same, (note,) = fit_host_memory(plan, ranks=1, held=0)
     assert same is plan
@@ -41,7 +41,7 @@ def test_enough_memory_is_a_note_with_the_numbers():
     assert "64.00 GiB available" in note.reason
 
 
-def test_ranks_add_up_and_what_is_held_does_not_count_twice():
+def test_the_needs_of_ranks_add_up_and_allocated_memory_is_subtracted():
     one = host_budget(resolved(machine(64)), ranks=1, held=0)
     two = host_budget(resolved(machine(64)), ranks=2, held=0)
     assert two.needed == 2 * one.needed
@@ -64,7 +64,7 @@ def test_pinned_memory_is_rounded_up_unless_deepspeed_pins_it_itself():
 
 
 def between_pinned_and_not():
-    """A machine on which the plan fits only without pinning."""
+    """Return the GiB of a machine on which the plan fits only without pinning."""
     plan = resolved(machine(64))
     pinned = host_budget(plan, ranks=1, held=0)
     zero = {"pin_memory": False, "device": "cpu"}
@@ -74,7 +74,7 @@ def between_pinned_and_not():
     return (pinned.per_rank + unpinned.per_rank) / 2 / GIB
 
 
-def test_pinning_is_given_up_where_that_helps():
+def test_pinning_is_switched_off_where_that_makes_the_plan_fit():
     plan = resolved(machine(between_pinned_and_not()))
     assert pins(plan) is True
     fitted, (decision,) = fit_host_memory(plan, ranks=1, held=0)
@@ -83,20 +83,20 @@ def test_pinning_is_given_up_where_that_helps():
     assert (decision.before, decision.after, decision.severity) == (True, False, "warning")
 
 
-def test_a_written_pin_memory_stands():
+def test_an_explicit_pin_memory_is_not_changed():
     tight = machine(between_pinned_and_not())
     plan = resolved(tight, offload_optimizer={"pin_memory": True, "device": "cpu"})
     with pytest.raises(OffloadError, match="pin_memory: false: "):
         fit_host_memory(plan, ranks=1, held=0)
 
 
-def test_several_ranks_do_not_decide_each_for_itself():
+def test_several_ranks_never_switch_pinning_off_independently():
     tight = machine(between_pinned_and_not())
     with pytest.raises(OffloadError, match="needs more host memory"):
         fit_host_memory(resolved(tight, world_size=2), ranks=2, held=0)
 
 
-def test_a_plan_that_needs_too_much_is_refused_with_what_would_help():
+def test_a_plan_that_needs_too_much_is_refused_with_a_remedy():
     plan = resolved(machine(1.5))
     with pytest.raises(OffloadError) as caught:
         fit_host_memory(plan, ranks=1, held=0)
@@ -110,14 +110,14 @@ def test_a_plan_that_needs_too_much_is_refused_with_what_would_help():
     assert "(not enough alone)" in error.fix
 
 
-def test_more_than_may_be_locked_is_refused():
+def test_exceeding_the_memlock_limit_is_refused():
     plan = resolved(machine(64, lockable=8 * 1024**2), stage=3, offload="nvme")
     with pytest.raises(OffloadError, match=r"may lock only 8\.00 MiB.*ulimit -l"):
         fit_host_memory(plan, ranks=1, held=0)
     assert fit_host_memory(resolved(machine(64, lockable=1)), ranks=1, held=0)[1]
 
 
-def test_without_a_model_nothing_is_known():
+def test_without_a_model_the_needs_are_unknown():
     plan = resolved(machine(0.001), model=None)
     same, (note,) = fit_host_memory(plan, ranks=1)
     assert same is plan
@@ -125,14 +125,14 @@ def test_without_a_model_nothing_is_known():
 
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
-def test_a_lease_refuses_before_anything_is_made(tmp_path, offload):
+def test_a_lease_is_refused_before_anything_is_created(tmp_path, offload):
     plan = resolved(machine(0.01), stage=3, offload=offload)
     with pytest.raises(OffloadError, match="needs more host memory"):
         OffloadManager(root=tmp_path / "swap").lease(plan).__enter__()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_decided_travels_with_the_plan(tmp_path):
+def test_decisions_of_the_lease_are_part_of_its_plan(tmp_path):
     with OffloadManager(root=tmp_path).lease(resolved(machine(64), stage=3, offload="nvme")) as one:
         keys = {decision.key for decision in one.plan.decisions}
         assert {"offload.host_memory", "offload.space", "offload.root"} <= keys

@@ -1,4 +1,4 @@
-"""What a clean-up removes and, above all, never touches."""
+"""A clean-up removes stale folders and never touches anything else."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ print(count, failed)
 
 @pytest.fixture
 def dead(tmp_path):
-    """Make the folder that a killed run leaves."""
+    """Return a function that creates the folder of a killed run."""
 
     def make(root=tmp_path):
         run_id = new_run_id()
-        # Built under another name: a lease appears whole, with its record and its lock.
+        # Build it under another name: a real lease appears complete, with its record and its lock.
         folder = root / f"building-{run_id}"
         swap = folder / "zero_stage_3" / "optimizer" / "rank0"
         swap.mkdir(parents=True)
@@ -67,7 +67,7 @@ def dead(tmp_path):
 
 @pytest.fixture
 def bare_swap(tmp_path):
-    """DeepSpeed's own layout, written a day ago."""
+    """Create a folder with DeepSpeed's own layout, last written a day ago."""
     root = tmp_path / "zero_stage_3"
     for part in ("bf16params", "optimizer"):
         (root / part / "rank0").mkdir(parents=True)
@@ -83,7 +83,7 @@ def only(found):
     return one
 
 
-def test_the_dead_go_and_the_living_stay(tmp_path, dead):
+def test_stale_folders_are_removed_and_live_ones_kept(tmp_path, dead):
     gone = dead()
     with OffloadManager(root=tmp_path, cleaner=nothing).lease(swapping_plan()) as lease:
         (lease.path / "alive.swp").write_bytes(b"x" * 5000)
@@ -108,7 +108,7 @@ def test_a_dry_run_changes_nothing_and_counts_the_same(tmp_path, dead):
     assert cleanup_stale_swap(tmp_path).freed == pytest.approx(foretold.freed, abs=20_000)
 
 
-def test_files_that_are_no_leases_stay(tmp_path, dead):
+def test_files_that_are_not_leases_are_kept(tmp_path, dead):
     dead()
     for name in ("precious.txt", "zerotune-notes", ".zerotune-newer", "zero_stage_three"):
         (tmp_path / name).write_text("keep")
@@ -125,7 +125,7 @@ def test_files_that_are_no_leases_stay(tmp_path, dead):
     }
 
 
-def test_a_link_with_a_leases_name_is_kept(tmp_path, dead):
+def test_a_link_named_like_a_lease_is_kept(tmp_path, dead):
     moved = dead().rename(tmp_path / "moved")
     link = tmp_path / lease_name(new_run_id())
     link.symlink_to(moved)
@@ -145,7 +145,7 @@ def test_links_inside_are_not_followed(tmp_path, dead):
     assert (outside / "file").read_text() == "keep"
 
 
-def test_a_link_as_lock_file_is_not_followed(tmp_path, dead):
+def test_a_linked_lock_file_is_not_followed(tmp_path, dead):
     folder = dead()
     (folder / LOCK_FILE).unlink()
     (folder / LOCK_FILE).symlink_to(tmp_path / "elsewhere.lock")
@@ -165,7 +165,7 @@ def test_a_linked_root_is_refused(tmp_path, dead, adopt):
 
 
 @pytest.mark.parametrize("kind", ["missing", "file"])
-def test_what_is_no_folder_is_refused(tmp_path, kind):
+def test_a_path_that_is_not_a_folder_is_refused(tmp_path, kind):
     path = tmp_path / kind
     if kind == "file":
         path.touch()
@@ -173,7 +173,7 @@ def test_what_is_no_folder_is_refused(tmp_path, kind):
         cleanup_stale_swap(path)
 
 
-def test_a_lease_that_is_a_mount_is_kept(tmp_path, mounted, dead):
+def test_a_lease_that_is_a_mount_point_is_kept(tmp_path, mounted, dead):
     folder = dead()
     mounted(folder, "-t", "tmpfs", "none")
     (folder / "file").write_text("keep")
@@ -181,7 +181,7 @@ def test_a_lease_that_is_a_mount_is_kept(tmp_path, mounted, dead):
     assert (folder / "file").read_text() == "keep"
 
 
-def test_a_mount_inside_a_dead_lease_is_a_failure_and_untouched(tmp_path, mounted, dead):
+def test_a_mount_inside_a_dead_lease_is_reported_and_untouched(tmp_path, mounted, dead):
     folder = dead()
     point = mounted(folder / "zero_stage_3" / "mounted", "-t", "tmpfs", "none")
     (point / "file").write_text("keep")
@@ -191,7 +191,7 @@ def test_a_mount_inside_a_dead_lease_is_a_failure_and_untouched(tmp_path, mounte
     assert (point / "file").read_text() == "keep"
 
 
-def test_a_failure_is_told_with_what_was_freed_before_it(tmp_path, dead, monkeypatch):
+def test_a_failure_reports_what_was_freed_before(tmp_path, dead, monkeypatch):
     folder = dead()
     (folder / "zero_stage_3" / "stuck").touch()
     unlink = os.unlink
@@ -210,7 +210,7 @@ def test_a_failure_is_told_with_what_was_freed_before_it(tmp_path, dead, monkeyp
 
 
 @pytest.mark.parametrize("name", [None, f"{DRAFT_PREFIX}x"])
-def test_another_users_folder_is_no_failure(tmp_path, dead, monkeypatch, name):
+def test_a_folder_of_another_user_is_not_a_failure(tmp_path, dead, monkeypatch, name):
     folder = dead()
     if name is not None:
         folder = folder.rename(tmp_path / name)
@@ -233,7 +233,7 @@ def test_another_users_folder_is_no_failure(tmp_path, dead, monkeypatch, name):
 
 
 class OnlyTheRoot:
-    """Open folders given by their path; refuse those inside, as for another user's."""
+    """Opens folders given by their path, and refuses those inside, as if another user's."""
 
     def __init__(self, usual):
         self.usual = usual
@@ -244,7 +244,7 @@ class OnlyTheRoot:
         return self.usual(path)
 
 
-def test_a_pipe_in_place_of_a_record_keeps_the_folder_and_blocks_nobody(tmp_path, dead):
+def test_a_named_pipe_as_record_keeps_the_folder_and_does_not_block(tmp_path, dead):
     folder = dead()
     os.mkfifo(folder / "rank1.json")
     report = cleanup_stale_swap(tmp_path)
@@ -278,7 +278,7 @@ def test_an_interrupted_clean_up_is_finished_by_the_next(tmp_path, dead, monkeyp
 
 class TestUnfinished:
     @pytest.mark.parametrize("prefix", [DRAFT_PREFIX, PROBE_PREFIX])
-    def test_what_a_dead_process_was_making_goes(self, tmp_path, prefix):
+    def test_an_unfinished_folder_of_a_dead_process_is_removed(self, tmp_path, prefix):
         (tmp_path / f"{prefix}abc").mkdir()
         (tmp_path / f"{prefix}abc" / "file").write_bytes(b"x" * 5000)
         report = cleanup_stale_swap(tmp_path)
@@ -286,18 +286,18 @@ class TestUnfinished:
         assert report.freed >= 5000
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_probe_that_was_left_goes(self, tmp_path):
+    def test_a_leftover_probe_is_removed(self, tmp_path):
         (tmp_path / f"{PROBE_PREFIX}abc").touch()
         assert len(cleanup_stale_swap(tmp_path).removed) == 1
 
-    def test_what_a_living_process_is_making_stays(self, tmp_path):
+    def test_an_unfinished_folder_of_a_live_process_is_kept(self, tmp_path):
         (tmp_path / f"{DRAFT_PREFIX}abc").mkdir()
         with making_in(tmp_path):
             report = cleanup_stale_swap(tmp_path)
         assert "currently creating a folder" in only(report.kept).reason
         assert (tmp_path / f"{DRAFT_PREFIX}abc").is_dir()
 
-    def test_a_link_with_a_drafts_name_goes_and_its_target_stays(self, tmp_path):
+    def test_a_link_named_like_a_draft_is_removed_and_its_target_kept(self, tmp_path):
         (tmp_path / "folder").mkdir()
         (tmp_path / "folder" / "file").touch()
         (tmp_path / f"{DRAFT_PREFIX}abc").symlink_to(tmp_path / "folder")
@@ -326,7 +326,7 @@ class TestBare:
         assert only(report.decisions).severity == "warning"
         assert len(list(bare_swap.rglob("*.swp"))) == 2
 
-    def test_a_bare_folder_goes_with_adopt(self, tmp_path, bare_swap):
+    def test_a_bare_folder_is_removed_with_adopt(self, tmp_path, bare_swap):
         foretold = cleanup_stale_swap(tmp_path, adopt=True, dry_run=True)
         assert bare_swap.exists()
         report = cleanup_stale_swap(tmp_path, adopt=True)
@@ -334,17 +334,17 @@ class TestBare:
         assert len(foretold.removed) == len(report.removed) == 1
         assert list(tmp_path.iterdir()) == []
 
-    def test_what_deepspeed_did_not_write_protects_it(self, tmp_path, bare_swap):
+    def test_a_foreign_file_protects_a_bare_folder(self, tmp_path, bare_swap):
         (bare_swap / "optimizer" / "notes.txt").write_text("keep")
         report = cleanup_stale_swap(tmp_path, adopt=True)
         assert "optimizer/notes.txt" in only(report.kept).reason
         assert len(list(bare_swap.rglob("*.swp"))) == 2
 
-    def test_a_link_inside_protects_it(self, tmp_path, bare_swap):
+    def test_a_link_inside_protects_a_bare_folder(self, tmp_path, bare_swap):
         (bare_swap / "optimizer" / "rank1").symlink_to(tmp_path)
         assert "optimizer/rank1" in only(cleanup_stale_swap(tmp_path, adopt=True).kept).reason
 
-    def test_a_process_with_a_file_open_protects_it(self, tmp_path, bare_swap):
+    def test_a_process_with_an_open_file_protects_a_bare_folder(self, tmp_path, bare_swap):
         file = next(bare_swap.rglob("*.swp"))
         script = "import sys; f = open(sys.argv[1], 'rb'); print('open', flush=True); input()"
         with subprocess.Popen(
@@ -362,7 +362,7 @@ class TestBare:
         assert file.exists()
         assert len(cleanup_stale_swap(tmp_path, adopt=True).removed) == 1
 
-    def test_a_process_that_comes_while_it_is_moved_gets_it_back(
+    def test_a_folder_is_moved_back_if_a_process_opens_it_meanwhile(
         self, tmp_path, bare_swap, monkeypatch
     ):
         doubts = iter([None, "process 7 has one of its files open"])
@@ -372,7 +372,7 @@ class TestBare:
         assert [path.name for path in tmp_path.iterdir()] == ["zero_stage_3"]
         assert len(list(bare_swap.rglob("*.swp"))) == 2
 
-    def test_a_name_taken_meanwhile_is_a_failure_and_nothing_is_lost(
+    def test_a_name_taken_meanwhile_is_a_failure_and_loses_nothing(
         self, tmp_path, bare_swap, monkeypatch
     ):
         answers = iter([None, "in use"])
@@ -389,7 +389,7 @@ class TestBare:
         assert len(list(tmp_path.rglob("*.swp"))) == 2
 
     @pytest.mark.usefixtures("bare_swap")
-    def test_what_an_interrupted_adoption_left_is_asked_about_again(self, tmp_path, monkeypatch):
+    def test_leftovers_of_an_interrupted_adoption_require_adopt_again(self, tmp_path, monkeypatch):
         def interrupt(*_):
             raise KeyboardInterrupt
 
@@ -404,14 +404,14 @@ class TestBare:
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.usefixtures("bare_swap")
-    def test_a_process_nobody_may_look_into_protects_it(self, tmp_path, monkeypatch):
+    def test_a_process_that_cannot_be_inspected_protects_a_bare_folder(self, tmp_path, monkeypatch):
         monkeypatch.setattr(cleaning, "users_of", lambda *_, **__: Users(hidden=(12, 13)))
         report = cleanup_stale_swap(tmp_path, adopt=True)
         assert "may not inspect the open files of process 12, 13" in only(report.kept).reason
 
     @pytest.mark.usefixtures("bare_swap")
     @pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs", None, "unheard"])
-    def test_where_other_machines_may_come_it_is_kept(self, tmp_path, monkeypatch, kind):
+    def test_a_bare_folder_on_a_shared_file_system_is_kept(self, tmp_path, monkeypatch, kind):
         monkeypatch.setattr(cleaning, "filesystem_kind", lambda _: kind)
         report = cleanup_stale_swap(tmp_path, adopt=True)
         assert "other machines may use the folder" in only(report.kept).reason
@@ -440,18 +440,18 @@ def cleaner(root, over):
     )
 
 
-def test_two_cleaners_at_once_free_everything_and_fail_at_nothing(tmp_path, dead):
+def test_two_concurrent_cleaners_free_everything_without_failures(tmp_path, dead):
     made = 300
     with two_cleaners(tmp_path) as counts:
         for _ in range(made):
             dead()
     assert [failed for _, failed in counts] == [0, 0]
-    # Both may count a folder of which each removed a part.
+    # Both cleaners may count a folder of which each removed a part.
     assert sum(count for count, _ in counts) >= made
     assert list(tmp_path.iterdir()) == []
 
 
-def test_runs_that_come_and_go_are_never_touched_by_two_cleaners(tmp_path, hold):
+def test_two_concurrent_cleaners_never_touch_live_runs(tmp_path, hold):
     holders = [hold(tmp_path) for _ in range(3)]
     paths = [Path(holder.read()) for holder in holders]
     with two_cleaners(tmp_path) as counts:
@@ -468,7 +468,7 @@ def test_runs_that_come_and_go_are_never_touched_by_two_cleaners(tmp_path, hold)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_report_is_plain_data(tmp_path, dead, bare_swap):
+def test_the_report_converts_to_plain_data(tmp_path, dead, bare_swap):
     folder = dead()
     data = cleanup_stale_swap(tmp_path).to_dict()
     assert [one["path"] for one in data["removed"]] == [str(folder)]

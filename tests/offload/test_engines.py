@@ -1,4 +1,4 @@
-"""Leases under real engines: the predicted files, and the results of host memory."""
+"""Leases under real engines: swap files match the prediction, losses match those without NVMe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def assert_as_foretold(found):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_raw_loop_on_nvme_equals_one_in_host_memory(world_size, tmp_path):
+def test_a_raw_loop_with_nvme_equals_one_in_host_memory(world_size, tmp_path):
     root, unused = tmp_path / "swap", tmp_path / "unused"
     host = run_ranks(
         raw_deepspeed, str(unused), STEPS, plan_for(optimizer="cpu"), world_size=world_size
@@ -38,7 +38,7 @@ def test_a_raw_loop_on_nvme_equals_one_in_host_memory(world_size, tmp_path):
     assert list(root.iterdir()) == []
 
 
-def test_two_engines_of_one_process_have_a_lease_each_and_accelerate_is_no_different(tmp_path):
+def test_each_engine_of_a_process_has_its_own_lease_also_with_accelerate(tmp_path):
     (both,) = run_ranks(two_at_once, str(tmp_path), STEPS, plan_for())
     assert len(both["written"]) == 2
     for one in both["written"]:
@@ -51,7 +51,7 @@ def test_two_engines_of_one_process_have_a_lease_each_and_accelerate_is_no_diffe
     assert other["left"] == []
 
 
-def test_parameters_on_nvme_are_written_as_foretold(tmp_path):
+def test_the_bytes_of_parameters_written_to_nvme_equal_the_prediction(tmp_path):
     plan = plan_for(param="nvme", precision="bf16")
     (both,) = run_ranks(two_at_once, str(tmp_path), 2, plan)
     for one in both["written"]:

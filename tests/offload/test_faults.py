@@ -34,7 +34,7 @@ PHASES = ("start", "ready", "step 1", "saving 2")
 
 @pytest.fixture
 def cleaning():
-    """Start processes that clean a root in a loop, and must report no failure."""
+    """Return a function that starts a process which cleans a root in a loop and must never fail."""
     processes = []
 
     def start(root):
@@ -58,7 +58,7 @@ def wait_for(condition):
         time.sleep(0.05)
 
 
-def test_runs_that_are_killed_among_others_go_on_as_if_nothing_had_been(tmp_path, hold, cleaning):
+def test_runs_killed_beside_others_resume_as_if_uninterrupted(tmp_path, hold, cleaning):
     root = tmp_path / "swap"
     root.mkdir()
     bystander = Path(hold(root).read())
@@ -71,8 +71,8 @@ def test_runs_that_are_killed_among_others_go_on_as_if_nothing_had_been(tmp_path
     cleanup_stale_swap(root)
     # The other cleaner may still be removing folders that this one left to it.
     wait_for(lambda: [lease.path for lease in find_leases(root)] == [bystander])
-    # Resume all four at once on the root that is being cleaned; compare with a run that has its own
-    # root.
+    # Resume all four at once under the root that is being cleaned, and compare with a run under
+    # another root.
     again = [Victim(root, tmp_path / f"run{number}") for number in range(len(PHASES))]
     losses = [run.losses() for run in again]
     expected = Victim(tmp_path / "apart", tmp_path / "alone").losses()
@@ -103,7 +103,7 @@ def fails(root: str, checkpoints: str, spoil: str | None = None) -> tuple[str, s
     return "", "it trained", reached
 
 
-def test_a_root_deleted_under_a_living_run_is_one_clear_error(tmp_path):
+def test_a_root_deleted_during_a_run_gives_one_clear_error(tmp_path):
     root = tmp_path / "swap"
     ((kind, said, reached),) = run_ranks(fails, str(root), str(tmp_path / "none"), "step 0")
     assert kind == "OffloadError"
@@ -111,7 +111,7 @@ def test_a_root_deleted_under_a_living_run_is_one_clear_error(tmp_path):
     assert "end" not in reached
 
 
-def test_a_full_disk_fails_before_training_with_the_numbers(tmp_path, mounted):
+def test_a_full_disk_is_refused_before_training_with_the_numbers(tmp_path, mounted):
     if not shutil.which("mkfs.ext4"):
         pytest.skip("no mkfs.ext4 here")
     image = tmp_path / "image"
@@ -129,7 +129,7 @@ def test_a_full_disk_fails_before_training_with_the_numbers(tmp_path, mounted):
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "read-only"])
-def test_a_root_that_cannot_be_is_one_clear_error(tmp_path, mounted, kind):
+def test_an_unusable_root_gives_one_clear_error(tmp_path, mounted, kind):
     root = tmp_path / "root"
     if kind == "file":
         root.touch()

@@ -46,7 +46,7 @@ def fill(folder):
 
 
 class TestWithoutNvme:
-    def test_nothing_is_made(self, tmp_path):
+    def test_a_plan_without_swapping_creates_nothing(self, tmp_path):
         root, plan = tmp_path / "swap", plain_plan()
         with OffloadManager(root=root).lease(plan) as lease:
             assert lease.plan.digest() == plan.digest()
@@ -55,7 +55,7 @@ class TestWithoutNvme:
             assert list(tmp_path.iterdir()) == []
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_root_that_is_not_used_is_said(self, tmp_path):
+    def test_an_unused_root_is_recorded(self, tmp_path):
         with OffloadManager(root=tmp_path).lease(plain_plan()) as lease:
             assert decision(lease, "offload.root").before == str(tmp_path)
             assert decision(lease, "offload.root").after is None
@@ -67,13 +67,13 @@ class TestWithoutNvme:
             assert lease.path is None
         assert list(tmp_path.iterdir()) == []
 
-    def test_several_ranks_need_no_share(self):
+    def test_several_ranks_without_swapping_need_no_share(self):
         with OffloadManager().lease(plain_plan(world_size=2), rank=1, world_size=2) as lease:
             assert [one.key for one in lease.decisions] == ["offload.host_memory"]
 
 
 class TestOneRank:
-    def test_the_plan_swaps_inside_the_lease(self, tmp_path):
+    def test_the_plan_swaps_into_the_leased_folder(self, tmp_path):
         with OffloadManager(root=tmp_path).lease(swapping_plan(param="/given")) as lease:
             assert lease.path.parent == tmp_path
             assert lease.path.name == f"zerotune-{lease.run_id}"
@@ -82,7 +82,7 @@ class TestOneRank:
             assert (moved.before, moved.after) == ("/given", str(lease.path))
             assert decision(lease, "zero_optimization.offload_optimizer.nvme_path").before is None
 
-    def test_deepspeed_is_told_the_leased_folder(self, tmp_path):
+    def test_deepspeed_gets_the_path_of_the_leased_folder(self, tmp_path):
         plan = swapping_plan()
         with pytest.raises(UnresolvedPlanError, match="needs a folder"):
             plan.to_deepspeed()
@@ -92,7 +92,7 @@ class TestOneRank:
             assert zero["offload_optimizer"]["nvme_path"] == str(lease.path)
             assert lease.plan.digest() == plan.digest()
 
-    def test_an_unsettled_plan_is_refused_before_anything_is_made(self, tmp_path):
+    def test_an_unresolved_plan_is_refused_before_anything_is_created(self, tmp_path):
         optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
         plan = DeepSpeedPlan.build(stage=3, offload="nvme", optimizer=optimizer)
         plan = plan.resolve(platform=Platform.synthetic())
@@ -100,13 +100,13 @@ class TestOneRank:
             OffloadManager(root=tmp_path / "swap").lease(plan).__enter__()
         assert list(tmp_path.iterdir()) == []
 
-    def test_only_what_is_swapped_gets_a_path(self, tmp_path):
+    def test_only_swapped_parts_get_a_path(self, tmp_path):
         plan = swapping_plan(swap_param=False)
         with OffloadManager(root=tmp_path).lease(plan) as lease:
             assert lease.plan.nvme_paths == {"optimizer": str(lease.path)}
             assert set(lease.paths) == {"optimizer"}
 
-    def test_the_folder_is_private_and_says_whose_it_is(self, tmp_path):
+    def test_the_folder_is_private_and_names_its_owner(self, tmp_path):
         plan = swapping_plan()
         with OffloadManager(root=tmp_path).lease(plan) as lease:
             assert stat.S_IMODE(lease.path.stat().st_mode) == 0o700
@@ -116,13 +116,13 @@ class TestOneRank:
             assert (record["rank"], record["world_size"]) == (0, 1)
             assert record["plan_digest"] == plan.digest()
 
-    def test_the_end_removes_the_folder_and_keeps_the_root(self, tmp_path):
+    def test_leaving_the_block_removes_the_folder_and_keeps_the_root(self, tmp_path):
         root = tmp_path / "made" / "for" / "it"
         with OffloadManager(root=root).lease(swapping_plan()) as lease:
             fill(lease.path)
         assert list(root.iterdir()) == []
 
-    def test_leases_of_one_process_are_apart(self, tmp_path):
+    def test_two_leases_of_one_process_have_separate_folders(self, tmp_path):
         manager = OffloadManager(root=tmp_path)
         with manager.lease(swapping_plan()) as outer:
             with manager.lease(swapping_plan()) as inner:
@@ -145,7 +145,9 @@ class TestChoiceOfRoot:
         with manager.lease(swapping_plan(**plan)) as lease:
             return lease.path.parent, lease
 
-    def test_argument_before_plan_before_environment(self, tmp_path, monkeypatch):
+    def test_the_argument_overrides_the_plan_and_the_plan_the_environment(
+        self, tmp_path, monkeypatch
+    ):
         roots = {name: tmp_path / name for name in ("argument", "plan", "environment")}
         monkeypatch.setenv("ZEROTUNE_SWAP_ROOT", str(roots["environment"]))
         argument = OffloadManager(root=roots["argument"])
@@ -156,7 +158,7 @@ class TestChoiceOfRoot:
         assert "ZEROTUNE_SWAP_ROOT" in decision(lease, "offload.root").reason
 
     @pytest.mark.parametrize("key", ["offload_param_path", "--offload_param_path"])
-    def test_a_trainers_file_before_deepspeeds_path_and_the_environment(
+    def test_a_trainers_file_overrides_deepspeeds_path_and_the_environment(
         self, tmp_path, monkeypatch, key
     ):
         monkeypatch.setenv("ZEROTUNE_OFFLOAD_PARAM_PATH", str(tmp_path / "environment"))
@@ -173,7 +175,7 @@ class TestChoiceOfRoot:
         with OffloadManager(offload_param_path=tmp_path / "argument").lease(plan) as lease:
             assert lease.path.parent == tmp_path / "argument"
 
-    def test_each_part_has_a_variable_of_its_own(self, tmp_path, monkeypatch):
+    def test_each_part_has_its_own_environment_variable(self, tmp_path, monkeypatch):
         for name in ("OFFLOAD_PARAM_PATH", "OFFLOAD_OPTIMIZER_PATH", "SWAP_ROOT"):
             monkeypatch.setenv(f"ZEROTUNE_{name}", str(tmp_path / name))
         with OffloadManager().lease(swapping_plan()) as lease:
@@ -186,24 +188,24 @@ class TestChoiceOfRoot:
         with OffloadManager().lease(swapping_plan()) as lease:
             assert lease.paths["optimizer"].parent == tmp_path / "OFFLOAD_PARAM_PATH"
 
-    def test_a_general_root_gives_way_to_one_for_its_part(self, tmp_path):
+    def test_a_root_for_one_part_overrides_the_general_root(self, tmp_path):
         manager = OffloadManager(root=tmp_path / "all", offload_param_path=tmp_path / "param")
         with manager.lease(swapping_plan()) as lease:
             assert lease.paths["param"].parent == tmp_path / "param"
             assert lease.paths["optimizer"].parent == tmp_path / "all"
 
-    def test_a_launchers_none_is_no_path(self, tmp_path, monkeypatch):
+    def test_a_launchers_none_is_not_a_path(self, tmp_path, monkeypatch):
         monkeypatch.setenv("ZEROTUNE_SWAP_ROOT", str(tmp_path))
         assert self.lease_parent(OffloadManager(), param="none", optimizer=" ")[0] == tmp_path
 
-    def test_the_temporary_folder_is_a_warning(self, tmp_path, monkeypatch):
+    def test_using_the_temporary_folder_gives_a_warning(self, tmp_path, monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         parent, lease = self.lease_parent(OffloadManager())
         assert parent.parent == tmp_path
         assert stat.S_IMODE(parent.stat().st_mode) == 0o700
         assert decision(lease, "offload.root").severity == "warning"
 
-    def test_a_planted_temporary_folder_is_refused(self, tmp_path, monkeypatch):
+    def test_a_symbolic_link_as_temporary_folder_is_refused(self, tmp_path, monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
         (tmp_path / "tmp").mkdir()
         (tmp_path / "elsewhere").mkdir()
@@ -212,7 +214,7 @@ class TestChoiceOfRoot:
             self.lease_parent(OffloadManager())
         assert list((tmp_path / "elsewhere").iterdir()) == []
 
-    def test_the_optimizer_may_go_elsewhere(self, tmp_path):
+    def test_the_optimizer_may_have_another_root(self, tmp_path):
         roots = tmp_path / "a", tmp_path / "b"
         manager = OffloadManager(root=roots[0], offload_optimizer_path=roots[1])
         with manager.lease(swapping_plan()) as lease:
@@ -221,18 +223,18 @@ class TestChoiceOfRoot:
             assert lease.plan.nvme_paths["optimizer"] == str(lease.paths["optimizer"])
         assert [list(root.iterdir()) for root in roots] == [[], []]
 
-    def test_both_roots_of_a_plan_are_kept(self, tmp_path):
+    def test_both_roots_of_a_plan_are_used(self, tmp_path):
         plan = swapping_plan(param=tmp_path / "a", optimizer=tmp_path / "b")
         with OffloadManager().lease(plan) as lease:
             assert lease.paths["optimizer"].parent == tmp_path / "b"
 
-    def test_one_root_named_twice_is_one_folder(self, tmp_path):
+    def test_one_root_given_twice_gives_one_folder(self, tmp_path):
         manager = OffloadManager(root=tmp_path, offload_optimizer_path=tmp_path / "a" / "..")
         (tmp_path / "a").mkdir()
         with manager.lease(swapping_plan()) as lease:
             assert lease.paths["param"] == lease.paths["optimizer"]
 
-    def test_a_bad_second_root_leaves_nothing_in_the_first(self, tmp_path):
+    def test_an_invalid_second_root_leaves_nothing_in_the_first(self, tmp_path):
         (tmp_path / "file").touch()
         manager = OffloadManager(root=tmp_path / "a", offload_optimizer_path=tmp_path / "file")
         with pytest.raises(OffloadError, match=r"OffloadManager.offload_optimizer_path = .*file"):
@@ -245,7 +247,7 @@ class TestChoiceOfRoot:
 
 
 class TestFailures:
-    def test_an_exception_passes_and_the_folder_goes(self, tmp_path):
+    def test_an_exception_propagates_and_the_folder_is_removed(self, tmp_path):
         with (  # noqa: PT012
             pytest.raises(KeyError, match="boom"),
             OffloadManager(root=tmp_path).lease(swapping_plan()) as lease,
@@ -281,7 +283,7 @@ class TestFailures:
             self.replace_with_link(lease, tmp_path)
         assert (tmp_path / "precious" / "file").read_text() == "keep"
 
-    def test_another_folder_in_its_place_is_not_touched(self, tmp_path):
+    def test_a_different_folder_at_the_same_path_is_not_touched(self, tmp_path):
         with (  # noqa: PT012
             pytest.raises(OffloadError, match="no longer the folder that this run created"),
             OffloadManager(root=tmp_path / "root").lease(swapping_plan()) as lease,
@@ -290,12 +292,12 @@ class TestFailures:
             fill(lease.path)
         assert (lease.path / "zero_stage_3").exists()
 
-    def test_a_folder_deleted_under_the_run_is_said(self, tmp_path):
+    def test_a_folder_deleted_during_the_run_is_reported(self, tmp_path):
         with OffloadManager(root=tmp_path / "root").lease(swapping_plan()) as lease:
             subprocess.run(["rm", "-r", str(tmp_path / "root")], check=True)
         assert "was deleted during the run" in decision(lease, "offload.release").reason
 
-    def test_a_stranger_that_keeps_the_lock_is_said(self, tmp_path):
+    def test_a_foreign_process_that_holds_the_lock_is_reported(self, tmp_path):
         with OffloadManager(root=tmp_path).lease(swapping_plan()) as lease:
             stranger = (lease.path / "lease.lock").open()
             fcntl.flock(stranger, fcntl.LOCK_SH)
@@ -303,7 +305,7 @@ class TestFailures:
             assert "still locks the folder" in decision(lease, "offload.release").reason
             assert lease.path.exists()
 
-    def test_links_inside_are_removed_and_not_followed(self, tmp_path):
+    def test_links_inside_are_removed_but_not_followed(self, tmp_path):
         outside = tmp_path / "outside"
         outside.mkdir()
         (outside / "file").write_text("keep")
@@ -344,7 +346,7 @@ class TestRanks:
             assert not [one for one in second.decisions if one.key == "offload.stale_swap"]
 
     @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-    def test_without_a_barrier_the_last_one_removes_it(self, tmp_path, order):
+    def test_without_a_barrier_the_last_rank_removes_the_folder(self, tmp_path, order):
         wire = Wire()
         leases = [self.lease(tmp_path, wire, rank) for rank in (0, 1)]
         path, _ = [lease.__enter__().path for lease in leases]
@@ -354,7 +356,7 @@ class TestRanks:
         leases[order[1]].__exit__(None, None, None)
         assert not path.exists()
 
-    def test_with_a_barrier_its_maker_removes_it(self, tmp_path):
+    def test_with_a_barrier_its_creator_removes_the_folder(self, tmp_path):
         wire, calls = Wire(), []
         with ExitStack() as stack:
             first = stack.enter_context(
@@ -377,7 +379,7 @@ class TestRanks:
         assert lease.path.exists()
         second.__exit__(None, None, None)
 
-    def test_a_broken_barrier_is_raised_and_nothing_is_left(self, tmp_path):
+    def test_a_failing_barrier_raises_and_nothing_is_left(self, tmp_path):
         def broken():
             raise ConnectionError("rank 1 is gone")
 
@@ -395,7 +397,7 @@ class TestRanks:
         with pytest.raises(KeyError), self.lease(tmp_path, Wire(), 0, barrier=hang):
             raise KeyError
 
-    def test_ranks_with_a_disk_of_their_own_have_a_folder_each(self, tmp_path):
+    def test_ranks_with_separate_disks_have_a_folder_each(self, tmp_path):
         wire = Wire()
         roots = tmp_path / "node0", tmp_path / "node1"
         with self.lease(roots[0], wire, 0) as first, self.lease(roots[1], wire, 1) as second:
@@ -410,7 +412,7 @@ class TestRanks:
             with pytest.raises(OffloadError, match="is a file, not a folder"):
                 self.lease(tmp_path / "file", wire, rank).__enter__()
 
-    def test_another_plan_on_another_rank_is_refused(self, tmp_path):
+    def test_a_different_plan_on_another_rank_is_refused(self, tmp_path):
         wire = Wire()
         with self.lease(tmp_path, wire, 0) as first:
             other = self.lease(tmp_path, wire, 1, plan=swapping_plan(lr=3e-4, world_size=2))
@@ -422,7 +424,7 @@ class TestRanks:
             assert first.path.exists()
         assert list(tmp_path.iterdir()) == []
 
-    def test_another_plan_is_refused_where_only_the_run_id_is_shared(self, tmp_path):
+    def test_a_different_plan_is_refused_even_if_only_the_run_id_is_shared(self, tmp_path):
         wire = Wire()
         with self.lease(tmp_path, wire, 0):
             wire.text = wire.text.split()[0]
@@ -439,7 +441,7 @@ class TestRanks:
             assert "share return rank 0's whole string" in caught.value.fix
 
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_share_is_needed(self, tmp_path, rank):
+    def test_several_ranks_require_a_share_function(self, tmp_path, rank):
         with pytest.raises(OffloadError, match=r"OffloadManager\.share"):
             self.lease(tmp_path, None, rank).__enter__()
         assert list(tmp_path.iterdir()) == []
@@ -452,21 +454,21 @@ class TestRanks:
             ({"rank": -1}, "is not a rank of a run with 2"),
         ],
     )
-    def test_ranks_must_be_the_plans(self, tmp_path, ranks, says):
+    def test_the_world_size_must_be_the_plans(self, tmp_path, ranks, says):
         manager = OffloadManager(root=tmp_path, share=Wire())
         with pytest.raises(OffloadError, match=says):
             manager.lease(swapping_plan(world_size=2), **ranks).__enter__()
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("answer", ["", "../../etc", "20250101T000000-0123456789ab/.."])
-    def test_a_shared_string_cannot_lead_elsewhere(self, tmp_path, answer):
+    def test_a_shared_string_cannot_point_outside_the_root(self, tmp_path, answer):
         with pytest.raises(OffloadError, match="is not a run id"):
             self.lease(tmp_path, lambda _: answer, 1).__enter__()
         assert list(tmp_path.iterdir()) == []
 
 
 class TestPlatforms:
-    def test_without_file_locks_nothing_is_made(self, tmp_path, monkeypatch):
+    def test_without_file_locks_nothing_is_created(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "fcntl", None)
         root = tmp_path / "swap"
         with pytest.raises(OffloadError, match=r"lacks flock.*cpu instead of nvme"):
@@ -475,7 +477,7 @@ class TestPlatforms:
         with OffloadManager(root=root).lease(plain_plan()) as lease:
             assert lease.path is None
 
-    def test_it_imports_without_fcntl_torch_and_deepspeed(self):
+    def test_the_module_imports_without_fcntl_torch_and_deepspeed(self):
         source = str(Path(sys.modules["zerotune.offload"].__file__).parents[2])
         blocked = "import sys; sys.modules.update(dict.fromkeys(('fcntl', 'torch', 'deepspeed')))"
         subprocess.run(

@@ -19,7 +19,7 @@ def states(root):
     return {found.path: found.state for found in find_leases(root)}
 
 
-def test_two_runs_on_one_root_have_folders_of_their_own(tmp_path, hold):
+def test_two_runs_under_one_root_have_separate_folders(tmp_path, hold):
     holders = [hold(tmp_path) for _ in range(2)]
     paths = [Path(holder.read()) for holder in holders]
     assert len(set(paths)) == 2
@@ -31,7 +31,7 @@ def test_two_runs_on_one_root_have_folders_of_their_own(tmp_path, hold):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_run_is_stale_and_a_living_one_is_not(tmp_path, hold):
+def test_the_folder_of_a_killed_run_is_stale_and_that_of_a_live_one_is_not(tmp_path, hold):
     killed, living = hold(tmp_path), hold(tmp_path)
     dead, alive = Path(killed.read()), Path(living.read())
     killed.kill()
@@ -41,7 +41,7 @@ def test_a_killed_run_is_stale_and_a_living_one_is_not(tmp_path, hold):
     assert found.records[0].owner.pid == killed.process.pid
 
 
-def test_a_killed_run_is_stale_before_anybody_waits_for_it(tmp_path, hold):
+def test_a_killed_run_is_stale_before_its_parent_reaps_it(tmp_path, hold):
     holder = hold(tmp_path)
     dead = Path(holder.read())
     os.kill(holder.process.pid, signal.SIGKILL)
@@ -53,7 +53,7 @@ def test_a_killed_run_is_stale_before_anybody_waits_for_it(tmp_path, hold):
     assert states(tmp_path) == {dead: "stale"}
 
 
-def test_a_new_lease_removes_what_a_killed_run_left_and_says_so(tmp_path, hold, caplog):
+def test_a_new_lease_removes_leftovers_of_a_killed_run_and_records_it(tmp_path, hold, caplog):
     caplog.set_level("INFO")
     killed, living = hold(tmp_path), hold(tmp_path)
     dead, alive = Path(killed.read()), Path(living.read())
@@ -68,7 +68,7 @@ def test_a_new_lease_removes_what_a_killed_run_left_and_says_so(tmp_path, hold, 
     assert str(dead) in caplog.text
 
 
-def test_a_cleaner_of_ones_own_decides_what_goes(tmp_path, hold):
+def test_a_custom_cleaner_decides_what_is_removed(tmp_path, hold):
     killed = hold(tmp_path)
     dead = Path(killed.read())
     killed.kill()
@@ -92,7 +92,7 @@ def test_a_lease_lives_as_long_as_any_of_its_ranks(tmp_path, hold):
     assert states(tmp_path) == {path: "stale"}
 
 
-def test_the_surviving_rank_removes_the_folder(tmp_path, hold):
+def test_the_last_surviving_rank_removes_the_folder(tmp_path, hold):
     first = hold(tmp_path, 0, 2, "")
     path = Path(first.read() and first.read())
     second = hold(tmp_path, 1, 2, run_id_of(path.name))
@@ -135,7 +135,7 @@ def test_a_forked_child_that_leaves_the_block_removes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("runs", [4])
-def test_no_living_run_is_ever_taken_for_dead(tmp_path, hold, runs):
+def test_a_live_run_is_never_considered_dead(tmp_path, hold, runs):
     holders = [hold(tmp_path) for _ in range(runs)]
     for holder in holders:
         holder.read()

@@ -37,20 +37,20 @@ anything = st.recursive(
 
 @settings(deadline=None)
 @given(record=records)
-def test_what_is_written_is_read(record):
+def test_a_record_round_trips(record):
     assert LeaseRecord.from_json(record.to_json()) == record
 
 
 @settings(deadline=None)
 @given(text=st.text() | anything.map(json.dumps))
-def test_anything_else_is_one_error(text):
+def test_malformed_records_give_one_kind_of_error(text):
     with pytest.raises(OffloadError, match="lease record"):
         LeaseRecord.from_json(text)
 
 
 @settings(deadline=None)
 @given(record=records, value=anything, data=st.data())
-def test_a_changed_field_is_read_as_it_is_or_refused(record, value, data):
+def test_a_record_with_a_changed_field_round_trips_or_is_refused(record, value, data):
     fields = json.loads(record.to_json())
     fields[data.draw(st.sampled_from(sorted(fields)))] = value
     text = json.dumps(fields)
@@ -69,7 +69,7 @@ def test_writing_replaces_the_whole_file(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["rank3.json"]
 
 
-def test_run_ids_differ_and_are_found_again():
+def test_run_ids_are_unique_and_are_read_back_from_folder_names():
     ids = {new_run_id() for _ in range(1000)}
     assert len(ids) == 1000
     assert all(run_id_of(lease_name(run_id)) == run_id for run_id in ids)
@@ -77,13 +77,13 @@ def test_run_ids_differ_and_are_found_again():
 
 @settings(deadline=None)
 @given(text=st.text() | st.from_regex(r"\d{8}T\d{6}-[0-9a-f]{12}\n?"))
-def test_a_run_id_is_safe_in_a_path(text):
+def test_every_valid_run_id_is_safe_in_a_path(text):
     if is_run_id(text):
         assert text.isascii()
         assert not set(text) & set("/\\.\0\n ")
 
 
-def test_this_process_is_alive_and_a_later_one_with_its_number_is_not():
+def test_a_live_process_is_recognised_and_one_with_a_reused_pid_is_not():
     me = ProcessIdentity.current()
     assert me.alive()
     assert not ProcessIdentity(

@@ -19,7 +19,7 @@ def opened(tmp_path):
     os.close(descriptor)
 
 
-def test_freed_bytes_are_those_that_were_counted(opened):
+def test_the_freed_bytes_equal_the_counted_ones(opened):
     folder, descriptor = opened
     counted = folder_bytes(descriptor)
     assert counted >= 8192
@@ -27,14 +27,14 @@ def test_freed_bytes_are_those_that_were_counted(opened):
     assert list(folder.iterdir()) == []
 
 
-def test_names_are_kept_at_the_top_only(opened):
+def test_names_to_keep_apply_only_at_the_top_level(opened):
     folder, descriptor = opened
     (folder / "a" / "keep").touch()
     remove_contents(descriptor, keep={"keep"})
     assert [file.name for file in folder.iterdir()] == ["keep"]
 
 
-def test_another_name_of_a_file_keeps_its_bytes(opened, tmp_path):
+def test_a_file_with_another_hard_link_frees_no_bytes(opened, tmp_path):
     folder, descriptor = opened
     os.link(folder / "a" / "b" / "file", tmp_path / "other")
     assert remove_contents(descriptor) < 8192
@@ -56,7 +56,7 @@ def test_a_mount_is_not_crossed(opened, tmp_path, mounted, bind):
     assert (point / "file").read_text() == "keep"
 
 
-def test_where_mount_ids_are_unknown_devices_still_count(opened, monkeypatch):
+def test_without_mount_ids_another_device_is_not_crossed(opened, monkeypatch):
     folder, descriptor = opened
     identities = iter([(1, None), (2, None)])
     monkeypatch.setattr(lease, "mount_identity", lambda _: next(identities))

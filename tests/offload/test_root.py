@@ -24,7 +24,7 @@ def refused(path):
     return error.reason
 
 
-def test_a_usable_root_is_left_as_it_was(tmp_path):
+def test_checking_a_usable_root_leaves_it_unchanged(tmp_path):
     root = check(tmp_path / "new" / "root")
     assert root.path == tmp_path / "new" / "root"
     assert list(root.path.iterdir()) == []
@@ -61,7 +61,7 @@ def test_a_file_as_parent_is_refused(tmp_path):
     assert "Not a directory" in refused(tmp_path / "file" / "swap")
 
 
-def test_a_link_to_nothing_is_refused(tmp_path):
+def test_a_dangling_link_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "unmounted")
     assert "symbolic link to a missing target" in refused(tmp_path / "link")
     assert not (tmp_path / "unmounted").exists()
@@ -76,18 +76,18 @@ def test_a_name_too_long_for_a_folder_is_refused(tmp_path):
     assert "File name too long" in refused(tmp_path / ("x" * 300))
 
 
-def test_a_path_without_room_for_swap_files_is_refused(tmp_path):
+def test_a_path_that_leaves_no_room_for_swap_file_names_is_refused(tmp_path):
     room = 4096 - len(str(tmp_path)) - 224
     assert "is too long" in refused(tmp_path.joinpath(*["x" * 99] * (room // 100 + 1)))
     assert list(tmp_path.iterdir()) == []
     assert check(tmp_path.joinpath(*["x" * 99] * (room // 100))).path.is_dir()
 
 
-def test_a_nul_in_the_path_is_refused(tmp_path):
+def test_a_nul_character_in_the_path_is_refused(tmp_path):
     assert "null" in refused(f"{tmp_path}\0swap")
 
 
-def test_a_folder_the_kernel_does_not_let_write_is_refused():
+def test_an_unwritable_folder_is_refused():
     folder = Path("/proc/self/task")
     if not folder.is_dir():
         pytest.skip("no /proc here")
@@ -109,7 +109,7 @@ def test_a_full_disk_is_refused(tmp_path, mounted):
 
 @pytest.mark.parametrize("call", ["write", "fsync"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_failing_write_is_refused_and_the_probe_goes(tmp_path, monkeypatch, call, code):
+def test_a_failing_write_is_refused_and_the_probe_is_removed(tmp_path, monkeypatch, call, code):
     def fail(*_):
         raise OSError(code, os.strerror(code))
 
@@ -118,7 +118,7 @@ def test_a_failing_write_is_refused_and_the_probe_goes(tmp_path, monkeypatch, ca
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_root_in_memory_is_warned_of(tmp_path, mounted):
+def test_a_root_in_memory_gives_a_warning(tmp_path, mounted):
     root = check(mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=4m", "none"))
     assert root.filesystem == "tmpfs"
     assert root.free_bytes <= 4 * 2**20
@@ -137,7 +137,7 @@ def test_a_root_in_memory_is_warned_of(tmp_path, mounted):
         ("ext4", None),
     ],
 )
-def test_unsuitable_file_systems_are_warned_of(tmp_path, monkeypatch, kind, says):
+def test_unsuitable_file_systems_give_a_warning(tmp_path, monkeypatch, kind, says):
     monkeypatch.setattr("zerotune.offload.root.filesystem_kind", lambda _: kind)
     warnings = [one.reason for one in check(tmp_path).decisions if one.severity == "warning"]
     assert (says is None) == (warnings == [])
@@ -148,21 +148,21 @@ def warnings_of(root):
     return {one.key: one.reason for one in root.decisions if one.severity == "warning"}
 
 
-def test_spinning_platters_are_said(tmp_path, monkeypatch):
+def test_a_hard_disk_gives_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr("zerotune.offload.root.is_rotational", lambda _: True)
     root = check(tmp_path)
     assert root.rotational
     assert "rotating" in warnings_of(root)["offload.disk"]
 
 
-def test_a_folder_others_may_empty_is_said(tmp_path):
+def test_a_folder_that_others_may_empty_gives_a_warning(tmp_path):
     tmp_path.chmod(0o777)
     assert "chmod +t" in warnings_of(check(tmp_path))["offload.owner"]
     tmp_path.chmod(0o1777)
     assert "offload.owner" not in warnings_of(check(tmp_path))
 
 
-def test_a_folder_of_somebody_else_is_said(tmp_path):
+def test_a_folder_of_another_user_gives_a_warning(tmp_path):
     if os.getuid() != 0:
         pytest.skip("only root may give a folder away")
     os.chown(tmp_path, 12345, -1)

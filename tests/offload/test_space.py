@@ -1,4 +1,4 @@
-"""Whether a plan's swap files fit on the disk."""
+"""Check whether a plan's swap files fit on the disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def needs(**options):
     return swap_needs(swapping_plan(**options)).files
 
 
-def test_small_tensors_stay_in_memory():
+def test_small_tensors_are_not_swapped():
     # Each half a million bf16 elements take less than 1 MiB; together they form one sub-group.
     found = needs(model=facts(500_000, 500_000))
     assert found["param"] == SwapFiles()
@@ -47,35 +47,35 @@ def test_small_tensors_stay_in_memory():
     assert 0 <= 4_000_768 - master < 1024
 
 
-def test_parts_of_ranks_are_rounded_up_one_by_one():
+def test_each_ranks_share_is_rounded_up_separately():
     found = needs(model=facts(3_000_001), world_size=2)
     part = 1_500_001
     assert found["param"].nbytes == -(-part * 2 // 1024) * 1024
     assert found["optimizer"].nbytes == 4 * (-(-part * 4 // 1024) * 1024)
 
 
-def test_threads_share_whole_kibibytes():
+def test_aio_threads_share_whole_kibibytes():
     found = needs(model=facts(3_000_001), aio={"intra_op_parallelism": 4})
     assert found["param"].nbytes % 4096 == 0
 
 
-def test_large_blocks_keep_more_in_memory():
+def test_larger_blocks_keep_more_tensors_in_memory():
     aio = {"block_size": 16 * MIB}
     assert needs(model=facts(3_000_000), aio=aio)["param"].count == 0
 
 
-def test_what_is_not_swapped_needs_nothing():
+def test_unswapped_parts_need_no_disk_space():
     assert set(needs(model=facts(10), swap_param=False)) == {"optimizer"}
 
 
-def test_without_a_model_nothing_is_known():
+def test_without_a_model_the_needs_are_unknown():
     assert swap_needs(swapping_plan()) is None
 
 
 @pytest.mark.parametrize(
     ("written", "count"), [(None, 8), ("4", 4), ("16", 8), ("x", 8), ("0", 1), ("", 8)]
 )
-def test_ranks_of_this_machine_come_from_the_launcher(written, count):
+def test_the_launcher_tells_how_many_ranks_this_machine_has(written, count):
     plan = swapping_plan(world_size=8)
     environ = {} if written is None else {"LOCAL_WORLD_SIZE": written}
     assert local_ranks(plan, environ) == count
@@ -100,7 +100,7 @@ def small(tmp_path, mounted):
     return mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=16m,nr_inodes=100", "none")
 
 
-def test_ranks_add_up(small):
+def test_the_needs_of_ranks_add_up(small):
     check_space(roots(small), asking(7 * MIB), ranks=2, run_id="")
     with pytest.raises(OffloadError) as caught:
         check_space(roots(small), asking(7 * MIB), ranks=3, run_id="")
@@ -118,14 +118,14 @@ def test_two_roots_on_one_disk_share_its_space(small):
         check_space(both, asking(9 * MIB, 9 * MIB), ranks=1, run_id="")
 
 
-def test_files_are_counted_too(small):
+def test_a_disk_with_too_few_inodes_is_refused(small):
     with pytest.raises(
         OffloadError, match="creates 216 files and folders, but the file system has room for only 9"
     ):
         check_space(roots(small), asking(0, files=200), ranks=1, run_id="")
 
 
-def test_what_another_run_will_write_is_taken(small):
+def test_space_reserved_by_another_run_is_not_available(small):
     plan = swapping_plan(model=facts(500_000))
     reserved = swap_needs(plan).of("param", "optimizer").nbytes
     with OffloadManager(root=small).lease(plan) as first:
@@ -148,7 +148,7 @@ def test_what_another_run_will_write_is_taken(small):
         (0, 0, 9 * MIB, True),
     ],
 )
-def test_what_is_still_to_come_is_judged_by_what_is_free(tmp_path, free, own, others, enough):
+def test_the_remaining_writes_are_compared_with_the_free_space(tmp_path, free, own, others, enough):
     told = tell_shortage(tmp_path, free=free, own=own, others=others)
     assert (told is None) == enough
     if told is not None:
@@ -158,7 +158,7 @@ def test_what_is_still_to_come_is_judged_by_what_is_free(tmp_path, free, own, ot
         assert ("other runs have reserved 5.0 MiB" in told) == bool(others)
 
 
-def test_a_disk_is_watched_until_a_step_adds_nothing(small):
+def test_a_disk_is_watched_until_a_step_writes_nothing_new(small):
     plan = swapping_plan(model=facts(500_000))
     with OffloadManager(root=small).lease(plan) as lease:
         watch = SpaceWatch([lease.path])
@@ -182,7 +182,7 @@ def disk(tmp_path, mounted):
 @pytest.mark.deepspeed
 @pytest.mark.nvme
 @ranks(1)
-def test_a_disk_that_another_program_fills_stops_the_run_with_a_checkpoint(tmp_path, disk):
+def test_a_disk_filled_by_another_program_stops_the_run_with_a_checkpoint(tmp_path, disk):
     out = tmp_path / "out"
     from zerotune import SaveEvery, Trainer
     from zerotune.training import Callback
@@ -213,7 +213,7 @@ def test_a_disk_that_another_program_fills_stops_the_run_with_a_checkpoint(tmp_p
         assert trainer.step == 3
 
 
-def test_a_full_disk_is_refused_and_left_clean(small):
+def test_a_full_disk_is_refused_and_nothing_is_left(small):
     plan = swapping_plan(model=facts(5_000_000))
     with pytest.raises(OffloadError, match="are missing"):
         OffloadManager(root=small).lease(plan).__enter__()

@@ -18,7 +18,7 @@ from zerotune.offload.lease import LeaseRecord, find_leases, lease_name
 
 @pytest.fixture
 def dead(tmp_path):
-    """Make the folder that a killed run leaves, with the given changes to its record."""
+    """Return a function that creates the folder of a killed run, with changes to its record."""
 
     def make(*, filesystem=None, **owner):
         run_id = new_run_id()
@@ -41,12 +41,12 @@ def only(root):
     return found
 
 
-def test_a_reused_pid_is_not_the_owner(tmp_path, dead):
+def test_a_process_with_a_reused_pid_is_not_the_owner(tmp_path, dead):
     dead()
     assert only(tmp_path).state == "stale"
 
 
-def test_who_is_ended_by_a_signal_gives_its_folder_back(tmp_path, hold):
+def test_a_process_ended_by_a_signal_removes_its_folder(tmp_path, hold):
     one = hold(tmp_path)
     folder = Path(one.read())
     one.process.terminate()
@@ -54,7 +54,7 @@ def test_who_is_ended_by_a_signal_gives_its_folder_back(tmp_path, hold):
     assert not folder.exists()
 
 
-def test_a_handler_of_the_scripts_own_stays(monkeypatch):
+def test_a_signal_handler_of_the_script_is_kept(monkeypatch):
     taken = []
     monkeypatch.setattr(stale.atexit, "register", lambda _: None)
     monkeypatch.setattr(stale.signal, "signal", lambda number, _: taken.append(number))
@@ -72,7 +72,7 @@ def test_a_handler_of_the_scripts_own_stays(monkeypatch):
     assert taken == [signal.SIGTERM]
 
 
-def test_an_owner_that_lives_without_its_lock_is_left_alone(tmp_path, dead):
+def test_a_live_owner_without_its_lock_is_left_alone(tmp_path, dead):
     record = LeaseRecord.for_this_process(run_id="", rank=0, world_size=1, plan_digest="")
     dead(pid_start=record.owner.pid_start)
     assert only(tmp_path).state == "unknown"
@@ -85,14 +85,14 @@ def test_an_owner_that_lives_without_its_lock_is_left_alone(tmp_path, dead):
         ("ext4", "ext4", "stale"),
         ("overlay", "overlay", "stale"),
         ("nfs4", "nfs4", "unknown"),
-        # An NFS server sees its own disk as local, but not the locks of its clients.
+        # An NFS server sees its disk as local but cannot see its clients' locks.
         ("ext4", "nfs4", "unknown"),
         ("ext4", "virtiofs", "unknown"),
         ("ext4", None, "unknown"),
         (None, None, "unknown"),
     ],
 )
-def test_another_boot_is_trusted_on_local_disks_only(
+def test_a_record_of_another_boot_is_trusted_only_on_local_disks(
     tmp_path, dead, monkeypatch, kind, owners, state
 ):
     monkeypatch.setattr(stale, "filesystem_kind", lambda _: kind)
@@ -101,38 +101,42 @@ def test_another_boot_is_trusted_on_local_disks_only(
 
 
 @pytest.mark.parametrize(("kind", "state"), [("ext4", "stale"), ("nfs4", "unknown")])
-def test_another_container_is_trusted_on_local_disks_only(tmp_path, dead, monkeypatch, kind, state):
+def test_a_record_of_another_container_is_trusted_only_on_local_disks(
+    tmp_path, dead, monkeypatch, kind, state
+):
     monkeypatch.setattr(stale, "filesystem_kind", lambda _: kind)
     dead(host="another-container", pid_namespace=1, filesystem=kind)
     assert only(tmp_path).state == state
 
 
-def test_a_process_seen_to_be_gone_is_trusted_everywhere(tmp_path, dead, monkeypatch):
+def test_the_record_of_a_dead_local_process_is_trusted_on_any_file_system(
+    tmp_path, dead, monkeypatch
+):
     monkeypatch.setattr(stale, "filesystem_kind", lambda _: "nfs4")
     dead(filesystem="nfs4")
     assert only(tmp_path).state == "stale"
 
 
-def test_without_a_record_a_network_lock_proves_nothing(tmp_path, dead, monkeypatch):
+def test_without_a_record_a_free_lock_on_a_network_disk_proves_nothing(tmp_path, dead, monkeypatch):
     monkeypatch.setattr(stale, "filesystem_kind", lambda _: "nfs4")
     (dead() / "rank0.json").unlink()
     assert only(tmp_path).state == "unknown"
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 2}', "\x00"])
-def test_a_damaged_record_proves_nothing(tmp_path, dead, text):
+def test_a_folder_with_a_damaged_record_has_an_unknown_state(tmp_path, dead, text):
     (dead() / "rank0.json").write_text(text)
     assert only(tmp_path).state == "unknown"
     assert "damaged record" in only(tmp_path).reason
 
 
-def test_an_interrupted_removal_is_still_recognised(tmp_path, dead):
+def test_an_interrupted_removal_is_recognised(tmp_path, dead):
     folder = dead()
     (folder / "rank0.json").unlink()
     assert only(tmp_path).state == "stale"
 
 
-def test_without_its_lock_file_a_folder_proves_nothing(tmp_path, dead):
+def test_a_folder_without_its_lock_file_is_not_stale(tmp_path, dead):
     (dead() / "lease.lock").unlink()
     assert only(tmp_path).state == "unknown"
 
@@ -145,7 +149,7 @@ def test_a_linked_lock_file_is_not_followed(tmp_path, dead):
     assert only(tmp_path).state == "unknown"
 
 
-def test_a_link_with_a_leases_name_is_not_followed(tmp_path, dead):
+def test_a_link_named_like_a_lease_is_not_followed(tmp_path, dead):
     folder = dead()
     moved = folder.rename(tmp_path / "moved")
     folder.symlink_to(moved)
@@ -155,12 +159,12 @@ def test_a_link_with_a_leases_name_is_not_followed(tmp_path, dead):
 @pytest.mark.parametrize(
     "name", ["zero_stage_3", "zerotune-swap-0", "zerotune-", "zerotune-20250101T000000-xyz", "x"]
 )
-def test_other_folders_are_no_leases(tmp_path, dead, name):
+def test_other_folders_are_not_leases(tmp_path, dead, name):
     dead().rename(tmp_path / name)
     assert find_leases(tmp_path) == ()
 
 
-def test_what_links_point_to_is_not_counted(tmp_path, dead):
+def test_targets_of_links_are_not_counted(tmp_path, dead):
     folder = dead()
     before = only(tmp_path).size
     big = tmp_path / "big"
@@ -178,7 +182,7 @@ def test_a_missing_root_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("folder_stays", [False, True])
-def test_a_lease_removed_while_looking_is_no_stale_one(tmp_path, dead, monkeypatch, folder_stays):
+def test_a_lease_removed_during_the_scan_is_not_listed(tmp_path, dead, monkeypatch, folder_stays):
     folder = dead()
     opened = stale.open_folder
 
@@ -186,7 +190,7 @@ def test_a_lease_removed_while_looking_is_no_stale_one(tmp_path, dead, monkeypat
         descriptor = opened(path)
         shutil.rmtree(folder)
         if folder_stays:
-            # As seen between the last two steps of a removal.
+            # This is the state between the last two steps of a removal.
             folder.mkdir()
         return descriptor
 
@@ -194,7 +198,7 @@ def test_a_lease_removed_while_looking_is_no_stale_one(tmp_path, dead, monkeypat
     assert "stale" not in [one.state for one in find_leases(tmp_path)]
 
 
-def test_a_lock_file_removed_before_it_was_locked_proves_nothing(tmp_path, dead, monkeypatch):
+def test_a_folder_whose_lock_file_vanished_before_locking_is_not_stale(tmp_path, dead, monkeypatch):
     folder = dead()
     lock = stale.try_lock
 
@@ -207,7 +211,7 @@ def test_a_lock_file_removed_before_it_was_locked_proves_nothing(tmp_path, dead,
     assert only(tmp_path).state == "unknown"
 
 
-def test_a_rank_that_is_leaving_does_not_seem_dead(tmp_path, dead, monkeypatch):
+def test_a_rank_that_is_leaving_is_not_considered_dead(tmp_path, dead, monkeypatch):
     """Record and lock are read under one lock, so that no rank can remove the record in between."""
     folder = dead()
     read = stale._read_records
@@ -222,7 +226,7 @@ def test_a_rank_that_is_leaving_does_not_seem_dead(tmp_path, dead, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["rank0.json", "rank7.json", "lease.lock"])
-def test_a_pipe_in_place_of_a_record_or_lock_is_not_waited_for(tmp_path, dead, name):
+def test_a_named_pipe_as_record_or_lock_does_not_block(tmp_path, dead, name):
     folder = dead()
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
@@ -230,7 +234,7 @@ def test_a_pipe_in_place_of_a_record_or_lock_is_not_waited_for(tmp_path, dead, n
     assert "is not a regular file" in only(tmp_path).reason
 
 
-def test_a_deep_tree_is_measured(tmp_path, dead):
+def test_the_size_of_a_deep_tree_is_measured(tmp_path, dead):
     folder = dead()
     before = only(tmp_path).size
     here = os.open(folder, os.O_RDONLY)

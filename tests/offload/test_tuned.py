@@ -31,7 +31,7 @@ Best performance (GB/sec): read =  2.00, write =  1.00
 
 
 def measured(root, **change):
-    """A file as written by ``offload bench --save`` of an earlier release."""
+    """Return the text that ``offload bench --save`` of an earlier release wrote."""
     found = {"format": 1, **SETTINGS, "read": 2e9, "write": 1e9, "host": platform.node(),
              "device": root.stat().st_dev, "measured": "2025-01-01T00:00:00+00:00"}  # fmt: skip
     return json.dumps({**found, **change}, indent=2)
@@ -46,14 +46,14 @@ def leased(root, text, **plan):
         return {name: aio[name] for name in TUNED}, decision
 
 
-def test_a_lease_uses_what_deepspeeds_tuner_printed(tmp_path):
+def test_a_lease_uses_the_settings_printed_by_deepspeeds_tuner(tmp_path):
     for text in (PRINTED, PRINTED[PRINTED.index("{") :], measured(tmp_path)):
         settings, decision = leased(tmp_path, text)
         assert settings == decision.after == SETTINGS
 
 
-def test_the_installed_tuner_prints_what_is_read(tmp_path):
-    """Runs only the tuner's last step, on made-up results of its sweep."""
+def test_the_installed_tuner_prints_a_readable_format(tmp_path):
+    """The test runs only the tuner's last step, on made-up results of its sweep."""
     code = (
         "import sys; from deepspeed.nvme import perf_generate_param as p\n"
         "key = ('read', 'block', 'overlap', 'sequential', 64, 262144, 2)\n"
@@ -66,37 +66,37 @@ def test_the_installed_tuner_prints_what_is_read(tmp_path):
     assert settings == SETTINGS
 
 
-def test_without_a_file_nothing_is_decided(tmp_path):
+def test_without_a_tuning_file_aio_is_not_set(tmp_path):
     with OffloadManager(root=tmp_path).lease(swapping_plan()) as lease:
         assert not [one for one in lease.decisions if one.key == "aio"]
 
 
-def test_what_the_user_wrote_stands(tmp_path):
+def test_settings_of_the_user_override_the_tuned_ones(tmp_path):
     settings, _ = leased(tmp_path, PRINTED, aio={"queue_depth": 16, "thread_count": 1})
     assert settings == {**SETTINGS, "queue_depth": 16, "intra_op_parallelism": 1}
 
 
 @pytest.mark.parametrize("change", [{"host": "elsewhere"}, {"device": -1}])
-def test_another_machine_or_disk_is_not_believed(tmp_path, change):
+def test_settings_tuned_on_another_machine_or_disk_are_ignored(tmp_path, change):
     settings, decision = leased(tmp_path, measured(tmp_path, **change))
     assert settings["queue_depth"] == 8
     assert decision.after is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"aio": 3}', '{"format": 1, "queue_depth": 4}'])
-def test_a_damaged_file_is_a_warning(tmp_path, text):
+def test_a_damaged_tuning_file_gives_a_warning(tmp_path, text):
     _, decision = leased(tmp_path, text)
     assert (decision.severity, decision.after) == ("warning", None)
 
 
 @pytest.mark.parametrize("value", [0, -1, "8", 1.5, True, None])
-def test_settings_that_cannot_be_are_a_warning(tmp_path, value):
+def test_impossible_tuned_settings_give_a_warning(tmp_path, value):
     _, decision = leased(tmp_path, json.dumps({"aio": {**SETTINGS, "queue_depth": value}}))
     assert "positive integer" in decision.reason
     assert decision.severity == "warning"
 
 
-def test_a_pipe_in_its_place_is_not_waited_for(tmp_path):
+def test_a_named_pipe_as_tuning_file_does_not_block(tmp_path):
     os.mkfifo(tmp_path / MEASURED_FILE)
     with OffloadManager(root=tmp_path).lease(swapping_plan()) as lease:
         assert "is not a regular file" in next(o.reason for o in lease.decisions if o.key == "aio")

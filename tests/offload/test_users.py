@@ -1,4 +1,4 @@
-"""Which processes may be using files, according to a made-up /proc."""
+"""Find the processes that may be using files, according to a made-up /proc."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def look(proc, file, *, last_written=BOOTED + 100):
     return users_of([(facts.st_dev, facts.st_ino)], last_written=last_written, proc=proc)
 
 
-def test_an_unused_file_leaves_no_doubt(proc, process, file):
+def test_a_folder_without_users_may_be_removed(proc, process, file):
     process(7, opened=["/dev/null"])
     assert look(proc, file).doubt() is None
 
@@ -59,18 +59,18 @@ def test_an_open_file_is_found_under_any_name(proc, process, file, tmp_path):
     assert look(proc, file).open_in == (7,)
 
 
-def test_deepspeed_between_two_writes_may_own_the_folder(proc, process, file):
+def test_a_deepspeed_process_older_than_the_last_write_may_own_the_folder(proc, process, file):
     process(7, maps="7f00-7f01 r-xp 0 0 0 /cache/async_io/async_io.so\n")
     assert look(proc, file).swapping == (7,)
     assert "may own the folder" in look(proc, file).doubt()
 
 
-def test_deepspeed_that_began_after_the_last_write_is_no_doubt(proc, process, file):
+def test_a_deepspeed_process_younger_than_the_last_write_cannot_own_it(proc, process, file):
     process(7, started=200, maps="/cache/async_io/async_io.so\n")
     assert look(proc, file).doubt() is None
 
 
-def test_deepspeed_with_a_lease_swaps_elsewhere(proc, process, file, tmp_path):
+def test_a_deepspeed_process_with_a_lease_does_not_own_the_folder(proc, process, file, tmp_path):
     lock = tmp_path / "lease.lock"
     lock.touch()
     process(7, opened=[lock], maps="/cache/async_io/async_io.so\n")
@@ -78,19 +78,19 @@ def test_deepspeed_with_a_lease_swaps_elsewhere(proc, process, file, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [{"state": "Z"}, {"flags": 0x00200000}])
-def test_zombies_and_the_kernel_have_nothing_open(proc, process, file, kind):
+def test_zombies_and_kernel_threads_have_no_open_files(proc, process, file, kind):
     folder = process(7, **kind)
     (folder / "fd").rmdir()
     assert look(proc, file).doubt() is None
 
 
-def test_a_process_that_ends_meanwhile_is_no_matter(proc, process, file):
+def test_a_process_that_ends_during_the_check_is_ignored(proc, process, file):
     folder = process(7)
     (folder / "stat").unlink()
     assert look(proc, file).doubt() is None
 
 
-def test_a_process_that_may_not_be_looked_into_is_a_doubt(proc, process, file, monkeypatch):
+def test_a_process_that_cannot_be_inspected_is_a_doubt(proc, process, file, monkeypatch):
     folder = process(7)
     path = type(folder)
     listed = path.iterdir
@@ -105,16 +105,16 @@ def test_a_process_that_may_not_be_looked_into_is_a_doubt(proc, process, file, m
     assert "clean up as root" in look(proc, file).doubt()
 
 
-def test_a_kernel_that_hides_processes_is_noticed(proc, file):
+def test_a_kernel_that_hides_processes_is_detected(proc, file):
     assert look(proc, file).hidden == (1,)
 
 
-def test_without_proc_nothing_is_known(tmp_path, file):
+def test_without_proc_the_users_are_unknown(tmp_path, file):
     with pytest.raises(OSError, match="No such file"):
         look(tmp_path / "missing", file)
 
 
-def test_many_processes_are_counted_and_a_few_listed(proc, process, file):
+def test_many_processes_are_counted_and_a_few_are_listed(proc, process, file):
     for pid in range(2, 12):
         process(pid, opened=[file])
     assert "2, 3, 4, 5, 6 and 5 more" in look(proc, file).doubt()

@@ -61,7 +61,7 @@ def make_plan():
 
 @pytest.fixture
 def decisions_for():
-    """The decisions about one key."""
+    """Return a function that finds the decisions about one key."""
 
     def find(resolution, key):
         return [decision for decision in resolution.decisions if decision.key == key]

@@ -46,7 +46,7 @@ def run(case):
     optimizer.register_step_pre_hook(before_update)
     for _ in range(case["steps"]):
         output = engine(torch.ones(1, 4))
-        # Gradients are exactly 0, so that only weight decay moves the weights.
+        # Gradients are exactly 0, so only weight decay moves the weights.
         engine.backward(output.sum() * 0.0)
         engine.step()
     group = optimizer.param_groups[0]

@@ -44,7 +44,7 @@ def checked(name, value, entry=ADAMW):
         ("adam_w_mode", "maybe"),
     ],
 )
-def test_a_bad_value_names_the_key_and_the_value(name, value):
+def test_an_invalid_value_is_refused_with_its_key_and_value(name, value):
     with pytest.raises(InvalidValueError) as error:
         checked(name, value)
     assert error.value.key == f"optimizer.params.{name}"
@@ -63,13 +63,13 @@ def test_a_bad_value_names_the_key_and_the_value(name, value):
         ("foreach", None, None),
     ],
 )
-def test_values_come_out_in_their_type(name, value, result):
+def test_values_are_converted_to_their_type(name, value, result):
     found = checked(name, value)
     assert found == result
     assert type(found) is type(result)
 
 
-def test_a_count_accepts_a_whole_float_and_refuses_a_fraction():
+def test_a_count_accepts_an_integral_float_and_refuses_a_fraction():
     steps = next(
         item for item in SCHEDULERS["WarmupLR"].parameters if item.name == "warmup_num_steps"
     )
@@ -79,7 +79,7 @@ def test_a_count_accepts_a_whole_float_and_refuses_a_fraction():
         check(steps, 1.5, section="scheduler.params")
 
 
-def test_a_word_comes_out_as_deepspeed_spells_it():
+def test_a_choice_is_normalised_to_deepspeeds_spelling():
     kind = Parameter(name="warmup_type", type="str", choices=("log", "linear"))
     assert check(kind, " Linear", section="scheduler.params") == "linear"
 
@@ -101,7 +101,7 @@ JSON = st.recursive(
 
 
 @given(value=JSON, name=st.sampled_from(ADAMW.parameter_names))
-def test_anything_json_can_hold_is_accepted_in_range_or_refused(value, name):
+def test_any_json_value_is_accepted_in_range_or_refused(value, name):
     parameter = ADAMW.parameter(name)
     try:
         accepted = check(parameter, value, section="optimizer.params")

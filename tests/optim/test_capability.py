@@ -29,7 +29,7 @@ def test_adam_adamw_and_adagrad_run_at_every_stage(name, stage, offload):
     assert answer.verified
 
 
-def test_only_what_was_run_is_verified():
+def test_only_tested_combinations_are_verified():
     assert capability("AdamW", stage=2, offload="cpu", precision="bf16").verified
     assert capability("AdamW", stage=3, offload="nvme").verified
     # DeepSpeed offloads nothing at stage 0, and to NVMe only at stage 3.
@@ -39,7 +39,7 @@ def test_only_what_was_run_is_verified():
     assert not capability("AdamW", stage=2, precision="fp16").verified
 
 
-def test_lion_has_deepspeeds_kernel_with_cpu_offload_or_on_cuda():
+def test_lion_uses_deepspeeds_kernel_with_cpu_offload_or_on_cuda():
     assert capability("Lion", stage=2, offload="cpu").implementation == "DeepSpeedCPULion"
     assert capability("Lion", stage=2, accelerator="cuda").implementation == "FusedLion"
     for accelerator, offload in (("cpu", "none"), ("xpu", "cpu"), ("xpu", "none")):
@@ -57,7 +57,7 @@ def test_adagrad_is_not_offloaded_on_apple_gpus():
     "name",
     ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"],
 )
-def test_what_cannot_run_says_why_and_what_else(name, stage):
+def test_a_cell_that_cannot_run_gives_a_reason_and_an_alternative(name, stage):
     for accelerator in ("cpu", "cuda"):
         for offload in ("none", "cpu"):
             answer = capability(name, stage=stage, offload=offload, accelerator=accelerator)
@@ -68,7 +68,7 @@ def test_what_cannot_run_says_why_and_what_else(name, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["Lion", "Lamb", "Muon"])
-def test_zerotunes_own_run_where_deepspeed_has_no_kernel(name, stage):
+def test_zerotunes_optimizers_run_where_deepspeed_has_no_kernel(name, stage):
     answer = capability(name, stage=stage)
     assert answer.status == "works with"
     assert answer.verified
@@ -81,7 +81,7 @@ def test_zerotunes_own_run_where_deepspeed_has_no_kernel(name, stage):
 @pytest.mark.parametrize(
     ("name", "runs_as"), [("MuAdam", "Adam"), ("MuAdamW", "AdamW"), ("MuSGD", "SGD")]
 )
-def test_mup_runs_everywhere_as_torchs_classes(name, runs_as, stage):
+def test_mup_optimizers_run_everywhere_as_torch_classes(name, runs_as, stage):
     answer = capability(name, stage=stage)
     assert answer.runs
     assert answer.verified
@@ -95,7 +95,7 @@ def test_a_missing_package_is_named_with_its_extra():
         assert f"zerotune[{extra}]" in answer.reason
 
 
-def test_numbers_for_all_weights_do_not_survive_sub_groups():
+def test_optimizers_with_global_statistics_cannot_run_with_sub_groups():
     assert capability("Prodigy", stage=2).runs
     answer = capability("Prodigy", stage=3)
     assert answer.status == "cannot"
@@ -118,13 +118,13 @@ def test_eight_bit_states_need_cuda_before_bitsandbytes_had_cpu_kernels():
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"])
-def test_low_bit_states_are_not_swapped(name):
+def test_low_bit_states_cannot_be_swapped(name):
     for accelerator in ("cpu", "cuda"):
         answer = capability(name, stage=3, offload="nvme", accelerator=accelerator)
         assert (answer.status, answer.alternative) == ("cannot", f"{name} with offload to the CPU")
 
 
-def test_bf16_states_are_not_swapped_but_run_everywhere_else():
+def test_bf16_states_cannot_be_swapped_but_run_everywhere_else():
     answer = capability("AdamWBF16States", stage=3, offload="nvme")
     assert (answer.status, answer.alternative) == ("cannot", "AdamW")
     assert "would become fp32" in answer.reason
@@ -136,12 +136,12 @@ def test_bf16_states_are_not_swapped_but_run_everywhere_else():
         assert "without a vectorised kernel" not in answer.reason
 
 
-def test_torchao_says_when_its_states_stay_whole():
+def test_torchao_says_when_its_states_stay_unpartitioned():
     assert "fp32" not in capability("TorchAOAdamW8bit", stage=0).reason
     assert "fp32 unless" in capability("TorchAOAdamW8bit", stage=2).reason
 
 
-def test_a_cell_that_failed_overrules_the_rules():
+def test_a_failed_cell_overrules_the_rules():
     cell = Cell(
         name="AdamW", stage=1, offload="none", precision="fp32", outcome="cannot", reason="broken"
     )
@@ -155,11 +155,11 @@ def test_a_cell_that_failed_overrules_the_rules():
     assert not older.capability("AdamW", stage=1).verified
 
 
-def test_one_bit_names_the_release_that_had_them():
+def test_one_bit_optimizers_name_the_last_release_that_had_them():
     assert "removed in DeepSpeed 0.19" in capability("1bit-adam", stage=0).reason
 
 
-def test_torch_classes_run_under_zero_with_what_they_change():
+def test_torch_optimizers_run_under_zero_with_a_note_of_what_changes():
     assert capability("SGD", stage=0).status == "works"
     answer = capability("SGD", stage=1)
     assert answer.status == "works with"
@@ -172,19 +172,19 @@ def test_torch_classes_run_under_zero_with_what_they_change():
     assert capability("Adamax", stage=2).verified
 
 
-def test_factored_moments_do_not_survive_flat_partitions():
+def test_optimizers_with_factored_moments_cannot_run_on_flat_partitions():
     assert capability("Adafactor", stage=0).status == "works"
     assert capability("Adafactor", stage=2).status == "cannot"
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
-def test_optimizers_unfit_for_diffusion_cannot_run(name):
+def test_optimizers_unsuited_to_diffusion_are_marked_as_cannot_run(name):
     for deepspeed in (True, False):
         assert capability(name, uses_deepspeed=deepspeed).status == "cannot"
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_the_plain_engine_runs_what_torch_has(name):
+def test_the_plain_engine_runs_every_torch_optimizer(name):
     runs = {
         "AdamW", "Adam", "Adagrad", "SGD", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta",
         "ASGD", "Rprop", "Adafactor", "Lion", "Lamb", "Muon", "MuAdam", "MuAdamW", "MuSGD",
@@ -194,14 +194,14 @@ def test_the_plain_engine_runs_what_torch_has(name):
     assert capability(name, uses_deepspeed=False).runs == (name in runs)
 
 
-def test_an_unknown_name_is_an_error_here_too():
+def test_an_unknown_name_is_an_error():
     with pytest.raises(OptimizerError, match="did you mean"):
         OptimizerResolver().capability("Lyon")
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("accelerator", ["cuda", "rocm", "mps", "xpu", "cpu"])
-def test_every_cell_answers(name, accelerator):
+def test_every_cell_has_an_answer(name, accelerator):
     """``cannot`` always comes with a reason and an alternative; nothing raises."""
     for deepspeed in (True, False):
         for stage in STAGES:

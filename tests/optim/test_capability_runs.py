@@ -1,4 +1,4 @@
-"""The stored table against the real engine, for a cross-section of its cells."""
+"""A sample of the stored table's cells, compared with the real engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CELLS = [
 ]  # fmt: skip
 
 
-def test_the_table_is_complete_for_what_needs_no_package() -> None:
+def test_the_table_covers_every_cell_that_needs_no_package() -> None:
     table = CapabilityTable.stored()
     for name, entry in OPTIMIZERS.items():
         if entry.package is not None:
@@ -30,14 +30,14 @@ def test_the_table_is_complete_for_what_needs_no_package() -> None:
                 assert (name, stage, offload, precision) in table.cells
 
 
-def test_a_table_survives_being_written_and_read() -> None:
+def test_a_table_round_trips() -> None:
     table = CapabilityTable.stored()
     text = table.to_json()
     assert CapabilityTable.from_json(text) == table
     assert len(json.loads(text)["cells"]) == len(table.cells)
 
 
-def test_a_working_cell_has_learnt() -> None:
+def test_every_working_cell_lowered_its_loss() -> None:
     for cell in CapabilityTable.stored().cells.values():
         if cell.outcome != "cannot":
             assert cell.last_loss < 0.9 * cell.first_loss, cell.key
@@ -53,7 +53,7 @@ def test_the_docs_show_the_stored_table() -> None:
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_a_cross_section_of_the_table_is_still_true() -> None:
+def test_a_sample_of_the_table_is_still_correct() -> None:
     deepspeed = pytest.importorskip("deepspeed")
     table = CapabilityTable.stored()
     if deepspeed.__version__ != table.versions["deepspeed"]:

@@ -21,7 +21,7 @@ def plan(make_plan):
     )
 
 
-def test_the_curve_is_what_each_step_will_use(plan):
+def test_the_curve_equals_the_rates_of_the_steps(plan):
     resolver = OptimizerResolver()
     curve = resolver.schedule_curve(plan)
     scheduler = resolver.resolve(plan).scheduler
@@ -37,12 +37,12 @@ def test_each_group_has_a_curve(plan):
     assert curve.rates[1] == pytest.approx([rate / 10 for rate in curve.rates[0]])
 
 
-def test_a_curve_has_steps(plan):
+def test_a_curve_requires_steps(plan):
     with pytest.raises(InvalidValueError, match="at least one step"):
         OptimizerResolver().schedule_curve(plan, steps=-1)
 
 
-def test_the_picture_is_a_png_and_nothing_is_left_beside_it(plan, tmp_path):
+def test_the_plot_is_a_png_and_leaves_no_other_file(plan, tmp_path):
     pytest.importorskip("matplotlib")
     path = OptimizerResolver().plot_schedule(plan, tmp_path / "lr.png")
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -58,11 +58,11 @@ def members(resolution):
         (r"re:^attn", "x.attn", False),
     ],
 )
-def test_a_pattern_is_a_subtree_a_glob_or_a_regular_expression(pattern, name, expected):
+def test_a_pattern_may_be_a_subtree_a_glob_or_a_regular_expression(pattern, name, expected):
     assert matches(pattern, name) is expected
 
 
-def test_no_decay_takes_norms_and_biases_by_their_dimension(resolve):
+def test_no_decay_finds_norms_and_biases_by_their_dimension(resolve):
     groups = resolve(ParameterGroups.no_decay()).optimizer.groups
     assert [group.name for group in groups] == ["no decay", "rest"]
     first, rest = groups
@@ -72,7 +72,7 @@ def test_no_decay_takes_norms_and_biases_by_their_dimension(resolve):
     assert rest.params == {"lr": 1e-3, "weight_decay": 0.1}
 
 
-def test_two_parts_have_rates_of_their_own_and_no_decay_on_norms(resolve):
+def test_two_parts_have_their_own_rates_and_no_decay_on_norms(resolve):
     groups = ParameterGroups.per_part(
         {"unet": {"lr": 1e-5}, "text": {"lr": 1e-6, "weight_decay": 0.3}}
     ).without_decay_on_norms_and_biases()
@@ -86,7 +86,7 @@ def test_two_parts_have_rates_of_their_own_and_no_decay_on_norms(resolve):
     assert chosen["text"].parameters == ("text.embed.weight",)
 
 
-def test_lora_groups_follow_lora_plus(resolve):
+def test_lora_groups_have_the_learning_rates_of_lora_plus(resolve):
     shapes = [("q.lora_A.default.weight", (4, 8)), ("q.lora_B.default.weight", (8, 4))]
     chosen = resolve(ParameterGroups.lora(b_ratio=16), shapes=shapes).optimizer.groups
     assert [(group.name, group.params["lr"]) for group in chosen] == [
@@ -96,7 +96,7 @@ def test_lora_groups_follow_lora_plus(resolve):
     assert all(group.params["weight_decay"] == 0 for group in chosen)
 
 
-def test_the_first_match_wins(resolve):
+def test_the_first_matching_rule_wins(resolve):
     rules = [
         ParameterGroup(name="biases", patterns="*.bias", params={"lr": 1.0}),
         ParameterGroup(name="unet", patterns="unet", params={"lr": 2.0}),
@@ -135,18 +135,18 @@ def test_every_trainable_parameter_is_in_exactly_one_group(patterns):
         ({"params": {"bias_correction": False}}, InvalidValueError, "one value .* for all groups"),
     ],
 )
-def test_a_rule_that_does_not_fit_model_or_optimizer_is_refused(resolve, rule, error, message):
+def test_a_rule_that_does_not_fit_the_model_or_optimizer_is_refused(resolve, rule, error, message):
     with pytest.raises(error, match=message):
         resolve(ParameterGroups(rules=[ParameterGroup(name="g", **({"patterns": "unet"} | rule))]))
 
 
-def test_a_pattern_of_frozen_parameters_says_so(resolve):
+def test_a_pattern_that_matches_only_frozen_parameters_is_reported_as_such(resolve):
     rule = ParameterGroup(name="head", patterns="text.head")
     with pytest.raises(OptimizerError, match="frozen parameters only"):
         resolve(ParameterGroups(rules=[rule]), frozen={"text.head.bias"})
 
 
-def test_a_group_that_earlier_ones_empty_is_an_error(resolve):
+def test_a_group_whose_parameters_earlier_rules_took_is_an_error(resolve):
     rules = [ParameterGroup(name="all"), ParameterGroup(name="late", patterns="unet")]
     with pytest.raises(OptimizerError, match=r"earlier groups match all.*\(all\)"):
         resolve(ParameterGroups(rules=rules))
@@ -162,24 +162,24 @@ def test_a_group_that_earlier_ones_empty_is_an_error(resolve):
         ({"lr_scale": 2.0, "params": {"lr": 1.0}}, "are both set"),
     ],
 )
-def test_a_rule_that_cannot_be_meant_is_refused(change, message):
+def test_an_invalid_rule_is_refused(change, message):
     with pytest.raises(InvalidValueError, match=message):
         ParameterGroup(**{"name": "g"} | change)
 
 
-def test_names_must_differ():
+def test_group_names_must_differ():
     for names in (("a", "a"), ("rest",)):
         with pytest.raises(InvalidValueError, match="group"):
             ParameterGroups(rules=[ParameterGroup(name=name) for name in names])
 
 
-def test_groups_need_the_model(make_plan):
+def test_groups_require_the_model(make_plan):
     plan = attrs.evolve(make_plan("AdamW", {"lr": 1e-3}), model=None)
     with pytest.raises(OptimizerError, match="from_module"):
         OptimizerResolver(groups=ParameterGroups.no_decay()).resolve(plan)
 
 
-def test_a_preview_without_a_model_leaves_groups_open(make_plan):
+def test_a_preview_without_a_model_leaves_the_groups_open(make_plan):
     for optimizer, groups in (("AdamW", ParameterGroups.no_decay()), ("Muon", None)):
         plan = attrs.evolve(make_plan(optimizer, {"lr": 1e-3}), model=None)
         resolver = OptimizerResolver(groups=groups)
@@ -192,7 +192,7 @@ def test_a_preview_without_a_model_leaves_groups_open(make_plan):
         assert decision.after == "open"
 
 
-def test_a_preview_with_a_model_is_what_will_run(make_plan):
+def test_a_preview_with_a_model_equals_the_settled_plan(make_plan):
     shapes = [(f"layer{number}.weight", (4, 4)) for number in range(3)]
     plan = attrs.evolve(make_plan("Muon", {"lr": 1e-3}), model=ModelFacts.from_shapes(shapes))
     resolver = OptimizerResolver()
@@ -208,7 +208,7 @@ def test_explain_and_the_decision_show_sizes_and_arguments(resolve, decisions_fo
     assert line in decision.reason
 
 
-def test_different_rates_need_a_schedule_that_knows_groups(resolve, decisions_for):
+def test_different_learning_rates_require_a_schedule_that_supports_groups(resolve, decisions_for):
     same = resolve(ParameterGroups.no_decay(), scheduler="auto")
     assert same.scheduler.source == "deepspeed"
     parts = resolve(ParameterGroups.per_part({"unet": {"lr": 1e-5}}), scheduler="auto")
@@ -216,7 +216,7 @@ def test_different_rates_need_a_schedule_that_knows_groups(resolve, decisions_fo
     assert "scaled for each group" in decisions_for(parts, "scheduler.type")[-1].reason
 
 
-def test_prodigy_takes_no_groups(resolve, monkeypatch):
+def test_prodigy_refuses_groups(resolve, monkeypatch):
     monkeypatch.setattr("zerotune.optim.capability.find_spec", lambda _name: True)
     with pytest.raises(OptimizerError, match="one rate from all weights"):
         resolve(ParameterGroups.no_decay(), optimizer="Prodigy", params={"lr": 1.0})

@@ -36,7 +36,7 @@ def groups_of(resolution):
     return {group.name: group for group in resolution.optimizer.groups}
 
 
-def test_hidden_matrices_are_muons_and_the_rest_adams(resolve, decisions_for):
+def test_muon_gets_the_hidden_matrices_and_adam_the_rest(resolve, decisions_for):
     resolution = resolve()
     groups = groups_of(resolution)
     assert set(groups["muon"].parameters) == HIDDEN
@@ -47,42 +47,42 @@ def test_hidden_matrices_are_muons_and_the_rest_adams(resolve, decisions_for):
     assert groups["adam"].params == {"lr": 3e-4, "use_muon": False}
 
 
-def test_a_convolution_is_a_recorded_decision(resolve, decisions_for):
+def test_using_muon_for_a_convolution_is_a_recorded_decision(resolve, decisions_for):
     (decision,) = decisions_for(resolve(), "use_muon")
     assert decision.after == "1 convolutions"
 
 
-def test_patterns_are_edited_by_putting_one_first(resolve):
+def test_the_first_matching_pattern_wins(resolve):
     patterns = MuonPatterns(rules=[("*conv1*", False), ("conv_out", True), *MUON_DEFAULTS])
     groups = groups_of(resolve(muon=patterns))
     assert set(groups["muon"].parameters) == {"down.attn.to_q.weight", "conv_out.weight"}
 
 
-def test_first_and_last_matrix_go_by_place_where_names_do_not_tell():
+def test_with_numeric_names_the_first_and_last_matrix_are_found_by_position():
     shapes = [("0.weight", (4, 4)), ("1.weight", (4, 4)), ("1.bias", (4,)), ("2.weight", (4, 4))]
     facts = [ParameterFacts(name=name, shape=shape) for name, shape in shapes]
     assert MuonPatterns().select(facts) == {"1.weight"}
 
 
-def test_both_rates_can_be_written(resolve):
+def test_both_learning_rates_can_be_set(resolve):
     groups = groups_of(resolve({"muon_lr": 0.05, "adam_lr": 1e-3}))
     assert groups["muon"].params["lr"] == 0.05
     assert groups["adam"].params["lr"] == 1e-3
 
 
-def test_groups_of_ones_own_are_split_too(resolve):
+def test_custom_groups_are_split_too(resolve):
     groups = groups_of(resolve({"weight_decay": 0.1}, groups=ParameterGroups.no_decay()))
     assert set(groups) == {"no decay, adam", "rest, muon", "rest, adam"}
     assert groups["no decay, adam"].params["weight_decay"] == 0.0
     assert groups["rest, muon"].params["weight_decay"] == 0.1
 
 
-def test_a_vector_cannot_be_muons(resolve):
+def test_muon_refuses_vectors(resolve):
     with pytest.raises(InvalidValueError, match="this parameter is not a matrix"):
         resolve(muon=MuonPatterns(rules=[("*", True)]))
 
 
-def test_a_place_that_does_not_exist_is_refused():
+def test_an_unknown_position_is_refused():
     with pytest.raises(InvalidValueError, match="not a known position"):
         MuonPatterns(rules=[("@middle", True)])
 
@@ -92,6 +92,6 @@ def test_a_model_without_hidden_matrices_is_an_error(resolve):
         resolve(shapes=SHAPES[:1])
 
 
-def test_muon_needs_the_model(resolve):
+def test_muon_requires_the_model(resolve):
     with pytest.raises(OptimizerError, match="from_module"):
         resolve(shapes=None)

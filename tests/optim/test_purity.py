@@ -24,7 +24,7 @@ print(sorted(heavy))
 """
 
 
-def test_settling_an_optimizer_loads_nothing_heavy():
+def test_settling_an_optimizer_imports_no_heavy_package():
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
     )

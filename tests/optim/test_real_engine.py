@@ -1,4 +1,4 @@
-"""The resolver's choices against what the real DeepSpeed engine builds."""
+"""The resolver's choices, compared with what the real DeepSpeed engine builds."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def run_probe(cases):
-    # As JSON, like DeepSpeed's configuration: without tuples.
+    # Compare as JSON, which has no tuples, like DeepSpeed's configuration.
     (results,) = run_ranks(run_all, json.loads(json.dumps(cases)))
     return json.loads(json.dumps(results))
 
@@ -102,7 +102,7 @@ def assert_decays(weight, mode, label):
         pytest.param({"stage": 2, "offload": "cpu"}, id="stage 2, cpu offload"),
     ],
 )
-def test_the_engine_builds_what_the_choice_says(make_plan, situation):
+def test_the_engine_builds_the_resolved_optimizer_and_schedule(make_plan, situation):
     settled = {
         label: settle(make_plan, name, params, "WarmupLR", CONSTANT, **situation)
         for label, (name, params) in OPTIMIZERS.items()
@@ -120,14 +120,14 @@ def test_the_engine_builds_what_the_choice_says(make_plan, situation):
         assert_decays(result["weight"], choice.weight_decay_mode, label)
 
 
-def test_without_a_schedule_the_engine_keeps_its_rate(make_plan):
+def test_without_a_schedule_the_engine_keeps_its_learning_rate(make_plan):
     applied = settle(make_plan, "AdamW", {"lr": LR}, None, None, stage=1, offload="none")
     assert applied.scheduler is None
     result = run_probe({"none": case_for(applied, steps=4)})["none"]
     assert [lr for lr, _ in result["seen"]] == [LR] * 4
 
 
-def test_the_engine_follows_the_curves(make_plan):
+def test_the_engines_learning_rates_follow_the_curves(make_plan):
     steps = 10
     settled = {
         name: settle(

@@ -56,7 +56,7 @@ def resolve(make_plan):
         ("RAdam", {"decoupled_weight_decay": True}, {}, "RAdam", "torch", "decoupled"),
     ],
 )  # fmt: skip
-def test_each_place_gets_its_implementation(
+def test_each_layout_gets_its_implementation(
     resolve, name, params, place, implementation, source, decay
 ):
     choice = resolve(name, {"lr": 1e-3, **params}, **place).optimizer
@@ -73,7 +73,7 @@ def test_zenflow_replaces_the_cpu_optimizer(resolve):
     assert choice.implementation == "ZenFlowCPUAdam"
 
 
-def test_arguments_are_complete_and_as_written(resolve):
+def test_arguments_are_complete_and_unchanged(resolve):
     assert dict(resolve("AdamW", ADAMW, offload="none").optimizer.params) == {
         "lr": 1e-4,
         "betas": (0.9, 0.999),
@@ -108,7 +108,7 @@ def test_a_complete_adamw_is_settled_without_a_warning(resolve):
 # --- defaults and automatic values ------------------------------------------------------------
 
 
-def test_without_an_optimizer_adamw_is_the_default_and_says_so(resolve, decisions_for):
+def test_without_an_optimizer_adamw_is_the_recorded_default(resolve, decisions_for):
     resolution = resolve()
     params = resolution.optimizer.params
     assert resolution.optimizer.name == "AdamW"
@@ -119,12 +119,12 @@ def test_without_an_optimizer_adamw_is_the_default_and_says_so(resolve, decision
     assert (decision.after, decision.severity) == (1e-4, "note")
 
 
-def test_a_name_alone_means_zerotunes_defaults_too(resolve):
+def test_a_name_alone_uses_zerotunes_defaults(resolve):
     assert resolve("AdamW").optimizer.params == resolve().optimizer.params
 
 
-def test_unwritten_arguments_keep_deepspeeds_meaning(resolve, decisions_for):
-    """DeepSpeed's AdamW does not decay unless told to, unlike torch's."""
+def test_omitted_arguments_keep_deepspeeds_defaults(resolve, decisions_for):
+    """DeepSpeed's AdamW has no weight decay by default, unlike torch's."""
     resolution = resolve("AdamW", {"lr": 1e-4})
     assert resolution.optimizer.params["weight_decay"] == 0.0
     assert resolve("torch.optim.AdamW", {"lr": 1e-4}).optimizer.params["weight_decay"] == 0.01
@@ -147,7 +147,7 @@ def test_auto_is_filled_from_the_run(resolve, decisions_for):
         assert f"the run ({key})" in decision.reason
 
 
-def test_auto_without_a_run_takes_the_default_and_says_so(resolve, decisions_for):
+def test_auto_without_a_run_uses_the_default_with_a_decision(resolve, decisions_for):
     resolution = resolve("AdamW", {"lr": "auto", "weight_decay": "Auto"})
     assert resolution.optimizer.lr == 1e-4
     assert resolution.optimizer.params["weight_decay"] == 0.01
@@ -156,13 +156,13 @@ def test_auto_without_a_run_takes_the_default_and_says_so(resolve, decisions_for
         assert decision.before == "auto"
 
 
-def test_a_missing_lr_is_a_warning_when_the_optimizer_is_written(resolve, decisions_for):
+def test_a_missing_lr_of_an_explicit_optimizer_gives_a_warning(resolve, decisions_for):
     resolution = resolve("AdamW", {"weight_decay": 0.1})
     (decision,) = decisions_for(resolution, "optimizer.params.lr")
     assert (decision.after, decision.severity) == (1e-4, "warning")
 
 
-def test_a_missing_lr_follows_the_schedules_peak(resolve, decisions_for):
+def test_a_missing_lr_takes_the_peak_of_the_schedule(resolve, decisions_for):
     resolution = resolve(
         "AdamW",
         {"weight_decay": 0.1},
@@ -174,7 +174,7 @@ def test_a_missing_lr_follows_the_schedules_peak(resolve, decisions_for):
     assert "scheduler.params.warmup_max_lr" in decision.reason
 
 
-def test_an_explicit_value_wins_over_the_run_and_the_loser_is_named(resolve, decisions_for):
+def test_an_explicit_value_wins_over_the_run_which_is_named(resolve, decisions_for):
     resolution = resolve("AdamW", ADAMW, run=RunFacts(lr=5e-5, betas=(0.9, 0.999)))
     assert resolution.optimizer.lr == 1e-4
     (decision,) = decisions_for(resolution, "optimizer.params.lr")
@@ -182,7 +182,7 @@ def test_an_explicit_value_wins_over_the_run_and_the_loser_is_named(resolve, dec
     assert decisions_for(resolution, "optimizer.params.betas") == []
 
 
-def test_overrides_beat_the_configuration_and_the_run(resolve, decisions_for):
+def test_overrides_win_over_the_configuration_and_the_run(resolve, decisions_for):
     resolution = resolve(
         "AdamW",
         ADAMW,
@@ -225,12 +225,12 @@ def test_overrides_can_change_the_types(resolve):
         ("bettas", "did you mean betas"),
     ],
 )
-def test_an_override_that_leads_nowhere_is_refused(resolve, key, message):
+def test_an_override_of_an_unknown_key_is_refused(resolve, key, message):
     with pytest.raises(UnknownKeyError, match=message):
         resolve("AdamW", ADAMW, overrides={key: 1})
 
 
-def test_bf16_states_are_said_to_be_bf16(resolve, decisions_for):
+def test_bf16_optimizer_states_become_an_argument_with_a_decision(resolve, decisions_for):
     bf16 = {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}
     resolution = resolve("AdamW", ADAMW, precision="bf16", bf16=bf16)
     assert resolution.optimizer.params["fp32_optimizer_states"] is False
@@ -243,7 +243,7 @@ def test_bf16_states_are_said_to_be_bf16(resolve, decisions_for):
 
 @pytest.mark.parametrize(("offload", "cls"), [("none", "FusedAdam"), ("cpu", "DeepSpeedCPUAdam")])
 @pytest.mark.parametrize("written", ["fusedadam", "cpuadam"])
-def test_a_class_name_is_replaced_and_the_real_class_named(
+def test_a_class_name_is_replaced_and_the_actual_class_named(
     resolve, decisions_for, written, offload, cls
 ):
     resolution = resolve(written, ADAMW, offload=offload)
@@ -254,7 +254,7 @@ def test_a_class_name_is_replaced_and_the_real_class_named(
     assert f"runs as {cls} here" in decision.reason
 
 
-def test_another_spelling_is_a_note(resolve, decisions_for):
+def test_another_spelling_gives_a_note(resolve, decisions_for):
     (decision,) = decisions_for(resolve("adam_w", ADAMW), "optimizer.type")
     assert (decision.before, decision.after, decision.severity) == ("adam_w", "AdamW", "note")
     assert decisions_for(resolve("AdamW", ADAMW), "optimizer.type") == []
@@ -269,7 +269,7 @@ def test_an_unknown_name_is_an_error_under_both_policies(resolve, policy):
 # --- Adam's decay ------------------------------------------------------------------------------
 
 
-def test_adam_keeps_deepspeeds_meaning_with_a_warning(resolve, decisions_for):
+def test_adam_keeps_deepspeeds_decay_mode_with_a_warning(resolve, decisions_for):
     resolution = resolve("Adam", ADAMW)
     assert resolution.optimizer.params["adam_w_mode"] is True
     (decision,) = decisions_for(resolution, "optimizer.params.adam_w_mode")
@@ -277,7 +277,7 @@ def test_adam_keeps_deepspeeds_meaning_with_a_warning(resolve, decisions_for):
     assert "adam_w_mode false" in decision.reason
 
 
-def test_adams_decay_mode_is_no_warning_without_decay(resolve, decisions_for):
+def test_adams_decay_mode_without_decay_gives_no_warning(resolve, decisions_for):
     resolution = resolve("Adam", {"lr": 1e-4})
     (decision,) = decisions_for(resolution, "optimizer.params.adam_w_mode")
     assert decision.severity == "note"
@@ -291,7 +291,7 @@ def test_the_plain_engine_keeps_adams_decay_mode(resolve, decisions_for):
     assert decision.severity == "warning"
 
 
-def test_adam_w_mode_false_on_adamw_is_told_to_have_no_effect(resolve, decisions_for):
+def test_adam_w_mode_false_on_adamw_is_reported_as_without_effect(resolve, decisions_for):
     resolution = resolve("AdamW", {**ADAMW, "adam_w_mode": False})
     assert resolution.optimizer.weight_decay_mode == "decoupled"
     assert resolution.optimizer.params["adam_w_mode"] is True
@@ -322,7 +322,7 @@ def test_fallback_translates_the_arguments(resolve, decisions_for):
     assert (dropped.before, dropped.after) == (True, None)
 
 
-def test_fallback_drops_each_foreign_argument_with_a_note(resolve, decisions_for):
+def test_fallback_drops_each_argument_that_adamw_lacks_with_a_note(resolve, decisions_for):
     params = {"lr": 0.02, "adam_lr": 3e-4, "momentum": 0.95, "ns_method": "gram"}
     resolution = resolve("Muon", params, **REFUSED)
     assert resolution.optimizer.lr == 3e-4
@@ -332,13 +332,13 @@ def test_fallback_drops_each_foreign_argument_with_a_note(resolve, decisions_for
         assert (decision.before, decision.after) == (params[key], None)
 
 
-def test_fallback_keeps_an_argument_only_adamw_has(resolve):
-    """``eps`` is foreign to Lion, but Lion is not what runs."""
+def test_fallback_keeps_an_argument_that_only_adamw_has(resolve):
+    """Lion has no ``eps``, but AdamW runs in its place."""
     resolution = resolve("Lion", {"lr": 1e-5, "eps": 1e-6}, offload="none", **REFUSED)
     assert resolution.optimizer.params["eps"] == 1e-6
 
 
-def test_fallback_warns_that_the_learning_rate_is_of_another_size(resolve, decisions_for):
+def test_fallback_warns_that_the_learning_rate_has_another_scale(resolve, decisions_for):
     (decision,) = decisions_for(resolve("Muon", {"lr": 0.02}, **REFUSED), "optimizer.type")
     assert "check it" in decision.reason
     (decision,) = decisions_for(resolve("OneBitAdam", {"lr": 1e-4}), "optimizer.type")
@@ -352,14 +352,14 @@ def test_fallback_still_checks_values_and_typos(resolve):
         resolve("Muon", {"lr": 0.02, "momentun": 0.9}, **REFUSED)
 
 
-def test_an_override_of_what_fell_back_is_dropped_audibly(resolve, decisions_for):
+def test_an_override_for_a_replaced_optimizer_is_dropped_with_a_warning(resolve, decisions_for):
     resolution = resolve("Muon", {"lr": 0.02}, overrides={"momentum": 0.9, "lr": 1e-4}, **REFUSED)
     assert resolution.optimizer.lr == 1e-4
     (decision,) = decisions_for(resolution, "optimizer.params.momentum")
     assert (decision.before, decision.after, decision.severity) == (0.9, None, "warning")
 
 
-def test_error_policy_names_reason_and_alternative(resolve):
+def test_the_error_policy_names_reason_and_alternative(resolve):
     with pytest.raises(OptimizerError) as error:
         resolve("OneBitAdam", {"lr": 1e-5}, offload="none", on_unsupported="error")
     assert error.value.key == "optimizer.type"
@@ -368,13 +368,13 @@ def test_error_policy_names_reason_and_alternative(resolve):
     assert "AdamW" in error.value.fix
 
 
-def test_an_optional_back_end_is_never_replaced_by_adamw(resolve):
+def test_an_optional_package_is_never_replaced_by_adamw(resolve):
     needs("prodigyopt", may_lack="an extra, which stands on torch")
     with pytest.raises(OptimizerError, match="Prodigy at stage 2"):
         resolve("Prodigy", {"lr": 1.0}, stage=3)
 
 
-def test_a_back_end_that_is_not_installed_names_the_extra(resolve, monkeypatch):
+def test_a_missing_optional_package_names_the_extra(resolve, monkeypatch):
     from zerotune.errors import MissingDependencyError
 
     monkeypatch.setattr("zerotune.optim.capability.find_spec", lambda _name: None)
@@ -382,7 +382,7 @@ def test_a_back_end_that_is_not_installed_names_the_extra(resolve, monkeypatch):
         resolve("prodigy", {"lr": 1.0})
 
 
-def test_zerotunes_own_implementation_is_a_recorded_decision(resolve, decisions_for):
+def test_using_zerotunes_own_implementation_is_a_recorded_decision(resolve, decisions_for):
     resolution = resolve("Lion", {"lr": 1e-5}, offload="none")
     assert (resolution.optimizer.implementation, resolution.optimizer.source) == (
         "Lion",
@@ -392,20 +392,20 @@ def test_zerotunes_own_implementation_is_a_recorded_decision(resolve, decisions_
     assert "has only a CUDA kernel" in decision.reason
 
 
-def test_what_sets_its_own_pace_gets_no_schedule_unless_asked(resolve, monkeypatch):
+def test_an_optimizer_that_sets_its_own_rate_gets_no_schedule_unless_asked(resolve, monkeypatch):
     monkeypatch.setattr("zerotune.optim.capability.find_spec", lambda _name: True)
     assert resolve("Prodigy", {"lr": 1.0}).scheduler is None
     assert resolve("Prodigy", {"lr": 1.0}, scheduler="constant").scheduler.name == "constant"
 
 
-def test_an_explicit_refusal_of_untested_optimizers_is_respected(resolve, decisions_for):
+def test_an_explicit_ban_on_untested_optimizers_is_respected(resolve, decisions_for):
     resolution = resolve("SGD", {"lr": 0.1}, zero_allow_untested_optimizer=False)
     assert resolution.optimizer.name == "AdamW"
     (decision,) = decisions_for(resolution, "optimizer.type")
     assert "zero_allow_untested_optimizer: false" in decision.reason
 
 
-def test_a_torch_optimizer_under_zero_says_what_it_changes(resolve, decisions_for):
+def test_a_torch_optimizer_under_zero_records_the_changed_keys(resolve, decisions_for):
     resolution = resolve("SGD", {"lr": 0.1, "momentum": 0.9})
     (decision,) = decisions_for(resolution, "zero_allow_untested_optimizer")
     assert (decision.after, decision.severity) == (True, "warning")
@@ -415,7 +415,7 @@ def test_a_torch_optimizer_under_zero_says_what_it_changes(resolve, decisions_fo
     assert decisions_for(asked, "zero_allow_untested_optimizer") == []
 
 
-def test_policies_are_two():
+def test_an_unknown_policy_is_refused():
     with pytest.raises(InvalidValueError, match=r"on_unsupported = 'ignore'"):
         OptimizerResolver(on_unsupported="ignore")
 
@@ -423,7 +423,7 @@ def test_policies_are_two():
 # --- arguments that do not belong ---------------------------------------------------------------
 
 
-def test_a_foreign_argument_is_left_out_with_a_warning(resolve, decisions_for):
+def test_an_argument_of_another_optimizer_is_dropped_with_a_warning(resolve, decisions_for):
     resolution = resolve("Adagrad", {"lr": 0.01, "betas": [0.9, 0.999]})
     assert "betas" not in resolution.optimizer.params
     (decision,) = decisions_for(resolution, "optimizer.params.betas")
@@ -440,14 +440,14 @@ def test_a_typo_is_an_error_under_both_policies(resolve, policy):
     assert "did you mean weight_decay" in error.value.fix
 
 
-def test_clipping_in_the_optimizer_is_sent_to_its_place(resolve):
+def test_gradient_clipping_in_the_optimizer_is_refused_with_the_right_key(resolve):
     with pytest.raises(InvalidValueError, match="gradient_clipping"):
         resolve("AdamW", {"lr": 1e-4, "max_grad_norm": 1.0})
     with pytest.raises(InvalidValueError, match="gradient_clipping"):
         resolve("AdamW", {"lr": 1e-4}, overrides={"max_grad_norm": 1.0})
 
 
-def test_an_argument_the_real_class_lacks_is_dropped_with_a_warning(resolve, decisions_for):
+def test_an_argument_that_the_actual_class_lacks_is_dropped_with_a_warning(resolve, decisions_for):
     params = {"lr": 1e-4, "amsgrad": True}
     resolution = resolve("AdamW", params)
     assert "amsgrad" not in resolution.optimizer.params
@@ -470,7 +470,7 @@ def test_bias_correction_cannot_be_switched_off_in_torch(resolve, decisions_for)
     assert decision.severity == "warning"
 
 
-def test_values_that_do_not_go_together_are_refused(resolve):
+def test_conflicting_values_are_refused(resolve):
     with pytest.raises(InvalidValueError, match="nesterov"):
         resolve("SGD", {"lr": 0.1, "nesterov": True})
     assert resolve("SGD", {"lr": 0.1, "nesterov": True, "momentum": 0.9}).optimizer.params[
@@ -480,7 +480,7 @@ def test_values_that_do_not_go_together_are_refused(resolve):
         resolve("Rprop", {"lr": 0.1, "etas": [1.2, 0.5]})
 
 
-def test_a_bad_value_is_named_by_its_path(resolve):
+def test_an_invalid_value_is_named_by_its_path(resolve):
     with pytest.raises(InvalidValueError) as error:
         resolve("AdamW", {"lr": 1e-4, "betas": [0.9, 1.0]})
     assert error.value.key == "optimizer.params.betas"
@@ -488,7 +488,7 @@ def test_a_bad_value_is_named_by_its_path(resolve):
         resolve("AdamW", {"lr": "auto"}, run=RunFacts(lr=float("nan")))
 
 
-def test_a_number_written_as_text_is_read_with_a_note(resolve, decisions_for):
+def test_a_number_as_text_is_converted_with_a_note(resolve, decisions_for):
     resolution = resolve("AdamW", {"lr": "1e-4"})
     assert resolution.optimizer.lr == 1e-4
     (decision,) = decisions_for(resolution, "optimizer.params.lr")
@@ -498,7 +498,7 @@ def test_a_number_written_as_text_is_read_with_a_note(resolve, decisions_for):
 # --- apply, render, explain ---------------------------------------------------------------------
 
 
-def test_apply_fills_the_plan(make_plan):
+def test_apply_settles_the_optimizer_of_the_plan(make_plan):
     plan = make_plan("AdamW", ADAMW, scheduler="auto")
     applied = OptimizerResolver().apply(plan)
     resolution = OptimizerResolver().resolve(plan)
@@ -511,26 +511,26 @@ def test_apply_fills_the_plan(make_plan):
     assert rendered["scheduler"]["type"] == "WarmupLR"
 
 
-def test_apply_announces_warnings(make_plan, caplog):
+def test_apply_logs_warnings(make_plan, caplog):
     with caplog.at_level(logging.WARNING, logger="zerotune"):
         OptimizerResolver().apply(make_plan("Adam", {**ADAMW, "weight_decay": 0.0123}))
     assert "adam_w_mode" in caplog.text
 
 
-def test_rendering_is_right_for_a_torch_optimizer(make_plan):
+def test_a_torch_optimizer_is_rendered_correctly(make_plan):
     rendered = OptimizerResolver().apply(make_plan("SGD", {"lr": 0.1})).to_deepspeed()
     assert "optimizer" not in rendered
     assert rendered["zero_allow_untested_optimizer"] is True
     assert rendered["zero_force_ds_cpu_optimizer"] is False
 
 
-def test_resolving_twice_gives_the_same(make_plan):
+def test_resolving_twice_gives_the_same_result(make_plan):
     plan = make_plan("Adam", {"lr": "auto"}, run=RunFacts(lr=1e-4, total_steps=100))
     assert OptimizerResolver().resolve(plan) == OptimizerResolver().resolve(plan)
 
 
-def test_choices_survive_a_second_resolution(make_plan):
-    """A settled choice, written back as a configuration, resolves to itself."""
+def test_decisions_survive_a_second_resolution(make_plan):
+    """A settled choice that is written back as a configuration resolves to itself."""
     first = OptimizerResolver().resolve(make_plan("Adam", ADAMW, scheduler="auto"))
     again = OptimizerResolver(on_unsupported="error").resolve(
         make_plan(
@@ -545,7 +545,7 @@ def test_choices_survive_a_second_resolution(make_plan):
     assert again.decisions == ()
 
 
-def test_explain_reads(make_plan):
+def test_explain_describes_optimizer_schedule_and_warnings(make_plan):
     text = OptimizerResolver().explain(
         make_plan("Adam", ADAMW, scheduler="auto", run=RunFacts(total_steps=1000))
     )
@@ -562,7 +562,7 @@ def test_explain_reads(make_plan):
     assert "stays constant" in constant
 
 
-def test_a_resolution_is_a_value(make_plan):
+def test_a_resolution_is_immutable(make_plan):
     resolution = OptimizerResolver().resolve(make_plan())
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         resolution.optimizer = None

@@ -20,7 +20,7 @@ def schedule(make_plan):
     return run
 
 
-def test_without_a_section_the_rate_is_constant_as_in_deepspeed(schedule, decisions_for):
+def test_without_a_scheduler_section_the_rate_is_constant_as_in_deepspeed(schedule, decisions_for):
     resolution = schedule()
     assert resolution.scheduler is None
     (decision,) = decisions_for(resolution, "scheduler.type")
@@ -28,7 +28,7 @@ def test_without_a_section_the_rate_is_constant_as_in_deepspeed(schedule, decisi
     assert [item for item in resolution.decisions if item.key.startswith("scheduler.params")] == []
 
 
-def test_a_warm_up_that_nothing_does_is_a_warning(schedule, decisions_for):
+def test_warm_up_steps_without_a_scheduler_give_a_warning(schedule, decisions_for):
     resolution = schedule(run=RunFacts(warmup_steps=37))
     assert resolution.scheduler is None
     (decision,) = decisions_for(resolution, "run.warmup_steps")
@@ -36,7 +36,7 @@ def test_a_warm_up_that_nothing_does_is_a_warning(schedule, decisions_for):
     assert "scheduler.type" in decision.reason
 
 
-def test_the_default_is_warmup_to_the_optimizers_lr(schedule, decisions_for):
+def test_the_default_warms_up_to_the_optimizers_lr(schedule, decisions_for):
     resolution = schedule("auto")
     assert resolution.scheduler.name == "WarmupLR"
     assert dict(resolution.scheduler.params) == {
@@ -60,7 +60,7 @@ def test_the_default_is_warmup_to_the_optimizers_lr(schedule, decisions_for):
         (RunFacts(total_steps=40), 2),
     ],
 )
-def test_the_default_warm_up_fits_the_run(schedule, decisions_for, run, steps):
+def test_the_default_warm_up_fits_into_the_run(schedule, decisions_for, run, steps):
     resolution = schedule("auto", run=run)
     assert resolution.scheduler.params["warmup_num_steps"] == steps
     (decision,) = decisions_for(resolution, "scheduler.params.warmup_num_steps")
@@ -75,7 +75,7 @@ def test_a_run_too_short_for_a_warm_up_starts_at_the_peak(schedule, run):
     assert all(item.severity == "note" for item in resolution.decisions)
 
 
-def test_a_complete_schedule_is_taken_as_it_is(schedule):
+def test_a_complete_schedule_is_used_unchanged(schedule):
     written = {
         "warmup_min_lr": 0,
         "warmup_max_lr": 1e-4,
@@ -87,7 +87,7 @@ def test_a_complete_schedule_is_taken_as_it_is(schedule):
     assert [item for item in resolution.decisions if item.key.startswith("scheduler")] == []
 
 
-def test_auto_is_filled(schedule, decisions_for):
+def test_auto_values_are_filled(schedule, decisions_for):
     resolution = schedule(
         "WarmupDecayLR",
         {
@@ -112,14 +112,14 @@ def test_auto_is_filled(schedule, decisions_for):
 
 @pytest.mark.parametrize("params", [{"total_num_steps": "auto"}, {}])
 @pytest.mark.parametrize("name", ["WarmupDecayLR", "WarmupCosineLR"])
-def test_a_length_nobody_knows_is_an_error_that_names_the_key(schedule, name, params):
+def test_an_unknown_total_length_is_an_error_that_names_the_key(schedule, name, params):
     with pytest.raises(OptimizerError) as error:
         schedule(name, {"warmup_num_steps": 10, **params})
     assert error.value.key == "scheduler.params.total_num_steps"
     assert "RunFacts(total_steps=…)" in error.value.fix
 
 
-def test_one_cycle_needs_its_minimum(schedule):
+def test_one_cycle_requires_its_minimum(schedule):
     with pytest.raises(OptimizerError, match=r"scheduler\.params\.cycle_min_lr"):
         schedule("OneCycle", {"cycle_max_lr": 1e-3})
 
@@ -135,7 +135,7 @@ def test_an_explicit_length_wins_over_the_run(schedule, decisions_for):
     assert (decision.before, decision.after, decision.severity) == (2000, 1000, "warning")
 
 
-def test_overrides_beat_the_configuration(schedule):
+def test_overrides_win_over_the_configuration(schedule):
     resolution = schedule(
         "WarmupLR",
         {"warmup_num_steps": 10},
@@ -144,7 +144,7 @@ def test_overrides_beat_the_configuration(schedule):
     assert resolution.scheduler.params["warmup_num_steps"] == 99
 
 
-def test_an_override_replaces_the_type(schedule):
+def test_an_override_replaces_the_scheduler_type(schedule):
     resolution = schedule(
         overrides={"scheduler.type": "LRRangeTest", "scheduler.params.lr_range_test_min_lr": 1e-6}
     )
@@ -152,14 +152,14 @@ def test_an_override_replaces_the_type(schedule):
     assert resolution.scheduler.params["lr_range_test_min_lr"] == 1e-6
 
 
-def test_a_peak_that_replaces_the_optimizers_lr_is_a_warning(schedule, decisions_for):
+def test_a_peak_that_replaces_the_optimizers_lr_gives_a_warning(schedule, decisions_for):
     resolution = schedule("WarmupLR", {"warmup_max_lr": 1e-3, "warmup_num_steps": 10})
     assert resolution.scheduler.params["warmup_max_lr"] == 1e-3
     (decision,) = decisions_for(resolution, "optimizer.params.lr")
     assert (decision.before, decision.after, decision.severity) == (1e-4, 1e-3, "warning")
 
 
-def test_a_warm_up_longer_than_the_schedule_is_a_warning(schedule, decisions_for):
+def test_a_warm_up_longer_than_the_schedule_gives_a_warning(schedule, decisions_for):
     resolution = schedule("WarmupDecayLR", {"total_num_steps": 100, "warmup_num_steps": 200})
     (decision,) = decisions_for(resolution, "scheduler.params.total_num_steps")
     assert decision.severity == "warning"
@@ -168,20 +168,20 @@ def test_a_warm_up_longer_than_the_schedule_is_a_warning(schedule, decisions_for
 class TestNoWarmUp:
     """DeepSpeed: ``warmup_num_steps must be a positive integer``."""
 
-    def test_warmup_lr_becomes_constant(self, schedule, decisions_for):
+    def test_without_warm_up_steps_warmup_lr_becomes_constant(self, schedule, decisions_for):
         resolution = schedule("WarmupLR", {"warmup_num_steps": 0, "warmup_max_lr": 1e-4})
         assert [lr_at(resolution.scheduler, step, 1e-4) for step in range(9)] == [1e-4] * 9
         assert resolution.scheduler.params["warmup_num_steps"] == 1
         (decision,) = decisions_for(resolution, "scheduler.params.warmup_num_steps")
         assert (decision.before, decision.after, decision.severity) == (0, 1, "warning")
 
-    def test_cosine_starts_at_its_peak_after_the_first_update(self, schedule):
+    def test_without_warm_up_steps_cosine_reaches_its_peak_after_one_update(self, schedule):
         resolution = schedule("WarmupCosineLR", {"warmup_num_steps": 0, "total_num_steps": 50})
         curve = [lr_at(resolution.scheduler, step, 1e-4) for step in range(50)]
         assert curve[:3] == [0.0, 1e-4, 1e-4]
         assert curve[1:] == sorted(curve[1:], reverse=True)
 
-    def test_decay_keeps_its_minimum_because_it_ends_there(self, schedule):
+    def test_without_warm_up_steps_decay_keeps_its_minimum_and_ends_there(self, schedule):
         resolution = schedule("WarmupDecayLR", {"warmup_num_steps": 0, "total_num_steps": 50})
         assert resolution.scheduler.params["warmup_min_lr"] == 0.0
         curve = [lr_at(resolution.scheduler, step, 1e-4) for step in range(51)]
@@ -193,7 +193,7 @@ class TestNoWarmUp:
 class TestOneCycle:
     PARAMS = {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-4}
 
-    def test_every_argument_is_explicit(self, schedule):
+    def test_one_cycle_is_written_with_all_its_arguments(self, schedule):
         resolution = schedule("OneCycle", self.PARAMS)
         assert set(resolution.scheduler.params) == {
             "cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size",
@@ -202,25 +202,25 @@ class TestOneCycle:
             "decay_mom_rate",
         }  # fmt: skip
 
-    def test_the_betas_it_replaces_are_a_warning(self, schedule, decisions_for):
+    def test_replacing_the_betas_gives_a_warning(self, schedule, decisions_for):
         (decision,) = decisions_for(schedule("OneCycle", self.PARAMS), "optimizer.params.betas")
         assert (decision.after, decision.severity) == ((0.8, 0.99), "warning")
         kept = schedule("OneCycle", {**self.PARAMS, "cycle_momentum": False})
         assert decisions_for(kept, "optimizer.params.betas") == []
 
-    def test_momentum_is_switched_off_without_betas(self, schedule, decisions_for):
+    def test_without_betas_the_momentum_cycle_is_switched_off(self, schedule, decisions_for):
         resolution = schedule("OneCycle", self.PARAMS, optimizer="Adagrad", arguments={"lr": 1e-2})
         assert resolution.scheduler.params["cycle_momentum"] is False
         (decision,) = decisions_for(resolution, "scheduler.params.cycle_momentum")
         assert decision.severity == "note"
 
-    def test_a_decay_that_does_nothing_is_a_warning(self, schedule, decisions_for):
+    def test_a_decay_without_effect_gives_a_warning(self, schedule, decisions_for):
         resolution = schedule("OneCycle", {**self.PARAMS, "decay_lr_rate": 0.1})
         (decision,) = decisions_for(resolution, "scheduler.params.decay_lr_rate")
         assert decision.severity == "warning"
 
 
-def test_names_of_arguments_are_checked(schedule):
+def test_argument_names_are_checked(schedule):
     with pytest.raises(UnknownKeyError) as error:
         schedule("WarmupLR", {"warmup_steps": 10})
     assert error.value.key == "scheduler.params.warmup_steps"
@@ -245,7 +245,7 @@ def test_names_of_arguments_are_checked(schedule):
         ("LRRangeTest", {"lr_range_test_staircase": "often"}),
     ],
 )
-def test_values_are_checked(schedule, name, params):
+def test_argument_values_are_checked(schedule, name, params):
     ((key, value),) = params.items()
     complete = TestOneCycle.PARAMS if name == "OneCycle" else {}
     with pytest.raises(InvalidValueError) as error:
@@ -254,32 +254,32 @@ def test_values_are_checked(schedule, name, params):
     assert error.value.value == value
 
 
-def test_whole_floats_are_counts(schedule):
+def test_integral_floats_are_valid_counts(schedule):
     resolution = schedule("WarmupLR", {"warmup_num_steps": 5e2})
     assert resolution.scheduler.params["warmup_num_steps"] == 500
     assert isinstance(resolution.scheduler.params["warmup_num_steps"], int)
 
 
-def test_one_value_per_group_is_unpacked_and_more_are_refused(schedule):
+def test_a_list_with_one_value_is_unpacked_and_a_longer_one_refused(schedule):
     resolution = schedule("WarmupLR", {"warmup_max_lr": [1e-4], "warmup_num_steps": 10})
     assert resolution.scheduler.params["warmup_max_lr"] == 1e-4
     with pytest.raises(InvalidValueError, match="one parameter group"):
         schedule("WarmupLR", {"warmup_max_lr": [1e-4, 1e-5]})
 
 
-def test_resuming_is_left_to_checkpoints(schedule):
+def test_last_batch_iteration_is_left_to_checkpoints(schedule):
     written = {"warmup_num_steps": 10, "last_batch_iteration": -1}
     assert "last_batch_iteration" not in schedule("WarmupLR", written).scheduler.params
     with pytest.raises(InvalidValueError, match="checkpoint"):
         schedule("WarmupLR", {**written, "last_batch_iteration": 100})
 
 
-def test_a_foreign_schedule_is_refused_before_anything_runs(schedule):
+def test_an_unsupported_schedule_is_refused_before_anything_runs(schedule):
     with pytest.raises(OptimizerError, match="WarmupCosineLR"):
         schedule("CosineAnnealingLR", {})
 
 
-def test_diffusers_schedules_take_their_lengths_from_the_run(schedule):
+def test_diffusers_schedules_get_their_lengths_from_the_run(schedule):
     resolution = schedule("cosine", {}, run=RunFacts(total_steps=100, warmup_steps=7))
     choice = resolution.scheduler
     assert choice.source == "zerotune"

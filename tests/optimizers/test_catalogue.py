@@ -1,4 +1,4 @@
-"""The tables against the real constructors that they describe."""
+"""The tables, compared with the real constructors that they describe."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def assert_describes(entry, cls, implementation):
         assert parameter.unwritten == pytest.approx(real[name]), name
 
 
-def test_the_list_of_torch_optimizers_is_complete():
+def test_the_catalogue_lists_every_torch_optimizer():
     public = {
         name
         for name in dir(torch.optim)
@@ -109,7 +109,7 @@ def test_schedules_match_the_constructors(deepspeed_module, name):
 
 
 @pytest.mark.parametrize("name", ["AdamWBF16States", "Lion", "Lamb", "Muon"])
-def test_own_entries_match_the_constructors(name):
+def test_zerotunes_entries_match_the_constructors(name):
     from zerotune.backend.optimizers.client import CLASSES
 
     entry, real = OPTIMIZERS[name], inspect.signature(CLASSES[name].__init__).parameters
@@ -167,6 +167,6 @@ def states_after_one_step(optimizer_class, **params):
         ("Rprop", {}),
     ],
 )
-def test_states_per_parameter_are_those_torch_makes(name, params):
+def test_states_per_parameter_equal_those_that_torch_creates(name, params):
     real = states_after_one_step(getattr(torch.optim, name), **params)
     assert set(OPTIMIZERS[name].states_for(params)) == real

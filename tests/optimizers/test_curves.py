@@ -1,4 +1,4 @@
-"""The curves against the real DeepSpeed classes, bit for bit."""
+"""The curves equal those of the real DeepSpeed classes, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 200
 
 @pytest.fixture(scope="module")
 def lr_schedules():
-    # DeepSpeed chooses its accelerator on import.
+    # DeepSpeed chooses its accelerator on import, so set it before.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
         return pytest.importorskip("deepspeed.runtime.lr_schedules")
@@ -29,7 +29,7 @@ def choice(name: str, params: dict) -> SchedulerChoice:
 
 
 def deepspeed_curve(lr_schedules, name, params, steps=STEPS):
-    """``(lr, betas)`` in the parameter group during each of ``steps`` updates."""
+    """Return ``(lr, betas)`` of the parameter group during each of ``steps`` updates."""
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.AdamW([weight], lr=BASE_LR, betas=BETAS)
     scheduler = getattr(lr_schedules, name)(optimizer, **params)
@@ -64,7 +64,7 @@ totals = st.integers(min_value=1, max_value=400)
     steps=warmup_steps,
     kind=warmup_types,
 )
-def test_warmup_lr_equals_deepspeeds(lr_schedules, low, high, steps, kind):
+def test_warmup_lr_equals_that_of_deepspeed(lr_schedules, low, high, steps, kind):
     assert_equal_curves(
         lr_schedules,
         "WarmupLR",
@@ -79,7 +79,7 @@ def test_warmup_lr_equals_deepspeeds(lr_schedules, low, high, steps, kind):
 
 @settings(max_examples=60, deadline=None)
 @given(low=lrs, high=lrs, steps=warmup_steps, kind=warmup_types, total=totals)
-def test_warmup_decay_lr_equals_deepspeeds(lr_schedules, low, high, steps, kind, total):
+def test_warmup_decay_lr_equals_that_of_deepspeed(lr_schedules, low, high, steps, kind, total):
     assert_equal_curves(
         lr_schedules,
         "WarmupDecayLR",
@@ -101,7 +101,7 @@ def test_warmup_decay_lr_equals_deepspeeds(lr_schedules, low, high, steps, kind,
     kind=warmup_types,
     total=totals,
 )
-def test_warmup_cosine_lr_equals_deepspeeds(lr_schedules, ratio, floor, steps, kind, total):
+def test_warmup_cosine_lr_equals_that_of_deepspeed(lr_schedules, ratio, floor, steps, kind, total):
     assert_equal_curves(
         lr_schedules,
         "WarmupCosineLR",
@@ -122,7 +122,7 @@ def test_warmup_cosine_lr_equals_deepspeeds(lr_schedules, ratio, floor, steps, k
     rate=st.floats(0.0, 10.0),
     staircase=st.booleans(),
 )
-def test_lr_range_test_equals_deepspeeds(lr_schedules, low, size, rate, staircase):
+def test_lr_range_test_equals_that_of_deepspeed(lr_schedules, low, size, rate, staircase):
     assert_equal_curves(
         lr_schedules,
         "LRRangeTest",
@@ -151,7 +151,7 @@ def test_lr_range_test_equals_deepspeeds(lr_schedules, low, size, rate, staircas
     max_mom=st.floats(0.0, 0.99),
     decay_mom=st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
 )
-def test_one_cycle_equals_deepspeeds(
+def test_one_cycle_equals_that_of_deepspeed(
     lr_schedules, low, high, decay, first, second, first_stairs, second_stairs, decay_step,
     momentum, min_mom, max_mom, decay_mom,
 ):  # fmt: skip
@@ -183,7 +183,7 @@ WARMUP = {
 }
 
 
-def test_warm_up_holds_its_minimum_for_two_updates():
+def test_the_warm_up_stays_at_its_minimum_for_two_updates():
     scheduler = choice("WarmupLR", WARMUP)
     assert [lr_at(scheduler, step, BASE_LR) for step in (0, 1)] == [0.0, 0.0]
     assert 0 < lr_at(scheduler, 2, BASE_LR) < 1e-4
@@ -191,7 +191,7 @@ def test_warm_up_holds_its_minimum_for_two_updates():
     assert lr_at(scheduler, 501, BASE_LR) == 1e-4
 
 
-def test_cosine_runs_its_first_update_at_zero_in_spite_of_the_minimum_ratio():
+def test_cosine_starts_at_zero_despite_the_minimum_ratio():
     scheduler = choice(
         "WarmupCosineLR",
         {
@@ -206,12 +206,12 @@ def test_cosine_runs_its_first_update_at_zero_in_spite_of_the_minimum_ratio():
     assert lr_at(scheduler, 1, BASE_LR) == BASE_LR
 
 
-def test_no_schedule_is_a_constant():
+def test_no_schedule_gives_a_constant_rate():
     assert lr_at(None, 10_000, BASE_LR) == BASE_LR
     assert betas_at(None, 10_000, BETAS) == BETAS
 
 
-def test_only_one_cycle_changes_betas_and_none_stays_none():
+def test_only_one_cycle_changes_betas_and_missing_betas_stay_none():
     assert betas_at(choice("WarmupLR", WARMUP), 3, BETAS) == BETAS
     one_cycle = choice("OneCycle", {"cycle_momentum": True})
     assert betas_at(one_cycle, 3, None) is None
@@ -224,7 +224,7 @@ def test_a_negative_step_is_refused():
         betas_at(None, -1, BETAS)
 
 
-def test_an_unknown_schedule_names_the_known_ones():
+def test_an_unknown_schedule_error_lists_the_known_ones():
     with pytest.raises(OptimizerError, match=r"scheduler.type = 'Cosine'.*WarmupCosineLR"):
         lr_at(choice("Cosine", {}), 0, BASE_LR)
 

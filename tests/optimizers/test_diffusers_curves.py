@@ -23,7 +23,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_curves_equal_get_scheduler(name):
+def test_curves_equal_those_of_get_scheduler(name):
     torch = pytest.importorskip("torch")
     optimization = pytest.importorskip("diffusers.optimization")
     params = CASES[name]

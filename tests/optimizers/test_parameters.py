@@ -7,7 +7,7 @@ from zerotune.optimizers.catalogue import OPTIMIZERS, Parameter
 ADAMW = OPTIMIZERS["AdamW"]
 
 
-def test_a_range_reads_as_words():
+def test_a_range_is_described_in_words():
     assert ADAMW.parameter("lr").range == "a number > 0"
     assert ADAMW.parameter("betas").range == "2 numbers >= 0 and < 1"
     assert ADAMW.parameter("torch_adam").range == "true or false"
@@ -27,16 +27,17 @@ def test_a_range_reads_as_words():
         ("Muon", {}, 2),
         # Two states of two bytes each count as one.
         ("AdamWBF16States", {}, 1),
-        # torchao quantizes only states of whole blocks, which a ZeRO partition rarely is.
+        # torchao quantizes only states of whole blocks, and a ZeRO partition rarely consists of
+        # those.
         ("TorchAOAdamW4bit", {}, 2),
     ],
 )
-def test_what_an_optimizer_keeps_for_each_weight(name, params, states):
+def test_the_states_per_weight_follow_from_the_arguments(name, params, states):
     assert OPTIMIZERS[name].states_per_weight(params) == states
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "AdamW8bit"])
-def test_factored_and_8_bit_states_are_small(name):
+def test_factored_and_8_bit_states_take_few_bytes(name):
     assert 0 < OPTIMIZERS[name].states_per_weight() < 1
 
 
@@ -49,6 +50,6 @@ def test_factored_and_8_bit_states_are_small(name):
         ("AdamWBF16States", {"gradients": False, "split_masters": True}, 8),
     ],
 )
-def test_streamed_weights_take_their_bytes_of_host_memory(name, how, nbytes):
+def test_streamed_weights_are_counted_in_host_memory(name, how, nbytes):
     assert OPTIMIZERS[name].streams
     assert OPTIMIZERS[name].streamed_bytes_per_weight(**how) == nbytes

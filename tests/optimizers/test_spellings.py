@@ -41,7 +41,7 @@ def rules(name, **options):
     return {finding.rule for finding in check_plan(plan(name, **options), CONTEXT)}
 
 
-def test_the_class_of_an_optimizer_takes_the_memory_of_the_optimizer():
+def test_the_memory_of_a_class_name_equals_that_of_its_optimizer():
     assert host("FusedLion") == host("Lion") < host("AdamW")
 
 
@@ -49,7 +49,7 @@ def test_a_torch_prefix_changes_no_estimate():
     assert host("torch.optim.SGD") == host("SGD") < host("Lion")
 
 
-def test_adamw_with_states_in_bf16_is_priced_as_it_steps():
+def test_the_step_time_of_adamw_with_bf16_states_equals_that_of_the_settled_plan():
     resolved = plan("AdamWBF16States").resolve(platform=CUDA, model=family("flux"))
     seconds = resolved.estimate(WORK).step_time().seconds
     assert seconds == OptimizerResolver().settled(resolved).estimate(WORK).step_time().seconds
@@ -57,7 +57,7 @@ def test_adamw_with_states_in_bf16_is_priced_as_it_steps():
 
 
 @pytest.mark.parametrize("name", ["FusedAdam", "DeepSpeedCPUAdam", "torch.optim.AdamW", "adam_w"])
-def test_a_part_of_adamw_may_stay_on_the_device_whatever_it_is_called(name):
+def test_partial_offload_is_allowed_under_every_spelling_of_adamw(name):
     assert "partial-offload-optimizer" not in rules(name, stage=3, ratio=0.5)
 
 
@@ -67,11 +67,11 @@ def test_fused_adam_with_l2_is_not_adamw():
 
 
 @pytest.mark.parametrize("name", ["torch.optim.Muon", "MuonWithAuxAdam", "muon"])
-def test_muons_rules_hold_for_every_spelling(name):
+def test_the_rules_for_muon_apply_to_every_spelling(name):
     assert {"muon-reduce-scatter", "muon-convolutions"} <= rules(name, stage=3)
 
 
-def test_what_never_runs_is_counted_as_what_runs_in_its_place():
+def test_an_optimizer_that_cannot_run_is_estimated_as_its_replacement():
     assert host("OneBitAdam") == host("1-bit adam") == host("AdamW")
 
 
@@ -97,7 +97,7 @@ def meaning(name, place):
     said = found, before.items, before.step_time().seconds
     try:
         settled = OptimizerResolver().settled(resolved)
-    except OptimizerError as error:  # It cannot run there; the error's value is the spelling.
+    except OptimizerError as error:  # It cannot run there, and the error's value is the spelling.
         return *said, (error.key, error.fix)
     after = settled.estimate(WORK)
     return *said, settled.optimizer, after.items, after.step_time().seconds
@@ -115,7 +115,7 @@ def spellings(name):
 
 @pytest.mark.parametrize("place", list(PLACES))
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_every_spelling_means_the_same(monkeypatch, name, place):
+def test_every_spelling_gives_the_same_findings_estimate_and_choice(monkeypatch, name, place):
     # The result must not depend on the installed packages.
     monkeypatch.setattr("zerotune.optim.capability.find_spec", lambda _name: True)
     where = PLACES[place]

@@ -105,7 +105,7 @@ def _stop_at_the_engine(deepspeed: Any) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a setting to a comparable value: DeepSpeed's models to their members."""
+    """Convert a setting to a comparable value; DeepSpeed's models become dicts."""
     if hasattr(value, "model_dump"):
         members = value.model_dump()
         for part in ("offload_param", "offload_optimizer"):

@@ -65,7 +65,7 @@ use_cpu: false
 
 
 def unet_facts(width: int = 128) -> ModelFacts:
-    """Names and shapes of a U-Net with ``width`` base channels, convolutions and attention."""
+    """Return names and shapes of a U-Net with ``width`` base channels and attention."""
     shapes: list[tuple[str, tuple[int, ...]]] = [("conv_in.weight", (width, 3, 3, 3))]
     for level, factor in enumerate((1, 2, 4)):
         channels, inner = width * factor, width * max(1, factor // 2)

@@ -84,7 +84,7 @@ def flags(document):
 
 
 def compare(folder):
-    """Return how many generated files run, and what wild ones run before and after conversion."""
+    """Return which generated files run, and what published ones run before and after conversion."""
     from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 
     require_deepspeed(accelerator="cpu")
@@ -111,26 +111,26 @@ def compared(tmp_path_factory):
     return found
 
 
-def test_any_block_runs_the_same_after_conversion(compared):
+def test_any_accelerate_block_runs_the_same_after_conversion(compared):
     ran, _ = compared
     assert len(ran) >= 100
     assert all(ran)
 
 
 @pytest.mark.parametrize("name", [name for name in WILD if name not in LOST])
-def test_a_wild_file_runs_the_same_after_conversion(compared, name):
+def test_a_published_file_runs_the_same_after_conversion(compared, name):
     before, after = compared[1][name]
     assert "refused" not in before, before
     assert after == before
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_what_accelerate_does_not_run_as_written_is_listed(compared, name):
+def test_every_listed_exception_does_not_run_as_written_in_accelerate(compared, name):
     before, after = compared[1][name]
     assert "refused" in before or after != before
 
 
-# A typical script; its Accelerator's arguments differ from what some files leave to it.
+# This is a typical script; some files leave to it settings that differ from its arguments.
 SCRIPT = """
 import json
 import torch
@@ -192,7 +192,7 @@ def launch(folder, *arguments):
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_a_launched_file_has_the_same_losses_after_conversion(name, tmp_path):
+def test_launching_a_converted_file_gives_the_same_losses(name, tmp_path):
     text, steps = LAUNCHED[name]
     processes = yaml.safe_load(text).get("num_processes", 1)
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -28,13 +28,13 @@ def test_an_environment_without_deepspeed_is_refused(environ):
     assert caught.value.key == "ACCELERATE_USE_DEEPSPEED"
 
 
-def test_this_process_is_read_when_nothing_is_given(monkeypatch):
+def test_without_an_argument_the_environment_of_the_process_is_read(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
     assert DeepSpeedPlan.from_accelerate_environment().stage == 1
 
 
-def test_every_variable_is_translated():
+def test_every_accelerate_variable_is_translated():
     plan = read(
         MIXED_PRECISION="bf16",
         CONFIG_DS_FIELDS="zero_stage,mixed_precision",
@@ -66,13 +66,13 @@ def test_every_variable_is_translated():
     assert not [each for each in plan.decisions if each.severity == "warning"]
 
 
-def test_the_stage_is_2_unless_something_is_said():
+def test_the_stage_is_2_by_default():
     assert read().stage == 2
     assert found(read(), "zero_optimization.stage").after == 2
 
 
 @pytest.mark.parametrize("part", ["optimizer", "param"])
-def test_an_nvme_folder_that_the_launcher_lost_is_a_warning(part):
+def test_an_nvme_folder_lost_by_the_launcher_gives_a_warning(part):
     plan = read(**{f"DEEPSPEED_OFFLOAD_{part.upper()}_DEVICE": "nvme"})
     decision = found(plan, f"zero_optimization.offload_{part}.nvme_path")
     assert decision.severity == "warning"
@@ -92,12 +92,12 @@ def test_a_configuration_file_is_read_in_each_of_accelerates_forms(tmp_path, for
     assert read(DEEPSPEED_CONFIG_FILE=written).to_deepspeed() == config
 
 
-def test_a_configuration_file_that_is_nowhere_is_named(tmp_path):
+def test_a_missing_configuration_file_is_named(tmp_path):
     with pytest.raises(PlanFileError, match="missing"):
         read(DEEPSPEED_CONFIG_FILE=str(tmp_path / "missing.json"))
 
 
-def test_what_the_file_leaves_open_is_filled_and_what_it_says_stands():
+def test_variables_fill_auto_values_and_do_not_override_the_file():
     config = {"zero_optimization": {"stage": "auto"}, "gradient_clipping": 1.0}
     plan = read(
         DEEPSPEED_CONFIG_FILE=json.dumps(config),
@@ -114,7 +114,7 @@ def test_what_the_file_leaves_open_is_filled_and_what_it_says_stands():
 
 
 @pytest.mark.parametrize("field", ["zero_stage", "gradient_clipping", "mixed_precision"])
-def test_fields_of_the_yaml_beside_a_file_are_refused_as_by_accelerate(field):
+def test_yaml_fields_beside_a_file_are_refused_as_in_accelerate(field):
     with pytest.raises(PlanConflictError, match=field):
         read(DEEPSPEED_CONFIG_FILE="{}", CONFIG_DS_FIELDS=f"deepspeed_config_file,{field}")
 
@@ -128,7 +128,7 @@ def test_fields_of_the_yaml_beside_a_file_are_refused_as_by_accelerate(field):
         ({}, "no", "fp32"),
     ],
 )
-def test_no_precision_is_only_what_accelerate_sets_when_nobody_asked(config, precision, becomes):
+def test_a_precision_of_no_beside_a_configuration_means_unset(config, precision, becomes):
     plan = read(DEEPSPEED_CONFIG_FILE=json.dumps(config), MIXED_PRECISION=precision)
     assert plan.precision == (precision if becomes == "auto" else becomes)
     assert not [each for each in plan.check() if each.severity == "error"]
@@ -143,7 +143,7 @@ def test_no_precision_is_only_what_accelerate_sets_when_nobody_asked(config, pre
         ("DEEPSPEED_ZERO3_INIT", "auto", "launch.zero3_init_flag"),
     ],
 )
-def test_bad_values_are_named(variable, value, key):
+def test_invalid_values_are_named(variable, value, key):
     with pytest.raises(InvalidValueError) as caught:
         read(**{variable: value})
     assert caught.value.key == key

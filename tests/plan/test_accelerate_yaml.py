@@ -33,7 +33,7 @@ def read(tmp_path):
     return read_yaml
 
 
-def test_reference_c_reads_as_it_is_written(read, reference_c):
+def test_reference_c_is_read_unchanged(read, reference_c):
     plan = read(reference_c)
     assert plan.to_deepspeed() == {
         "train_batch_size": "auto",
@@ -86,7 +86,7 @@ num_processes: 2
     assert plan.launch.extra["deepspeed_multinode_launcher"] == "standard"
 
 
-def test_a_block_leaves_to_the_script_what_it_does_not_say(read):
+def test_settings_missing_in_a_block_stay_auto_for_the_script(read):
     plan = read("deepspeed_config: {zero_stage: 2, gradient_clipping: null}")
     assert plan.to_deepspeed() == {
         **dict.fromkeys(OF_THE_SCRIPT, "auto"),
@@ -94,13 +94,13 @@ def test_a_block_leaves_to_the_script_what_it_does_not_say(read):
     }
 
 
-def test_a_named_file_leaves_nothing_to_the_script(read, tmp_path):
+def test_a_named_file_makes_nothing_auto(read, tmp_path):
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
     plan = read("deepspeed_config: {deepspeed_config_file: ds.json}")
     assert plan.to_deepspeed() == {"zero_optimization": {"stage": 2}}
 
 
-def test_a_block_without_a_stage_is_stage_2_as_in_accelerate(read):
+def test_a_block_without_a_stage_means_stage_2_as_in_accelerate(read):
     plan = read("deepspeed_config: {offload_optimizer_device: cpu}")
     assert plan.stage == 2
 
@@ -113,7 +113,7 @@ def test_the_default_stage_is_recorded(read, block):
     assert (found.before, found.after) == (None, 2)
 
 
-def test_a_file_that_accelerate_refuses_for_its_missing_type_is_read_and_says_so(read):
+def test_a_file_without_the_distributed_type_is_read_with_a_warning(read):
     plan = read("deepspeed_config: {zero_stage: 2}")
     (found,) = [d for d in plan.decisions if d.key == "launch.distributed_type"]
     assert found.severity == "warning"
@@ -122,7 +122,7 @@ def test_a_file_that_accelerate_refuses_for_its_missing_type_is_read_and_says_so
 
 @pytest.mark.parametrize("block", ["{}", "{zero_stage: 3, offload_param_device: cpu}"])
 @pytest.mark.parametrize("written", ["MULTI_GPU", "'NO'", "NO", "FSDP"])
-def test_a_block_that_accelerate_does_not_look_at_means_no_deepspeed(read, written, block, cuda):
+def test_a_block_that_accelerate_ignores_means_no_deepspeed(read, written, block, cuda):
     plan = read(
         f"{{distributed_type: {written}, deepspeed_config: {block}, mixed_precision: bf16}}"
     )
@@ -147,7 +147,7 @@ def test_a_block_that_accelerate_does_not_look_at_means_no_deepspeed(read, writt
         ("mixed_precision: bf16", "zero_stage: nine", "deepspeed_config.zero_stage = 'nine'"),
     ],
 )
-def test_what_accelerates_launcher_fails_on_is_refused_with_what_it_takes(
+def test_values_that_crash_accelerates_launcher_are_refused_with_the_valid_ones(
     read, tmp_path, capsys, settings, block, written
 ):
     text = f"{{distributed_type: DEEPSPEED, {settings}, deepspeed_config: {{{block}}}}}"
@@ -160,7 +160,7 @@ def test_what_accelerates_launcher_fails_on_is_refused_with_what_it_takes(
     assert capsys.readouterr().out.count("[error]") == 1
 
 
-def test_automatic_accumulation_in_the_block_warns_that_accelerator_fails_on_it(read):
+def test_auto_accumulation_in_the_block_warns_that_accelerator_fails(read):
     block = "{zero_stage: 2, gradient_accumulation_steps: auto}"
     plan = read(f"{{distributed_type: DEEPSPEED, deepspeed_config: {block}}}")
     assert plan.gradient_accumulation_steps == "auto"
@@ -179,7 +179,7 @@ def test_automatic_accumulation_in_the_block_warns_that_accelerator_fails_on_it(
     assert "ValueError: invalid literal for int() with base 10: 'auto'" in ran.stderr
 
 
-def test_a_no_without_quotes_is_read_with_a_warning_that_the_launcher_fails(read):
+def test_an_unquoted_no_is_read_with_a_warning_that_the_launcher_fails(read):
     plan = read("{distributed_type: DEEPSPEED, mixed_precision: NO, deepspeed_config: {}}")
     assert plan.precision == "fp32"
     told = [d for d in plan.decisions if d.severity == "warning"]
@@ -188,7 +188,7 @@ def test_a_no_without_quotes_is_read_with_a_warning_that_the_launcher_fails(read
 
 
 @pytest.mark.parametrize("name", ["accelerate.yaml", "./accelerate.yaml", "other.yaml"])
-def test_a_file_that_names_itself_or_another_of_accelerate_is_told_so(read, tmp_path, name):
+def test_a_file_that_names_itself_or_another_accelerate_file_is_refused(read, tmp_path, name):
     text = f"{{distributed_type: DEEPSPEED, deepspeed_config: {{deepspeed_config_file: {name}}}}}"
     (tmp_path / "other.yaml").write_text(text)
     with pytest.raises(
@@ -208,14 +208,14 @@ def test_a_precision_beside_a_named_file_is_kept_with_a_warning(read, tmp_path):
     assert [d.key for d in plan.decisions if d.severity == "warning"] == ["launch.mixed_precision"]
 
 
-def test_clipping_0_which_accelerate_loses_is_kept_with_a_warning(read):
+def test_clipping_0_is_kept_with_a_warning_that_accelerate_loses_it(read):
     plan = read("{distributed_type: DEEPSPEED, deepspeed_config: {gradient_clipping: 0}}")
     assert plan.gradient_clipping == 0
     (found,) = [d for d in plan.decisions if d.key == "gradient_clipping"]
     assert found.severity == "warning"
 
 
-def test_a_key_that_accelerate_wants_inside_the_block_is_kept_with_a_warning(read):
+def test_a_key_that_belongs_inside_the_block_is_kept_with_a_warning(read):
     plan = read(
         "{distributed_type: DEEPSPEED, deepspeed_hostfile: hosts,"
         " deepspeed_config: {zero_stage: 1}}"
@@ -226,7 +226,7 @@ def test_a_key_that_accelerate_wants_inside_the_block_is_kept_with_a_warning(rea
 
 
 @pytest.mark.parametrize("encode", [False, True])
-def test_a_config_file_may_be_the_configuration_itself_as_in_accelerate(read, encode):
+def test_the_file_key_may_hold_the_configuration_itself_as_in_accelerate(read, encode):
     text = json.dumps({"zero_optimization": {"stage": 3}})
     written = base64.urlsafe_b64encode(text.encode()).decode() if encode else text
     plan = read(json.dumps({"deepspeed_config": {"deepspeed_config_file": written}}))
@@ -234,7 +234,7 @@ def test_a_config_file_may_be_the_configuration_itself_as_in_accelerate(read, en
     assert plan.launch.deepspeed_config_file is None
 
 
-def test_the_json_of_accelerate_is_no_trainers_file(tmp_path):
+def test_accelerates_json_is_not_read_as_a_trainers_file(tmp_path):
     file = tmp_path / "default_config.json"
     file.write_text(
         json.dumps(
@@ -251,7 +251,7 @@ def test_the_json_of_accelerate_is_no_trainers_file(tmp_path):
     assert plan.launch.num_machines == 2
 
 
-def test_multi_node_settings_are_kept(read):
+def test_multi_node_settings_are_kept_as_launch_settings(read):
     plan = read(
         """
 distributed_type: DEEPSPEED
@@ -284,7 +284,7 @@ same_network: false
     assert plan.decisions == ()
 
 
-def test_the_keys_are_those_of_the_installed_accelerate():
+def test_the_known_keys_equal_those_of_the_installed_accelerate():
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
     fields = set(config_args.ClusterConfig.__dataclass_fields__)
     translated = {"fp16", "dynamo_backend"}  # by BaseConfig.process_config, from older files
@@ -303,7 +303,7 @@ def test_a_named_file_is_found_beside_the_yaml(read, tmp_path):
     assert [d.severity for d in plan.decisions] == ["warning"]
 
 
-def test_a_named_file_that_is_nowhere_lists_the_places(read, tmp_path):
+def test_a_missing_named_file_lists_the_searched_folders(read, tmp_path):
     with pytest.raises(PlanFileError) as caught:
         read("deepspeed_config: {deepspeed_config_file: no.json}")
     assert str(tmp_path / "no.json") in caught.value.reason
@@ -318,7 +318,7 @@ def test_settings_beside_a_named_file_are_refused_by_name(read, tmp_path):
         )
 
 
-def test_deepspeeds_own_json_inline_is_merged_with_a_warning(read):
+def test_inline_deepspeed_json_is_merged_with_a_warning(read):
     plan = read(
         """
 deepspeed_config:
@@ -337,7 +337,7 @@ deepspeed_config:
     assert any("discard" in decision.reason for decision in plan.decisions)
 
 
-def test_the_same_thing_in_both_forms_is_a_conflict(read):
+def test_one_setting_in_both_forms_is_a_conflict(read):
     with pytest.raises(PlanConflictError, match=r"deepspeed_config\.zero_optimization"):
         read("deepspeed_config: {zero_stage: 2, zero_optimization: {stage: 3}}")
 
@@ -351,7 +351,7 @@ def test_the_same_thing_in_both_forms_is_a_conflict(read):
         ("\tdeepspeed_config: 1", PlanSyntaxError, 1),
     ],
 )
-def test_malformed_yaml_says_line_and_column(read, text, error, line):
+def test_malformed_yaml_gives_line_and_column(read, text, error, line):
     with pytest.raises(error) as caught:
         read(text)
     assert caught.value.line == line
@@ -385,7 +385,7 @@ def test_malformed_yaml_says_line_and_column(read, text, error, line):
         ),
     ],
 )
-def test_bad_settings_are_named(read, text, error, key):
+def test_invalid_settings_are_named(read, text, error, key):
     with pytest.raises(error) as caught:
         read(text)
     assert caught.value.key == key

@@ -99,7 +99,7 @@ def test_all_mistakes_of_overrides_are_reported():
     assert len(mistakes_of(lambda: plan.with_overrides(asked))) == 3
 
 
-def test_old_forms_are_mistakes_like_others():
+def test_deprecated_forms_are_reported_like_other_mistakes():
     config = {
         "zero_optimization": {
             "stage": 2, "cpu_offload": "perhaps", "cpu_offload_params": True,
@@ -119,7 +119,7 @@ def test_old_forms_are_mistakes_like_others():
     ]
 
 
-def test_all_that_resolving_refuses_is_reported():
+def test_all_refusals_of_resolution_are_reported():
     plan = DeepSpeedPlan.from_dict(
         {
             "train_batch_size": 3,
@@ -134,7 +134,7 @@ def test_all_that_resolving_refuses_is_reported():
     ]  # fmt: skip
 
 
-def test_all_that_optimizer_and_schedule_refuse_is_reported():
+def test_all_refusals_of_optimizer_and_schedule_are_reported():
     plan = DeepSpeedPlan.from_dict(
         {
             "optimizer": {"type": "AdamW", "params": {"lr": "x", "eps": -1, "foo": 3}},
@@ -152,7 +152,7 @@ def test_all_that_optimizer_and_schedule_refuse_is_reported():
 
 
 @pytest.mark.parametrize("rest", [{}, {"gradient_accumulation_steps": 2}])
-def test_rules_speak_of_what_is_left(rest):
+def test_rules_are_applied_to_the_valid_rest(rest):
     config = {
         "train_batch_size": 7, "train_micro_batch_size_per_gpu": 3, **rest,
         "zero_optimization": {"stage": 2, "foo": 1, "offload_optimizer": {"device": "nvme"}},
@@ -178,14 +178,14 @@ def test_rules_speak_of_what_is_left(rest):
         {"optimizer": {"type": 3, "params": {"momentum": 0.9}}},
     ],
 )  # fmt: skip
-def test_a_mistake_makes_no_others(config):
+def test_one_mistake_causes_no_others(config):
     plan, mistakes = read_partly(lambda log: plan_from_mapping(config, log, source="dict"))
     assert len(mistakes) == 1
     found = inspected(plan, mistakes)
     assert (found.findings, found.refusals) == ((), ())
 
 
-def test_many_unknown_keys_are_not_all_compared():
+def test_many_unknown_keys_stop_after_twenty_mistakes():
     config = {f"key{number}": 1 for number in range(100_000)} | {"train_batch_size": 1}
     assert len(mistakes_of(lambda: DeepSpeedPlan.from_dict(config))) == 20
 
@@ -216,7 +216,7 @@ NEW_KEYS = ("zero_optimization.brand_new", "also_new")
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_every_reader_lets_new_keys_pass(reader, tmp_path):
+def test_every_reader_can_allow_new_keys(reader, tmp_path):
     around = {"distributed_type": "DEEPSPEED"}
     (tmp_path / "ds.json").write_text(json.dumps(NEW))
     (tmp_path / "config.json").write_text(json.dumps({"deepspeed_config": NEW}))
@@ -231,13 +231,13 @@ def test_every_reader_lets_new_keys_pass(reader, tmp_path):
         READERS[reader](tmp_path, ())
 
 
-def test_a_new_key_of_the_launcher_may_pass():
+def test_a_new_launcher_key_can_be_allowed():
     settings = {"distributed_type": "DEEPSPEED", "newer": 1, "deepspeed_config": {"zero_stage": 2}}
     plan = DeepSpeedPlan.from_accelerate(settings, also_known=["launch.newer"])
     assert plan.launch.extra == {"newer": 1}
 
 
-def test_a_file_that_is_missing_is_told_with_the_rest(tmp_path):
+def test_a_missing_file_is_reported_with_the_other_mistakes(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text("num_processes: two\ndeepspeed_config: {deepspeed_config_file: no.json}\n")
     with pytest.raises(PlanFileError):

@@ -50,7 +50,7 @@ def test_missing_numbers_are_solved(written, world_size, run, solved):
     assert (batch.train, batch.micro, batch.accumulation) == solved
 
 
-def test_what_is_filled_is_recorded_with_its_arithmetic():
+def test_a_filled_number_is_recorded_with_its_arithmetic():
     _, decisions = solve(8, 2, AUTO, world_size=2)
     (decision,) = decisions
     assert decision.key == "gradient_accumulation_steps"
@@ -58,7 +58,7 @@ def test_what_is_filled_is_recorded_with_its_arithmetic():
     assert "train batch 8 / (micro batch 2 x world size 2)" in decision.reason
 
 
-def test_a_micro_batch_of_one_is_recorded_when_nothing_is_written():
+def test_a_default_micro_batch_of_one_is_recorded():
     batch, decisions = solve()
     assert batch == Batch(train=1, micro=1, accumulation=1)
     assert [d.key for d in decisions] == [
@@ -68,7 +68,7 @@ def test_a_micro_batch_of_one_is_recorded_when_nothing_is_written():
     ]
 
 
-def test_reference_a_above_one_process_is_an_error_that_says_what_to_change():
+def test_reference_a_above_one_process_is_an_error_with_a_fix():
     with pytest.raises(PlanConflictError) as caught:
         solve(8, 2, 4, world_size=2)
     message = str(caught.value)
@@ -83,12 +83,12 @@ def test_reference_a_above_one_process_is_an_error_that_says_what_to_change():
         assert change in caught.value.fix
 
 
-def test_numbers_that_hold_nowhere_say_so():
+def test_numbers_that_no_world_size_satisfies_are_reported_as_such():
     with pytest.raises(PlanConflictError, match="no number of processes makes"):
         solve(7, 2, 4)
 
 
-def test_an_uneven_share_lists_the_world_sizes_that_work():
+def test_an_uneven_share_lists_the_valid_world_sizes():
     with pytest.raises(PlanConflictError) as caught:
         solve(12, 2, None, world_size=5)
     assert "it works at world size 1, 2, 3, 6" in caught.value.reason
@@ -101,7 +101,7 @@ def test_a_huge_batch_is_refused_quickly():
         solve(2**62, None, 3, world_size=7)
 
 
-def test_what_the_run_asks_does_not_overrule_the_file_in_silence():
+def test_a_conflicting_request_of_the_run_is_not_silently_ignored():
     batch, decisions = solve(8, 2, 4, micro_batch_size=8, gradient_accumulation_steps=1)
     assert batch.micro == 2
     assert [(d.key, d.before, d.after, d.severity) for d in decisions] == [
@@ -110,7 +110,7 @@ def test_what_the_run_asks_does_not_overrule_the_file_in_silence():
     ]
 
 
-def test_accumulation_from_the_launchers_file_fills_what_the_plan_leaves_open():
+def test_accumulation_in_the_launchers_file_fills_an_open_value():
     plan = DeepSpeedPlan(launch=LaunchSection(gradient_accumulation_steps=4))
     assert solve_batch(plan, run=RunFacts(), world_size=1)[0].accumulation == 4
     run = RunFacts(gradient_accumulation_steps=2)
@@ -122,7 +122,9 @@ NUMBERS = st.none() | st.just(AUTO) | st.integers(1, 64)
 
 @settings(deadline=None)
 @given(NUMBERS, NUMBERS, NUMBERS, st.integers(1, 9), st.none() | st.integers(1, 8))
-def test_a_solution_holds_and_keeps_what_was_written(train, micro, accumulation, world, run_micro):
+def test_a_solution_is_consistent_and_keeps_explicit_values(
+    train, micro, accumulation, world, run_micro
+):
     try:
         batch, _ = solve(train, micro, accumulation, world_size=world, micro_batch_size=run_micro)
     except PlanConflictError:
@@ -136,7 +138,7 @@ def test_a_solution_holds_and_keeps_what_was_written(train, micro, accumulation,
 
 @settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8), st.integers(1, 9))
-def test_every_change_an_error_proposes_works(train, micro, accumulation, world):
+def test_every_change_proposed_by_an_error_works(train, micro, accumulation, world):
     try:
         solve(train, micro, accumulation, world_size=world)
     except PlanConflictError as error:

@@ -60,18 +60,18 @@ def test_stage_3_fetches_known_blocks_as_a_whole() -> None:
     ],
     ids=["no model", "no blocks", "stage 2", "parameters on NVMe", "frozen parameters"],
 )
-def test_elsewhere_nothing_is_said_of_them(model: Any, plan: dict[str, Any]) -> None:
+def test_other_plans_set_no_leaf_modules(model: Any, plan: dict[str, Any]) -> None:
     assert "leaf_module" not in zero(model, **plan).to_deepspeed()["zero_optimization"]
 
 
 @pytest.mark.parametrize("classes", [[], ["Linear"]])
-def test_what_is_written_stands(classes: list[str]) -> None:
+def test_explicit_leaf_modules_are_kept(classes: list[str]) -> None:
     resolved = zero(leaf_module={"classes": classes})
     assert resolved.to_deepspeed()["zero_optimization"]["leaf_module"] == {"classes": classes}
     assert not [d for d in resolved.decisions if d.key == "zero_optimization.leaf_module"]
 
 
-def test_blocks_too_large_to_fetch_ahead_are_left_alone() -> None:
+def test_blocks_too_large_to_prefetch_are_not_leaf_modules() -> None:
     large = attrs.evolve(
         UNET, blocks=(BlockFacts(class_name="ResnetBlock2D", count=1, numel=60_000_001),)
     )
@@ -80,14 +80,14 @@ def test_blocks_too_large_to_fetch_ahead_are_left_alone() -> None:
     assert max_live(large) == 100_000_000
 
 
-def test_the_blocks_of_sdxl() -> None:
+def test_sdxl_has_70_transformer_and_17_resnet_blocks_all_leaves() -> None:
     blocks = {block.class_name: block for block in family("sdxl").blocks}
     assert blocks["BasicTransformerBlock"].count == 70
     assert blocks["ResnetBlock2D"].count == 17
     assert leaf_blocks(family("sdxl")) == tuple(family("sdxl").blocks)
 
 
-def test_modules_tell_their_innermost_blocks() -> None:
+def test_the_innermost_blocks_are_found_in_a_module() -> None:
     torch = needs("torch", may_lack="blocks of modules are asked of modules")
     diffusers = needs("diffusers", may_lack="blocks of modules are asked of modules")
 

@@ -59,7 +59,7 @@ class TestPlans:
         assert json.loads(json.dumps(data)) == data
         assert {"key": "bf16.enabled", "kind": "added", "after": True} in data["changes"]
 
-    def test_an_empty_section_is_something(self):
+    def test_an_empty_section_differs_from_a_missing_one(self):
         nothing = DeepSpeedPlan.from_dict({})
         empty = DeepSpeedPlan.from_dict({"flops_profiler": {}})
         full = DeepSpeedPlan.from_dict({"flops_profiler": {"enabled": True}})
@@ -72,7 +72,7 @@ class TestPlans:
         )
         assert nothing.diff(empty).explain().startswith("dict -> dict: 1 difference\n")
 
-    def test_what_a_launcher_adds_is_compared(self, tmp_path, reference_c):
+    def test_launcher_settings_are_compared(self, tmp_path, reference_c):
         path = tmp_path / "a.yaml"
         path.write_text(reference_c)
         before = DeepSpeedPlan.from_yaml(path)
@@ -82,7 +82,7 @@ class TestPlans:
             "launch.mixed_precision"
         ] == ("changed", "bf16", "fp16")  # fmt: skip
 
-    def test_long_values_are_cut_in_text_only(self):
+    def test_long_values_are_truncated_in_text_only(self):
         long = list(range(100))
         difference = DeepSpeedPlan.from_dict({}).diff(
             DeepSpeedPlan.from_dict({"data_types": {"a": long}}, also_known=["data_types.a"])
@@ -91,7 +91,7 @@ class TestPlans:
         assert max(map(len, difference.explain().splitlines())) < 130
         assert difference.to_dict()["changes"][0]["after"] == long
 
-    def test_where_a_plan_came_from_is_no_difference(self, reference_a):
+    def test_the_source_of_a_plan_is_not_compared(self, reference_a):
         plan = DeepSpeedPlan.from_dict(reference_a)
         assert not plan.diff(attrs.evolve(plan, source="elsewhere", decisions=()))
 
@@ -129,7 +129,7 @@ class TestResolvedPlans:
         plan = DeepSpeedPlan.build(**{"stage": 2, "offload": "cpu", "precision": "bf16", **build})
         return plan.resolve(platform=Platform.synthetic("cuda"), world_size=world_size)
 
-    def test_reasons_are_not_compared(self):
+    def test_reasons_of_decisions_are_not_compared(self):
         one = self.resolve()
         assert not one.diff(attrs.evolve(one, decisions=()))
 
@@ -174,7 +174,7 @@ class TestResolvedPlans:
 
         assert changes(one.diff(other)) == {"optimizer.params.lr": ("changed", 1e-4, 3e-4)}
 
-    def test_the_world_and_the_engine_are_compared(self):
+    def test_world_size_and_engine_are_compared(self):
         plan = DeepSpeedPlan.build(stage=2, precision="fp32")
         one = plan.resolve(platform=Platform.synthetic("cuda"), world_size=1)
         other = plan.resolve(platform=Platform.synthetic("cuda"), world_size=1, deepspeed=False)
@@ -190,13 +190,13 @@ class TestResolvedPlans:
             "zero_optimization.offload_optimizer.nvme_path": ("added", None, "/mnt/x")
         }
 
-    def test_the_same_digest_means_no_difference(self):
+    def test_equal_digests_mean_no_difference(self):
         one, other = (self.resolve().with_choices(ADAMW, WARMUP) for _ in range(2))
         assert one.digest() == other.digest()
         assert not one.diff(other)
 
 
-def test_a_plan_cannot_be_compared_with_a_resolved_one(reference_a, cuda):
+def test_comparing_a_plan_with_a_resolved_one_is_refused(reference_a, cuda):
     plan = DeepSpeedPlan.from_dict(reference_a)
     resolved = plan.resolve(platform=cuda)
 

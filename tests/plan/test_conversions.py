@@ -91,7 +91,7 @@ def assert_same(expected, others):
             continue
         found = runs(again)
         for where, one in expected.items():
-            # A conversion may make a plan run that could not, as its decisions say.
+            # A conversion may make a refused plan run; its decisions say so.
             assert one is None or found[where] == one, where
 
 
@@ -134,12 +134,12 @@ FILES = {
 }
 
 
-def test_there_are_files_enough():
+def test_the_corpus_has_at_least_40_files():
     assert len({*DEEPSPEED, *TRAINERS, *ACCELERATE}) >= 40
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_runs_the_same_whatever_it_is_converted_to(name):
+def test_a_file_runs_the_same_after_any_conversion(name):
     read, content = FILES[name]
     plan = read(content)
     expected = runs(plan)
@@ -148,7 +148,7 @@ def test_a_file_runs_the_same_whatever_it_is_converted_to(name):
 
 
 @pytest.mark.parametrize("name", ACCELERATE)
-def test_a_precision_is_never_among_what_may_be_lost(name):
+def test_lossy_settings_never_include_the_precision(name):
     plan = from_yaml_text(ACCELERATE[name])
     lossy = set(plan.launch.to_dict()) - {"mixed_precision"}
     document = plan_document(plan, "deepspeed", lossy=lossy)
@@ -157,7 +157,7 @@ def test_a_precision_is_never_among_what_may_be_lost(name):
     assert "mixed_precision" not in json.loads(document.text)
 
 
-def test_what_nobody_chose_is_left_out_without_a_question():
+def test_launcher_defaults_are_dropped_without_permission():
     plan = from_yaml_text(ACCELERATE["the questionnaire, no precision"])
     document = plan_document(plan, "deepspeed")
     assert json.loads(document.text) == {
@@ -186,7 +186,7 @@ TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
     ],
 )
 @pytest.mark.parametrize("to", ["deepspeed", "trainer"])
-def test_the_number_of_processes_is_the_launchers_unless_a_batch_is_shared_by_it(batch, kept, to):
+def test_num_processes_is_dropped_freely_unless_the_batch_depends_on_it(batch, kept, to):
     plan = DeepSpeedPlan.from_dict(batch)
     plan = plan.with_overrides({"launch": {**ELSEWHERE, "num_processes": 2}})
     if not kept:
@@ -202,7 +202,7 @@ def test_the_number_of_processes_is_the_launchers_unless_a_batch_is_shared_by_it
 
 
 @pytest.mark.parametrize("key", ["use_cpu", "dynamo_backend", "fsdp_config", "mixed_precision"])
-def test_what_changes_how_it_trains_is_not_the_launchers(key):
+def test_settings_that_change_training_are_dropped_only_with_permission(key):
     value = {"fsdp_config": {"a": 1}, "mixed_precision": "fp8", "use_cpu": True}.get(
         key, "inductor"
     )
@@ -224,7 +224,7 @@ def test_what_changes_how_it_trains_is_not_the_launchers(key):
     ],
 )
 @pytest.mark.parametrize("to", ["deepspeed", "trainer"])
-def test_what_says_nothing_of_training_needs_no_permission_to_be_left_out(said, to):
+def test_settings_without_effect_on_training_are_dropped_without_permission(said, to):
     plan = DeepSpeedPlan().with_overrides({"launch": said})
     document = plan_document(plan, to)
     assert {decision.severity for decision in document.decisions} == {"note"}
@@ -235,7 +235,7 @@ def test_what_says_nothing_of_training_needs_no_permission_to_be_left_out(said, 
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_the_zero_init_flag_has_its_place_at_stage_3(flag):
+def test_the_zero_init_flag_is_written_at_stage_3(flag):
     plan = DeepSpeedPlan.build(stage=3).with_overrides({"zero3_init_flag": flag})
     document = plan_document(plan, "deepspeed")
     assert json.loads(document.text)["zero3_init_flag"] is flag
@@ -244,7 +244,7 @@ def test_the_zero_init_flag_has_its_place_at_stage_3(flag):
     assert any("launch with --zero3_init_flag false" in reason for reason in told) is not flag
 
 
-def test_a_precision_without_a_place_is_refused():
+def test_a_precision_that_the_format_cannot_hold_is_refused():
     plan = DeepSpeedPlan().with_overrides({"launch": {"mixed_precision": "fp8"}})
     with pytest.raises(InvalidValueError, match=r"lossy=\['mixed_precision'\]"):
         plan_document(plan, "deepspeed")

@@ -169,7 +169,7 @@ def meant(file):
 
 
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.stem)
-def test_deepspeed_reads_the_rendered_configuration_as_it_was_meant(file, deepspeed):
+def test_deepspeed_reads_the_rendered_values_as_intended(file, deepspeed):
     assert deepspeed["accepted"][str(file)] == meant(file)
 
 
@@ -205,7 +205,7 @@ def test_every_key_of_the_installed_deepspeed_is_known(section, cls, deepspeed):
     assert names(cls) - removed <= set(deepspeed[section])
 
 
-def test_the_places_of_the_offload_keys_are_deepspeeds(deepspeed):
+def test_offload_keys_are_in_the_sections_where_deepspeed_reads_them(deepspeed):
     for place, other in (
         ("offload_param", "offload_optimizer"),
         ("offload_optimizer", "offload_param"),
@@ -217,14 +217,14 @@ def test_the_places_of_the_offload_keys_are_deepspeeds(deepspeed):
                 DeepSpeedPlan.from_dict(config)
 
 
-def test_removed_keys_are_those_deepspeed_removed(deepspeed):
+def test_the_removed_keys_equal_those_that_deepspeed_removed(deepspeed):
     if not deepspeed["removed"]:
         pytest.skip(f"DeepSpeed {deepspeed['version']} still has them")
     assert set(deepspeed["removed"]) == known_keys.REMOVED.keys()
     assert set(deepspeed["removed_zero"]) == known_keys.REMOVED_ZERO.keys()
 
 
-def test_the_numbers_sizing_relies_on_are_deepspeeds(deepspeed):
+def test_constants_used_for_sizing_equal_those_of_deepspeed(deepspeed):
     assert deepspeed["smallest_swap"] == SMALLEST_SWAP_BYTES
     assert deepspeed["persistence"] == PERSISTENCE_LIMIT
 

@@ -13,7 +13,7 @@ from zerotune.plan.text import describe
 ADAMW = OptimizerChoice(name="AdamW", params={"lr": 1e-4}, implementation="DeepSpeedCPUAdam")
 
 
-def test_a_plan_is_explained_as_written(reference_a):
+def test_explaining_a_plan_shows_it_as_written(reference_a):
     text = DeepSpeedPlan.from_dict(reference_a).explain()
     assert "ZeRO stage      2: optimizer states, master weights and gradients" in text
     assert "8 = micro 2 x accumulation 4 x world size" in text
@@ -22,7 +22,7 @@ def test_a_plan_is_explained_as_written(reference_a):
     assert "chosen" not in text
 
 
-def test_an_open_plan_is_explained_too():
+def test_explaining_a_plan_with_open_values_works():
     text = DeepSpeedPlan.from_dict(
         {"zero_optimization": {"stage": "auto", "offload_param": {"device": "auto"}}}
     ).explain()
@@ -31,9 +31,7 @@ def test_an_open_plan_is_explained_too():
     assert "micro ? x accumulation ? x world size" in text
 
 
-def test_a_resolved_plan_tells_what_was_overruled_first_and_counts_defaults(
-    reference_a, cuda, unet
-):
+def test_a_resolved_plan_shows_overruled_values_first_and_counts_defaults(reference_a, cuda, unet):
     text = DeepSpeedPlan.from_dict(reference_a).resolve(platform=cuda, model=unet).explain()
     lines = text.splitlines()
     first = lines[lines.index("changed from what was written:") + 1]
@@ -50,7 +48,7 @@ def test_a_resolved_plan_tells_what_was_overruled_first_and_counts_defaults(
     assert len(lines) < 45
 
 
-def test_what_overrules_a_written_value_stands_before_what_was_open(cuda, unet):
+def test_overruled_values_are_listed_before_automatic_choices(cuda, unet):
     written = {"train_batch_size": 4, "gradient_clipping": "auto", "bfloat16": {"enabled": True}}
     plan = DeepSpeedPlan.from_dict({**written, "zero_optimization": {"stage": 2}})
     text = plan.resolve(platform=cuda, model=unet).explain()
@@ -60,7 +58,7 @@ def test_what_overrules_a_written_value_stands_before_what_was_open(cuda, unet):
     assert "bfloat16: 'bfloat16' -> 'bf16'" in changed
 
 
-def test_choices_and_folders_are_explained(cuda):
+def test_the_explanation_shows_choices_and_folders(cuda):
     plan = DeepSpeedPlan.build(stage=3, offload="nvme")
     resolved = plan.resolve(platform=cuda)
     assert "in files (NVMe) under a leased folder" in resolved.explain()
@@ -74,13 +72,13 @@ def test_choices_and_folders_are_explained(cuda):
     assert "the learning rate is constant" in resolved.with_choices(ADAMW, None).explain()
 
 
-def test_the_plain_engine_is_named(reference_a, no_deepspeed):
+def test_the_explanation_names_the_plain_engine(reference_a, no_deepspeed):
     text = DeepSpeedPlan.from_dict(reference_a).resolve(platform=no_deepspeed).explain()
     assert "plain engine (DeepSpeed is off)" in text
     assert "nothing is partitioned" in text
 
 
-def test_the_summary_is_data(reference_a, cuda):
+def test_the_summary_of_a_resolved_plan_is_plain_data(reference_a, cuda):
     resolved = DeepSpeedPlan.from_dict(reference_a).resolve(platform=cuda)
     summary = resolved.with_choices(ADAMW, None).summary()
     assert json.loads(json.dumps(summary)) == summary
@@ -94,7 +92,7 @@ def test_the_summary_is_data(reference_a, cuda):
 NVME_BELOW_3 = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}
 
 
-def test_what_the_rules_find_comes_with_the_explanation():
+def test_explanation_and_summary_include_the_findings_of_the_rules():
     plan = DeepSpeedPlan.from_dict(NVME_BELOW_3)
 
     assert plan.explain().startswith("Plan from dict: cannot run, 1 error\n  [error] ")
@@ -104,7 +102,7 @@ def test_what_the_rules_find_comes_with_the_explanation():
     assert found[0]["fix"]
 
 
-def test_the_summary_of_a_plan_is_data(reference_a):
+def test_the_summary_of_a_plan_is_plain_data(reference_a):
     reference_a["optimizer"]["params"]["lr"] = "auto"
     reference_a["bf16"] = {"enabled": "true"}
     summary = DeepSpeedPlan.from_dict(reference_a, source="a.json").summary()
@@ -120,13 +118,13 @@ def test_the_summary_of_a_plan_is_data(reference_a):
     assert summary["decisions"][0]["key"] == "bf16.enabled"
 
 
-def test_the_summary_of_an_empty_plan():
+def test_an_empty_plan_has_a_summary_with_empty_values():
     summary = DeepSpeedPlan.from_dict({}).summary()
     assert summary["optimizer"] is None
     assert summary["train_batch_size"] is None
 
 
-def test_the_rules_think_of_the_world_size(reference_a):
+def test_the_findings_depend_on_the_world_size(reference_a):
     plan = DeepSpeedPlan.from_dict(reference_a)
 
     assert not [one for one in plan.summary()["findings"] if one["severity"] == "error"]
@@ -136,7 +134,7 @@ def test_the_rules_think_of_the_world_size(reference_a):
     assert "- **error** " in plan.explain_markdown(world_size=3)
 
 
-def test_a_plan_in_markdown():
+def test_a_plan_is_explained_in_markdown():
     config = {**NVME_BELOW_3, "bf16": {"enabled": "true"}}
     text = DeepSpeedPlan.from_dict(config, source="a|b.json").explain_markdown()
 
@@ -146,7 +144,7 @@ def test_a_plan_in_markdown():
     assert "## findings" in text
 
 
-def test_a_resolved_plan_in_markdown(reference_a, cuda, unet):
+def test_a_resolved_plan_is_explained_in_markdown(reference_a, cuda, unet):
     text = (
         DeepSpeedPlan.from_dict(reference_a).resolve(platform=cuda, model=unet).explain_markdown()
     )
@@ -158,7 +156,7 @@ def test_a_resolved_plan_in_markdown(reference_a, cuda, unet):
     assert "**error**" not in text
 
 
-def test_a_resolved_plan_in_one_line(cuda, no_deepspeed):
+def test_a_resolved_plan_is_explained_in_one_line(cuda, no_deepspeed):
     def line(platform=cuda, **build):
         return describe(DeepSpeedPlan.build(precision="fp32", **build).resolve(platform=platform))
 
@@ -178,13 +176,13 @@ class TestInAnInterpreterAndANotebook:
         advice = DeepSpeedPlan.advise("sdxl", vram="24GiB", ram="128GiB")
         return [plan, resolved, resolved.estimate(Workload()), advice, advice.chosen]
 
-    def test_a_value_is_one_line(self, values):
+    def test_the_repr_of_a_value_is_one_short_line(self, values):
         for value in values:
             assert "\n" not in repr(value)
             assert len(repr(value)) < 250
             assert repr(value).startswith(f"<{type(value).__name__}: ")
 
-    def test_printed_it_is_its_report(self, values):
+    def test_the_str_of_a_value_is_its_report(self, values):
         plan, resolved, estimate, advice, _ = values
         assert str(plan).startswith("Plan from dict\n  ZeRO stage ")
         assert str(resolved).startswith("Resolved plan from dict\n  engine ")
@@ -200,7 +198,7 @@ class TestInAnInterpreterAndANotebook:
             assert len(shown) < 20_000
         assert f"background:{COMPONENTS['optimizer states']}" in estimate._repr_html_()
 
-    def test_what_a_file_says_is_no_markup(self):
+    def test_text_from_a_file_is_escaped_in_html(self):
         plan = DeepSpeedPlan.from_dict(
             {"optimizer": {"type": "<script>alert(1)</script>", "params": {}}}
         )

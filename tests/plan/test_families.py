@@ -13,7 +13,7 @@ from zerotune.plan.families import as_facts, family, family_names, model_family
 from zerotune.plan.model import ModelFacts
 
 
-def test_sdxl_is_what_was_published():
+def test_the_facts_of_sdxl_equal_the_published_ones():
     facts = family("sdxl")
     assert facts.numel == 2_567_463_684
     assert len(facts.parameters) == 1_680
@@ -51,11 +51,11 @@ def test_sdxl_is_what_was_published():
         ("sana", 1.6),
     ],
 )
-def test_sizes_are_the_published_ones(name, billions):
+def test_model_sizes_equal_the_published_ones(name, billions):
     assert round(family(name).numel / 1e9, 1) == billions
 
 
-def test_activations_of_sdxl_agree_with_the_flop_counter():
+def test_the_activations_of_sdxl_agree_with_the_flop_counter():
     # 6.4 GiB at batch 1 and 1024 x 1024 with everything kept; 4.38 + 1.13 GiB at batch 8 with
     # checkpoints and the largest block.
     costs = family("sdxl").activations
@@ -68,13 +68,13 @@ def test_activations_of_sdxl_agree_with_the_flop_counter():
     )
 
 
-def test_an_edit_takes_twice_the_tokens():
+def test_an_edit_doubles_the_tokens():
     for edited, alone in (("flux-kontext", "flux"), ("qwen-image-edit", "qwen-image")):
         costs = [family(name).activations.full.per_pixel for name in (edited, alone)]
         assert costs[0] == pytest.approx(2 * costs[1], rel=0.01)
 
 
-def test_every_file_is_complete():
+def test_every_family_file_is_complete():
     for name in family_names():
         known = model_family(name)
         assert known.facts.name == name
@@ -91,14 +91,14 @@ def test_every_file_is_complete():
         )
 
 
-def test_an_unknown_family_is_refused_with_those_there_are():
+def test_an_unknown_family_is_refused_with_the_known_ones():
     with pytest.raises(InvalidValueError, match=r"family = 'sdxxl'.*did you mean 'sdxl'"):
         family("sdxxl")
     with pytest.raises(InvalidValueError, match="is not a known model family"):
         family("../families/sdxl")
 
 
-def test_facts_come_from_what_people_have():
+def test_facts_are_accepted_as_an_object_or_by_family_name():
     facts = ModelFacts.from_shapes([("weight", (3, 4))])
     assert as_facts(facts) is facts
     assert as_facts("sdxl") is family("sdxl")
@@ -106,7 +106,7 @@ def test_facts_come_from_what_people_have():
         as_facts(12)
 
 
-def test_a_family_needs_no_torch():
+def test_reading_a_family_does_not_import_torch():
     code = (
         "import sys, json; from zerotune.plan.families import family; family('flux');"
         "print(json.dumps([m for m in ('torch', 'numpy', 'diffusers') if m in sys.modules]))"

@@ -11,26 +11,26 @@ from zerotune.plan.advise import _ALIKE
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_page_is_current():
+def test_the_fits_page_is_current():
     written = runpy.run_path(str(DOCS / "generate_memory.py"))["page"]()
     assert written == (DOCS / "fits.md").read_text(encoding="utf-8"), (
         "run python docs/generate_memory.py"
     )
 
 
-def test_the_memory_page_says_which_predictions_count_as_alike():
+def test_the_memory_page_states_which_predictions_count_as_equal():
     told = " ".join((DOCS / "memory.md").read_text(encoding="utf-8").split())
     assert f"at most {100 * (_ALIKE - 1):.0f} % slower than the fastest" in told
 
 
-def test_the_table_of_passes_is_current():
+def test_the_table_of_measured_passes_is_current():
     written = runpy.run_path(str(DOCS / "generate_memory.py"))["proof_page"]()
     assert written == (DOCS / "memory-proof.md").read_text(encoding="utf-8"), (
         "run python docs/generate_memory.py"
     )
 
 
-def test_the_memory_model_is_near_every_pass_that_was_counted():
+def test_the_memory_model_is_close_to_every_measured_pass():
     passes = json.loads((DOCS / "results" / "fake_device.json").read_text())
     assert len(passes) > 50
     for one in passes:

@@ -44,26 +44,26 @@ class Huge:
 
 
 class TestYaml:
-    def test_aliases_of_aliases_are_refused_before_they_are_followed(self):
+    def test_nested_aliases_are_refused_before_they_are_expanded(self):
         with pytest.raises(PlanSyntaxError, match="expand to too many") as caught:
             parse_yaml(bomb(60), source="x.yaml")
         assert caught.value.line > 1
 
-    def test_an_alias_or_two_are_read(self):
+    def test_a_few_aliases_are_read(self):
         read = parse_yaml("a: &a {b: [1, 2]}\nc: *a\nd:\n  <<: *a\n", source="x")
         assert read == {"a": {"b": [1, 2]}, "c": {"b": [1, 2]}, "d": {"b": [1, 2]}}
 
-    def test_an_anchor_inside_itself_is_refused(self):
+    def test_an_anchor_that_contains_itself_is_refused(self):
         with pytest.raises(PlanSyntaxError, match="refers to itself"):
             parse_yaml("a: &a [*a]", source="x")
 
     @pytest.mark.parametrize("digits", ["0x" + "f" * 6000, "9" * 6000, "1:" * 3000 + "1"])
-    def test_long_numbers_are_refused(self, digits):
+    def test_long_numbers_in_yaml_are_refused(self, digits):
         with pytest.raises(PlanSyntaxError, match="too long"):
             parse_yaml(f"a: {digits}", source="x")
 
     @pytest.mark.parametrize("text", ["[" * 3000, "a: " * 3000, "- " * 3000])
-    def test_deep_text_is_refused(self, text):
+    def test_deeply_nested_text_is_refused(self, text):
         with pytest.raises(PlanSyntaxError):
             parse_yaml(text, source="x")
 
@@ -79,12 +79,12 @@ class TestYaml:
             "!!binary é",
         ],
     )
-    def test_what_pyyaml_trips_over_is_a_syntax_error(self, text):
+    def test_text_that_crashes_pyyaml_is_a_syntax_error(self, text):
         with pytest.raises(PlanSyntaxError):
             parse_yaml(f"a: {text}\n? {text}\n: 1\n", source="x")
 
     @pytest.mark.parametrize("written", ["-.inf", ".nan", "2020-01-01", "[1]", "{a: 1}", "3"])
-    def test_a_distributed_type_that_is_no_text_is_refused(self, tmp_path, written):
+    def test_a_distributed_type_that_is_not_text_is_refused(self, tmp_path, written):
         file = tmp_path / "a.yaml"
         file.write_text(YAML.replace("DEEPSPEED", written))
         with pytest.raises(InvalidValueError, match="must be text"):
@@ -106,11 +106,11 @@ class TestJson:
             f'{{"fp16": {{"loss_scale": "{"1" * 5000}"}}}}',
         ],
     )
-    def test_numbers_without_a_float_are_refused(self, config):
+    def test_numbers_that_overflow_a_float_are_refused(self, config):
         with pytest.raises(PlanError):
             DeepSpeedPlan.from_json(config)
 
-    def test_half_of_a_surrogate_pair_is_refused_with_its_place(self):
+    def test_an_unpaired_surrogate_is_refused_with_its_position(self):
         with pytest.raises(PlanSyntaxError, match="surrogate") as caught:
             parse_json('{"a": 1,\n "\\ud800": 1}', source="x")
         assert (caught.value.line, caught.value.column) == (2, 3)
@@ -119,14 +119,14 @@ class TestJson:
         assert parse_json('["\\ud83d\\ude00", "\\\\ud800"]', source="x")[0] == ["😀", "\\ud800"]
 
     @pytest.mark.parametrize("comment", ["// c\n", "# c\n", "/* c */", "//\n"])
-    def test_many_comments_are_read_and_the_first_are_named(self, comment):
+    def test_many_comments_are_tolerated_and_the_first_ones_are_named(self, comment):
         read, tolerated = parse_json("{" + comment * 100_000 + '"a": 1}', source="x")
         assert read == {"a": 1}
         assert len(tolerated) == 21
         assert tolerated[-1] == "and more of them"
 
     @pytest.mark.parametrize("text", ["[,]", "{,}", '{"a":,}', "[1,,]", ",", '{"a",}', "[// x\n,]"])
-    def test_a_comma_after_nothing_is_no_trailing_comma(self, text):
+    def test_a_comma_without_a_value_before_it_is_refused(self, text):
         with pytest.raises(PlanSyntaxError):
             parse_json(text, source="x")
 
@@ -135,11 +135,11 @@ class TestJson:
         ['"' + '\\"' * 600_000, "/*" * 600_000, "[1" + " ," * 600_000, "{" * 1_100_000,
          "[" + "1," * 600_000 + "x]", '{"a": 1, "a": 2, "b": "' + "x" * 1_100_000 + '"}'],
     )  # fmt: skip
-    def test_long_text_that_is_no_json_is_refused(self, text):
+    def test_long_text_that_is_not_json_is_refused(self, text):
         with pytest.raises(PlanSyntaxError):
             parse_json(text, source="x")
 
-    def test_what_is_nested_as_deeply_as_allowed_is_read(self):
+    def test_text_nested_to_the_limit_is_read(self):
         assert parse_json("[" * 100 + "]" * 100, source="x")
         for text in ("[" * 101 + "]" * 101, '{"a":' * 101 + "1" + "}" * 101):
             with pytest.raises(PlanSyntaxError, match="too deeply"):
@@ -147,20 +147,20 @@ class TestJson:
 
 
 class TestSize:
-    def test_a_file_without_end_is_refused(self):
+    def test_an_endless_file_is_refused(self):
         if not Path("/dev/zero").exists():
             pytest.skip("no /dev/zero")
         with pytest.raises(PlanFileError, match=r"larger than 16\.00 MiB"):
             DeepSpeedPlan.from_json("/dev/zero")
 
-    def test_the_bound_can_be_set(self, tmp_path):
+    def test_the_size_limit_can_be_changed(self, tmp_path):
         file = tmp_path / "ds.json"
         file.write_text('{"_remark": "' + "x" * 2000 + '"}')
         with reading_at_most(1000), pytest.raises(PlanFileError, match="limit for a configuration"):
             DeepSpeedPlan.load(file)
         assert DeepSpeedPlan.load(file).extra
 
-    def test_a_file_may_hold_so_many_values(self, tmp_path):
+    def test_a_file_with_too_many_values_is_refused(self, tmp_path):
         file = tmp_path / "ds.json"
         file.write_text('{"_note": ["a,b", ' + "1.5," * 900_000 + "2]}")
         with pytest.raises(PlanFileError, match="838,860 values"):
@@ -168,18 +168,18 @@ class TestSize:
         with reading_at_most("32MiB"):
             assert len(DeepSpeedPlan.load(file).extra["_note"]) == 900_002
 
-    def test_commas_in_texts_are_no_values(self):
+    def test_commas_in_strings_do_not_count_as_values(self):
         text = '{"_note": "' + r"\",\\," * 500_000 + '"}'
         assert len(DeepSpeedPlan.from_json(text).extra["_note"]) == 2_000_000
 
-    def test_a_long_plan_is_not_written_as_a_yaml_that_nobody_reads(self):
+    def test_a_plan_too_long_to_be_read_as_yaml_is_not_written(self):
         plan = DeepSpeedPlan.from_dict({"_note": "x" * 200_000})
         with pytest.raises(InvalidValueError, match=r"longer than 128\.00 KiB"):
             plan.to_yaml()
         with reading_at_most("64MiB"):
             assert "xxx" in plan.to_yaml()
 
-    def test_yaml_may_be_smaller(self):
+    def test_yaml_has_a_lower_size_limit(self):
         with pytest.raises(PlanFileError, match="limit for a configuration"):
             parse_yaml("#" * 300_000, source="x")
         with reading_at_most("64MiB"):
@@ -187,7 +187,7 @@ class TestSize:
 
 
 class TestValues:
-    def test_what_refers_to_itself_many_times_is_refused(self):
+    def test_a_value_that_expands_exponentially_is_refused(self):
         value: object = [1]
         for _ in range(12):
             value = [value] * 9
@@ -197,7 +197,7 @@ class TestValues:
             DeepSpeedPlan.from_dict({"train_batch_size": value})
         assert len(str(caught.value)) < 400
 
-    def test_only_what_is_shown_is_written_out(self):
+    def test_only_the_shown_part_of_a_value_is_rendered(self):
         assert len(shorten([*range(200), Huge()])) == 120
         decision = Decision(key="k", before=[*range(2000), Huge()], after=1, reason="r")
         assert len(str(decision)) < 2000
@@ -207,18 +207,18 @@ class TestValues:
         [1, -1, 1.5, True, None, "x", "it's", b"x", (), (1,), (1, 2), [], [1, [2]], {},
          {"a": {1: ()}}, {1}, object, 10**300],
     )  # fmt: skip
-    def test_what_is_short_is_shown_as_python_shows_it(self, value):
+    def test_a_short_value_is_shown_by_its_repr(self, value):
         assert shorten(value, 1000) == repr(value)
 
-    def test_a_number_python_does_not_write_is_shown(self):
+    def test_a_number_too_long_for_python_to_print_is_shown_in_hex(self):
         assert shorten(-(2**40_000)) == "-0x8000000000000000…"
 
-    def test_a_list_inside_itself_is_shown(self):
+    def test_a_list_that_contains_itself_is_shown(self):
         value: list[object] = []
         value.append(value)
         assert len(shorten(value)) <= 120
 
-    def test_keys_are_shown_at_bounded_length_and_without_control_characters(self):
+    def test_keys_are_shown_truncated_and_without_control_characters(self):
         with pytest.raises(UnknownKeyError) as caught:
             DeepSpeedPlan.from_dict({"k" * 100_000: 1})
         assert len(str(caught.value)) < 600
@@ -234,14 +234,14 @@ class TestValues:
             {"deepspeed_config": {}, "offload_param_path": "/\ud800"},
         ],
     )
-    def test_unpaired_surrogates_are_refused_wherever_text_stands(self, config):
+    def test_unpaired_surrogates_are_refused_in_every_text(self, config):
         with pytest.raises(InvalidValueError, match="surrogate"):
             DeepSpeedPlan.from_dict(config)
 
-    def test_null_is_kept_where_it_is_passed_through(self):
+    def test_null_is_kept_in_passed_through_keys(self):
         assert DeepSpeedPlan.from_dict({"log_level": None}).to_dict() == {"log_level": None}
 
-    def test_plans_made_of_one_another_share_nothing_that_changes(self):
+    def test_plans_derived_from_one_another_share_no_mutable_state(self):
         plan = DeepSpeedPlan.from_dict({"tensorboard": {"enabled": True}, "_note": [1]})
         other = plan.with_overrides({"gradient_clipping": 1.0})
         evolved = attrs.evolve(plan, gradient_clipping=1.0)
@@ -255,7 +255,7 @@ class TestValues:
         assert again == plan == copy.deepcopy(plan)
         assert repr(plan.extra) == repr({"tensorboard": {"enabled": True}, "_note": [1]})
 
-    def test_a_section_keeps_its_own_copy_of_what_it_is_given(self):
+    def test_a_section_copies_its_arguments(self):
         config = {
             "_remark": {"a": [1]},
             "optimizer": {"type": "AdamW", "params": {"betas": [0, 0]}},
@@ -267,7 +267,7 @@ class TestValues:
         assert plan.to_dict() == before
 
 
-def test_an_ascii_terminal_gets_escapes(tmp_path):
+def test_output_to_an_ascii_terminal_is_escaped(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"träin": 1}), encoding="utf-8")
     done = subprocess.run(

@@ -26,14 +26,14 @@ def inspected(config):
     return plan.inspect(context, settle=OptimizerResolver().settled)
 
 
-def test_an_unknown_optimizer_is_found_beside_what_a_rule_refuses():
+def test_an_unknown_optimizer_and_an_error_of_a_rule_are_both_found():
     found = inspected(TWICE_WRONG)
     assert [each.key for each in found.findings if each.severity == "error"] == [NVME]
     assert [(each.rule, each.key) for each in found.refusals] == [("optimizer", "optimizer.type")]
     assert found.resolved is None
 
 
-def test_the_command_tells_both(tmp_path, capsys):
+def test_the_check_command_reports_both_errors(tmp_path, capsys):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(TWICE_WRONG))
     assert cli.main(["plan", "check", str(file), "--json"]) == 1
@@ -43,7 +43,7 @@ def test_the_command_tells_both(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("unreadable", [{}, {"steps_per_print": "often"}])
-def test_the_builder_tells_both(unreadable):
+def test_the_builder_reports_both_errors(unreadable):
     pytest.importorskip("starlette")
     from zerotune.builder.forms import FormState
     from zerotune.builder.preview import Machines, understand
@@ -53,7 +53,7 @@ def test_the_builder_tells_both(unreadable):
     assert sorted(errors) == sorted([NVME, "optimizer.type", *unreadable])
 
 
-def test_what_is_right_is_resolved_and_settled():
+def test_a_valid_plan_is_resolved_and_settled():
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
     found = inspected({"zero_optimization": {"stage": 2}, "optimizer": optimizer})
     assert found.refusals == ()
@@ -62,7 +62,7 @@ def test_what_is_right_is_resolved_and_settled():
     assert found.settled == found.resolved.decisions[-len(found.settled) :]
 
 
-def test_what_only_the_optimizer_refuses_is_said_once():
+def test_a_refusal_by_the_optimizer_is_reported_once():
     config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdaBelief"}}
     found = inspected(config)
     assert [each.rule for each in found.refusals] == ["optimizer"]

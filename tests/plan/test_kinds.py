@@ -23,7 +23,7 @@ from zerotune.plan.model import Boolean, Choice, Folder, Free, Integer, Number, 
         ("AUTO", "auto"),
     ],
 )
-def test_integers_are_read_from_what_people_write(written, read):
+def test_common_spellings_of_integers_are_read(written, read):
     value, reason = Integer().read(written, "key")
     assert value == read
     assert type(value) is type(read)
@@ -33,14 +33,14 @@ def test_integers_are_read_from_what_people_write(written, read):
 @pytest.mark.parametrize(
     "written", [0.5, "0.5", True, None, [], "many", math.inf, math.nan, -1, 2**63, "9" * 5000]
 )
-def test_integers_refuse_fractions_booleans_and_what_is_out_of_range(written):
+def test_fractions_booleans_and_out_of_range_values_are_refused_as_integers(written):
     with pytest.raises(InvalidValueError) as caught:
         Integer().read(written, "train_batch_size")
     assert caught.value.key == "train_batch_size"
     assert "integer of at least 0" in caught.value.fix
 
 
-def test_integer_check_refuses_an_integral_float_that_read_accepts():
+def test_integer_check_refuses_integral_floats_but_read_converts_them():
     assert Integer().read(2.0, "key") == (2, "DeepSpeed wants a whole number here")
     with pytest.raises(InvalidValueError):
         Integer().check(2.0, "key")
@@ -49,7 +49,7 @@ def test_integer_check_refuses_an_integral_float_that_read_accepts():
 @pytest.mark.parametrize(
     ("written", "read"), [(1, 1), (0.5, 0.5), ("1e-4", 1e-4), ("auto", "auto")]
 )
-def test_numbers_are_read_from_what_people_write(written, read):
+def test_common_spellings_of_numbers_are_read(written, read):
     assert Number().read(written, "key")[0] == read
 
 
@@ -65,7 +65,7 @@ def test_numbers_are_read_from_what_people_write(written, read):
         (Text(), "  ", "is empty"),
     ],
 )
-def test_bad_values_are_refused_with_the_reason(kind, written, message):
+def test_invalid_values_are_refused_with_the_reason(kind, written, message):
     with pytest.raises(InvalidValueError, match=message):
         kind.read(written, "key")
 
@@ -74,11 +74,11 @@ def test_bad_values_are_refused_with_the_reason(kind, written, message):
     ("written", "read"),
     [(True, True), (0, False), (1, True), ("yes", True), ("False", False), ("Auto", "auto")],
 )
-def test_booleans_are_read_from_what_people_write(written, read):
+def test_common_spellings_of_booleans_are_read(written, read):
     assert Boolean().read(written, "key")[0] == read
 
 
-def test_choices_accept_any_case_synonyms_and_what_yaml_makes_of_no():
+def test_choices_accept_any_case_synonyms_and_yamls_reading_of_no():
     kind = Choice(choices=("none", "cpu"), synonyms={"no": "none"}, null="none")
     assert kind.read("CPU", "device") == ("cpu", "written as DeepSpeed spells it")
     assert kind.read(False, "device")[0] == "none"
@@ -87,7 +87,7 @@ def test_choices_accept_any_case_synonyms_and_what_yaml_makes_of_no():
 
 
 @pytest.mark.parametrize("written", ["", "none", " None "])
-def test_a_blank_folder_is_not_given(written):
+def test_a_blank_folder_counts_as_unset(written):
     assert Folder().read(written, "nvme_path")[0] is None
 
 
@@ -96,7 +96,7 @@ def test_folders_accept_paths_and_text_is_stripped():
     assert Text().read(" AdamW ", "type") == ("AdamW", "surrounding blanks are removed")
 
 
-def test_free_objects_must_be_json():
+def test_values_of_free_objects_must_be_json():
     assert Free().read({"lr": 1e-4, "betas": [0.9, 0.999]}, "params")[0]["lr"] == 1e-4
     with pytest.raises(InvalidValueError) as caught:
         Free().read({"lr": {1, 2}}, "optimizer.params")
@@ -112,13 +112,13 @@ def test_free_objects_must_be_json():
         ({"a": b"x"}, "extra.a"),
     ],
 )
-def test_what_json_cannot_hold_is_named(value, key):
+def test_a_value_that_json_cannot_hold_is_named(value, key):
     with pytest.raises(InvalidValueError) as caught:
         check_json(value, "extra")
     assert caught.value.key == key
 
 
-def test_an_object_inside_itself_is_refused():
+def test_an_object_that_contains_itself_is_refused():
     loop: dict[str, object] = {}
     loop["loop"] = loop
     with pytest.raises(InvalidValueError, match="nested too deeply"):
@@ -127,7 +127,7 @@ def test_an_object_inside_itself_is_refused():
 
 @settings(deadline=None)
 @given(st.one_of(st.integers(), st.floats(), st.text(), st.booleans(), st.none()))
-def test_reading_twice_changes_nothing_more(written):
+def test_reading_is_idempotent(written):
     for kind in (Integer(), Number(), Boolean(), Folder(), Text(empty=True)):
         try:
             value, _ = kind.read(written, "key")

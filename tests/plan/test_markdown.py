@@ -31,7 +31,7 @@ def test_cells_are_escaped(text, shown):
 
 
 @given(st.lists(st.tuples(st.text(), st.text()), max_size=4))
-def test_no_cell_breaks_the_table(rows):
+def test_no_cell_text_breaks_the_table(rows):
     lines = table(("a", "b"), rows).split("\n")
 
     assert len(lines) == len(rows) + 2

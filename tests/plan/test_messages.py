@@ -46,11 +46,11 @@ def findings(config):
         ({"zero_optimization": 9}, 'write {"name": value'),
     ],
 )
-def test_the_fix_is_the_form_that_works(config, fix):
+def test_the_fix_shows_the_valid_form(config, fix):
     assert fix in message(lambda: DeepSpeedPlan.from_dict(config)).partition("Fix: ")[2]
 
 
-def test_a_rate_in_quotes_and_a_disk_without_a_folder_are_told():
+def test_a_quoted_learning_rate_and_a_missing_swap_folder_are_reported():
     told = findings(
         {
             "optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}},
@@ -66,13 +66,13 @@ def test_a_rate_in_quotes_and_a_disk_without_a_folder_are_told():
     [({"bf16": {"enabled": True}}, "1.86 GiB"), ({"fp16": {"enabled": True}}, "1.86 GiB"),
      ({"bf16": {"enabled": "auto"}}, "1.86 GiB"), ({}, "3.73 GiB")],
 )  # fmt: skip
-def test_a_bucket_is_as_large_as_the_precision_makes_it(around, size):
+def test_the_bucket_size_in_messages_follows_the_precision(around, size):
     zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}
     told = findings({**around, "zero_optimization": zero})["large-reduce-bucket"]
     assert f"uses {size} " in told.reason
 
 
-def test_a_precision_that_is_refused_is_not_offered():
+def test_a_refused_precision_is_not_suggested():
     text = message(
         lambda: DeepSpeedPlan.from_dict({"deepspeed_config": {}, "mixed_precision": "fp9"})
     )
@@ -81,7 +81,7 @@ def test_a_precision_that_is_refused_is_not_offered():
 
 
 @pytest.mark.parametrize("name", ["constant", "WarmupLR"])
-def test_an_argument_too_many_never_gets_an_empty_fix(name):
+def test_an_unknown_argument_always_has_a_complete_fix(name):
     plan = DeepSpeedPlan.from_dict({"scheduler": {"type": name, "params": {"zzzzz": 1}}})
     resolved = plan.resolve(platform=Platform.synthetic("cuda"))
     text = message(lambda: OptimizerResolver().settled(resolved))
@@ -95,7 +95,7 @@ TEMPLATES = ("{{ batch }}", "${BATCH}", "$BATCH", "<batch size>", "%BATCH%", "@B
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_template_is_called_one(template):
+def test_an_unfilled_template_is_recognised(template):
     config = {
         "train_batch_size": template,
         "optimizer": {"type": template},
@@ -115,7 +115,7 @@ def test_a_template_is_called_one(template):
 
 
 @pytest.mark.parametrize("path", ["$SCRATCH/swap", "/a/${USER}", "/a/{{ user }}", "<folder>"])
-def test_a_folder_with_a_place_holder_is_one_that_nobody_has(path):
+def test_a_folder_with_a_placeholder_is_recognised_as_a_template(path):
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": path}}
     with pytest.raises(InvalidValueError, match="template"):
         DeepSpeedPlan.from_dict({"zero_optimization": zero})
@@ -129,12 +129,12 @@ def test_folders_with_unusual_characters_are_accepted(path):
 
 
 @pytest.mark.parametrize("template", [each for each in TEMPLATES if each != "{batch}"])
-def test_a_template_without_quotes_is_called_one_too(template):
+def test_an_unquoted_template_is_recognised(template):
     with pytest.raises(PlanSyntaxError, match="template placeholder without a value"):
         parse_json(f'{{"train_batch_size": {template}}}', source="x")
 
 
-def test_a_yaml_s_own_key_stands_beside_deepspeeds(tmp_path):
+def test_messages_show_the_yaml_key_beside_deepspeeds(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text(YAML)
     told = {finding.rule: str(finding) for finding in DeepSpeedPlan.load(file).check()}
@@ -151,7 +151,7 @@ def test_a_yaml_s_own_key_stands_beside_deepspeeds(tmp_path):
     assert clipping[0].startswith("deepspeed_config.gradient_clipping: ")
 
 
-def test_paths_stay_deepspeeds(tmp_path):
+def test_finding_keys_are_deepspeeds_paths(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text(YAML)
     plan = DeepSpeedPlan.load(file)
@@ -166,7 +166,7 @@ def test_paths_stay_deepspeeds(tmp_path):
     assert wrong.value.key == "zero_optimization.stage"
 
 
-def test_deepspeeds_own_keys_in_a_block_and_in_a_file_keep_their_names(tmp_path):
+def test_deepspeeds_own_keys_keep_their_names_in_a_block_and_in_a_file(tmp_path):
     file = tmp_path / "a.yaml"
     head = "distributed_type: DEEPSPEED\ndeepspeed_config:\n"
     file.write_text(f"{head}  zero_optimization: {{stage: 7}}\n")
@@ -179,7 +179,7 @@ def test_deepspeeds_own_keys_in_a_block_and_in_a_file_keep_their_names(tmp_path)
     assert second.startswith("zero_optimization.stage = 7")
 
 
-def test_a_trainers_file_is_spoken_of_in_its_own_words():
+def test_messages_about_a_trainers_file_use_its_keys():
     around = {"--max_grad_norm": "x", "--mixed_precision": "bf16", "deepspeed_config": {}}
     assert message(lambda: DeepSpeedPlan.from_dict(around)).startswith("--max_grad_norm = 'x'")
     around["--max_grad_norm"] = 0.5
@@ -189,7 +189,7 @@ def test_a_trainers_file_is_spoken_of_in_its_own_words():
     assert any(each.startswith("--max_grad_norm = 0.5") for each in told)
 
 
-def test_the_environment_is_spoken_of_by_its_variables():
+def test_messages_about_the_environment_use_its_variables():
     environ = {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": "9",
@@ -203,14 +203,14 @@ def test_the_environment_is_spoken_of_by_its_variables():
 @pytest.mark.parametrize(
     "value", [10**4300, -(10**4300), "9" * 5000, [10**4300]], ids=["long", "below", "text", "list"]
 )
-def test_a_number_too_long_to_be_written_is_refused_like_any_other(value):
+def test_a_huge_number_is_refused_like_any_other(value):
     for key in ("contiguous_gradients", "sub_group_size", "stage"):
         text = message(lambda key=key: DeepSpeedPlan.from_dict({"zero_optimization": {key: value}}))
         assert text.startswith(f"zero_optimization.{key} = ")
         assert len(text) < 500
 
 
-def test_no_message_repeats_what_is_long(tmp_path):
+def test_no_message_repeats_a_long_value(tmp_path):
     name = "a" * 50_000
     plans = [
         {"deepspeed_config": f"{name}.json"},
@@ -228,7 +228,7 @@ def test_no_message_repeats_what_is_long(tmp_path):
         assert all(len(str(error)) < 3000 for error in caught.value.each())
 
 
-def test_a_plan_without_a_file_has_deepspeeds_names():
+def test_messages_about_a_plan_without_a_file_use_deepspeeds_keys():
     plan = DeepSpeedPlan.build(stage=2, offload="nvme")
     (error,) = [one for one in plan.check(platform=None) if one.severity == "error"]
     assert "set zero_optimization.stage to 3" in str(error)

@@ -117,26 +117,26 @@ def normalised(config):
         ),
     ],
 )
-def test_old_and_short_spellings_are_translated_and_recorded(written, becomes, keys):
+def test_deprecated_and_short_spellings_are_translated_and_recorded(written, becomes, keys):
     result, decisions = normalised(written)
     assert result == becomes
     assert [decision.key for decision in decisions] == keys
     assert normalised(result) == (result, ())
 
 
-def test_legacy_offload_beside_a_section_that_disagrees_is_a_conflict():
+def test_legacy_offload_beside_a_conflicting_section_is_refused():
     config = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}}
     with pytest.raises(PlanConflictError) as caught:
         DeepSpeedPlan.from_dict(config)
     assert caught.value.key == "zero_optimization.cpu_offload"
 
 
-def test_legacy_offload_beside_a_section_that_agrees_is_dropped():
+def test_legacy_offload_beside_an_agreeing_section_is_dropped():
     config = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}
     assert normalised(config)[0] == {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 
 
-def test_a_removed_section_that_is_on_is_kept_for_the_rules_to_refuse():
+def test_an_enabled_removed_section_is_kept_for_the_rules_to_refuse():
     config = {"amp": {"enabled": True, "opt_level": "O1"}}
     assert normalised(config)[0] == config
 

@@ -42,7 +42,7 @@ def grid(schema):
         (True, False),
     )  # fmt: skip
     for stage, device, precision, operation, zero, scaling, deepcompile in chosen:
-        # The engine refuses it with offload, but no configuration class does.
+        # With offload only the engine refuses this; no configuration class does.
         key = "zero_optimization.compute_grad_norm" if "compute_grad_norm" in zero else ""
         yield (
             key,
@@ -120,7 +120,7 @@ def exceptions():
     return {"stricter": page["STRICTER"], "laxer": page["LAXER"]}
 
 
-def test_both_judge_alike_but_for_what_the_page_says(compared, exceptions):
+def test_zerotune_and_deepspeed_agree_except_where_the_page_says(compared, exceptions):
     version, count, differences, _, file = compared
     if Version(version) < Version(json.loads(file)["deepspeed"]):
         pytest.skip(f"the schema on file is not that of DeepSpeed {version}")
@@ -133,14 +133,14 @@ def test_both_judge_alike_but_for_what_the_page_says(compared, exceptions):
     assert open_ones == []
 
 
-def test_every_exception_is_one(compared, exceptions):
+def test_every_exception_on_the_page_is_needed(compared, exceptions):
     found = {(which, key) for which, key, *_ in compared[2]}
     for which, reasons in exceptions.items():
         for keys in reasons:
             assert any(w == which and re.fullmatch(keys, key) for w, key in found), keys
 
 
-def test_the_schema_on_file_is_what_deepspeed_says(compared):
+def test_the_stored_schema_equals_that_of_deepspeed(compared):
     version, _, _, made, file = compared
     if Version(version) < Version(json.loads(file)["deepspeed"]):
         pytest.skip(f"the schema on file is not that of DeepSpeed {version}")

@@ -36,7 +36,7 @@ def written(folder, name, text):
     return folder / name
 
 
-def test_accelerates_live_dictionary_is_read(cuda):
+def test_accelerates_runtime_dictionary_is_read(cuda):
     plan = DeepSpeedPlan.from_dict(LIVE)
     (found,) = [d for d in plan.decisions if d.key == "steps_per_print"]
     assert found.before == "inf"
@@ -46,7 +46,7 @@ def test_accelerates_live_dictionary_is_read(cuda):
     assert DeepSpeedPlan.from_json(plan.to_json()) == plan
 
 
-def test_the_installed_accelerates_own_dictionary_is_read(monkeypatch):
+def test_the_dictionary_of_the_installed_accelerate_is_read(monkeypatch):
     pytest.importorskip("deepspeed")
     utils = pytest.importorskip("accelerate.utils")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
@@ -55,13 +55,13 @@ def test_the_installed_accelerates_own_dictionary_is_read(monkeypatch):
     assert (plan.stage, plan.gradient_accumulation_steps) == (2, 4)
 
 
-def test_another_number_that_is_none_is_still_refused():
+def test_infinite_steps_per_print_with_a_minus_sign_is_refused():
     with pytest.raises(InvalidValueError, match="steps_per_print"):
         DeepSpeedPlan.from_dict({"steps_per_print": -math.inf})
 
 
 @pytest.mark.parametrize("name", ["ds.yaml", "ds.yml"])
-def test_deepspeeds_own_keys_in_yaml_are_read(tmp_path, name):
+def test_yaml_with_deepspeeds_own_keys_is_read(tmp_path, name):
     plan = DeepSpeedPlan.load(written(tmp_path, name, PLAIN))
     assert plan == DeepSpeedPlan.from_dict(
         {
@@ -74,7 +74,7 @@ def test_deepspeeds_own_keys_in_yaml_are_read(tmp_path, name):
 
 
 @pytest.mark.parametrize("key", ["deepspeed", "deepspeed_config", "--deepspeed_config"])
-def test_a_trainers_yaml_names_its_file(tmp_path, key):
+def test_a_trainers_yaml_may_name_its_configuration_file(tmp_path, key):
     written(tmp_path, "ds.yaml", PLAIN)
     plan = DeepSpeedPlan.load(
         written(tmp_path, "train.yaml", f"{key}: ds.yaml\nlr: 1.0\nmax_grad_norm: 0.5\n")
@@ -83,14 +83,14 @@ def test_a_trainers_yaml_names_its_file(tmp_path, key):
     assert plan.launch.gradient_clipping == 0.5
 
 
-def test_accelerates_yaml_without_its_block_is_still_told_so(tmp_path):
+def test_an_accelerate_yaml_without_its_block_is_refused_as_such(tmp_path):
     text = "distributed_type: MULTI_GPU\ngradient_clipping: 1.0\n"
     with pytest.raises(InvalidValueError) as caught:
         DeepSpeedPlan.load(written(tmp_path, "a.yaml", text))
     assert caught.value.key == "deepspeed_config"
 
 
-def test_hjson_is_called_that_with_how_to_convert_it(tmp_path):
+def test_hjson_is_recognised_and_the_error_shows_the_conversion(tmp_path):
     with pytest.raises(PlanSyntaxError, match=r"is HJSON, .*hjson\.tool"):
         DeepSpeedPlan.load(written(tmp_path, "ds.hjson", "{a: 1}"))
     named = written(tmp_path, "config.json", '{"deepspeed_config": "ds.hjson"}')
@@ -98,7 +98,7 @@ def test_hjson_is_called_that_with_how_to_convert_it(tmp_path):
         DeepSpeedPlan.from_json(named)
 
 
-def test_toml_is_called_that(tmp_path):
+def test_toml_is_recognised_in_the_error(tmp_path):
     with pytest.raises(PlanSyntaxError, match="is TOML"):
         DeepSpeedPlan.load(written(tmp_path, "sdxl.toml", "[general]\ndeepspeed = true\n"))
     with pytest.raises(PlanSyntaxError, match="is TOML"):

@@ -65,7 +65,7 @@ def changed(**sections):
         ({"fp16": False}, "fp16.enabled", True, False),
     ],
 )
-def test_a_setting_is_overridden_under_any_of_its_names(plan, overrides, path, before, after):
+def test_a_setting_can_be_overridden_under_any_of_its_names(plan, overrides, path, before, after):
     new = plan.with_overrides(overrides)
     (decision,) = new.decisions
     assert (decision.key, decision.before, decision.after) == (path, before, after)
@@ -77,7 +77,7 @@ def test_a_setting_is_overridden_under_any_of_its_names(plan, overrides, path, b
     assert plan.to_deepspeed() == START
 
 
-def test_an_override_keeps_other_settings_of_the_section(plan):
+def test_an_override_keeps_the_other_settings_of_the_section(plan):
     new = plan.with_overrides({"optimizer": {"type": "Lion", "params": {"lr": 1}}})
     assert new.to_deepspeed() == changed(
         optimizer={"type": "Lion", "params": {"lr": 1, "eps": 1e-8}}
@@ -101,7 +101,7 @@ def test_null_removes_a_setting(plan, name):
         ("auto", "auto", "auto", None),
     ],
 )
-def test_a_precision_is_set_as_a_whole(asked, precision, bf16, fp16):
+def test_overriding_the_precision_replaces_all_its_settings(asked, precision, bf16, fp16):
     start = DeepSpeedPlan.from_dict(START).with_overrides({"launch.mixed_precision": "fp16"})
     new = start.with_overrides({"mixed_precision": asked})
     assert new.precision == precision
@@ -112,7 +112,7 @@ def test_a_precision_is_set_as_a_whole(asked, precision, bf16, fp16):
     assert not [each for each in new.check() if each.rule == "precision-conflict"]
 
 
-def test_a_swap_folder_goes_where_something_is_swapped(plan):
+def test_a_swap_folder_is_set_only_for_swapped_parts(plan):
     nvme = plan.with_overrides({"zero_stage": 3, "offload_param": "nvme"})
     zero = nvme.with_overrides({"nvme_path": "/mnt/x"}).zero_optimization
     assert zero.offload_param.nvme_path == "/mnt/x"
@@ -121,19 +121,19 @@ def test_a_swap_folder_goes_where_something_is_swapped(plan):
         plan.with_overrides({"nvme_path": "/mnt/x"})
 
 
-def test_what_is_written_as_text_is_normalised_and_recorded_after_the_override(plan):
+def test_numbers_as_text_are_normalised_and_recorded_after_the_override(plan):
     new = plan.with_overrides({"reduce_bucket_size": "5e8"})
     assert new.zero_optimization.reduce_bucket_size == 500_000_000
     assert [d.after for d in new.decisions] == ["5e8", 500_000_000]
 
 
-def test_what_changes_nothing_is_no_decision(plan):
+def test_an_override_without_effect_is_not_recorded(plan):
     new = plan.with_overrides({"zero_stage": 2, "optimizer": "AdamW"})
     assert new == plan
     assert new.decisions == ()
 
 
-def test_the_same_setting_under_two_names_must_agree(plan):
+def test_conflicting_overrides_of_one_setting_are_refused(plan):
     assert plan.with_overrides({"zero_stage": 3, "stage": 3}).stage == 3
     with pytest.raises(PlanConflictError, match="overridden twice"):
         plan.with_overrides({"zero_stage": 3, "zero_optimization": {"stage": 1}})
@@ -153,13 +153,13 @@ def test_the_same_setting_under_two_names_must_agree(plan):
         ([], InvalidValueError, "overrides"),
     ],
 )
-def test_bad_overrides_are_named(plan, overrides, error, key):
+def test_invalid_overrides_are_named(plan, overrides, error, key):
     with pytest.raises(error) as caught:
         plan.with_overrides(overrides)
     assert caught.value.key == key
 
 
-def test_keys_that_were_let_pass_still_pass():
+def test_allowed_unknown_keys_stay_allowed():
     plan = DeepSpeedPlan(
         extra={"brand_new": 1},
         zero_optimization=ZeroSection(stage=3, extra={"newer": 2}),
@@ -171,7 +171,7 @@ def test_keys_that_were_let_pass_still_pass():
 
 
 @pytest.mark.parametrize("name", sorted(SHORT_NAMES))
-def test_every_short_name_leads_to_a_setting_there_is(name, plan):
+def test_every_short_name_leads_to_an_existing_setting(name, plan):
     refusal = None
     try:
         plan.with_overrides({name: "auto"})

@@ -54,19 +54,19 @@ def decide(config, platform=CUDA, run=None, launch=None):
         ({"bf16": {}}, CUDA, None, None, "fp32"),
     ],
 )
-def test_the_first_that_says_something_decides(config, platform, run, launch, precision):
+def test_the_first_source_with_a_precision_decides(config, platform, run, launch, precision):
     assert decide(config, platform, run, launch)[0] == precision
 
 
 @pytest.mark.parametrize(("config", "used"), [(BF16, "bf16"), (OFF, "fp32")])
-def test_the_configuration_stands_before_the_run_and_says_so(config, used):
+def test_the_configuration_overrides_the_run_with_a_warning(config, used):
     precision, decisions = decide(config, run="fp16")
     assert precision == used
     assert (decisions[0].before, decisions[0].after) == ("fp16", used)
     assert decisions[0].severity == "warning"
 
 
-def test_a_cpu_that_would_emulate_bf16_says_so():
+def test_a_cpu_that_emulates_bf16_trains_in_fp32_with_the_reason():
     (decision,) = decide(AUTO, CPU)[1]
     assert (decision.key, decision.after) == ("precision", "fp32")
     assert "emulated bf16" in decision.reason
@@ -81,7 +81,7 @@ def test_fp16_on_the_cpu_accelerator_becomes_bf16_with_a_warning():
     assert decisions[-1].severity == "warning"
 
 
-def test_fp16_stays_on_a_cpu_that_has_it():
+def test_fp16_is_kept_on_a_cpu_that_supports_it():
     assert decide(FP16, Platform.synthetic("cpu", fp16=True)) == ("fp16", [])
 
 
@@ -93,14 +93,16 @@ def test_fp16_stays_on_a_cpu_that_has_it():
         (FP16, Platform.synthetic("cpu", bf16=False), "fp16.enabled"),
     ],
 )
-def test_what_the_platform_cannot_do_is_an_error_with_what_it_can(config, platform, key):
+def test_a_precision_the_platform_lacks_is_an_error_that_names_the_supported_ones(
+    config, platform, key
+):
     with pytest.raises(PlanConflictError) as caught:
         decide(config, platform)
     assert caught.value.key == key
     assert "fp32" in caught.value.fix
 
 
-def test_a_run_that_asks_for_something_unknown_is_named():
+def test_an_unknown_precision_of_the_run_is_named():
     with pytest.raises(InvalidValueError) as caught:
         decide(AUTO, run="int8")
     assert caught.value.key == "run.mixed_precision"

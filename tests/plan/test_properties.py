@@ -131,13 +131,13 @@ def plan_or_error(config):
 
 @SLOW
 @given(JUNK)
-def test_junk_gives_a_plan_or_a_plan_error(config):
+def test_arbitrary_input_gives_a_plan_or_a_plan_error(config):
     plan_or_error(config)
 
 
 @SLOW
 @given(CONFIGS)
-def test_what_is_written_reads_the_same(config):
+def test_a_written_plan_reads_back_equal(config):
     plan = plan_or_error(config)
     if plan is None:
         return
@@ -154,7 +154,7 @@ STEPS = st.none() | st.integers(0, 5000)
 
 @SLOW
 @given(CONFIGS, st.none() | PLATFORMS, MODELS, st.integers(1, 5), STEPS)
-def test_checking_finds_and_raises_nothing(config, platform, model, world_size, steps):
+def test_check_returns_findings_and_raises_nothing(config, platform, model, world_size, steps):
     plan = plan_or_error(config)
     if plan is None:
         return
@@ -197,6 +197,6 @@ def test_resolving_gives_a_resolved_plan_or_a_plan_error(config, platform, model
 
 @SLOW
 @given(st.text() | JUNK.map(lambda value: json.dumps(value, skipkeys=True)))
-def test_text_gives_a_plan_or_a_plan_error(text):
+def test_arbitrary_text_gives_a_plan_or_a_plan_error(text):
     with contextlib.suppress(PlanError):
         assert DeepSpeedPlan.from_json(text).explain()

@@ -61,7 +61,7 @@ def test_automatic_batch_keys_are_solved_from_the_run(resolve):
     assert [resolved.to_deepspeed()[key] for key in keys] == [24, 2, 4]
 
 
-def test_scientific_floats_for_integers_are_normalised_and_fractions_refused():
+def test_scientific_notation_is_normalised_to_integers_and_fractions_are_refused():
     plan = read(zero(reduce_bucket_size=2e8, stage3_max_live_parameters=1e14))
     assert plan.zero_optimization.reduce_bucket_size == 200_000_000
     assert plan.zero_optimization.stage3_max_live_parameters == 10**14
@@ -77,7 +77,7 @@ def test_automatic_clipping_is_resolved_and_reported(resolve):
     assert (decision.before, decision.after) == ("auto", 1.0)
 
 
-def test_automatic_buckets_come_from_the_shapes(resolve, unet):
+def test_automatic_buckets_follow_from_the_shapes(resolve, unet):
     buckets = {
         "reduce_bucket_size": "auto",
         "stage3_prefetch_bucket_size": "auto",
@@ -89,11 +89,11 @@ def test_automatic_buckets_come_from_the_shapes(resolve, unet):
     assert section["reduce_bucket_size"] >= max(each.numel for each in unet.parameters)
 
 
-def test_without_any_batch_key_the_run_fills_it(resolve):
+def test_without_any_batch_key_the_run_determines_the_batch(resolve):
     assert resolve({}, run=RunFacts(micro_batch_size=3)).train_batch_size == 3
 
 
-def test_a_batch_that_holds_at_other_world_sizes_lists_them(resolve):
+def test_a_batch_that_only_fits_other_world_sizes_lists_them(resolve):
     config = {"train_batch_size": 8, "gradient_accumulation_steps": 1}
     with pytest.raises(PlanConflictError, match="it works at world size 1, 2, 4, 8"):
         resolve(config, world_size=3)
@@ -109,7 +109,7 @@ def test_numbers_and_auto_in_the_batch_triple_are_solved(resolve):
 
 
 @pytest.mark.parametrize("section", ["bf16", "fp16"])
-def test_automatic_precision_is_always_resolved(resolve, section):
+def test_auto_precision_is_always_resolved(resolve, section):
     resolved = resolve({**BATCH, section: {"enabled": "auto"}})
     rendered = resolved.to_deepspeed()
     assert rendered["bf16"]["enabled"] is (resolved.precision == "bf16")
@@ -117,7 +117,7 @@ def test_automatic_precision_is_always_resolved(resolve, section):
     assert [d for d in resolved.decisions if d.key == "precision"]
 
 
-def test_automatic_parameters_of_optimizer_and_scheduler_are_filled_or_named(resolve):
+def test_automatic_optimizer_and_scheduler_parameters_are_filled_or_named(resolve):
     config = {
         **BATCH,
         "optimizer": {
@@ -140,7 +140,7 @@ def test_automatic_parameters_of_optimizer_and_scheduler_are_filled_or_named(res
     assert caught.value.key
 
 
-def test_no_warm_up_steps_are_made_a_schedule_deepspeed_accepts(resolve):
+def test_zero_warm_up_steps_become_a_schedule_that_deepspeed_accepts(resolve):
     config = {
         **BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -155,7 +155,7 @@ def test_no_warm_up_steps_are_made_a_schedule_deepspeed_accepts(resolve):
     assert [d for d in resolved.decisions if "warmup_num_steps" in d.key]
 
 
-def test_parameters_offloaded_below_stage_3_are_a_warning():
+def test_parameter_offload_below_stage_3_gives_a_warning():
     plan = read(zero(stage=2, offload_param={"device": "cpu"}))
     (finding,) = found(plan, "offload-param-below-stage-3")
     assert finding.severity == "warning"
@@ -189,7 +189,7 @@ def test_one_bit_optimizers_are_explained_with_what_to_write_instead(name):
     assert "AdamW" in finding.fix
 
 
-def test_a_private_optimizer_is_named_and_not_replaced(resolve):
+def test_an_unknown_optimizer_is_named_and_not_replaced(resolve):
     resolved = resolve({**zero(stage=1), "optimizer": {"type": "MyOptimizer"}})
     with pytest.raises(OptimizerError) as caught:
         OptimizerResolver().apply(resolved)
@@ -204,7 +204,7 @@ def test_a_private_optimizer_is_named_and_not_replaced(resolve):
         ("max_grad_norm", "gradient_clipping"),
     ],
 )
-def test_unknown_keys_at_the_top_say_what_was_meant_and_private_ones_pass(key, guess):
+def test_unknown_top_level_keys_give_a_suggestion_and_private_ones_pass(key, guess):
     with pytest.raises(UnknownKeyError) as caught:
         read({**BATCH, key: 1})
     assert guess in caught.value.fix
@@ -220,7 +220,7 @@ def test_removed_sections_are_dropped_when_off_and_refused_when_on(section):
     assert [finding.key for finding in found(on, "removed-section")] == [section]
 
 
-def test_misspelt_keys_of_zero_are_put_right_when_known_and_else_named():
+def test_known_misspellings_of_zero_keys_are_corrected_and_others_named():
     plan = read(zero(stage=3, stage3_param_persitance_threshold=10))
     assert plan.zero_optimization.stage3_param_persistence_threshold == 10
     assert plan.decisions[0].after == "stage3_param_persistence_threshold"
@@ -245,13 +245,13 @@ def test_comments_and_trailing_commas_are_read_with_a_warning(text):
         ('{"train_batch_size": <batch>}', 1, 22, "template"),
     ],
 )
-def test_other_mistakes_in_json_have_line_and_column(text, line, column, hint):
+def test_other_json_mistakes_have_line_and_column(text, line, column, hint):
     with pytest.raises(PlanSyntaxError, match=hint) as caught:
         DeepSpeedPlan.from_json(text)
     assert (caught.value.line, caught.value.column) == (line, column)
 
 
-def test_a_boolean_zero_section_is_the_old_stage_1():
+def test_a_boolean_zero_section_means_stage_1():
     plan = read({**BATCH, "zero_optimization": True})
     assert plan.stage == 1
     assert plan.decisions[0].severity == "warning"
@@ -261,7 +261,7 @@ def test_a_wrapped_configuration_is_unwrapped():
     assert read({"model": "x", "deepspeed_config": zero(stage=2)}).stage == 2
 
 
-def test_a_file_that_is_no_deepspeed_configuration_is_told_so():
+def test_a_file_that_is_not_a_deepspeed_configuration_is_recognised():
     model = {"hidden_size": 64, "architectures": ["UNet"], "vocab_size": 3, "dropout": 0.1}
     with pytest.raises(InvalidValueError, match="contains no DeepSpeed configuration"):
         read(model)
@@ -274,25 +274,25 @@ def test_the_old_name_of_the_aio_threads_is_translated():
 
 
 @pytest.mark.parametrize("written", ["500000000", "5e8", 5e8])
-def test_numbers_are_read_from_text(written):
+def test_numbers_as_text_are_read(written):
     assert read(zero(reduce_bucket_size=written)).zero_optimization.reduce_bucket_size == 5 * 10**8
 
 
 @pytest.mark.parametrize(("written", "device"), [("CPU", "cpu"), (None, "none"), ("None", "none")])
-def test_devices_are_read_in_any_case_and_null_is_none(written, device):
+def test_devices_are_read_in_any_case_and_null_means_none(written, device):
     assert read(zero(stage=2, offload_optimizer={"device": written})).offload_optimizer_device == (
         device
     )
 
 
-def test_bfloat16_is_bf16():
+def test_bfloat16_means_bf16():
     plan = read({**BATCH, "bfloat16": {"enabled": True}})
     assert plan.precision == "bf16"
     assert plan.to_deepspeed() == {**BATCH, "bf16": {"enabled": True}}
 
 
 @pytest.mark.parametrize("name", ["CosineAnnealingLR", "CosineAnnealingWarmRestarts"])
-def test_a_scheduler_of_torch_gets_a_suggestion(resolve, name):
+def test_a_torch_scheduler_gives_a_suggestion(resolve, name):
     config = {
         **zero(stage=2),
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -304,14 +304,14 @@ def test_a_scheduler_of_torch_gets_a_suggestion(resolve, name):
         )
 
 
-def test_deepspeeds_json_inside_a_yaml_block_is_merged(read_yaml):
+def test_deepspeed_json_inside_a_yaml_block_is_merged(read_yaml):
     plan = read_yaml("deepspeed_config: {zero_stage: 2, train_batch_size: 8}")
     assert (plan.train_batch_size, plan.stage) == (8, 2)
     (decision,) = [d for d in plan.decisions if "discard" in d.reason]
     assert decision.severity == "warning"
 
 
-def test_what_yaml_makes_of_numbers_and_of_no_is_put_right(read_yaml):
+def test_yamls_readings_of_numbers_and_of_no_are_corrected(read_yaml):
     plan = read_yaml(
         "mixed_precision: NO\n"
         "deepspeed_config: {zero_optimization: {stage: 3, reduce_bucket_size: 5e8}}"
@@ -329,7 +329,7 @@ def test_settings_beside_a_configuration_file_are_refused_by_name(read_yaml, tmp
         )
 
 
-def test_nvme_folders_of_a_yaml_are_kept_and_their_loss_elsewhere_said(read_yaml):
+def test_nvme_folders_of_a_yaml_are_kept_with_a_warning_that_launchers_lose_them(read_yaml):
     plan = read_yaml(
         "deepspeed_config: {zero_stage: 3, offload_param_device: nvme,"
         " offload_param_nvme_path: /mnt/a}"
@@ -338,9 +338,7 @@ def test_nvme_folders_of_a_yaml_are_kept_and_their_loss_elsewhere_said(read_yaml
     assert [d for d in plan.decisions if "does not pass this path on" in d.reason]
 
 
-def test_a_relative_configuration_file_is_looked_for_in_two_places(
-    read_yaml, tmp_path, monkeypatch
-):
+def test_a_relative_configuration_file_is_searched_in_two_folders(read_yaml, tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -354,7 +352,7 @@ def test_a_relative_configuration_file_is_looked_for_in_two_places(
     assert read_yaml(text).stage == 3
 
 
-def test_the_files_optimizer_stands_before_the_runs_and_that_is_recorded(resolve):
+def test_the_files_optimizer_overrides_the_runs_and_that_is_recorded(resolve):
     config = {**BATCH, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
     resolved = OptimizerResolver().apply(resolve(config, run=RunFacts(lr=3e-5)))
     assert resolved.optimizer.params["lr"] == 1e-4

@@ -38,7 +38,7 @@ def measure(cache: Path) -> dict[str, object]:
     return json.loads(result.stdout)
 
 
-def test_the_values_load_nothing_that_works_on_them():
+def test_the_value_modules_import_no_module_that_works_on_them():
     script = """
 import sys
 import zerotune.plan.model
@@ -49,9 +49,9 @@ print(*sorted(name for name in sys.modules if name.startswith("zerotune.plan."))
     assert result.stdout.split() == ["zerotune.plan.model"]
 
 
-def test_importing_loads_nothing_heavy_and_takes_less_than_100_ms(tmp_path):
-    # The fastest of a few, in CPU time and with compiled files, as users have them: the cost of the
-    # code without the load of the machine.
+def test_importing_the_plan_loads_no_heavy_package_and_takes_less_than_100_ms(tmp_path):
+    # The fastest of a few runs, in CPU time and with compiled files as users have them, excludes
+    # the load of the machine.
     runs = [measure(tmp_path) for _ in range(4)]
     assert not HEAVY & {*runs[0]["loaded"], *runs[0]["after"]}
     assert min(run["seconds"] for run in runs) < 0.1

@@ -14,7 +14,7 @@ torch = needs("torch", may_lack="what a plan knows of a model is asked of module
 
 
 def looking_like(kind, module, values, **told):
-    """A parameter that looks like a package's; the package's own tests use real ones."""
+    """Return a parameter that looks like a package's; tests with the package use real ones."""
     parameter = torch.nn.Parameter(values, requires_grad=False)
     parameter.__class__ = type(kind, (torch.nn.Parameter,), {"__module__": module, **told})
     return parameter
@@ -27,7 +27,7 @@ def facts_of(parameter):
     return found
 
 
-def test_bitsandbytes_four_bits_stand_for_whole_weights():
+def test_bitsandbytes_four_bit_tensors_count_as_full_shaped_weights():
     state = SimpleNamespace(
         quant_type="nf4", shape=torch.Size([64, 32]), absmax=torch.zeros(32), nested=False
     )
@@ -46,7 +46,7 @@ def test_bitsandbytes_four_bits_stand_for_whole_weights():
     assert facts_of(raw).storage is None
 
 
-def test_eight_bits_and_gguf_keep_shape_and_count_stored_bytes():
+def test_eight_bit_and_gguf_tensors_keep_their_shape_and_count_stored_bytes():
     data = torch.zeros(8, 4, dtype=torch.int8)
     facts = facts_of(looking_like("Int8Params", "bitsandbytes.nn", data, SCB=torch.zeros(8)))
     assert (facts.shape, facts.storage, facts.stored_bytes) == ((8, 4), "int8", 32 + 32)
@@ -71,7 +71,7 @@ def test_torchao_tensors_keep_shape_and_count_stored_bytes(dtype, storage):
     assert (facts.shape, facts.storage, facts.stored_bytes) == ((8, 4), storage, 32 + 16)
 
 
-def test_weights_count_in_bytes_of_what_they_are():
+def test_weight_bytes_follow_the_storage_of_each_parameter():
     plain = ParameterFacts(name="a.weight", shape=(64, 64))
     model = ModelFacts(
         parameters=[plain, ParameterFacts(name="b.weight", shape=(64, 64)).quantized("nf4")]

@@ -18,7 +18,7 @@ from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.model import AioSection, Bf16Section, LaunchSection, OffloadSection, ZeroSection
 
 
-def test_reference_a_reads_as_it_is_written(reference_a):
+def test_reference_a_is_read_unchanged(reference_a):
     plan = DeepSpeedPlan.from_dict(reference_a)
     assert plan.train_batch_size == 8
     assert plan.stage == 2
@@ -29,7 +29,7 @@ def test_reference_a_reads_as_it_is_written(reference_a):
     assert plan.to_deepspeed() == reference_a
 
 
-def test_reference_b_counts_its_buffer_in_whole_elements(reference_b):
+def test_reference_b_reads_its_buffer_in_whole_elements(reference_b):
     plan = DeepSpeedPlan.from_dict(reference_b)
     section = plan.zero_optimization.offload_param
     assert section.buffer_size == 100_000_000
@@ -39,13 +39,13 @@ def test_reference_b_counts_its_buffer_in_whole_elements(reference_b):
     assert decision.severity == "note"
 
 
-def test_plans_are_equal_when_they_say_the_same(reference_a, tmp_path):
+def test_plans_with_equal_content_are_equal(reference_a, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text("// made by hand\n" + json.dumps(reference_a))
     assert DeepSpeedPlan.from_json(file) == DeepSpeedPlan.from_dict(reference_a)
 
 
-def test_a_plan_is_not_changed_through_what_it_was_made_from_or_what_it_gives(reference_a):
+def test_changing_the_source_dict_or_an_exported_dict_does_not_change_the_plan(reference_a):
     plan = DeepSpeedPlan.from_dict({**reference_a, "comms_logger": {"enabled": True}})
     before = plan.to_deepspeed()
     reference_a["optimizer"]["params"]["lr"] = 7
@@ -60,7 +60,7 @@ def test_plans_survive_pickling(reference_a):
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-def test_keys_deepspeed_knows_and_zerotune_does_not_model_pass_through():
+def test_keys_that_only_deepspeed_knows_pass_through():
     config = {
         "zero_optimization": {"stage": 3, "zenflow": {"topk_ratio": 0.1}},
         "flops_profiler": {"enabled": True},
@@ -79,12 +79,12 @@ def test_a_key_of_a_newer_deepspeed_can_be_allowed():
     assert plan.to_deepspeed() == config
 
 
-def test_evolving_a_section_runs_its_checks_again():
+def test_evolving_a_section_repeats_its_checks():
     with pytest.raises(InvalidValueError, match="stage"):
         attrs.evolve(ZeroSection(stage=2), stage=7)
 
 
-def test_sections_made_in_code_take_canonical_values_only():
+def test_sections_created_in_code_accept_only_canonical_values():
     with pytest.raises(InvalidValueError, match="reduce_bucket_size"):
         ZeroSection(reduce_bucket_size=2e8)
     with pytest.raises(UnknownKeyError, match="move it to offload_param"):
@@ -136,7 +136,7 @@ BAD_VALUES = [
 
 
 @pytest.mark.parametrize(("config", "error", "key"), BAD_VALUES)
-def test_bad_values_give_one_error_that_names_key_and_fix(config, error, key):
+def test_an_invalid_value_gives_one_error_that_names_key_and_fix(config, error, key):
     with pytest.raises(error) as caught:
         DeepSpeedPlan.from_dict(config)
     assert caught.value.key == key
@@ -155,7 +155,7 @@ def test_bad_values_give_one_error_that_names_key_and_fix(config, error, key):
         ("monitor_config", "'wandb'"),
     ],
 )
-def test_unknown_keys_say_what_was_meant(key, guess):
+def test_unknown_keys_give_a_suggestion(key, guess):
     with pytest.raises(UnknownKeyError) as caught:
         DeepSpeedPlan.from_dict({key: 1})
     assert guess in caught.value.fix
@@ -173,19 +173,19 @@ def test_a_missing_file_is_named(tmp_path):
         DeepSpeedPlan.from_json(tmp_path / "nothing.json")
 
 
-def test_a_folder_is_not_a_file(tmp_path):
+def test_a_folder_is_refused_as_a_file(tmp_path):
     with pytest.raises(PlanFileError, match="is a folder"):
         DeepSpeedPlan.from_json(tmp_path)
 
 
-def test_a_file_that_is_not_text_is_named(tmp_path):
+def test_a_binary_file_is_named(tmp_path):
     file = tmp_path / "ds.json"
     file.write_bytes(b"\xff\xfe\x00{")
     with pytest.raises(PlanFileError, match="UTF-8"):
         DeepSpeedPlan.from_json(file)
 
 
-def test_malformed_json_says_line_and_column(tmp_path):
+def test_malformed_json_gives_line_and_column(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{\n  "train_batch_size": 8\n  "bf16": {}\n}\n')
     with pytest.raises(PlanSyntaxError) as caught:
@@ -195,7 +195,7 @@ def test_malformed_json_says_line_and_column(tmp_path):
     assert caught.value.source == str(file)
 
 
-def test_comments_in_a_file_are_a_warning(tmp_path):
+def test_comments_in_a_file_give_a_warning(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 2,}} // two')
     plan = DeepSpeedPlan.from_json(file)
@@ -209,7 +209,7 @@ def test_json_text_is_read_like_a_file(reference_a):
     assert DeepSpeedPlan.from_json(" {}").source == "<string>"
 
 
-def test_a_plan_is_written_as_json_that_reads_the_same(reference_b):
+def test_a_plan_written_as_json_reads_back_equal(reference_b):
     plan = DeepSpeedPlan.from_dict(reference_b)
     assert DeepSpeedPlan.from_json(plan.to_json()) == plan
 
@@ -223,7 +223,7 @@ def test_a_trainers_file_is_unwrapped(key, reference_a, tmp_path):
         assert DeepSpeedPlan.from_json(file).to_deepspeed() == reference_a
 
 
-def test_what_a_trainers_file_says_beside_the_plan_is_kept_for_resolution():
+def test_trainer_settings_beside_the_plan_are_kept_for_resolution():
     plan = DeepSpeedPlan.from_dict(
         {
             "deepspeed_config": {"zero_optimization": {"stage": 2}},
@@ -239,7 +239,7 @@ def test_what_a_trainers_file_says_beside_the_plan_is_kept_for_resolution():
     assert "launch" not in plan.to_deepspeed()
 
 
-def test_a_config_file_that_is_nowhere_lists_the_places(tmp_path):
+def test_a_missing_config_file_lists_the_searched_folders(tmp_path):
     file = tmp_path / "config.json"
     file.write_text('{"deepspeed_config": "missing.json"}')
     with pytest.raises(PlanFileError) as caught:
@@ -249,19 +249,19 @@ def test_a_config_file_that_is_nowhere_lists_the_places(tmp_path):
 
 
 @pytest.mark.parametrize("inner", [5, [1], {"deepspeed_config": {}}, '{"a": 1'])
-def test_what_is_no_configuration_inside_a_trainers_file_is_refused(inner):
+def test_an_invalid_configuration_inside_a_trainers_file_is_refused(inner):
     with pytest.raises(PlanError):
         DeepSpeedPlan.from_dict({"deepspeed_config": inner})
 
 
-def test_load_goes_by_the_suffix(tmp_path, reference_a, reference_c):
+def test_load_chooses_the_reader_by_suffix(tmp_path, reference_a, reference_c):
     (tmp_path / "a.json").write_text(json.dumps(reference_a))
     (tmp_path / "c.yaml").write_text(reference_c)
     assert DeepSpeedPlan.load(tmp_path / "a.json").stage == 2
     assert DeepSpeedPlan.load(str(tmp_path / "c.yaml")).stage == 1
 
 
-def test_build_covers_the_common_case():
+def test_build_creates_a_plan_from_common_arguments():
     plan = DeepSpeedPlan.build(
         stage=3,
         offload="cpu",
@@ -292,7 +292,7 @@ def test_build_covers_the_common_case():
         ({"optimizer": 3}, "optimizer"),
     ],
 )
-def test_build_names_what_is_wrong(kwargs, key):
+def test_build_names_invalid_arguments(kwargs, key):
     with pytest.raises(PlanError) as caught:
         DeepSpeedPlan.build(**kwargs)
     assert caught.value.key == key
@@ -308,5 +308,5 @@ def test_build_names_what_is_wrong(kwargs, key):
         ({"bf16": {"enabled": False}, "fp16": {"enabled": False}}, "fp32"),
     ],
 )
-def test_precision_is_what_is_written(config, precision):
+def test_the_precision_equals_the_written_one(config, precision):
     assert DeepSpeedPlan.from_dict(config).precision == precision

@@ -142,7 +142,7 @@ def settle(resolved: ResolvedPlan, **changes: Any) -> ResolvedPlan:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rendered_configuration_is_the_reviewed_one(case, tmp_path):
+def test_the_rendered_configuration_equals_the_golden_file(case, tmp_path):
     rendered = settle(resolve(case, tmp_path)).to_deepspeed()
     text = json.dumps(rendered, indent=2, allow_nan=False) + "\n"
     file = GOLDEN / f"{case}.json"
@@ -151,11 +151,11 @@ def test_rendered_configuration_is_the_reviewed_one(case, tmp_path):
     assert text == file.read_text()
 
 
-def test_no_golden_file_is_left_over():
+def test_every_golden_file_belongs_to_a_case():
     assert {file.stem for file in GOLDEN.glob("*.json")} == CASES.keys()
 
 
-def test_auto_left_for_the_optimizer_must_be_settled(tmp_path):
+def test_auto_values_of_the_optimizer_must_be_settled_before_rendering(tmp_path):
     resolved = resolve("hugging_face_auto", tmp_path)
     with pytest.raises(UnresolvedPlanError) as caught:
         resolved.to_deepspeed()
@@ -164,7 +164,7 @@ def test_auto_left_for_the_optimizer_must_be_settled(tmp_path):
     assert settle(resolved).to_deepspeed()["optimizer"]["params"]["lr"] == 1e-4
 
 
-def test_a_torch_optimizer_is_not_rendered_but_allowed(tmp_path):
+def test_a_torch_optimizer_is_left_out_and_allowed_as_untested(tmp_path):
     rendered = settle(
         resolve("reference_a_cuda", tmp_path), source="torch", name="SGD", implementation="SGD"
     ).to_deepspeed()
@@ -178,20 +178,20 @@ def test_a_torch_optimizer_is_not_rendered_but_allowed(tmp_path):
     ("implementation", "untested"),
     [("DeepSpeedCPUAdam", False), ("MuAdamW", True), ("MuSGD", True), ("FusedLamb", True)],
 )
-def test_an_optimizer_zero_has_not_tested_is_allowed(implementation, untested, tmp_path):
+def test_an_optimizer_untested_with_zero_is_allowed(implementation, untested, tmp_path):
     rendered = settle(
         resolve("reference_a_cuda", tmp_path), implementation=implementation
     ).to_deepspeed()
     assert rendered["zero_allow_untested_optimizer"] is untested
 
 
-def test_no_scheduler_is_no_section(tmp_path):
+def test_without_a_scheduler_no_section_is_rendered(tmp_path):
     resolved = resolve("reference_a_cuda", tmp_path)
     choice = OptimizerChoice(name="AdamW", params={"lr": 1.0}, implementation="FusedAdam")
     assert "scheduler" not in resolved.with_choices(choice, None).to_deepspeed()
 
 
-def test_nvme_needs_a_folder_before_it_is_rendered():
+def test_nvme_offload_without_a_folder_is_not_rendered():
     plan = DeepSpeedPlan.from_dict(
         zero(
             stage=3,
@@ -210,21 +210,21 @@ def test_nvme_needs_a_folder_before_it_is_rendered():
     assert leased.digest() == resolved.digest()
 
 
-def test_a_folder_for_a_part_that_does_not_swap_is_refused(tmp_path):
+def test_a_folder_for_an_unswapped_part_is_refused(tmp_path):
     resolved = resolve("reference_a_cuda", tmp_path)
     with pytest.raises(InvalidValueError, match="does not use NVMe"):
         resolved.with_nvme_path(optimizer="/x")
     assert resolved.with_nvme_path() == resolved
 
 
-def test_private_keys_are_not_sent():
+def test_private_keys_are_not_rendered():
     plan = DeepSpeedPlan.from_dict({"_note": "x", "wandb": {"enabled": False}})
     rendered = plan.resolve(platform=CUDA).to_deepspeed()
     assert "_note" not in rendered
     assert rendered["wandb"] == {"enabled": False}
 
 
-def test_the_digest_tells_plans_and_world_sizes_apart(tmp_path):
+def test_the_digest_differs_between_plans_and_world_sizes(tmp_path):
     one = settle(resolve("stage_3", tmp_path))
     assert one.digest() == settle(resolve("stage_3", tmp_path)).digest()
     assert len(one.digest()) == 64

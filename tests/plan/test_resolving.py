@@ -27,14 +27,14 @@ def decision(resolved, key):
 
 
 @pytest.mark.parametrize("solved", ["solve_batch", "decide_precision"])
-def test_resolving_works_out_batch_and_precision_once(monkeypatch, cuda, solved):
+def test_resolving_determines_batch_and_precision_once(monkeypatch, cuda, solved):
     calls, work = [], getattr(filling, solved)
     monkeypatch.setattr(filling, solved, lambda *a, **k: calls.append(solved) or work(*a, **k))
     resolve(zero(stage=2, offload_optimizer={"device": "cpu"}), cuda)
     assert calls == [solved]
 
 
-def test_resolving_asks_each_rule_once(monkeypatch, cuda):
+def test_resolving_evaluates_each_rule_once(monkeypatch, cuda):
     asked, find = [], rules.Rule.find
     monkeypatch.setattr(
         rules.Rule, "find", lambda rule, case: asked.append(rule.id) or find(rule, case)
@@ -48,7 +48,7 @@ def warnings(resolved):
     return [each.key for each in resolved.decisions if each.severity == "warning"]
 
 
-def test_reference_a_resolves_and_says_that_offload_param_is_ignored(reference_a, cuda):
+def test_reference_a_resolves_with_a_warning_that_offload_param_is_ignored(reference_a, cuda):
     resolved = resolve(reference_a, cuda)
     assert resolved.stage == 2
     assert resolved.offload_optimizer == "cpu"
@@ -73,7 +73,7 @@ def test_reference_a_at_two_processes_is_a_conflict(reference_a, cuda):
         resolve(reference_a, cuda, world_size=2)
 
 
-def test_reference_b_keeps_the_users_buffer(reference_b, cuda, unet):
+def test_reference_b_keeps_the_users_buffer_size(reference_b, cuda, unet):
     resolved = resolve(reference_b, cuda, model=unet)
     section = resolved.plan.zero_optimization.offload_param
     assert section.buffer_size == 100_000_000
@@ -82,7 +82,7 @@ def test_reference_b_keeps_the_users_buffer(reference_b, cuda, unet):
     assert resolved.stage == 3
 
 
-def test_reference_b_in_fp32_is_not_swapped_as_bf16_on_the_cpu_accelerator(reference_b, cpu, unet):
+def test_reference_b_in_fp32_is_not_swapped_on_the_cpu_accelerator(reference_b, cpu, unet):
     for model in (unet, None):
         resolved = resolve(reference_b, cpu, model=model)
         assert resolved.precision == "fp32"
@@ -93,7 +93,7 @@ def test_reference_b_in_fp32_is_not_swapped_as_bf16_on_the_cpu_accelerator(refer
     assert resolve(reference_b, cpu, model=unet).offload_param == "nvme"
 
 
-def test_fp32_may_swap_where_nothing_is_rounded(reference_b, cuda, cpu):
+def test_fp32_is_swapped_where_deepspeed_does_not_round_it(reference_b, cuda, cpu):
     small = ModelFacts.from_shapes([("a", (10, 10))])
     assert resolve(reference_b, cpu, model=small).offload_param == "nvme"
     assert resolve(reference_b, cuda, model=small).offload_param == "nvme"
@@ -110,7 +110,7 @@ def test_reference_c_takes_its_precision_from_the_launcher(reference_c, cuda, tm
     assert resolved.plan.bf16.enabled is True
 
 
-def test_every_behaviour_key_is_explicit_at_its_stage(cuda, unet):
+def test_every_key_that_affects_behaviour_is_explicit_at_its_stage(cuda, unet):
     for stage in (1, 2, 3):
         written = resolve(zero(stage=stage), cuda, model=unet).plan.zero_optimization.to_dict()
         names = {attribute.name for attribute in attrs.fields(ZeroSection)}
@@ -127,17 +127,17 @@ def test_every_behaviour_key_is_explicit_at_its_stage(cuda, unet):
         assert written.keys() == names - absent
 
 
-def test_stage_0_writes_nothing_but_the_stage(cuda):
+def test_stage_0_writes_only_the_stage(cuda):
     resolved = resolve(zero(stage=0, reduce_bucket_size=5), cuda)
     assert resolved.plan.zero_optimization.to_dict() == {"stage": 0}
     assert decision(resolved, "zero_optimization.reduce_bucket_size").before == 5
 
 
-def test_no_zero_section_is_stage_0(cuda):
+def test_a_missing_zero_section_means_stage_0(cuda):
     assert resolve(BF16, cuda).plan.zero_optimization.to_dict() == {"stage": 0}
 
 
-def test_numbers_the_user_wrote_stand(cuda, unet):
+def test_explicit_numbers_are_kept(cuda, unet):
     written = {
         "stage": 3,
         "overlap_comm": False,
@@ -150,7 +150,7 @@ def test_numbers_the_user_wrote_stand(cuda, unet):
     assert written.items() <= result.items()
 
 
-def test_auto_everywhere_is_filled(cuda, unet):
+def test_every_auto_value_is_filled(cuda, unet):
     section = {
         "stage": AUTO,
         "offload_optimizer": {"device": "cpu", "pin_memory": AUTO, "buffer_count": AUTO},
@@ -180,23 +180,23 @@ def test_auto_everywhere_is_filled(cuda, unet):
 @pytest.mark.parametrize(
     "section", [{"offload_param": {"device": "cpu"}}, {"offload_optimizer": {"device": "nvme"}}]
 )
-def test_an_automatic_stage_follows_what_is_offloaded(section, cuda):
+def test_an_automatic_stage_follows_from_the_offload(section, cuda):
     assert resolve(zero(stage=AUTO, **section), cuda).stage == 3
 
 
-def test_an_automatic_device_stays_on_the_device_and_says_so(cuda):
+def test_an_automatic_offload_device_becomes_none_with_a_decision(cuda):
     resolved = resolve(zero(stage=2, offload_optimizer={"device": AUTO}), cuda)
     assert resolved.offload_optimizer == "none"
     assert warnings(resolved) == ["zero_optimization.offload_optimizer.device"]
 
 
-def test_buckets_follow_the_model(cuda):
+def test_bucket_sizes_follow_from_the_model(cuda):
     model = ModelFacts.from_shapes([("a", (40_000, 1_000)), ("b", (10,))])
     section = resolve(zero(stage=2), cuda, model=model).plan.zero_optimization
     assert section.reduce_bucket_size == section.allgather_bucket_size == 40_000_000
 
 
-def test_a_small_model_is_really_partitioned_at_stage_3(cuda, unet):
+def test_the_persistence_threshold_lets_stage_3_partition_a_small_model(cuda, unet):
     resolved = resolve(zero(stage=3), cuda, model=unet)
     threshold = resolved.plan.zero_optimization.stage3_param_persistence_threshold
     kept = sum(p.numel for p in unet.parameters if p.numel <= threshold)
@@ -205,7 +205,7 @@ def test_a_small_model_is_really_partitioned_at_stage_3(cuda, unet):
     assert f"{kept:,} of {unet.numel:,} elements" in found.reason
 
 
-def test_nvme_buffers_follow_the_largest_partition(cuda, unet):
+def test_nvme_buffer_sizes_follow_from_the_largest_partition(cuda, unet):
     config = zero(stage=3, offload_param={"device": "nvme"}, offload_optimizer={"device": "nvme"})
     for world_size in (1, 2):
         section = resolve(config, cuda, model=unet, world_size=world_size).plan.zero_optimization
@@ -233,7 +233,7 @@ def prefetch(resolved):
     return resolved.plan.zero_optimization.stage3_prefetch_bucket_size
 
 
-def test_nothing_is_fetched_ahead_from_nvme(cuda, unet):
+def test_nothing_is_prefetched_from_nvme(cuda, unet):
     key = "zero_optimization.stage3_prefetch_bucket_size"
     resolved = resolve(zero(stage=3, offload_param={"device": "nvme"}), cuda, model=unet)
     assert prefetch(resolved) == 0
@@ -245,14 +245,14 @@ def test_nothing_is_fetched_ahead_from_nvme(cuda, unet):
     assert prefetch(resolve(zero(stage=3, offload_param={"device": "nvme"}), cuda)) == 0
 
 
-def test_what_stays_in_host_memory_may_be_fetched_ahead(cuda, unet):
+def test_parameters_in_host_memory_may_be_prefetched(cuda, unet):
     section = {"device": "nvme", "max_in_cpu": 1e9}
     config = zero(stage=3, offload_param=section, stage3_prefetch_bucket_size=5e7)
     assert prefetch(resolve(config, cuda, model=unet)) == 50_000_000
     assert prefetch(resolve(config, cuda)) == 50_000_000
 
 
-def test_fast_init_passes_whole_sub_groups_through_the_parameters_buffers(cuda, unet):
+def test_fast_init_sizes_the_parameter_buffers_for_whole_sub_groups(cuda, unet):
     config = zero(
         stage=3,
         sub_group_size=1_000_000,
@@ -266,7 +266,7 @@ def test_fast_init_passes_whole_sub_groups_through_the_parameters_buffers(cuda, 
         resolve(config, cuda, model=unet)
 
 
-def test_a_buffer_too_small_for_the_model_names_the_largest_partition(cuda, unet):
+def test_a_buffer_too_small_for_the_model_is_refused_with_the_largest_partition(cuda, unet):
     config = zero(stage=3, offload_param={"device": "nvme", "buffer_size": 1_000_000})
     with pytest.raises(InvalidValueError) as caught:
         resolve(config, cuda, model=unet)
@@ -276,13 +276,13 @@ def test_a_buffer_too_small_for_the_model_names_the_largest_partition(cuda, unet
     assert "2359296" in caught.value.fix
 
 
-def test_a_buffer_may_be_small_when_nothing_that_large_is_swapped(cuda):
+def test_a_small_buffer_is_allowed_if_no_larger_tensor_is_swapped(cuda):
     model = ModelFacts.from_shapes([("a", (1000, 100))])
     config = zero(stage=3, offload_param={"device": "nvme", "buffer_size": 10})
     assert resolve(config, cuda, model=model).offload_param == "nvme"
 
 
-def test_aio_is_written_only_where_something_swaps(cuda, cpu):
+def test_aio_is_written_only_if_something_swaps(cuda, cpu):
     assert resolve(zero(stage=3), cuda).plan.aio is None
     resolved = resolve(zero(stage=3, offload_optimizer={"device": "nvme"}), cuda)
     assert resolved.plan.aio.to_dict() == {
@@ -298,7 +298,7 @@ def test_aio_is_written_only_where_something_swaps(cuda, cpu):
     assert on_cpu.plan.aio.queue_depth == 32
 
 
-def test_settings_of_a_device_that_is_not_used_are_left_out(cuda):
+def test_settings_of_an_unused_device_are_dropped(cuda):
     config = zero(stage=3, offload_param={"device": "cpu", "nvme_path": "/x", "buffer_size": 5})
     resolved = resolve(config, cuda)
     assert resolved.plan.zero_optimization.offload_param.to_dict() == {
@@ -308,7 +308,7 @@ def test_settings_of_a_device_that_is_not_used_are_left_out(cuda):
     assert decision(resolved, "zero_optimization.offload_param.nvme_path").before == "/x"
 
 
-def test_without_deepspeed_zero_is_dropped_with_the_platforms_reason(reference_a):
+def test_without_deepspeed_zero_is_dropped_with_the_reason_from_the_platform(reference_a):
     platform = Platform.synthetic(
         "mps",
         deepspeed=DeepSpeedSupport(
@@ -336,7 +336,7 @@ def test_without_deepspeed_zero_is_dropped_with_the_platforms_reason(reference_a
     assert resolved.plan.optimizer.type == "AdamW"
 
 
-def test_without_deepspeed_zero_rules_do_not_apply(no_deepspeed):
+def test_without_deepspeed_the_zero_rules_do_not_apply(no_deepspeed):
     config = zero(stage=1, offload_optimizer={"device": "nvme"})
     assert not resolve(config, no_deepspeed).uses_deepspeed
 
@@ -386,38 +386,38 @@ def test_clipping_comes_from_the_file_the_run_or_the_default(config, run, clippi
     assert resolve(config, cuda, run=RunFacts(**run)).gradient_clipping == clipping
 
 
-def test_a_run_that_asks_for_other_clipping_is_told(cuda):
+def test_a_run_that_requests_other_clipping_gives_a_warning(cuda):
     resolved = resolve({"gradient_clipping": 1.0}, cuda, run=RunFacts(gradient_clipping=0.5))
     assert resolved.gradient_clipping == 1.0
     assert warnings(resolved) == ["gradient_clipping"]
 
 
-def test_saving_16_bit_weights_follows_the_launcher(cuda, tmp_path):
+def test_the_launcher_setting_decides_whether_16_bit_weights_are_saved(cuda, tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text("deepspeed_config: {zero_stage: 3, zero3_save_16bit_model: true}")
     section = DeepSpeedPlan.from_yaml(file).resolve(platform=cuda).plan.zero_optimization
     assert section.stage3_gather_16bit_weights_on_model_save is True
 
 
-def test_auto_in_a_key_zerotune_does_not_fill_is_named(cuda):
+def test_auto_in_a_key_that_zerotune_does_not_fill_is_named(cuda):
     with pytest.raises(UnresolvedPlanError) as caught:
         resolve({**BF16, "communication_data_type": AUTO}, cuda)
     assert caught.value.key == "communication_data_type"
 
 
-def test_auto_that_deepspeed_understands_passes(cuda):
+def test_auto_that_deepspeed_understands_passes_through(cuda):
     config = {**BF16, "data_types": {"keep_in_fp32_modules": AUTO}, "_note": AUTO}
     assert resolve(config, cuda).plan.extra["data_types"] == {"keep_in_fp32_modules": AUTO}
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 1.0, True, "2"])
-def test_a_world_size_that_is_none_is_refused(world_size, cuda):
+def test_an_invalid_world_size_is_refused(world_size, cuda):
     with pytest.raises(InvalidValueError) as caught:
         resolve(BF16, cuda, world_size=world_size)
     assert caught.value.key == "world_size"
 
 
-def test_resolving_is_deterministic_and_keeps_the_request(reference_a, cuda, unet):
+def test_resolving_is_deterministic_and_keeps_the_requested_plan(reference_a, cuda, unet):
     plan = DeepSpeedPlan.from_dict(reference_a)
     first = plan.resolve(platform=cuda, model=unet)
     assert first == plan.resolve(platform=cuda, model=unet)
@@ -431,7 +431,7 @@ def test_a_resolved_plan_resolves_to_itself(reference_b, cuda, unet):
     assert again.plan == resolved.plan
 
 
-def test_the_machine_is_detected_when_none_is_given(monkeypatch, reference_a, cpu):
+def test_without_an_argument_the_platform_is_detected(monkeypatch, reference_a, cpu):
     import zerotune.platform
 
     monkeypatch.setattr(zerotune.platform, "detect_platform", lambda: cpu)

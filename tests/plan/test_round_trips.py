@@ -132,7 +132,7 @@ def from_yaml_text(text):
 
 @SLOW
 @given(SMALL_CONFIGS | GOOD_CONFIGS | CONFIGS, GOOD_LAUNCHES | LAUNCHES)
-def test_every_format_gives_the_same_plan_back(config, launch):
+def test_a_plan_written_in_any_format_reads_back_equal(config, launch):
     plan = plan_of(config, launch)
     if plan is None:
         return

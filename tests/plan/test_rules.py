@@ -30,7 +30,7 @@ def one(rule, config, **context) -> Finding:
     return finding
 
 
-def test_every_rule_has_an_id_of_its_own_and_a_sentence():
+def test_every_rule_has_a_unique_id_and_a_sentence():
     assert len(RULES) == len(all_rules())
     for rule in all_rules():
         assert rule.id == rule.id.lower()
@@ -46,12 +46,12 @@ def test_every_rule_has_a_test():
 
 
 @pytest.mark.parametrize("world_size", [0, -1, True, 1.0])
-def test_rules_are_not_asked_about_no_ranks(world_size):
+def test_rules_refuse_an_invalid_world_size(world_size):
     with pytest.raises(InvalidValueError):
         RuleContext(world_size=world_size)
 
 
-def test_a_plain_plan_has_nothing_to_report():
+def test_a_plain_plan_has_no_findings():
     assert DeepSpeedPlan.build().check() == ()
 
 
@@ -138,7 +138,7 @@ def test_partial_offload(stage, ratio, error, warning):
         ("cpu", 0.5, "Adam", 1), ("cpu", 0.5, "AdamWBF16States", 1), ("nvme", 0.5, "AdamW", 1),
     ],
 )  # fmt: skip
-def test_only_adamw_in_host_memory_is_offloaded_in_part(device, ratio, optimizer, error):
+def test_only_adamw_in_host_memory_can_be_partially_offloaded(device, ratio, optimizer, error):
     config = zero(stage=3, offload_optimizer={"device": device, "ratio": ratio})
     if optimizer is not None:
         config["optimizer"] = {"type": optimizer}
@@ -164,14 +164,14 @@ def test_removed_sections_are_refused_where_deepspeed_refuses_them():
     assert len(find("removed-section", config, platform=new)) == 2
 
 
-def test_unknown_keys_made_in_code_are_found():
+def test_unknown_keys_set_in_code_are_found():
     plan = DeepSpeedPlan(extra={"train_batch": 3, "_note": 1, "wandb": {}})
     (finding,) = RULES["unknown-key"](plan, RuleContext())
     assert finding.key == "train_batch"
     assert "'train_batch_size'" in finding.fix
 
 
-def test_zenflow_is_refused_for_convolutions_only(unet):
+def test_zenflow_is_refused_only_for_models_with_convolutions(unet):
     config = zero(stage=2, zenflow={"topk_ratio": 0.1})
     assert "conv_in.weight" in one("zenflow-convolutions", config, model=unet).reason
     assert find("zenflow-convolutions", config) == []
@@ -227,7 +227,7 @@ def test_accumulation_and_clipping_set_twice():
     assert "is also set, to 4," in found["launch.gradient_accumulation_steps"].reason
 
 
-def test_the_same_number_twice_is_no_conflict():
+def test_an_equal_number_in_both_places_is_no_conflict():
     config = {
         "deepspeed_config": {"gradient_accumulation_steps": 4},
         "gradient_accumulation_steps": 4,
@@ -270,7 +270,7 @@ def test_check_reports_errors_first_and_raises_nothing():
         {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
     ],
 )
-def test_impossible_combinations_stop_resolve_with_the_rules_error(config, cuda):
+def test_resolve_raises_the_error_of_a_rule_for_impossible_combinations(config, cuda):
     plan = DeepSpeedPlan.from_dict(config)
     first = plan.check(platform=cuda)[0]
     with pytest.raises(PlanError) as caught:

@@ -17,7 +17,7 @@ def generated():
     return runpy.run_path(str(DOCS / "generate_rules.py"))["page"]()
 
 
-def test_the_committed_page_is_current(generated):
+def test_the_rules_page_is_current(generated):
     committed = (DOCS / "rules.md").read_text(encoding="utf-8")
     assert committed == generated, "run python docs/generate_rules.py"
 

@@ -29,7 +29,7 @@ FLAGS = {
 }
 
 
-def test_flags_fill_what_a_plan_leaves_open():
+def test_script_arguments_fill_auto_values_of_a_plan():
     plan = DeepSpeedPlan.from_dict(
         {
             "zero_optimization": {"stage": 2},
@@ -63,7 +63,7 @@ def test_flags_fill_what_a_plan_leaves_open():
     assert (schedule["warmup_num_steps"], schedule["total_num_steps"]) == (40, 900)
 
 
-def test_what_a_script_does_not_say_stays_open():
+def test_missing_script_arguments_leave_facts_unset():
     assert RunFacts.from_arguments(Namespace(adam_beta1=0.9, max_train_steps=None)) == RunFacts()
     assert RunFacts.from_arguments(Namespace(mixed_precision="no")).mixed_precision == "fp32"
 
@@ -72,6 +72,6 @@ def test_what_a_script_does_not_say_stays_open():
     ("name", "value"),
     [("learning_rate", "1e-4"), ("train_batch_size", 2.5), ("max_train_steps", True)],
 )
-def test_a_flag_that_means_something_else_is_named(name, value):
+def test_an_argument_with_another_meaning_is_named(name, value):
     with pytest.raises(InvalidValueError, match=rf"arguments\.{name}"):
         RunFacts.from_arguments(Namespace(**{name: value}))

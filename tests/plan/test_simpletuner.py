@@ -28,7 +28,7 @@ def batch(plan, cuda, world_size=2):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_what_its_page_writes_at_the_top_level_finds_its_place(wrapped):
+def test_zero3_keys_at_the_top_level_are_read_as_launch_settings(wrapped):
     inner = {
         "zero_optimization": {"stage": 3},
         "zero3_init_flag": True,
@@ -42,14 +42,14 @@ def test_what_its_page_writes_at_the_top_level_finds_its_place(wrapped):
     assert keys(plan) == ["zero3_save_16bit_model", "zero3_init_flag"]
 
 
-def test_the_same_key_with_another_value_is_a_conflict():
+def test_a_top_level_key_that_contradicts_the_section_is_a_conflict():
     zero = {"stage": 3, "gather_16bit_weights_on_model_save": False}
     with pytest.raises(PlanConflictError, match="gather_16bit") as caught:
         DeepSpeedPlan.from_dict({"zero_optimization": zero, "zero3_save_16bit_model": True})
     assert caught.value.key == "zero3_save_16bit_model"
 
 
-def test_a_trainers_file_keeps_the_flag_where_its_page_had_it():
+def test_a_trainers_file_keeps_the_flag_in_its_place():
     plan = DeepSpeedPlan.from_json(SIMPLETUNER["its page at stage 3"])
     content = json.loads(plan_document(plan, "trainer").text)
     assert content["deepspeed_config"]["zero3_init_flag"] is True
@@ -64,7 +64,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_its_way_of_naming_a_file_is_read(folder):
+def test_a_configuration_file_named_inside_the_block_is_read(folder):
     plan = DeepSpeedPlan.from_json(folder / "config.json")
     assert plan.stage == 2
     assert plan.precision == "bf16"
@@ -73,7 +73,7 @@ def test_its_way_of_naming_a_file_is_read(folder):
     assert keys(plan)[0] == "deepspeed_config"
 
 
-def test_its_way_of_naming_a_file_is_kept(folder):
+def test_saving_keeps_a_configuration_file_named_inside_the_block(folder):
     plan = DeepSpeedPlan.from_json(folder / "config.json").with_overrides({"zero_stage": 3})
     saved = plan.save(folder / "config.json")
     assert saved.paths == (folder / "ds2.json", folder / "config.json")
@@ -91,19 +91,19 @@ def test_its_way_of_naming_a_file_is_kept(folder):
         ({"deepspeed_config": "ds2.json"}, "wrapped"),
     ],
 )
-def test_what_is_no_way_of_naming_a_file_is_refused(folder, block, error):
+def test_a_malformed_reference_to_a_file_is_refused(folder, block, error):
     (folder / "config.json").write_text(json.dumps({"deepspeed_config": block}))
     with pytest.raises(PlanError, match=error):
         DeepSpeedPlan.from_json(folder / "config.json")
 
 
-def test_a_named_file_names_no_other(folder):
+def test_a_named_file_may_not_name_another(folder):
     (folder / "ds2.json").write_text('{"deepspeed_config_file": "ds3.json"}')
     with pytest.raises(InvalidValueError, match="wrapped"):
         DeepSpeedPlan.from_json(folder / "config.json")
 
 
-def test_an_empty_configuration_is_deepspeed_switched_off(cuda, tmp_path):
+def test_an_empty_configuration_switches_deepspeed_off(cuda, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(SIMPLETUNER["switched off"])
     plan = DeepSpeedPlan.from_json(file)
@@ -125,13 +125,13 @@ def test_an_empty_configuration_is_deepspeed_switched_off(cuda, tmp_path):
         ("its batch where the others give it", (8, 4, 1)),
     ],
 )
-def test_its_train_batch_size_is_the_micro_batch(cuda, name, expected):
+def test_simpletuners_train_batch_size_is_the_micro_batch(cuda, name, expected):
     plan = DeepSpeedPlan.from_json(SIMPLETUNER[name])
     assert batch(plan, cuda) == expected
     assert MICRO in keys(plan)
 
 
-def test_its_batch_is_written_where_the_plan_has_another(tmp_path):
+def test_the_micro_batch_is_written_where_it_differs_from_the_files(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(SIMPLETUNER["its page at stage 3"])
     plan = DeepSpeedPlan.from_json(file).with_overrides({"micro_batch_size": 6})
@@ -142,7 +142,7 @@ def test_its_batch_is_written_where_the_plan_has_another(tmp_path):
 
 
 @pytest.mark.parametrize("written", [0, -1, 1.5, "four", [4]])
-def test_a_batch_that_is_none_is_refused_by_name(written):
+def test_an_invalid_batch_is_refused_by_name(written):
     with pytest.raises(InvalidValueError) as caught:
         DeepSpeedPlan.from_dict({"--train_batch_size": written, "deepspeed_config": {}})
     assert caught.value.key == "--train_batch_size"
@@ -171,7 +171,7 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize("dashes", ["", "--"])
-def test_a_trainers_file_without_deepspeed_is_told_so_once(dashes, tmp_path, capsys):
+def test_a_trainers_file_without_deepspeed_is_refused_with_one_error(dashes, tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({f"{dashes}{key}": value for key, value in WITHOUT.items()}))
     with pytest.raises(InvalidValueError) as caught:
@@ -183,13 +183,13 @@ def test_a_trainers_file_without_deepspeed_is_told_so_once(dashes, tmp_path, cap
     assert "config.json: 1 error at" in capsys.readouterr().out
 
 
-def test_mistakes_in_a_configuration_with_a_section_are_still_named_one_by_one():
+def test_mistakes_in_a_configuration_with_a_section_are_reported_one_by_one():
     config = {"zero_optimization": {}, "learning_rate": 1, "mixed_precision": "bf16", "seed": 1}
     with pytest.raises(PlanError) as caught:
         DeepSpeedPlan.from_dict(config)
     assert [error.key for error in caught.value.each()] == list(config)[1:]
 
 
-def test_an_automatic_batch_says_nothing():
+def test_an_automatic_batch_leaves_the_plan_open():
     plan = DeepSpeedPlan.from_dict({"train_batch_size": "auto", "deepspeed_config": {}})
     assert plan == DeepSpeedPlan()

@@ -24,7 +24,7 @@ def test_the_bucket_holds_the_largest_tensor_of_a_large_model():
     assert sizing.reduce_bucket(model((20_000_000,), (20_000_000,))) == 30_000_000
 
 
-def test_the_bucket_is_no_larger_than_what_is_trained():
+def test_the_bucket_is_no_larger_than_the_trained_weights():
     assert sizing.reduce_bucket(model((100, 100), (50, 50))) == 12_500
     assert sizing.reduce_bucket(model((100, 100), (50, 50), frozen={0})) == 2_500
     assert sizing.reduce_bucket(None) == sizing.REDUCE_BUCKET
@@ -33,7 +33,7 @@ def test_the_bucket_is_no_larger_than_what_is_trained():
 
 @settings(deadline=None)
 @given(SHAPES)
-def test_at_most_one_percent_stays_unpartitioned_and_no_larger_threshold_does(shapes):
+def test_at_most_one_percent_stays_unpartitioned_and_the_threshold_is_maximal(shapes):
     facts = model(*shapes)
     threshold, persistent = sizing.persistence_threshold(facts)
 
@@ -47,7 +47,7 @@ def test_at_most_one_percent_stays_unpartitioned_and_no_larger_threshold_does(sh
         assert left(min(larger)) > 0.01 * facts.numel
 
 
-def test_a_small_model_is_really_partitioned():
+def test_the_persistence_threshold_lets_a_small_model_be_partitioned():
     facts = model((64, 64), (64, 64), (64,))
     assert sizing.persistence_threshold(facts) == (64, 64)
     assert sizing.persistence_threshold(model((8, 8), (8, 8))) == (0, 0)
@@ -66,7 +66,7 @@ def swapping(facts, world_size=1, element_bytes=2, block_bytes=1):
     )
 
 
-def test_only_partitions_of_a_mebibyte_leave_host_memory():
+def test_only_partitions_of_at_least_one_mebibyte_are_swapped():
     facts = model((1024, 512))
     (parameter,) = facts.parameters
     assert swapping(facts).swappable(parameter)
@@ -77,7 +77,7 @@ def test_only_partitions_of_a_mebibyte_leave_host_memory():
     assert swapping(facts, block_bytes=2**21).largest is None
 
 
-def test_what_may_stay_in_host_memory_does_unless_it_is_frozen():
+def test_parameters_stay_in_host_memory_where_they_may_unless_frozen():
     large = (1024, 1024)
     assert swapping(model(large)).happens(0)
     assert swapping(model(large)).happens(1024**2 - 1)
@@ -86,7 +86,7 @@ def test_what_may_stay_in_host_memory_does_unless_it_is_frozen():
     assert not swapping(model((10,))).happens(0)
 
 
-def test_buffers_are_counted_along_the_modules_that_run_together():
+def test_buffers_are_counted_per_modules_that_run_together():
     large = (1024, 1024)
     names = [
         *(f"block.cell.weight_{i}" for i in range(6)),
@@ -101,7 +101,7 @@ def test_buffers_are_counted_along_the_modules_that_run_together():
     assert swapping(model((10,))).buffers == sizing.PARAM_BUFFERS
 
 
-def test_a_sub_group_closes_after_it_reached_its_size():
+def test_a_sub_group_closes_once_it_reaches_its_size():
     facts = model((60,), (60,), (60,), (60,), frozen={3})
     assert sizing.largest_sub_group(facts, 1, 100) == 160
     assert sizing.largest_sub_group(facts, 1, 10**9) == 180

@@ -29,7 +29,7 @@ def refuse(text: str) -> PlanSyntaxError:
 
 @settings(deadline=None)
 @given(JSON_VALUES, st.booleans(), st.sampled_from([None, 0, 2]))
-def test_everything_json_writes_is_read_as_json_reads_it(value, ascii_only, indent):
+def test_all_valid_json_is_parsed_like_in_json(value, ascii_only, indent):
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     read, tolerated = parse_json(text, source="x")
     assert read == json.loads(text)
@@ -52,7 +52,7 @@ def paths(value, above=""):
 
 @settings(deadline=None)
 @given(OBJECTS)
-def test_every_key_of_an_object_has_its_line(value):
+def test_every_key_of_an_object_has_the_line_it_is_written_on(value):
     text = json.dumps(value, indent=1)
     lines = key_lines(text, Path("x.json"))
     assert set(lines) == set(paths(value))
@@ -63,7 +63,7 @@ def test_every_key_of_an_object_has_its_line(value):
 
 @settings(deadline=None)
 @given(st.text())
-def test_any_text_is_read_or_refused_with_a_place_inside_it(text):
+def test_any_text_is_parsed_or_refused_with_a_position_inside_it(text):
     refusal = None
     try:
         parse_json(text, source="x")
@@ -76,7 +76,7 @@ def test_any_text_is_read_or_refused_with_a_place_inside_it(text):
 
 @settings(deadline=None)
 @given(st.text(alphabet='{}[]",:\\/*# \n0123456789.eE+-truefalsn'))
-def test_what_is_read_without_liberties_is_what_json_reads(text):
+def test_text_parsed_without_tolerance_gives_what_json_gives(text):
     try:
         read, tolerated = parse_json(text, source="x")
     except PlanSyntaxError:
@@ -85,7 +85,7 @@ def test_what_is_read_without_liberties_is_what_json_reads(text):
         assert read == json.loads(text)
 
 
-def test_comments_and_trailing_commas_are_read_and_reported_with_their_place():
+def test_comments_and_trailing_commas_are_tolerated_and_reported_with_their_position():
     text = '{\n  // stage\n  "stage": 2, # two\n  /* list */ "list": [1, 2,],\n}'
     read, tolerated = parse_json(text, source="x")
     assert read == {"stage": 2, "list": [1, 2]}
@@ -98,7 +98,7 @@ def test_comments_and_trailing_commas_are_read_and_reported_with_their_place():
     ]
 
 
-def test_comment_signs_inside_text_are_text():
+def test_comment_signs_inside_strings_are_kept():
     assert parse_json('{"a": "http://x # y /* z */"}', source="x") == (
         {"a": "http://x # y /* z */"},
         [],
@@ -162,7 +162,7 @@ def test_a_byte_order_mark_is_skipped():
     assert parse_json("\ufeff{}", source="x") == ({}, [])
 
 
-def test_a_surrogate_pair_is_one_character():
+def test_a_surrogate_pair_is_read_as_one_character():
     assert parse_json('"\\ud83d\\ude00"', source="x")[0] == "\U0001f600"
 
 
@@ -175,18 +175,18 @@ def test_a_surrogate_pair_is_one_character():
         (['  "a": {"b": 1,', '        "c": 2,', '  "d": 3'], (3, 16)),
     ],
 )
-def test_a_missing_brace_is_placed_where_the_indentation_lacks_it(lines, place):
+def test_a_missing_brace_is_located_by_the_indentation(lines, place):
     error = refuse("\n".join(("{", *lines, "}")))
     assert "never closed" in error.reason
     assert (error.line, error.column) == place
 
 
-def test_without_indentation_a_missing_brace_is_placed_at_the_end():
+def test_without_indentation_a_missing_brace_is_located_at_the_end():
     error = refuse('{\n"a": {\n"b": 1,\n"c": 2\n}\n')
     assert (error.line, error.column) == (6, 1)
 
 
-def test_a_missing_comma_is_no_missing_brace():
+def test_a_missing_comma_is_not_reported_as_a_missing_brace():
     error = refuse('{\n  "a": {\n    "b": 1\n    "c": 2\n  }\n}')
     assert "comma" in error.reason
     assert (error.line, error.column) == (4, 5)

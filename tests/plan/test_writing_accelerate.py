@@ -80,7 +80,7 @@ def reread(document, tmp_path):
     return DeepSpeedPlan.from_yaml(file)
 
 
-def test_reference_c_is_written_in_accelerates_own_keys(reference_c, tmp_path):
+def test_reference_c_is_written_with_accelerates_own_keys(reference_c, tmp_path):
     (tmp_path / "c.yaml").write_text(reference_c)
     plan = DeepSpeedPlan.from_yaml(tmp_path / "c.yaml")
     document = plan_document(plan, "accelerate")
@@ -89,7 +89,7 @@ def test_reference_c_is_written_in_accelerates_own_keys(reference_c, tmp_path):
     assert reread(document, tmp_path) == plan
 
 
-def test_everything_accelerates_keys_can_say_is_said_in_them(tmp_path):
+def test_settings_with_an_accelerate_key_are_written_with_it(tmp_path):
     config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -148,7 +148,7 @@ def test_everything_accelerates_keys_can_say_is_said_in_them(tmp_path):
         FULL,
     ],
 )
-def test_what_accelerates_keys_cannot_say_is_written_as_a_whole_configuration(config, tmp_path):
+def test_settings_without_an_accelerate_key_are_written_as_a_whole_configuration(config, tmp_path):
     plan, document = written(config)
     block = yaml.safe_load(document.text)["deepspeed_config"]
     assert list(block) == ["deepspeed_config_file"]
@@ -158,7 +158,7 @@ def test_what_accelerates_keys_cannot_say_is_written_as_a_whole_configuration(co
     assert reread(document, tmp_path) == plan
 
 
-def test_what_is_left_to_the_script_is_left_out_of_the_block(tmp_path):
+def test_auto_settings_of_the_script_are_left_out_of_the_block(tmp_path):
     plan, document = written(
         {**dict.fromkeys(OF_THE_SCRIPT, "auto"), "zero_optimization": {"stage": 2}}
     )
@@ -167,7 +167,7 @@ def test_what_is_left_to_the_script_is_left_out_of_the_block(tmp_path):
     assert reread(document, tmp_path) == plan
 
 
-def test_what_is_not_written_is_told_to_become_the_scripts(tmp_path, cuda):
+def test_unset_settings_are_reported_as_left_to_the_script(tmp_path, cuda):
     plan, document = written({"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5})
     (told,) = document.decisions
     assert (told.key, told.before, told.after) == ("train_batch_size", None, "auto")
@@ -176,7 +176,7 @@ def test_what_is_not_written_is_told_to_become_the_scripts(tmp_path, cuda):
     assert again.to_deepspeed() == plan.resolve(platform=cuda).to_deepspeed()
 
 
-def test_for_several_machines_the_configuration_has_nothing_their_shells_would_drop(tmp_path):
+def test_a_configuration_for_several_machines_has_no_characters_that_shells_drop(tmp_path):
     plan, document = written(FULL, {"num_machines": 2})
     text = yaml.safe_load(document.text)["deepspeed_config"]["deepspeed_config_file"]
     assert not set(" ;<>\n") & set(text)
@@ -201,7 +201,7 @@ def test_for_several_machines_the_configuration_has_nothing_their_shells_would_d
         ({}, "fp8", {}, "warning"),
     ],
 )
-def test_a_precision_beside_a_configuration_goes_into_it(
+def test_a_launcher_precision_moves_into_the_whole_configuration(
     config, precision, becomes, severity, tmp_path
 ):
     big = {"zero_optimization": {"stage": 2}, "train_batch_size": 8}
@@ -217,13 +217,13 @@ def test_a_precision_beside_a_configuration_goes_into_it(
     assert (again.text, again.decisions) == (document.text, ())
 
 
-def test_an_automatic_precision_stays_automatic_for_zerotune(tmp_path):
+def test_an_auto_precision_is_still_auto_when_zerotune_reads_the_file(tmp_path):
     _, document = written({"zero_optimization": {"stage": 2}}, {"mixed_precision": "auto"})
     assert reread(document, tmp_path).precision == "auto"
     assert [d.key for d in document.decisions] == ["launch.mixed_precision"]
 
 
-def test_what_a_trainer_says_beside_its_configuration_finds_its_place():
+def test_trainer_settings_beside_the_configuration_are_written_into_the_block():
     launch = {"gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
     batch = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
     config = {**batch, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
@@ -236,7 +236,7 @@ def test_what_a_trainer_says_beside_its_configuration_finds_its_place():
     ]
 
 
-def test_a_setting_accelerate_refuses_is_left_out_only_where_it_is_named():
+def test_a_setting_that_accelerate_refuses_is_left_out_only_if_named_in_lossy():
     plan = DeepSpeedPlan(launch=LaunchSection(extra={"brand_new": 1}))
     with pytest.raises(InvalidValueError, match="brand_new"):
         plan_document(plan, "accelerate")
@@ -245,7 +245,7 @@ def test_a_setting_accelerate_refuses_is_left_out_only_where_it_is_named():
     assert [d.severity for d in document.decisions] == ["warning"]
 
 
-def test_what_was_changed_for_accelerate_is_logged(caplog):
+def test_changes_for_accelerate_are_logged(caplog):
     config = {"train_batch_size": 31}
     plan = with_launch(DeepSpeedPlan.from_dict(config), {"mixed_precision": "fp8"})
     with pytest.raises(InvalidValueError, match="fp8"):
@@ -280,7 +280,7 @@ def launched(tmp_path_factory):
     return plans, accelerate(*files, folder / "hand.yaml")
 
 
-def test_accelerate_itself_loads_what_is_written(launched):
+def test_accelerate_loads_the_written_file(launched):
     plans, ((block, of_block), (whole, of_whole), _) = launched
     assert of_block["zero_optimization"]["stage"] == 3
     assert of_block["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
@@ -295,14 +295,14 @@ def test_accelerate_itself_loads_what_is_written(launched):
     assert seen[0].precision == "bf16"
 
 
-def test_accelerate_loses_what_is_never_written_in_its_own_keys(launched):
+def test_accelerate_would_lose_the_settings_that_are_never_written_as_keys(launched):
     _, (_, _, (sent, config)) = launched
     assert not [name for name in sent if "NVME_PATH" in name]
     assert config["zero_optimization"]["offload_param"]["nvme_path"] == "none"
     assert "gradient_clipping" not in config
 
 
-def test_a_plan_is_not_changed_by_writing_it():
+def test_writing_leaves_the_plan_unchanged():
     plan = with_launch(DeepSpeedPlan.from_dict(FULL), {"mixed_precision": "bf16"})
     before = copy.deepcopy(plan)
     plan_document(plan, "accelerate")
@@ -310,7 +310,7 @@ def test_a_plan_is_not_changed_by_writing_it():
     assert plan.launch == before.launch
 
 
-def test_what_accelerate_reads_in_a_block_only_is_told_where_it_trains_without_deepspeed():
+def test_a_block_only_setting_is_reported_when_training_without_deepspeed():
     settings = {"distributed_type": "NO", "deepspeed_hostfile": None, "deepspeed_config": {}}
     plan = DeepSpeedPlan.from_accelerate(settings)
     document = plan_document(plan, "accelerate", lossy=["deepspeed_hostfile"])

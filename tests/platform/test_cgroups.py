@@ -18,10 +18,10 @@ def v2(path, files, mount=MOUNT_V2):
 
 
 class TestMemory:
-    def test_no_control_groups(self):
+    def test_without_control_groups_there_is_no_limit(self):
         assert memory_constraint({}.get) == CgroupMemory(limit=None, available=None)
 
-    def test_max_is_no_limit(self):
+    def test_the_value_max_means_no_limit(self):
         read = v2("/a", {"/sys/fs/cgroup/a/memory.max": "max\n"})
 
         assert memory_constraint(read) == CgroupMemory(limit=None, available=None)
@@ -52,7 +52,7 @@ class TestMemory:
 
         assert memory_constraint(read).limit == 8 * MIB
 
-    def test_least_available_may_be_at_another_level_than_the_smallest_limit(self):
+    def test_the_least_available_memory_may_be_at_another_level_than_the_smallest_limit(self):
         root = "/sys/fs/cgroup"
         read = v2(
             "/slice/job",
@@ -66,7 +66,7 @@ class TestMemory:
 
         assert memory_constraint(read) == CgroupMemory(limit=50 * MIB, available=1 * MIB)
 
-    def test_usage_above_the_limit_leaves_nothing(self):
+    def test_usage_above_the_limit_leaves_nothing_available(self):
         read = v2(
             "/a",
             {"/sys/fs/cgroup/a/memory.max": "10", "/sys/fs/cgroup/a/memory.current": "20"},
@@ -79,20 +79,20 @@ class TestMemory:
 
         assert memory_constraint(read).limit == 4 * MIB
 
-    def test_a_bind_mount_of_the_containers_group(self):
+    def test_a_bind_mount_of_the_containers_group_is_read(self):
         mount = MOUNT_V2.replace(" / /sys", " /docker/abc /sys")
         read = v2("/docker/abc/task", {"/sys/fs/cgroup/task/memory.max": "5"}, mount)
 
         assert memory_constraint(read).limit == 5
 
     @pytest.mark.parametrize("path", ["/../../elsewhere", "/docker/abcdef", "/other"])
-    def test_a_group_outside_of_the_mount_falls_back_to_the_mount_point(self, path):
+    def test_a_group_outside_the_mount_falls_back_to_the_mount_point(self, path):
         mount = MOUNT_V2.replace(" / /sys", " /docker/abc /sys")
         read = v2(path, {"/sys/fs/cgroup/memory.max": "7"}, mount)
 
         assert memory_constraint(read).limit == 7
 
-    def test_a_mount_point_with_a_space(self):
+    def test_a_mount_point_with_a_space_is_read(self):
         mount = MOUNT_V2.replace("/sys/fs/cgroup", "/my\\040groups")
         read = v2("/a", {"/my groups/a/memory.max": "3"}, mount)
 
@@ -112,10 +112,10 @@ class TestCpuQuota:
             ("100000 0", None),
         ],
     )
-    def test_cores_are_quota_by_period(self, text, quota):
+    def test_the_cores_are_quota_divided_by_period(self, text, quota):
         assert cpu_quota(v2("/a", {"/sys/fs/cgroup/a/cpu.max": text})) == quota
 
-    def test_the_smallest_on_the_path_binds(self):
+    def test_the_smallest_quota_on_the_path_binds(self):
         read = v2(
             "/a/b",
             {
@@ -146,7 +146,7 @@ junk = st.text(alphabet=st.sampled_from("0123456789max:/,- .\n\\cgroup2abc"), ma
 
 
 @given(cgroup=junk, mountinfo=junk | st.just(MOUNT_V2), content=junk)
-def test_no_text_breaks_the_parsers(cgroup, mountinfo, content):
+def test_no_text_crashes_the_parsers(cgroup, mountinfo, content):
     system = {"/proc/self/cgroup": cgroup, "/proc/self/mountinfo": mountinfo}
 
     def read(path):

@@ -17,7 +17,7 @@ from zerotune.platform.detect import (
 
 
 def machine(*, nodes=1, cores=8, threads=2):
-    """A machine with ``cores`` per node, numbered like Linux on x86: all first threads first."""
+    """Return a machine with ``cores`` per node, numbered as on x86: all first threads first."""
     whole = nodes * cores
     return tuple(
         sorted(
@@ -33,14 +33,14 @@ def everyone(cpus, ranks):
     return [{cpu.number for cpu in cpus}] * ranks
 
 
-def test_siblings_of_one_core_count_once_and_one_rank_is_not_bound():
+def test_hyperthreads_count_as_one_core_and_a_single_rank_is_not_bound():
     cpus = machine()
     share = share_cores(cpus, affinities=everyone(cpus, 1), rank=0)
     assert (share.threads, share.cpus) == (8, None)
     assert share.reason == "8 physical core(s) for this rank"
 
 
-def test_two_ranks_get_a_numa_node_each_with_both_siblings():
+def test_each_of_two_ranks_gets_a_numa_node_with_its_hyperthreads():
     cpus = machine(nodes=2, cores=4)
     shares = [share_cores(cpus, affinities=everyone(cpus, 2), rank=rank) for rank in (0, 1)]
     assert [share.threads for share in shares] == [4, 4]
@@ -48,7 +48,7 @@ def test_two_ranks_get_a_numa_node_each_with_both_siblings():
     assert shares[1].cpus == (4, 5, 6, 7, 12, 13, 14, 15)
 
 
-def test_data_workers_get_at_most_half():
+def test_data_workers_get_at_most_half_of_the_cores():
     cpus = machine()
     few = share_cores(cpus, affinities=everyone(cpus, 1), rank=0, workers=2)
     many = share_cores(cpus, affinities=everyone(cpus, 1), rank=0, workers=32)
@@ -57,7 +57,7 @@ def test_data_workers_get_at_most_half():
     assert "4 reserved for 32 data worker(s)" in many.reason
 
 
-def test_a_containers_quota_is_shared_by_its_ranks_and_rounded_down():
+def test_ranks_share_a_containers_quota_rounded_down():
     cpus = machine(cores=32)
     one = share_cores(cpus, affinities=everyone(cpus, 1), rank=0, quota=6.9)
     two = share_cores(cpus, affinities=everyone(cpus, 2), rank=1, quota=6.9)
@@ -65,26 +65,26 @@ def test_a_containers_quota_is_shared_by_its_ranks_and_rounded_down():
     assert (one.threads, two.threads, none.threads) == (6, 3, 1)
 
 
-def test_a_launcher_that_gave_each_rank_cores_of_its_own_is_left_alone():
+def test_an_affinity_set_by_the_launcher_is_kept():
     cpus = machine(cores=4, threads=1)
     share = share_cores(cpus[2:], affinities=[{0, 1}, {2, 3}], rank=1)
     assert (share.threads, share.cpus) == (2, None)
 
 
-def test_more_ranks_than_cores_take_one_thread_each_unbound():
+def test_with_more_ranks_than_cores_each_gets_one_unbound_thread():
     cpus = machine(cores=2, threads=1)
     shares = [share_cores(cpus, affinities=everyone(cpus, 3), rank=rank) for rank in range(3)]
     assert [(share.threads, share.cpus) for share in shares] == [(1, None)] * 3
 
 
-def test_what_a_process_may_use_is_said_with_its_siblings_and_limit():
+def test_usable_cpus_are_described_with_hyperthreads_and_limit():
     cpus = read_cpus(lambda _: None, range(3))
     assert describe_cpus(cpus) == "3 physical core(s), 3 hardware thread(s)"
     eight = describe_cpus(machine(), quota=2.5)
     assert eight == "8 physical core(s), 16 hardware thread(s), a container's limit of 2.5 cores"
 
 
-def test_without_facts_there_is_no_share():
+def test_missing_or_mismatched_affinities_are_refused():
     with pytest.raises(InvalidValueError):
         share_cores((), affinities=[set()], rank=0)
     with pytest.raises(InvalidValueError):
@@ -98,7 +98,7 @@ def test_without_facts_there_is_no_share():
     ranks=st.integers(1, 8),
     workers=st.integers(0, 8),
 )
-def test_ranks_never_share_a_core_where_there_are_enough(nodes, cores, threads, ranks, workers):
+def test_ranks_share_no_core_if_there_are_enough(nodes, cores, threads, ranks, workers):
     cpus = machine(nodes=nodes, cores=cores, threads=threads)
     shares = [
         share_cores(cpus, affinities=everyone(cpus, ranks), rank=rank, workers=workers)
@@ -111,7 +111,7 @@ def test_ranks_never_share_a_core_where_there_are_enough(nodes, cores, threads, 
         assert sum(share.threads for share in shares) <= nodes * cores
 
 
-def test_the_kernels_files_are_read():
+def test_the_topology_is_read_from_the_kernels_files():
     files = {
         "/sys/devices/system/node/online": "0-1\n",
         "/sys/devices/system/node/node0/cpulist": "0,2\n",
@@ -133,10 +133,10 @@ def test_the_kernels_files_are_read():
 
 
 @given(st.sets(st.integers(0, 300), max_size=20))
-def test_lists_of_the_kernel_are_parsed(numbers):
+def test_cpu_lists_of_the_kernel_are_parsed(numbers):
     assert parse_list(",".join(map(str, sorted(numbers)))) == tuple(sorted(numbers))
 
 
 @given(st.text(alphabet="0123456789-, \nx", max_size=12))
-def test_no_text_breaks_the_parser(text):
+def test_no_text_crashes_the_parser(text):
     assert all(number >= 0 for number in parse_list(text[:8]))

@@ -149,12 +149,12 @@ class TestCuda:
             ((RTX_4090, T4), False, True),
         ],
     )
-    def test_precision_is_what_the_oldest_device_runs(self, devices, bf16, fp16):
+    def test_the_oldest_device_decides_the_precision(self, devices, bf16, fp16):
         found = detect(facts=cuda(*devices))
 
         assert (found.bf16, found.native_bf16, found.fp16) == (bf16, bf16, fp16)
 
-    def test_a_missing_driver_means_cpu_with_the_reason(self):
+    def test_without_a_driver_the_cpu_is_used_and_the_reason_recorded(self):
         found = detect(facts=cuda(error="Found no NVIDIA driver on your system."))
 
         missing, on_cpu = found.decisions
@@ -171,7 +171,7 @@ class TestCuda:
         assert on_cpu.severity == "note"
 
     @pytest.mark.parametrize("hidden", ["", "-1"])
-    def test_devices_hidden_on_purpose_are_only_a_note(self, hidden):
+    def test_hidden_devices_give_only_a_note(self, hidden):
         found = detect(
             facts=cuda(error="No CUDA GPUs are available"),
             environment={"CUDA_VISIBLE_DEVICES": hidden},
@@ -185,7 +185,7 @@ class TestCuda:
 class TestRocm:
     facts = TorchFacts(hip="6.4.1", cuda_devices=(MI300X,))
 
-    def test_deepspeed_is_disabled(self):
+    def test_deepspeed_is_disabled_on_rocm_by_default(self):
         found = detect(facts=self.facts)
 
         assert found.accelerator == "rocm"
@@ -198,7 +198,7 @@ class TestRocm:
         assert only_decision(found).severity == "warning"
         assert only_decision(found).after == "disabled"
 
-    def test_it_can_be_allowed(self):
+    def test_allow_rocm_enables_deepspeed(self):
         found = detect(facts=self.facts, allow_rocm=True)
 
         assert found.deepspeed.available
@@ -206,13 +206,13 @@ class TestRocm:
         assert "allow_rocm=True" in only_decision(found).reason
         assert only_decision(found).after == "cuda"
 
-    def test_allowing_it_does_not_install_deepspeed(self):
+    def test_allow_rocm_does_not_replace_a_missing_deepspeed(self):
         found = detect(facts=self.facts, allow_rocm=True, versions=without("deepspeed"))
 
         assert not found.deepspeed.available
         assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.8'"
 
-    def test_a_missing_driver_names_rocm(self):
+    def test_a_missing_driver_is_reported_as_rocm(self):
         found = detect(facts=TorchFacts(hip="6.4.1", cuda_error="no HIP device"))
 
         assert found.accelerator == "cpu"
@@ -220,7 +220,7 @@ class TestRocm:
 
 
 class TestMac:
-    def test_deepspeed_is_disabled(self):
+    def test_deepspeed_is_disabled_on_mps_by_default(self):
         found = detect(**mac())
 
         assert found.accelerator == "mps"
@@ -232,7 +232,7 @@ class TestMac:
         assert only_decision(found).severity == "warning"
 
     @pytest.mark.parametrize("version", ["0.19.8", "0.20.0", "1.0.0"])
-    def test_a_new_deepspeed_can_be_allowed(self, version):
+    def test_allow_mps_enables_a_new_deepspeed(self, version):
         found = detect(**mac(deepspeed=version), allow_mps=True)
 
         assert found.deepspeed.available
@@ -240,20 +240,20 @@ class TestMac:
         assert "allow_mps=True" in only_decision(found).reason
 
     @pytest.mark.parametrize("version", ["0.18.9", "0.19.7", "0.19.8rc1"])
-    def test_an_old_deepspeed_stays_disabled(self, version):
+    def test_allow_mps_does_not_enable_an_old_deepspeed(self, version):
         found = detect(**mac(deepspeed=version), allow_mps=True)
 
         assert not found.deepspeed.available
         assert version in found.deepspeed.reason
         assert found.deepspeed.fix == "pip install --upgrade 'deepspeed>=0.19.8'"
 
-    def test_allowing_it_names_the_release_to_install(self):
+    def test_allow_mps_names_the_release_to_install(self):
         found = detect(**mac(deepspeed=None), allow_mps=True)
 
         assert found.deepspeed.reason == "deepspeed is not installed"
         assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.8'"
 
-    def test_without_an_apple_gpu_there_is_nothing_to_allow(self):
+    def test_without_an_apple_gpu_allow_mps_has_no_effect(self):
         found = detect(**mac(mps=False), allow_mps=True)
 
         assert found.accelerator == "cpu"
@@ -261,14 +261,14 @@ class TestMac:
         assert "Apple GPU" in found.deepspeed.reason
 
     @pytest.mark.parametrize("new_enough", [True, False])
-    def test_bf16_depends_on_the_release_of_macos(self, new_enough):
+    def test_bf16_depends_on_the_macos_release(self, new_enough):
         found = detect(**mac(facts=TorchFacts(mps_device=M2, mps_bf16=new_enough)))
 
         assert (found.bf16, found.fp16) == (new_enough, True)
 
 
 class TestXpu:
-    def test_deepspeed_runs(self):
+    def test_deepspeed_runs_on_xpu(self):
         found = detect(facts=TorchFacts(xpu_devices=(ARC,)))
 
         assert found.accelerator == "xpu"
@@ -279,7 +279,7 @@ class TestXpu:
 
 
 class TestCpu:
-    def test_linux_uses_the_cpu_accelerator(self):
+    def test_without_a_gpu_deepspeed_uses_its_cpu_accelerator_on_linux(self):
         found = detect()
 
         assert found.accelerator == "cpu"
@@ -291,7 +291,7 @@ class TestCpu:
         assert only_decision(found).severity == "note"
 
     @pytest.mark.parametrize("native", [True, False])
-    def test_fp16_needs_native_arithmetic(self, native):
+    def test_fp16_on_a_cpu_requires_native_arithmetic(self, native):
         found = detect(facts=TorchFacts(cpu_fp16=native))
 
         assert (found.bf16, found.fp16) == (True, native)
@@ -311,7 +311,7 @@ class TestCpu:
 
         assert (found.bf16, found.native_bf16) == (True, native)
 
-    def test_windows_has_no_deepspeed(self):
+    def test_deepspeed_is_unavailable_on_windows(self):
         found = detect(system_name="Windows", machine_name="AMD64", facts=cuda(RTX_4090))
 
         assert found.accelerator == "cuda"
@@ -321,7 +321,7 @@ class TestCpu:
 
 
 class TestMissingPackages:
-    def test_no_deepspeed(self):
+    def test_a_missing_deepspeed_is_reported_with_the_install_command(self):
         found = detect(facts=cuda(RTX_4090), versions=without("deepspeed", "diffusers"))
 
         assert set(found.versions) == {"python", "torch", "accelerate"}
@@ -329,18 +329,18 @@ class TestMissingPackages:
         assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.8'"
         assert found.deepspeed.fix in only_decision(found).reason
 
-    def test_old_deepspeed(self):
+    def test_an_old_deepspeed_is_reported_with_the_release_to_install(self):
         found = detect(versions={**INSTALLED, "deepspeed": "0.16.0"})
 
         assert "0.16.0 is older than" in found.deepspeed.reason
         assert "0.19.8" in found.deepspeed.fix
 
-    def test_a_version_that_cannot_be_read_is_not_refused(self):
+    def test_an_unreadable_version_is_not_refused(self):
         found = detect(versions={**INSTALLED, "deepspeed": "my-branch"})
 
         assert found.deepspeed.available
 
-    def test_no_torch(self):
+    def test_a_missing_torch_is_reported_with_the_install_command(self):
         found = detect(facts=None, versions=without("torch"))
 
         assert found.accelerator == "cpu"
@@ -348,7 +348,7 @@ class TestMissingPackages:
         assert found.deepspeed.reason == "torch is not installed"
         assert found.deepspeed.fix == "pip install torch"
 
-    def test_broken_torch(self):
+    def test_a_torch_that_fails_to_import_is_reported_with_its_error(self):
         found = detect(facts=TorchFacts(import_error="libcudart.so.12: cannot open"))
 
         assert found.torch_build is None
@@ -356,12 +356,12 @@ class TestMissingPackages:
 
 
 class TestEnvironment:
-    def test_an_agreeing_variable_changes_nothing(self):
+    def test_a_matching_variable_changes_nothing(self):
         plain = detect(facts=cuda(RTX_4090))
 
         assert detect(facts=cuda(RTX_4090), environment={"DS_ACCELERATOR": "cuda"}) == plain
 
-    def test_rocm_goes_by_the_name_of_cuda(self):
+    def test_rocm_uses_the_accelerator_name_cuda(self):
         found = detect(
             facts=TestRocm.facts, allow_rocm=True, environment={"DS_ACCELERATOR": "cuda"}
         )
@@ -369,7 +369,7 @@ class TestEnvironment:
         assert found.accelerator == "rocm"
         assert found.deepspeed.available
 
-    def test_cpu_on_a_gpu_machine_is_respected_with_a_warning(self):
+    def test_the_variable_cpu_on_a_gpu_machine_is_respected_with_a_warning(self):
         found = detect(facts=cuda(RTX_4090), environment={"DS_ACCELERATOR": "cpu"})
 
         overridden = found.decisions[0]
@@ -381,7 +381,7 @@ class TestEnvironment:
         assert overridden.severity == "warning"
         assert RTX_4090.name in overridden.reason
 
-    def test_another_device_of_the_machine_can_be_chosen(self):
+    def test_the_variable_can_select_another_device_of_the_machine(self):
         found = detect(
             facts=TorchFacts(cuda="12.8", cuda_devices=(RTX_4090,), xpu_devices=(ARC,)),
             environment={"DS_ACCELERATOR": "xpu"},
@@ -392,7 +392,7 @@ class TestEnvironment:
         assert found.deepspeed.accelerator == "xpu"
 
     @pytest.mark.parametrize("requested", ["cuda", "xpu", "mps", "npu"])
-    def test_a_device_the_machine_lacks_disables_deepspeed(self, requested):
+    def test_a_device_that_the_machine_lacks_disables_deepspeed(self, requested):
         found = detect(environment={"DS_ACCELERATOR": requested})
 
         assert found.accelerator == "cpu"
@@ -402,7 +402,7 @@ class TestEnvironment:
         assert only_decision(found).severity == "warning"
 
     @pytest.mark.parametrize("requested", ["", "CPU", "gpu"])
-    def test_a_name_deepspeed_refuses_disables_it(self, requested):
+    def test_a_name_that_deepspeed_refuses_disables_it(self, requested):
         found = detect(environment={"DS_ACCELERATOR": requested})
 
         assert not found.deepspeed.available
@@ -410,14 +410,14 @@ class TestEnvironment:
 
 
 class TestMemoryAndCores:
-    def test_no_container(self):
+    def test_without_a_container_the_whole_machine_is_usable(self):
         found = detect()
 
         assert found.host_memory == HostMemory(total=128 * GIB, available=100 * GIB)
         assert found.host_memory.limit == 128 * GIB
         assert found.usable_cores == 32
 
-    def test_unlimited_cgroup_v2(self):
+    def test_an_unlimited_cgroup_v2_gives_no_limit(self):
         found = detect(
             files={
                 **V2_FILES,
@@ -430,7 +430,7 @@ class TestMemoryAndCores:
         assert found.host_memory.available == 100 * GIB
         assert found.usable_cores == 32
 
-    def test_limited_cgroup_v2(self):
+    def test_a_limited_cgroup_v2_gives_its_limits(self):
         found = detect(
             files={
                 **V2_FILES,
@@ -446,20 +446,20 @@ class TestMemoryAndCores:
         assert found.host_memory.available == 12 * GIB
         assert found.usable_cores == 2
 
-    def test_a_limit_above_the_ram_does_not_create_memory(self):
+    def test_a_cgroup_limit_above_the_ram_has_no_effect(self):
         found = detect(files={**V2_FILES, "/sys/fs/cgroup/job/memory.max": str(900 * GIB)})
 
         assert found.host_memory.limit == 128 * GIB
         assert found.host_memory.available == 100 * GIB
 
-    def test_affinity_and_a_quota_below_one_core(self):
+    def test_affinity_and_quota_leave_at_least_one_usable_core(self):
         few = Cores(physical=16, logical=32, affinity=4)
         quota = {**V2_FILES, "/sys/fs/cgroup/job/cpu.max": "50000 100000\n"}
 
         assert detect(core_counts=few).usable_cores == 4
         assert detect(core_counts=few, files=quota).usable_cores == 1
 
-    def test_memlock(self):
+    def test_the_memlock_limit_is_detected(self):
         assert detect(locked_memory=8 * 1024**2).memlock_limit == 8 * 1024**2
         assert detect(locked_memory=None).memlock_limit is None
 
@@ -473,7 +473,7 @@ class TestMemoryAndCores:
             ("not a number", 65536),
         ],
     )
-    def test_memlock_does_not_bind_a_privileged_process(self, capabilities, limit):
+    def test_memlock_does_not_limit_a_privileged_process(self, capabilities, limit):
         status = f"Name:\tpython\nCapInh:\t0\nCapEff:\t{capabilities}\n"
         files = {"/proc/self/status": status, "/proc/self/uid_map": f"{0:10} {0:10} 4294967295\n"}
 
@@ -481,7 +481,7 @@ class TestMemoryAndCores:
 
         assert found.memlock_limit == limit
 
-    def test_memlock_binds_root_of_a_rootless_container(self):
+    def test_memlock_limits_root_of_a_rootless_container(self):
         files = {
             "/proc/self/status": "CapEff:\t000001ffffffffff\n",
             "/proc/self/uid_map": "0 1000 1\n1 100000 65536\n",
@@ -496,7 +496,7 @@ class TestLogging:
         monkeypatch.setattr(decisions, "_announced", set())
         monkeypatch.delenv("RANK", raising=False)
 
-    def test_the_reason_is_logged_once(self, caplog):
+    def test_the_reason_for_disabling_deepspeed_is_logged_once(self, caplog):
         probe = FakeProbe(**mac())
         with caplog.at_level(logging.INFO, logger="zerotune"):
             detect_platform(probe=probe)
@@ -506,7 +506,7 @@ class TestLogging:
         assert record.levelname == "WARNING"
         assert "macOS" in record.getMessage()
 
-    def test_logging_can_be_left_to_the_caller(self, caplog):
+    def test_detect_can_leave_logging_to_its_caller(self, caplog):
         with caplog.at_level(logging.INFO, logger="zerotune"):
             detect_platform(probe=FakeProbe(**mac()), log=False)
 
@@ -514,7 +514,7 @@ class TestLogging:
 
 
 class TestSynthetic:
-    def test_cpu_by_default(self):
+    def test_a_synthetic_platform_has_a_cpu_by_default(self):
         made = Platform.synthetic()
 
         assert (made.accelerator, made.devices, made.vram) == ("cpu", (), None)
@@ -532,7 +532,7 @@ class TestSynthetic:
             ("mps", "Darwin", "mps"),
         ],
     )
-    def test_devices(self, accelerator, system, name):
+    def test_a_synthetic_platform_has_the_given_devices(self, accelerator, system, name):
         made = Platform.synthetic(accelerator, device_count=2, vram=8 * GIB)
 
         assert made.system == system
@@ -543,13 +543,13 @@ class TestSynthetic:
         assert not Platform.synthetic(accelerator, bf16=False).native_bf16
         assert made.deepspeed.accelerator == name
 
-    def test_memory(self):
+    def test_a_synthetic_cgroup_limit_bounds_the_memory(self):
         made = Platform.synthetic(ram=64 * GIB, available_ram=40 * GIB, cgroup_limit=32 * GIB)
 
         assert made.host_memory.limit == 32 * GIB
         assert made.host_memory.available == 32 * GIB
 
-    def test_without_deepspeed(self):
+    def test_a_synthetic_platform_can_lack_deepspeed(self):
         made = Platform.synthetic("cuda", deepspeed=False)
         own = DeepSpeedSupport(available=False, reason="told so")
 
@@ -557,11 +557,11 @@ class TestSynthetic:
         assert Platform.synthetic(deepspeed=own).deepspeed is own
 
     @pytest.mark.parametrize("accelerator", ["gpu", "CUDA", ""])
-    def test_unknown_accelerator(self, accelerator):
+    def test_an_unknown_accelerator_is_refused(self, accelerator):
         with pytest.raises(InvalidValueError, match="use one of cuda, rocm, mps, xpu, cpu"):
             Platform.synthetic(accelerator)
 
-    def test_it_is_a_value(self):
+    def test_a_platform_is_a_hashable_immutable_value(self):
         made = Platform.synthetic("cuda", versions={"torch": "2.9.0"})
 
         assert pickle.loads(pickle.dumps(made)) == made
@@ -576,7 +576,7 @@ def found():
 
 
 class TestThisMachine:
-    def test_matches_the_operating_system(self, found):
+    def test_the_detected_system_matches_the_operating_system(self, found):
         assert found.system == standard_platform.system()
         assert found.versions["python"] == standard_platform.python_version()
         assert found.host_memory.total == psutil.virtual_memory().total
@@ -584,7 +584,7 @@ class TestThisMachine:
         assert 1 <= found.usable_cores <= found.logical_cores == os.cpu_count()
         assert 1 <= found.physical_cores <= found.logical_cores
 
-    def test_matches_the_installed_packages(self, found):
+    def test_detected_versions_match_the_installed_packages(self, found):
         import torch
 
         assert found.versions["torch"] == importlib.metadata.version("torch")
@@ -596,20 +596,20 @@ class TestThisMachine:
             assert found.accelerator not in {"cuda", "rocm"}
 
     @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-    def test_memory_agrees_with_the_kernel(self, found):
+    def test_detected_memory_agrees_with_the_kernel(self, found):
         first = Path("/proc/meminfo").read_text(encoding="ascii").split()[:2]
 
         assert first[0] == "MemTotal:"
         assert found.host_memory.total == int(first[1]) * 1024
 
-    def test_values_survive_json(self, found):
+    def test_a_platform_can_be_serialised_to_json(self, found):
         read = json.loads(json.dumps(attrs.asdict(found)))
 
         assert read["host_memory"]["total"] == found.host_memory.total
         assert read["deepspeed"]["reason"] == found.deepspeed.reason
 
 
-def test_importing_loads_nothing_heavy():
+def test_importing_the_module_loads_no_heavy_package():
     script = (
         "import sys, zerotune.platform as p; p.Platform.synthetic('cuda');"
         "print([m for m in ('torch', 'deepspeed', 'numpy', 'psutil', 'packaging', 'rich') "

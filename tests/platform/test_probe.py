@@ -79,23 +79,23 @@ def test_rocm_devices_have_no_compute_capability(monkeypatch):
     assert found.cuda_devices == (Device(name="MI300X", total_memory=30, capability=None),)
 
 
-def test_the_drivers_complaint_is_kept_and_its_warning_is_not_raised(monkeypatch):
+def test_the_drivers_error_is_kept_and_its_warning_is_suppressed(monkeypatch):
     found = facts(monkeypatch, cuda="12.8", problem="driver too old (found version 11040).\nMore.")
 
     assert found.cuda_devices == ()
     assert found.cuda_error == "driver too old (found version 11040)."
 
 
-def test_a_silent_driver_without_devices(monkeypatch):
+def test_a_driver_without_devices_gives_an_error_text(monkeypatch):
     assert facts(monkeypatch, cuda="12.8").cuda_error == "the driver reports no device"
 
 
-def test_a_fork_after_cuda_was_used_is_an_error_and_no_cpu(monkeypatch):
+def test_a_fork_after_cuda_was_used_raises_instead_of_using_the_cpu(monkeypatch):
     with pytest.raises(PlatformError, match=r"parent process used CUDA.*'spawn'"):
         facts(monkeypatch, cuda="12.8", bad_fork=True, problem="Cannot re-initialize CUDA")
 
 
-def test_a_build_for_the_cpu_has_no_cuda_error(monkeypatch):
+def test_a_cpu_build_has_no_cuda_error(monkeypatch):
     found = facts(monkeypatch, fp16=True)
 
     assert (found.cuda, found.cuda_error, found.cpu_fp16) == (None, None, True)
@@ -110,7 +110,7 @@ def test_xpu_and_mps_devices_are_read(monkeypatch):
     assert found.mps_bf16
 
 
-def test_a_torch_that_does_not_import(monkeypatch):
+def test_an_import_error_of_torch_is_recorded(monkeypatch):
     # None makes the import raise, as a broken shared library would.
     monkeypatch.setitem(sys.modules, "torch", None)
 
@@ -119,7 +119,7 @@ def test_a_torch_that_does_not_import(monkeypatch):
     assert "torch" in found.import_error
 
 
-def test_a_torch_that_is_not_installed(monkeypatch):
+def test_a_missing_torch_gives_no_facts(monkeypatch):
     monkeypatch.setattr(MachineProbe, "version", lambda _self, _name: None)
 
     assert MachineProbe().torch() is None
@@ -130,7 +130,7 @@ def test_a_package_that_is_not_installed_has_no_version():
     assert MachineProbe().version("there-is-no-such-distribution") is None
 
 
-def test_files_that_cannot_be_read_are_none(tmp_path):
+def test_unreadable_files_give_none(tmp_path):
     (tmp_path / "text").write_bytes(b"caf\xc3\xa9 \xff")
 
     assert MachineProbe().read_text(str(tmp_path / "text")) == "caf\u00e9 \ufffd"
@@ -138,7 +138,7 @@ def test_files_that_cannot_be_read_are_none(tmp_path):
     assert MachineProbe().read_text(str(tmp_path)) is None
 
 
-def test_memlock_is_the_soft_limit(monkeypatch):
+def test_the_probe_reads_the_soft_memlock_limit(monkeypatch):
     resource = pytest.importorskip("resource")
     limits = {resource.RLIMIT_MEMLOCK: (4096, 8192)}
     monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)

@@ -65,7 +65,7 @@ class FakeMachine:
         ("", None),
     ],
 )
-def test_versions_are_read_from_real_outputs(output, version):
+def test_versions_are_parsed_from_real_outputs(output, version):
     assert parse_version(output) == version
 
 
@@ -95,7 +95,7 @@ def test_all_tools_of_a_complete_machine_are_found():
     assert found.libaio.usable
 
 
-def test_looking_for_compilers_compiles_nothing():
+def test_detecting_compilers_compiles_nothing():
     class Idle(FakeMachine):
         def run(self, command, source=""):
             assert command[-1] == "--version"
@@ -108,14 +108,14 @@ def test_looking_for_compilers_compiles_nothing():
     assert detect_compilers(machine) == whole
 
 
-def test_cxx_names_the_compiler():
+def test_the_variable_cxx_selects_the_compiler():
     machine = FakeMachine(programs={"g++-13": "g++-13 (GCC) 13.1.0"}, environment={"CXX": "g++-13"})
 
     assert detect_toolchain(machine).cxx.version == "13.1.0"
 
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
-def test_the_environment_names_the_cuda_toolkit(variable):
+def test_the_environment_selects_the_cuda_toolkit(variable):
     machine = FakeMachine(
         programs={"nvcc": "", "/opt/cuda/bin/nvcc": "release 12.4, V12.4.131"},
         environment={variable: "/opt/cuda"},
@@ -127,7 +127,7 @@ def test_the_environment_names_the_cuda_toolkit(variable):
     assert (found.nvcc.path, found.nvcc.version) == ("/opt/cuda/bin/nvcc", "12.4")
 
 
-def test_a_cuda_folder_without_a_compiler_has_no_nvcc():
+def test_in_a_cuda_folder_without_a_compiler_no_nvcc_is_found():
     found = detect_toolchain(FakeMachine(files=("/usr/local/cuda",)))
 
     assert found.cuda_home == "/usr/local/cuda"
@@ -135,7 +135,7 @@ def test_a_cuda_folder_without_a_compiler_has_no_nvcc():
 
 
 @pytest.mark.parametrize(("header", "library"), [(True, False), (False, True), (False, False)])
-def test_each_half_of_libaio_is_told_apart(header, library):
+def test_a_missing_libaio_header_and_a_missing_library_are_distinguished(header, library):
     machine = FakeMachine(programs={"c++": GCC}, has_header=header, has_library=library)
 
     found = detect_toolchain(machine).libaio
@@ -146,28 +146,28 @@ def test_each_half_of_libaio_is_told_apart(header, library):
 
 @needs_compiler
 class TestRealCompiler:
-    def test_version_agrees_with_what_the_compiler_says_in_short(self):
+    def test_the_version_equals_the_compilers_own_short_output(self):
         short = subprocess.run(
             ["c++", "-dumpfullversion", "-dumpversion"], capture_output=True, text=True, check=True
         )
 
         assert detect_toolchain().cxx.version == short.stdout.strip()
 
-    def test_a_header_that_cannot_be_found(self):
+    def test_a_missing_header_is_reported(self):
         class WithoutIncludes(LocalMachine):
             def environ(self):
                 return {"CFLAGS": "-nostdinc"}
 
         assert detect_toolchain(WithoutIncludes()).libaio.header is False
 
-    def test_a_library_that_cannot_be_linked(self):
+    def test_a_library_that_does_not_link_is_reported(self):
         class WithoutLibraries(LocalMachine):
             def environ(self):
                 return {"LDFLAGS": "-lthere_is_no_such_library"}
 
         assert detect_toolchain(WithoutLibraries()).libaio.library is False
 
-    def test_nothing_is_left_behind(self, tmp_path, monkeypatch):
+    def test_the_check_leaves_no_files_behind(self, tmp_path, monkeypatch):
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         monkeypatch.chdir(tmp_path)
 
@@ -175,7 +175,7 @@ class TestRealCompiler:
 
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_compiler_that_does_not_run(self, tmp_path):
+    def test_a_compiler_that_does_not_run_is_reported(self, tmp_path):
         broken = tmp_path / "broken-c++"
         broken.write_text("#!/bin/sh\nexit 3\n")
         broken.chmod(0o755)
@@ -191,7 +191,7 @@ class TestRealCompiler:
         assert not found.libaio.usable
 
 
-def test_a_ninja_beside_python_that_is_not_on_the_path(monkeypatch, tmp_path):
+def test_a_ninja_beside_python_but_off_the_path_is_found(monkeypatch, tmp_path):
     (tmp_path / "ninja").touch()
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
 

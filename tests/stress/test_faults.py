@@ -31,7 +31,7 @@ def fails(error):
     raise error
 
 
-def test_what_was_found_is_counted_by_kind_and_named_so_that_it_can_be_repeated(capsys):
+def test_findings_are_counted_by_kind_and_named_so_that_they_can_be_repeated(capsys):
     made = {
         "good": lambda: 3.5,
         "lost": lambda: fails(Found("lost", "a step")),
@@ -53,7 +53,7 @@ def test_what_was_found_is_counted_by_kind_and_named_so_that_it_can_be_repeated(
     assert "not here: no disk" in table(rows.values())
 
 
-def test_an_injection_is_fixed_by_seed_class_and_number():
+def test_an_injection_is_determined_by_seed_class_and_number():
     def drawn(seed, **options):
         numbers = []
         campaign({"one": lambda: Faults(lambda: None, numbers)}, seed=seed, minutes=1, **options)
@@ -65,7 +65,7 @@ def test_an_injection_is_fixed_by_seed_class_and_number():
     assert drawn(5, times=3) != several
 
 
-def test_time_is_shared_and_a_class_without_any_says_so(monkeypatch):
+def test_classes_share_the_time_and_one_without_any_is_reported(monkeypatch):
     clock = [0.0]
     now = SimpleNamespace(monotonic=lambda: clock[0])
     monkeypatch.setattr("stress.faults.campaign.time", now)
@@ -84,7 +84,7 @@ def test_time_is_shared_and_a_class_without_any_says_so(monkeypatch):
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("name", list(CLASSES))
-def test_every_class_injects_and_nothing_is_found(name, capsys):
+def test_every_class_of_faults_injects_without_findings(name, capsys):
     often = {"cache bits": 5, "lease records": 8, "damaged checkpoints": 5, "disks": 5, "NaN": 2}
     (row,) = campaign({name: CLASSES[name]}, seed=15, minutes=10, times=often.get(name, 1))
     if row.why_not:
@@ -98,7 +98,7 @@ def test_every_class_injects_and_nothing_is_found(name, capsys):
 @pytest.mark.parametrize(
     "what", ["kill", *(pytest.param(what, marks=pytest.mark.nightly) for what in ENDING[1:])]
 )
-def test_a_rank_lost_under_an_agent_of_its_own_is_named(what, lost, world_size, tmp_path):
+def test_a_rank_lost_under_a_separate_launch_agent_is_named(what, lost, world_size, tmp_path):
     fault = Fault(
         what=what,
         lost=lost,

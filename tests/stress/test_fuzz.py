@@ -30,24 +30,24 @@ def attack(tmp_path_factory):
     return found
 
 
-def test_there_is_a_corpus():
+def test_the_corpus_is_not_empty():
     assert len(CASES) >= 5
 
 
 @pytest.mark.parametrize("file", CASES, ids=lambda file: file.stem)
-def test_past_failures_stay_fixed(file, attack):
+def test_no_case_of_the_corpus_fails_again(file, attack):
     kept = json.loads(file.read_text())
     assert attack(Case.from_json(kept), kept["operation"]) == []
 
 
-def test_new_cases_find_nothing(attack):
+def test_new_cases_find_no_failure(attack):
     for number in range(40):
         case = make_case(16, number)
         if len(case.text) < 10**6:
             assert attack(case) == [], number
 
 
-def test_cases_are_the_same_every_time_and_can_be_kept():
+def test_cases_are_reproducible_and_can_be_saved():
     for number in range(100):
         case = make_case(3, number)
         assert case == make_case(3, number)
@@ -55,7 +55,7 @@ def test_cases_are_the_same_every_time_and_can_be_kept():
     assert len(WAYS) == 7
 
 
-def test_a_foreign_exception_is_found_shortened_and_kept(attack, tmp_path, monkeypatch, capsys):
+def test_a_foreign_exception_is_found_minimised_and_saved(attack, tmp_path, monkeypatch, capsys):
     def broken(plan, **_):
         if plan.steps_per_print == 7:
             raise KeyError("seven")
@@ -73,7 +73,7 @@ def test_a_foreign_exception_is_found_shortened_and_kept(attack, tmp_path, monke
     assert "case 0: check" in capsys.readouterr().out
 
 
-def test_time_is_the_processors(attack, monkeypatch):
+def test_time_limits_count_processor_time(attack, monkeypatch):
     monkeypatch.setattr(DeepSpeedPlan, "check", lambda *_, **__: time.sleep(0.5))
     monkeypatch.setattr(attack, "_longest", 0.4)
     checks = [each for each in attack(Case(text="{}", seed="x")) if each.operation == "check"]
@@ -90,13 +90,13 @@ def test_time_is_the_processors(attack, monkeypatch):
 
 
 @LINUX
-def test_memory_is_what_an_operation_takes(attack, monkeypatch):
+def test_memory_beyond_the_limit_is_a_failure(attack, monkeypatch):
     monkeypatch.setattr(DeepSpeedPlan, "check", lambda *_, **__: bytearray(b"x" * (MOST + 2**22)))
     (failure,) = [one for one in attack(Case(text="{}", seed="x")) if one.operation == "check"]
     assert failure.what.startswith("memory: ")
 
 
-def test_what_never_ends_is_stopped(attack, monkeypatch):
+def test_an_endless_operation_is_stopped(attack, monkeypatch):
     def endless(*_, **__):
         while True:
             pass

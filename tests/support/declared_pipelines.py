@@ -224,7 +224,7 @@ def _wan(folder: Path, **settings: Any) -> Path:
 
 
 def wan_i2v(folder: Path) -> Path:
-    """Like Wan 2.1, which also encodes the image with CLIP."""
+    """Write a pipeline like Wan 2.1, which also encodes the image with CLIP."""
     torch.manual_seed(5)
     seeing = CLIPVisionModel(
         CLIPVisionConfig(
@@ -242,7 +242,7 @@ def wan_i2v(folder: Path) -> Path:
 
 
 def wan22_i2v(folder: Path) -> Path:
-    """Like Wan 2.2 A14B: two experts, and no CLIP."""
+    """Write a pipeline like Wan 2.2 A14B, with two experts and without CLIP."""
     pipeline = diffusers.WanImageToVideoPipeline(
         **_wan_parts(), transformer=_wan_transformer(4, in_channels=10), boundary_ratio=0.9,
         transformer_2=_wan_transformer(5, in_channels=10),
@@ -251,7 +251,7 @@ def wan22_i2v(folder: Path) -> Path:
 
 
 def wan22_ti2v(folder: Path) -> Path:
-    """Like Wan 2.2's small model, which takes texts with and without an image."""
+    """Write a pipeline like Wan 2.2's small model, which takes texts with and without an image."""
     return _wan(folder, expand_timesteps=True)
 
 
@@ -413,7 +413,7 @@ def _llava(tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGeneration:
 
 
 def hunyuan_video_i2v(folder: Path, kind: str = "token_replace") -> Path:
-    """The image replaces the first latent frame, or is concatenated in separate channels."""
+    """Write a pipeline whose image replaces the first latent frame or is added as channels."""
     replaces = kind == "token_replace"
     tokenizer = _llava_tokenizer()
     transformer = _hunyuan_transformer(
@@ -587,7 +587,7 @@ def qwen_image_edit_plus(folder: Path) -> Path:
 
 
 def cogview4(folder: Path) -> Path:
-    """Its pipeline pads texts to the longest of the batch, on the left and without a mask."""
+    """Write CogView4, which pads texts to the batch's longest, on the left and without a mask."""
     torch.manual_seed(1)
     config = GlmConfig(
         vocab_size=260, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2,
@@ -615,7 +615,7 @@ def cogview4(folder: Path) -> Path:
 
 
 def ovis_image(folder: Path) -> Path:
-    """A pipeline without a built-in family; docs/families.md declares one."""
+    """Write a pipeline without a built-in family; docs/families.md declares one."""
     torch.manual_seed(4)
     transformer = diffusers.OvisImageTransformer2DModel(
         in_channels=16, out_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
@@ -651,4 +651,4 @@ MAKERS = {
     "flux-kontext": flux_kontext,
 }
 EXPERTS = {"wan22-low": wan22}
-"""Pipelines of which not the default model is trained, but another that the test names."""
+"""Pipelines whose tests train a named model instead of the default one."""

@@ -32,13 +32,13 @@ class Hub:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Files of the latest commit."""
+        """Return the files of the latest commit."""
         shown = self.commits[-1] if self.commits else {}
         return {path: self.blobs[oid] for path, oid in shown.items()}
 
     @property
     def head(self) -> str:
-        """Id of the latest commit."""
+        """Return the id of the latest commit."""
         return f"{len(self.commits):040x}"
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:

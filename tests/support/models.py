@@ -8,7 +8,7 @@ import torch
 
 
 def tiny_unet(seed: int = 0, channels: tuple[int, int] = (8, 16)) -> Any:
-    """A diffusers U-Net: convolutions, norms, attention, classes; 50,000 parameters by default."""
+    """Return a diffusers U-Net with attention and classes; 50,000 parameters by default."""
     from diffusers import UNet2DModel
 
     torch.manual_seed(seed)

@@ -39,7 +39,7 @@ class Backwards(PipelineFamily):
 
 
 def written(folder: Path) -> Path:
-    """Write such a pipeline with random weights, and return its folder."""
+    """Write a ``BackwardsPipeline`` with random weights, and return its folder."""
     known = OvisImagePipeline.from_pretrained(ovis_image(folder / "known"))
     model = ReversedTransformer.from_config(known.transformer.config)
     model.load_state_dict(known.transformer.state_dict())

@@ -40,7 +40,7 @@ SIDE = 8
 
 
 def clip_tokenizer(folder: Path) -> CLIPTokenizer:
-    """Return a tokenizer of single letters with CLIP's class and files."""
+    """Return a tokenizer of single characters with CLIP's class and files."""
     folder.mkdir(parents=True, exist_ok=True)
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]

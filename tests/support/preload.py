@@ -69,7 +69,7 @@ if on_cpu:
 with contextlib.suppress(ImportError):
     import sklearn.datasets
 
-    # Tests load it at every step, and the file is compressed text.
+    # Tests load these data at every step, and the file is compressed text.
     sklearn.datasets.load_digits = functools.cache(sklearn.datasets.load_digits)
     sklearn.datasets.load_digits()
 

@@ -40,7 +40,7 @@ def settled(request: dict[str, Any], folder: Path) -> Any:
         torch.nn.Tanh(),
         torch.nn.Linear(1024, 1),
     )
-    # No warm-up: the first step must already learn.
+    # Without warm-up the first step already learns.
     constant = {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-4, "warmup_num_steps": 1}
     plan = DeepSpeedPlan.build(
         optimizer={"type": "AdamW", "params": {"lr": 1e-4}},
@@ -63,7 +63,7 @@ def start_engine(request: dict[str, Any], folder: str) -> Started:
 
 
 def start_raw(requests: list[dict[str, Any]], folder: str) -> list[Started]:
-    """Start one after the other through ``deepspeed.initialize`` with rendered plans."""
+    """Start each rendered plan through ``deepspeed.initialize``, one after the other."""
     import deepspeed
 
     found = []

@@ -20,7 +20,7 @@ def page() -> str:
     return (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
-def test_the_picture_of_layers_is_the_contract_of_imports():
+def test_the_layer_diagram_equals_the_import_contract():
     from tools.architecture import layers
 
     picture = re.search(r"```text\n(.*?)```", page(), re.DOTALL).group(1)
@@ -30,21 +30,21 @@ def test_the_picture_of_layers_is_the_contract_of_imports():
     assert [name for line in drawn for name in line] == contract
 
 
-def test_the_arrows_inside_the_plan_are_the_contract_of_imports():
+def test_the_arrows_inside_plan_equal_the_import_contract():
     from tools.architecture import arrows, block
 
     assert block(page(), "arrows") == arrows(), AGAIN
 
 
 @pytest.mark.deepspeed
-def test_the_figures_are_those_of_the_code():
+def test_the_figures_on_the_page_equal_those_of_the_code():
     from tools.architecture import block, figures, planning, training
 
     (journeys,) = run_ranks(training)
     assert block(page(), "figures") == figures({**planning(), **journeys}), AGAIN
 
 
-def test_every_file_that_is_named_exists():
+def test_every_file_named_on_the_page_exists():
     named = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md)|(?:[\w.-]+/){2,})`", page()))
     assert len(named) > 30
     places = (ROOT, ROOT / "src" / "zerotune")
@@ -52,7 +52,7 @@ def test_every_file_that_is_named_exists():
     assert not missing
 
 
-def test_every_room_of_the_package_stands_in_the_table():
+def test_the_table_lists_every_subpackage():
     rooms = {
         path.parent.name
         for path in (ROOT / "src" / "zerotune").glob("*/__init__.py")

@@ -24,7 +24,7 @@ def wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] = ())
     return path
 
 
-def test_what_the_other_machine_lacks_is_carried_and_what_it_needs(tmp_path: Path) -> None:
+def test_missing_packages_are_carried_with_their_requirements(tmp_path: Path) -> None:
     needs = {
         "first": ("torch>=2", "second (>1)", 'third; extra == "x"', 'old; python_version < "3.9"'),
         "second": ("fourth; sys_platform == 'linux'",),
@@ -44,7 +44,7 @@ def test_what_the_other_machine_lacks_is_carried_and_what_it_needs(tmp_path: Pat
     assert carry.check_size(tmp_path) > 0
 
 
-def test_what_the_other_machine_has_too_old_is_carried_anew_but_torch(tmp_path: Path) -> None:
+def test_outdated_packages_are_carried_except_torch(tmp_path: Path) -> None:
     needs = {"first": ("torch>=9", "old>2", "new>2", "unknown>2"), "old": ()}
 
     def fetch(requirement: str, into: Path) -> Path:
@@ -70,13 +70,13 @@ def test_too_many_wheels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "Package    Version\n---------- -------\ntorch      2.11.0\nattrs      26.1\n",
     ],
 )
-def test_what_a_machine_has_is_read_in_either_form(tmp_path: Path, text: str) -> None:
+def test_both_forms_of_package_lists_are_read(tmp_path: Path, text: str) -> None:
     path = tmp_path / "list"
     path.write_text(text)
     assert carry.read_list(path) == {"torch": "2.11.0", "attrs": "26.1"}
 
 
-def test_names_alone_are_a_list_too_and_without_torch_nothing_is(tmp_path: Path) -> None:
+def test_a_list_of_bare_names_is_read_and_one_without_torch_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "list"
     path.write_text("Packages: attrs, py-cpuinfo, ruamel.yaml, torch, typing_extensions.\n")
     found = carry.read_list(path)
@@ -87,7 +87,7 @@ def test_names_alone_are_a_list_too_and_without_torch_nothing_is(tmp_path: Path)
         carry.read_list(path)
 
 
-def test_carried_packages_and_the_checkout_are_on_the_path_where_they_are_not_installed(
+def test_carried_packages_and_the_checkout_are_on_the_path_unless_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wheel(tmp_path, "one", "1")
@@ -105,7 +105,7 @@ def test_carried_packages_and_the_checkout_are_on_the_path_where_they_are_not_in
     assert carry.paths() == [str(tmp_path / "site")]
 
 
-def test_wheels_are_unpacked_without_pip_and_once(tmp_path: Path) -> None:
+def test_wheels_are_unpacked_once_and_without_pip(tmp_path: Path) -> None:
     wheel(tmp_path, "one", "1")
     site = carry.unpack(tmp_path, tmp_path / "site")
     assert (site / "one" / "__init__.py").exists()

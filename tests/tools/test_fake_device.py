@@ -52,7 +52,9 @@ def device(family: str) -> FakeDevice:
 
 
 @pytest.mark.parametrize(("family", "side", "batch", "keeping"), DIAGONAL)
-def test_the_memory_model_is_near_every_pass(family: str, side: int, batch: int, keeping: Any):
+def test_the_memory_model_is_close_to_every_measured_pass(
+    family: str, side: int, batch: int, keeping: Any
+):
     frames = 17 if family in FRAMES else None
     taken = device(family).step(
         batch=batch, height=side, width=side, keeping=keeping, frames=frames
@@ -70,7 +72,7 @@ def test_the_memory_model_is_near_every_pass(family: str, side: int, batch: int,
 
 
 @pytest.mark.parametrize("keeping", KINDS)
-def test_all_memory_of_a_pass_is_given_back(keeping: Any):
+def test_a_pass_frees_all_its_memory(keeping: Any):
     taken = FakeDevice(TINY).step(batch=2, height=64, width=64, keeping=keeping)
     assert taken.peak > 100_000
     assert sum(event.nbytes for event in taken.events) == 0, "all was given back"
@@ -80,12 +82,12 @@ def test_all_memory_of_a_pass_is_given_back(keeping: Any):
     assert taken.reserved() >= taken.peak
 
 
-def test_attention_and_norms_keep_what_cuda_operators_keep():
+def test_attention_and_norms_save_the_tensors_of_cuda_operators():
     config = CONFIGURATIONS["flux"][0] | {"num_layers": 1, "num_single_layers": 1}
     narrow = config | {"num_attention_heads": 2, "joint_attention_dim": 64}
     taken = FakeDevice(narrow).step(batch=1, height=1024, width=1024, keeping=KINDS[0])
     tokens = 64 * 64 + 512
-    # No allocation may be as large as the attention matrices of both heads in bf16.
+    # No allocation may reach the size of both heads' attention matrices in bf16.
     assert 2 * 2 * tokens * tokens > 4 * taken.peak / 10
     assert all(event.nbytes < 2 * 2 * tokens * tokens for event in taken.events)
     assert torch.nn.functional.scaled_dot_product_attention.__module__ != __name__
@@ -124,11 +126,11 @@ def passed(*events: tuple[int, int]) -> FakePass:
         ([9 * MIB, 9 * MIB], 20), ([9 * MIB, 9 * MIB, 9 * MIB], 40), ([MIB] * 3, 4),
     ],
 )  # fmt: skip
-def test_segments_have_the_sizes_of_torch(blocks: list[int], reserved: int):
+def test_segments_have_the_sizes_of_torchs_allocator(blocks: list[int], reserved: int):
     assert passed(*enumerate(blocks)).reserved() == reserved * MIB
 
 
-def test_what_is_free_is_used_again_split_and_joined():
+def test_freed_memory_is_reused_split_and_merged():
     whole = passed((1, 40 * MIB), (1, -40 * MIB), (2, 30 * MIB), (3, 10 * MIB))
     assert whole.reserved() == 40 * MIB
     joined = passed((1, 20 * MIB), (1, -20 * MIB), (2, 10 * MIB), (3, 10 * MIB), (2, -10 * MIB),
@@ -138,11 +140,11 @@ def test_what_is_free_is_used_again_split_and_joined():
     assert gap.reserved() == 80 * MIB
 
 
-def test_blocks_that_stay_are_there_from_the_beginning():
+def test_persistent_blocks_exist_from_the_beginning():
     assert passed((1, 20 * MIB)).reserved(before=(100 * MIB, 3 * MIB)) == 140 * MIB
 
 
-def test_a_small_device_has_free_segments_given_back():
+def test_a_small_device_frees_cached_segments():
     gap = passed((1, 20 * MIB), (2, 20 * MIB), (1, -20 * MIB), (2, -20 * MIB), (3, 40 * MIB))
     assert gap.least() == 40 * MIB < gap.reserved()
     assert gap.least(before=(100 * MIB,)) == 140 * MIB
@@ -152,7 +154,7 @@ def test_a_small_device_has_free_segments_given_back():
     assert split.least() == 80 * MIB, "a segment of which a part is in use is not given back"
 
 
-def test_the_allocator_hands_nothing_out_twice():
+def test_the_allocator_never_returns_overlapping_blocks():
     generator = torch.Generator().manual_seed(3)
     allocator, held = CachingAllocator(), {}
     for key in range(600):

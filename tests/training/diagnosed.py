@@ -59,7 +59,7 @@ def diverging(folder: str) -> None:
 
 
 def waiting(folder: str) -> None:
-    """Rank 1 sleeps before a step in which the other waits: a hang without a failure."""
+    """Let rank 1 sleep before a step in which rank 0 waits: a hang without a failure."""
     rank = os.environ["RANK"]
     handler = logging.FileHandler(Path(folder) / f"rank{rank}.log")
     logging.getLogger("zerotune").addHandler(handler)
@@ -106,7 +106,7 @@ def left_behind(folder: str) -> None:
 
 
 def slow_but_alive() -> list[float]:
-    """A rank that samples between steps for longer than the timeout is not a hang."""
+    """Let a rank sample between steps for longer than the timeout, which is no hang."""
 
     class Busy(workers.Losses):
         def on_step_end(self, trainer, metrics):

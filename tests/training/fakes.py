@@ -42,7 +42,7 @@ def drive(callback: Any, *, steps: range, is_main: bool = True, **changes: Any) 
 
 
 def estimate() -> Any:
-    """Memory of 2 ** 19 elements on a GPU with the optimizer in host memory."""
+    """Return the estimate of 2 ** 19 elements on a GPU with the optimizer in host memory."""
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16", reduce_bucket_size=2**19)
     resolved = plan.resolve(
         platform=Platform.synthetic("cuda"),

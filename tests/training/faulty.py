@@ -47,7 +47,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def needing_all(trainer: Trainer, root: Path) -> dict[str, Any]:
-    """Operations that all ranks must call together."""
+    """Return the operations that all ranks must call together."""
     engine, ema = trainer.engine, trainer.averages.shadows["ema"]
     background = SaveEveryInBackground(steps=1, root=root)
     return {
@@ -131,7 +131,7 @@ def losing_in_a_loop(folder: str, stage: int | None) -> None:
 
 
 def put_away(folder: str) -> None:
-    """Kill the stopped process, for which the test would wait."""
+    """Kill the stopped process; otherwise the test would wait for it."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(int((Path(folder) / "pid").read_text()), signal.SIGKILL)
 

@@ -40,7 +40,7 @@ displayed: list[Any] = []
 
 
 def display(*objects: Any) -> None:
-    """IPython's ``display``: into the open output, else into the cell."""
+    """Display like IPython: in the open output, else in the cell."""
     for each in objects:
         if Output.shown:
             Output.shown[-1].holds.append(_plain(each))
@@ -156,7 +156,7 @@ def _cell(cell: str, scope: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole_run() -> list[float]:
-    """Return the losses of the same run without a stop."""
+    """Return the losses of the same run without an interruption."""
     from tests.training.workers import trainer
     from zerotune import EMAShadow
 

@@ -52,7 +52,7 @@ def together(pair: tuple[Case, Case]) -> list[tuple[list[float], dict[str, torch
         assert (sizes == {0}) == (case.stage == 3)
     losses: list[list[float]] = [[], []]
     for number in range(4):
-        # Both forward passes before either step, as when one model is the other's loss.
+        # Run both forward passes before either step, as when one model is the other's loss.
         for each, engine in zip(losses, engines, strict=True):
             each.append(micro_batch(engine, number))
     losses[0] += [micro_batch(engines[0], number) for number in (4, 5)]
@@ -75,7 +75,7 @@ RIVALS = (
 
 
 def adversaries() -> list[list[float]]:
-    """For each pair, train a generator through a judge and the judge on its output; the losses."""
+    """Train a generator through a judge, and the judge, for each pair; return the losses."""
     found = []
     for cases in RIVALS:
         maker, judge = (start(case, HostileNet(n, scalar=False)) for n, case in enumerate(cases))
@@ -126,7 +126,7 @@ def example_of_the_page() -> str:
 
 
 def page_example(stage: int | None) -> list[float]:
-    """Run the page's loop; losses of critic and generator in turn. ``None``: no DeepSpeed."""
+    """Run the page's loop; return critic and generator losses in turn. ``None``: no DeepSpeed."""
     losses: list[float] = []
 
     def noted(loss: torch.Tensor) -> torch.Tensor:

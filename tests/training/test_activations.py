@@ -67,7 +67,7 @@ def train(how: str) -> dict[str, Any]:
 
 
 @ranks(1)
-def test_advice_is_followed_and_changes_no_result() -> None:
+def test_following_the_advice_changes_no_result() -> None:
     found = {
         how: train(how) for how in ("plain", "offload", "advised offload", "advised checkpointing")
     }
@@ -84,7 +84,7 @@ def test_advice_is_followed_and_changes_no_result() -> None:
 
 
 @pytest.mark.parametrize(("offloaded", "title"), [(True, "no partitioning"), (False, "no part")])
-def test_activations_go_before_the_optimizer_does(offloaded: bool, title: str) -> None:
+def test_activations_are_offloaded_before_the_optimizer(offloaded: bool, title: str) -> None:
     found = advice(tiny_unet(), offloaded=offloaded)
     assert found.gradient_checkpointing
     assert found.activation_offload is offloaded

@@ -15,7 +15,7 @@ from zerotune.training import MetricsFile
 from zerotune.training.events import read_metrics
 
 
-def test_what_is_written_is_read_back(tmp_path):
+def test_written_metrics_are_read_back(tmp_path):
     path = tmp_path / "deep" / "metrics.jsonl"
     drive(MetricsFile(path), steps=range(1, 4))
     lines = path.read_text().splitlines()
@@ -32,7 +32,7 @@ def test_a_second_fit_appends(tmp_path):
     assert [metrics.step for metrics in read_metrics(file.path)] == [1, 2, 3, 4]
 
 
-def test_steps_taken_again_after_a_resume_are_in_the_file_once(tmp_path):
+def test_steps_repeated_after_a_resume_are_in_the_file_once(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     drive(file, steps=range(1, 6), loss=1.0)
     drive(file, steps=range(4, 8), loss=2.0)
@@ -41,7 +41,7 @@ def test_steps_taken_again_after_a_resume_are_in_the_file_once(tmp_path):
     assert [metrics.loss for metrics in read] == [1.0] * 3 + [2.0] * 4
 
 
-def test_a_line_cut_short_by_a_killed_run_is_dropped(tmp_path):
+def test_a_line_truncated_by_a_killed_run_is_dropped(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     drive(file, steps=range(1, 4))
     file.path.write_text(file.path.read_text() + '{"step": 4, "lo')
@@ -65,7 +65,7 @@ def test_only_rank_0_writes(tmp_path):
     ],
 )
 @pytest.mark.parametrize("first", [1, 5])
-def test_somebody_elses_file_is_not_touched(notes, first, tmp_path):
+def test_a_foreign_file_is_not_touched(notes, first, tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text(notes)
     with pytest.raises(InvalidValueError, match="not overwritten"):
@@ -73,7 +73,7 @@ def test_somebody_elses_file_is_not_touched(notes, first, tmp_path):
     assert path.read_text() == notes
 
 
-def test_what_a_disk_without_power_leaves_at_the_end_is_dropped(tmp_path):
+def test_nul_bytes_left_by_a_power_failure_are_dropped(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     drive(file, steps=range(1, 3))
     file.path.write_text(file.path.read_text() + '{"ste' + "\0" * 20)
@@ -82,7 +82,7 @@ def test_what_a_disk_without_power_leaves_at_the_end_is_dropped(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["{", '{"step": 1}', "[]", '{"stap": 1}'])
-def test_a_bad_line_is_named(tmp_path, line):
+def test_a_malformed_line_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     drive(MetricsFile(path), steps=range(1, 2))
     path.write_text(path.read_text() + line + "\n")
@@ -118,7 +118,7 @@ def test_a_full_disk_warns_once_and_training_goes_on(tmp_path, monkeypatch, capl
     assert [metrics.step for metrics in read_metrics(file.path)] == [1, 2, 8, 9]
 
 
-def test_a_disk_that_cannot_be_written_warns_and_training_goes_on(tmp_path, monkeypatch, caplog):
+def test_an_unwritable_disk_warns_and_training_goes_on(tmp_path, monkeypatch, caplog):
     def refused(*_, **__):
         raise OSError(30, "Read-only file system")
 
@@ -130,7 +130,7 @@ def test_a_disk_that_cannot_be_written_warns_and_training_goes_on(tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_new_run_keeps_what_an_earlier_one_wrote(tmp_path, caplog):
+def test_a_new_run_keeps_the_files_of_earlier_runs(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     for loss in (1.0, 2.0, 3.0):
         drive(MetricsFile(path), steps=range(1, 4), loss=loss)
@@ -144,7 +144,7 @@ def test_a_new_run_keeps_what_an_earlier_one_wrote(tmp_path, caplog):
     assert "begins at step 0" in caplog.text
 
 
-def test_what_cannot_be_renamed_is_not_written_to_either(tmp_path, monkeypatch, caplog):
+def test_a_file_that_cannot_be_renamed_is_not_written(tmp_path, monkeypatch, caplog):
     def refused(path, _):
         raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_renamed_is_not_written_to_either(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
-def test_another_encoding_is_refused_by_name(tmp_path, encoding):
+def test_a_file_in_another_encoding_is_refused_by_name(tmp_path, encoding):
     path = tmp_path / "metrics.jsonl"
     path.write_text("m\u00e9tr\u00ecques\n", encoding=encoding)
     before = path.read_bytes()
@@ -174,7 +174,7 @@ def test_another_encoding_is_refused_by_name(tmp_path, encoding):
 
 
 @pytest.mark.parametrize("name", ["null\0", "half \ud800"])
-def test_a_path_that_cannot_be_is_refused(name, tmp_path):
+def test_an_impossible_path_is_refused(name, tmp_path):
     with pytest.raises(InvalidValueError, match="cannot be used as a metrics file"):
         drive(MetricsFile(tmp_path / name), steps=range(1, 2))
     with pytest.raises(DataError, match="cannot be read"):
@@ -182,12 +182,12 @@ def test_a_path_that_cannot_be_is_refused(name, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
-def test_no_pipe_is_waited_for(tmp_path):
+def test_a_named_pipe_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="is not a regular file"):
         read_metrics(tmp_path / "pipe")
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_a_path_that_is_not_a_file_is_refused(tmp_path):
     with pytest.raises(InvalidValueError, match="is not a metrics file"):
         drive(MetricsFile(tmp_path), steps=range(1, 2))

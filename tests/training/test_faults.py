@@ -34,7 +34,7 @@ from zerotune.training.watchdog import EXIT_CODE, Beat, Position, _message, _stu
 
 
 @ranks(2)
-def test_a_rank_that_differs_is_told_in_what():
+def test_a_rank_with_different_settings_is_told_the_difference():
     rank = int(os.environ["RANK"])
     swapping = swapping_plan(world_size=2, lr=1e-2 * (1 + rank))
     with contextlib.ExitStack() as resources:
@@ -58,7 +58,7 @@ def test_a_rank_that_differs_is_told_in_what():
 
 @pytest.mark.deepspeed
 @ranks(2)
-def test_a_rank_that_differs_under_deepspeed_is_told_in_what():
+def test_a_rank_with_different_settings_under_deepspeed_is_told_the_difference():
     rank = int(os.environ["RANK"])
     assert error_of(lambda: small(channels=1 + rank, deepspeed=True)).startswith(
         "CollectiveError: model: the ranks disagree (weight: "
@@ -78,8 +78,8 @@ def test_a_rank_that_differs_under_deepspeed_is_told_in_what():
     ],
 )
 @ranks(2)
-def test_a_call_on_one_rank_only_is_told_who_is_missing(tmp_path, caller, what, purpose):
-    """As in ``if trainer.is_main: trainer.save(...)``."""
+def test_a_call_on_one_rank_only_names_the_missing_ranks(tmp_path, caller, what, purpose):
+    """Scripts make this mistake with ``if trainer.is_main: trainer.save(...)``."""
     # A generous timeout for the start on a busy machine; a short one for the calls on one rank.
     trainer = small(ema=EMAShadow(decay=0.9), timeout_s=60.0)
     trainer.fit(steps=1)
@@ -103,7 +103,7 @@ class Came(Exception):
 
 
 @ranks(2)
-def test_whatever_needs_all_ranks_begins_at_a_barrier_that_says_what_it_is(monkeypatch):
+def test_collective_calls_begin_at_a_barrier_that_names_their_purpose(monkeypatch):
     trainer = small(ema=EMAShadow(decay=0.9))
     if not trainer.is_main:
         trainer.engine.group.barrier("the end")
@@ -160,7 +160,7 @@ def test_a_background_save_waits_for_a_rank_no_longer_than_the_trainer_does(tmp_
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_is_killed_is_named_and_not_the_survivor(tmp_path, lost):
+def test_a_killed_rank_is_named_and_the_survivor_is_not(tmp_path, lost):
     with pytest.raises(RanksFailed, match=f"rank {lost}: died with exit code -9"):
         run_ranks(faulty.losing, str(tmp_path), lost, faulty.KILL, True, world_size=2)
     pid = (tmp_path / "pid").read_text()
@@ -175,7 +175,7 @@ def test_a_rank_that_is_killed_is_named_and_not_the_survivor(tmp_path, lost):
 
 
 @pytest.mark.parametrize("stage", [None, pytest.param(2, marks=pytest.mark.deepspeed)])
-def test_a_rank_that_is_killed_is_named_in_a_loop_of_ones_own(tmp_path, stage):
+def test_a_killed_rank_is_named_in_a_custom_loop(tmp_path, stage):
     with pytest.raises(RanksFailed, match=r"^rank 1: died with exit code -9$"):
         run_ranks(faulty.losing_in_a_loop, str(tmp_path), stage, world_size=2)
     pid, error = ((tmp_path / name).read_text() for name in ("pid", "told"))
@@ -184,7 +184,7 @@ def test_a_rank_that_is_killed_is_named_in_a_loop_of_ones_own(tmp_path, stage):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_the_watchdog_finds_a_stopped_rank_without_its_last_word(tmp_path, lost):
+def test_the_watchdog_finds_a_stopped_rank_that_sends_no_last_message(tmp_path, lost):
     with pytest.raises(RanksFailed, match=f"rank {1 - lost}: died with exit code {EXIT_CODE}"):
         run_ranks(faulty.losing, str(tmp_path), lost, faulty.STOP, True, world_size=2)
     pid, message = (tmp_path / "pid").read_text(), (tmp_path / "ended").read_text()
@@ -195,7 +195,7 @@ def test_the_watchdog_finds_a_stopped_rank_without_its_last_word(tmp_path, lost)
     assert "kill -CONT" in message
 
 
-def test_no_watchdog_takes_another_one_that_ended_its_rank_for_the_fault(tmp_path):
+def test_no_watchdog_blames_a_rank_that_another_watchdog_ended(tmp_path):
     with pytest.raises(RanksFailed):
         run_ranks(faulty.losing, str(tmp_path), 1, faulty.STOP, True, world_size=3)
     for rank in (0, 2):
@@ -229,7 +229,7 @@ def test_a_stopped_rank_is_named_without_a_watchdog(tmp_path):
 
 
 @ranks(2)
-def test_a_rank_that_is_told_of_another_ones_failure_has_not_failed_itself(tmp_path):
+def test_a_rank_that_hears_of_another_ranks_failure_is_not_reported_as_failed(tmp_path):
     rank, log = int(os.environ["RANK"]), tmp_path / f"{os.environ['RANK']}.log"
     logging.getLogger("zerotune").addHandler(logging.FileHandler(log))
     trainer = small(callbacks=[SaveEvery(steps=1, root=tmp_path / "checkpoints")])
@@ -249,7 +249,7 @@ def test_a_rank_that_is_told_of_another_ones_failure_has_not_failed_itself(tmp_p
 # test_trainer covers ranks without a launcher.
 @pytest.mark.nightly
 @pytest.mark.parametrize("ending", ["closing", "without closing"])
-def test_an_error_under_torchrun_gives_the_swap_folder_back(tmp_path, ending):
+def test_an_error_under_torchrun_removes_the_swap_folder(tmp_path, ending):
     root = tmp_path / "swap"
     root.mkdir()
     done = subprocess.run(
@@ -273,7 +273,7 @@ def beat(rank, **changes):
     return Beat(**({"rank": rank, "position": position, "still_s": 1.0} | changes))
 
 
-def test_a_silent_rank_of_another_machine_is_told_by_its_silence():
+def test_a_rank_on_another_machine_without_heartbeats_is_named():
     silent = beat(1)._aged(silent_s=20, ended=None, interval_s=1)
     assert _stuck([beat(0, still_s=9), silent], 8, 2)
     text = _message([beat(0, still_s=9), silent], 2, 8)

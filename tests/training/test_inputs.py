@@ -1,4 +1,4 @@
-"""Inputs people try on their second day are accepted, or refused with what to write."""
+"""Inputs that users try on their second day are accepted, or refused with a fix."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Pipeline:
         (3, "is not a torch"),
     ],
 )
-def test_what_is_no_model_is_told_how_to_become_one(model: Any, words: str) -> None:
+def test_an_invalid_model_is_refused_with_the_way_to_make_one(model: Any, words: str) -> None:
     with pytest.raises(InvalidValueError, match=words):
         zerotune.prepare(model=model, plan=PLAN)
 
@@ -108,7 +108,9 @@ def test_what_is_no_model_is_told_how_to_become_one(model: Any, words: str) -> N
         (zerotune.OptimizerResolver(), "write resolver="),
     ],
 )
-def test_an_optimizer_is_told_where_it_is_named(optimizer: Any, words: str) -> None:
+def test_an_optimizer_argument_is_refused_with_the_place_to_name_one(
+    optimizer: Any, words: str
+) -> None:
     for call in (zerotune.prepare, zerotune.Trainer):
         with pytest.raises(InvalidValueError, match=words):
             call(model=torch.nn.Linear(2, 2), plan=PLAN, optimizer=optimizer)
@@ -165,7 +167,7 @@ def no_batch(model: Any, generator: Any) -> torch.Tensor:
         ("plan", None, "is not a plan"),
     ],
 )
-def test_what_a_trainer_cannot_use_is_answered_before_anything_starts(
+def test_invalid_trainer_arguments_are_refused_before_anything_starts(
     argument: str, given: Any, words: str
 ) -> None:
     arguments = {"model": torch.nn.Linear(2, 2), "plan": PLAN, "data": [{}], argument: given}
@@ -184,13 +186,13 @@ def test_what_a_trainer_cannot_use_is_answered_before_anything_starts(
         (torch.ones(()), "does not depend on any weight.*without torch.no_grad"),
     ],
 )
-def test_a_loss_that_cannot_be_back_propagated_is_answered(loss: Any, words: str) -> None:
+def test_a_loss_without_a_gradient_is_refused_with_a_reason(loss: Any, words: str) -> None:
     with pytest.raises(TrainingError, match=words):
         check_loss(loss)
     check_loss(torch.ones(1, requires_grad=True))
 
 
-def test_a_decay_is_an_average_and_one_callback_is_several() -> None:
+def test_a_decay_becomes_an_ema_and_one_callback_a_tuple() -> None:
     average, callback = as_ema(0.99), ProgressBar()
     assert isinstance(average, EMAShadow)
     assert "ConstantDecay(decay=0.99)" in repr(average)
@@ -199,7 +201,7 @@ def test_a_decay_is_an_average_and_one_callback_is_several() -> None:
 
 
 @ranks(1)
-def test_what_is_exported_and_when_is_answered(tmp_path: Path) -> None:
+def test_invalid_exports_are_refused_with_a_reason(tmp_path: Path) -> None:
     def refused(call: Any, *words: str) -> None:
         with pytest.raises(ZeroTuneError) as caught:
             call()
@@ -227,7 +229,7 @@ def test_what_is_exported_and_when_is_answered(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_is_built_with_a_name_and_a_rate() -> None:
+def test_a_plan_is_built_from_an_optimizer_name_and_a_learning_rate() -> None:
     section = {"type": "Lion", "params": {"lr": 1e-4}}
     for given in ("Lion", {"type": "Lion"}, {"type": "Lion", "params": {}}):
         plan = DeepSpeedPlan.build(optimizer=given, lr=1e-4)
@@ -244,7 +246,7 @@ def test_a_plan_is_built_with_a_name_and_a_rate() -> None:
             DeepSpeedPlan.build(**arguments)
 
 
-def test_a_model_of_texts_or_labels_is_not_trained_without_an_objective_for_it() -> None:
+def test_a_text_or_label_model_requires_a_matching_objective() -> None:
     def refused(model: torch.nn.Module, words: str, **objective: Any) -> None:
         with pytest.raises(InvalidValueError, match=words):
             zerotune.Trainer(model=model, plan=PLAN, data=[{}], **objective)
@@ -267,13 +269,15 @@ def test_a_model_of_texts_or_labels_is_not_trained_without_an_objective_for_it()
         ({"image": PICTURE, "text": "a cat"}, r"'image': 'Image', 'text': 'str'.*DatasetImages"),
     ],
 )
-def test_samples_that_are_no_dicts_of_tensors_are_answered(sample: Any, words: str) -> None:
+def test_samples_that_are_not_dicts_of_tensors_are_refused_with_a_reason(
+    sample: Any, words: str
+) -> None:
     with pytest.raises(DataError, match=words):
         as_stream(Samples(sample), engine=engine(), seed=0)
 
 
 @pytest.mark.parametrize("labels", [(), (torch.arange(4),)])
-def test_a_tensor_dataset_of_images_is_taken(labels: tuple[torch.Tensor, ...]) -> None:
+def test_a_tensor_dataset_of_images_is_accepted(labels: tuple[torch.Tensor, ...]) -> None:
     stream = as_stream(TensorDataset(IMAGES, *labels), engine=engine(), seed=0)
     assert isinstance(stream, DataStream)
     batch = next(stream)
@@ -281,7 +285,7 @@ def test_a_tensor_dataset_of_images_is_taken(labels: tuple[torch.Tensor, ...]) -
     assert ("labels" in batch) == bool(labels)
 
 
-def test_workers_read_a_dataset_and_nothing_else() -> None:
+def test_workers_are_valid_only_with_a_dataset() -> None:
     ahead = {"num_workers": 1, "pin_memory": False}
     stream = as_stream(TensorDataset(IMAGES), engine=engine(), seed=0, **ahead)
     assert next(stream)["images"].shape == (2, 3, 8, 8)
@@ -290,12 +294,12 @@ def test_workers_read_a_dataset_and_nothing_else() -> None:
             as_stream(data, engine=engine(), seed=0, **ahead)
 
 
-def test_a_tensor_dataset_of_something_else_is_answered() -> None:
+def test_a_tensor_dataset_without_images_is_refused_with_a_reason() -> None:
     with pytest.raises(DataError, match="tuple of Tensor"):
         as_stream(TensorDataset(torch.zeros(4, 7)), engine=engine(), seed=0)
 
 
-def test_batches_that_are_no_dicts_are_answered() -> None:
+def test_batches_that_are_not_dicts_are_refused_with_a_reason() -> None:
     loader = torch.utils.data.DataLoader(TensorDataset(IMAGES, torch.arange(4)), batch_size=2)
     stream = as_stream(loader, engine=engine(), seed=0)
     step = TrainStep(
@@ -310,7 +314,7 @@ def test_batches_that_are_no_dicts_are_answered() -> None:
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_what_was_loaded_is_trained_under_its_plan_and_exported_as_a_pipeline(
+def test_a_loaded_model_trains_under_its_plan_and_exports_as_a_pipeline(
     tmp_path: Path,
 ) -> None:
     photos = tmp_path / "photos"
@@ -335,7 +339,7 @@ def test_what_was_loaded_is_trained_under_its_plan_and_exported_as_a_pipeline(
     assert all(torch.equal(p.data, average[name]) for name, p in read.unet.named_parameters())
 
 
-def test_a_family_may_be_named() -> None:
+def test_a_family_can_be_given_by_name() -> None:
     # Advice, ``zerotune init`` and the builder must know every family.
     assert set(FAMILY_NAMES) == set(family_names())
     experts = {WanLowNoise, WanImageToVideoLowNoise}

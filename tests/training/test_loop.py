@@ -106,7 +106,7 @@ def shadows(running: Any) -> dict[str, torch.Tensor]:
 
 
 def poisoned(at: set[int], *, gradient: bool = False) -> Any:
-    """A loss that is not finite in these calls on the last rank, or has such a gradient."""
+    """Return an objective whose loss or gradient is not finite in these calls on the last rank."""
     calls: list[int] = []
 
     def objective(engine, batch, generator):
@@ -135,7 +135,7 @@ class WhenBack(Callback):
 )
 @ranks()
 def test_a_signal_to_one_rank_ends_all_after_the_same_step(world_size, number, rank, tmp_path):
-    # A shell without job control starts background jobs, this one's parents, with SIGINT ignored.
+    # A shell without job control ignores SIGINT in background jobs, and so in this process.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with trainer(False) as running:
         whole = running.fit(steps=6).losses
@@ -202,7 +202,7 @@ def clean_environment() -> dict[str, str]:
 
 
 @ranks(1)
-def test_handlers_of_the_script_stay_and_a_second_signal_interrupts(tmp_path):
+def test_script_handlers_are_restored_and_a_second_signal_interrupts(tmp_path):
     caught: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: caught.append(number))
     with trainer(False, callbacks=[At(1, send(signal.SIGTERM))]) as running:
@@ -234,7 +234,7 @@ def test_fit_stops_at_its_epochs_steps_or_time_limit(tmp_path):
         assert running.fit(epochs=1).steps == math.ceil(22 / 8)
         assert running.fit(epochs=2).steps == math.ceil(44 / 8)
         assert running.fit(epochs=9, steps=7).steps == 7
-        # A limit of a second, in case the run does not notice that it is over.
+        # The limit is one second, in case the run does not notice its end.
         assert running.fit(steps=3, time_limit=1).steps == 7, "there is nothing left to do"
         assert error_of(running.fit).startswith("InvalidValueError: fit: no limit is given")
         assert error_of(lambda: running.fit(time_limit=-1)).startswith(
@@ -272,7 +272,7 @@ def test_fit_stops_at_its_epochs_steps_or_time_limit(tmp_path):
 
 
 @ranks(1)
-def test_a_run_that_was_killed_at_its_end_keeps_no_more_than_asked(tmp_path):
+def test_a_run_killed_while_saving_keeps_no_more_checkpoints_than_requested(tmp_path):
     root, seen = tmp_path, {}
     for kind in (SaveEvery, SaveEveryInBackground):
         own = root / kind.__name__
@@ -289,7 +289,7 @@ def test_a_run_that_was_killed_at_its_end_keeps_no_more_than_asked(tmp_path):
 
 
 @ranks(1)
-def test_several_averages_are_kept_in_the_background(tmp_path):
+def test_several_emas_are_updated_and_saved_in_the_background(tmp_path):
     def emas() -> EMAShadows:
         return EMAShadows(shadows={"fast": EMAShadow(decay=0.5), "slow": EMAShadow(decay=0.9)})
 
@@ -336,7 +336,7 @@ def test_several_averages_are_kept_in_the_background(tmp_path):
 
 
 @ranks(2)
-def test_steps_that_are_not_finite_are_dropped_on_all_ranks(tmp_path):
+def test_non_finite_steps_are_dropped_on_all_ranks(tmp_path):
     policy = SkipNonFinite(most_in_a_row=2)
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     with (
@@ -375,13 +375,13 @@ def test_steps_that_are_not_finite_are_dropped_on_all_ranks(tmp_path):
 
 
 @ranks(1)
-def test_after_several_bad_steps_a_run_goes_back_to_its_newest_checkpoint(tmp_path):
+def test_after_several_bad_steps_a_run_rolls_back_to_its_newest_checkpoint(tmp_path):
     root = tmp_path / "checkpoints"
     metrics = MetricsFile(tmp_path / "rolled.jsonl")
     back = WhenBack()
     policy = RollBackNonFinite(root=root, after=2, most=1)
     options = {"non_finite": policy, "callbacks": [metrics, back]}
-    # The step after the checkpoint is good, but is rolled back.
+    # The step after the checkpoint is good but is rolled back too.
     with trainer(False, objective=poisoned({4, 5}), **options) as running:
         running.fit(steps=2)
         running.save(root / "step-00000002")
@@ -399,7 +399,7 @@ def test_after_several_bad_steps_a_run_goes_back_to_its_newest_checkpoint(tmp_pa
 
 
 @ranks(1)
-def test_what_is_not_finite_is_neither_saved_nor_gone_back_to(tmp_path):
+def test_non_finite_checkpoints_are_neither_saved_nor_rolled_back_to(tmp_path):
     root = tmp_path / "poisoned"
     policy = RollBackNonFinite(root=root, most=1)
     callbacks = [Once(3, poison), SaveEvery(steps=1, root=root, keep=2)]
@@ -435,7 +435,7 @@ def test_what_is_not_finite_is_neither_saved_nor_gone_back_to(tmp_path):
 
 
 @ranks(2)
-def test_trackers_get_all_there_is_from_one_rank(tmp_path):
+def test_trackers_get_all_metrics_and_images_from_one_rank(tmp_path):
     held = ValidationLoss(every=2, data=dataset(20), batches=2)
     tracker = Trackers("tensorboard", folder=tmp_path / "runs", project="digits")
     with trainer(False, callbacks=[tracker, held]) as running:
@@ -493,7 +493,7 @@ class Failing:
 
 @pytest.mark.deepspeed
 @ranks(2)
-def test_training_at_stage_3_goes_on_as_if_nobody_had_looked(tmp_path):
+def test_validation_at_stage_3_does_not_change_training(tmp_path):
     wanted = plan(stage=3, offload="none", stage3_param_persistence_threshold=0)
     with trainer(True, wanted, ema=EMAShadow(decay=0.5)) as running:
         alone = running.fit(steps=4).losses

@@ -1,4 +1,4 @@
-"""Predicted memory of a run is the plan's estimate; its memory in use is measured."""
+"""The predicted memory of a run equals the plan's estimate, and memory in use is measured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def resolved(**changes):
     return plan.resolve(**(known | changes))
 
 
-def test_a_running_plan_needs_what_the_plan_estimated():
+def test_a_running_plan_needs_the_estimated_memory():
     plan = resolved()
     expected = plan.requested.estimate(MODEL, platform=plan.platform, ema="host")
     found = expected_memory(plan, emas=["host"])
@@ -43,13 +43,13 @@ def test_a_running_plan_needs_what_the_plan_estimated():
     assert {item.component for item in found.items} >= {"buckets", "EMA", "optimizer states"}
 
 
-def test_every_shadow_counts_where_it_lies():
+def test_each_shadow_is_counted_in_its_place():
     found = expected_memory(resolved(), emas=["host", "host", "device"])
     emas = [(item.place, item.nbytes) for item in found.items if item.component == "EMA"]
     assert emas == [("host", 60), ("host", 60), ("device", 60)]
 
 
-def test_activations_of_the_very_batch_are_in_it():
+def test_activations_are_predicted_for_the_actual_batch():
     images, labels = digits_batch(4)
     data = ImageTensors(images=images, labels=labels)
     known = known_activations(tiny_unet(), data, batch=4)
@@ -92,7 +92,7 @@ class Ran(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_products_are_as_many_as_really_run():
+def test_the_counted_matrix_products_equal_those_that_run():
     model = tiny_unet()
     images, labels = digits_batch(4)
     arithmetic = known_activations(model, [{"latents": images[0]}], batch=4).arithmetic
@@ -105,19 +105,19 @@ def test_products_are_as_many_as_really_run():
         assert counted.attention_calls == sum("attention" in name for name in ran.names) > 1
 
 
-def test_a_model_without_a_configuration_is_not_guessed():
+def test_a_model_without_a_configuration_gets_no_guessed_figure():
     known = known_activations(torch.nn.Linear(3, 3), [{"images": torch.zeros(2, 1, 8, 8)}], batch=2)
     assert known.facts is None
     assert "from_config" in known.why
     assert known_activations(torch.nn.Linear(3, 3), None, batch=2).size is None
 
 
-def test_a_plan_without_a_model_cannot_be_counted():
+def test_a_plan_without_a_model_has_no_estimate():
     with pytest.raises(UnresolvedPlanError, match="model="):
         expected_memory(resolved(model=None))
 
 
-def test_measured_memory_moves_with_what_is_allocated():
+def test_measured_memory_follows_allocations():
     before = host_now()
     # mmap gets new pages; a tensor might get a freed block that the process already holds.
     with mmap.mmap(-1, 2**26) as held:
@@ -133,7 +133,7 @@ def figures(**changed):
     return DeviceFigures(**known | changed)
 
 
-def test_the_devices_peak_counts_what_libraries_took_after_the_start():
+def test_the_device_peak_includes_memory_of_libraries_loaded_after_the_start():
     """The CUDA context takes 0.5 GiB at the start, 2 GiB once all kernels are loaded."""
     assert figures().beside == 2 * GIB
     assert figures().peak == 11 * GIB
@@ -142,7 +142,7 @@ def test_the_devices_peak_counts_what_libraries_took_after_the_start():
 
 
 @pytest.mark.parametrize(("visible", "apart"), [(0, True), (1, False)])
-def test_page_locked_memory_that_the_system_does_not_see_is_noticed(visible, apart):
+def test_page_locked_memory_that_the_system_does_not_count_is_detected(visible, apart):
     held = [100]
 
     def lock(nbytes):
@@ -151,7 +151,7 @@ def test_page_locked_memory_that_the_system_does_not_see_is_noticed(visible, apa
     assert counted_apart(lambda: held[0], lock=lock) is apart
 
 
-def test_the_hosts_peak_has_page_locked_memory_once(monkeypatch):
+def test_the_host_peak_counts_page_locked_memory_once(monkeypatch):
     alone = host_peak()
     monkeypatch.setattr(memory, "locked_peak", lambda: GIB)
     monkeypatch.setattr(memory, "_counted_apart_here", lambda: True)
@@ -161,7 +161,7 @@ def test_the_hosts_peak_has_page_locked_memory_once(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_gpus_peak_is_more_than_its_tensors():
+def test_a_gpus_peak_exceeds_its_tensors():
     device = torch.device("cuda")
     torch.ones(256, 256, device=device).matmul(torch.ones(256, 256, device=device))
     assert device_peak(device) > torch.cuda.max_memory_reserved(device) + 64 * 2**20

@@ -38,7 +38,7 @@ def test_a_notebook_without_widgets_gets_lines_and_no_warning(capsys):
 
 
 @pytest.mark.deepspeed
-def test_cells_are_stopped_go_on_and_run_again():
+def test_cells_can_be_interrupted_resumed_and_run_again():
     (cells,) = run_ranks(notebook.run_cells)
     (whole,) = run_ranks(notebook.whole_run)
     made, two, stopped, hit_twice, rest, twice, closed, again, end = cells
@@ -58,7 +58,7 @@ def test_cells_are_stopped_go_on_and_run_again():
 
 
 @ranks(1)
-def test_charts_leave_the_notebooks_matplotlib_alone(tmp_path):
+def test_charts_leave_the_notebooks_matplotlib_settings_unchanged(tmp_path):
     needs("matplotlib")
     import sys
 

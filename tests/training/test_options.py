@@ -1,4 +1,4 @@
-"""Observers of a run do not change it, and report the truth."""
+"""Profiling and recomputation do not change a run, and reports are correct."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zerotune.training.activations import set_recomputing
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_profiling_and_recomputing_leave_every_loss_as_it_is(tmp_path):
+def test_profiling_and_recomputation_leave_every_loss_unchanged(tmp_path):
     found: dict[str, Any] = {}
     with workers.trainer(True, workers.plan(2, "cpu")) as running:
         found["plain"] = running.fit(steps=4).losses
@@ -81,7 +81,7 @@ def _check_report(report, folder):
 
 @pytest.mark.deepspeed
 @ranks(2)
-def test_recomputing_at_stage_3_gives_the_same_losses():
+def test_recomputation_at_stage_3_gives_the_same_losses():
     losses = []
     for wanted in (False, True):
         plan = workers.plan(3, "none", stage3_param_persistence_threshold=0)
@@ -95,7 +95,7 @@ def test_recomputing_at_stage_3_gives_the_same_losses():
 
 
 @pytest.mark.parametrize("kind", ["device", "host"])
-def test_when_memory_runs_out_the_error_names_what_fits(kind):
+def test_when_memory_runs_out_the_error_names_a_plan_that_fits(kind):
     (found,) = run_ranks(diagnosed.out_of_memory, kind)
     message = found["message"]
     assert f"{kind} memory ran out in forward of optimizer step 2" in message
@@ -127,7 +127,7 @@ def data():
     return ImageTensors(images=images, labels=labels)
 
 
-def test_blocks_are_recomputed_where_the_memory_demands_it(data, monkeypatch):
+def test_blocks_are_recomputed_when_memory_is_short(data, monkeypatch):
     plenty = Engine(vram=2**36)
     (decision,) = set_recomputing(plenty, data, "auto")
     assert decision.after is False
@@ -143,14 +143,14 @@ def test_blocks_are_recomputed_where_the_memory_demands_it(data, monkeypatch):
         assert len(engine.undone) == wanted
 
 
-def test_room_is_what_the_plan_leaves():
+def test_the_room_for_activations_is_what_the_plan_leaves_free():
     engine = Engine(vram=2**33)
     estimate = engine.plan.requested.estimate(engine.plan.model, platform=engine.plan.platform)
     assert activations._room(engine) == int(0.95 * 2**33) - estimate.device
     assert activations._room(Engine(vram=2**20)) == 0
 
 
-def test_models_that_cannot_recompute_are_left_alone_or_refused(data):
+def test_models_without_recomputation_are_left_alone_or_refused(data):
     engine = Engine(vram=2**33)
     engine.module = torch.nn.Linear(2, 2)
     assert set_recomputing(engine, data, "auto") == ()
@@ -164,7 +164,7 @@ def test_models_that_cannot_recompute_are_left_alone_or_refused(data):
     assert not engine.module.is_gradient_checkpointing
 
 
-def test_options_that_do_not_exist_are_refused():
+def test_unknown_options_are_refused():
     with pytest.raises(TypeError, match="watchdogs"):
         Trainer(model=torch.nn.Linear(2, 2), plan={}, watchdogs=True)
     with pytest.raises(InvalidValueError, match=r"profile\.steps"):

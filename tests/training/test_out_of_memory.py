@@ -44,7 +44,7 @@ def told(error, where):
     return caught.value
 
 
-def test_the_plan_that_fits_is_ready_to_paste():
+def test_the_plan_that_fits_can_be_pasted_as_code():
     found = told(torch.OutOfMemoryError(CUDA), situation())
     text = str(found)
     assert "device memory ran out in backward of optimizer step 12 (CUDA out of memory." in text
@@ -60,7 +60,7 @@ def test_the_plan_that_fits_is_ready_to_paste():
     assert found.__cause__ is found.original
 
 
-def test_what_has_just_failed_is_not_advised_again():
+def test_a_plan_as_large_as_the_failed_one_is_not_advised():
     """The estimate fits 9 GiB, but the run did not: the advised plan must need less."""
     failed = situation(offload="cpu", vram=9)
     assert failed.estimate.device < 0.95 * 9 * GIB
@@ -69,13 +69,13 @@ def test_what_has_just_failed_is_not_advised_again():
     assert float(needs) * GIB < failed.estimate.device
 
 
-def test_when_nothing_fits_it_says_what_would():
+def test_when_nothing_fits_the_error_says_what_would():
     found = told(torch.OutOfMemoryError(CUDA), situation(vram=1, ram=4))
     assert found.plan is None
     assert "no plan fits this machine: provide" in str(found)
 
 
-def test_memory_that_the_plan_does_not_take_is_not_blamed_on_it():
+def test_memory_used_by_other_processes_is_not_blamed_on_the_plan():
     found = told(MemoryError(), situation(ram=512))
     assert "host memory ran out" in str(found)
     assert "is used by other processes" in str(found)
@@ -94,7 +94,7 @@ def test_memory_that_the_plan_does_not_take_is_not_blamed_on_it():
         OSError(12, "Cannot allocate memory"),
     ],
 )
-def test_running_out_is_recognised_however_it_is_wrapped(error):
+def test_out_of_memory_errors_are_recognised_when_wrapped(error):
     assert out_of_memory(error) is error
     wrapped = EngineError("DeepSpeed refused the plan")
     wrapped.__cause__ = error
@@ -104,7 +104,7 @@ def test_running_out_is_recognised_however_it_is_wrapped(error):
 PAGE_LOCKING = "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to ..."
 
 
-def test_a_failed_page_locked_allocation_is_the_hosts():
+def test_a_failed_page_locked_allocation_is_blamed_on_host_memory():
     """torch's allocator says more of a full device; this is the driver's page-locking error."""
     where = situation(offload="cpu", ram=32)
     with_room = attrs.evolve(where, limits=attrs.evolve(where.limits, device_free=20 * GIB))
@@ -115,13 +115,13 @@ def test_a_failed_page_locked_allocation_is_the_hosts():
         assert "a page-locked allocation failed: CUDA error: out of memory" in str(found)
 
 
-def test_the_driver_on_a_full_device_is_not_the_hosts():
+def test_a_driver_error_on_a_full_device_is_blamed_on_device_memory():
     where = situation()
     full = attrs.evolve(where, limits=attrs.evolve(where.limits, device_free=10 * 2**20))
     assert told(RuntimeError(PAGE_LOCKING), full).key == "memory.device"
 
 
-def test_other_errors_pass_as_they_are():
+def test_other_errors_propagate_unchanged():
     for error in (RuntimeError("no"), OffloadError("the plan needs more; out of memory", key="x")):
         assert out_of_memory(error) is None
         with pytest.raises(type(error)) as caught, advising(lambda: None):
@@ -129,7 +129,7 @@ def test_other_errors_pass_as_they_are():
         assert caught.value is error
 
 
-def test_the_error_crosses_processes():
+def test_the_error_survives_pickling():
     found = told(torch.OutOfMemoryError(CUDA), situation())
     again = pickle.loads(pickle.dumps(found))
     assert str(again) == str(found)

@@ -14,7 +14,7 @@ from tests.training.pairs import PAIRS, STAGES, alone, page_example, together
 
 @pytest.mark.deepspeed
 @ranks(2)
-def test_two_models_in_turn_are_bit_for_bit_what_they_are_alone():
+def test_two_models_trained_in_turn_equal_each_trained_alone_bit_for_bit():
     before = os.environ.get("LOCAL_RANK")
     found = []
     for pair in PAIRS:
@@ -33,7 +33,7 @@ def test_two_models_in_turn_are_bit_for_bit_what_they_are_alone():
 
 
 @pytest.mark.deepspeed
-def test_a_model_is_trained_through_another_that_stays_as_it_is():
+def test_a_model_trains_through_another_frozen_model():
     ranks = run_ranks(pairs.adversaries, world_size=2)
     for found in ranks:
         expected = found[0]
@@ -44,7 +44,7 @@ def test_a_model_is_trained_through_another_that_stays_as_it_is():
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_the_example_of_the_page_trains_u_nets_at_every_stage():
+def test_the_example_on_the_page_trains_u_nets_at_every_stage():
     found = [page_example(stage) for stage in STAGES]
     assert len(found) == len(pairs.STAGES)
     assert len(set(found[0])) == 6

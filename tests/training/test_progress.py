@@ -29,12 +29,12 @@ def test_a_log_gets_the_first_the_last_and_every_tenth_step():
     assert lines[-1].endswith("ETA 0:00")
 
 
-def test_a_log_of_a_resumed_run_goes_on_counting():
+def test_the_log_of_a_resumed_run_continues_the_step_count():
     lines = shown(terminal=False, steps=range(11, 21)).splitlines()
     assert [line.split()[1] for line in lines] == ["20/20"]
 
 
-def test_a_terminal_gets_a_bar():
+def test_a_terminal_shows_a_bar():
     text = shown(terminal=True, steps=range(1, 26), device_peak=2**20)
     assert "25/25" in text
     assert "loss 0.5000" in text
@@ -42,12 +42,12 @@ def test_a_terminal_gets_a_bar():
     assert "━" in text
 
 
-def test_other_ranks_say_nothing():
+def test_other_ranks_print_nothing():
     assert shown(terminal=False, steps=range(1, 26), is_main=False) == ""
     assert shown(terminal=True, steps=range(1, 26), is_main=False) == ""
 
 
-def test_a_run_without_steps_left_says_nothing():
+def test_a_run_without_steps_left_prints_nothing():
     assert shown(terminal=True, steps=range(5, 5)) == ""
 
 
@@ -55,7 +55,7 @@ def test_a_run_without_steps_left_says_nothing():
     ("count", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**21, "2.0 MiB"), (2**41, "2048.00 GiB")],
 )
-def test_sizes_are_shown_in_binary_units(count, text):
+def test_memory_sizes_are_shown_in_binary_units(count, text):
     assert brief_size(count) == text
 
 

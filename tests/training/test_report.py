@@ -18,7 +18,7 @@ from zerotune.platform import Platform
 from zerotune.training.report import Record, moving_mean, plot_loss, plot_report
 
 
-def test_rates_and_rows_are_plain_arithmetic():
+def test_rates_and_rows_follow_from_plain_arithmetic():
     found = report()
     assert found.steps_per_second == 2.0
     assert found.samples_per_second == 16.0
@@ -48,7 +48,7 @@ def test_rates_and_rows_are_plain_arithmetic():
     assert "4 steps in 2.0 s on 2 processes: 2.00 it/s, 16 samples/s" in found.render()
 
 
-def test_a_report_of_nothing_divides_by_nothing():
+def test_an_empty_report_does_not_divide_by_zero():
     empty = report(steps=0, losses=(), seconds=0.0, phases={}, estimate=None)
     assert empty.steps_per_second == 0.0
     assert empty.time_rows()[0] == ("data", "0.0 ms", "0 %")
@@ -61,13 +61,13 @@ def test_a_report_of_nothing_divides_by_nothing():
 
 
 @pytest.mark.parametrize(("copy_rate", "resource"), [(1e7, "host memory"), (1e13, "compute")])
-def test_moving_bytes_is_not_blamed_far_below_a_copys_rate(copy_rate, resource):
+def test_moving_bytes_far_below_the_copy_rate_is_not_called_the_bottleneck(copy_rate, resource):
     judged = [one for one in report(copy_rate=copy_rate).bounds if one.reference]
     assert {one.phase for one in judged} == {"optimizer", "ema"}
     assert {one.resource for one in judged} == {resource}
 
 
-def test_the_report_says_what_the_step_waits_for():
+def test_the_report_names_what_the_step_waits_for():
     first, second, *others = report(copy_rate=2e9).bounds
     assert (first.resource, first.phase) == ("compute", "forward and backward")
     assert (first.seconds, first.share) == pytest.approx((0.375, 0.75))
@@ -81,7 +81,7 @@ def test_the_report_says_what_the_step_waits_for():
     assert sum(one.share for one in (first, second, *others)) == pytest.approx(1)
 
 
-def test_the_prediction_lies_beside_what_was_measured():
+def test_the_prediction_is_shown_beside_the_measurement():
     assert report().prediction_rows() == [], "neither size nor arithmetic are known"
     known = DeepSpeedPlan.build(offload="cpu", precision="bf16").estimate(
         "sdxl", platform=Platform.synthetic("cuda"), ema="host"
@@ -95,7 +95,7 @@ def test_the_prediction_lies_beside_what_was_measured():
     assert found.to_dict()["predicted"]["seconds"] == found.predicted.seconds
 
 
-def test_a_report_is_plain_data(tmp_path):
+def test_a_report_is_saved_as_json(tmp_path):
     found = report(stopped="SIGTERM")
     found.save(tmp_path)
     read = json.loads((tmp_path / "report.json").read_text())
@@ -105,7 +105,7 @@ def test_a_report_is_plain_data(tmp_path):
     assert read["estimate"]["places"]["host"]["peak"] == found.estimate.host
 
 
-def test_the_record_adds_up_and_starts_again_after_a_resume(tmp_path):
+def test_the_totals_add_up_and_restart_after_a_resume(tmp_path):
     record = Record()
     drive(record, steps=range(1, 4))
     totals = record.totals
@@ -122,7 +122,7 @@ def test_the_record_adds_up_and_starts_again_after_a_resume(tmp_path):
     assert record.totals["steps"] == 0
 
 
-def test_pictures_are_pictures(tmp_path):
+def test_plots_are_png_files(tmp_path):
     loss, memory = report().save(tmp_path / "pictures")
     for path, width in ((loss, 840), (memory, 1350)):
         with Image.open(path) as image:
@@ -134,7 +134,7 @@ def test_pictures_are_pictures(tmp_path):
             assert max(count for count, _ in colours) < image.width * image.height
 
 
-def test_the_curve_goes_where_the_losses_go(tmp_path):
+def test_the_curve_follows_the_losses(tmp_path):
     """The highest blue pixel on the left lies above the highest one on the right."""
     steps = range(1, 101)
     path = plot_loss(tmp_path / "loss.png", steps=steps, losses=[1 / step for step in steps])
@@ -153,7 +153,7 @@ def test_the_curve_goes_where_the_losses_go(tmp_path):
     assert highest(0.1, 0.3) < highest(0.7, 0.9) - height // 10
 
 
-def test_a_mean_stands_at_the_middle_of_its_steps():
+def test_a_mean_is_drawn_at_the_middle_of_its_steps():
     steps = range(11, 111)
     middles, means = moving_mean(steps, [1.0] * 50 + [0.0] * 50)
     assert (middles[0], middles[-1], len(means)) == (20.5, 100.5, 81)
@@ -162,7 +162,7 @@ def test_a_mean_stands_at_the_middle_of_its_steps():
     assert moving_mean([7, 8], [3.0, 1.0]) == ([7.5], [2.0])
 
 
-def test_a_curve_of_nothing_is_refused(tmp_path):
+def test_a_curve_without_points_is_refused(tmp_path):
     with pytest.raises(DataError):
         plot_loss(tmp_path / "loss.png", steps=[], losses=[])
     with pytest.raises(DataError):
@@ -170,13 +170,13 @@ def test_a_curve_of_nothing_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+def test_without_matplotlib_the_error_names_the_package_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match=r"zerotune\[plot\]"):
         report().save(tmp_path)
 
 
-def test_plotting_leaves_the_users_backend_alone(tmp_path):
+def test_plotting_leaves_the_users_backend_unchanged(tmp_path):
     code = (
         "import sys; from zerotune.training.report import plot_loss\n"
         "assert 'matplotlib' not in sys.modules\n"
@@ -186,21 +186,21 @@ def test_plotting_leaves_the_users_backend_alone(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_the_memory_picture_is_a_chart_with_what_was_measured(tmp_path):
+def test_the_memory_chart_shows_the_measured_memory(tmp_path):
     found = report()
     path = plot_report(tmp_path / "memory.png", found)
     colours = component_colours(item.component for item in found.estimate.items)
     with Image.open(path) as image:
         pixels = image.convert("RGB").getcolors(image.width * image.height)
         area = {colour: count / (image.width * image.height) for count, colour in pixels}
-    # The area of a bar; a legend's swatch would be a hundredth of it.
+    # This is the area of a bar; a legend's swatch would be a hundredth of it.
     assert area.get(ImageColor.getrgb(colours["runtime"]), 0) > 0.04
     assert found.measured_memory() == {"host": found.host_peak, "device": found.device_peak}
     without = plot_report(tmp_path / "without.png", report(estimate=None))
     assert without.stat().st_size > 5000
 
 
-def test_on_a_cpu_the_runtime_of_the_picture_is_what_was_measured(tmp_path, monkeypatch):
+def test_on_a_cpu_the_runtime_in_the_memory_chart_is_the_measured_memory(tmp_path, monkeypatch):
     known = DeepSpeedPlan.build(stage=2).estimate("sd15", platform=Platform.synthetic("cpu"))
     drawn = []
 

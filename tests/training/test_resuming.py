@@ -50,7 +50,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", list(STRANGE))
-def test_a_strange_part_is_refused_and_nothing_has_changed(found, name):
+def test_a_malformed_state_is_refused_and_changes_nothing(found, name):
     said, unchanged = found[name]
     assert said.startswith(("CheckpointCorruptError: extra.trainer", "DataError: ")), said
     assert said.isascii() or "…" in said

@@ -32,7 +32,7 @@ class OneOf:
         self.rank, self.world_size = rank, world_size
 
     def barrier(self, purpose):
-        """All ranks are here."""
+        """Do nothing: all ranks have arrived."""
 
     def gather(self, value, **_):
         return [value] * self.world_size
@@ -57,14 +57,14 @@ def drawn(generator):
 
 
 @pytest.mark.usefixtures("restored_random_state")
-def test_a_seed_fixes_every_generator_and_ranks_differ():
+def test_a_seed_fixes_every_generator_and_differs_between_ranks():
     first = drawn(seed_everything(5, rank=0))
     assert drawn(seed_everything(5, rank=0)) == first
     for other in (drawn(seed_everything(5, rank=1)), drawn(seed_everything(6, rank=0))):
         assert all(one != two for one, two in zip(first, other, strict=True))
 
 
-def test_a_generator_goes_through_text():
+def test_a_generator_state_survives_json():
     generator = torch.Generator().manual_seed(1)
     torch.randn(3, generator=generator)
     text = generator_to_text(generator)
@@ -74,7 +74,7 @@ def test_a_generator_goes_through_text():
     assert torch.equal(torch.randn(5, generator=again), expected)
 
 
-def test_the_clock_adds_up_phases_that_are_entered_again():
+def test_the_clock_adds_up_repeated_phases():
     clock = StepClock(torch.device("cpu"))
     clock.start()
     for _ in range(2):
@@ -95,7 +95,7 @@ def engine(rank=0, world_size=1, micro=2):
     return SimpleNamespace(group=group, plan=SimpleNamespace(micro_batch_size=micro))
 
 
-def test_data_become_a_stream():
+def test_datasets_loaders_and_batches_become_streams():
     dataset = ImageTensors(images=torch.arange(-3.0, 3.0).view(6, 1, 1, 1))
     halves = [as_stream(dataset, engine=engine(rank, 2), seed=3) for rank in range(2)]
     assert all(isinstance(half, DataStream) for half in halves)
@@ -123,7 +123,7 @@ def restore(state, group, stream=None, step=4):
     return float(torch.rand((), generator=generator)), decisions
 
 
-def test_other_ranks_draw_new_noise_and_say_so_but_keep_the_order_of_the_data():
+def test_another_number_of_ranks_draws_new_noise_with_a_decision_and_keeps_the_data_order():
     stream = DataStream(list(range(6)), micro_batch_size=2)
     next(stream)
     state = state_of(OneOf(world_size=2), stream)
@@ -140,7 +140,7 @@ def test_other_ranks_draw_new_noise_and_say_so_but_keep_the_order_of_the_data():
     assert restore(state, OneOf(), step=5)[0] != first
 
 
-def test_every_event_of_a_callback_may_be_left_out():
+def test_every_callback_event_is_optional():
     events = {name for name in dir(Callback) if name.startswith("on_")}
     assert events == {
         *("on_fit_start", "on_step_end", "on_stop", "on_fit_end", "on_save", "on_resume"),

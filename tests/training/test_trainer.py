@@ -118,7 +118,7 @@ def _check_report(report, ranks):
 
 
 @pytest.mark.parametrize(("deepspeed", "ranks"), [ENGINES[1], ENGINES[2]])
-def test_a_resumed_run_equals_one_that_was_not_interrupted(deepspeed, ranks, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(deepspeed, ranks, tmp_path):
     folder = str(tmp_path / "checkpoint")
     whole = run_ranks(workers.uninterrupted, deepspeed, folder, world_size=ranks)
     parts = run_ranks(workers.resumed, deepspeed, folder, world_size=ranks)
@@ -143,7 +143,7 @@ def test_accumulating_four_micro_batches_equals_one_big_batch(deepspeed, stage):
 
 
 @ranks(2)
-def test_a_loss_that_is_not_finite_stops_every_rank_before_the_weights_change():
+def test_a_non_finite_loss_stops_every_rank_before_the_weights_change():
     calls = []
 
     def poisoned(engine, batch, generator):
@@ -167,7 +167,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_weights_change():
 
 
 @ranks(1)
-def test_checkpoints_are_saved_on_the_way(tmp_path):
+def test_checkpoints_are_saved_during_the_run(tmp_path):
     from zerotune import SaveEvery
 
     losses = Losses()
@@ -184,7 +184,7 @@ def test_checkpoints_are_saved_on_the_way(tmp_path):
 
 
 @ranks(1)
-def test_mistakes_have_one_clear_error_each():
+def test_each_mistake_gives_one_clear_error():
     with trainer(False, data=None) as running:
         no_data = error_of(lambda: running.fit(steps=1))
     halves = [{"images": torch.zeros(3, 1, 8, 8), "labels": torch.zeros(3).long()}]
@@ -207,7 +207,7 @@ def test_mistakes_have_one_clear_error_each():
 
 @pytest.mark.deepspeed
 @ranks(2)
-def test_the_memory_of_stage_3_is_what_the_ranks_really_hold():
+def test_the_measured_memory_of_stage_3_is_what_the_ranks_hold():
     with trainer(True, plan(stage=3, offload="cpu"), ema=EMAShadow(decay=0.5)) as running:
         running.fit(steps=1)
         found = running.engine.group.gather(workers.memory(running))
@@ -226,8 +226,8 @@ def test_prepare_works_twice_in_one_process(tmp_path):
 @pytest.mark.deepspeed
 @pytest.mark.nvme
 @ranks(2)
-def test_prepare_leases_one_swap_folder_for_all_ranks_and_always_gives_it_back(tmp_path):
-    (name,) = raw_loop("nvme", tmp_path)  # One folder per run, not per rank.
+def test_prepare_leases_one_swap_folder_for_all_ranks_and_always_removes_it(tmp_path):
+    (name,) = raw_loop("nvme", tmp_path)  # There is one folder per run and not one per rank.
     assert name.startswith("zerotune-")
     assert dist.is_initialized(), "a launcher's group lasts as long as its process"
     wanted, manager = plan(stage=3, offload="nvme"), OffloadManager(root=tmp_path)
@@ -261,7 +261,7 @@ def raw_loop(offload: str, root: Path) -> list[str]:
 
 
 @ranks(1)
-def test_closing_one_engine_leaves_the_other_its_process_group():
+def test_closing_one_engine_leaves_the_process_group_to_the_other():
     import torch.distributed as dist
 
     first, second = trainer(False), trainer(False)
@@ -277,7 +277,7 @@ def test_closing_one_engine_leaves_the_other_its_process_group():
 
 @pytest.mark.parametrize("deepspeed", [False, pytest.param(True, marks=pytest.mark.deepspeed)])
 @ranks(1)
-def test_a_start_that_fails_leaves_nothing_behind(deepspeed):
+def test_a_failed_start_leaves_nothing_behind(deepspeed):
     # Nothing is trainable, which the engine notices only after it has started the process group.
     import os
 

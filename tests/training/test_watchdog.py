@@ -19,7 +19,7 @@ def logs(folder):
 
 
 @pytest.mark.deepspeed
-def test_a_rank_that_leaves_a_block_out_at_stage_3_is_named_with_its_module(tmp_path):
+def test_a_rank_that_skips_a_block_at_stage_3_is_named_with_its_module(tmp_path):
     with pytest.raises(RanksFailed) as failed:
         run_ranks(diagnosed.diverging, str(tmp_path), world_size=2)
     assert "no result within" not in str(failed.value), "nobody hangs"
@@ -31,7 +31,7 @@ def test_a_rank_that_leaves_a_block_out_at_stage_3_is_named_with_its_module(tmp_
         assert "rank 1 is in forward of blocks.3 at step 3" in last, "it left blocks.2 out"
 
 
-def test_a_rank_that_sleeps_is_told_from_the_one_that_waits_for_it(tmp_path):
+def test_a_sleeping_rank_is_distinguished_from_one_that_waits_for_it(tmp_path):
     with pytest.raises(RanksFailed, match=f"died with exit code {EXIT_CODE}"):
         run_ranks(diagnosed.waiting, str(tmp_path), world_size=2)
     for text in logs(tmp_path):
@@ -39,7 +39,7 @@ def test_a_rank_that_sleeps_is_told_from_the_one_that_waits_for_it(tmp_path):
         assert re.search(r"rank 1 is in forward at step 2 \(.*diagnosed.py:\d+ in sleepy\)", text)
 
 
-def test_a_store_that_went_with_rank_0_is_not_asked_again_before_its_loss_is_told(tmp_path):
+def test_a_store_lost_with_rank_0_is_not_queried_before_the_loss_is_reported(tmp_path):
     with pytest.raises(RanksFailed, match="rank 0: died with exit code -9"):
         run_ranks(diagnosed.left_behind, str(tmp_path), world_size=2)
     said, asked = json.loads((tmp_path / "told").read_text())
@@ -47,7 +47,7 @@ def test_a_store_that_went_with_rank_0_is_not_asked_again_before_its_loss_is_tol
     assert [name for name, waits in asked if waits or ".tell." in name] == [], "takes seconds each"
 
 
-def test_a_rank_that_moves_is_waited_for():
+def test_a_slow_rank_that_makes_progress_is_not_reported():
     first, second = run_ranks(diagnosed.slow_but_alive, world_size=2)
     assert first == second
     assert len(first) == 3
@@ -58,7 +58,7 @@ def beat(rank, still, *, phase="forward", module="a.b", step=12, **changes):
     return Beat(rank=rank, position=position, still_s=still, **changes)
 
 
-def test_nobody_is_stuck_while_one_moves_or_none_is_in_a_step():
+def test_no_rank_is_stuck_while_one_moves_or_none_is_in_a_step():
     assert _stuck([beat(0, 9), beat(1, 9)], 8, 2)
     assert not _stuck([beat(0, 9), beat(1, 2)], 8, 2)
     assert not _stuck([beat(0, 9)], 8, 2), "the other has not begun"
@@ -66,7 +66,7 @@ def test_nobody_is_stuck_while_one_moves_or_none_is_in_a_step():
     assert _stuck([beat(0, 9), beat(1, 0, done=True)], 8, 2), "the other has left"
 
 
-def test_messages_name_everyone():
+def test_messages_name_every_rank():
     apart = [beat(0, 9, phase="optimizer", module=None), beat(1, 9)]
     text = _message(apart, 2, 8)
     assert "rank 0 is in optimizer at step 12, for 9 s" in text
@@ -78,6 +78,6 @@ def test_messages_name_everyone():
     assert "rank 1 failed: ValueError: no; it was in forward of a.b at step 12" in failed
 
 
-def test_a_timeout_is_positive():
+def test_a_timeout_that_is_not_positive_is_refused():
     with pytest.raises(InvalidValueError):
         Watchdog(timeout_s=0)

@@ -150,7 +150,7 @@ def weights(running: Trainer) -> dict[str, Any]:
 
 
 def regression(engine: Any, batch: Any, generator: Any) -> torch.Tensor:
-    """A loss without randomness: reproduce the image."""
+    """Return a loss without randomness: reproduce the image."""
     images = batch["images"].to(engine.device)
     times = torch.zeros(len(images))
     output = engine(images, times, class_labels=batch["labels"]).sample

@@ -101,7 +101,9 @@ def bytes_beside(wrapper: Any) -> dict[str, int]:
     return found
 
 
-def test_the_part_on_the_device_follows_the_schedule_and_is_saved(tmp_path: Path) -> None:
+def test_the_optimizers_share_on_the_device_follows_the_schedule_and_is_saved(
+    tmp_path: Path,
+) -> None:
     (whole,) = run_ranks(train, 1.0)
     (shared,) = run_ranks(train, 0.6, str(tmp_path / "checkpoint"))
     (raw,) = run_ranks(functools.partial(train, mended=False), 0.6)

@@ -60,14 +60,14 @@ def in_turn(places: tuple[Case, ...]) -> list[list[float]]:
 
 
 @pytest.mark.deepspeed
-def test_a_closed_engine_gives_the_module_back_to_the_next() -> None:
+def test_the_module_of_a_closed_engine_trains_under_the_next_engine() -> None:
     ((first, *_), (last, *_)) = (run_ranks(in_turn, places)[0] for places in (PLACES, PLACES[::-1]))
     assert first == pytest.approx(last, rel=5e-5)
 
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_a_model_whose_engine_is_open_is_one_clear_error() -> None:
+def test_starting_a_second_engine_on_a_model_raises_one_clear_error() -> None:
     model = HostileNet(0, scalar=False)
     found = []
     with start(Case(stage=3, overrides=(WHOLE,)), model) as engine:
@@ -86,7 +86,7 @@ def test_a_model_whose_engine_is_open_is_one_clear_error() -> None:
 
 @pytest.mark.deepspeed
 @ranks(2)
-def test_using_a_model_left_partitioned_over_ranks_is_one_clear_error() -> None:
+def test_using_a_model_left_partitioned_over_ranks_raises_one_clear_error() -> None:
     model = HostileNet(0, scalar=False)
     with start(Case(stage=3, overrides=(WHOLE,)), model) as engine:
         trained(engine)
@@ -107,7 +107,9 @@ def test_using_a_model_left_partitioned_over_ranks_is_one_clear_error() -> None:
         assert "trainer.export" in message
 
 
-def test_weights_on_nvme_come_back_only_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_on_nvme_return_to_the_module_only_if_they_fit_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model: Any = torch.nn.Linear(1000, 1000)
     for parameter in model.parameters():
         parameter.ds_numel = parameter.numel()

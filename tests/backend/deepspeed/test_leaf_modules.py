@@ -41,8 +41,8 @@ def train(make: Any, checkpointed: bool, *overrides: tuple[str, Any]) -> dict[st
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_u_nets_train_the_same_with_whole_blocks() -> None:
-    # Checkpointed blocks are what people train, and run their hooks twice.
+def test_a_unet_trains_the_same_with_leaf_modules() -> None:
+    # Use gradient checkpointing, which most users enable and which runs hooks twice.
     ours = train(text_unet, True)
     layerwise = train(text_unet, True, OFF)
     assert ours["empty"]
@@ -54,8 +54,9 @@ def test_u_nets_train_the_same_with_whole_blocks() -> None:
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_blocks_called_with_keywords_cannot_be_whole() -> None:
-    # The reason why they are not leaf modules by default: if this test fails, they can be.
+def test_leaf_modules_called_with_keyword_arguments_fail() -> None:
+    # Because of this error these blocks are not leaf modules by default; once the test fails, they
+    # can be.
     model, override = flux(), ("leaf_module", {"classes": ["FluxTransformerBlock"]})
     engine = start(Case(stage=3, overrides=(PARTITIONED, override)), model)
     assert [d.severity for d in engine.decisions if d.key == KEY] == ["warning"]
@@ -84,7 +85,7 @@ def twice(make: Any, *overrides: tuple[str, Any]) -> tuple[list[float], int]:
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_whole_blocks_may_be_called_twice_before_one_backward_pass() -> None:
+def test_leaf_modules_may_be_called_twice_before_one_backward_pass() -> None:
     (ours, leaves), (layerwise, none) = twice(text_unet), twice(text_unet, OFF)
     assert (leaves, none) == (18, 0)
     assert ours == layerwise
@@ -93,7 +94,7 @@ def test_whole_blocks_may_be_called_twice_before_one_backward_pass() -> None:
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_leaf_modules_that_the_plan_names_are_named_where_they_fail() -> None:
+def test_an_error_names_the_leaf_modules_that_the_plan_requests() -> None:
     with pytest.raises(
         EngineError, match=r"(?s)leaf_module\.classes = \['Transformer2DModel'\].*an empty list"
     ):

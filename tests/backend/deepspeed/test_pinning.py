@@ -35,7 +35,7 @@ def resources() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Fake torch's allocator settings, which tests must not change for the whole process."""
+    """Replace torch's process-wide allocator settings by a list, and return it."""
     written = ["expandable_segments:True"]
     read, write = "_accelerator_getAllocatorSettings", "_accelerator_setAllocatorSettings"
     monkeypatch.setattr(torch._C, read, lambda: written[-1], raising=False)
@@ -43,7 +43,9 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return written
 
 
-def test_other_settings_are_kept(settings: list[str], resources: ExitStack) -> None:
+def test_exact_pinning_keeps_other_allocator_settings(
+    settings: list[str], resources: ExitStack
+) -> None:
     (decision,) = start.pin_exactly(resolved(), resources=resources, environ={})
     assert settings == ["expandable_segments:True", f"expandable_segments:True,{SETTING}:1"]
     assert (decision.key, decision.after) == (f"torch.{SETTING}", 1)
@@ -76,14 +78,14 @@ def test_the_users_own_allocator_settings_win(
     ],
     ids=["cpu", "no offload", "not pinned"],
 )
-def test_nothing_is_touched_where_nothing_is_pinned(
+def test_a_plan_that_pins_nothing_changes_no_allocator_setting(
     settings: list[str], plan: Any, resources: ExitStack
 ) -> None:
     assert start.pin_exactly(plan, resources=resources, environ={}) == ()
     assert len(settings) == 1
 
 
-def test_a_torch_that_rounds_all_the_same_is_found_out(
+def test_a_torch_that_rounds_despite_the_setting_is_detected(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, resources: ExitStack
 ) -> None:
     monkeypatch.setattr(start, "_pinned_bytes_of", lambda _nbytes: 4 * 2**20)
@@ -92,7 +94,7 @@ def test_a_torch_that_rounds_all_the_same_is_found_out(
     assert "DS_PIN_MEMORY_BACKEND=native" in decision.reason
 
 
-def test_a_torch_without_the_setting_is_said_so(
+def test_a_torch_without_the_setting_gets_a_warning(
     monkeypatch: pytest.MonkeyPatch, resources: ExitStack
 ) -> None:
     monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
@@ -112,7 +114,9 @@ def old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_where_torch_cannot_deepspeed_page_locks_itself_while_the_engine_lives(monkeypatch) -> None:
+def test_deepspeed_page_locks_memory_while_the_engine_lives_if_torch_cannot_pin_exactly(
+    monkeypatch,
+) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils.pin_memory import get_native_pinned_memory
 
@@ -139,7 +143,7 @@ def test_where_torch_cannot_deepspeed_page_locks_itself_while_the_engine_lives(m
     assert "DS_PIN_MEMORY_BACKEND" not in os.environ
 
 
-def test_what_deepspeed_may_not_lock_is_left_to_torch_and_said_so(
+def test_memory_that_deepspeed_may_not_lock_is_left_to_torch_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, resources: ExitStack
 ) -> None:
     old_torch(monkeypatch)
@@ -150,7 +154,7 @@ def test_what_deepspeed_may_not_lock_is_left_to_torch_and_said_so(
     assert "DS_PIN_MEMORY_BACKEND" not in os.environ
 
 
-def test_the_estimate_counts_what_deepspeed_page_locks_itself() -> None:
+def test_the_estimate_is_exact_where_deepspeed_page_locks_memory_itself() -> None:
     plan = attrs.evolve(resolved(), platform=old_platform())
     assert not pins_exactly(plan.platform)
     assert pins_natively(plan.platform)
@@ -166,7 +170,7 @@ def test_the_estimate_counts_what_deepspeed_page_locks_itself() -> None:
     assert master.nbytes == 4 * GIB
 
 
-def test_this_torch_has_the_setting() -> None:
+def test_the_installed_torch_has_the_allocator_setting() -> None:
     version = torch.__version__
     if not pins_exactly(Platform.synthetic("cuda", versions={"torch": version})):
         pytest.skip(f"torch {version} cannot be told; DeepSpeed page-locks memory itself there")
@@ -177,7 +181,7 @@ def test_this_torch_has_the_setting() -> None:
     ("version", "exact"),
     [(None, True), ("2.13.0+cu130", True), ("3.0", True), ("2.9.1", False), ("odd", False)],
 )
-def test_the_estimate_follows_the_torch_installed(version: str | None, exact: bool) -> None:
+def test_the_estimate_follows_the_installed_torch_version(version: str | None, exact: bool) -> None:
     plan = resolved(torch_version=version)
     assert pins_exactly(plan.platform) is exact
     estimate = plan.estimate(Workload())
@@ -191,7 +195,7 @@ def test_the_estimate_follows_the_torch_installed(version: str | None, exact: bo
 @pytest.mark.gpu
 @pytest.mark.deepspeed
 @ranks(1)
-def test_a_gpu_pins_exactly() -> None:
+def test_pinning_on_a_gpu_allocates_exact_sizes() -> None:
     from deepspeed.accelerator import get_accelerator
 
     def rounded() -> int:

@@ -26,7 +26,7 @@ def parameters() -> list[torch.nn.Parameter]:
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_the_flat_tensor_is_what_deepspeed_would_make(moved: bool) -> None:
+def test_the_flat_tensor_equals_the_one_deepspeed_would_make(moved: bool) -> None:
     wanted = torch.cat([p.detach().reshape(-1) for p in parameters()])
     given = parameters()
     if moved:
@@ -69,7 +69,7 @@ def _address(tensor: torch.Tensor) -> int:
     ids=str,
 )
 @ranks(1)
-def test_the_engine_is_built_through_the_host(case: Case) -> None:
+def test_the_engine_flattens_weights_on_the_host(case: Case) -> None:
     engine = start(case, HostileNet(scalar=False))
     wrapper = engine.deepspeed_engine.optimizer
     dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
@@ -96,8 +96,8 @@ def test_the_engine_is_built_through_the_host(case: Case) -> None:
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_freed_weights_are_given_back_before_the_flat_block_is_taken() -> None:
-    # Otherwise the allocator keeps the small blocks beside the flat one: twice the weights.
+def test_the_allocator_cache_is_emptied_before_the_flat_block_is_allocated() -> None:
+    # Otherwise the allocator's cached small blocks and the flat one take twice the weights' memory.
     from deepspeed.accelerator import get_accelerator
 
     model = HostileNet(scalar=False)
@@ -111,7 +111,7 @@ def test_freed_weights_are_given_back_before_the_flat_block_is_taken() -> None:
 
 @pytest.mark.deepspeed
 @ranks(2)
-def test_each_rank_takes_its_own_device_before_anything_is_placed(monkeypatch) -> None:
+def test_each_rank_sets_its_device_before_anything_is_placed(monkeypatch) -> None:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = type(get_accelerator())
@@ -139,7 +139,7 @@ def train_as_deepspeed_does(case: Case, steps: int) -> list[float]:
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_training_is_the_same_bit_for_bit(precision: str) -> None:
+def test_training_equals_that_with_deepspeeds_placement_bit_for_bit(precision: str) -> None:
     case = Case(stage=2, offload="cpu", precision=precision)
     ours = run_ranks(train_unet, case, 4, world_size=2)
     assert ours == run_ranks(train_as_deepspeed_does, case, 4, world_size=2)
@@ -148,7 +148,7 @@ def test_training_is_the_same_bit_for_bit(precision: str) -> None:
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_an_unknown_deepspeed_is_left_alone_and_said_so() -> None:
+def test_an_unknown_deepspeed_keeps_its_own_flattening_with_a_warning() -> None:
     partitioned.FLATTENING = ()  # type: ignore[misc]
     engine = start(Case(stage=2, offload="cpu"), HostileNet(scalar=False))
     found = [d for d in engine.decisions if d.key == partitioned.KEY]
@@ -160,7 +160,7 @@ def test_an_unknown_deepspeed_is_left_alone_and_said_so() -> None:
 @pytest.mark.gpu
 @pytest.mark.deepspeed
 @ranks(1)
-def test_the_device_holds_the_weights_once() -> None:
+def test_the_device_holds_only_one_copy_of_the_weights() -> None:
     elements = 48 * 1024**2
     layers = (torch.nn.Linear(1024, 1024, bias=False) for _ in range(48))
     case = Case(stage=2, offload="cpu", precision="bf16")

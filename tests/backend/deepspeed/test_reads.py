@@ -1,4 +1,4 @@
-"""Number of device synchronisations in a step."""
+"""A step synchronises with the device as rarely as possible."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ CASES = [
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("case", CASES, ids=["stage 2", "stage 1", "fp32, accumulated"])
-def test_the_device_is_asked_once_and_tells_the_same(case: Case) -> None:
+def test_one_device_read_per_step_gives_the_same_results(case: Case) -> None:
     ((raw, ours),) = run_ranks(both, case)
     assert (raw["told"], ours["told"]) == ([], ["once per step"])
     assert ours["outcomes"] == raw["outcomes"]
@@ -100,7 +100,7 @@ WHOLE = "optimizer.reads"
 
 
 @pytest.mark.deepspeed
-def test_whole_gradients_are_asked_about_once_as_well() -> None:
+def test_whole_gradients_are_checked_with_one_read_too() -> None:
     ((raw, ours),) = run_ranks(both, Case(stage=0, precision="bf16"))
     assert (raw["told"], ours["told"]) == ([], ["once per step"])
     assert ours["outcomes"] == raw["outcomes"]
@@ -112,7 +112,7 @@ def test_whole_gradients_are_asked_about_once_as_well() -> None:
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_without_offload_deepspeed_asks_a_few_times_itself() -> None:
+def test_deepspeed_itself_needs_few_reads_without_offload() -> None:
     found = train(Case(stage=2, precision="bf16"), fixed=True)
     assert found["told"] == []
     assert max(found["backward"]) == 0
@@ -121,7 +121,7 @@ def test_without_offload_deepspeed_asks_a_few_times_itself() -> None:
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_the_step_in_one_pass_asks_once_as_well() -> None:
+def test_the_step_in_one_pass_needs_few_reads_too() -> None:
     found = train(Case(stage=2, offload="cpu", precision="bf16"), True, True)
     assert max(found["backward"]) == 0
     assert max(found["step"]) < 12
@@ -130,7 +130,7 @@ def test_the_step_in_one_pass_asks_once_as_well() -> None:
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_a_dropped_window_leaves_no_flag_behind() -> None:
+def test_a_discarded_window_leaves_no_overflow_flag() -> None:
     engine = begin(CASES[0], tiny_unet(), False)
     # Its gradient is not finite.
     engine.backward(unet_loss(engine, 0) * torch.inf)
@@ -142,7 +142,7 @@ def test_a_dropped_window_leaves_no_flag_behind() -> None:
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_an_unknown_deepspeed_is_left_alone_and_said_so(monkeypatch) -> None:
+def test_an_unknown_deepspeed_keeps_its_reads_per_parameter_with_a_decision(monkeypatch) -> None:
     replaced = (*partitioned.FLAGS.replaced, "moved_elsewhere")
     monkeypatch.setattr(partitioned, "FLAGS", attrs.evolve(partitioned.FLAGS, replaced=replaced))
     engine = begin(attrs.evolve(CASES[0], stage=1), HostileNet(scalar=False), False)
@@ -152,7 +152,7 @@ def test_an_unknown_deepspeed_is_left_alone_and_said_so(monkeypatch) -> None:
     engine.close()
 
 
-def test_numbers_are_the_same_after_one_read() -> None:
+def test_reading_several_norms_at_once_gives_the_same_numbers() -> None:
     norms = {0: torch.tensor(1 / 3), 1: torch.tensor([2.5], dtype=torch.bfloat16)}
     norms[2] = torch.tensor(torch.inf, dtype=torch.float64)
     wanted = [norm.item() for norm in norms.values()]

@@ -1,4 +1,4 @@
-"""A DeepSpeed whose replaced methods differ from those that were read keeps them, and says so."""
+"""DeepSpeed keeps each method that differs from the tested releases, and a decision says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.deepspeed
 
 
 @ranks(1)
-def test_the_installed_release_is_on_file():
+def test_the_digests_of_the_installed_release_are_on_file():
     from tools.deepspeed_sources import FILE
     from zerotune.backend.deepspeed.start import digests
     from zerotune.backend.upstream import require_deepspeed
@@ -34,7 +34,7 @@ def test_the_installed_release_is_on_file():
 
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks(1)
-def test_a_later_release_takes_its_own_step(stage):
+def test_a_later_deepspeed_release_keeps_its_own_step(stage):
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
     kind = {
@@ -79,6 +79,6 @@ def timers(host_step: bool) -> list[str]:
     return found
 
 
-def test_the_wall_clock_breakdown_has_the_optimizers_timers():
+def test_the_wall_clock_breakdown_includes_the_optimizer_timers():
     assert run_ranks(timers, True) == run_ranks(timers, False)
     assert run_ranks(timers, True) != [[]]

@@ -27,16 +27,16 @@ def started() -> bool:
         return comm.cdb.shm_comm_op is not None
 
 
-def test_one_process_compiles_nothing_for_exchange_in_shared_memory():
+def test_one_process_does_not_load_the_shared_memory_communication_op():
     assert run_ranks(started) == [False]
 
 
-def test_two_processes_load_the_op_for_exchange_in_shared_memory():
+def test_two_processes_load_the_shared_memory_communication_op():
     assert run_ranks(started, world_size=2) == [True, True]
 
 
 @ranks(1)
-def test_a_lock_that_may_be_another_machines_is_named_by_the_start(tmp_path: Path):
+def test_a_failed_start_names_a_lock_that_may_belong_to_another_machine(tmp_path: Path):
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
     lock.touch()
@@ -46,7 +46,7 @@ def test_a_lock_that_may_be_another_machines_is_named_by_the_start(tmp_path: Pat
     from zerotune.backend import ops
     from zerotune.errors import PlatformError
 
-    # As in a process that has not loaded the op yet.
+    # Imitate a process that has not loaded the op yet.
     OpBuilder._loaded_ops.clear()
     os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
     ops.filesystem_kind = lambda _folder: "nfs4"

@@ -112,6 +112,6 @@ def test_output_without_a_known_cause_gets_no_diagnosis(output):
     assert diagnose_build(output) is None
 
 
-def test_missing_modules_name_the_package():
+def test_the_fix_for_a_missing_module_names_its_package():
     assert missing_module("distutils.log").fix == "pip install setuptools"
     assert missing_module("cpuinfo").fix == "pip install cpuinfo"

@@ -33,7 +33,7 @@ def lock(tmp_path: Path) -> Path:
     return folder / "lock"
 
 
-def test_a_lock_is_taken_once_and_given_back(lock: Path) -> None:
+def test_a_lock_is_acquired_once_and_released(lock: Path) -> None:
     held = LivingLock(str(lock))
     assert held.try_acquire()
     assert lock.read_text().split()[1] == str(os.getpid())
@@ -42,7 +42,9 @@ def test_a_lock_is_taken_once_and_given_back(lock: Path) -> None:
     assert not lock.exists()
 
 
-def test_a_build_that_is_killed_blocks_nobody(lock: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_build_does_not_block_the_next_one(
+    lock: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -102,7 +104,7 @@ def _with_torchs_lock(lock: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_killed_build_of_plain_torch_blocks_nobody(
+def test_a_killed_build_of_plain_torch_does_not_block_the_next_one(
     lock: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with _with_torchs_lock(lock) as process:
@@ -117,7 +119,7 @@ def test_a_killed_build_of_plain_torch_blocks_nobody(
     next_one.release()
 
 
-def test_a_lock_of_another_machine_is_an_error_that_names_it(
+def test_a_lock_of_another_machine_raises_an_error_that_names_it(
     lock: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "filesystem_kind", lambda _folder: "nfs4")
@@ -128,7 +130,7 @@ def test_a_lock_of_another_machine_is_an_error_that_names_it(
     assert lock.exists()
 
 
-def test_a_build_is_announced(lock: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_start_of_a_build_is_logged(lock: Path, caplog: pytest.LogCaptureFixture) -> None:
     held = LivingLock(str(lock))
     with caplog.at_level(logging.WARNING, logger="zerotune"):
         held.try_acquire()
@@ -137,7 +139,7 @@ def test_a_build_is_announced(lock: Path, caplog: pytest.LogCaptureFixture) -> N
     assert "minutes" in caplog.text
 
 
-def test_torch_compiles_under_the_lock() -> None:
+def test_torch_compiles_extensions_under_our_lock() -> None:
     from torch.utils import cpp_extension
 
     before = cpp_extension.FileBaton

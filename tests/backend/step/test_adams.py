@@ -45,7 +45,8 @@ def stepped(decoupled: bool, decay: float, dtype: torch.dtype, size: int) -> lis
     for step in range(1, STEPS + 1):
         gradient = (torch.randn(size, generator=generator) * step).to(dtype)
         factor = float(torch.tensor(0.3 + 0.1 * step))
-        # EMAs with a weight below 0.5 are updated in pairs; an odd one, or one above, alone.
+        # EMAs with weights below 0.5 are updated in pairs; a single one, or one with 0.5 or more,
+        # alone.
         weights = (0.001, 0.7 / step, 0.2)
         begun = host.begin(
             slab, gradient=gradient, group=mine.param_groups[0], factor=factor, out=out
@@ -108,17 +109,17 @@ def powers(first: int) -> list[float]:
     return found
 
 
-def test_the_pass_is_the_chain_to_the_last_bit():
+def test_the_pass_equals_adam_cast_and_ema_bit_for_bit():
     (wrong,) = run_ranks(deviations)
     assert wrong == []
 
 
-def test_the_pass_is_the_chain_with_one_thread_too():
+def test_the_pass_equals_adam_cast_and_ema_bit_for_bit_with_one_thread():
     (wrong,) = run_ranks(deviations, env={"OMP_NUM_THREADS": "1"})
     assert wrong == []
 
 
-def test_a_resumed_run_has_the_powers_of_an_uninterrupted_one():
+def test_a_resumed_run_has_the_beta_powers_of_an_uninterrupted_one():
     (whole,) = run_ranks(powers, 1)
     for first in (2, 3, 17):
         (resumed,) = run_ranks(powers, first)
@@ -126,7 +127,7 @@ def test_a_resumed_run_has_the_powers_of_an_uninterrupted_one():
 
 
 @ranks(1)
-def test_norms_are_those_of_fp64():
+def test_gradient_norms_match_fp64():
     from zerotune.backend.step.kernel import load_host_step
 
     op, found = load_host_step(), []
@@ -211,12 +212,12 @@ def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> li
 @pytest.mark.parametrize("decay", [0.0, 0.01])
 @pytest.mark.parametrize("sizes", [(33, 1000, 3 * 7), (2**19 + 37, 2**20, 48)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_pass_with_bf16_states_equals_the_optimizer_itself(sizes, dtype, decay):
+def test_the_pass_with_bf16_states_equals_the_optimizer_bit_for_bit(sizes, dtype, decay):
     assert run_ranks(bf16_stepped, sizes, dtype, decay) == [[]]
 
 
 @ranks(1)
-def test_noise_is_drawn_by_the_place_in_the_group_however_a_slab_is_cut():
+def test_rounding_noise_depends_on_the_place_in_the_group_not_on_how_a_slab_is_cut():
     from zerotune.backend.optimizers.classes import (
         NOISE_PERIOD,
         AdamWBF16States,
@@ -226,7 +227,7 @@ def test_noise_is_drawn_by_the_place_in_the_group_however_a_slab_is_cut():
     from zerotune.backend.step.adams import HostBF16Adam
     from zerotune.backend.step.kernel import load_host_step
 
-    # Two fragments of the slab, the second across the end of the period.
+    # The slab has two fragments, the second of which crosses the end of the period.
     places = [(0, 5), (48, NOISE_PERIOD - 9)]
     weight = torch.nn.Parameter(torch.zeros(128))
     adam = AdamWBF16States([weight], betas=(0.5, 0.5))
@@ -237,7 +238,8 @@ def test_noise_is_drawn_by_the_place_in_the_group_however_a_slab_is_cut():
         step.run(part.start, part.stop)
     at = torch.cat([torch.arange(5, 53), torch.arange(NOISE_PERIOD - 9, NOISE_PERIOD + 71)])
     bits = noise_bits(noise_key(0, 0), at)
-    # A quarter of a bf16 unit above 1: rounded up if the 16 random bits are at least 0xC000.
+    # A value a quarter of a bf16 unit above 1 is rounded up if its 16 random bits are at least
+    # 0xC000.
     expected = torch.where((bits & 0xFFFF) >= 0xC000, 1.0 + 2**-7, 1.0)
     assert torch.equal(adam.state[weight]["exp_avg"].float(), expected.float())
     assert 0.05 < float((expected > 1).float().mean()) < 0.5
@@ -245,7 +247,7 @@ def test_noise_is_drawn_by_the_place_in_the_group_however_a_slab_is_cut():
 
 @pytest.mark.parametrize("cut", [64, 96])
 @ranks(1)
-def test_a_group_that_has_stopped_is_followed_and_cast_but_not_stepped(cut):
+def test_a_stopped_group_is_cast_and_updates_emas_but_is_not_stepped(cut):
     from zerotune.backend.optimizers.client import STOPPED
     from zerotune.backend.step.adams import HostAdam
     from zerotune.backend.step.kernel import Average, load_host_step
@@ -268,7 +270,7 @@ def test_a_group_that_has_stopped_is_followed_and_cast_but_not_stepped(cut):
     torch.testing.assert_close(shadow, 0.75 * slab.data)
 
 
-def test_the_source_is_one_file_wherever_it_was_installed(tmp_path, monkeypatch):
+def test_the_source_has_one_path_wherever_the_package_is_installed(tmp_path, monkeypatch):
     folder, found = tmp_path / "built", []
     folder.mkdir()
     for place in ("here", "there"):

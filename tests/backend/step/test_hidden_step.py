@@ -90,7 +90,7 @@ def begin(
     context = {"hidden": hidden, "deepspeed": stage != PLAIN, "host_step": host_step}
     resolver = OptimizerResolver(groups=ParameterGroups.no_decay() if groups else None)
     with pytest.MonkeyPatch.context() as patch:
-        # As on a device: the model's weights are separate from the stepped ones.
+        # Keep the model's weights separate from the stepped ones, as on a device.
         patch.setattr(plain, "_has_memory_of_its_own", lambda _: apart)
         return build(model, plan, resolver=resolver, **context)
 
@@ -134,7 +134,7 @@ def in_small_parts() -> Iterator[Counter[str]]:
 def delayed(seed: int, model: torch.nn.Module) -> Iterator[None]:
     """Add random delays in the pass, before and after its uploads, and in the modules' hooks.
 
-    Weights are uploaded from a buffer, as to a device, if the stage has one.
+    If the stage has a buffer, weights are uploaded from it, as to a device.
     """
     chance = random.Random(seed)
 
@@ -199,7 +199,7 @@ def long_run(stage: int, hidden: bool, steps: int) -> dict[str, Any]:
 
 
 def look(engine: Any, emas: Any, step: int) -> Any:
-    """Read weights in one of several ways right after a step; after most steps, do not."""
+    """Read weights in one of several ways right after a step; after most steps, read nothing."""
     match step % 29:
         case 3:
             return digest(engine)
@@ -228,7 +228,7 @@ def look(engine: Any, emas: Any, step: int) -> Any:
         (3, 2),
     ],
 )
-def test_delays_anywhere_change_no_loss(stage, ranks):
+def test_random_delays_do_not_change_losses_or_weights(stage, ranks):
     steps = STEPS if stage != PLAIN or STEPS >= 200 else STEPS // 3
     mine = run_ranks(long_run, stage, True, steps, world_size=ranks)
     theirs = run_ranks(long_run, stage, False, steps, world_size=ranks)
@@ -308,7 +308,7 @@ def test_a_hidden_step_changes_no_bit_under_any_setting(averages, arguments):
 
 
 @ranks(1)
-def test_groups_and_two_averages_are_what_the_usual_step_leaves():
+def test_groups_and_two_emas_match_the_usual_step():
     shared = {"groups": True, "accumulation": 3, "clipping": 0.4}
     for mine, theirs in [
         [
@@ -332,7 +332,7 @@ def test_groups_and_two_averages_are_what_the_usual_step_leaves():
     ],
     ids=["z1", "z2", "z3"],
 )
-def test_hidden_steps_of_two_ranks_change_no_bit(arguments):
+def test_hidden_steps_on_two_ranks_change_no_bit(arguments):
     for mine, theirs in run_ranks(both, 1, arguments, world_size=2):
         for name in ("losses", "norms", "master", "ema"):
             assert mine[name] == theirs[name], name
@@ -392,7 +392,7 @@ def overflowing(hidden: bool, stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (3, 1), (2, 2)])
-def test_a_loss_scale_that_overflows_skips_the_same_steps(stage, ranks):
+def test_a_hidden_step_skips_the_same_steps_when_the_loss_scale_overflows(stage, ranks):
     mine = run_ranks(overflowing, True, stage, world_size=ranks)
     theirs = run_ranks(overflowing, False, stage, world_size=ranks)
     for one, other in zip(mine, theirs, strict=True):
@@ -433,7 +433,7 @@ def test_hidden_steps_of_two_engines_in_one_process_change_no_bit():
 
 @pytest.mark.parametrize(("threads", "left"), [(4, 3), (2, 2)])
 @ranks(1)
-def test_a_pass_in_the_thread_leaves_the_forward_a_core(threads, left):
+def test_a_pass_in_the_thread_leaves_one_core_to_the_forward_pass(threads, left):
     torch.set_num_threads(threads)
     engine = begin(2, Web(), hidden=True)
     seen, run = set(), SlabStep.run
@@ -497,7 +497,7 @@ def one_sided(how: str) -> dict[str, Any]:
     return {"raised": raised, "losses": losses, "settled": settled, "last": taken.total() - count}
 
 
-def test_what_fails_on_one_rank_ends_the_others():
+def test_an_error_in_a_step_on_one_rank_ends_the_others():
     mine, theirs = run_ranks(one_sided, "fails", world_size=2)
     assert theirs["raised"] == ("MemoryError", "no room for that")
     assert mine["raised"][0] == mine["settled"] == "EngineError"
@@ -505,14 +505,14 @@ def test_what_fails_on_one_rank_ends_the_others():
     assert "MemoryError: no room for that" in mine["raised"][1]
 
 
-def test_a_rank_killed_within_a_pass_ends_the_others():
+def test_killing_a_rank_during_a_pass_ends_the_others():
     with pytest.raises(RanksFailed, match="exit code -9") as failed:
         run_ranks(one_sided, "killed", world_size=2)
     assert "CollectiveError: rank 0: not every rank reached" in str(failed.value)
     assert "Rank 1 is missing: rank 1 has ended" in str(failed.value)
 
 
-def test_a_rank_that_must_not_wait_has_none_wait():
+def test_if_one_rank_must_not_defer_its_step_no_rank_does():
     mine, theirs = run_ranks(one_sided, "hooked", world_size=2)
     assert mine["raised"] is None is theirs["raised"]
     assert (mine["last"], theirs["last"]) == (0, 0)
@@ -520,7 +520,7 @@ def test_a_rank_that_must_not_wait_has_none_wait():
 
 @pytest.mark.parametrize("stage", [PLAIN, 2, 3])
 @ranks(1)
-def test_every_call_after_an_error_ends_with_its_traceback(stage):
+def test_every_call_after_a_failed_step_raises_its_error(stage):
     import traceback
 
     engine = begin(stage, Web(), hidden=True)
@@ -583,7 +583,7 @@ def resumed(folder: Path, part: str) -> list[float]:
     return losses
 
 
-def test_a_run_killed_within_a_pass_goes_on_bit_for_bit(tmp_path):
+def test_a_run_killed_during_a_pass_resumes_bit_for_bit(tmp_path):
     (whole,) = run_ranks(resumed, tmp_path, "whole")
     with pytest.raises(RanksFailed, match="exit code -9"):
         run_ranks(resumed, tmp_path, "killed")
@@ -594,7 +594,7 @@ def test_a_run_killed_within_a_pass_goes_on_bit_for_bit(tmp_path):
 
 
 @ranks(1)
-def test_the_plain_engine_goes_on_bit_for_bit(tmp_path):
+def test_the_plain_engine_with_hidden_steps_resumes_bit_for_bit(tmp_path):
     from zerotune.checkpoint import load_checkpoint, save_checkpoint
     from zerotune.ema import EMAShadow
 
@@ -636,7 +636,7 @@ def compiled(how: str) -> dict[str, Any]:
     return {"losses": losses, "taken": sorted(taken)}
 
 
-def test_compiled_modules_find_their_weights_written():
+def test_compiled_modules_use_the_updated_weights():
     (plain,) = run_ranks(compiled, "not")
     (forward,) = run_ranks(compiled, "forward")
     (call,) = run_ranks(compiled, "call")
@@ -689,12 +689,12 @@ def looks(hidden: bool) -> list[Any]:
     return found
 
 
-def test_whoever_looks_at_a_weight_waits_for_it():
+def test_any_access_to_a_weight_waits_for_its_update():
     assert run_ranks(looks, True) == run_ranks(looks, False)
 
 
 @ranks(1)
-def test_what_goes_around_torch_finds_no_old_value(monkeypatch):
+def test_access_that_bypasses_torch_functions_fails_instead_of_reading_old_values(monkeypatch):
     engine = begin(2, Web(), hidden=True)
     opened, run = threading.Event(), SlabStep.run
     engine.backward(loss_of(engine, 0))
@@ -779,7 +779,7 @@ def disturbed(stage: int, hidden: bool | None, what: str, average: bool) -> list
 
 @pytest.mark.parametrize("stage", [PLAIN, 2, 3])
 @ranks(1)
-def test_weights_that_were_moved_or_frozen_are_followed(stage):
+def test_moved_or_frozen_weights_train_as_with_the_usual_step(stage):
     for what in (*MOVES, "freeze"):
         theirs = disturbed(stage, False, what, False)
         assert disturbed(stage, True, what, False) == theirs, what
@@ -823,7 +823,7 @@ def watched(how: str) -> dict[str, Any]:
     ("how", "reason"),
     [("view", "views of"), ("array", "views of"), ("global hook", "post-step hooks")],
 )
-def test_whoever_holds_a_view_or_a_global_hook_sees_the_step_taken(how, reason):
+def test_a_view_or_a_global_hook_prevents_deferring_the_step(how, reason):
     (found,) = run_ranks(watched, how)
     assert found["seen"] == [True] * 3
     assert len(found["reasons"]) == 1
@@ -858,7 +858,7 @@ def compiled_outside(hidden: bool, how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["module", "function"])
-def test_what_is_compiled_from_outside_is_compiled_once_and_said(how):
+def test_a_model_compiled_by_the_user_is_compiled_only_once_and_a_decision_says_so(how):
     (mine,) = run_ranks(compiled_outside, True, how)
     (theirs,) = run_ranks(compiled_outside, False, how)
     assert mine["losses"] == theirs["losses"]

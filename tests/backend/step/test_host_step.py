@@ -131,14 +131,14 @@ def same(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_nothing_differs_from_deepspeeds_own_step(case):
+def test_the_step_in_one_pass_equals_deepspeeds_own(case):
     (kept,) = same(case)
     wanted = torch.bfloat16 if case.precision == "bf16" else torch.float32
     assert kept["gradients"] == {str(wanted)}, "gradients arrive in their own dtype"
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
-def test_nothing_differs_from_deepspeeds_own_step_on_two_ranks(case):
+def test_the_step_in_one_pass_equals_deepspeeds_own_on_two_ranks(case):
     same(case, world_size=2)
 
 
@@ -163,7 +163,7 @@ NIGHTLY = {
     [pytest.param(case, id=name) for name, case in OTHER.items()]
     + [pytest.param(case, id=n, marks=pytest.mark.nightly) for n, case in NIGHTLY.items()],
 )
-def test_nothing_differs_from_deepspeeds_own_step_with_other_settings(case):
+def test_the_step_in_one_pass_equals_deepspeeds_own_with_other_settings(case):
     kept = same(case)
     assert kept[0]["added up"] == (["bfloat16"] if case.accumulation == 3 else [])
     if case.clipping == 4.1:
@@ -172,14 +172,14 @@ def test_nothing_differs_from_deepspeeds_own_step_with_other_settings(case):
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
-def test_nothing_differs_when_micro_batches_are_added_up_in_fp32(case):
+def test_the_step_in_one_pass_equals_deepspeeds_own_when_accumulating_in_fp32(case):
     (kept,) = same(attrs.evolve(case, accumulation=3), added_up="fp32")
     assert kept["gradients"] == {"torch.float32"}
     assert kept["added up"] == ["float32"]
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
-def test_nothing_differs_when_windows_are_dropped(case):
+def test_the_step_in_one_pass_equals_deepspeeds_own_when_windows_are_discarded(case):
     same(case, drop=(1, 4))
 
 
@@ -193,7 +193,7 @@ def plainly(cases: list[tuple[Case, bool]]) -> list[list[dict[str, Any]]]:
     found = []
     for case, apart in cases:
         with pytest.MonkeyPatch.context() as patch:
-            # As if the model had memory of its own.
+            # Pretend that the model has memory of its own.
             patch.setattr(plain, "_has_memory_of_its_own", lambda _, apart=apart: apart)
             found.append(both(case, (1,)))
     found[0].append(train(attrs.evolve(cases[0][0], offload="none"), True, (1,)))
@@ -212,7 +212,7 @@ def same_plainly(cases: list[tuple[Case, bool]], world_size: int = 1) -> list[di
     return found[0]
 
 
-def test_the_plain_engine_leaves_what_torchs_fused_step_leaves():
+def test_the_plain_engine_equals_torchs_fused_step():
     mine, _, without = same_plainly([
         (PLAIN, False),
         (attrs.evolve(PLAIN, optimizer=L2, clipping=4.1), True),
@@ -223,12 +223,12 @@ def test_the_plain_engine_leaves_what_torchs_fused_step_leaves():
     assert mine["losses"] == pytest.approx(without["losses"], rel=1e-4)
 
 
-def test_two_processes_of_the_plain_engine_leave_what_torchs_fused_step_leaves():
+def test_the_plain_engine_equals_torchs_fused_step_on_two_ranks():
     same_plainly([(PLAIN, True)], world_size=2)
 
 
 @ranks(1)
-def test_without_a_compiler_deepspeeds_step_stays():
+def test_deepspeeds_own_step_is_used_without_a_compiler():
     from tests.support.models import tiny_unet
 
     with pytest.MonkeyPatch.context() as patch:
@@ -327,7 +327,7 @@ def swapping(folder: str | None, pipelined: bool) -> dict[str, Any]:
 
 
 @pytest.mark.nvme
-def test_reading_ahead_and_writing_behind_changes_no_bit(tmp_path):
+def test_reading_ahead_and_writing_behind_on_nvme_changes_no_bit(tmp_path):
     (host,) = run_ranks(swapping, None, False)
     (in_turn,) = run_ranks(swapping, str(tmp_path / "in turn"), False)
     (beside,) = run_ranks(swapping, str(tmp_path / "beside"), True)

@@ -21,14 +21,14 @@ def split_of(values: torch.Tensor) -> SplitMasters:
 
 
 def every_low_half() -> torch.Tensor:
-    """Floats of both signs, even and odd in bf16, denormal to maximum, with every low half."""
+    """Return floats of both signs, even and odd in bf16, denormal to maximum, every low half."""
     highs = torch.tensor([0x0000, 0x0001, 0x3F80, 0x3F81, 0x7F7F, 0x4000], dtype=torch.int32)
     signed = torch.cat([highs, highs - 2**15])
     bits = (signed[:, None] << 16 | torch.arange(2**16, dtype=torch.int32)).flatten()
     return bits.view(torch.float32)
 
 
-def test_every_bit_is_kept_but_of_ties_that_are_rounded_up():
+def test_split_masters_keep_every_bit_except_for_ties_that_round_up():
     values = every_low_half()
     masters = split_of(values)
     before, after = (each.view(torch.int32) for each in (values, masters.read()))
@@ -40,7 +40,7 @@ def test_every_bit_is_kept_but_of_ties_that_are_rounded_up():
     assert torch.equal(masters.read().bfloat16(), masters.high), "the bf16 weights are the same"
 
 
-def test_what_is_not_a_number_or_infinite_stays():
+def test_non_finite_values_survive_splitting():
     values = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0])
     found = split_of(values).read()
     assert found[0].isnan()
@@ -49,7 +49,7 @@ def test_what_is_not_a_number_or_infinite_stays():
 
 @ranks(1)
 @pytest.mark.parametrize("bf16_states", [False, True])
-def test_the_pass_over_split_weights_is_the_pass_over_whole_ones(bf16_states):
+def test_the_pass_over_split_weights_equals_the_pass_over_whole_ones(bf16_states):
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     from zerotune.backend.optimizers.classes import AdamWBF16States

@@ -46,7 +46,7 @@ def addresses_of(sizes: list[list[int]], gap: int) -> tuple[list[FragmentAddress
     parts=st.integers(1, 20),
     least=st.integers(1, 30),
 )
-def test_parts_hold_every_element_once(sizes, gap, parts, least):
+def test_parts_cover_every_element_exactly_once(sizes, gap, parts, least):
     addresses, slabs = addresses_of(sizes, gap)
     by_key = {address.key: address for address in addresses}
     first = {address.name for address in addresses[::3]}
@@ -99,7 +99,7 @@ def pending(weight: torch.Tensor, before: Any = lambda: None) -> tuple[PendingSt
 
 
 @pytest.mark.parametrize("when", range(12))
-def test_averages_may_come_at_any_time_before_the_end(when):
+def test_emas_may_join_at_any_time_before_the_step_ends(when):
     weight, shadows = torch.arange(40.0), [torch.ones(40), torch.ones(40)]
     begun: list[None] = []
 
@@ -123,7 +123,7 @@ def test_averages_may_come_at_any_time_before_the_end(when):
 
 
 @pytest.mark.parametrize("landed_first", [False, True])
-def test_a_late_average_reads_weights_before_anybody_can_change_them(landed_first):
+def test_a_late_ema_reads_weights_before_they_can_be_changed(landed_first):
     """If model and optimizer share memory, released weights may change before the step ends."""
     weight, shadow = torch.ones(8), torch.ones(8)
     addresses, slabs = addresses_of([[4, 4]], 0)
@@ -154,7 +154,7 @@ def test_a_late_average_reads_weights_before_anybody_can_change_them(landed_firs
     assert torch.equal(shadow, torch.full((8,), 1.5)), "read before the clamp"
 
 
-def test_several_threads_take_each_part_once():
+def test_several_threads_run_each_part_only_once():
     weight, kept = torch.ones(40), torch.nn.Parameter(torch.zeros(40))
     barrier = threading.Barrier(3, timeout=120)
     step, _ = pending(weight)
@@ -193,7 +193,7 @@ class OnADevice(DeferredSteps):
         return {}
 
 
-def test_a_pass_in_a_thread_is_on_the_device_that_its_rank_trains_on():
+def test_a_pass_in_a_thread_uses_the_device_of_its_rank():
     spared: list[str] = []
     op: Any = SimpleNamespace(spare_a_core=lambda: spared.append(threading.current_thread().name))
     nothing: Any = None
@@ -218,7 +218,7 @@ def settled(step: PendingStep, outcome: SimpleQueue[str]) -> None:
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-def test_ctrl_c_at_any_time_lets_nobody_wait_for_ever(threaded):
+def test_ctrl_c_at_any_time_leaves_no_thread_waiting_forever(threaded):
     numel = 60
     addresses, slabs = addresses_of([[1] * numel], 0)
     parts = divide(addresses, slabs, parts=numel, least=1)
@@ -258,7 +258,7 @@ def test_ctrl_c_at_any_time_lets_nobody_wait_for_ever(threaded):
     assert interrupted == 80
 
 
-def test_a_handler_that_reads_weights_within_a_step_is_refused():
+def test_a_signal_handler_that_reads_weights_during_a_step_is_refused():
     seen: list[EngineError] = []
 
     def handler() -> None:
@@ -274,7 +274,7 @@ def test_a_handler_that_reads_weights_within_a_step_is_refused():
     assert torch.equal(weight, torch.full((40,), 2.0))
 
 
-def test_what_is_needed_is_taken_before_the_rest():
+def test_a_needed_part_runs_before_the_rest():
     weight, taken = torch.ones(40), []
     addresses, slabs = addresses_of([[4] * 10], 0)
     parts = divide(addresses, slabs, parts=10, least=1)
@@ -307,21 +307,21 @@ def test_what_is_needed_is_taken_before_the_rest():
     assert sorted(taken) == list(range(10))
 
 
-def test_a_parameter_without_elements_is_not_awaited():
+def test_a_parameter_without_elements_is_available_at_once():
     step, _ = pending(torch.ones(4))
     empty = torch.nn.Parameter(torch.empty(0))
     step.hold("nowhere", empty)
     assert type(empty) is torch.nn.Parameter
 
 
-def test_a_thread_that_is_a_step_behind_releases_nothing_early():
+def test_a_late_thread_of_an_earlier_step_releases_no_weight_early():
     kept = torch.nn.Parameter(torch.zeros(40))
     earlier, _ = pending(torch.ones(40))
     earlier.hold("0.0", kept)
     earlier.settle()
     later, _ = pending(torch.ones(40))
     later.hold("0.0", kept)
-    # As a thread of the earlier step that arrives after the later one has begun.
+    # Imitate a thread of the earlier step that arrives after the later one has begun.
     earlier.land(kept)
     with torch._C.DisableTorchFunctionSubclass():
         assert kept.numel() == 0, "the later step has not written it"

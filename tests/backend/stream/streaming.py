@@ -26,7 +26,7 @@ BATCH = 2
 
 
 def unet() -> torch.nn.Module:
-    """Like SDXL's, 15 units."""
+    """Build a U-Net like SDXL's, with 15 units."""
     from diffusers import UNet2DConditionModel
 
     return UNet2DConditionModel(
@@ -53,7 +53,7 @@ def unet_batch(random_: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def flux() -> torch.nn.Module:
-    """Two kinds of blocks, 5 units."""
+    """Build a Flux model with two kinds of blocks and 5 units."""
     from diffusers import FluxTransformer2DModel
 
     return FluxTransformer2DModel(
@@ -78,7 +78,7 @@ def flux_batch(random_: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def qwen() -> torch.nn.Module:
-    """4 units, the last of which has weights that get no gradient."""
+    """Build a Qwen-Image model with 4 units, the last of which has weights that get no gradient."""
     from diffusers import QwenImageTransformer2DModel
 
     return QwenImageTransformer2DModel(
@@ -203,7 +203,7 @@ def make_model(run: Run) -> torch.nn.Module:
         model.enable_gradient_checkpointing()
     elif run.checkpointing == "reentrant":
         if run.lora:
-            # Reentrant checkpoints need an input that requires a gradient; the first have none.
+            # Reentrant checkpoints need an input that requires a gradient, which the first lack.
             model.get_submodule(FIRST[run.family]).register_forward_hook(
                 lambda _module, _args, output: output.requires_grad_()
             )

@@ -111,7 +111,7 @@ def run(case, *, accumulation, steps=4):
 @pytest.mark.parametrize("lora", [None, 16])
 @pytest.mark.parametrize("streaming", [Streaming(), Streaming(memory="12GiB")], ids=["3", "12GiB"])
 @pytest.mark.parametrize("family", ["sdxl", "flux", "qwen-image"])
-def test_units_hold_what_is_estimated(family, streaming, lora):
+def test_resident_bytes_and_traffic_of_units_match_the_estimate(family, streaming, lora):
     estimate, case = planned(family, lora=lora, streaming=streaming, accumulation=1)
     counts, moved = run(case, accumulation=1)
     frozen = 2 * case.streamed.resident_frozen
@@ -123,7 +123,7 @@ def test_units_hold_what_is_estimated(family, streaming, lora):
     assert moved == pytest.approx(traffic.parameters + traffic.weights, rel=0.05)
 
 
-def test_micro_batches_fetch_what_is_estimated():
+def test_traffic_of_micro_batches_matches_the_estimate():
     estimate, case = planned("flux", lora=None, streaming=Streaming(memory="8GiB"), accumulation=3)
     _, moved = run(case, accumulation=3)
     traffic, added = step_traffic(estimate), 2 * 2 * case.trained

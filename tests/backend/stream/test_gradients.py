@@ -24,7 +24,7 @@ from zerotune.backend.stream.gradients import GradientPool, GradientsOfAll
 from zerotune.backend.stream.units import FlatOrder, HostMemory, find_units, make_units
 from zerotune.plan.model import Streaming
 
-# DeepSpeed keeps state of its first engine for the whole process.
+# Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 EAGER = Run(family="web", checkpointing="on", clipping=0.0, groups=True, steps=4)
@@ -43,7 +43,7 @@ ONE = Streaming(window=2, gradient_buffers=1)
     ],
     ids=str,
 )
-def test_units_have_buffers_in_turn_only_where_passes_give_them_back(changed, reason):
+def test_units_share_gradient_buffers_only_if_passes_free_them(changed, reason):
     run = attrs.evolve(EAGER, **changed)
     with start(run, make_model(run), streamed=Streaming(gradient_buffers=4)) as engine:
         kind = GradientPool if reason is None else GradientsOfAll
@@ -54,12 +54,12 @@ def test_units_have_buffers_in_turn_only_where_passes_give_them_back(changed, re
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_one_buffer_is_enough_whatever_is_late(seed):
+def test_one_gradient_buffer_is_enough_whatever_is_delayed(seed):
     mine = train(EAGER, streamed=ONE, seed=seed)
     assert not differences(train(EAGER), mine)
 
 
-def test_nothing_of_another_unit_is_left_between_parameters():
+def test_a_reused_buffer_is_zero_between_parameters():
     """Leftovers in the gaps would change the scale of a block of 8-bit moments."""
     model = Web().bfloat16()
     names = [name for name, _ in model.named_parameters()]
@@ -80,7 +80,7 @@ def test_nothing_of_another_unit_is_left_between_parameters():
         pool.give_back(place)
 
 
-def test_a_buffer_that_is_given_back_before_its_pass_is_over_is_seen(monkeypatch):
+def test_freeing_a_buffer_before_its_pass_ends_is_detected(monkeypatch):
     good = train(EAGER, streamed=ONE)
     take, original = passes.UnitPass.take, GradientPool.take
 
@@ -99,7 +99,7 @@ def test_a_buffer_that_is_given_back_before_its_pass_is_over_is_seen(monkeypatch
     assert differences(good, train(EAGER, streamed=ONE))
 
 
-def test_backward_waits_for_a_buffer_until_a_pass_is_over(monkeypatch):
+def test_the_backward_pass_waits_for_a_buffer_until_a_pass_ends(monkeypatch):
     held, most = set(), []
     take, give_back, run = GradientPool.take, GradientPool.give_back, passes.UnitPass.take
 
@@ -124,7 +124,7 @@ def fail(_: Any) -> None:
     raise MemoryError("no more")
 
 
-def test_nobody_waits_for_buffers_of_passes_that_failed(monkeypatch):
+def test_the_engine_does_not_wait_for_buffers_of_failed_passes(monkeypatch):
     engine = start(EAGER, make_model(EAGER), streamed=ONE)
     advance(EAGER, engine, range(1))
     monkeypatch.setattr(passes.UnitPass, "take", fail)

@@ -59,18 +59,18 @@ def is_seen(good: dict[str, Any], run: Run) -> bool:
 
 
 @pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
-def test_without_a_fault_nothing_evicted_is_used(monkeypatch, run):
+def test_evicted_weights_are_never_used_without_a_fault(monkeypatch, run):
     assert not differences(without_fault(monkeypatch, run), streamed(run))
 
 
-def test_a_copy_to_the_device_that_is_not_waited_for_is_detected(monkeypatch):
+def test_not_waiting_for_a_copy_to_the_device_is_detected(monkeypatch):
     good = without_fault(monkeypatch, CLIPPED)
     monkeypatch.setattr(lanes.Copy, "receive", lambda _: None)
     assert is_seen(good, CLIPPED)
 
 
 @pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
-def test_a_pass_that_is_not_waited_for_is_detected(monkeypatch, run):
+def test_not_waiting_for_a_pass_is_detected(monkeypatch, run):
     good = without_fault(monkeypatch, run)
     original = lanes.Lane.submit
 
@@ -88,14 +88,14 @@ def test_a_pass_that_is_not_waited_for_is_detected(monkeypatch, run):
     assert is_seen(good, run)
 
 
-def test_gradients_that_are_not_waited_for_are_detected(monkeypatch):
+def test_not_waiting_for_gradients_is_detected(monkeypatch):
     good = without_fault(monkeypatch, EAGER)
     monkeypatch.setattr(lanes.Copy, "finish", lambda _: None)
     monkeypatch.setattr(passes.UnitPass, "is_ready", property(lambda _: True))
     assert is_seen(good, EAGER)
 
 
-def test_a_unit_released_before_its_last_gradient_is_detected(monkeypatch):
+def test_releasing_a_unit_before_its_last_gradient_is_detected(monkeypatch):
     good = without_fault(monkeypatch, WHOLE_GRAPH)
     original = residency.Residency._enter_backward
 
@@ -109,7 +109,7 @@ def test_a_unit_released_before_its_last_gradient_is_detected(monkeypatch):
     assert is_seen(good, WHOLE_GRAPH)
 
 
-def test_a_step_before_the_last_micro_batch_is_detected(monkeypatch):
+def test_stepping_before_the_last_micro_batch_is_detected(monkeypatch):
     spoil_evicted(monkeypatch)
     original = steps.StreamedSteps.begin_backward
 
@@ -121,7 +121,7 @@ def test_a_step_before_the_last_micro_batch_is_detected(monkeypatch):
         streamed(EAGER)
 
 
-def test_weights_not_fetched_again_after_a_step_are_detected(monkeypatch):
+def test_not_fetching_weights_again_after_a_step_is_detected(monkeypatch):
     good = without_fault(monkeypatch, CLIPPED)
     monkeypatch.setattr(
         units.Unit, "is_current", property(lambda unit: unit.is_here and unit.loaded is not None)
@@ -130,7 +130,7 @@ def test_weights_not_fetched_again_after_a_step_are_detected(monkeypatch):
 
 
 @pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
-def test_gradients_of_a_few_units_wait_on_the_device(monkeypatch, run):
+def test_gradients_of_only_a_few_units_wait_on_the_device(monkeypatch, run):
     under_way, most = set(), []
     land = steps.StreamedSteps._land
     complete = steps.StreamedSteps._complete

@@ -70,7 +70,9 @@ def lane(streams):
     lane.close()
 
 
-def test_a_copy_begins_after_what_was_computed_and_is_waited_for_before_what_is(streams, lane):
+def test_a_copy_waits_for_earlier_computation_and_later_computation_waits_for_the_copy(
+    streams, lane
+):
     lane.submit(streams.copy).receive()
     assert streams.log == [
         ("computation", "records"),
@@ -81,7 +83,7 @@ def test_a_copy_begins_after_what_was_computed_and_is_waited_for_before_what_is(
     ]
 
 
-def test_the_host_waits_in_the_lanes_thread_alone(streams, lane):
+def test_the_host_waits_only_in_the_lanes_thread(streams, lane):
     done = threading.Event()
     copy = lane.submit(streams.copy, then=done.set)
     assert done.wait(10)
@@ -91,7 +93,7 @@ def test_the_host_waits_in_the_lanes_thread_alone(streams, lane):
     assert streams.log[count:] == [("computation", "waits for", "side")]
 
 
-def test_copies_keep_their_order(streams, lane):
+def test_copies_run_in_the_order_of_submission(streams, lane):
     made: list[int] = []
     gate = threading.Event()
     first = lane.submit(lambda: made.append(1), wait=lambda: gate.wait(10))
@@ -102,7 +104,7 @@ def test_copies_keep_their_order(streams, lane):
     assert made == [1, 2]
 
 
-def test_what_a_copy_waits_for_fails_the_one_who_receives_it(lane):
+def test_an_error_before_a_copy_is_raised_to_its_receiver(lane):
     def fail() -> None:
         raise OSError("gone")
 

@@ -11,7 +11,7 @@ from tests.backend.stream.streaming import Run, differences, train
 from tests.support.ranks import ranks
 from zerotune.plan.model import Streaming
 
-# DeepSpeed keeps state of its first engine for the whole process.
+# Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 ALL = 99
@@ -37,7 +37,7 @@ MATRIX = [
         ("web", "unet", "flux", "qwen"), ("off", "on", "reentrant"), (1, 3), (0.0, 0.05),
         (False, True),
     )
-    # Its tied and repeated blocks run twice in a pass, which reentrant checkpoints cut in two.
+    # Web's tied and repeated blocks run twice in a pass, which reentrant checkpoints cut in two.
     if (family, checkpointing) != ("web", "reentrant")
 ]  # fmt: skip
 COMPILED = [
@@ -49,7 +49,7 @@ COMPILED = [
         ("web", "flux", "unet", "qwen"), ("aot_eager", "inductor"), ("off", "on"), (0.0, 0.05),
         (False, True),
     )
-    # g++ takes a minute for each inductor run.
+    # Use inductor for few runs, since g++ takes a minute for each.
     if compiled == "aot_eager" or (lora, clipping) == (False, 0.0)
 ]  # fmt: skip
 
@@ -69,17 +69,17 @@ def check(run: Run, *windows: int) -> None:
 
 
 @pytest.mark.parametrize(("run", "window"), SMALL, ids=str)
-def test_every_bit_is_that_of_zero_2(run, window):
+def test_streaming_equals_zero_2_bit_for_bit(run, window):
     check(run, window)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("run", [*MATRIX, *COMPILED], ids=str)
-def test_every_bit_of_every_combination_is_that_of_zero_2(run):
+def test_streaming_equals_zero_2_bit_for_bit_in_every_combination(run):
     check(run, 2, 3, ALL)
 
 
-def test_split_master_weights_train_as_whole_ones():
+def test_split_master_weights_train_like_whole_ones():
     run = Run(family="flux", groups=True, steps=4)
     mine = train(run, streamed=Streaming(window=2, split_masters=True), seed=2)
     theirs = train(run)
@@ -101,7 +101,7 @@ def test_split_master_weights_train_as_whole_ones():
     assert [d.after for d in mine["decisions"] if d.key == "streamed.split_masters"]
 
 
-def test_a_window_is_kept():
+def test_the_window_limits_the_resident_units():
     run = Run(family="flux", steps=3)
     mine = train(run, streamed=Streaming(window=2))
     (said,) = [d for d in mine["decisions"] if d.key == "streamed"]
@@ -110,13 +110,13 @@ def test_a_window_is_kept():
     assert mine["counts"].peak <= resident + mine["resident"]
 
 
-def test_memory_for_units_is_kept():
+def test_the_memory_budget_limits_the_resident_units():
     run = Run(family="qwen", steps=2)
     mine = train(run, streamed=Streaming(memory=1))
     assert mine["counts"].peak <= 2 * max(mine["units"].values()) + mine["resident"]
 
 
-def test_in_steady_state_nothing_is_late():
+def test_no_fetch_is_late_in_the_steady_state():
     few, many = (
         train(Run(family="flux", checkpointing="on", steps=steps), streamed=True)["counts"].late
         for steps in (3, 6)

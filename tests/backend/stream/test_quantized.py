@@ -28,7 +28,7 @@ from zerotune.ema import EMAShadow
 from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 
-# DeepSpeed keeps state of its first engine for the whole process.
+# Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 WHY = "it is an extra"
@@ -63,7 +63,7 @@ def quantized(run: Run, kind: str) -> Any:
     [(attrs.evolve(RUN, clipping=0.0, checkpointing="on"), "nf4"), (RUN, "fp4")],
     ids=str,
 )
-def test_every_bit_is_that_of_zero_2(run, kind):
+def test_streaming_a_quantized_base_equals_zero_2_bit_for_bit(run, kind):
     needs("bitsandbytes", may_lack=WHY)
     kept = []
     for streamed in (None, Streaming(window=2)):
@@ -79,7 +79,7 @@ def test_every_bit_is_that_of_zero_2(run, kind):
     assert not differences(*kept)
 
 
-def test_a_copy_of_the_model_knows_how_to_read_its_weights():
+def test_a_deep_copy_of_the_model_can_read_its_streamed_weights():
     needs("bitsandbytes", may_lack=WHY)
     with start(RUN, quantized(RUN, "nf4"), streamed=Streaming(window=2)) as engine:
         advance(RUN, engine, range(1))
@@ -96,7 +96,7 @@ def test_a_copy_of_the_model_knows_how_to_read_its_weights():
             assert float(loss_of(RUN, Plain(), 5)) == float(loss_of(RUN, engine, 5))
 
 
-def test_other_quantized_bases_stay_on_the_device_and_that_is_said(monkeypatch):
+def test_other_quantized_bases_stay_on_the_device_with_a_reason(monkeypatch):
     facts = ModelFacts.from_module(make_model(RUN))
     frozen = next(each for each in facts.parameters if not each.trainable)
     facts = attrs.evolve(facts, parameters=(frozen.quantized("int8"), *facts.parameters[1:]))

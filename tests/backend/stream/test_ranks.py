@@ -63,7 +63,7 @@ def lean_weights(optimizer: str, steps: int = 4) -> tuple[list[float], dict[str,
 
 
 @pytest.mark.parametrize("optimizer", ["AdamWBF16States", "AdamW8BitStates"])
-def test_lean_states_do_not_depend_on_how_many_ranks_share_a_unit(optimizer):
+def test_lean_states_do_not_depend_on_the_number_of_ranks(optimizer):
     ((losses, weights),) = run_ranks(lean_weights, optimizer)
     for other, found in run_ranks(lean_weights, optimizer, world_size=2):
         assert other == losses
@@ -82,7 +82,7 @@ def test_lean_states_do_not_depend_on_how_many_ranks_share_a_unit(optimizer):
     ids=str,
 )
 @ranks(2)
-def test_every_bit_is_that_of_zero_2(monkeypatch, run):
+def test_streaming_on_two_ranks_equals_zero_2_bit_for_bit(monkeypatch, run):
     def differing(run: Run) -> torch.nn.Module:
         """Build different weights on each rank; those of rank 0 must win."""
         model = make_model(run)
@@ -114,14 +114,14 @@ LONG = [
 @pytest.mark.nightly
 @pytest.mark.parametrize(("run", "streamed"), LONG, ids=str)
 @ranks(2, timeout_s=900)
-def test_every_bit_of_twenty_steps_is_that_of_zero_2(run, streamed):
+def test_streaming_on_two_ranks_equals_zero_2_bit_for_bit_over_twenty_steps(run, streamed):
     mine, theirs = train(run, streamed=streamed, seed=3), train(run)
     assert (mine["engine"], theirs["engine"]) == ("SharedStreamEngine", "DeepSpeedEngine")
     assert not differences(theirs, mine)
 
 
 @ranks(2)
-def test_compiled_blocks_have_the_bits_of_zero_2():
+def test_streamed_compiled_blocks_equal_zero_2_bit_for_bit():
     run = Run(family="web", clipping=0.0, compiled="aot_eager", steps=3)
     mine, theirs = train(run, streamed=STREAMED, seed=3), train(run)
     assert mine["compiled"]
@@ -130,11 +130,11 @@ def test_compiled_blocks_have_the_bits_of_zero_2():
 
 @pytest.mark.parametrize("steps", [3, pytest.param(20, marks=pytest.mark.nightly)])
 @ranks(2, timeout_s=900)
-def test_split_masters_train_as_whole_ones_on_two_ranks(steps):
+def test_split_masters_train_like_whole_ones_on_two_ranks(steps):
     run = Run(family="flux", checkpointing="on", clipping=0.0, steps=steps)
     mine, theirs = train(run, streamed=LEAN, seed=3), train(run)
     for kept in (mine, theirs):
-        # Without masters and EMAs: one master in 131,072 is one unit in the last place too large.
+        # Leave out masters and EMAs: one master in 131,072 is one unit in the last place too large.
         kept["contents"] = {
             name: [weight, first, second]
             for name, (weight, _, first, second, _) in kept["contents"].items()
@@ -144,7 +144,7 @@ def test_split_masters_train_as_whole_ones_on_two_ranks(steps):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("optimizer", ["AdamWBF16States", "AdamW8BitStates"])
-def test_lean_states_of_twenty_steps_do_not_depend_on_how_many_ranks_there_are(optimizer):
+def test_lean_states_do_not_depend_on_the_number_of_ranks_over_twenty_steps(optimizer):
     ((losses, weights),) = run_ranks(lean_weights, optimizer, 20)
     for other, found in run_ranks(lean_weights, optimizer, 20, world_size=2):
         assert (other, found) == (losses, weights)
@@ -152,7 +152,7 @@ def test_lean_states_of_twenty_steps_do_not_depend_on_how_many_ranks_there_are(o
 
 @pytest.mark.parametrize("fault", ["a reduction left out", "a write not waited for"])
 @ranks(2)
-def test_a_fault_is_seen(monkeypatch, fault):
+def test_a_planted_fault_is_detected(monkeypatch, fault):
     run = Run(family="web", steps=3)
     theirs = train(run)
     if fault == "a reduction left out":
@@ -171,7 +171,7 @@ def test_a_fault_is_seen(monkeypatch, fault):
 
 @pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
 @ranks(2)
-def test_gradients_of_one_rank_that_are_not_finite_skip_the_step_on_all(run):
+def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(run):
     def train(streamed: Any) -> Any:
         with start(run, make_model(run), streamed=streamed) as engine:
             kept: list[Any] = [advance(run, engine, range(1))]
@@ -188,7 +188,7 @@ def test_gradients_of_one_rank_that_are_not_finite_skip_the_step_on_all(run):
 
 
 @ranks(2)
-def test_weights_of_no_step_are_gone_on_with_on_no_rank(monkeypatch):
+def test_no_rank_continues_with_weights_of_a_half_applied_step(monkeypatch):
     with start(EAGER, make_model(EAGER), streamed=STREAMED) as engine:
         advance(EAGER, engine, range(1))
         if rank():
@@ -222,7 +222,7 @@ APART = {
 
 @pytest.mark.parametrize("run", [EAGER, Run(family="web")], ids=str)
 @ranks(2)
-def test_what_one_rank_lacks_ends_in_an_error_on_each(run):
+def test_ranks_that_diverge_raise_an_error(run):
     for break_it, message in APART.values():
         engine = start(run, make_model(run), streamed=STREAMED)
         advance(run, engine, range(1))
@@ -240,7 +240,7 @@ def test_what_one_rank_lacks_ends_in_an_error_on_each(run):
 
 
 @ranks(2)
-def test_a_rank_that_does_not_come_in_time_is_named():
+def test_a_rank_that_does_not_arrive_in_time_is_named():
     run = Run(family="web")
     engine = start(run, make_model(run), streamed=STREAMED, timeout_s=4)
     if rank():
@@ -251,7 +251,7 @@ def test_a_rank_that_does_not_come_in_time_is_named():
 
 
 @ranks(2)
-def test_what_a_step_fails_with_on_one_rank_is_said_on_the_others(monkeypatch):
+def test_an_error_in_a_step_on_one_rank_is_reported_on_the_others(monkeypatch):
     run = Run(family="web")
     engine = start(run, make_model(run), streamed=STREAMED)
     advance(run, engine, range(1))
@@ -269,7 +269,7 @@ def _fail(*_: Any, **__: Any) -> None:
 
 
 @ranks(2)
-def test_ranks_with_other_models_or_plans_are_refused():
+def test_ranks_with_different_models_or_plans_are_refused():
     run = Run(family="web")
     model = make_model(run)
     if rank():
@@ -282,7 +282,7 @@ def test_ranks_with_other_models_or_plans_are_refused():
 
 
 @ranks(2)
-def test_on_several_machines_deepspeed_trains_and_says_so():
+def test_deepspeed_trains_on_several_machines_and_a_decision_says_so():
     on_a_machine(f"machine-{rank()}")
     run = Run(family="web", steps=1)
     with start(run, make_model(run), streamed=True) as engine:
@@ -315,7 +315,7 @@ def links() -> list[int]:
 
 
 @ranks(2)
-def test_weights_are_in_memory_once_and_it_is_given_back():
+def test_ranks_share_one_copy_of_the_weights_and_free_it():
     run = Run(family="web", steps=1)
     model = make_model(run)
     with start(run, model, streamed=STREAMED) as engine:
@@ -341,7 +341,7 @@ def test_weights_are_in_memory_once_and_it_is_given_back():
 
 
 @ranks(2)
-def test_memory_is_given_back_after_an_error(monkeypatch):
+def test_shared_memory_is_freed_after_an_error(monkeypatch):
     run = Run(family="web", steps=1)
     monkeypatch.setattr(shared.SharedSteps, "__init__", _fail)
     with pytest.raises(MemoryError):
@@ -403,7 +403,7 @@ def go_on(
 
 @pytest.mark.parametrize("run", [CLIPPED, ADAPTERS], ids=str)
 @ranks(2)
-def test_checkpoints_are_those_of_stage_2_and_resume_anywhere(tmp_path, run):
+def test_checkpoints_equal_those_of_stage_2_and_resume_under_any_engine(tmp_path, run):
     names = OTHERS if run is CLIPPED else ("streamed", "stage 3")
     for name in ("streamed", "stage 2"):
         go_on(run, name, range(2), save=tmp_path / name)
@@ -424,7 +424,7 @@ def test_checkpoints_are_those_of_stage_2_and_resume_anywhere(tmp_path, run):
 
 
 @ranks(2)
-def test_exports_and_explanations_know_all_ranks(tmp_path):
+def test_exports_and_explanations_cover_all_ranks(tmp_path):
     from safetensors.torch import load_file
 
     run = Run(family="flux", steps=2)

@@ -18,7 +18,7 @@ from tests.support.ranks import ranks
 from zerotune.errors import EngineError
 from zerotune.plan.model import Streaming
 
-# DeepSpeed keeps state of its first engine for the whole process.
+# Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 RUN = Run(family="web", steps=3, clipping=0.5)
@@ -64,7 +64,7 @@ def test_every_reader_gets_the_newest_weight_of_every_unit(reader):
             assert torch.equal(got.detach(), weight), name
 
 
-def test_right_after_a_step_readers_wait_for_its_pass(monkeypatch):
+def test_readers_right_after_a_step_wait_for_its_pass(monkeypatch):
     from zerotune.backend.stream import passes
 
     go, original = threading.Event(), passes.UnitPass.take
@@ -84,7 +84,7 @@ def test_right_after_a_step_readers_wait_for_its_pass(monkeypatch):
         assert not all(torch.equal(before[name], after[name]) for name in got)
 
 
-def test_another_thread_reads_while_the_model_computes():
+def test_another_thread_can_read_weights_while_the_model_computes():
     over = threading.Event()
 
     def read(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> int:
@@ -104,7 +104,7 @@ def test_another_thread_reads_while_the_model_computes():
         assert reading.result() > 0
 
 
-def test_hooks_inside_a_call_meet_the_weights_of_that_moment():
+def test_hooks_inside_a_call_see_the_current_weights():
     with begin() as engine:
         weights, seen = expected(engine), []
         for name, block in engine.module.named_modules():
@@ -123,7 +123,7 @@ def test_hooks_inside_a_call_meet_the_weights_of_that_moment():
 
 
 @pytest.mark.parametrize("checkpointing", ["off", "on"])
-def test_hooks_inside_a_call_meet_the_weights_of_other_units_too(checkpointing):
+def test_hooks_inside_a_call_see_the_current_weights_of_other_units_too(checkpointing):
     run = attrs.evolve(RUN, checkpointing=checkpointing)
     with begin(run) as engine:
         weights, model = expected(engine), engine.module
@@ -145,12 +145,12 @@ def test_hooks_inside_a_call_meet_the_weights_of_other_units_too(checkpointing):
             block.a.register_full_backward_hook(read)
         engine.backward(loss_of(run, engine, 9))
         assert engine.counts.evicted
-    # Bounds for eight calls of blocks: about 24 reads, and 40 with recomputation.
+    # Eight calls of blocks make about 24 reads, or 40 with recomputation; allow for fewer.
     least = 18 if checkpointing == "off" else 36
     assert all(len(each) > least - 2 and all(each) for each in seen.values())
 
 
-def test_a_unit_computes_with_another_ones_weight_as_at_zero_2():
+def test_a_unit_that_uses_another_units_weight_trains_as_at_zero_2():
     def losses(streamed: Any) -> list[Any]:
         model = make_model(RUN)
         model.blocks[2].a.register_forward_hook(
@@ -164,7 +164,7 @@ def test_a_unit_computes_with_another_ones_weight_as_at_zero_2():
     assert torch.equal(weight, their_weight)
 
 
-def test_a_gradient_flows_through_a_use_outside_of_the_unit():
+def test_gradients_flow_through_uses_of_a_weight_outside_its_unit():
     def losses(streamed: Any) -> list[Any]:
         with start(RUN, make_model(RUN), streamed=streamed) as engine:
             for step in range(3):
@@ -178,7 +178,7 @@ def test_a_gradient_flows_through_a_use_outside_of_the_unit():
     assert torch.equal(weight, their_weight)
 
 
-def test_writes_through_torch_are_met_by_the_next_forward_and_refused_by_the_next_step():
+def test_direct_writes_reach_the_next_forward_pass_and_fail_the_weight_check():
     with begin() as engine:
         with torch.no_grad():
             engine.module.blocks[1].b.weight.zero_()
@@ -201,7 +201,7 @@ def check_all(engine: Any) -> None:
         engine.master_weights.check_model(sample)
 
 
-def test_edits_reach_the_model():
+def test_edited_master_weights_reach_the_model():
     with begin() as engine:
         with engine.master_weights.editing() as fragments:
             for fragment in fragments:
@@ -219,7 +219,7 @@ def test_edits_reach_the_model():
         assert all(seen)
 
 
-def test_weights_are_not_replaced_or_moved():
+def test_streamed_weights_cannot_be_replaced_or_moved():
     with begin() as engine:
         engine.module.to("cpu")
         engine.module.to(torch.bfloat16)
@@ -230,7 +230,7 @@ def test_weights_are_not_replaced_or_moved():
         advance(RUN, engine, range(2, 3))
 
 
-def test_reading_in_the_middle_of_a_step_that_began_in_the_backward_pass_is_refused():
+def test_reading_masters_during_a_step_that_began_in_the_backward_pass_is_refused():
     run = Run(family="web", clipping=0.0)
     with begin(run) as engine:
         engine.backward(loss_of(run, engine, 5))
@@ -240,7 +240,7 @@ def test_reading_in_the_middle_of_a_step_that_began_in_the_backward_pass_is_refu
         assert list(engine.master_weights.read())
 
 
-def test_what_is_frozen_later_stays_what_zero_2_makes_of_it():
+def test_weights_frozen_during_training_behave_as_at_zero_2():
     def run(streamed: Any) -> Any:
         with start(RUN, make_model(RUN), streamed=streamed) as engine:
             kept = [advance(RUN, engine, range(2))]
@@ -256,7 +256,7 @@ def test_what_is_frozen_later_stays_what_zero_2_makes_of_it():
     assert all(torch.equal(weights[name], their_weights[name]) for name in weights)
 
 
-def test_what_was_frozen_from_the_start_is_not_unfrozen():
+def test_weights_frozen_from_the_start_cannot_be_unfrozen():
     run = Run(family="web", lora=True)
     with begin(run) as engine:
         next(p for p in engine.module.parameters() if not p.requires_grad).requires_grad_(True)
@@ -264,7 +264,7 @@ def test_what_was_frozen_from_the_start_is_not_unfrozen():
             loss_of(run, engine, 9)
 
 
-def test_a_closed_engine_leaves_a_whole_ordinary_model():
+def test_a_closed_engine_leaves_an_ordinary_model_with_all_its_weights():
     engine = begin()
     weights = expected(engine)
     model = engine.module

@@ -1,4 +1,4 @@
-"""Checkpoints of streamed weights resume under any engine, and other engines' resume streamed."""
+"""Streamed checkpoints resume under any engine, and those of other engines resume streamed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def saved(folder: Path, run: Run, engine_name: str) -> Path:
 
 
 @pytest.mark.parametrize("run", [FULL, EAGER, ADAPTERS], ids=str)
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, run):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, run):
     whole = train(run, "stage 2", range(6))
     resumed = train(run, "streamed", range(3, 6), resume=saved(tmp_path, run, "streamed"))
     assert whole["losses"][-len(resumed["losses"]) :] == resumed["losses"]
@@ -80,7 +80,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, run):
     )
 
 
-def test_a_run_that_is_resumed_at_its_second_step_is_the_uninterrupted_one(tmp_path):
+def test_a_run_resumed_at_its_second_step_equals_an_uninterrupted_one(tmp_path):
     """At this step a power of beta differs from the product that an op has accumulated."""
     run = Run(family="web", clipping=0.0, scheduler=False)
     whole = train(run, "streamed", range(4))
@@ -92,7 +92,7 @@ def test_a_run_that_is_resumed_at_its_second_step_is_the_uninterrupted_one(tmp_p
     )
 
 
-def test_split_master_weights_resume_as_if_never_stopped(tmp_path):
+def test_a_resumed_run_with_split_masters_equals_an_uninterrupted_one(tmp_path):
     whole = train(EAGER, "split", range(6))
     resumed = train(EAGER, "split", range(3, 6), resume=saved(tmp_path, EAGER, "split"))
     assert whole["losses"][3:] == resumed["losses"]
@@ -101,7 +101,7 @@ def test_split_master_weights_resume_as_if_never_stopped(tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", ["AdamWBF16States", "AdamW8BitStates"])
-def test_lean_moments_resume_as_if_never_stopped(tmp_path, optimizer):
+def test_a_resumed_run_with_lean_moments_equals_an_uninterrupted_one(tmp_path, optimizer):
     run = attrs.evolve(EAGER, optimizer=optimizer)
     whole = train(run, "split", range(6))
     resumed = train(run, "split", range(3, 6), resume=saved(tmp_path, run, "split"))
@@ -110,7 +110,7 @@ def test_lean_moments_resume_as_if_never_stopped(tmp_path, optimizer):
         assert all(map(torch.equal, values, resumed["contents"][name])), name
 
 
-def test_8_bit_moments_carry_over_to_fp32_ones_exactly_and_back_rounded(tmp_path):
+def test_8_bit_moments_convert_to_fp32_exactly_and_back_with_rounding(tmp_path):
     lean, exact = (attrs.evolve(EAGER, optimizer=name) for name in ("AdamW8BitStates", "AdamW"))
     path = saved(tmp_path, lean, "split")
     streamed = train(lean, "split", range(3, 4), resume=path)
@@ -133,12 +133,12 @@ def test_8_bit_moments_carry_over_to_fp32_ones_exactly_and_back_rounded(tmp_path
 
 @pytest.mark.parametrize("run", [FULL, ADAPTERS], ids=str)
 @pytest.mark.parametrize("target", [name for name in ENGINES if name != "split"])
-def test_streamed_checkpoints_are_those_of_stage_2(tmp_path, run, target):
+def test_streamed_checkpoints_resume_as_those_of_stage_2_do(tmp_path, run, target):
     mine = train(run, target, range(3, 5), resume=saved(tmp_path, run, "streamed"))
     same(mine, train(run, target, range(3, 5), resume=saved(tmp_path, run, "stage 2")))
 
 
 @pytest.mark.parametrize("source", ["stage 3", "plain", "streamed at stage 3", "split"])
-def test_checkpoints_of_others_resume_streamed_as_at_stage_2(tmp_path, source):
+def test_checkpoints_of_other_engines_resume_streamed_as_at_stage_2(tmp_path, source):
     mine = train(FULL, "streamed", range(3, 5), resume=saved(tmp_path, FULL, source))
     same(mine, train(FULL, "stage 2", range(3, 5), resume=saved(tmp_path, FULL, source)))

@@ -25,7 +25,7 @@ from zerotune.errors import EngineError
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 from zerotune.platform import Platform
 
-# DeepSpeed keeps state of its first engine for the whole process.
+# Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 CLIPPED = Run(family="web", clipping=0.05)
@@ -40,7 +40,7 @@ def begin(run: Run, streamed: Any = FEW) -> Any:
 
 
 @pytest.mark.parametrize(("run", "eager"), [(CLIPPED, False), (EAGER, True)], ids=str)
-def test_with_clipping_off_and_only_then_passes_begin_in_the_backward_pass(run, eager):
+def test_passes_begin_in_the_backward_pass_only_without_clipping(run, eager):
     with begin(run) as engine:
         loss = loss_of(run, engine, 0)
         assert not engine._steps.under_way
@@ -51,7 +51,7 @@ def test_with_clipping_off_and_only_then_passes_begin_in_the_backward_pass(run, 
         assert ("in the backward pass" in engine.explain()) == eager
 
 
-def test_micro_batches_before_the_last_begin_nothing():
+def test_no_pass_begins_before_the_last_micro_batch():
     run = Run(family="web", clipping=0.0, accumulation=3)
     with begin(run) as engine:
         for micro in range(2):
@@ -61,7 +61,7 @@ def test_micro_batches_before_the_last_begin_nothing():
 
 
 @pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
-def test_a_gradient_that_is_nowhere_finite_skips_the_step_as_zero_2_does(run):
+def test_a_gradient_without_finite_values_skips_the_step_as_zero_2_does(run):
     def train(streamed: Any) -> Any:
         with begin(run, streamed) as engine:
             kept: list[Any] = [advance(run, engine, range(2))]
@@ -76,7 +76,7 @@ def test_a_gradient_that_is_nowhere_finite_skips_the_step_as_zero_2_does(run):
     assert all(all(map(torch.equal, weights[n], their_weights[n])) for n in weights)
 
 
-def test_passes_of_the_step_before_do_not_count_in_a_step_that_is_skipped(monkeypatch):
+def test_late_passes_of_the_step_before_do_not_count_in_a_skipped_step(monkeypatch):
     original = passes.UnitPass.take
     monkeypatch.setattr(passes.UnitPass, "take", lambda each: (time.sleep(0.05), original(each)))
     with begin(EAGER) as engine:
@@ -86,7 +86,7 @@ def test_passes_of_the_step_before_do_not_count_in_a_step_that_is_skipped(monkey
 
 
 @pytest.mark.parametrize("run", [CLIPPED, Run(family="web", clipping=0.0, accumulation=2)], ids=str)
-def test_a_dropped_window_is_as_if_it_had_not_been(run):
+def test_a_discarded_window_leaves_no_trace(run):
     def train(streamed: Any) -> Any:
         with begin(run, streamed) as engine:
             kept: list[Any] = [advance(run, engine, range(2))]
@@ -101,7 +101,7 @@ def test_a_dropped_window_is_as_if_it_had_not_been(run):
     assert all(all(map(torch.equal, weights[n], their_weights[n])) for n in weights)
 
 
-def test_a_window_whose_backward_pass_failed_is_as_if_it_had_not_been():
+def test_a_window_discarded_after_a_failed_backward_pass_leaves_no_trace():
     def train(streamed: Any) -> Any:
         with begin(CLIPPED, streamed) as engine:
             kept = [advance(CLIPPED, engine, range(2))]
@@ -119,7 +119,7 @@ def test_a_window_whose_backward_pass_failed_is_as_if_it_had_not_been():
     assert train(FEW) == train(None)
 
 
-def test_a_window_whose_steps_have_begun_is_not_dropped():
+def test_a_window_cannot_be_discarded_once_its_steps_have_begun():
     with begin(EAGER) as engine:
         engine.backward(loss_of(EAGER, engine, 0))
         with pytest.raises(EngineError, match="cannot be discarded"):
@@ -146,7 +146,7 @@ def spoil(engine: Any) -> None:
     hook.remove()
 
 
-def test_a_backward_pass_that_raised_in_the_middle_is_resumed_in_the_same_process(tmp_path):
+def test_a_run_resumes_in_the_same_process_after_a_failed_backward_pass(tmp_path):
     from zerotune.checkpoint import load_checkpoint, save_checkpoint
 
     def give_up(_: torch.Tensor) -> None:
@@ -167,7 +167,7 @@ def test_a_backward_pass_that_raised_in_the_middle_is_resumed_in_the_same_proces
         assert advance(EAGER, engine, range(2, 4)) == expected
 
 
-def test_steps_that_met_a_bad_gradient_too_late_are_not_gone_on_with_until_a_resume(tmp_path):
+def test_training_is_refused_after_a_late_non_finite_gradient_until_a_resume(tmp_path):
     from zerotune.checkpoint import load_checkpoint, save_checkpoint
 
     with begin(EAGER) as engine:
@@ -190,7 +190,7 @@ def test_steps_that_met_a_bad_gradient_too_late_are_not_gone_on_with_until_a_res
     assert resumed["losses"] == whole["losses"][2:]
 
 
-def test_an_error_in_a_pass_ends_every_call_after_it(monkeypatch):
+def test_an_error_in_a_pass_is_raised_by_every_later_call(monkeypatch):
     def fail(self: Any) -> None:
         raise MemoryError("no more")
 
@@ -209,7 +209,7 @@ def test_an_error_in_a_pass_ends_every_call_after_it(monkeypatch):
             engine.close()
 
 
-def test_an_error_in_a_forward_leaves_nothing_behind():
+def test_an_error_in_a_forward_pass_leaves_no_trace():
     def train(streamed: Any, fail: bool) -> Any:
         with begin(CLIPPED, streamed) as engine:
             kept = [advance(CLIPPED, engine, range(2))]
@@ -227,7 +227,7 @@ def _raise(*_: Any) -> None:
     raise OSError("in the forward")
 
 
-def test_hooks_around_the_optimizers_step_run_before_any_weight_changes():
+def test_before_change_hooks_run_before_any_weight_changes():
     for run in (CLIPPED, EAGER):
         with begin(run) as engine:
             advance(run, engine, range(1))
@@ -268,7 +268,7 @@ def resolved(streamed: Any = True, *, world_size: int = 1, **build: Any) -> Any:
     ],
     ids=str,
 )
-def test_a_plan_that_cannot_be_streamed_says_why(how, reason):
+def test_a_plan_that_cannot_be_streamed_gets_a_warning_with_the_reason(how, reason):
     plan = resolved(**how)
     assert plan.streamed is False
     (said,) = [d for d in plan.decisions if d.key == "streamed"]
@@ -276,12 +276,12 @@ def test_a_plan_that_cannot_be_streamed_says_why(how, reason):
     assert (said.before, said.after, said.severity) == (True, False, "warning")
 
 
-def test_a_plan_that_does_not_ask_for_streaming_gets_no_decision():
+def test_a_plan_that_does_not_request_streaming_gets_no_decision():
     for streamed in (None, False):
         assert not [d for d in resolved(streamed).decisions if d.key == "streamed"]
 
 
-def test_on_a_device_a_plan_that_does_not_ask_is_not_streamed_and_the_reason_is_known():
+def test_weights_on_the_device_are_streamed_only_on_request():
     from zerotune.optim.resolver import OptimizerResolver
 
     plan = OptimizerResolver().apply(resolved(None))
@@ -340,7 +340,7 @@ def averaged(*, expected: bool, streamed: Any = True, every: int = 1, steps: int
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_averages_move_in_the_backward_pass_as_after_the_step(every):
+def test_emas_updated_in_the_backward_pass_equal_those_updated_after_the_step(every):
     (mine, moved), (later, never), (theirs, _) = (
         averaged(expected=True, every=every),
         averaged(expected=False, every=every),
@@ -350,11 +350,11 @@ def test_averages_move_in_the_backward_pass_as_after_the_step(every):
     for other in (later, theirs):
         assert all(all(map(torch.equal, mine[name], other[name])) for name in mine)
     assert not any(never)
-    # The first updates of each EMA are timed, which requires them after the step.
+    # The first updates of each EMA are timed, so they must come after the step.
     assert all(moved[8 if every == 1 else 5 :: every]) == (every == 1)
 
 
-def test_averages_that_were_expected_and_never_stepped_are_an_error():
+def test_an_expected_ema_step_that_never_comes_is_an_error():
     with begin(EAGER) as engine:
         ema = EMAShadow(decay=0.9).attach(engine)
         for step in range(8):

@@ -17,7 +17,7 @@ from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 from zerotune.training import RollBackNonFinite, SaveEvery, SkipNonFinite
 from zerotune.training.step import RaiseNonFinite
 
-# DeepSpeed keeps state of its first engine for the whole process.
+# Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 STEPS, BAD = 8, 5
@@ -86,7 +86,7 @@ def same(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]
     )
 
 
-def test_a_trained_model_and_its_average_are_those_of_zero_2(tmp_path):
+def test_a_streamed_model_and_its_ema_equal_those_of_zero_2(tmp_path):
     kept = []
     for streamed in (Streaming(window=2), None):
         with trainer(tmp_path / str(bool(streamed)), "", streamed=streamed) as run:
@@ -96,7 +96,7 @@ def test_a_trained_model_and_its_average_are_those_of_zero_2(tmp_path):
     assert same(*kept)
 
 
-def test_a_loss_that_is_not_finite_is_skipped_before_any_weight_changes(tmp_path):
+def test_a_non_finite_loss_skips_the_step_before_any_weight_changes(tmp_path):
     kept = []
     for streamed in (Streaming(window=2), None):
         with trainer(tmp_path / str(bool(streamed)), "loss", SkipNonFinite(), streamed) as run:
@@ -107,7 +107,7 @@ def test_a_loss_that_is_not_finite_is_skipped_before_any_weight_changes(tmp_path
 
 
 @pytest.mark.parametrize("policy", [RaiseNonFinite, SkipNonFinite])
-def test_a_gradient_that_comes_too_late_stops_the_run_and_is_never_saved(tmp_path, policy):
+def test_a_late_non_finite_gradient_stops_the_run_and_is_never_saved(tmp_path, policy):
     with trainer(tmp_path, "gradient", policy()) as run:
         with pytest.raises(TrainingError, match="weights already contain"):
             run.fit(steps=STEPS)
@@ -119,7 +119,7 @@ def test_a_gradient_that_comes_too_late_stops_the_run_and_is_never_saved(tmp_pat
             run.fit(steps=STEPS)
 
 
-def test_a_gradient_that_comes_too_late_goes_back_to_the_last_checkpoint(tmp_path):
+def test_a_late_non_finite_gradient_rolls_back_to_the_last_checkpoint(tmp_path):
     with trainer(tmp_path, "gradient", RollBackNonFinite(root=tmp_path)) as run:
         run.fit(steps=BAD - 1)
         good = left(run)

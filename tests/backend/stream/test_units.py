@@ -39,7 +39,7 @@ def test_units_of_a_unet_are_its_transformer_and_residual_blocks():
     assert len(parts) == len(set(parts))
 
 
-def test_units_hold_all_of_sdxl_but_two_percent():
+def test_the_units_of_sdxl_hold_98_percent_of_its_parameters():
     with torch.device("meta"):
         from diffusers import UNet2DConditionModel
 
@@ -64,11 +64,11 @@ SDXL = {
 }  # fmt: skip
 
 
-def test_units_of_other_models_are_modules_of_one_class_in_a_row():
+def test_units_of_other_models_are_consecutive_modules_of_one_class():
     assert names(Web()) == [f"blocks.{i}" for i in range(6)]
 
 
-def test_layers_of_torch_are_no_units():
+def test_torchs_own_layers_are_not_units():
     assert names(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))) == []
 
 
@@ -85,7 +85,7 @@ def test_a_unit_name_that_matches_nothing_is_refused():
 
 
 @pytest.mark.parametrize("window", [1, 0, "3"])
-def test_a_window_of_less_than_two_is_refused(window):
+def test_a_window_below_two_is_refused(window):
     with pytest.raises(InvalidValueError, match=r"streamed\.window"):
         Streaming(window=window)
 
@@ -102,7 +102,7 @@ def made(model: torch.nn.Module, trained: bool = True) -> tuple[list, dict]:
     )
 
 
-def test_every_parameter_has_one_place_and_its_values():
+def test_every_parameter_has_exactly_one_place_with_its_values():
     model = Web()
     weights = {n: p.detach().bfloat16().clone() for n, p in model.named_parameters()}
     units, _ = made(model)
@@ -121,7 +121,7 @@ def test_a_tied_weight_belongs_to_one_unit_and_both_modules_need_it():
     assert len(needs[model.blocks[4]]) == 2
 
 
-def test_what_is_shared_with_something_outside_stays_on_the_device():
+def test_a_weight_shared_with_a_module_outside_the_units_stays_on_the_device():
     model = Web()
     model.extra = torch.nn.Linear(30, 60)
     model.extra.weight = model.blocks[2].a.weight

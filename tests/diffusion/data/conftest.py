@@ -12,19 +12,19 @@ from sklearn.datasets import load_sample_images
 
 @pytest.fixture(autouse=True)
 def sizes_are_kept_apart(tmp_path, monkeypatch):
-    """What a test reads is known to later starts in the same test alone."""
+    """Give each test its own cache of image sizes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".user-cache"))
 
 
 @pytest.fixture(scope="session")
 def photos():
-    """Two photographs, 640x427, that ship with scikit-learn: a temple and a flower."""
+    """Return two photographs, 640x427, that ship with scikit-learn: a temple and a flower."""
     return [Image.fromarray(pixels) for pixels in load_sample_images().images]
 
 
 @pytest.fixture(scope="session")
 def encode():
-    """An image as the bytes of a file."""
+    """Return a function that encodes an image as the bytes of a file."""
 
     def encoded(image, kind="PNG", **options):
         buffer = io.BytesIO()
@@ -36,7 +36,7 @@ def encode():
 
 @pytest.fixture(scope="session")
 def cuttings(photos):
-    """300 cuttings of the photographs in 12 sizes."""
+    """Return 300 cuttings of the photographs in 12 sizes."""
     draw = random.Random(3)
     kinds = [(draw.randint(12, 40), draw.randint(12, 40)) for _ in range(12)]
     found = []
@@ -49,7 +49,7 @@ def cuttings(photos):
 
 @pytest.fixture
 def folder(tmp_path, cuttings):
-    """The cuttings as files in subfolders with captions beside them; four more are broken."""
+    """Write the cuttings to subfolders with captions beside them, and four more, broken files."""
     root = tmp_path / "pictures"
     for number, image in enumerate(cuttings):
         place = root / f"part{number % 3}"

@@ -70,7 +70,7 @@ def take(group, steps):
         (AspectBuckets.pixel_art(), 128, 8),
     ],
 )
-def test_named_buckets_hold_the_area_the_step_and_the_square(buckets, square, step):
+def test_buckets_fill_their_area_in_steps_and_include_the_square(buckets, square, step):
     assert Bucket(width=square, height=square) in buckets.sizes
     assert len(buckets.sizes) > 8
     for bucket in buckets.sizes:
@@ -84,7 +84,7 @@ def test_named_buckets_hold_the_area_the_step_and_the_square(buckets, square, st
         assert at_limit or bucket.aspect == 1 or min(grown) > buckets.area
 
 
-def test_the_buckets_of_sdxl_are_among_ours():
+def test_the_default_buckets_include_the_training_sizes_of_sdxl():
     # The training sizes in the SDXL paper's appendix, up to 2:1.
     listed = {(704, 1408), (768, 1344), (832, 1216), (896, 1152), (960, 1088), (1024, 1024)}
     ours = {(bucket.width, bucket.height) for bucket in AspectBuckets().sizes}
@@ -93,7 +93,7 @@ def test_the_buckets_of_sdxl_are_among_ours():
 
 @settings(max_examples=200, deadline=None)
 @given(width=sides, height=sides)
-def test_every_size_covers_its_bucket_and_touches_it(width, height):
+def test_every_image_is_scaled_to_just_cover_the_nearest_bucket(width, height):
     placement = AspectBuckets().place((width, height))
     assert min(placement.excess) == 0
     assert placement.scale == pytest.approx(
@@ -105,7 +105,7 @@ def test_every_size_covers_its_bucket_and_touches_it(width, height):
     assert abs(math.log(placement.bucket.aspect / (width / height))) == pytest.approx(nearest)
 
 
-def test_rare_buckets_join_fuller_ones_and_it_is_recorded():
+def test_rare_buckets_join_fuller_ones_and_the_move_is_recorded():
     sizes = [(1024, 1024)] * 8 + [(960, 1088)] * 2 + [(2000, 1000)] * 4
     assignment = AspectBuckets().assign(sizes, minimum=4)
     assert sum(map(len, assignment.members.values())) == 14
@@ -122,7 +122,7 @@ def test_rare_buckets_join_fuller_ones_and_it_is_recorded():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_no_image_of_10000_is_lost_or_doubled(many_sizes, ranks):
+def test_none_of_10000_images_is_lost_or_duplicated(many_sizes, ranks):
     dataset = Numbers(many_sizes)
     group = streams(dataset, ranks=ranks, micro=4, seed=5)
     steps = math.ceil(2 * group[0].steps_per_epoch) + len(dataset.assignment.members)
@@ -139,7 +139,7 @@ def test_no_image_of_10000_is_lost_or_doubled(many_sizes, ranks):
     assert first[0] > 10_000 - 4 * len(dataset.assignment.members)
 
 
-def test_the_order_is_the_same_for_every_number_of_ranks(many_sizes):
+def test_the_order_does_not_depend_on_the_number_of_ranks(many_sizes):
     dataset = Numbers(many_sizes)
     alone = take(streams(dataset, ranks=1, micro=4, seed=1), 600)
     assert take(streams(dataset, ranks=2, micro=4, seed=1), 300) == alone
@@ -169,7 +169,7 @@ def test_a_resumed_stream_continues_exactly_on_any_ranks(sizes, before, ranks, l
 
 @settings(max_examples=25, deadline=None)
 @given(sizes=small, before=st.integers(0, 30), micro=st.integers(1, 5), epochs=st.integers(1, 2))
-def test_another_micro_batch_size_goes_on_with_what_is_unused(sizes, before, micro, epochs):
+def test_another_micro_batch_size_continues_with_the_unused_samples(sizes, before, micro, epochs):
     dataset = Numbers(sizes)
     (stream,) = streams(dataset, ranks=1, micro=3, seed=2)
     uses = Counter(use for batch in take([stream], before) for use in batch)
@@ -184,7 +184,7 @@ def test_another_micro_batch_size_goes_on_with_what_is_unused(sizes, before, mic
     assert all(epochs == list(range(len(epochs))) for epochs in per_image.values())
 
 
-def test_workers_read_ahead_without_moving_the_position(many_sizes):
+def test_reading_ahead_in_workers_does_not_move_the_position(many_sizes):
     dataset = Numbers(many_sizes[:200])
     (stream,) = streams(dataset, ranks=1, micro=2, num_workers=1)
     seen = take([stream], 3)
@@ -195,13 +195,13 @@ def test_workers_read_ahead_without_moving_the_position(many_sizes):
     assert seen + take([again], 3) == whole
 
 
-def test_one_epoch_without_shuffling_is_the_order_given():
+def test_one_epoch_without_shuffling_keeps_the_given_order():
     order = BucketOrder(buckets=((0, 2, 4), (1, 3)), micro_batch_size=1, shuffle=False)
     batches = order.batches(0)
     assert [next(batches)[0].index for _ in range(7)] == [0, 2, 4, 1, 3, 0, 2]
 
 
-def test_other_data_small_buckets_and_impossible_values_are_named():
+def test_other_data_small_buckets_and_invalid_values_are_refused_by_name():
     sizes = [(1024, 1024)] * 5 + [(1024, 2048)]
     (stream,) = streams(Numbers(sizes), ranks=1, micro=2)
     assert "704x1408 (1)" in stream.decisions[0].reason
@@ -221,7 +221,7 @@ def test_other_data_small_buckets_and_impossible_values_are_named():
         AspectBuckets().nearest((0, 5))
 
 
-def test_captions_travel_in_a_batch_as_tensors_do():
+def test_captions_are_batched_like_tensors():
     batch = stack_samples([{"x": torch.ones(2), "captions": word} for word in ("a", "b")])
     assert batch["x"].shape == (2, 2)
     assert batch["captions"] == ("a", "b")

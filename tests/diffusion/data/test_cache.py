@@ -1,4 +1,4 @@
-"""Caches of latents and embeddings: complete, never stale, and intact after a kill."""
+"""Caches of latents and embeddings are complete, never stale, and intact after a kill."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def fill(dataset, root, encode, *, settings=LATENTS, **options):
 
 
 def nothing():
-    """Do nothing, as the barrier of ranks that run one after the other."""
+    """Do nothing: the barrier of ranks that run one after the other."""
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def some(folder):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_image_is_encoded_once_over_all_ranks(some, tmp_path, ranks):
+def test_every_image_is_encoded_once_across_all_ranks(some, tmp_path, ranks):
     dataset = dataset_of(some, flip=0.5)
     encoder = Encoder()
     caches = [
@@ -113,7 +113,7 @@ def test_every_image_is_encoded_once_over_all_ranks(some, tmp_path, ranks):
     assert len(caches[0]) == 120
 
 
-def test_cached_samples_are_those_of_the_pixels(some, tmp_path):
+def test_cached_samples_equal_those_encoded_from_pixels(some, tmp_path):
     options = {"preparation": Preparation(crop=FirstLight()), "flip": 0.5, "dropout": 0.3}
     dataset = dataset_of(some, **options)
     latents = fill(dataset, tmp_path, Encoder())
@@ -174,7 +174,7 @@ class Plain:
 
 @attrs.frozen
 class Inside:
-    """A policy with a repr, which contains that of a function."""
+    """A policy whose repr contains the repr of a function."""
 
     work: object
 
@@ -200,7 +200,7 @@ def test_a_key_never_holds_a_memory_address(some, tmp_path, preparation, key):
         fill(dataset, tmp_path, Encoder())
 
 
-def test_a_policy_with_a_repr_is_cached_under_one_key_in_all_processes(some, tmp_path):
+def test_a_policy_with_a_stable_repr_has_one_cache_key_in_all_processes(some, tmp_path):
     fill(dataset_of(some, preparation=Preparation(alpha=Described())), tmp_path, Encoder())
     again = Encoder()
     fill(dataset_of(some, preparation=Preparation(alpha=Described())), tmp_path, again)
@@ -230,7 +230,7 @@ def test_masks_and_references_are_cached_with_their_image(tmp_path, photos):
         assert sample["loss_masks"].shape == (1, 4, 4)
         wanted = torch.nn.functional.avg_pool2d(plain["loss_masks"], 8)
         torch.testing.assert_close(sample["loss_masks"], wanted)
-    # 20 of 32 columns are two and a half of four latent columns.
+    # 20 of 32 pixel columns are 2.5 of 4 latent columns.
     upright = next(d for d in (Draw(index=1, epoch=e) for e in range(9))
                    if not dataset.augmentation.flips(d))  # fmt: skip
     row = cached[upright]["loss_masks"][0, 0]
@@ -248,13 +248,13 @@ def test_masks_and_references_are_cached_with_their_image(tmp_path, photos):
     assert again() == 8, "of none of them a mask is kept any more"
 
 
-def test_a_run_goes_on_from_pixels_to_latents_in_worker_processes(some, tmp_path):
+def test_a_run_switches_from_pixels_to_latents_with_worker_processes(some, tmp_path):
     dataset = dataset_of(some, flip=0.5)
     pixels = BucketStream(dataset, micro_batch_size=2, seed=1)
     for _ in range(5):
         next(pixels)
     cached = CachedImages(dataset, latents=fill(dataset, tmp_path, Encoder()))
-    cached[0]  # Open a file, which must not be passed to the worker.
+    cached[0]  # Open a file: its handle must not be passed to the worker.
     stream = BucketStream(cached, micro_batch_size=2, num_workers=1)
     stream.load_state_dict(pixels.state_dict())
     for _ in range(4):
@@ -285,7 +285,7 @@ def changed_settings():
 
 
 @pytest.mark.parametrize("change", list(changed_settings()))
-def test_a_changed_setting_reads_nothing_of_before(some, tmp_path, change):
+def test_after_a_changed_setting_no_earlier_entry_is_read(some, tmp_path, change):
     fill(dataset_of(some), tmp_path, Encoder())
     change = dict(change)
     settings = change.pop("settings", LATENTS)
@@ -298,7 +298,7 @@ def test_a_changed_setting_reads_nothing_of_before(some, tmp_path, change):
     assert len(encoder.seen) == 60
 
 
-def test_a_changed_image_is_computed_anew_and_a_renamed_one_is_not(some, tmp_path):
+def test_a_changed_image_is_encoded_again_and_a_renamed_one_is_not(some, tmp_path):
     fill(dataset_of(some), tmp_path, Encoder())
     (some / "part0" / "000.png").rename(some / "zzz.png")
     (some / "part0" / "003.png").write_bytes((some / "part0" / "006.png").read_bytes())
@@ -337,7 +337,7 @@ KILLED = textwrap.dedent("""
 
 
 @pytest.mark.parametrize("when", [0, 17])
-def test_a_kill_costs_one_file_at_most(some, tmp_path, when):
+def test_a_kill_loses_at_most_one_file(some, tmp_path, when):
     root = tmp_path / "cache"
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(some), str(root), str(when)],
@@ -363,7 +363,7 @@ def test_a_kill_costs_one_file_at_most(some, tmp_path, when):
         torch.testing.assert_close(cached[index]["latents"], wanted)
 
 
-def test_damaged_and_foreign_files_are_named_and_computed_again(some, tmp_path):
+def test_damaged_and_foreign_files_are_named_and_replaced(some, tmp_path):
     dataset = dataset_of(some)
     cache = fill(dataset, tmp_path, Encoder())
     first, _ = sorted(cache.folder.glob("*.safetensors"))
@@ -382,7 +382,7 @@ def test_damaged_and_foreign_files_are_named_and_computed_again(some, tmp_path):
 
 
 @pytest.mark.parametrize("made", ["pipe", "folder", "link", "deep"])
-def test_what_is_no_file_of_a_cache_neither_blocks_nor_ends_a_run(made, tmp_path):
+def test_a_foreign_file_in_a_cache_neither_blocks_nor_ends_a_run(made, tmp_path):
     entry = {"0" * 40: {"latents": torch.ones(2)}}
     cache = TensorCache(tmp_path, settings=LATENTS)
     cache.write(entry)
@@ -411,7 +411,7 @@ def flip(path, *, bit):
     path.write_bytes(content)
 
 
-def test_a_flipped_bit_is_an_error_that_names_file_and_entry(some, tmp_path):
+def test_a_flipped_bit_raises_an_error_that_names_file_and_entry(some, tmp_path):
     dataset = dataset_of(some)
     cache = fill(dataset, tmp_path, Encoder(), shard_size=100)
     (path,) = cache.folder.glob("*.safetensors")
@@ -440,7 +440,7 @@ def test_a_flipped_bit_is_an_error_that_names_file_and_entry(some, tmp_path):
     assert len(encoder.seen) == 60
 
 
-def test_a_flipped_bit_in_a_header_serves_nothing_wrong(some, tmp_path):
+def test_a_flipped_bit_in_a_header_never_yields_wrong_data(some, tmp_path):
     dataset = dataset_of(some)
     cache = fill(dataset, tmp_path, Encoder(), shard_size=100)
     (path,) = cache.folder.glob("*.safetensors")
@@ -460,7 +460,7 @@ def test_a_flipped_bit_in_a_header_serves_nothing_wrong(some, tmp_path):
             assert all(torch.equal(read[name], before[key][name]) for name in read)
 
 
-def test_a_cache_without_checksums_is_computed_again_and_says_so(some, tmp_path):
+def test_a_cache_without_checksums_is_computed_again_with_a_decision(some, tmp_path):
     dataset = dataset_of(some)
     cache = fill(dataset, tmp_path, Encoder(), shard_size=100)
     (path,) = cache.folder.glob("*.safetensors")
@@ -475,7 +475,7 @@ def test_a_cache_without_checksums_is_computed_again_and_says_so(some, tmp_path)
     assert len(encoder.seen) == 60
 
 
-def test_a_cache_that_cannot_be_written_or_read_names_the_file(some, tmp_path, monkeypatch):
+def test_an_unwritable_or_unreadable_cache_names_the_file(some, tmp_path, monkeypatch):
     dataset = dataset_of(some)
     cache = fill(dataset, tmp_path, Encoder(), shard_size=100)
     (path,) = cache.folder.glob("*.safetensors")
@@ -489,7 +489,7 @@ def test_a_cache_that_cannot_be_written_or_read_names_the_file(some, tmp_path, m
         fill(dataset, tmp_path, Encoder())
 
 
-def test_encoders_leave_the_device_and_bad_ones_are_refused(some, tmp_path):
+def test_encoders_leave_the_device_and_invalid_ones_are_refused(some, tmp_path):
     dataset = dataset_of(some)
     vae = torch.nn.Linear(2, 2, device="cpu")
     released = []
@@ -516,7 +516,7 @@ def test_encoders_leave_the_device_and_bad_ones_are_refused(some, tmp_path):
     assert written["model"] == "averaging"
 
 
-def test_weights_are_told_apart_by_value_type_and_name():
+def test_hashes_of_weights_depend_on_value_type_and_name():
     torch.manual_seed(0)
     layer = torch.nn.Linear(3, 2)
     hashes = [hash_weights(layer), hash_weights(torch.nn.Sequential(layer))]

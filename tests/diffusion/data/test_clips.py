@@ -76,7 +76,7 @@ def buckets(**options):
     return ClipBuckets(**{"sizes": SMALL, "frames": (1, 5, 9)} | options)
 
 
-def test_folders_of_frames_are_clips_in_the_order_people_count(root):
+def test_folders_of_frames_become_clips_in_natural_numeric_order(root):
     (root / "stray.png").write_bytes((root / "long" / "0.png").read_bytes())
     source = ClipFolder(root, frame_rate=12)
     items = [source.item(index) for index in range(len(source))]
@@ -96,7 +96,7 @@ def test_folders_of_frames_are_clips_in_the_order_people_count(root):
     assert again.frames(7, (3,))[0].getpixel((0, 0))[0] == 3
 
 
-def test_a_clip_goes_to_the_longest_length_it_fills_and_gives_its_middle(root):
+def test_a_clip_gets_the_longest_length_it_fills_and_uses_its_middle_frames(root):
     dataset = PreparedClips(ClipFolder(root), buckets=buckets())
     short, long = dataset.assignment.placements
     assert str(short.bucket) == "16x16x5"
@@ -125,20 +125,20 @@ def test_a_clip_goes_to_the_longest_length_it_fills_and_gives_its_middle(root):
         (24, 12, 12, [1, 3, 5, 7, 9]),
     ],
 )
-def test_frames_are_the_nearest_in_time(rate, fps, frames, wanted):
+def test_the_frames_nearest_in_time_are_chosen(rate, fps, frames, wanted):
     (placement,) = buckets(fps=fps, frames=(5,)).assign([item(frames, rate)]).placements
     assert list(placement.numbers) == wanted
     assert placement.fps == (fps or rate)
 
 
-def test_what_repeats_frames_is_said():
+def test_repeated_frames_give_a_warning():
     found = buckets(fps=48, frames=(5,)).assign([item(5), item(9, rate=60)])
     (slow,) = [decision for decision in found.decisions if decision.key == "clips.fps"]
     assert slow.severity == "warning"
     assert slow.reason.startswith("1 of 2 clips")
 
 
-def test_lengths_are_those_the_vae_takes():
+def test_only_clip_lengths_that_the_vae_accepts_are_valid():
     with pytest.raises(InvalidValueError, match=r"more than a multiple of 4.*write 13 or 17"):
         buckets(frames=(16,))
     assert buckets(frames=[17, 9, 9], compression=8).frames == (9, 17)
@@ -149,7 +149,7 @@ def test_lengths_are_those_the_vae_takes():
         buckets(frames=(5, 9)).assign([item(12, name="a"), item(4, name="b")])
 
 
-def test_rare_shapes_go_to_a_fuller_bucket_of_their_length():
+def test_rare_shapes_join_a_fuller_bucket_of_the_same_length():
     items = [item(9)] * 3 + [item(9, size=(64, 32))] + [item(5, size=(64, 32))] * 2
     found = buckets(sizes=AspectBuckets(area=32 * 32, step=8)).assign(items, minimum=2)
     assert [str(placement.bucket) for placement in found.placements] == [
@@ -158,7 +158,7 @@ def test_rare_shapes_go_to_a_fuller_bucket_of_their_length():
     assert found.placements[3].resized == (64, 32)
 
 
-def test_all_frames_are_cropped_and_mirrored_alike(tmp_path):
+def test_all_frames_are_cropped_and_flipped_alike(tmp_path):
     place = tmp_path / "clips" / "moving"
     place.mkdir(parents=True)
     colors = np.random.default_rng(0)
@@ -182,7 +182,7 @@ def test_all_frames_are_cropped_and_mirrored_alike(tmp_path):
     assert mirrored["crop_corners"].tolist() == [0, 48]
 
 
-def test_frames_and_rate_are_part_of_the_key(root, tmp_path):
+def test_frames_and_rate_are_part_of_the_cache_key(root, tmp_path):
     settings = CacheSettings(kind="latents", model="middle", dtype="float32")
     seen = []
 
@@ -207,7 +207,7 @@ def test_frames_and_rate_are_part_of_the_key(root, tmp_path):
     assert fill() == 1
 
 
-def test_broken_clips_are_left_out_or_refused(root):
+def test_broken_clips_are_skipped_or_refused(root):
     (root / "long" / "7.png").write_bytes(b"no image")
     write_frames(root / "mixed", 2)
     frame(0, (8, 8)).save(root / "mixed" / "1.png")
@@ -227,7 +227,7 @@ def test_broken_clips_are_left_out_or_refused(root):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
-def test_no_pipe_among_the_frames_is_waited_for(root):
+def test_a_named_pipe_among_the_frames_does_not_block(root):
     source = ClipFolder(root)
     (last,) = (n for n in range(len(source)) if source.item(n).name == "long")
     (root / "long" / "7.png").unlink()
@@ -240,7 +240,7 @@ def test_no_pipe_among_the_frames_is_waited_for(root):
     assert [broken.name for broken in ClipFolder(root).broken] == ["long"]
 
 
-def test_videos_without_pyav_name_the_extra(root, monkeypatch):
+def test_a_missing_pyav_names_the_extra(root, monkeypatch):
     (root / "film.mp4").write_bytes(b"")
     monkeypatch.setitem(__import__("sys").modules, "av", None)
     with pytest.raises(MissingDependencyError, match=r"zerotune\[video\]"):
@@ -270,7 +270,7 @@ def test_videos_are_read_frame_by_frame(tmp_path):
     assert twice == PreparedClips(source, buckets=buckets()).contents
 
 
-def test_videos_that_lie_on_their_side_stand_upright(tmp_path):
+def test_rotated_videos_are_turned_upright(tmp_path):
     needs("av")
     lying = Image.new("RGB", (32, 16))
     lying.paste((255, 255, 255), (0, 0, 8, 8))
@@ -289,7 +289,7 @@ def test_videos_that_lie_on_their_side_stand_upright(tmp_path):
 
 
 @pytest.mark.parametrize("make", [wan, ltx, hunyuan_video], ids=lambda make: make.__name__)
-def test_caches_hold_latents_with_frames(make, root, tmp_path):
+def test_caches_hold_latents_with_a_frame_axis(make, root, tmp_path):
     family = load_pretrained(make(tmp_path / "model"), frozen_dtype="fp32").family
     space = family.parts.latents
     lengths = (1, 1 + 2 * space.frames)
@@ -316,7 +316,7 @@ def test_caches_hold_latents_with_frames(make, root, tmp_path):
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_a_folder_of_frames_trains_wan_and_shows_what_it_learns(root, tmp_path):
+def test_wan_trains_on_a_folder_of_frames_and_saves_validation_clips(root, tmp_path):
     model = wan(tmp_path / "wan")
     loaded = load_pretrained(model, frozen_dtype="fp32")
     before = {name: p.detach().clone() for name, p in loaded.model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Iterable sources without random access: nothing lost, equal steps, exact resumes."""
+"""Iterable sources without random access lose nothing, give equal steps and resume exactly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def take(group, steps):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_no_sample_is_lost_or_doubled(samples, ranks):
+def test_no_sample_is_lost_or_duplicated(samples, ranks):
     group = [stream(samples, rank=rank, ranks=ranks) for rank in range(ranks)]
     batches = take(group, 72 // ranks)
     assert batches == take([stream(samples)], 72)
@@ -93,7 +93,7 @@ def test_streamed_samples_may_have_several_captions(samples):
     assert take([resumed], 10) == batches[30:40]
 
 
-def test_other_samples_are_noticed_on_resuming(samples):
+def test_resuming_with_other_samples_is_refused(samples):
     first = stream(samples)
     take([first], 12)
     state = first.state_dict()
@@ -103,7 +103,7 @@ def test_other_samples_are_noticed_on_resuming(samples):
         stream(samples[:5]).load_state_dict(state)
 
 
-def test_what_cannot_be_streamed_is_refused(samples):
+def test_sources_that_cannot_be_streamed_are_refused(samples):
     with pytest.raises(DataError, match="no sample"):
         next(stream([]))
     with pytest.raises(DataError, match="no sample"):
@@ -125,7 +125,7 @@ def jpeg_of(samples):
     return buffer.getvalue()
 
 
-def test_hugging_face_streams_are_what_the_datasets_are(samples):
+def test_hugging_face_streams_yield_the_samples_of_their_datasets(samples):
     datasets = pytest.importorskip("datasets")
     rows = {
         "image": [{"bytes": data, "path": None} for data, _ in samples],
@@ -147,16 +147,16 @@ def test_hugging_face_streams_are_what_the_datasets_are(samples):
     again = opened()
     again.load_state_dict(first.state_dict())
     assert take([again], 15) == take([first], 15)
-    # Their generators keep read-ahead threads until they are collected.
+    # Generators keep their read-ahead threads until they are collected.
     del first, again
     gc.collect()
     assert len(HuggingFaceImages(dataset)) == 41
 
 
-# webdataset leaves the shard open.
+# webdataset leaves the shard open, which Python reports as a ResourceWarning.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_webdataset_pipelines_are_streams(samples, tmp_path):
+def test_webdataset_pipelines_can_be_streamed(samples, tmp_path):
     webdataset = pytest.importorskip("webdataset")
     for shard in range(2):
         with tarfile.open(tmp_path / f"{shard}.tar", "w") as archive:

@@ -20,7 +20,7 @@ columns = {"source": "metadata", "file": "file_name", "caption": "text"}
 
 @settings(max_examples=60, deadline=None)
 @given(words=captions, bom=st.sampled_from(["", "\ufeff"]), ascii_only=st.booleans())
-def test_json_lines_come_back(words, bom, ascii_only):
+def test_json_lines_round_trip(words, bom, ascii_only):
     lines = [
         json.dumps({"file_name": name, "text": text, "other": 1}, ensure_ascii=ascii_only)
         for name, text in words.items()
@@ -30,7 +30,7 @@ def test_json_lines_come_back(words, bom, ascii_only):
 
 @settings(max_examples=60, deadline=None)
 @given(words=captions, bom=st.sampled_from(["", "\ufeff"]), quoting=st.sampled_from([0, 1]))
-def test_comma_separated_values_come_back(words, bom, quoting):
+def test_csv_round_trips(words, bom, quoting):
     file = io.StringIO()
     writer = csv.writer(file, quoting=quoting)
     writer.writerow(["text", "score", "file_name"])
@@ -43,7 +43,7 @@ def test_comma_separated_values_come_back(words, bom, quoting):
     text=st.text() | st.text('{}[],:"\n\\file_nametext.pg01'),
     parse=st.sampled_from([parse_jsonl, parse_csv]),
 )
-def test_anything_else_is_a_data_error(text, parse):
+def test_malformed_metadata_is_a_data_error(text, parse):
     error = None
     try:
         found = parse(text, **columns)
@@ -77,12 +77,12 @@ def test_anything_else_is_a_data_error(text, parse):
         ),
     ],
 )
-def test_the_line_and_the_fault_are_named(parse, text, reason):
+def test_errors_name_the_line_and_the_fault(parse, text, reason):
     with pytest.raises(DataError) as caught:
         parse(text, **columns)
     assert reason in str(caught.value)
 
 
-def test_a_file_named_twice_with_the_same_words_is_one():
+def test_a_repeated_file_with_the_same_text_is_accepted():
     text = "file_name,text\na.png,x\na.png,x\n"
     assert parse_csv(text, **columns) == {"a.png": "x"}

@@ -104,7 +104,7 @@ def take(group, steps):
 
 @settings(max_examples=60, deadline=None)
 @given(parts=sets, epochs=st.integers(1, 4), seed=st.integers(0, 3))
-def test_every_image_comes_as_often_as_its_set_says(parts, epochs, seed):
+def test_every_image_is_repeated_as_often_as_its_set_demands(parts, epochs, seed):
     data = mixture(parts)
     uses = Counter()
     for name, (sides, often) in enumerate(parts):
@@ -134,7 +134,7 @@ def test_every_image_comes_as_often_as_its_set_says(parts, epochs, seed):
     later_ranks=st.integers(1, 3),
     seed=st.integers(0, 3),
 )
-def test_a_resumed_mixture_continues_to_the_sample_on_any_ranks(
+def test_a_resumed_mixture_continues_exactly_on_any_ranks(
     parts, micro, ranks, before, later_ranks, seed
 ):
     data = mixture(parts)
@@ -157,7 +157,7 @@ def test_a_resumed_mixture_continues_to_the_sample_on_any_ranks(
         assert found[: len(expected)] == expected[: len(found)]
 
 
-def test_a_set_that_is_through_begins_again_in_another_order():
+def test_an_exhausted_set_starts_again_in_another_order():
     data = mixture([([8] * 12, Fraction(5, 2)), ([8] * 50, Fraction(1, 2))])
     seen = [use for (use,) in take(streams(data, micro=1, ranks=1), 4 * 55)]
     halves = [{i for name, i, *_ in seen[at : at + 55] if name == 1} for at in (0, 55, 110)]
@@ -168,7 +168,7 @@ def test_a_set_that_is_through_begins_again_in_another_order():
     assert len(set(map(tuple, orders))) == 5
 
 
-def test_probabilities_are_parts_of_all_samples():
+def test_probabilities_are_fractions_of_all_samples():
     sets = {"a": Numbered([8] * 30), "b": Numbered([8, 16] * 5)}
     data = Mixture(sets, probabilities={"a": 0.25, "b": 0.75})
     assert [float(share.repeats) for share in data.shares] == pytest.approx([1 / 3, 3.0])
@@ -187,7 +187,7 @@ def test_probabilities_are_parts_of_all_samples():
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_of_a_step_have_equally_much_to_do(ranks):
+def test_the_ranks_of_a_step_get_equally_large_images(ranks):
     data = Mixture({"small": Numbered([512] * 90), "large": Numbered([1024] * 70)})
     batches = take(streams(data, micro=2, ranks=1), 3 * 80 // ranks * ranks)
     areas = [batch[0][3] for batch in batches]
@@ -198,7 +198,7 @@ def test_ranks_of_a_step_have_equally_much_to_do(ranks):
     assert {areas[at] for at in range(0, 80, RUN)} == {512, 1024}, "shuffled over the epoch"
 
 
-def test_other_repeats_are_another_order():
+def test_a_state_with_other_repeats_is_refused():
     parts = [([8] * 6, Fraction(1)), ([8] * 6, Fraction(2))]
     (stream,) = streams(mixture(parts), micro=1, ranks=1)
     state = stream.state_dict()
@@ -234,7 +234,7 @@ def prepared(folder, side=16, **augmentation):
     )
 
 
-def test_each_set_keeps_its_sizes_its_captions_and_its_masks(folders):
+def test_each_set_keeps_its_sizes_captions_and_masks(folders):
     zoe = prepared(folders / "zoe", prefix="ohwx, ", tags=TagShuffle(orders=2), flip=0.5)
     people = prepared(folders / "people", side=32, caption_dropout=0.5, suffix=" on film")
     same = prepared(folders / "people", flip=1.0)
@@ -293,7 +293,7 @@ def test_a_mixture_trains_alike_from_pixels_and_caches(folders, tmp_path):
         Mixture({"zoe": pixels.sets["zoe"], "people": cached.sets["people"]})
 
 
-def test_what_cannot_be_mixed_is_refused(folders):
+def test_invalid_mixtures_are_refused(folders):
     zoe, people = prepared(folders / "zoe"), prepared(folders / "people")
     streamed = StreamedImages(
         [1], read=lambda _: (b"", ""), buckets=AspectBuckets(), micro_batch_size=1

@@ -1,4 +1,4 @@
-"""Images in their buckets: recorded sizes, crops and flips are right and vary with the seed."""
+"""Recorded sizes, crops and flips of prepared images are right and vary with the seed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def prepared(*images, buckets=SMALL, **options):
     return PreparedImages(source_of(*images), buckets=buckets, **options)
 
 
-def test_a_photograph_comes_into_its_bucket_as_recorded(photos):
+def test_a_photograph_is_cropped_into_its_bucket_as_recorded(photos):
     dataset = prepared(photos[0], buckets=AspectBuckets(area=256 * 256))
     sample = dataset[0]
     placement = dataset.assignment.placements[0]
@@ -52,7 +52,7 @@ def test_a_photograph_comes_into_its_bucket_as_recorded(photos):
     assert sample["captions"] == "words"
 
 
-def test_flips_mirror_the_image_and_the_recorded_corner(photos):
+def test_a_flip_mirrors_the_image_and_the_recorded_corner(photos):
     wide = photos[1].crop((0, 0, 640, 150))
     options = {
         "buckets": AspectBuckets(area=64 * 64, step=8),
@@ -66,7 +66,7 @@ def test_flips_mirror_the_image_and_the_recorded_corner(photos):
     assert flipped["crop_corners"][1] == excess - plain["crop_corners"][1]
 
 
-def test_transparency_is_treated_as_asked():
+def test_transparency_follows_the_given_policy():
     image = Image.new("RGBA", (32, 32), (255, 0, 0, 0))
     image.paste((0, 0, 255, 255), (0, 0, 16, 32))
     colors = {
@@ -82,7 +82,7 @@ def test_transparency_is_treated_as_asked():
     assert right == {"white": [1, 1, 1], "green": [-1, 1, -1], "hidden": [1, -1, -1]}
 
 
-def test_pixel_art_stays_crisp():
+def test_pixel_art_is_scaled_without_smoothing():
     art = Image.fromarray(np.kron(np.eye(8, dtype=np.uint8) * 255, np.ones((2, 2), np.uint8)))
     crisp = prepared(
         art, buckets=AspectBuckets.pixel_art(), preparation=Preparation(resampling="nearest")
@@ -94,7 +94,7 @@ def test_pixel_art_stays_crisp():
     )
 
 
-def test_flips_and_dropped_captions_depend_on_seed_image_and_epoch_alone(cuttings):
+def test_flips_and_dropped_captions_depend_only_on_seed_image_and_epoch(cuttings):
     chosen = Augmentation(flip=0.5, caption_dropout=0.1, seed=1)
     dataset = prepared(*cuttings[:20], augmentation=chosen)
     draws = [Draw(index=index, epoch=epoch) for index in range(20) for epoch in range(50)]
@@ -113,7 +113,7 @@ def test_flips_and_dropped_captions_depend_on_seed_image_and_epoch_alone(cutting
         Preparation(resampling="best")
 
 
-def test_each_caption_comes_once_before_one_comes_again():
+def test_each_caption_is_used_once_before_any_is_repeated():
     chosen, words = Augmentation(seed=3), ("a", "b", "c")
     for index in range(30):
         told = [chosen.words(words, Draw(index=index, epoch=epoch)) for epoch in range(12)]
@@ -130,7 +130,7 @@ def test_each_caption_comes_once_before_one_comes_again():
 TAGS = "zoe, smiling,  red hat ,, blue, tall, a b"
 
 
-def test_tags_are_shuffled_behind_those_that_are_kept():
+def test_tags_are_shuffled_after_the_kept_ones():
     tags = ["zoe", "smiling", "red hat", "blue", "tall", "a b"]
     chosen = Augmentation(tags=TagShuffle(kept=2), seed=1)
     told = [chosen.words([TAGS], Draw(index=0, epoch=epoch)) for epoch in range(40)]
@@ -154,7 +154,7 @@ def test_tags_are_shuffled_behind_those_that_are_kept():
             TagShuffle(**wrong)
 
 
-def test_orders_that_are_counted_all_come_and_no_others():
+def test_exactly_the_counted_tag_orders_are_used():
     chosen = Augmentation(tags=TagShuffle(orders=3), seed=2)
     words = ("a, b, c, d, e", "v, w, x, y, z")
     dataset = PreparedImages(
@@ -176,7 +176,7 @@ def test_orders_that_are_counted_all_come_and_no_others():
         endless.texts()
 
 
-def test_shuffled_captions_go_on_where_they_were(folder):
+def test_shuffled_captions_resume_exactly(folder):
     for number, path in enumerate(sorted(folder.rglob("*.txt"))):
         path.write_text(f"n{number}, a, b, c, d\nn{number}, e, f, g, h\n")
 
@@ -205,7 +205,7 @@ def test_shuffled_captions_go_on_where_they_were(folder):
     assert len({text[4] for text in both}) > 1, "another caption or another order in the next epoch"
 
 
-def test_masks_and_references_are_cut_with_their_image(tmp_path, photos):
+def test_masks_and_references_are_cropped_with_their_image(tmp_path, photos):
     picture = photos[0].resize((60, 40))
     picture.save(tmp_path / "a.png")
     picture.resize((120, 80)).save(tmp_path / "a.reference.png")
@@ -223,7 +223,7 @@ def test_masks_and_references_are_cut_with_their_image(tmp_path, photos):
     sample = plain[0]
     assert sample["images"].shape == sample["reference_images"].shape == (3, 32, 32)
     assert sample["loss_masks"].shape == (1, 32, 32)
-    # The reference is the same image at twice the size: equal up to resampling after the crop.
+    # The reference is the image at twice the size, so the crops are equal up to resampling.
     assert (sample["images"] - sample["reference_images"]).abs().mean() < 0.05
     shown = 24 - sample["crop_corners"][1].item()  # End of the white half.
     assert sample["loss_masks"][0, 0, : shown - 3].min() > 0.95

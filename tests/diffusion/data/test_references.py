@@ -79,7 +79,7 @@ def in_columns(counts=COUNTS):
 
 
 @pytest.mark.parametrize("made", ["folder", "folders", "tar", "columns", "joined"])
-def test_samples_hold_all_references_in_order(tmp_path, made):
+def test_samples_contain_all_references_in_order(tmp_path, made):
     folder = edits(tmp_path / "edits")
     source = {
         "folder": lambda: ImageFolder(folder),
@@ -102,7 +102,7 @@ def test_samples_hold_all_references_in_order(tmp_path, made):
     assert source.companions == kinds
 
 
-def test_batches_have_equally_many_references(tmp_path):
+def test_all_samples_of_a_batch_have_equally_many_references(tmp_path):
     folder = edits(tmp_path / "edits", (1, 2, 1, 2, 2, 3, 1))
     images = PreparedImages(ImageFolder(folder), buckets=SQUARES)
     assert sorted(bucket.references for bucket in images.assignment.members) == [1, 2, 3]
@@ -120,7 +120,7 @@ def test_batches_have_equally_many_references(tmp_path):
     assert set(seen) == {1, 2, 3}
 
 
-def test_small_buckets_are_merged_among_equally_many_references(tmp_path):
+def test_small_buckets_merge_only_with_equally_many_references(tmp_path):
     folder = edits(tmp_path / "edits", (1, 1, 2, 2))
     plain(9, (32, 16)).save(folder / "1.png")
     plain(9, (32, 16)).save(folder / "3.png")
@@ -132,14 +132,14 @@ def test_small_buckets_are_merged_among_equally_many_references(tmp_path):
     assert all(key[0] == (1 if 0 in of else 2) for key, of in members.items())
 
 
-def test_folders_of_single_references_are_as_before(tmp_path):
+def test_folders_with_single_references_use_plain_buckets_and_unstacked_references(tmp_path):
     images = PreparedImages(ImageFolder(edits(tmp_path / "edits", (1, 1))), buckets=SQUARES)
     assert images[0]["reference_images"].shape == (3, 16, 16)
     assert type(images.assignment.placements[0].bucket).__name__ == "Bucket"
     assert images.companions == {"reference"}
 
 
-def test_a_mixture_has_sets_with_one_and_with_several(tmp_path):
+def test_a_mixture_may_combine_sets_with_one_and_with_several_references(tmp_path):
     sets = {
         name: PreparedImages(ImageFolder(edits(tmp_path / name, counts)), buckets=SQUARES)
         for name, counts in {"one": (1, 1), "several": (1, 2)}.items()
@@ -149,7 +149,7 @@ def test_a_mixture_has_sets_with_one_and_with_several(tmp_path):
     assert shapes == {(3,), (1, 3), (2, 3)}
 
 
-def test_references_are_mirrored_with_their_image_and_are_part_of_its_key(tmp_path):
+def test_references_are_flipped_with_their_image_and_are_part_of_its_key(tmp_path):
     folder = edits(tmp_path / "edits", (2, 1))
     half = Image.new("RGB", (16, 16))
     half.paste((255, 255, 255), (0, 0, 8, 16))
@@ -164,7 +164,7 @@ def test_references_are_mirrored_with_their_image_and_are_part_of_its_key(tmp_pa
     assert ImageFolder(folder).content(0) != contents
 
 
-def test_what_lacks_its_first_reference_is_broken(tmp_path):
+def test_an_image_without_its_first_reference_is_broken(tmp_path):
     folder = edits(tmp_path / "edits", (2, 2))
     (folder / "0.reference.png").unlink()
     assert [each.name for each in ImageFolder(folder).broken] == ["0.png"]
@@ -176,7 +176,7 @@ def test_what_lacks_its_first_reference_is_broken(tmp_path):
         ImageFolder(folder, reference_folder=[tmp_path / "place"] * 11)
 
 
-def test_pairs_keep_their_references(tmp_path):
+def test_preference_pairs_keep_their_references(tmp_path):
     liked, rejected = (ImageFolder(edits(tmp_path / name, (1, 2))) for name in ("a", "b"))
     pairs = PreferencePairs(liked, rejected, buckets=SQUARES)
     assert pairs[1]["reference_images"].shape == (2, 3, 16, 16)

@@ -1,4 +1,4 @@
-"""Sizes are read once, by one rank, at the first start, and again only for changed files."""
+"""Each image size is read once, by one rank at the first start; later only for changed files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def index_file(tmp_path):
     return file
 
 
-def test_a_second_start_looks_at_no_file_and_says_so(few, looked, tmp_path):
+def test_a_second_start_opens_no_file_and_records_that(few, looked, tmp_path):
     first = opened(few)
     assert looked() == 7, "six images and a mask"
     assert "data.sizes" not in {decision.key for decision in first.decisions}
@@ -66,7 +66,7 @@ def test_a_second_start_looks_at_no_file_and_says_so(few, looked, tmp_path):
     assert str(index_file(tmp_path)) in told.reason
 
 
-def test_only_what_changed_is_looked_at_again(few, looked):
+def test_only_changed_files_are_opened_again(few, looked):
     opened(few)
     looked()
     turned = Image.open(few / "1.jpg").transpose(Image.Transpose.ROTATE_90)
@@ -86,7 +86,7 @@ def test_only_what_changed_is_looked_at_again(few, looked):
     assert looked() == 1
 
 
-def test_broken_files_are_never_remembered_as_whole(few, looked):
+def test_broken_files_are_never_cached_as_intact(few, looked):
     opened(few)
     looked()
     whole = (few / "3.jpg").read_bytes()
@@ -106,7 +106,7 @@ def test_an_image_without_a_reference_is_broken_once_others_have_one(few, looked
     assert len(source.broken) == 5
 
 
-def test_another_check_looks_for_itself(few, looked, monkeypatch):
+def test_another_check_does_not_use_the_cached_sizes(few, looked, monkeypatch):
     ImageFolder(few, check=HeaderOnly())
     opened(few)
     assert looked() == 7
@@ -131,7 +131,7 @@ def test_another_check_looks_for_itself(few, looked, monkeypatch):
         None,
     ],
 )
-def test_a_damaged_index_is_written_anew(few, looked, tmp_path, content):
+def test_a_damaged_index_is_rewritten(few, looked, tmp_path, content):
     expected = sizes(opened(few))
     file = index_file(tmp_path)
     stored = json.loads(file.read_text())
@@ -147,7 +147,7 @@ def test_a_damaged_index_is_written_anew(few, looked, tmp_path, content):
     assert looked() == 0
 
 
-def test_a_place_that_cannot_be_written_does_no_harm(few, looked, tmp_path, monkeypatch):
+def test_an_unwritable_cache_folder_does_not_fail_the_run(few, looked, tmp_path, monkeypatch):
     place = tmp_path / "a file"
     place.write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))
@@ -158,7 +158,7 @@ def test_a_place_that_cannot_be_written_does_no_harm(few, looked, tmp_path, monk
         assert "cannot be written (Not a directory)" in told.reason
 
 
-def test_ranks_share_the_work(few, looked, tmp_path):
+def test_ranks_share_the_reading_of_sizes(few, looked, tmp_path):
     place = {"XDG_CACHE_HOME": str(tmp_path / ".user-cache")}
     found = run_ranks(workers.open_counted, str(few), str(Counting.log), world_size=3, env=place)
     assert found[0] == found[1] == found[2]
@@ -166,7 +166,7 @@ def test_ranks_share_the_work(few, looked, tmp_path):
     assert looked() == 7, "one rank looked at each file"
 
 
-def test_shards_rows_and_clips_are_remembered_too(few, looked, tmp_path):
+def test_sizes_of_shards_rows_and_clips_are_cached_too(few, looked, tmp_path):
     datasets = pytest.importorskip("datasets")
     (few / "0.mask.png").unlink()
     shard = tmp_path / "a.tar"
@@ -187,7 +187,7 @@ def test_shards_rows_and_clips_are_remembered_too(few, looked, tmp_path):
     assert looked() == 7, "the shard has changed"
 
 
-def test_clips_are_decoded_once(tmp_path, cuttings, monkeypatch):
+def test_clips_are_decoded_only_once(tmp_path, cuttings, monkeypatch):
     frames = tmp_path / "clips" / "take"
     frames.mkdir(parents=True)
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Every source gives the same images, upright and whole, and reports what it left out."""
+"""Every source gives the same images, upright and intact, and reports those it left out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def tar_of(path, members):
     return path
 
 
-def test_a_folder_gives_all_its_images_and_lists_the_broken(folder, broken_names, tmp_path, caplog):
+def test_a_folder_yields_all_its_images_and_lists_the_broken_ones(
+    folder, broken_names, tmp_path, caplog
+):
     _announced.clear()
     with caplog.at_level(logging.WARNING, logger="zerotune"):
         source = ImageFolder(folder)
@@ -69,7 +71,7 @@ def test_a_folder_gives_all_its_images_and_lists_the_broken(folder, broken_names
     assert [json.loads(line)["name"] for line in lines] == list(broken_names)
 
 
-def test_a_policy_for_broken_files_may_be_named(folder, broken_names):
+def test_the_policy_for_broken_files_can_be_given_by_name(folder, broken_names):
     skipped = ImageFolder(folder, on_broken="skip").broken
     assert tuple(image.name for image in skipped) == broken_names
     with pytest.raises(DataError, match=r"cut\.jpg"):
@@ -79,7 +81,7 @@ def test_a_policy_for_broken_files_may_be_named(folder, broken_names):
             ImageFolder(folder, on_broken=policy)
 
 
-def test_broken_files_stop_the_run_if_so_asked_and_never_pass_unseen(folder, tmp_path):
+def test_broken_files_stop_the_run_when_asked_and_are_never_used_unnoticed(folder, tmp_path):
     with pytest.raises(DataError, match=r'cut.jpg.*on_broken="skip"'):
         ImageFolder(folder, on_broken=RefuseBroken())
     # Only the end of this file is missing, which its header does not show.
@@ -97,7 +99,7 @@ def test_broken_files_stop_the_run_if_so_asked_and_never_pass_unseen(folder, tmp
         ImageFolder(tmp_path / "nowhere")
 
 
-def test_captions_come_from_the_metadata_that_are_there(tmp_path, photos):
+def test_captions_come_from_whichever_metadata_files_exist(tmp_path, photos):
     small = photos[0].resize((32, 24))
     for name in ("a.png", "b.png"):
         small.save(tmp_path / name)
@@ -183,7 +185,7 @@ def in_a_tar(folder):
     return TarShards([tar_of(folder.parent / f"{folder.name}.tar", members)])
 
 
-def test_masks_and_references_lie_beside_images_in_folders_and_shards(tmp_path, photos):
+def test_masks_and_references_are_found_beside_images_in_folders_and_shards(tmp_path, photos):
     whole = beside(tmp_path / "whole", photos, masks=(1,))
     for source in (ImageFolder(whole), in_a_tar(whole)):
         assert [source.item(index).caption for index in range(2)] == ["picture 0", "picture 1"]
@@ -213,7 +215,7 @@ def test_masks_and_references_lie_beside_images_in_folders_and_shards(tmp_path, 
     assert without.companion(len(without) - 1, "mask") is None
 
 
-def test_an_image_is_broken_with_what_lies_beside_it(tmp_path, photos):
+def test_an_image_with_a_broken_mask_or_reference_is_broken(tmp_path, photos):
     folder = beside(tmp_path / "one", photos, references=(0,))
     assert "has no reference" in ImageFolder(folder).broken[0].reason
     assert [image.name for image in in_a_tar(folder).broken] == ["one.tar/1"]
@@ -230,7 +232,7 @@ def test_an_image_is_broken_with_what_lies_beside_it(tmp_path, photos):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
-def test_no_pipe_among_the_images_is_waited_for(tmp_path, photos):
+def test_a_named_pipe_among_the_images_does_not_block(tmp_path, photos):
     folder = beside(tmp_path / "one", photos)
     os.mkfifo(folder / "2.png")
     assert [broken.name for broken in ImageFolder(folder).broken] == ["2.png"]
@@ -246,7 +248,7 @@ def test_no_pipe_among_the_images_is_waited_for(tmp_path, photos):
         TarShards([tmp_path / "pipe.tar"])
 
 
-def test_files_that_go_after_the_start_are_named(tmp_path, photos):
+def test_files_deleted_after_the_start_are_named(tmp_path, photos):
     folder = beside(tmp_path / "one", photos)
     source, packed = ImageFolder(folder), in_a_tar(folder)
     (folder / "0.reference.webp").unlink()
@@ -258,7 +260,7 @@ def test_files_that_go_after_the_start_are_named(tmp_path, photos):
             read(0)
 
 
-def test_a_caption_with_half_a_character_is_refused_by_name(tmp_path, photos):
+def test_a_caption_with_an_unpaired_surrogate_is_refused_by_name(tmp_path, photos):
     photos[0].resize((32, 24)).save(tmp_path / "a.png")
     line = '{"file_name": "a.png", "text": ["whole", "half \\ud800"]}\n'
     (tmp_path / "metadata.jsonl").write_text(line)
@@ -281,7 +283,7 @@ ORIENTATIONS = {
 
 @pytest.mark.parametrize("orientation", ORIENTATIONS)
 @pytest.mark.parametrize("check", [WholeImage(), HeaderOnly()])
-def test_photographs_stand_upright(orientation, check, tmp_path, photos):
+def test_photographs_are_turned_upright(orientation, check, tmp_path, photos):
     exif = Image.Exif()
     exif[0x0112] = orientation
     stored = photos[0].resize((160, 107))
@@ -329,7 +331,7 @@ def samples(cuttings, encode):
     return members
 
 
-def test_tar_shards_are_read_at_random_places(samples, cuttings, tmp_path):
+def test_tar_shards_can_be_read_in_any_order(samples, cuttings, tmp_path):
     items = list(samples.items())
     shards = [
         tar_of(tmp_path / "b.tar", dict(items[:30])),
@@ -349,9 +351,9 @@ def test_tar_shards_are_read_at_random_places(samples, cuttings, tmp_path):
         TarShards(shards, on_broken=RefuseBroken())
 
 
-# webdataset leaves the shard open.
+# webdataset leaves the shard open, which Python reports as a ResourceWarning.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_tar_shards_equal_what_webdataset_reads(samples, tmp_path):
+def test_tar_shards_yield_what_webdataset_reads(samples, tmp_path):
     webdataset = pytest.importorskip("webdataset")
     members = {name: content for name, content in samples.items() if name < "set/0020"}
     shard = tar_of(tmp_path / "0.tar", members)
@@ -380,7 +382,7 @@ def test_shards_that_cannot_be_indexed_are_named(samples, tmp_path):
         TarShards([bad])
 
 
-def test_missing_packages_are_named_with_the_extra(monkeypatch, tmp_path, photos):
+def test_missing_packages_are_named_with_their_extra(monkeypatch, tmp_path, photos):
     photos[0].resize((8, 8)).save(tmp_path / "a.png")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingDependencyError, match=r"datasets: .*zerotune\[data\]"):
@@ -390,7 +392,7 @@ def test_missing_packages_are_named_with_the_extra(monkeypatch, tmp_path, photos
         ImageFolder(tmp_path)
 
 
-def test_sources_are_joined_and_repeated(folder, cuttings):
+def test_sources_can_be_concatenated_and_repeated(folder, cuttings):
     whole = ImageFolder(folder)
     first = DatasetImages([cuttings[0]], image=lambda s: s, caption=lambda _: "class")
     both = JoinedSources([RepeatedSource(first, times=5), whole])
@@ -409,7 +411,7 @@ def test_sources_are_joined_and_repeated(folder, cuttings):
         JoinedSources([])
 
 
-def test_policies_may_be_named(tmp_path):
+def test_policies_can_be_given_by_name(tmp_path):
     noise = np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.jpg")
     (tmp_path / "a.txt").write_text("one\ntwo")
@@ -425,7 +427,7 @@ def test_policies_may_be_named(tmp_path):
     assert Preparation(alpha="drop") == Preparation(alpha=DropAlpha())
 
 
-def test_a_reference_is_a_column_of_a_dataset_too(photos):
+def test_a_dataset_column_can_be_a_reference(photos):
     datasets = pytest.importorskip("datasets")
     rows = {"image": photos[:2], "text": ["a", "b"], "edges": [photos[1], photos[0]]}
     features = {"image": datasets.Image(), "text": datasets.Value("string")}

@@ -1,4 +1,4 @@
-"""The order of data: nothing lost or repeated within an epoch, and exact resumes."""
+"""The order of data loses and repeats nothing within an epoch, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def take(group, steps):
     ranks=st.integers(1, 3),
     seed=st.integers(0, 3),
 )
-def test_every_epoch_holds_each_sample_once_over_all_ranks(length, micro, ranks, seed):
+def test_every_epoch_yields_each_sample_once_over_all_ranks(length, micro, ranks, seed):
     epochs = 3
     steps = -(-epochs * length // (micro * ranks))
     seen = take(streams(length, micro=micro, ranks=ranks, seed=seed), steps)
@@ -51,12 +51,12 @@ def test_every_epoch_holds_each_sample_once_over_all_ranks(length, micro, ranks,
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 6), (2, 3), (3, 2), (6, 1)])
-def test_the_order_is_the_same_however_it_is_shared(ranks, micro):
+def test_the_order_does_not_depend_on_ranks_and_micro_batch_size(ranks, micro):
     alone = take(streams(17, micro=6, ranks=1, seed=4), 10)
     assert take(streams(17, micro=micro, ranks=ranks, seed=4), 10) == alone
 
 
-def test_orders_of_seeds_and_epochs_differ():
+def test_the_order_differs_between_seeds_and_epochs():
     seen = take(streams(50, micro=50, ranks=1, seed=0), 2)
     assert seen[:50] != seen[50:]
     assert seen[:50] != take(streams(50, micro=50, ranks=1, seed=1), 1)
@@ -83,7 +83,7 @@ def test_a_resumed_stream_continues_exactly_even_on_other_ranks(before, ranks, l
     assert seen == take(streams(11, micro=6, ranks=1, seed=2), before + 10)
 
 
-def test_workers_read_ahead_without_moving_the_position():
+def test_reading_ahead_in_workers_does_not_move_the_position():
     stream = DataStream(numbered(20), micro_batch_size=2, seed=3, num_workers=1)
     seen = take([stream], 3)
     assert stream.position == 6
@@ -95,20 +95,20 @@ def test_workers_read_ahead_without_moving_the_position():
     assert seen + take([again], 7) == take(streams(20, micro=2, ranks=1, seed=3), 10)
 
 
-def test_reading_leaves_the_global_random_state_alone():
+def test_reading_leaves_the_global_random_state_unchanged():
     state = torch.get_rng_state()
     take(streams(7, micro=2, ranks=1), 5)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_state_of_other_data_is_refused():
+def test_a_state_from_other_data_is_refused():
     stream = DataStream(numbered(7), micro_batch_size=2)
     with pytest.raises(DataError, match="had 7 samples") as caught:
         DataStream(numbered(8), micro_batch_size=2).load_state_dict(stream.state_dict())
     assert caught.value.value == 8
 
 
-def test_batches_hold_what_the_dataset_holds():
+def test_batches_contain_the_samples_of_the_dataset():
     labelled = ImageTensors(images=torch.zeros(3, 1, 2, 2), labels=torch.arange(3))
     batch = next(DataStream(labelled, micro_batch_size=3, shuffle=False))
     assert batch["images"].shape == (3, 1, 2, 2)
@@ -124,12 +124,12 @@ def test_batches_hold_what_the_dataset_holds():
         (torch.arange(-128.0, 128.0).view(1, 1, 16, 16), "images / 128"),
     ],
 )
-def test_images_in_another_range_are_refused(images, fix):
+def test_images_with_values_in_another_range_are_refused(images, fix):
     with pytest.raises(DataError, match=fix):
         ImageTensors(images=images)
 
 
-def test_images_from_0_to_1_are_warned_of(caplog):
+def test_images_from_0_to_1_give_a_warning(caplog):
     assert ImageTensors(images=torch.rand(9, 3, 4, 4) * 2 - 1).decisions == ()
     assert ImageTensors(images=torch.randn(9, 3, 4, 4) * 3).decisions == (), "standardised"
     (warning,) = ImageTensors(images=torch.rand(9, 3, 4, 4)).decisions
@@ -138,18 +138,18 @@ def test_images_from_0_to_1_are_warned_of(caplog):
 
 
 @pytest.mark.parametrize("family", [Unconditional(), ClassConditional()])
-def test_batches_of_whole_numbers_are_refused_whatever_gave_them(family):
+def test_integer_images_are_refused_by_every_family(family):
     with pytest.raises(DataError, match=r"batch\['images'\] = 'uint8'.*127\.5"):
         family.clean({"images": torch.zeros(2, 3, 4, 4, dtype=torch.uint8)})
 
 
-def test_fewer_samples_than_a_step_takes_are_warned_of():
+def test_a_dataset_smaller_than_one_step_gives_a_warning():
     assert DataStream(numbered(4), micro_batch_size=2, world_size=2).decisions == ()
     (warning,) = DataStream(numbered(3), micro_batch_size=2, world_size=2).decisions
     assert (warning.before, warning.severity) == ("3 samples", "warning")
 
 
-def test_impossible_data_is_refused():
+def test_invalid_data_is_refused():
     with pytest.raises(DataError):
         ImageTensors(images=torch.zeros(3, 1, 2, 2), labels=torch.arange(2))
     with pytest.raises(DataError):
@@ -162,7 +162,7 @@ def test_impossible_data_is_refused():
         DataStream(numbered(3), micro_batch_size=1, rank=2, world_size=2)
 
 
-def test_any_iterable_of_batches_repeats_and_resumes_by_skipping():
+def test_an_iterable_of_batches_repeats_and_resumes_by_skipping():
     batches = [{"images": torch.full((2, 1, 1, 1), float(index))} for index in range(3)]
     stream = RepeatedBatches(batches)
     seen = [float(next(stream)["images"][0, 0, 0, 0]) for _ in range(7)]
@@ -182,7 +182,7 @@ def test_an_exhausted_generator_is_named():
     assert "instead of a generator" in caught.value.fix
 
 
-def test_samples_without_buckets_are_batched_as_those_in_buckets():
+def test_samples_without_buckets_are_collated_like_those_in_buckets():
     samples = [
         {"prompt_embeds": torch.ones(n, 2), "prompt_embeds_mask": torch.ones(n), "captions": "a"}
         for n in (3, 5)

@@ -1,4 +1,4 @@
-"""A folder of images through the trainer: each rank its share, and exact resumes on other ranks."""
+"""The trainer on a folder of images: each rank gets its share, and other ranks resume exactly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def in_order(ranks):
     return [batch for step in zip(*ranks, strict=True) for batch in step]
 
 
-def test_a_folder_trains_on_two_ranks_and_goes_on_with_one(folder, tmp_path):
+def test_a_folder_trains_on_two_ranks_and_resumes_on_one(folder, tmp_path):
     checkpoint = str(tmp_path / "checkpoint")
     before = in_order(run_ranks(workers.train, str(folder), checkpoint, False, 5, world_size=2))
     after = in_order(run_ranks(workers.train, str(folder), checkpoint, True, 10, world_size=1))
@@ -38,14 +38,14 @@ def test_a_folder_trains_on_two_ranks_and_goes_on_with_one(folder, tmp_path):
     assert len({size for _, size in whole}) == 3
 
 
-def test_a_stream_without_buckets_refuses_them(folder):
+def test_a_stream_without_buckets_refuses_buckets(folder):
     images = PreparedImages(ImageFolder(folder), buckets=AspectBuckets.pixel_art())
     with pytest.raises(DataError, match="pass the dataset to BucketStream"):
         DataStream(images, micro_batch_size=1)
 
 
 @ranks(1)
-def test_the_validation_loss_takes_the_datasets_that_training_takes(folder, tmp_path):
+def test_the_validation_loss_accepts_the_datasets_of_training(folder, tmp_path):
     cache = tmp_path / "cache"
     images = pictures(folder)
     settings = CacheSettings(kind="latents", model="pixels", dtype="float32")

@@ -1,4 +1,4 @@
-"""Whole tiny pipelines in folders, each made once, when it is asked for."""
+"""Complete tiny pipelines in folders, each created once, on first use."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class _Folders(dict[str, Path]):
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """The folder of each family's pipeline."""
+    """Return the folder of each family's pipeline by name, created on first use."""
     return _Folders(tmp_path_factory.mktemp("pipelines"))

@@ -1,4 +1,4 @@
-"""Check on ranks whether frozen parts stay whole."""
+"""Check on each rank whether frozen parts stay unpartitioned."""
 
 from __future__ import annotations
 

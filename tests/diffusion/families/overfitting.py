@@ -116,7 +116,7 @@ def learn(folder: str, images: str, cache: str, steps: int, lr: float) -> dict[s
     latents = torch.stack([cached[index]["latents"] for index in at])
     decoded = loaded.family.parts.decode_latents(latents)
     found = {"photos": pixels, "decoded": decoded, "drawn": drawn}
-    # As arrays: tensors would be fetched from this process, which has ended by then.
+    # Return arrays: tensors would be fetched from this process after it has ended.
     return {name: images.numpy() for name, images in found.items()}
 
 

@@ -12,7 +12,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case
 
 STEPS = 20
-# fp32 sums run in another order when partitioned; a wrong lr or a lost gradient is off by 1e-3.
+# Partitioning reorders fp32 sums; a wrong learning rate or a lost gradient is off by 1e-3.
 TOLERANCE = 5e-5
 WHOLE = (("stage3_param_persistence_threshold", 0),)
 """Every parameter is partitioned, although the models are small."""
@@ -20,7 +20,7 @@ WHOLE = (("stage3_param_persistence_threshold", 0),)
 
 @functools.cache
 def reference(folder: str, variant: Variant) -> tuple[float, ...]:
-    """Return the plain engine's losses; checkpointing changes no arithmetic, so they serve both."""
+    """Return the plain engine's losses, also for checkpointing, which changes no arithmetic."""
     (run,) = run_ranks(train, folder, PLAIN, [variant], STEPS)[0]
     return tuple(run["losses"])
 
@@ -47,7 +47,7 @@ def worst(losses: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def check_run(run: dict[str, Any], *, stage: int) -> None:
-    """Check the partitioning, and that plain diffusers predicts the same from the export."""
+    """Check the partitioning, and that plain diffusers predicts the same with the export."""
     assert run["partitioned"] == (stage == 3)
     assert run["same"], "plain diffusers predicts something else from the export"
     assert run.get("drawn", True), "the engine draws something else than the exported model"

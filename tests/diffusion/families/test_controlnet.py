@@ -184,12 +184,12 @@ def compare_with_script(name, loaded):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_losses_and_gradients_are_those_of_diffusers_scripts(bare, name):
+def test_losses_and_gradients_equal_those_of_the_diffusers_scripts(bare, name):
     compare_with_script(name, bare(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_condition_decides_what_is_predicted(bare, name):
+def test_the_condition_changes_the_prediction(bare, name):
     loaded = bare(name)
     data = batch(loaded)
     (key,) = (each for each in data if each.startswith("reference_"))
@@ -208,7 +208,7 @@ def test_the_condition_decides_what_is_predicted(bare, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_images_are_those_of_the_pipeline_of_diffusers(folders, name, monkeypatch):
+def test_images_equal_those_of_the_diffusers_pipeline(folders, name, monkeypatch):
     """The pipeline samples the condition's latents from the VAE; here it takes their mode."""
     monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, *_, **__: self.mode())
     loaded = load(folders[name])
@@ -282,7 +282,7 @@ def train_all(folders, case, exported):
         pytest.param(3, 2, marks=pytest.mark.nightly),
     ],
 )
-def test_losses_are_those_of_the_plain_engine(folders, tmp_path, stage, world_size):
+def test_losses_equal_those_of_the_plain_engine(folders, tmp_path, stage, world_size):
     paths = [str(folders[name]) for name in NAMES]
     # All ranks see the same batches, so their mean gradient is that of one rank.
     expected = run_ranks(train_all, paths, PLAIN, str(tmp_path / "plain"))[0]
@@ -307,7 +307,7 @@ def quantization(kind):
     needs("bitsandbytes", may_lack="it is an extra")
     from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer
 
-    # bitsandbytes can compute on CPUs, but diffusers does not let it.
+    # bitsandbytes can compute on CPUs, but diffusers refuses it there: skip that check.
     BnB4BitDiffusersQuantizer.validate_environment = lambda *_, **__: None
     BnB4BitDiffusersQuantizer.update_device_map = lambda *_: {"": "cpu"}
     return diffusers.BitsAndBytesConfig(
@@ -319,7 +319,8 @@ def quantized(folder, kind, **options):
     loaded = load(folder, parts=False, dtype="fp32", quantization=quantization(kind), **options)
     for module in loaded.family.base.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # Packing for CPUs needs whole blocks, and tiny layers are narrower than one.
+            # Packing for CPUs needs whole blocks, but tiny layers are narrower than one: switch it
+            # off.
             module.support_avx512bf16_for_cpu = False
     return loaded
 
@@ -327,7 +328,7 @@ def quantized(folder, kind, **options):
 @ranks(1)
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 @pytest.mark.parametrize("name", ["sdxl", "flux"])
-def test_losses_on_a_quantized_base_are_those_of_diffusers_scripts(folders, name, kind):
+def test_losses_on_a_quantized_base_equal_those_of_the_diffusers_scripts(folders, name, kind):
     loaded, plain = quantized(folders[name], kind), load(folders[name], parts=False)
     facts = [ModelFacts.from_module(each.family.base) for each in (loaded, plain)]
     assert facts[0].storages == (kind,)
@@ -352,7 +353,7 @@ def bits_of(module):
 @pytest.mark.deepspeed
 @ranks(1)
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_a_quantized_base_keeps_its_bits_at_each_stage(folders, kind):
+def test_training_leaves_a_quantized_base_unchanged_at_each_stage(folders, kind):
     found = []
     # DeepSpeed's own linear layer does not support torchao's tensors.
     whole = (*WHOLE, *([("memory_efficient_linear", False)] if kind == "int8" else []))
@@ -376,7 +377,7 @@ def test_a_quantized_base_keeps_its_bits_at_each_stage(folders, kind):
     assert worst(found[2], found[0]) < 1e-6
 
 
-def test_stage_3_replaces_a_layer_that_torchao_needs(folders):
+def test_stage_3_with_torchao_requires_memory_efficient_linear_off(folders):
     given = {"family": "controlnet", "parts": False, "quantization": quantization("int8")}
     plan = DeepSpeedPlan.build(stage=3)
     with pytest.raises(InvalidValueError, match=r"TorchAoConfig.*memory_efficient_linear to false"):
@@ -389,7 +390,7 @@ def test_stage_3_replaces_a_layer_that_torchao_needs(folders):
 # -- Loading and conditions.
 
 
-def test_a_new_controlnet_changes_nothing_yet(folders):
+def test_a_new_controlnet_changes_no_prediction(folders):
     loaded = load_pretrained(folders["sd3"], family="controlnet", frozen_dtype="fp32", parts=False)
     base, data = loaded.family.base, batch(loaded)
     known = loaded.family.conditioning(data, torch.Generator())
@@ -406,7 +407,7 @@ def test_a_new_controlnet_changes_nothing_yet(folders):
     assert all(torch.equal(one, other) for one, other in pairs), "equal on every rank"
 
 
-def test_training_goes_on_from_a_folder_or_from_a_whole_pipeline(folders, tmp_path):
+def test_training_resumes_from_a_folder_or_from_a_whole_pipeline(folders, tmp_path):
     loaded = load(folders["flux"])
     loaded.model.save_pretrained(tmp_path / "controlnet")
     pipe = diffusers.FluxControlNetPipeline.from_pretrained(
@@ -425,7 +426,7 @@ def test_training_goes_on_from_a_folder_or_from_a_whole_pipeline(folders, tmp_pa
             assert torch.equal(ours, theirs)
 
 
-def test_what_has_no_controlnet_is_named(folders):
+def test_a_missing_controlnet_or_condition_is_named(folders):
     with pytest.raises(InvalidValueError, match=r"StableDiffusionP.* has no declared ControlNet"):
         load_pretrained(folders["sd15"], family="controlnet")
     assert {family.pipeline for family in CONTROLNETS} <= set(FAMILIES)
@@ -437,7 +438,7 @@ def test_what_has_no_controlnet_is_named(folders):
 
 
 @pytest.mark.parametrize("name", ["sdxl", "sd3"])
-def test_cached_conditions_are_those_of_images(folders, tmp_path, name):
+def test_cached_conditions_equal_those_of_images(folders, tmp_path, name):
     photos, edges = tmp_path / "photos", tmp_path / "edges"
     photos.mkdir()
     edges.mkdir()

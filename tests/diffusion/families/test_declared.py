@@ -27,7 +27,7 @@ EDITS = ["qwen-image-edit", "qwen-image-edit-plus"]
 
 @pytest.fixture(scope="module")
 def bare(folders):
-    """Load models and families by name, without their frozen parts."""
+    """Return a function that loads a model and its family by name, without frozen parts."""
     known = {}
 
     def load(name, **options):
@@ -137,7 +137,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_predictions_are_those_of_the_call_written_by_hand(bare, name):
+def test_predictions_equal_those_of_the_hand_written_call(bare, name):
     loaded = bare(name)
     model = loaded.model.eval()
     data = example(loaded.family, model, step=0, share=0)
@@ -159,7 +159,7 @@ def test_predictions_are_those_of_the_call_written_by_hand(bare, name):
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_the_model_knows_where_the_edited_image_lies(bare, name):
+def test_the_model_gets_the_position_of_the_edited_image(bare, name):
     loaded = bare(name)
     model, draw = loaded.model.eval(), torch.Generator().manual_seed(3)
     known = example(loaded.family, model, step=0, share=0)
@@ -199,7 +199,7 @@ def first(model):
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 8, 8), (2, 4, 8, 12)])
-def test_hidream_predicts_in_training_what_it_draws_with(bare, shape):
+def test_hidream_predicts_in_training_what_it_samples_with(bare, shape):
     loaded = bare("hidream")
     model, family = copy.deepcopy(loaded.model), loaded.family
     known = example(family, model, step=0, share=0)
@@ -219,7 +219,7 @@ def plain_images(folder, name, *, steps, guidance, size, told):
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     if name == "hidream":
-        # Its pipeline scales every size to the area given by default_sample_size.
+        # HiDream's pipeline scales every size to the area given by default_sample_size.
         pipe.default_sample_size = size[0] / pipe.vae_scale_factor
     drawn = torch.Generator().manual_seed(11)
     seeds = torch.randint(2**63 - 1, (2,), generator=drawn).tolist()
@@ -241,7 +241,7 @@ def plain_images(folder, name, *, steps, guidance, size, told):
 @pytest.mark.parametrize(
     "name", [name for name in MAKERS if "flux2" not in name and name not in EDITS]
 )
-def test_images_are_those_of_plain_diffusers(folders, name):
+def test_images_equal_those_of_plain_diffusers(folders, name):
     loaded = load_pretrained(folders[name], frozen_dtype="fp32")
     family = loaded.family
     side = 8 * family.parts.scale
@@ -263,20 +263,21 @@ def test_images_are_those_of_plain_diffusers(folders, name):
     )  # fmt: skip
     wanted = plain_images(folders[name], name, steps=2, guidance=3.0, size=(side, side), told=told)
     assert images.shape == wanted.shape
-    # The pipeline encodes and decodes the whole batch at once, zerotune one sample at a time.
+    # The pipeline encodes and decodes a whole batch, zerotune one sample at a time: rounding
+    # differs.
     torch.testing.assert_close(images.clamp(-1, 1), wanted, rtol=0, atol=2e-5)
     assert (images[0] - images[1]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_edited_images_are_those_of_plain_diffusers(folders, monkeypatch, name):
+def test_edited_images_equal_those_of_plain_diffusers(folders, monkeypatch, name):
     area = 64 * 64
     family = load_pretrained(folders[name], frozen_dtype="fp32", reference_area=area).family
     pipe = diffusers.DiffusionPipeline.from_pretrained(folders[name])
     pipe.set_progress_bar_config(disable=True)
     module = sys.modules[type(pipe).__module__]
     usual = module.calculate_dimensions
-    # The default is a megapixel.
+    # The pipeline's default is a megapixel, which would take too long.
     monkeypatch.setattr(module, "calculate_dimensions", lambda a, ratio: usual(min(a, area), ratio))
     drawn = torch.Generator().manual_seed(11)
     edited = torch.randint(0, 256, (2, 3, 24, 36), generator=drawn) / 127.5 - 1
@@ -311,7 +312,7 @@ def to_pil_image(image):
 
 
 class Guided(QwenImage):
-    """Leaves guidance out although it is on by default."""
+    """A pipeline that leaves guidance out although it is on by default."""
 
     pipeline = "SanaPipeline"
     text_tensors = ("prompt_embeds", "prompt_attention_mask")
@@ -336,7 +337,7 @@ class WrongArgument(QwenImage):
         ("sana", Guided, "cannot be trained through its pipeline"),
     ],
 )
-def test_a_declaration_that_does_not_fit_is_refused_with_the_reason(folders, name, family, reason):
+def test_an_invalid_declaration_is_refused_with_the_reason(folders, name, family, reason):
     with pytest.raises(InvalidValueError, match=reason):
         load_pretrained(folders[name], parts=False, family=family)
 
@@ -351,7 +352,9 @@ def altered(monkeypatch, kind, change):
     monkeypatch.setattr(kind, "__call__", call)
 
 
-def test_a_pipeline_that_calls_twice_doubles_or_forgets_is_refused(bare, monkeypatch):
+def test_a_pipeline_that_calls_the_model_twice_doubled_or_without_gradient_is_refused(
+    bare, monkeypatch
+):
     loaded = bare("wan")
     plain = diffusers.WanPipeline.__call__.__wrapped__
 
@@ -391,7 +394,7 @@ def test_a_pipeline_that_calls_twice_doubles_or_forgets_is_refused(bare, monkeyp
     assert probe(loaded.family, loaded.model) == ()
 
 
-def test_a_pipeline_that_looks_at_weights_is_not_refused_but_said(bare, monkeypatch):
+def test_a_pipeline_that_reads_weights_gives_a_warning(bare, monkeypatch):
     loaded = bare("wan")
     plain = diffusers.WanPipeline.__call__.__wrapped__
 
@@ -405,7 +408,7 @@ def test_a_pipeline_that_looks_at_weights_is_not_refused_but_said(bare, monkeypa
     assert "WanPipeline" in decision.reason
 
 
-def test_a_family_made_by_hand_does_not_know_its_pipeline():
+def test_a_family_without_its_pipeline_asks_for_load_pretrained():
     with pytest.raises(DataError, match="load_pretrained"):
         QwenImage().predict(torch.nn.Linear(1, 1), torch.zeros(1, 4, 8, 8), TIMES[:1], {})
 
@@ -413,7 +416,7 @@ def test_a_family_made_by_hand_does_not_know_its_pipeline():
 # -- Properties of declarations.
 
 
-def test_the_shift_of_a_scheduler_that_only_samples_is_kept(folders):
+def test_the_shift_of_a_sampling_only_scheduler_is_kept(folders):
     loaded = load_pretrained(folders["wan"], parts=False)
     assert loaded.scheduler.config.shift == 3.0
     (decision,) = [each for each in loaded.decisions if each.key == "scheduler"]
@@ -437,7 +440,7 @@ def test_each_expert_is_trained_on_its_own_noise(bare):
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
-def test_clips_are_drawn_by_both_experts(folders):
+def test_both_experts_sample_clips(folders):
     low = load_pretrained(folders["wan22"], frozen_dtype="fp32", family=WanLowNoise)
     assert "transformer" in low.family.parts.modules
     alone = load_pretrained(folders["wan22"], frozen_dtype="fp32", leave_out=("transformer_2",))
@@ -445,7 +448,7 @@ def test_clips_are_drawn_by_both_experts(folders):
         sample(alone.model, family=alone.family, prompts=["a"], steps=2, size=(16, 16), frames=3)
 
 
-def test_texts_of_their_own_length_are_kept_padded_and_dropped(folders):
+def test_texts_of_different_lengths_are_cached_padded_and_dropped(folders):
     loaded = load_pretrained(folders["z-image"], frozen_dtype="fp32")
     family = loaded.family
     assert isinstance(family, ZImage)
@@ -464,7 +467,7 @@ def test_texts_of_their_own_length_are_kept_padded_and_dropped(folders):
     empty = family.encode_texts([""])["prompt_embeds"].shape[1]
     dropped = dropping.conditioning(batch, torch.Generator())
     assert dropped["prompt_embeds_mask"].sum(1).tolist() == [empty, empty]
-    # Padding changes nothing.
+    # Padding does not change the prediction.
     model, noisy = loaded.model.eval(), torch.randn(2, 4, 8, 8)
     with torch.no_grad():
         together = family.predict(model, noisy, TIMES, both)
@@ -472,7 +475,7 @@ def test_texts_of_their_own_length_are_kept_padded_and_dropped(folders):
     torch.testing.assert_close(together[:1], single, rtol=0, atol=1e-5)
 
 
-def test_latents_are_those_of_the_pipelines(folders):
+def test_latents_equal_those_of_the_pipelines(folders):
     flux2 = load_pretrained(folders["flux2"], frozen_dtype="fp32").family
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)).tanh()
     latents = flux2.clean({"images": images})
@@ -495,7 +498,7 @@ def test_latents_are_those_of_the_pipelines(folders):
     assert wan.clean({"images": clip[:, :, 0]}).shape == (1, 4, 1, 8, 8)
 
 
-def test_a_blueprint_says_what_the_pipeline_is_made_of(folders):
+def test_a_blueprint_lists_the_components_and_settings_of_the_pipeline(folders):
     read = Blueprint.read(folders["wan22"], diffusers.WanPipeline)
     pipe = diffusers.WanPipeline.from_pretrained(folders["wan22"])
     made = Blueprint.of(pipe)
@@ -506,7 +509,7 @@ def test_a_blueprint_says_what_the_pipeline_is_made_of(folders):
     assert all(parameter.is_meta for parameter in read.vae.parameters())
 
 
-def test_packing_is_that_of_the_pipelines():
+def test_packing_equals_that_of_the_pipelines():
     latents = torch.randn(2, 4, 8, 6)
     packed = FluxPipeline._pack_latents(latents, *latents.shape)
     assert torch.equal(Tokens(2).pack(latents), packed)

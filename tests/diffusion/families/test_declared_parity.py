@@ -1,4 +1,4 @@
-"""Each declared family once in one process, alternately training all weights and adapters.
+"""Train each declared family once in one process, alternating between all weights and adapters.
 
 ``test_matrix`` has every stage and number of ranks.
 """
@@ -14,9 +14,9 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case
 
 STEPS = 3
-# A wrong rate or a lost gradient is off by 1e-3.
+# A wrong learning rate or a lost gradient is off by 1e-3.
 TOLERANCE = 1e-6
-# diffusers loads no adapters into PixArt's transformer.
+# diffusers cannot load adapters into PixArt's transformer, so all its weights are trained.
 VARIANTS = {
     name: Variant(lora=bool(number % 2) and not name.startswith("pixart"))
     for number, name in enumerate([*MAKERS, *EXPERTS])
@@ -24,7 +24,7 @@ VARIANTS = {
 
 
 @pytest.mark.deepspeed
-def test_losses_are_those_of_the_plain_engine(folders, tmp_path):
+def test_losses_equal_those_of_the_plain_engine(folders, tmp_path):
     jobs = [(str(folders[name]), [variant]) for name, variant in VARIANTS.items()]
     case, exported = Case(stage=2, offload="cpu"), str(tmp_path / "exported")
     (reference,) = run_ranks(train_several, jobs, PLAIN, STEPS)

@@ -1,4 +1,4 @@
-"""Sampled images against plain diffusers with the same weights, generators and steps."""
+"""Sampled images, compared with plain diffusers with the same weights, generators and steps."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from zerotune.errors import DataError, InvalidValueError
 NAMES = ["sd15", "sdxl", "sd3", "flux"]
 PROMPTS = ["a cat", "the dog ran", "a"]
 SIZE = (16, 24)
-# The pipeline encodes and decodes the whole batch at once, zerotune one sample at a time.
+# The pipeline encodes and decodes a whole batch, zerotune one sample at a time: rounding differs.
 CLOSE = {"rtol": 0, "atol": 3e-6}
 
 
 @pytest.fixture(scope="module")
 def loaded(folders):
-    """Each pipeline in full precision."""
+    """Load each pipeline in full precision."""
     return {name: load_pretrained(folders[name], frozen_dtype="fp32") for name in NAMES}
 
 
@@ -77,7 +77,7 @@ def ours(loaded, **options):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("negative", "guidance"), [("ugly", 3.0), ("", 1.0), ("", 2.5)])
-def test_images_are_those_of_plain_diffusers(folders, loaded, name, negative, guidance):
+def test_images_equal_those_of_plain_diffusers(folders, loaded, name, negative, guidance):
     images = ours(loaded[name], negative_prompt=negative, guidance_scale=guidance)
     wanted = plain_images(folders[name], name, negative=negative, guidance=guidance)
     assert images.shape == wanted.shape == (3, 3, *SIZE)
@@ -87,7 +87,7 @@ def test_images_are_those_of_plain_diffusers(folders, loaded, name, negative, gu
 
 
 @pytest.mark.parametrize("kind", [EDMEulerScheduler, EDMDPMSolverMultistepScheduler])
-def test_a_base_of_edm_is_drawn_by_its_own_scheduler(folders, tmp_path, kind):
+def test_an_edm_base_is_sampled_with_its_own_scheduler(folders, tmp_path, kind):
     folder = shutil.copytree(folders["sdxl"], tmp_path / "edm")
     kind(sigma_max=20.0).save_pretrained(folder / "scheduler")
     index = json.loads((folder / "model_index.json").read_text())
@@ -104,14 +104,14 @@ def test_a_base_of_edm_is_drawn_by_its_own_scheduler(folders, tmp_path, kind):
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl", "sd3"])
-def test_the_usual_size_is_what_the_model_was_made_for(folders, loaded, name):
+def test_the_default_size_is_that_of_the_models_configuration(folders, loaded, name):
     images = ours(loaded[name], size=None)
     wanted = plain_images(folders[name], name, negative="", guidance=1.0, size=None)
     assert images.shape == (3, 3, 16, 16)
     torch.testing.assert_close(images.clamp(-1, 1), wanted, **CLOSE)
 
 
-def test_guidance_leads_away_from_the_negative_prompt(loaded):
+def test_guidance_moves_images_away_from_the_negative_prompt(loaded):
     for name in NAMES:
         one = ours(loaded[name], negative_prompt="ugly", guidance_scale=3.0)
         other = ours(loaded[name], negative_prompt="blue", guidance_scale=3.0)
@@ -132,7 +132,7 @@ class ByHand(TextToImage):
         return model(noisy, timesteps, conditioning["prompt_embeds"]).sample
 
 
-def test_a_family_written_by_hand_trains_and_draws_as_the_declared_one(folders, loaded):
+def test_a_hand_written_family_trains_and_samples_like_the_declared_one(folders, loaded):
     by_hand = load_pretrained(folders["sd15"], frozen_dtype="fp32", family=ByHand)
     assert isinstance(by_hand.objective(), DenoisingObjective)
     for options in ({"guidance_scale": 3.0, "negative_prompt": "ugly"}, {"size": None}):
@@ -192,7 +192,7 @@ def test_images_depend_neither_on_ranks_nor_on_the_batch_size(loaded, name):
     torch.testing.assert_close(torch.cat(shares)[:3], whole, **CLOSE)
 
 
-def test_what_was_trained_decides_what_is_drawn(loaded):
+def test_sampling_uses_the_prediction_type_of_training(loaded):
     sdxl = loaded["sdxl"]
     velocity = DDPMScheduler.from_config(sdxl.scheduler.config, prediction_type="v_prediction")
     drawn = ours(sdxl, trained_with=velocity)
@@ -203,7 +203,7 @@ def test_what_was_trained_decides_what_is_drawn(loaded):
     assert own.config.prediction_type == "epsilon"
 
 
-def test_a_model_trained_to_pure_noise_is_drawn_from_it(loaded, caplog):
+def test_a_model_trained_with_zero_terminal_snr_is_sampled_from_pure_noise(loaded, caplog):
     trained = DDPMScheduler(rescale_betas_zero_snr=True, prediction_type="v_prediction")
     euler = drawing_scheduler(loaded["sdxl"].family.parts.pipeline.scheduler, trained)
     euler.set_timesteps(4)
@@ -222,7 +222,7 @@ def test_a_model_trained_to_pure_noise_is_drawn_from_it(loaded, caplog):
     assert torch.isfinite(ours(loaded["sd15"], trained_with=trained)).all()
 
 
-def test_flow_matching_keeps_the_shift_of_training(loaded):
+def test_flow_matching_samples_with_the_shift_of_training(loaded):
     sd3 = loaded["sd3"]
     own = sd3.family.parts.pipeline.scheduler
     trained = type(own).from_config(own.config, shift=1.0)
@@ -238,7 +238,7 @@ def test_a_scheduler_passed_in_is_not_changed(loaded):
     assert mine.num_inference_steps is None
 
 
-def test_what_does_not_fit_is_refused(loaded, folders):
+def test_conflicting_arguments_are_refused(loaded, folders):
     sdxl = loaded["sdxl"]
     with pytest.raises(InvalidValueError, match="requires prompts"):
         sample(sdxl.model, family=sdxl.family, count=2, scheduler=DDIMScheduler())

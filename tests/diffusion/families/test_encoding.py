@@ -53,7 +53,7 @@ def random(*shape, seed=0):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_embeddings_are_those_of_the_pipeline(loaded, plain, name):
+def test_embeddings_equal_those_of_the_pipeline(loaded, plain, name):
     family = loaded[name].family
     ours = family.encode_texts(TEXTS[:2])
     assert tuple(ours) == family.text_tensors
@@ -65,7 +65,7 @@ def test_embeddings_are_those_of_the_pipeline(loaded, plain, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_latents_are_as_the_pipeline_decodes_them(loaded, plain, name):
+def test_the_pipeline_decodes_the_latents(loaded, plain, name):
     family, vae = loaded[name].family, plain[name].vae
     images = random(2, 3, 16, 16).tanh()
     latents = family.clean({"images": images})
@@ -81,7 +81,7 @@ def test_latents_are_as_the_pipeline_decodes_them(loaded, plain, name):
     assert torch.equal(family.clean({"latents": latents, "images": images}), latents)
 
 
-def test_a_vae_with_means_and_deviations_of_its_channels(folders):
+def test_latents_are_normalised_by_the_vaes_channel_means_and_deviations(folders):
     family = load_pretrained(folders["sdxl"], frozen_dtype="fp32").family
     images = random(1, 3, 16, 16).tanh()
     usual = family.clean({"images": images}) / 0.13025
@@ -99,7 +99,7 @@ def test_a_vae_with_means_and_deviations_of_its_channels(folders):
     assert family.latent_settings() != before
 
 
-def test_settings_of_caches_follow_weights_precision_and_length(folders, loaded):
+def test_cache_settings_depend_on_weights_precision_and_length(folders, loaded):
     family = loaded["flux"].family
     short = load_pretrained(folders["flux"], frozen_dtype="fp32", max_sequence_length=8).family
     half = load_pretrained(folders["flux"], frozen_dtype="bf16").family
@@ -112,7 +112,7 @@ def test_settings_of_caches_follow_weights_precision_and_length(folders, loaded)
     assert short.text_settings() != before
 
 
-def test_sdxl_is_told_original_size_then_corner_then_target():
+def test_sdxl_time_ids_hold_original_size_then_corner_then_target():
     batch = {
         "latents": torch.zeros(2, 4, 8, 8),
         "prompt_embeds": torch.zeros(2, 5, 64),
@@ -125,7 +125,7 @@ def test_sdxl_is_told_original_size_then_corner_then_target():
     assert ids.tolist() == [[768, 1023, 0, 13, 1024, 960], [500, 333, 7, 0, 960, 1024]]
 
 
-def test_without_sizes_sdxl_takes_the_images_own(loaded):
+def test_without_recorded_sizes_sdxl_uses_the_size_of_the_image(loaded):
     texts = {"prompt_embeds": torch.zeros(1, 5, 64), "pooled_prompt_embeds": torch.zeros(1, 32)}
     batch = {"latents": torch.zeros(1, 4, 8, 16)} | texts
     assert StableDiffusionXL().conditioning(batch, torch.Generator())["time_ids"].tolist() == [
@@ -138,7 +138,7 @@ def test_without_sizes_sdxl_takes_the_images_own(loaded):
     assert ids.tolist() == [[24, 40, 0, 0, 24, 40]]
 
 
-def test_the_empty_text_is_zeros_where_the_pipeline_draws_with_zeros(folders, loaded):
+def test_the_empty_text_is_zeros_where_the_pipeline_samples_with_zeros(folders, loaded):
     family = loaded["sdxl"].family
     for tensor in family.encode_texts(TEXTS).values():
         assert tensor[2].abs().max() == 0
@@ -150,7 +150,7 @@ def test_the_empty_text_is_zeros_where_the_pipeline_draws_with_zeros(folders, lo
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_dropped_texts_are_the_empty_text(loaded, name):
+def test_dropped_texts_become_the_empty_text(loaded, name):
     whole = loaded[name].family
     family = type(whole)(parts=whole.parts, dropout=0.5)
     batch = {"captions": ["a cat"] * 40, "latents": torch.zeros(40, 4, 8, 8)}
@@ -165,7 +165,7 @@ def test_dropped_texts_are_the_empty_text(loaded, name):
             torch.testing.assert_close(given[key][row], (empty if gone else full)[key][0])
 
 
-def test_dropout_of_cached_texts_needs_the_encoders():
+def test_dropout_of_cached_texts_requires_the_encoders():
     batch = {"prompt_embeds": torch.zeros(2, 5, 32), "pooled_prompt_embeds": torch.zeros(2, 32)}
     with pytest.raises(DataError, match="caption_dropout"):
         Flux(dropout=0.1).conditioning(batch, torch.Generator())

@@ -28,7 +28,7 @@ def generator():
     return runpy.run_path(str(path))
 
 
-def test_the_table_is_current(generator):
+def test_the_table_on_the_page_is_current(generator):
     text = (DOCS / "families.md").read_text(encoding="utf-8")
     assert generator["page"](text, generator["stored"]()) == text, (
         "run python docs/generate_families.py"
@@ -51,7 +51,7 @@ def test_each_family_is_listed_with_its_pipeline_unless_the_names_agree(generato
         assert listed[kind.__name__] == ("" if kind.pipeline == usual else kind.pipeline)
 
 
-def test_notes_of_runs_become_what_ran(generator, monkeypatch):
+def test_notes_of_runs_become_the_records_of_the_page(generator, monkeypatch):
     known = generator["FAMILIES"]
     few = {name: known[name] for name in ("wan", "sana")}
     monkeypatch.setitem(generator["table"].__globals__, "FAMILIES", few)

@@ -26,7 +26,7 @@ INPUTS = ("hidden_states", "timestep", "encoder_hidden_states", "encoder_attenti
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Load both kinds in fp32, each with its folder."""
+    """Return a function that loads either kind in fp32; it returns the folder and the model."""
     known = {}
 
     def get(kind):
@@ -39,7 +39,7 @@ def made(tmp_path_factory):
 
 
 def clips():
-    """Two clips of 5 frames with 8-bit values, as read from files."""
+    """Return two clips of 5 frames with 8-bit values, as read from files."""
     shades = torch.randint(256, (2, 3, 5, 32, 16), generator=torch.Generator().manual_seed(2))
     return shades.float() / 127.5 - 1
 
@@ -55,7 +55,7 @@ def plain(folder, model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_model_is_called_as_by_the_pipeline(made, kind):
+def test_the_model_is_called_like_in_the_pipeline(made, kind):
     folder, loaded = made(kind)
     family, model = loaded.family, loaded.model.eval()
     images = clips()
@@ -93,7 +93,7 @@ def test_the_model_is_called_as_by_the_pipeline(made, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_clips_are_those_of_plain_diffusers(made, kind):
+def test_clips_equal_those_of_plain_diffusers(made, kind):
     folder, loaded = made(kind)
     first = clips()[:, :, 0]
     ours = sample(
@@ -113,7 +113,7 @@ def test_clips_are_those_of_plain_diffusers(made, kind):
         torch.testing.assert_close(ours[row].clamp(-1, 1), wanted, rtol=0, atol=1e-4)
 
 
-def test_a_cached_text_belongs_to_its_first_frame(made, tmp_path):
+def test_a_cached_text_is_keyed_by_its_first_frame(made, tmp_path):
     _, loaded = made("token_replace")
     for number, clip in enumerate(clips()):
         (tmp_path / "clips" / str(number)).mkdir(parents=True)
@@ -145,7 +145,7 @@ def test_a_cached_text_belongs_to_its_first_frame(made, tmp_path):
     assert apart.abs().max() > 0.01, "two frames with one caption"
 
 
-def test_a_first_frame_that_is_given_costs_nothing(made, monkeypatch):
+def test_a_given_first_frame_does_not_contribute_to_the_loss(made, monkeypatch):
     _, loaded = made("token_replace")
     family = loaded.family
     batch = {"images": clips(), "captions": PROMPTS}
@@ -164,7 +164,7 @@ def test_a_first_frame_that_is_given_costs_nothing(made, monkeypatch):
     assert off[:, :, 1:].abs().max() > 0.1
 
 
-def test_what_is_not_cached_is_named(made):
+def test_missing_references_and_uncached_tensors_are_named(made):
     _, loaded = made("token_replace")
     family = loaded.family
     with pytest.raises(DataError, match="needs a reference image"):

@@ -20,7 +20,7 @@ GIVEN = ["wan22_ti2v"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Load each pipeline in fp32, with its folder."""
+    """Return a function that loads a pipeline in fp32; it returns the folder and the model."""
     known = {}
 
     def get(name):
@@ -34,7 +34,7 @@ def made(tmp_path_factory):
 
 
 def clips():
-    """Two clips of 5 frames with 8-bit values, as read from files."""
+    """Return two clips of 5 frames with 8-bit values, as read from files."""
     shades = torch.randint(256, (2, 3, 5, 16, 16), generator=torch.Generator().manual_seed(2))
     return shades.float() / 127.5 - 1
 
@@ -50,7 +50,7 @@ def plain(folder, model):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_predictions_are_those_of_the_pipelines_own_call(made, name):
+def test_predictions_equal_those_of_the_pipelines_own_call(made, name):
     folder, loaded = made(name)
     family, model = loaded.family, loaded.model.eval()
     images = clips()
@@ -84,7 +84,7 @@ def test_predictions_are_those_of_the_pipelines_own_call(made, name):
     assert ("image_embeds" in known) == (name == "wan_i2v")
 
 
-def test_a_first_frame_that_is_given_costs_nothing(made):
+def test_a_given_first_frame_does_not_contribute_to_the_loss(made):
     _, loaded = made("wan22_ti2v")
     images = clips()
     known = {**loaded.family.encode_images(images), **loaded.family.encode_texts(["a", "b"])}
@@ -107,7 +107,7 @@ def test_a_first_frame_that_is_given_costs_nothing(made):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_clips_are_those_of_plain_diffusers(made, name):
+def test_clips_equal_those_of_plain_diffusers(made, name):
     folder, loaded = made(name)
     first = clips()[:, :, 0]
     ours = sample(
@@ -130,7 +130,7 @@ def test_clips_are_those_of_plain_diffusers(made, name):
     loaded.model.train()
 
 
-def test_caches_hold_what_the_model_is_shown_of_first_frames(made, tmp_path):
+def test_caches_hold_the_models_view_of_first_frames(made, tmp_path):
     _, loaded = made("wan_i2v")
     for number, clip in enumerate(clips()):
         (tmp_path / "clips" / str(number)).mkdir(parents=True)
@@ -154,7 +154,7 @@ def test_caches_hold_what_the_model_is_shown_of_first_frames(made, tmp_path):
     assert both[0]["image_embeds"].std() > 0.1
 
 
-def test_each_expert_is_trained_and_sizes_must_fit(made):
+def test_each_expert_has_its_range_and_mismatched_sizes_are_refused(made):
     folder, loaded = made("wan22_i2v")
     low = load_pretrained(folder, family="WanImageToVideoLowNoise", parts=False)
     assert isinstance(low.family, WanImageToVideoLowNoise)

@@ -1,4 +1,4 @@
-"""Load model, family and scheduler from a folder, and the errors when that fails."""
+"""Loading model, family and scheduler from a folder, and the errors when that fails."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def edited(folder, target, **changes):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_folder_gives_all_that_training_needs(folders, name):
+def test_a_folder_provides_everything_that_training_needs(folders, name):
     loaded = load_pretrained(folders[name], dropout=0.25)
     family, parts = loaded.family, loaded.family.parts
     assert type(family) is KINDS[name] is FAMILIES[family.pipeline]
@@ -92,7 +92,7 @@ def test_a_folder_gives_all_that_training_needs(folders, name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_a_family_names_is_in_its_model(folders, name):
+def test_the_model_has_the_layers_that_its_family_names(folders, name):
     model = load_pretrained(folders[name], parts=False).model
     layers = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     for target in KINDS[name].lora_targets:
@@ -100,7 +100,7 @@ def test_what_a_family_names_is_in_its_model(folders, name):
     assert hasattr(model, "enable_gradient_checkpointing")
 
 
-def test_the_vae_that_overflows_stays_in_fp32_and_it_is_said(folders):
+def test_the_overflowing_vae_stays_in_fp32_and_a_decision_says_so(folders):
     loaded = load_pretrained(folders["sdxl"])
     assert loaded.family.parts.vae.dtype == torch.float32
     assert {m.dtype for m in loaded.family.parts.text_encoders.values()} == {torch.bfloat16}
@@ -122,11 +122,11 @@ def with_scheduler(folder, target, scheduler):
     [
         (EulerDiscreteScheduler, {"beta_schedule": "scaled_linear", "beta_end": 0.012}),
         (DPMSolverMultistepScheduler, {"rescale_betas_zero_snr": True}),
-        # Its defaults differ from DDPM's.
+        # The defaults of this scheduler differ from DDPM's.
         (LCMScheduler, {}),
     ],
 )
-def test_ddpm_stands_in_where_it_adds_the_same_noise(folders, tmp_path, kind, settings):
+def test_ddpm_replaces_schedulers_that_add_the_same_noise(folders, tmp_path, kind, settings):
     scheduler = kind(prediction_type="v_prediction", **settings)
     loaded = load_pretrained(
         with_scheduler(folders["sd15"], tmp_path / "copied", scheduler), parts=False
@@ -143,7 +143,7 @@ def test_ddpm_stands_in_where_it_adds_the_same_noise(folders, tmp_path, kind, se
     torch.testing.assert_close(direct, scheduler.alphas_cumprod, rtol=1e-3, atol=1e-6)
 
 
-def test_a_schedule_that_is_not_ddpms_is_trained_with_as_it_is(folders, tmp_path):
+def test_a_scheduler_with_another_noise_schedule_is_used_for_training(folders, tmp_path):
     settings = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
     scheduler = CogVideoXDDIMScheduler(snr_shift_scale=3.0, **settings)
     folder = with_scheduler(folders["sd15"], tmp_path / "copied", scheduler)
@@ -157,7 +157,7 @@ def test_a_schedule_that_is_not_ddpms_is_trained_with_as_it_is(folders, tmp_path
 
 
 @pytest.mark.parametrize("kind", [EDMEulerScheduler, EDMDPMSolverMultistepScheduler])
-def test_a_base_with_a_scheduler_of_edm_is_trained_with_it(folders, tmp_path, kind):
+def test_an_edm_base_is_trained_with_its_edm_scheduler(folders, tmp_path, kind):
     scheduler = kind(sigma_max=40.0, prediction_type="v_prediction")
     folder = with_scheduler(folders["sdxl"], tmp_path / "edm", scheduler)
     loaded = load_pretrained(folder, parts=False)
@@ -181,7 +181,7 @@ def test_a_base_with_a_scheduler_of_edm_is_trained_with_it(folders, tmp_path, ki
     torch.testing.assert_close(given[0], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_noise_that_is_none_of_denoising_diffusion_is_refused(folders, tmp_path):
+def test_schedulers_that_denoising_cannot_use_are_refused(folders, tmp_path):
     folder = with_scheduler(folders["sdxl"], tmp_path / "flow", FlowMatchEulerDiscreteScheduler())
     with pytest.raises(InvalidValueError, match=r"'FlowMatchEulerDiscr.*has no alphas_cumprod"):
         load_pretrained(folder, parts=False)
@@ -198,7 +198,7 @@ def test_noise_that_is_none_of_denoising_diffusion_is_refused(folders, tmp_path)
         DenoisingObjective(scheduler=exponential)
 
 
-def test_the_training_scheduler_has_the_settings_of_the_one_that_draws(folders, tmp_path):
+def test_the_training_scheduler_has_the_settings_of_the_sampling_one(folders, tmp_path):
     scheduler = load_pretrained(folders["sdxl"], parts=False).scheduler
     assert (scheduler.config.beta_start, scheduler.config.beta_schedule) == (
         0.00085,
@@ -215,7 +215,7 @@ def test_the_training_scheduler_has_the_settings_of_the_one_that_draws(folders, 
     assert chosen.config.prediction_type == "sample"
 
 
-def test_parts_may_be_left_out(folders):
+def test_parts_can_be_left_out(folders):
     bare = load_pretrained(folders["flux"], parts=False)
     assert bare.family.parts is None
     with pytest.raises(DataError, match="Flux has neither a VAE nor text encoders"):
@@ -234,7 +234,7 @@ def test_parts_may_be_left_out(folders):
         load_pretrained(folders["sdxl"], leave_out=("text_encoder_9",))
 
 
-def test_sd3_trains_without_t5_or_with_it(folders, tmp_path):
+def test_sd3_trains_with_and_without_t5(folders, tmp_path):
     pipe = StableDiffusion3Pipeline.from_pretrained(
         folders["sd3"], text_encoder_3=None, tokenizer_3=None, image_encoder=None,
         feature_extractor=None,
@@ -264,7 +264,7 @@ def _widened():
     )
 
 
-def test_what_nobody_needs_is_not_loaded_and_comes_back_in_exports(folders, tmp_path):
+def test_unneeded_components_are_not_loaded_but_are_exported(folders, tmp_path):
     # SD 1.5 ships a safety checker of 1.2 GB, which neither training nor sampling needs.
     checked = edited(
         folders["sd15"], tmp_path / "checked", requires_safety_checker=True,
@@ -275,7 +275,7 @@ def test_what_nobody_needs_is_not_loaded_and_comes_back_in_exports(folders, tmp_
     assert set(parts.modules) == {"vae", "text_encoder"}
 
 
-def test_variants_are_files_of_their_own(folders, tmp_path):
+def test_a_variant_is_loaded_from_its_own_files(folders, tmp_path):
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(folders["sd15"], safety_checker=None)
     pipe.save_pretrained(tmp_path / "half", variant="fp16")
     loaded = load_pretrained(tmp_path / "half", variant="fp16", dtype="bf16")
@@ -289,7 +289,7 @@ def test_variants_are_files_of_their_own(folders, tmp_path):
 @pytest.mark.parametrize(
     ("missing", "parts"), [("unet", False), ("text_encoder", True), ("scheduler", False)]
 )
-def test_missing_components_are_named(folders, tmp_path, missing, parts):
+def test_missing_components_are_named_in_the_error(folders, tmp_path, missing, parts):
     broken = edited(folders["sdxl"], tmp_path / "broken")
     shutil.rmtree(broken / missing)
     with pytest.raises(InvalidValueError, match="cannot be loaded") as error:
@@ -297,7 +297,7 @@ def test_missing_components_are_named(folders, tmp_path, missing, parts):
     assert str(broken) in str(error.value.value)
 
 
-def test_folders_that_are_no_pipelines_are_refused(folders, tmp_path):
+def test_folders_without_a_pipeline_are_refused(folders, tmp_path):
     with pytest.raises(InvalidValueError, match="neither a local folder nor a pipeline"):
         load_pretrained("nobody/nothing", local_files_only=True)
     (tmp_path / "empty").mkdir()
@@ -320,7 +320,7 @@ def test_folders_that_are_no_pipelines_are_refused(folders, tmp_path):
         load_pretrained(folders["sdxl"], parts=False, dropout=2.0)
 
 
-def test_a_unet_on_its_own_is_loaded_too(tmp_path):
+def test_a_single_unet_folder_is_loaded_too(tmp_path):
     model = tiny_unet()
     model.save_pretrained(tmp_path / "classes")
     loaded = load_pretrained(tmp_path / "classes", null_label=10, dropout=0.1)
@@ -329,7 +329,7 @@ def test_a_unet_on_its_own_is_loaded_too(tmp_path):
     assert loaded.component is None
 
 
-def test_transformers_are_asked_for_by_name(folders, monkeypatch):
+def test_a_missing_transformers_is_named(folders, monkeypatch):
     def refuse(*_, **__):
         raise ImportError("no transformers")
 

@@ -1,7 +1,7 @@
 """Every family at every stage: offload none and cpu, one and two processes, checkpointing off and
 on, all parameters or adapters only.
 
-``test_parity`` has the cross-section. Deviations are written to the file that
+``test_parity`` has a sample for the default suite. Deviations are written to the file that
 ``ZEROTUNE_FAMILY_NOTES`` names.
 """
 
@@ -42,7 +42,7 @@ RUNS = [(f, case, ranks) for case, ranks, f in itertools.product(PLACES, (1, 2),
 @pytest.mark.parametrize(
     ("family", "case", "world_size"), RUNS, ids=[f"{f}-{case}-{w}" for f, case, w in RUNS]
 )
-def test_losses_are_those_of_the_plain_engine(folders, tmp_path, family, case, world_size):
+def test_losses_equal_those_of_the_plain_engine(folders, tmp_path, family, case, world_size):
     found = deviations(folders[family], case, VARIANTS, world_size, tmp_path / "exported")
     note(family, case, world_size, found)
     assert max(found.values()) < TOLERANCE
@@ -57,11 +57,11 @@ def note(family, case, world_size, found):
 
 
 @pytest.mark.parametrize("family", [*DECLARED, *EXPERTS])
-def test_losses_of_declared_families_are_those_of_the_plain_engine(folders, tmp_path, family):
+def test_losses_of_declared_families_equal_those_of_the_plain_engine(folders, tmp_path, family):
     folder = str(folders[family])
     variants = VARIANTS
     if family.startswith("pixart"):
-        # diffusers loads no adapters into PixArt's transformer.
+        # diffusers cannot load adapters into PixArt's transformer.
         variants = [variant for variant in VARIANTS if not variant.lora]
     plain = [Variant(lora=lora) for lora in {variant.lora for variant in variants}]
     losses = run_ranks(train, folder, PLAIN, plain, _STEPS)[0]

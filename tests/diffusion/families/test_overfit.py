@@ -1,9 +1,9 @@
 """A model trained on four photographs reproduces them from their captions.
 
-Real photographs in a folder with captions, a VAE that has seen them, latents and texts in a cache,
-a U-Net like SDXL's trained through ``Trainer`` at stage 2 with CPU offload and EMA, images sampled
-through the pipeline. The default suite trains long enough to tell them apart; the nightly run until
-they are reproduced.
+The photographs are real and lie in a folder with captions; the VAE was trained on them, and latents
+and texts are cached. ``Trainer`` trains a U-Net like SDXL's at stage 2 with CPU offload and an EMA,
+and the pipeline samples the images. The default suite trains until each caption yields its own
+photograph, the nightly run until the photographs are reproduced.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def _grid(found, path):
 
 
 def own_and_others(found):
-    """PSNR of each sample to its photograph's VAE reconstruction, and to the closest other."""
+    """Return each sample's PSNR to its photograph's reconstruction, and to the closest other."""
     table = [[psnr(drawn, wanted) for wanted in found["decoded"]] for drawn in found["drawn"]]
     own = [row[index] for index, row in enumerate(table)]
     others = [max(row[:index] + row[index + 1 :]) for index, row in enumerate(table)]
     return own, others
 
 
-def test_captions_tell_the_photographs_apart(tmp_path):
+def test_each_caption_yields_its_own_photograph(tmp_path):
     found = drawn_after(tmp_path, vae_steps=120, steps=300)
     own, others = own_and_others(found)
     assert len(own) == len(PHOTOS) == 4
@@ -74,7 +74,7 @@ def test_captions_tell_the_photographs_apart(tmp_path):
 
 @pytest.mark.timeout(1800)
 @pytest.mark.nightly
-def test_the_photographs_are_reproduced(tmp_path):
+def test_training_reproduces_the_photographs(tmp_path):
     found = drawn_after(tmp_path, vae_steps=250, steps=1000)
     decoded = [psnr(a, b) for a, b in zip(found["decoded"], found["photos"], strict=True)]
     own, others = own_and_others(found)

@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
     return ovis_image(tmp_path_factory.mktemp("ovis"))
 
 
-def test_its_texts_and_scheduler_are_those_of_the_pipeline(folder):
+def test_texts_and_scheduler_equal_those_of_the_pipeline(folder):
     with pytest.raises(InvalidValueError, match="no known family"):
         load_pretrained(folder)
     loaded = load_pretrained(
@@ -49,7 +49,7 @@ def test_its_texts_and_scheduler_are_those_of_the_pipeline(folder):
 
 
 @pytest.mark.deepspeed
-def test_it_trains_at_stage_3_and_draws_what_plain_diffusers_draws(folder, tmp_path):
+def test_an_own_family_trains_at_stage_3_and_samples_like_plain_diffusers(folder, tmp_path):
     first, second = run_ranks(train_and_draw, str(folder), str(tmp_path / "out"), world_size=2)
     assert first["held"] == 0, "nothing was partitioned"
     assert first["losses"] != second["losses"]
@@ -71,7 +71,7 @@ def test_it_trains_at_stage_3_and_draws_what_plain_diffusers_draws(folder, tmp_p
 
 
 @ranks(1)
-def test_a_pipeline_of_somebodys_own_is_trained_drawn_and_exported(tmp_path):
+def test_a_users_own_pipeline_trains_samples_and_exports(tmp_path):
     folder = own_pipeline.written(tmp_path)
     index = json.loads((folder / "model_index.json").read_text())
     assert index["_class_name"] == "BackwardsPipeline"

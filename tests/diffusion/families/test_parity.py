@@ -1,4 +1,4 @@
-"""A cross-section of the families' runs; ``test_matrix`` has them all.
+"""A sample of the families' runs; ``test_matrix`` has all of them.
 
 Each family, stage and number of ranks occurs, with and without offload and checkpointing, training
 all parameters or adapters only; the default suite has one of each kind of model.
@@ -39,7 +39,7 @@ IN_THE_SUITE = ("sd15-z1-none-none-fp32-1", "sd3-z3-none-none-fp32-2", "flux-z3-
         for name in [f"{run[0]}-{run[1]}-{run[2]}"]
     ],
 )
-def test_losses_are_those_of_the_plain_engine(
+def test_losses_equal_those_of_the_plain_engine(
     folders, tmp_path, family, case, world_size, variants
 ):
     found = deviations(folders[family], case, variants, world_size, tmp_path / "exported")

@@ -34,7 +34,7 @@ def texts(count=2, width=32):
     }
 
 
-def test_bf16_models_are_told_exact_times_and_sizes():
+def test_bf16_models_get_exact_timesteps_and_sizes():
     sizes = torch.tensor([[1023.0, 767.0, 5.0, 3.0, 1025.0, 513.0]]).repeat(2, 1)
     model = Recording(pipelines.sdxl_unet())
     noisy, times = torch.randn(2, 4, 8, 8), torch.tensor([999, 997])
@@ -50,7 +50,7 @@ def test_bf16_models_are_told_exact_times_and_sizes():
     assert added["text_embeds"].dtype == torch.bfloat16
 
 
-def test_flux_packs_patches_divides_times_and_states_its_guidance():
+def test_flux_packs_patches_divides_timesteps_and_passes_its_guidance():
     shape = (2, 4, 8, 6)
     values = torch.arange(float(torch.Size(shape).numel())).view(shape)
 
@@ -80,7 +80,7 @@ def test_flux_packs_patches_divides_times_and_states_its_guidance():
         Flux().predict(model, torch.zeros(1, 4, 7, 8), times[:1], texts(1))
 
 
-def test_flux_in_bf16_keeps_times_and_places_exact():
+def test_flux_in_bf16_keeps_timesteps_and_positions_exact():
     model = Recording(pipelines.flux_transformer())
     Flux().predict(model, torch.zeros(1, 4, 8, 8), torch.tensor([997.0]), texts(1))
     _, named = model.called
@@ -89,7 +89,7 @@ def test_flux_in_bf16_keeps_times_and_places_exact():
     assert {tensor.dtype for tensor in exact} == {torch.float32}
 
 
-def test_sd3_is_called_as_in_the_training_script():
+def test_sd3_is_called_like_in_the_training_script():
     transformer = pipelines.sd3_transformer().eval()
     noisy = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(2))
     times = torch.tensor([731.25, 12.5])

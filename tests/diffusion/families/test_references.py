@@ -18,7 +18,7 @@ from zerotune.errors import DataError
 
 NAMES = ["flux2", "flux2-klein", "qwen-image-edit-plus"]
 PROMPTS = ["put the hat on the cat", "paint both of them red"]
-"""Equally long, so that the pipeline's inputs for one sample match those of a batch."""
+"""Prompts of equal length, so that the pipeline's inputs for one sample match those of a batch."""
 AREA = 32 * 32
 INPUTS = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "img_shapes")
 
@@ -39,7 +39,7 @@ def plain(folder, model, monkeypatch):
 
 
 def images(count, height=64, width=80):
-    """Several references for each of two samples, with 8-bit values, as read from files."""
+    """Return several references for each of two samples, with 8-bit values, as read from files."""
     drawn = torch.Generator().manual_seed(count)
     return torch.randint(256, (2, count, 3, height, width), generator=drawn) / 127.5 - 1
 
@@ -50,7 +50,7 @@ def pictures(references):
 
 
 def texts(family, name, known, row):
-    """Prompts for Qwen's pipeline, which encodes them itself; cached embeddings for the others."""
+    """Return the prompt for Qwen's pipeline, which encodes it itself; else the cached embedding."""
     if "qwen" in name:
         return {"prompt": PROMPTS[row]}
     return {"prompt_embeds": known["prompt_embeds"][row][None]}
@@ -63,7 +63,7 @@ def flat(call, name):
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_model_is_called_as_by_the_pipeline(folders, monkeypatch, name, count):
+def test_the_model_is_called_like_in_the_pipeline(folders, monkeypatch, name, count):
     loaded = loaded_from(folders[name])
     family, model = loaded.family, loaded.model.eval()
     references = images(count)
@@ -110,7 +110,7 @@ def test_the_model_is_called_as_by_the_pipeline(folders, monkeypatch, name, coun
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_edited_images_are_those_of_plain_diffusers(folders, monkeypatch, name):
+def test_edited_images_equal_those_of_plain_diffusers(folders, monkeypatch, name):
     loaded = loaded_from(folders[name])
     family, references = loaded.family, images(2)
     side = 8 * family.parts.scale
@@ -176,7 +176,7 @@ def test_caches_hold_all_images_of_an_edit(folders, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["flux-kontext", "qwen-image-edit"])
-def test_a_family_of_one_image_refuses_several(folders, tmp_path, name):
+def test_a_family_with_one_reference_refuses_several(folders, tmp_path, name):
     loaded = loaded_from(folders[name])
     prepared = PreparedImages(
         ImageFolder(folder_of_edits(tmp_path / "edits", (1, 2))),
@@ -207,7 +207,7 @@ def test_flux2_trains_without_references_too(folders):
     assert found.std() > 0.01
 
 
-def test_large_images_are_shown_as_by_the_pipeline(folders):
+def test_large_images_are_resized_like_in_the_pipeline(folders):
     family = loaded_from(folders["flux2"]).family
     large = images(1, 1100, 1302)[0]
     pipe = family.parts.pipeline

@@ -58,7 +58,7 @@ SAMPLE = ("qwen-image-edit-plus", 3, 2)
     ("name", "stage", "world_size"),
     [SAMPLE, *(pytest.param(*run, marks=pytest.mark.nightly) for run in RUNS if run != SAMPLE)],
 )
-def test_it_stops_and_goes_on_as_if_it_had_not(folders, tmp_path, name, stage, world_size):
+def test_a_resumed_run_equals_an_uninterrupted_one(folders, tmp_path, name, stage, world_size):
     edits = str(folder_of_edits(tmp_path / "edits", COUNTS))
     base, stopped, whole = str(folders[name]), str(tmp_path / "stopped"), str(tmp_path / "whole")
     starts = [(whole, 3), (stopped, 2), (stopped, 3)]

@@ -1,6 +1,6 @@
 """Streamed weights train every family's tiny model to the same bits as ZeRO-2 with CPU offload.
 
-``tests/backend/stream/test_parity`` has the sample of the suite, and all combinations.
+``tests/backend/stream/test_parity`` has a sample for the default suite, and all combinations.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def train(loaded: Any, variant: Variant, case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_bit_of_every_family_is_that_of_zero_2(folders, name):
+def test_streamed_training_equals_zero_2_bit_for_bit_for_every_family(folders, name):
     loaded = load_pretrained(str(folders[name]), parts=False, family=EXPERTS.get(name))
     streamed = Streaming(window=2, gradient_buffers=1, units=UNITS.get(name, ()))
     for variant, clipping, accumulation in RUNS:
         if variant.lora and name.startswith("pixart"):
-            # diffusers loads no adapters into PixArt's transformer.
+            # diffusers cannot load adapters into PixArt's transformer.
             continue
         case = Case(
             stage=2, offload="cpu", precision="bf16", clipping=clipping, lr=LR, micro_batch=MICRO,

@@ -18,7 +18,7 @@ SHORT, LONG = "a cat", "a cat on the wall of a large house in the sun"
 
 
 class CogView4(PipelineFamily):
-    """CogView4 as a user would declare it."""
+    """CogView4, declared as a user would."""
 
     pipeline = "CogView4Pipeline"
 
@@ -34,12 +34,12 @@ def loaded(folder):
 
 
 @pytest.mark.parametrize("name", sorted(declared_pipelines.MAKERS))
-def test_declared_families_encode_texts_together_as_alone(name, folders):
+def test_declared_families_encode_texts_in_a_batch_as_one_by_one(name, folders):
     family = load_pretrained(folders[name], frozen_dtype="fp32").family
     assert probe_texts(family) == (family, ())
 
 
-def test_a_pipeline_that_pads_to_the_longest_encodes_texts_one_by_one(folder, loaded):
+def test_a_pipeline_that_pads_to_the_longest_text_encodes_texts_one_by_one(folder, loaded):
     alone, warning = loaded.decisions
     assert (alone.key, alone.after) == ("family.texts_alone", True)
     assert warning.severity == "warning"
@@ -57,7 +57,7 @@ def test_a_pipeline_that_pads_to_the_longest_encodes_texts_one_by_one(folder, lo
     assert without.decisions == ()
 
 
-def test_a_cached_embedding_is_that_of_the_text_alone(loaded, tmp_path, monkeypatch):
+def test_a_cached_embedding_equals_that_of_the_text_alone(loaded, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "sizes"))
     root = tmp_path / "images"
     root.mkdir()

@@ -1,4 +1,4 @@
-"""VAE and text encoders stay whole while stage 3 partitions everything else."""
+"""VAE and text encoders stay unpartitioned while stage 3 partitions everything else."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from zerotune.errors import EngineError
 
 @pytest.fixture(scope="module")
 def expected(folders):
-    """Outputs of VAE and text encoders without partitioning."""
+    """Return the outputs of VAE and text encoders without partitioning."""
     names = ("sdxl", "flux")
     return {n: answers(load_pretrained(folders[n], frozen_dtype="fp32").family) for n in names}
 
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(("zero_init", "world_size"), [(False, 1), (True, 2)])
-def test_frozen_parts_are_whole_and_right(folders, expected, zero_init, world_size):
+def test_frozen_parts_are_unpartitioned_and_correct(folders, expected, zero_init, world_size):
     paths = {name: str(folders[name]) for name in expected}
     for found in run_ranks(under_stage_3, paths, expected, zero_init, world_size=world_size):
-        # Loaded without ``unpartitioned``: partitioned, and unusable.
+        # Without ``unpartitioned`` the parts are partitioned and cannot be used.
         assert "no error" not in found["naive"]["forward"]
         assert "EngineError: text_encoder.embeddings" in found["naive"]["check"].replace(
             "text_model.", ""
@@ -44,12 +44,12 @@ def test_frozen_parts_are_whole_and_right(folders, expected, zero_init, world_si
         assert found["after_an_error"]
 
 
-def test_a_partitioned_part_is_named():
+def test_a_partitioned_part_is_refused_by_name():
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     check_whole(module, name="vae")
     with unpartitioned():
         check_whole(torch.nn.Linear(2, 2), name="vae")
-    # Stage 3 leaves a parameter like this.
+    # Stage 3 leaves a partitioned parameter in this state.
     module[1].weight.data = torch.empty(0)
     with pytest.raises(EngineError, match=r"vae\.1\.weight = \(0,\).*unpartitioned"):
         check_whole(module, name="vae")

@@ -47,7 +47,7 @@ VARIANTS = [Variant(lora=lora, checkpointing=on) for lora in (False, True) for o
 
 
 def batch(step: int, share: int) -> dict[str, torch.Tensor]:
-    """A micro batch as read from a cache, in the shapes of ``tests.support.pipelines``."""
+    """Return a micro batch as read from a cache, in the shapes of ``tests.support.pipelines``."""
     generator = torch.Generator().manual_seed(1000 * step + share)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ def fitted(data: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor
 
 
 def example(family: PipelineFamily, model: Any, step: int, share: int) -> dict[str, torch.Tensor]:
-    """A micro batch of a declared family; texts have six tokens, or fewer by mask."""
+    """Return a micro batch of a declared family; texts have six tokens, or fewer by mask."""
     generator = torch.Generator().manual_seed(1000 * step + share)
     latents, known = family.example(model, batch=MICRO, side=8)
 
@@ -97,7 +97,7 @@ def example(family: PipelineFamily, model: Any, step: int, share: int) -> dict[s
 
 
 def data_of(family: TextToImage, model: Any, step: int, share: int) -> dict[str, torch.Tensor]:
-    """A micro batch in the family's format."""
+    """Return a micro batch in the family's format."""
     if isinstance(family, PipelineFamily):
         return example(family, model, step, share)
     return fitted(batch(step, share), model.config)
@@ -106,7 +106,7 @@ def data_of(family: TextToImage, model: Any, step: int, share: int) -> dict[str,
 def train(
     folder: str, case: Case, variants: Sequence[Variant], steps: int, exported: str | None = None
 ) -> list[dict[str, Any]]:
-    """Train each variant in turn; return the mean loss of each step, and what was recorded."""
+    """Train each variant in turn; return each one's mean losses per step, and other results."""
     loaded = load_pretrained(folder, parts=False, family=EXPERTS.get(Path(folder).name))
     return [
         _train(loaded, case, variant, steps, exported and f"{exported}-{variant}")

@@ -26,6 +26,6 @@ def started(recipe: str, starts: list[list[str]]) -> list[list[float]]:
     main = importlib.import_module(f"examples.recipes.{recipe}").main
     found = []
     for arguments in starts:
-        torch.manual_seed(0)  # New adapters start as in a fresh process.
+        torch.manual_seed(0)  # Seed new adapters as in a fresh process.
         found.append(main(arguments))
     return found

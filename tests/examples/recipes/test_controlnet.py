@@ -50,7 +50,7 @@ def run(starts: list[list[str]]) -> list[list[float]]:
     ("stage", "world_size"),
     [("2", 2), *(pytest.param("3", n, marks=pytest.mark.nightly) for n in (1, 2))],
 )
-def test_it_stops_and_goes_on_as_if_it_had_not(stage, world_size, data, base, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(stage, world_size, data, base, tmp_path):
     common = ["--base", str(base), *data, *SMALL, "--stage", stage, "--every", "2", "--lr", "1e-3"]
     stopped, whole = ([*common, "--output", str(tmp_path / name)] for name in ("stopped", "whole"))
     starts = [[*whole, "--steps", "4"], [*stopped, "--steps", "2"], [*stopped, "--steps", "4"]]
@@ -60,7 +60,7 @@ def test_it_stops_and_goes_on_as_if_it_had_not(stage, world_size, data, base, tm
     ours, theirs = (load_file(f / "diffusion_pytorch_model.safetensors") for f in files)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    # Zero at the start; the EMA has followed for four steps.
+    # These weights start at zero, and the EMA has followed them for four steps.
     assert ours["controlnet_mid_block.weight"].abs().max() > 0
 
     controlnet = ControlNetModel.from_pretrained(files[0])

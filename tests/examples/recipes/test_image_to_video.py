@@ -70,7 +70,7 @@ def run(starts: list[list[str]]) -> list[list[float]]:
         if (make, stage, n) not in ((wan_i2v, "2", 1), (hunyuan_video_i2v, "3", 2))
     ],
 )
-def test_it_stops_and_goes_on_as_if_it_had_not(make, stage, world_size, clips, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(make, stage, world_size, clips, tmp_path):
     base = make(tmp_path / "base")
     common = ["--base", str(base), "--data", clips, *SMALL, "--stage", stage]
     stopped, whole = ([*common, "--output", str(tmp_path / name)] for name in ("stopped", "whole"))

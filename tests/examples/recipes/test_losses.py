@@ -28,7 +28,7 @@ def data(tmp_path: Any) -> Any:
         pytest.param("flux", "3", 2, marks=pytest.mark.nightly),
     ],
 )
-def test_it_stops_and_continues_as_if_it_had_not(model, stage, world_size, data, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(model, stage, world_size, data, tmp_path):
     base = pipelines.MAKERS[model](tmp_path / model)
     common = ["--base", str(base), "--data", str(data), *SMALL, "--rank", "2", "--stage", stage]
     stopped, whole, usual = (

@@ -39,7 +39,7 @@ def run(starts):
     main = importlib.import_module("examples.recipes.mixture").main
     found = []
     for arguments in starts:
-        torch.manual_seed(0)  # New adapters start as in a fresh process.
+        torch.manual_seed(0)  # Seed new adapters as in a fresh process.
         with contextlib.redirect_stdout(io.StringIO()) as said:
             found.append(main(arguments))
     return found, said.getvalue()
@@ -50,7 +50,7 @@ def run(starts):
     ("stage", "world_size"),
     [("3", 1), *(pytest.param(s, 2, marks=pytest.mark.nightly) for s in "23")],
 )
-def test_it_stops_and_goes_on_as_if_it_had_not(stage, world_size, data, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(stage, world_size, data, tmp_path):
     base = pipelines.sdxl(tmp_path / "sdxl")
     common = ["--base", str(base), "--data", str(data), *SMALL, "--stage", stage]
     stopped, whole = ([*common, "--output", str(tmp_path / name)] for name in ("stopped", "whole"))

@@ -44,7 +44,7 @@ def data(tmp_path):
         pytest.param("3", 2, marks=pytest.mark.nightly),
     ],
 )
-def test_it_stops_and_goes_on_as_if_it_had_not(stage, world_size, data, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(stage, world_size, data, tmp_path):
     base = pipelines.sdxl(tmp_path / "sdxl")
     common = ["--base", str(base), "--data", str(data), *SMALL, "--stage", stage]
     stopped, whole = ([*common, "--output", str(tmp_path / name)] for name in ("stopped", "whole"))

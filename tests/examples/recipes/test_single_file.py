@@ -44,7 +44,7 @@ def run(starts):
     ("stage", "world_size"),
     [("3", 1), *(pytest.param(s, 2, marks=pytest.mark.nightly) for s in "23")],
 )
-def test_it_stops_and_goes_on_as_if_it_had_not(stage, world_size, data, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(stage, world_size, data, tmp_path):
     folder, base = single_files.sdxl(tmp_path / "sdxl"), tmp_path / "base.safetensors"
     run_ranks(in_one_file, folder, base)
     common = ["--base", str(base), "--config", str(folder), "--data", str(data), *SMALL]

@@ -30,7 +30,7 @@ def data(tmp_path: Any) -> Any:
         pytest.param("flux", ["--stage", "3"], 1, marks=pytest.mark.nightly),
     ],
 )
-def test_it_stops_and_goes_on_as_if_it_had_not(model, extra, world_size, data, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(model, extra, world_size, data, tmp_path):
     base = pipelines.MAKERS[model](tmp_path / model)
     common = ["--base", str(base), "--data", str(data), *SMALL, *extra]
     stopped, whole = ([*common, "--output", str(tmp_path / name)] for name in ("stopped", "whole"))

@@ -40,7 +40,7 @@ def advise(vram, ram="128GiB", nvme=0, **options):
         ("4GiB", "15GiB", "1TB", "ZeRO-3, optimizer and parameters on NVMe", True),
     ],
 )
-def test_sdxl_on_cards_people_have(vram, ram, nvme, title, checkpointing):
+def test_sdxl_gets_the_expected_layout_on_common_cards(vram, ram, nvme, title, checkpointing):
     advice = advise(vram, ram, nvme)
     assert advice.chosen.title == title
     assert advice.gradient_checkpointing is checkpointing
@@ -48,7 +48,7 @@ def test_sdxl_on_cards_people_have(vram, ram, nvme, title, checkpointing):
     assert all(size >= 0 for size in advice.headroom.values())
 
 
-def test_memory_of_the_card_is_spent_where_that_is_faster():
+def test_device_memory_is_used_where_that_is_faster():
     advice = advise("24GiB")
     least = advise("24GiB", prefer="least offload")
     assert least.chosen.title == "ZeRO-2, optimizer in host memory"
@@ -59,12 +59,12 @@ def test_memory_of_the_card_is_spent_where_that_is_faster():
     zero = advice.resolved.plan.zero_optimization
     assert 0 < zero.offload_optimizer.ratio < 1
     assert zero.offload_param is None
-    # One sub-group more would not fit.
+    # One more sub-group would not fit.
     full = advise("24GiB", reserve=0.15)
     assert full.plan.zero_optimization.offload_optimizer.ratio > zero.offload_optimizer.ratio
 
 
-def test_the_fastest_that_fits_is_chosen_by_prediction():
+def test_the_candidate_with_the_fastest_predicted_step_is_chosen():
     # A host so slow that the fastest plan is not the one with least offload.
     even = dict.fromkeys(RATE_NAMES, 1e15)
     slow_host = Rates(**even | {"host_step": 1e9, "host_memory": 1e9})
@@ -97,7 +97,7 @@ def test_more_offload_is_chosen_where_it_is_faster():
     assert fastest.chosen.time.seconds < least.chosen.time.seconds
 
 
-def test_the_plan_is_one_that_resolves_to_what_was_costed():
+def test_the_plan_resolves_to_the_estimated_layout():
     advice = advise("12GiB")
     again = advice.plan.estimate(
         "sdxl",
@@ -108,7 +108,7 @@ def test_the_plan_is_one_that_resolves_to_what_was_costed():
     assert again.items == advice.estimate.items
 
 
-def test_everything_before_the_chosen_was_rejected_with_a_reason():
+def test_every_candidate_before_the_chosen_one_has_a_reason_for_rejection():
     advice = advise("12GiB", "64GiB")
     index = advice.candidates.index(advice.chosen)
     for earlier in advice.candidates[:index]:
@@ -122,7 +122,7 @@ def test_everything_before_the_chosen_was_rejected_with_a_reason():
     assert len(advice.candidates) == 3 * len(exact)
 
 
-def test_a_shortfall_is_what_is_over_the_usable_memory():
+def test_a_shortfall_is_the_need_beyond_the_usable_memory():
     advice = advise("12GiB", "64GiB", reserve=0.1)
     for one in advice.rejected:
         needs = machine_needs(one.estimate)
@@ -131,7 +131,7 @@ def test_a_shortfall_is_what_is_over_the_usable_memory():
     assert advice.budget.usable("device") == int(12 * GIB * 0.9)
 
 
-def test_ranks_share_the_host():
+def test_ranks_share_the_host_memory():
     one = advise("24GiB", "128GiB")
     two = advise("24GiB", "128GiB", world_size=2)
     assert two.resolved.world_size == 2
@@ -141,7 +141,7 @@ def test_ranks_share_the_host():
     assert two.candidates.index(two.chosen) <= one.candidates.index(one.chosen)
 
 
-def test_nothing_fits_names_the_nearest_and_what_it_lacks():
+def test_when_nothing_fits_the_error_names_the_nearest_candidate_and_its_shortfall():
     with pytest.raises(NothingFitsError) as caught:
         advise("1GiB", "8GiB")
     error = caught.value
@@ -166,7 +166,7 @@ def test_a_model_without_known_activations_has_one_candidate_per_layout():
     assert advice.estimate.notes
 
 
-def test_a_cpu_is_not_asked_to_offload_to_itself():
+def test_a_cpu_gets_no_candidates_with_offload_to_host_memory():
     facts = ModelFacts.from_shapes([("weight", (1000, 1000))])
     advice = DeepSpeedPlan.advise(facts, platform=Platform.synthetic("cpu", ram=16 * GIB))
     assert all("host memory" not in one.title for one in advice.candidates)
@@ -185,7 +185,7 @@ def test_a_cpu_is_not_asked_to_offload_to_itself():
         ({"frozen_bytes": -1}, "frozen_bytes"),
     ],
 )
-def test_impossible_questions_are_refused(options, key):
+def test_invalid_requests_are_refused(options, key):
     with pytest.raises(InvalidValueError) as caught:
         advise(**{"vram": "12GiB", **options})
     assert caught.value.key == key
@@ -196,7 +196,7 @@ SMALL = ModelFacts.from_shapes([(f"block.{i}.weight", (1024, 1024)) for i in ran
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 24), st.integers(1, 24), st.integers(4, 64))
-def test_more_device_memory_never_asks_for_more_offload(first, second, ram):
+def test_more_device_memory_never_leads_to_more_offload(first, second, ram):
     def level(vram):
         try:
             advice = DeepSpeedPlan.advise(SMALL, vram=vram * GIB // 8, ram=ram * GIB // 4)
@@ -216,7 +216,7 @@ def streamed_of(advice):
     return [one for one in advice.candidates if one.title == STREAMED]
 
 
-def test_streamed_weights_are_offered_and_chosen_only_where_they_are_asked_for():
+def test_streamed_weights_are_considered_only_when_requested():
     plain, asked = flux_on("256GiB"), flux_on("256GiB", streamed=True)
     assert plain.streamed is None
     assert all(one.streamed is not None for one in streamed_of(plain))
@@ -243,7 +243,7 @@ def test_streamed_weights_are_offered_and_chosen_only_where_they_are_asked_for()
     assert "of the 22.80 GiB of usable device memory" in decision.reason
 
 
-def test_as_many_units_stay_on_the_device_as_fit():
+def test_as_many_units_as_fit_stay_on_the_device():
     for vram in ("12GiB", "24GiB", "80GiB"):
         advice = DeepSpeedPlan.advise("flux", vram=vram, ram="512GiB", streamed=True)
         for one in streamed_of(advice):
@@ -253,7 +253,7 @@ def test_as_many_units_stay_on_the_device_as_fit():
             assert not one.fits or 0 <= room < largest or one.streamed.memory == total
 
 
-def test_where_only_streamed_weights_fit_the_error_says_so():
+def test_the_error_says_when_only_streamed_weights_fit():
     with pytest.raises(NothingFitsError, match=r"streamed=True, 1\d\.\d\d s"):
         flux_on("192GiB")
     advice = flux_on("192GiB", streamed=True)
@@ -269,7 +269,7 @@ def test_where_only_streamed_weights_fit_the_error_says_so():
     assert caught.value.nearest.title == SPLIT
 
 
-def test_master_weights_are_split_only_where_nothing_exact_fits():
+def test_master_weights_are_split_only_where_no_exact_layout_fits():
     exact, tight = flux_on("192GiB", streamed=True), flux_on("170GiB", streamed=True)
     assert SPLIT not in {one.title for one in exact.candidates}
     assert not exact.streamed.split_masters
@@ -294,7 +294,7 @@ def test_lean_states_make_large_models_fit(model, ram, optimizer):
     ("model", "optimizer", "ram"),
     [("flux", "AdamWBF16States", "110GiB"), ("qwen-image", "AdamW8BitStates", "128GiB")],
 )
-def test_without_clipping_gradients_take_next_to_nothing_of_host_memory(model, optimizer, ram):
+def test_without_clipping_gradients_need_almost_no_host_memory(model, optimizer, ram):
     asked = {"vram": "24GiB", "ram": ram, "precision": "bf16", "optimizer": optimizer}
     with pytest.raises(NothingFitsError, match="streamed weights fit") as caught:
         DeepSpeedPlan.advise(model, streamed=True, **asked)
@@ -310,13 +310,13 @@ def test_without_clipping_gradients_take_next_to_nothing_of_host_memory(model, o
 
 
 @pytest.mark.parametrize("options", [{"lora": 16, "base_dtype": "nf4"}, {"optimizer": "Lion"}])
-def test_what_cannot_be_streamed_is_not_offered(options):
+def test_options_that_prevent_streaming_get_no_streamed_candidates(options):
     advice = flux_on("1000GiB", streamed=True, **options)
     assert not streamed_of(advice)
 
 
 def test_advice_takes_less_than_a_fifth_of_a_second():
-    # The best of three, to leave out the load of the machine.
+    # The best of three excludes other load on the machine.
     advise("24GiB")
     seconds = []
     for _ in range(3):
@@ -326,12 +326,12 @@ def test_advice_takes_less_than_a_fifth_of_a_second():
     assert min(seconds) < 0.2
 
 
-def test_adapters_need_less_than_the_model_and_hold_what_the_base_holds():
+def test_adapters_need_less_than_the_model_and_keep_the_base():
     whole, adapters = advise("80GiB"), advise("80GiB", lora=16)
     assert adapters.estimate.device < whole.estimate.device / 3
     facts = adapters.resolved.model
     assert facts.numel - facts.trainable_numel == whole.resolved.model.numel
-    # All weights, 2.57 billion of them SDXL's, are kept in bf16.
+    # All weights, of the base and of the adapters, are kept in bf16.
     weights = sum(i.nbytes for i in adapters.estimate.items if i.component == "weights")
     assert weights == 2 * facts.numel
     states = sum(i.nbytes for i in adapters.estimate.items if i.component == "optimizer states")
@@ -348,7 +348,7 @@ def test_adapters_need_less_than_the_model_and_hold_what_the_base_holds():
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_adapters_are_not_partitioned_where_the_base_fits_whole(ranks):
+def test_adapters_are_not_partitioned_where_the_whole_base_fits(ranks):
     assert advise("24GiB", lora=16, world_size=ranks).chosen.title == "no partitioning"
     # The base takes 4.8 GiB of each device, unless it is partitioned.
     assert advise("4.5GiB", lora=16, world_size=ranks).resolved.stage == 3
@@ -359,7 +359,7 @@ def test_blocks_are_recomputed_before_adapters_are_partitioned():
     assert (advice.resolved.stage, advice.gradient_checkpointing) == (0, True)
 
 
-def test_where_nothing_fits_adapters_are_suggested_if_they_would():
+def test_where_nothing_fits_adapters_are_suggested_only_if_they_would():
     with pytest.raises(NothingFitsError, match=r"adapters fit: lora=16,"):
         advise("8GiB", "16GiB")
     with pytest.raises(NothingFitsError) as told:
@@ -375,12 +375,12 @@ def test_where_nothing_fits_adapters_are_suggested_if_they_would():
 
 
 @pytest.mark.parametrize("lora", [0, -1, 1.5, "16", True])
-def test_a_rank_is_a_whole_number(lora):
+def test_an_invalid_adapter_rank_is_refused(lora):
     with pytest.raises(InvalidValueError, match="lora"):
         advise("80GiB", lora=lora)
 
 
-def test_layers_that_are_not_there_cannot_be_adapted():
+def test_adapters_on_missing_layers_are_refused():
     facts = ModelFacts.from_shapes([("net.to_q.weight", (8, 4)), ("net.to_q.bias", (8,))])
     adapted = facts.with_adapters(2)
     assert {each.name: each.shape for each in adapted.trainable} == {
@@ -391,7 +391,7 @@ def test_layers_that_are_not_there_cannot_be_adapted():
         facts.with_adapters(2, targets=["ff.net"])
 
 
-def test_a_quantized_base_is_costed_as_what_it_is():
+def test_a_quantized_base_is_estimated_with_its_stored_bytes():
     plan = DeepSpeedPlan.build(stage=2, precision="bf16", offload="cpu")
     machine = Platform.synthetic("cuda", vram=24 * GIB, ram=64 * GIB)
     taken = {}
@@ -416,7 +416,7 @@ def test_a_quantized_base_needs_a_smaller_card():
     assert "on nf4" in str(advice.resolved.model.name)
 
 
-def test_where_adapters_fit_on_a_quantized_base_only_that_is_suggested():
+def test_adapters_on_a_quantized_base_are_suggested_where_only_they_fit():
     with pytest.raises(NothingFitsError, match=r"lora=16, base_dtype='nf4',"):
         DeepSpeedPlan.advise("flux", vram="12GiB", ram="15GiB")
 
@@ -428,6 +428,6 @@ def test_where_adapters_fit_on_a_quantized_base_only_that_is_suggested():
         ({"base_dtype": "bf16", "lora": 4}, r"base_dtype = 'bf16'.*one of nf4, fp4, int8, fp8"),
     ],
 )
-def test_what_cannot_be_quantized_so_is_refused(options, message):
+def test_invalid_quantization_options_are_refused(options, message):
     with pytest.raises(InvalidValueError, match=message):
         advise("80GiB", **options)

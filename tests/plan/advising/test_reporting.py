@@ -68,7 +68,7 @@ def advice():
 
 
 class TestText:
-    def test_the_choice_comes_first(self, advice):
+    def test_the_text_begins_with_the_choice(self, advice):
         lines = advice_page(advice).text(100).splitlines()
         assert " ".join(" ".join(lines[:2]).split()) == (
             "Advice for 12.00 GiB of device memory, 64.00 GiB of host memory, no NVMe,"
@@ -82,7 +82,7 @@ class TestText:
             "  headroom: device 2.75 GiB, host 21.00 GiB",
         ]
 
-    def test_every_candidate_says_what_it_needs_and_lacks(self, advice):
+    def test_every_candidate_shows_its_needs_and_shortfalls(self, advice):
         lines = advice_page(advice).text(100).splitlines()
         start = next(at for at, line in enumerate(lines) if line.startswith("Candidates "))
 
@@ -92,27 +92,27 @@ class TestText:
         too_big = lines.index("  too big   42.00   0.00  0.00          ZeRO-0, with checkpointing:")
         assert lines[too_big + 1].strip().startswith("missing device 30.00 GiB; optimizer states")
 
-    def test_the_reason_of_the_choice_is_said_once(self, advice):
+    def test_the_reason_for_the_choice_is_shown_once(self, advice):
         text = " ".join(advice_page(advice).text(100).split())
         assert text.count("the lowest stage that fits") == 1
 
-    def test_a_title_says_once_whether_blocks_are_recomputed(self, advice):
+    def test_a_title_mentions_recomputation_once(self, advice):
         text = " ".join(advice_page(advice).text(100).split())
         assert "optimizer in host memory, without checkpointing: slower" in text
 
-    def test_it_fits_any_terminal(self, advice):
+    def test_the_text_fits_any_terminal_width(self, advice):
         text = advice_page(advice).text(100)
         assert text.isascii()
         assert max(map(len, text.splitlines())) <= 100
 
-    def test_nvme_is_named_where_there_is_some(self, advice):
+    def test_nvme_is_shown_only_if_available(self, advice):
         budget = attrs.evolve(advice.budget, nvme=500 * GIB, reserve=0.0)
         text = advice_page(attrs.evolve(advice, budget=budget)).text(100)
         assert "500.00 GiB of NVMe" in text
         assert "NVMe 500.00 GiB" in text
         assert "kept free" not in text
 
-    def test_the_nearest_says_what_is_missing(self, advice):
+    def test_the_nearest_candidate_shows_what_is_missing(self, advice):
         budget = {"device": 12 * GIB, "host": 64 * GIB, "nvme": 0}
         text = nearest_page(advice.candidates[0], budget=budget).text(100)
 
@@ -121,7 +121,7 @@ class TestText:
 
 
 class TestMarkdown:
-    def test_it_is_a_table_of_the_candidates(self, advice):
+    def test_markdown_has_a_table_of_the_candidates(self, advice):
         text = advice_page(advice).markdown()
 
         assert "- **Chosen** ZeRO-2, optimizer in host memory, bf16, 1 process\n" in text
@@ -134,7 +134,7 @@ class TestMarkdown:
 
 
 class TestData:
-    def test_it_is_json(self, advice):
+    def test_the_data_can_be_serialised_to_json(self, advice):
         data = advice_data(advice)
 
         assert json.loads(json.dumps(data)) == data
@@ -150,7 +150,7 @@ class TestData:
         assert data["estimate"]["places"]["device"]["peak"] == int(9.25 * GIB)
 
 
-def test_the_ranks_of_a_machine_share_its_memory(advice):
+def test_each_rank_gets_its_share_of_the_machines_memory(advice):
     budget = {"device": 12, "host": 64, "nvme": 100}
     resolved = attrs.evolve(advice.resolved, world_size=4)
     estimate = attrs.evolve(advice.estimate, resolved=resolved)

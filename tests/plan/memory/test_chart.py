@@ -24,13 +24,13 @@ class TestPanels:
         assert labels(host) == ["optimizer states 16.00", "master weights 8.00"]
         assert device.get_title(loc="left") == ("device: 7.50 GiB at the peak, during set-up")
 
-    def test_segments_follow_each_other_to_scale(self, estimate):
+    def test_segments_are_stacked_to_scale(self, estimate):
         (axes, _) = draw_panels("", memory_panels(estimate)).axes
 
         pieces = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
         assert pieces == [(0, 4), (4, 3.5)]
 
-    def test_the_same_component_twice_is_one_stretch(self, make_estimate, make_item):
+    def test_repeated_components_are_one_segment(self, make_estimate, make_item):
         made = make_estimate(
             make_item("buckets", "device", 1), make_item("weights", "device", 1.5),
             make_item("buckets", "device", 1),
@@ -39,14 +39,14 @@ class TestPanels:
 
         assert [part[:2] for part in panel.parts] == [("buckets", 2), ("weights", 1.5)]
 
-    def test_a_budget_says_what_is_left_or_missing(self, estimate):
+    def test_a_budget_shows_what_is_left_or_missing(self, estimate):
         roomy, short = memory_panels(estimate, budget={"device": 15 * GIB, "host": 8 * GIB})
 
         assert (roomy.limit, roomy.note) == (15, "budget 15.00 GiB, 7.50 free")
         assert (short.limit, short.note) == (8, "budget 8.00 GiB, over by 16.00")
         assert (roomy.colour, short.colour) == (INK, ALARM)
 
-    def test_what_was_measured_is_a_line_without_a_budget(self, estimate):
+    def test_measured_memory_is_a_line_unless_there_is_a_budget(self, estimate):
         device, host = memory_panels(estimate, measured={"device": 3 * GIB})
 
         assert (device.limit, device.note) == (3, "measured 3.00 GiB")
@@ -69,7 +69,7 @@ class TestPanels:
 
 
 class TestPicture:
-    def test_it_is_a_png(self, estimate, tmp_path):
+    def test_the_chart_is_a_png(self, estimate, tmp_path):
         path = plot_memory(estimate, tmp_path / "deep" / "memory.png", budget={"device": GIB})
 
         assert path == tmp_path / "deep" / "memory.png"
@@ -79,16 +79,16 @@ class TestPicture:
     @pytest.mark.parametrize(
         ("name", "begins"), [("m.pdf", b"%PDF-"), ("m.svg", b"<?xml"), ("m", b"\x89PNG")]
     )
-    def test_the_ending_says_the_format(self, name, begins, estimate, tmp_path):
+    def test_the_suffix_selects_the_format(self, name, begins, estimate, tmp_path):
         path = plot_memory(estimate, tmp_path / name)
         assert path.read_bytes().startswith(begins)
 
-    def test_another_ending_is_refused(self, estimate, tmp_path):
+    def test_an_unknown_suffix_is_refused(self, estimate, tmp_path):
         with pytest.raises(InvalidValueError, match=r"m\.docx.*\.png, \.pdf, \.svg"):
             plot_memory(estimate, tmp_path / "m.docx")
         assert list(tmp_path.iterdir()) == []
 
-    def test_more_places_make_it_taller(self, estimate, tmp_path):
+    def test_more_places_make_the_chart_taller(self, estimate, tmp_path):
         def height(path):
             return int.from_bytes(path.read_bytes()[20:24], "big")
 
@@ -96,27 +96,27 @@ class TestPicture:
         three = plot_memory(estimate, tmp_path / "three.png", budget={"nvme": GIB})
         assert height(three) > height(two)
 
-    def test_nothing_to_show_is_no_crash(self, make_estimate, tmp_path):
+    def test_an_estimate_without_items_can_be_drawn(self, make_estimate, tmp_path):
         assert plot_memory(make_estimate(), tmp_path / "empty.png").exists()
 
-    def test_names_are_not_formulas(self, make_estimate, make_item, tmp_path):
-        # Warnings are errors here: matplotlib warns of a formula it cannot read.
+    def test_names_are_not_parsed_as_formulas(self, make_estimate, make_item, tmp_path):
+        # matplotlib warns of a formula it cannot read, and warnings are errors here.
         made = make_estimate(make_item("$\\x$ and $$", "device", 1))
         assert plot_memory(made, tmp_path / "names.png").exists()
 
-    def test_a_path_that_cannot_be_written_is_refused(self, estimate, tmp_path):
+    def test_an_unwritable_path_is_refused(self, estimate, tmp_path):
         (tmp_path / "file").write_text("")
         with pytest.raises(PlanFileError, match="cannot be written"):
             plot_memory(estimate, tmp_path / "file" / "memory.png")
 
-    def test_without_matplotlib_the_error_says_what_to_install(
+    def test_without_matplotlib_the_error_names_the_package_to_install(
         self, estimate, tmp_path, monkeypatch
     ):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         with pytest.raises(MissingDependencyError, match=r"zerotune\[plot\]"):
             plot_memory(estimate, tmp_path / "memory.png")
 
-    def test_the_module_loads_matplotlib_only_to_draw(self):
+    def test_the_module_imports_matplotlib_only_when_drawing(self):
         script = (
             "import sys, zerotune.plan.charts\n"
             "assert not {'matplotlib', 'numpy', 'torch'} & set(sys.modules)\n"

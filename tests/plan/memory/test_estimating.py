@@ -1,4 +1,4 @@
-"""Memory of plans, against figures derived from DeepSpeed's code and measured with it."""
+"""Memory of plans, compared with figures derived from DeepSpeed's code and measured with it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def held(estimate, component, place="host", phase="optimizer step"):
     return sum(i.nbytes for i in estimate.at(place, phase) if i.component == component)
 
 
-def test_stage_2_with_offload_is_18_bytes_per_element_on_the_host_but_for_pinning():
+def test_stage_2_with_offload_needs_18_host_bytes_per_element_plus_pinning():
     unpinned = cost(
         offload="cpu",
         offload_optimizer={"device": "cpu", "pin_memory": False},
@@ -64,7 +64,7 @@ def test_stage_2_with_offload_is_18_bytes_per_element_on_the_host_but_for_pinnin
 
 
 def on_host(*, world_size=1, hidden=None, deepspeed=True, pin=True):
-    """SDXL with its optimizer in host memory."""
+    """Resolve a plan for SDXL with its optimizer in host memory."""
     section = {"device": "cpu", "pin_memory": pin}
     plan = DeepSpeedPlan.build(stage=2, precision="bf16", offload_optimizer=section)
     return plan.resolve(
@@ -73,7 +73,7 @@ def on_host(*, world_size=1, hidden=None, deepspeed=True, pin=True):
     )  # fmt: skip
 
 
-def test_what_ranks_exchange_behind_the_next_forward_is_counted():
+def test_communication_buffers_hidden_behind_the_next_forward_are_counted():
     def exchanged(ranks, hidden):
         found = on_host(world_size=ranks, hidden=hidden).estimate(Workload())
         return sum(item.nbytes for item in found.items if "exchanged" in item.note)
@@ -85,7 +85,7 @@ def test_what_ranks_exchange_behind_the_next_forward_is_counted():
     assert exchanged(1, True) == exchanged(2, False) == 0
 
 
-def test_the_plain_engine_leaves_master_weights_gradients_and_moments_to_the_host():
+def test_the_plain_engine_keeps_master_weights_gradients_and_moments_on_the_host():
     away = on_host(deepspeed=False, pin=False)
     found = away.estimate(Workload())
     assert held(found, "master weights") == held(found, "gradients") == 4 * N
@@ -110,7 +110,7 @@ def test_stage_2_with_offload_needs_the_weights_buckets_and_temporaries_on_the_d
     assert initialization == pytest.approx(2 * N + 4 * P + GIB / 2, rel=0.001)
 
 
-def test_stage_3_moves_what_is_offloaded():
+def test_stage_3_moves_the_offloaded_parts_off_the_device():
     places = {}
     for optimizer, parameters in [("none", "none"), ("cpu", "none"), ("cpu", "cpu")]:
         estimate = cost(stage=3, offload=optimizer, offload_param=parameters)
@@ -133,7 +133,7 @@ def test_stage_3_on_nvme_writes_18_bytes_per_element():
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_ranks_share_the_optimizer(stage):
+def test_two_ranks_share_the_optimizer_states(stage):
     one = cost(stage=stage)
     two = cost(stage=stage, world_size=2)
     for component in ("master weights", "optimizer states"):
@@ -146,7 +146,7 @@ def test_two_ranks_share_the_optimizer(stage):
     )
 
 
-def test_gradient_accumulation_costs_a_copy_at_stage_2_only():
+def test_gradient_accumulation_needs_a_copy_at_stage_2_only():
     once, twice = (
         cost(offload="cpu", accumulation=a, platform=CPU, precision="fp32") for a in (1, 2)
     )
@@ -155,7 +155,7 @@ def test_gradient_accumulation_costs_a_copy_at_stage_2_only():
     assert once.host == twice.host
 
 
-def test_an_ema_is_four_bytes_per_owned_element_where_it_lives():
+def test_an_ema_needs_four_bytes_per_owned_element_in_its_place():
     for place in ("host", "device", "nvme"):
         with_ema = cost(stage=2, offload="cpu", ema=place, world_size=2)
         item = next(i for i in with_ema.items if i.component == "EMA")
@@ -170,7 +170,7 @@ def test_the_cpu_accelerator_keeps_everything_on_the_host():
     assert estimate.pinned == 0
 
 
-def test_optimizers_keep_what_they_keep():
+def test_each_optimizer_needs_the_bytes_of_its_states():
     states = {}
     for name, params in [("AdamW", {}), ("SGD", {}), ("SGD", {"momentum": 0.9}), ("Lion", {})]:
         estimate = cost(stage=3, optimizer={"type": name, "params": params})
@@ -196,7 +196,7 @@ def test_low_precision_master_weights_and_states_halve_the_host():
     assert engine == pytest.approx(10 * N, rel=0.01)
 
 
-def test_batch_and_resolution_scale_the_activations():
+def test_the_activations_scale_with_batch_and_resolution():
     small = cost(resolution=512, batch=1)
     large = cost(resolution=(1024, 512), batch=4)
     activations = [held(e, "activations", "device", "forward and backward") for e in (small, large)]
@@ -211,13 +211,13 @@ def test_batch_and_resolution_scale_the_activations():
     assert held(everything, "activations", "device", "forward and backward") > 5 * activations[0]
 
 
-def test_the_batch_asked_for_stands_before_the_plans():
+def test_the_requested_batch_overrides_the_plans():
     plan = DeepSpeedPlan.build(precision="bf16", micro_batch_size=2)
     assert plan.estimate("sdxl", platform=CUDA).workload.batch == 2
     assert plan.estimate("sdxl", platform=CUDA, batch=8).workload.batch == 8
 
 
-def test_what_is_left_out_is_said():
+def test_notes_name_what_the_estimate_leaves_out():
     shapes = ModelFacts.from_shapes([("weight", (64, 64))])
     (note,) = cost(shapes).notes
     assert "no resolution was given" in note
@@ -233,7 +233,7 @@ def test_what_is_left_out_is_said():
 
 
 def at_start(model, **options):
-    """Host bytes per rank while a plan of eight ranks is set up."""
+    """Return the host bytes per rank while a plan of eight ranks is set up."""
     model_in_memory = options.pop("model_in_memory", False)
     estimate = DeepSpeedPlan.build(precision="bf16", **options).estimate(
         model, platform=CUDA, world_size=8, model_in_memory=model_in_memory
@@ -242,7 +242,7 @@ def at_start(model, **options):
     return sum(i.nbytes for i in estimate.at("host", "initialization")) - beside
 
 
-def test_weights_that_wait_in_their_files_take_no_host_memory():
+def test_lazily_loaded_weights_need_no_host_memory():
     elements = family("qwen-image").numel
     assert at_start("qwen-image", stage=3) < 4 * family("qwen-image").largest + GIB // 8
     assert at_start("qwen-image", stage=3, model_in_memory=True) == 4 * elements
@@ -252,13 +252,13 @@ def test_weights_that_wait_in_their_files_take_no_host_memory():
     assert at_start("qwen-image", stage=3, offload="cpu", model_in_memory=True) == 4 * elements
 
 
-def test_the_flat_copy_of_stage_2_passes_through_the_host():
+def test_the_flat_copy_of_stage_2_is_built_in_host_memory():
     elements = family("flux2").numel
     assert at_start("flux2", stage=2, offload="cpu") == pytest.approx(2 * elements, rel=0.01)
     assert at_start("flux2", stage=2) < GIB
 
 
-def test_frozen_parts_are_loaded_whole_on_every_rank():
+def test_every_rank_loads_frozen_parts_whole():
     plan = DeepSpeedPlan.build(stage=3, precision="bf16")
     with_, without = (
         plan.estimate("sdxl", platform=CUDA, world_size=4, frozen_bytes=nbytes)
@@ -273,13 +273,13 @@ def test_frozen_parts_are_loaded_whole_on_every_rank():
         assert one - other == more, (place, phase)
 
 
-def test_a_plan_without_a_model_cannot_be_costed():
+def test_a_plan_without_a_model_cannot_be_estimated():
     resolved = DeepSpeedPlan.build(precision="bf16").resolve(platform=CUDA)
     with pytest.raises(UnresolvedPlanError, match="needs the shapes"):
         resolved.estimate(Workload())
 
 
-def test_clips_take_as_many_images_as_they_have_latents():
+def test_a_clip_counts_as_one_image_per_latent_frame():
     known = family("wan-1.3b").activations.checkpointed
     for frames, latents in ((1, 1), (4, 1), (5, 2), (81, 21)):
         estimate = DeepSpeedPlan.build(precision="bf16").estimate(
@@ -293,7 +293,7 @@ def test_clips_take_as_many_images_as_they_have_latents():
     assert "81 frames of 640 x 640 pixels" in cost("wan-1.3b").explain()
 
 
-def test_frames_are_asked_for_where_there_are_any():
+def test_a_missing_frame_count_is_noted_and_an_invalid_one_refused():
     (note,) = cost(family("wan-1.3b"), resolution=64).notes
     assert "no frame count was given" in note
     for frames, model in ((9, "sdxl"), (0, "wan-1.3b"), (2.5, "wan-1.3b")):
@@ -302,7 +302,7 @@ def test_frames_are_asked_for_where_there_are_any():
         assert caught.value.key == "frames"
 
 
-def test_a_step_of_more_frames_is_predicted_to_take_longer():
+def test_more_frames_increase_the_predicted_step_time():
     plan = DeepSpeedPlan.build(precision="bf16")
     seconds = [
         plan.estimate("wan-1.3b", platform=CUDA, frames=frames).step_time().phases["forward"]
@@ -332,7 +332,7 @@ def test_pinned_blocks_round_up_to_the_next_power_of_two(nbytes):
     st.sampled_from(["none", "cpu"]),
     st.sampled_from(["fp32", "bf16", "fp16"]),
 )
-def test_no_part_is_negative_and_every_place_is_counted(sizes, ranks, stage, offload, precision):
+def test_no_part_is_negative_and_every_place_is_summed(sizes, ranks, stage, offload, precision):
     model = ModelFacts.from_shapes([(f"p{i}", (n, 3)) for i, n in enumerate(sizes)])
     estimate = cost(
         model,
@@ -348,7 +348,7 @@ def test_no_part_is_negative_and_every_place_is_counted(sizes, ranks, stage, off
 
 
 def blocks_of(sizes, rest):
-    """A model of blocks with one weight each, and one outside."""
+    """Return a model of blocks with one weight each, and one outside."""
     shapes = [(f"blocks.{index}.weight", (size,)) for index, size in enumerate(sizes)]
     facts = ModelFacts.from_shapes([*shapes, ("out.weight", (rest,))])
     return attrs.evolve(facts, units=tuple(f"blocks.{index}" for index in range(len(sizes))))
@@ -359,7 +359,7 @@ def blocks_of(sizes, rest):
     [(Streaming(), 3 * 4096), (Streaming(memory=1), 2 * 4096), (Streaming(memory=9000), 2 * 4096),
      (Streaming(memory="1GiB"), 5 * 4096)],
 )  # fmt: skip
-def test_streamed_weights_by_hand(streaming, capacity):
+def test_streamed_weights_equal_a_hand_calculation(streaming, capacity):
     # 2040 elements are padded to 2048, of 2 bytes each; the 250 outside the blocks to 256.
     plan = DeepSpeedPlan.build(
         stage=2, offload="cpu", precision="bf16", gradient_accumulation_steps=2
@@ -381,7 +381,7 @@ def test_streamed_weights_by_hand(streaming, capacity):
     assert items["host", "EMA"] == 4 * (5 * 2040 + 250)
 
 
-def test_ranks_of_a_machine_share_streamed_weights_by_hand():
+def test_ranks_of_a_machine_share_streamed_weights_as_calculated_by_hand():
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
     model = blocks_of([2048] * 5, 256)
     resolved = plan.resolve(platform=CUDA, model=model, world_size=2, streamed=True)
@@ -400,7 +400,7 @@ def test_ranks_of_a_machine_share_streamed_weights_by_hand():
     [("AdamW", False, 16), ("AdamW", True, 14), ("AdamWBF16States", True, 10),
      ("AdamW8BitStates", True, 8 + 2 * 4 / 256)],
 )  # fmt: skip
-def test_lean_states_of_streamed_weights_are_priced(optimizer, split_masters, nbytes):
+def test_lean_states_of_streamed_weights_are_counted(optimizer, split_masters, nbytes):
     plan = DeepSpeedPlan.build(
         stage=2, offload="cpu", precision="bf16", optimizer={"type": optimizer, "params": {}}
     )
@@ -419,9 +419,7 @@ def test_lean_states_of_streamed_weights_are_priced(optimizer, split_masters, nb
     [("AdamW", False, 14), ("AdamW", True, 12), ("AdamWBF16States", True, 8),
      ("AdamW8BitStates", True, 6 + 2 * 4 / 256)],
 )  # fmt: skip
-def test_steps_in_the_backward_pass_need_a_few_buffers_for_gradients(
-    optimizer, split_masters, nbytes
-):
+def test_stepping_during_backward_needs_a_few_gradient_buffers(optimizer, split_masters, nbytes):
     plan = DeepSpeedPlan.build(
         stage=2, offload="cpu", precision="bf16", gradient_clipping=0.0,
         optimizer={"type": optimizer, "params": {}},
@@ -443,11 +441,12 @@ def test_steps_in_the_backward_pass_need_a_few_buffers_for_gradients(
         assert held(**changes) == pytest.approx((nbytes + 2) * count)
 
 
-def test_there_are_as_many_buffers_for_gradients_as_hide_passes_and_fit():
+def test_the_gradient_buffers_hide_the_passes_if_they_fit():
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16", gradient_clipping=0.0)
     resolved = plan.resolve(platform=CUDA, model=blocks_of([2**20] * 40, 256), streamed=True)
     estimate = resolved.estimate(Workload(exact_pinning=True))
-    # 2 for gradients that arrive and are stepped, and a quarter of the units; each has 2 MiB.
+    # There are 2 buffers for gradients that arrive and are stepped, and one per four units; each
+    # has 2 MiB.
     for room, buffers in ((2**30, 12), (0, 6), (2 * 2**21, 8), (2**21 - 1, 6), (-(2**30), 3)):
         kept = with_gradients_kept(estimate, estimate.host + room)
         assert kept.streamed.gradient_buffers == buffers
@@ -460,7 +459,7 @@ def test_there_are_as_many_buffers_for_gradients_as_hide_passes_and_fit():
     assert with_gradients_kept(clipped.estimate(Workload()), 2**40) is clipped
 
 
-def test_of_adapters_the_frozen_base_is_streamed():
+def test_with_adapters_the_frozen_base_is_streamed():
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
     resolved = plan.resolve(platform=CUDA, model=as_facts("flux", lora=16), streamed=True)
     units = resolved.model.streamed
@@ -472,7 +471,7 @@ def test_of_adapters_the_frozen_base_is_streamed():
     assert host == 2 * units.total + 16 * units.resident_trained
 
 
-def test_units_that_are_named_are_counted():
+def test_only_the_named_units_are_streamed():
     facts = blocks_of([2048] * 4, 0)
     assert facts.streamed.trained == (2048,) * 4
     assert facts.streamed_by(["blocks"]).trained == (4 * 2048,)

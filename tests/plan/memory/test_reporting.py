@@ -8,7 +8,7 @@ from zerotune.plan.text import estimate_page, fits
 from zerotune.platform.facts import GIB
 
 
-def test_data_is_complete_and_json(estimate):
+def test_the_data_is_complete_and_serialisable(estimate):
     data = estimate.to_dict()
 
     assert json.loads(json.dumps(data)) == data
@@ -45,7 +45,7 @@ def test_data_is_complete_and_json(estimate):
     assert data["workload"]["width"] == 768
 
 
-def test_text_tells_what_is_held_when(estimate):
+def test_the_text_says_what_is_allocated_when(estimate):
     text = estimate.explain()
 
     assert text.splitlines()[:3] == [
@@ -66,7 +66,7 @@ def test_text_tells_what_is_held_when(estimate):
     assert "NVMe" not in text
 
 
-def test_text_fits_any_terminal(estimate, make_item):
+def test_the_text_fits_any_terminal_width(estimate, make_item):
     long = make_item("activations", "device", 1, note="a note that goes on and on " * 12)
     text = attrs.evolve(estimate, items=(*estimate.items, long)).explain()
 
@@ -76,7 +76,7 @@ def test_text_fits_any_terminal(estimate, make_item):
     assert not any(line != line.rstrip() for line in text.splitlines())
 
 
-def test_the_workload_is_named(make_estimate):
+def test_the_text_names_the_workload(make_estimate):
     text = make_estimate(height=None, width=None, ema="nvme").explain()
     assert "batch 2, activations not estimated, EMA in files (NVMe)" in text
     assert "without gradient checkpointing" in make_estimate(gradient_checkpointing=False).explain()
@@ -94,7 +94,7 @@ def test_markdown_has_a_row_for_each_place_and_component(estimate):
     assert "| 16.00 | optimizer states | exp_avg and exp_avg_sq |" in text
 
 
-def test_what_is_over_its_budget_is_said_and_marked(estimate):
+def test_memory_over_its_budget_is_reported_and_marked(estimate):
     page = estimate_page(estimate, budget={"device": 5 * GIB, "nvme": GIB})
 
     table = page.blocks[3]
@@ -106,7 +106,7 @@ def test_what_is_over_its_budget_is_said_and_marked(estimate):
     assert [table.style(row) for row in table.rows] == ["error", "", ""]
 
 
-def test_places_without_need_or_budget_are_not_shown(make_estimate, make_item):
+def test_places_without_need_or_budget_are_hidden(make_estimate, make_item):
     assert fits(make_estimate()) == ()
     limited = fits(make_estimate(make_item("swap", "nvme", 2)), {"nvme": 0})
     assert [(fit.place, fit.fits) for fit in limited] == [("nvme", False)]

@@ -33,12 +33,12 @@ def moved(stage, offload="none", *, param="none", accelerator="cuda", precision=
     return step_traffic(resolved.estimate(Workload(**options)))
 
 
-def test_what_stays_on_a_gpu_moves_nothing():
+def test_parts_that_stay_on_the_gpu_cause_no_traffic():
     found = moved(2)
     assert (found.bus, found.optimizer, found.ema) == (0, 0, 0)
 
 
-def test_stage_2_sends_gradients_in_fp32_and_gets_weights_back():
+def test_stage_2_sends_fp32_gradients_and_receives_weights():
     found = moved(2, "cpu", ema="host")
     assert (found.gradients, found.weights, found.parameters) == (4 * 16, 2 * 16, 0)
     assert found.bus == 6 * 16
@@ -55,18 +55,18 @@ def test_stage_3_moves_eight_bytes_of_gradient_and_fetches_parameters_twice():
     assert moved(3, "cpu", param="cpu", accumulation=2).parameters == 8 * 16
 
 
-def test_without_a_gpu_there_is_no_bus():
+def test_without_a_gpu_there_is_no_bus_traffic():
     found = moved(3, "cpu", accelerator="cpu", precision="fp32")
     assert found.bus == 0
     assert found.optimizer == (12 + 16 + 4) * 16
 
 
 @pytest.mark.parametrize("deepspeed", [True, False])
-def test_fp32_weights_that_are_their_own_master_are_written_once(deepspeed):
+def test_fp32_weights_without_separate_masters_are_written_once(deepspeed):
     found = moved(0, accelerator="cpu", precision="fp32", deepspeed=deepspeed)
     assert found.optimizer == (12 + 16) * 16
 
 
-def test_swap_files_are_counted_too():
+def test_swap_file_traffic_is_counted_too():
     found = moved(3, "nvme")
     assert found.swap.read == found.swap.written == 16 * 16

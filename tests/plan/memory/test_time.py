@@ -47,12 +47,12 @@ def timed(rates=EVEN, *, platform=CUDA, batch=1, world_size=1, ema="none", resol
 
 
 def slow(**rates):
-    """Rates at which only the given resources take time."""
+    """Return rates at which only the given resources take time."""
     return Rates(**(dict.fromkeys(RATE_NAMES, 1e30) | rates))
 
 
 @pytest.mark.parametrize("name", family_names())
-def test_every_family_knows_its_arithmetic(name):
+def test_every_family_has_arithmetic(name):
     facts = family(name)
     forward, backward = facts.arithmetic.forward, facts.arithmetic.backward
     size = {"batch": 1, "pixels": 1024**2}
@@ -68,13 +68,13 @@ def test_every_family_knows_its_arithmetic(name):
     )
 
 
-def test_sdxl_takes_the_operations_that_were_published():
+def test_the_operations_of_sdxl_equal_the_published_figure():
     # 25.4 TFLOP per sample at 1024 x 1024, with gradient checkpointing.
     _, time = timed(slow(products=1e12, convolutions=1e12, attention=1e12))
     assert time.seconds == pytest.approx(25.4, rel=0.03)
 
 
-def test_phases_follow_one_another_and_lanes_run_beside_each_other():
+def test_phases_are_sequential_and_lanes_run_in_parallel():
     rates = slow(products=1e13, to_host=1e10, host_step=1e10, to_device=1e10)
     estimate, time = timed(rates, offload="cpu")
     traffic = step_traffic(estimate)
@@ -89,7 +89,7 @@ def test_phases_follow_one_another_and_lanes_run_beside_each_other():
 
 
 def by_hand(*parts, **more):
-    """A step of the given parts, each ``(phase, lane, seconds)``."""
+    """Return the time of a step of the given parts, each ``(phase, lane, seconds)``."""
     made = [
         TimePart(phase=phase, lane=lane, what=f"{phase} {lane}", seconds=seconds, rate="products")
         for phase, lane, seconds in parts
@@ -103,14 +103,14 @@ COMPUTED = (("forward", "device", 3.0), ("backward", "device", 6.0))
 @pytest.mark.parametrize(
     ("parts", "micro_batches", "expected"),
     [
-        # Expected: in turn; hidden behind the next forward pass; overlapping both passes.
+        # Expected seconds: in turn; hidden behind the next forward pass; overlapping both passes.
         ((("optimizer", "host", 4.0),), 1, (13.0, 10.0, 9.0)),
         ((("optimizer", "host", 2.0),), 1, (11.0, 9.0, 9.0)),
         ((("optimizer", "host", 12.0),), 1, (21.0, 18.0, 12.0)),
         # EMAs follow in the same lane; weights return in another.
         ((("optimizer", "host", 4.0), ("ema", "host", 1.0)), 1, (14.0, 11.0, 9.0)),
         ((("optimizer", "host", 4.0), ("weights", "in", 3.5)), 1, (16.5, 10.0, 9.0)),
-        # Gradients that cross the bus, or use the host memory that the optimizer works in.
+        # The passes also use the bus, or the host memory that the optimizer uses.
         ((("optimizer", "host", 4.0), ("backward", "out", 7.0)), 1, (14.0, 11.0, 10.0)),
         ((("optimizer", "host", 7.0), ("backward", "host", 4.0)), 1, (16.0, 13.0, 11.0)),
         ((("optimizer", "host", 4.0), ("forward", "host", 2.0)), 1, (13.0, 12.0, 9.0)),
@@ -122,7 +122,7 @@ COMPUTED = (("forward", "device", 3.0), ("backward", "device", 6.0))
         ((("optimizer", "device", 4.0),), 1, (13.0, 13.0, 13.0)),
     ],
 )
-def test_a_step_is_as_long_as_its_lanes_take_by_hand(parts, micro_batches, expected):
+def test_the_step_time_equals_a_hand_calculation_of_its_lanes(parts, micro_batches, expected):
     time = by_hand(*COMPUTED, *parts, micro_batches=micro_batches)
     found = time.seconds, time.hidden_seconds, time.eager_seconds
     assert found == pytest.approx(expected)
@@ -130,7 +130,7 @@ def test_a_step_is_as_long_as_its_lanes_take_by_hand(parts, micro_batches, expec
         assert attrs.evolve(time, schedule=schedule).expected == pytest.approx(seconds)
 
 
-def test_8_bit_moments_take_the_time_of_their_codes_and_not_that_of_their_bytes():
+def test_eight_bit_moments_are_bound_by_their_arithmetic_and_not_by_their_bytes():
     facts, seconds = as_facts("flux"), {}
     for optimizer, coded in (
         ("AdamWBF16States", 1e8), ("AdamW8BitStates", 1e8), ("AdamW8BitStates", 1e12),
@@ -159,9 +159,7 @@ def test_8_bit_moments_take_the_time_of_their_codes_and_not_that_of_their_bytes(
         (0.5, 10.0, 10.0), (0.25, 20.0, 20.0), (1.0, 20.0, 20.0),
     ],
 )  # fmt: skip
-def test_few_buffers_for_gradients_leave_little_to_the_next_forward_by_hand(
-    carried, host, expected
-):
+def test_few_gradient_buffers_delay_the_next_forward_as_calculated_by_hand(carried, host, expected):
     time = by_hand(*COMPUTED, ("optimizer", "host", host), carried=carried)
     assert time.eager_seconds == pytest.approx(expected)
     assert time.hidden_seconds == max(3.0, host) + 6.0
@@ -175,7 +173,7 @@ SIMULATED = {
 
 
 @pytest.mark.parametrize("case", SIMULATED)
-def test_lanes_are_a_bound_that_simulated_steps_come_near(case):
+def test_simulated_steps_come_close_to_the_bound_of_the_lanes(case):
     (forward, backward, weights, gradients, host), measured = SIMULATED[case]
     passes = (("forward", "device", forward), ("backward", "device", backward))
     after = ("optimizer", "host", host)
@@ -193,7 +191,7 @@ def test_lanes_are_a_bound_that_simulated_steps_come_near(case):
     # Calculated outside the library, only from arithmetic, weights and rates of a 4090.
     [("flux", 16, 1, 4.8, 2.9), ("qwen-image", 16, 1, 6.4, 3.8), ("flux", None, 4, 28.5, 15.5)],
 )
-def test_streamed_weights_take_what_their_lanes_take(name, lora, batch, waits, streams):
+def test_streamed_weights_take_the_time_of_their_lanes(name, lora, batch, waits, streams):
     facts, plan = as_facts(name, lora=lora), {"precision": "bf16", "micro_batch_size": batch}
     work = Workload(batch=batch, height=1024, width=1024)
 
@@ -214,7 +212,7 @@ def test_streamed_weights_take_what_their_lanes_take(name, lora, batch, waits, s
     assert streamed.expected <= few.expected <= clipped.expected
 
 
-def test_an_optimizer_hides_behind_the_next_forward_alone():
+def test_an_optimizer_is_hidden_only_behind_the_next_forward():
     _, time = timed(catalogued_rates(CUDA), batch=8, stage=2, offload="cpu")
     phases = time.phases
     assert time.schedule == "hidden"
@@ -226,7 +224,7 @@ def test_an_optimizer_hides_behind_the_next_forward_alone():
     assert on_device.hidden_seconds == on_device.seconds
 
 
-def test_one_pass_goes_over_less_than_deepspeeds_chain():
+def test_the_fused_host_step_touches_less_memory_than_deepspeeds_chain():
     rates = slow(host_step=1e10)
     plan = DeepSpeedPlan.build(offload="cpu", precision="bf16")
     times = []
@@ -246,21 +244,21 @@ def test_one_pass_goes_over_less_than_deepspeeds_chain():
         ({"world_size": 4, "stage": 2, "offload": "cpu"}, "products", 1),
     ],
 )
-def test_arithmetic_grows_with_what_is_computed(options, rate, factor):
+def test_step_time_grows_with_the_arithmetic(options, rate, factor):
     rates = slow(**{rate: 1e12})
     assert timed(rates, **options)[1].seconds == pytest.approx(
         factor * timed(rates)[1].seconds, rel=0.01
     )
 
 
-def test_ranks_share_memory_and_disk_of_a_machine():
+def test_the_ranks_of_a_machine_share_memory_and_disk_bandwidth():
     rates = slow(host_step=1e10)
     one, four = (timed(rates, offload="cpu", world_size=ranks)[1].seconds for ranks in (1, 4))
     assert four == pytest.approx(one, rel=1e-3)
     assert "ranks" in timed(offload="cpu", world_size=2)[1].notes[0]
 
 
-def test_what_recomputing_and_offloading_cost():
+def test_recomputation_and_activation_offload_have_their_costs():
     rates = slow(products=1e12, to_host=1e10, to_device=1e10)
     kept, recomputed, away = (
         timed(rates, checkpointing=c, offloading=o)[1].phases
@@ -273,7 +271,7 @@ def test_what_recomputing_and_offloading_cost():
     assert away["backward"] >= recomputed["backward"]
 
 
-def test_files_are_read_and_written_around_the_step():
+def test_swap_files_are_read_and_written_around_the_step():
     rates = slow(disk_read=1e9, disk_write=5e8)
     estimate, time = timed(rates, stage=3, offload="nvme")
     swap = step_traffic(estimate).swap
@@ -282,7 +280,7 @@ def test_files_are_read_and_written_around_the_step():
 
 
 def counted():
-    """SDXL, whose operators were counted."""
+    """Return the facts of SDXL, whose operators were counted."""
     facts, plain = family("sdxl"), family("sdxl").arithmetic
     work = {"operators": 1000, "product_calls": 100, "attention_calls": 10}
     passes = {kind: attrs.evolve(getattr(plain, kind), **work) for kind in ("forward", "backward")}
@@ -292,7 +290,7 @@ def counted():
 @pytest.mark.parametrize(
     ("precision", "suffix", "other"), [("bf16", "", "_fp32"), ("fp32", "_fp32", "")]
 )
-def test_each_precision_has_rates_of_its_own(precision, suffix, other):
+def test_each_precision_has_its_own_rates(precision, suffix, other):
     plan = DeepSpeedPlan.build(precision=precision, stage=2)
     estimate = plan.estimate(counted(), platform=CPU, batch=1, resolution=512)
     for name, times in (("product_calls", 200), ("attention_calls", 20)):
@@ -308,7 +306,7 @@ def test_each_precision_has_rates_of_its_own(precision, suffix, other):
 @pytest.mark.parametrize(
     ("stage", "forward", "backward"), [(0, 0, 5), (1, 0, 12), (2, 0, 12), (3, 4, 12)]
 )
-def test_what_deepspeed_begins_for_each_parameter_takes_time(stage, forward, backward):
+def test_deepspeeds_operators_per_parameter_take_time(stage, forward, backward):
     plan = DeepSpeedPlan.build(precision="fp32", stage=stage)
     estimate = plan.estimate(counted(), platform=CPU, batch=1, resolution=512)
     phases, count = estimate.step_time(slow(operators=1e3)).phases, len(counted().parameters)
@@ -320,7 +318,7 @@ def test_what_deepspeed_begins_for_each_parameter_takes_time(stage, forward, bac
     ("stage", "precision", "nbytes", "operators"),
     [(2, "bf16", 40, 20), (2, "fp32", 32, 5), (3, "bf16", 56, 9), (3, "fp32", 72, 8)],
 )
-def test_deepspeeds_chain_looks_at_each_gradient(stage, precision, nbytes, operators):
+def test_deepspeeds_chain_reads_each_gradient_again(stage, precision, nbytes, operators):
     plan = DeepSpeedPlan.build(precision=precision, stage=stage, offload="cpu")
     estimate = plan.estimate(counted(), platform=CPU, batch=1, resolution=512)
     chain = attrs.evolve(estimate, resolved=attrs.evolve(estimate.resolved, host_step=False))
@@ -340,9 +338,7 @@ def test_deepspeeds_chain_looks_at_each_gradient(stage, precision, nbytes, opera
     [(0, "none", 1, 4), (1, "none", 1, 8), (2, "none", 2, 12), (2, "cpu", 1, 4), (2, "cpu", 3, 12),
      (3, "none", 1, 8)],
 )  # fmt: skip
-def test_gradients_of_each_pass_are_written_anew_on_a_processor(
-    stage, offload, accumulated, nbytes
-):
+def test_gradients_of_each_pass_are_rewritten_on_a_cpu(stage, offload, accumulated, nbytes):
     plan = DeepSpeedPlan.build(
         precision="fp32", stage=stage, offload=offload, gradient_accumulation_steps=accumulated
     )
@@ -354,19 +350,19 @@ def test_gradients_of_each_pass_are_written_anew_on_a_processor(
 
 
 @pytest.mark.parametrize(("offload", "nbytes"), [("none", 12), ("cpu", 8)])
-def test_an_average_in_host_memory_reads_weights_of_its_own_but_in_a_hidden_pass(offload, nbytes):
+def test_an_ema_in_host_memory_reads_the_weights_again_unless_it_is_hidden(offload, nbytes):
     _, time = timed(slow(host_memory=1e10), ema="host", stage=2, offload=offload)
     assert time.phases["ema"] == pytest.approx(nbytes * N / 1e10)
 
 
-def test_without_a_size_or_arithmetic_nothing_is_predicted():
+def test_without_size_or_arithmetic_no_time_is_predicted():
     shapes = attrs.evolve(family("sdxl"), arithmetic=None)
     plan = DeepSpeedPlan.build(precision="bf16")
     assert plan.estimate(shapes, platform=CUDA, resolution=512).step_time(EVEN) is None
     assert plan.estimate(family("sdxl"), platform=CUDA).step_time(EVEN) is None
 
 
-def test_a_processor_computes_in_its_own_memory():
+def test_a_cpu_computes_in_host_memory():
     _, time = timed(platform=CPU, precision="fp32", offload="cpu")
     assert {part.lane for part in time.parts} == {"device", "host"}
     assert {part.rate for part in time.parts} >= {"products_fp32", "host_step", "host_memory"}
@@ -389,7 +385,7 @@ def test_cards_are_found_by_name_and_by_memory():
     assert unknown.source("products") == "catalogued"
 
 
-def test_measured_rates_belong_to_their_hardware(tmp_path):
+def test_measured_rates_are_used_only_on_their_hardware(tmp_path):
     file = tmp_path / "cache" / "rates.json"
     assert known_rates(CUDA, file=file) == catalogued_rates(CUDA)
     store_rates(CPU, {"products_fp32": 5e10, "host_step": 1e10}, file=file)
@@ -406,19 +402,19 @@ def test_measured_rates_belong_to_their_hardware(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}', "\x00"])
-def test_a_spoiled_file_of_rates_counts_as_none(tmp_path, text):
+def test_a_corrupt_rates_file_is_ignored(tmp_path, text):
     file = tmp_path / "rates.json"
     file.write_text(text)
     assert known_rates(CUDA, file=file) == catalogued_rates(CUDA)
 
 
-def test_spoiled_rates_are_passed_over(tmp_path):
+def test_corrupt_rates_are_skipped(tmp_path):
     file = tmp_path / "rates.json"
     store_rates(CUDA, {"products": -1, "to_host": "fast", "host_step": 2e9}, file=file)
     assert known_rates(CUDA, file=file).measured == {"host_step"}
 
 
 @pytest.mark.parametrize("value", [0, -1, "fast", None, math.nan])
-def test_impossible_rates_are_refused(value):
+def test_invalid_rates_are_refused(value):
     with pytest.raises(InvalidValueError, match=r"rates\.products"):
         attrs.evolve(EVEN, products=value)

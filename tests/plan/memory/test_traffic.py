@@ -1,4 +1,4 @@
-"""Bytes a step reads and writes, against the kernel's counts in real runs."""
+"""Bytes a step reads and writes, compared with the kernel's counts in real runs."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_parameters_are_read_twice_per_micro_batch_and_written_once():
     assert traffic(**both, accumulation=2) == SwapTraffic(read=24 * N, written=18 * N)
 
 
-def test_without_nvme_nothing_moves():
+def test_without_nvme_there_is_no_traffic():
     assert traffic(offload="cpu") == SwapTraffic(read=0, written=0)
     # An EMA in a file does not count as DeepSpeed's swap.
     assert traffic(offload="nvme", ema="nvme") == traffic(offload="nvme")
 
 
-def test_seconds_follow_from_the_disk():
+def test_the_seconds_follow_from_the_disk_rates():
     moved = SwapTraffic(read=6_000_000_000, written=2_000_000_000)
     assert moved.seconds(read_rate=3e9, write_rate=1e9) == pytest.approx(4.0)
     with pytest.raises(InvalidValueError, match="ds_nvme_tune"):

@@ -68,6 +68,6 @@ def test_pinned_memory_rounding_of_sdxl():
         (2, {"platform": OLDER, "model": ModelFacts.from_shapes([("a", (1000, 1000))])}),
     ],
 )
-def test_pinned_memory_rounding_is_quiet_where_nothing_is_lost(stage, context):
+def test_pinned_memory_rounding_reports_nothing_where_nothing_is_lost(stage, context):
     config = zero(stage=stage, offload_optimizer={"device": "cpu"})
     assert find("pinned-memory-rounding", config, **context) == []

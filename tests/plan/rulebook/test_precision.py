@@ -14,7 +14,7 @@ CUDA = Platform.synthetic("cuda")
 OLD = Platform.synthetic("cuda", bf16=False, fp16=False)
 
 
-def test_precision_unsupported_is_the_error_resolving_raises():
+def test_precision_unsupported_equals_the_error_of_resolution():
     finding = one("precision-unsupported", BF16, platform=OLD)
     assert finding.key == "bf16.enabled"
     with pytest.raises(PlanConflictError) as caught:
@@ -26,11 +26,13 @@ def test_precision_unsupported_is_the_error_resolving_raises():
     ("config", "platform"),
     [(BF16, CUDA), (FP16, CPU), (BF16, None), ({**BF16, **FP16}, OLD), ({}, OLD)],
 )
-def test_precision_that_works_or_is_another_rules_is_left_alone(config, platform):
+def test_precision_unsupported_ignores_working_precisions_and_those_of_other_rules(
+    config, platform
+):
     assert find("precision-unsupported", config, platform=platform) == []
 
 
-def test_fp16_on_the_cpu_is_said_once_by_resolving():
+def test_fp16_on_the_cpu_is_reported_once_by_resolution():
     finding = one("fp16-on-cpu", FP16, platform=CPU)
     assert find("fp16-on-cpu", FP16, platform=Platform.synthetic("cpu", fp16=True)) == []
     assert find("fp16-on-cpu", FP16, platform=CUDA) == find("fp16-on-cpu", FP16) == []
@@ -81,7 +83,7 @@ def test_master_weights_of_two_precisions():
     assert "only one of the two keys" in one("bf16-master-weights", config).reason
 
 
-def test_a_launchers_fp8_is_one_error():
+def test_a_launchers_fp8_gives_one_error():
     plan = read({}, mixed_precision="fp8")
     assert find("precision-unsupported", plan, platform=CUDA) == []
     assert one("precision-conflict", plan).key == "launch.mixed_precision"
@@ -97,6 +99,6 @@ def test_a_launchers_fp8_is_one_error():
         ({"enabled": False}, 0),
     ],
 )
-def test_a_dynamic_loss_scale_needs_a_window_and_a_floor(key, section, found):
+def test_a_dynamic_loss_scale_requires_a_window_and_a_floor(key, section, found):
     assert len(find("dynamic-loss-scale", {"fp16": {**section, key: 0}})) == found
     assert find("dynamic-loss-scale", {"fp16": {**section, key: 1}}) == []

@@ -14,7 +14,7 @@ def nvme(**keys):
     return zero(stage=3, offload_optimizer={"device": "nvme"}, **keys)
 
 
-def test_sub_group_size_says_what_its_buffers_take():
+def test_sub_group_size_reports_the_size_of_its_buffers():
     finding = one("nvme-sub-group-size", nvme(sub_group_size=1_000_000_000))
     assert "4 buffers" in finding.reason
     assert "14.90 GiB of host memory" in finding.reason
@@ -39,7 +39,7 @@ def test_sub_group_size(config, model, found):
     assert len(find("nvme-sub-group-size", config, model=model)) == found
 
 
-def test_pipelining_multiplies_the_pool():
+def test_pipelining_multiplies_the_buffer_pool():
     config = nvme(sub_group_size=1_000_000_000)
     config["zero_optimization"]["offload_optimizer"]["pipeline_read"] = True
     assert "8 buffers" in one("nvme-sub-group-size", config).reason

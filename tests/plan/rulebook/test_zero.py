@@ -86,7 +86,7 @@ def test_a_typo_that_deepspeed_ignores_is_an_error(section, key, meant):
     assert meant in finding.fix
 
 
-def test_sections_of_the_users_own_names_are_open():
+def test_sections_with_names_of_the_user_accept_any_key():
     sampling = {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"x": {"a": 1}}}}
     section = {"data_efficiency": {"data_sampling": sampling}}
     assert find("passed-through", section) == []
@@ -137,7 +137,7 @@ def test_large_reduce_bucket(keys, bf16, cost):
     assert find("large-reduce-bucket", config) == []
 
 
-def test_activation_checkpointing_is_deepspeeds_own():
+def test_deepspeeds_activation_checkpointing_is_reported_with_the_alternative():
     config = {"activation_checkpointing": {"partition_activations": True}}
     assert "enable_gradient_checkpointing" in one("activation-checkpointing", config).fix
     assert find("activation-checkpointing", {"activation_checkpointing": {}}) == []
@@ -153,7 +153,7 @@ def test_activation_checkpointing_is_deepspeeds_own():
         ({"expert_parallel": {"autoep_size": 2}}, "expert_parallel.autoep_size"),
     ],
 )
-def test_other_parallelism_is_refused_for_what_it_is(config, key):
+def test_other_kinds_of_parallelism_are_refused_by_their_key(config, key):
     batch = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1}
     assert one("parallelism", {**batch, **config}, world_size=4).key == key
     assert "data parallelism" in one("parallelism", config).reason
@@ -161,7 +161,7 @@ def test_other_parallelism_is_refused_for_what_it_is(config, key):
 
 @pytest.mark.parametrize("kind", ["tp", "cp", "sp"])
 @pytest.mark.parametrize("prefix", ["", "parallelism_config_"])
-def test_accelerates_parallelism_is_refused_too(kind, prefix):
+def test_accelerates_parallelism_settings_are_refused_too(kind, prefix):
     def plan(size):
         return DeepSpeedPlan.from_dict(
             {
@@ -194,7 +194,7 @@ def test_parallelism_in_the_launchers_environment_is_refused_too(used, refused):
     "config",
     [{"sequence_parallel_size": 1}, {"pipeline": {"stages": "auto"}}, {"pipeline": [2]}],
 )
-def test_one_of_everything_is_data_parallelism(config):
+def test_parallelism_of_degree_one_is_accepted(config):
     assert find("parallelism", config) == []
 
 
@@ -223,13 +223,13 @@ def test_one_of_everything_is_data_parallelism(config):
         ),
     ],
 )
-def test_what_is_passed_through_is_judged(config, key, fix):
+def test_passed_through_keys_are_checked(config, key, fix):
     finding = one("passed-through", config)
     assert finding.key == key
     assert fix in finding.fix
 
 
-def test_what_deepspeed_takes_passes_through():
+def test_values_that_deepspeed_accepts_pass_through():
     config = {
         "tensorboard": {"enabled": "yes", "output_path": "x", "job_name": "auto"},
         "hybrid_engine": {"max_out_tokens": "512"},
@@ -240,26 +240,26 @@ def test_what_deepspeed_takes_passes_through():
     assert find("passed-through", config) == []
 
 
-def test_a_schema_of_another_deepspeed_can_be_given():
+def test_the_schema_of_another_deepspeed_can_be_passed():
     plan = DeepSpeedPlan.from_dict({"gradient_allreduce_op": "max"})
     schema = {"properties": {"gradient_allreduce_op": {"enum": ["max"]}}}
     assert plan.check()[0].rule == "passed-through"
     assert all(finding.rule != "passed-through" for finding in plan.check(schema=schema))
 
 
-def test_summing_gradients_is_refused_with_deepcompile():
+def test_deepcompile_with_summed_gradients_is_refused():
     config = {"gradient_allreduce_op": "sum", "compile": {"deepcompile": True}}
     assert "DeepCompile" in one("gradient-sum", {**config, **zero(stage=1)}).reason
 
 
-def test_swapping_without_a_folder_is_said():
+def test_swapping_without_a_folder_is_reported():
     config = zero(stage=3, offload_optimizer={"device": "nvme"})
     assert one("nvme-path-unset", config).key.endswith("offload_optimizer.nvme_path")
     config["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/nvme"
     assert find("nvme-path-unset", config) == []
 
 
-def test_a_number_in_quotes_is_said():
+def test_a_number_in_quotes_is_reported():
     finding = one("number-as-text", {"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}})
     assert (finding.key, finding.fix) == ("optimizer.params.lr", "write 1e-4")
     params = {"lr": 1e-4, "betas": "auto", "kind": "cosine"}
@@ -267,7 +267,7 @@ def test_a_number_in_quotes_is_said():
 
 
 @pytest.mark.parametrize(("precision", "size"), [("auto", "1.86"), (True, "1.86"), (False, "3.73")])
-def test_the_size_of_a_bucket_is_that_of_its_precision(precision, size):
+def test_the_reported_bucket_size_follows_the_precision(precision, size):
     section = {"stage": 2, "reduce_bucket_size": 500_000_000, "overlap_comm": True}
     config = {"zero_optimization": section, "bf16": {"enabled": precision}}
     assert size in one("large-reduce-bucket", config).reason
@@ -283,7 +283,7 @@ def test_the_size_of_a_bucket_is_that_of_its_precision(precision, size):
         ({"fp16": {"loss_scale": "dynamic"}}, "0 means dynamic"),
     ],
 )
-def test_what_people_write_gets_the_form_that_works(config, fix):
+def test_common_mistakes_get_a_fix_in_the_valid_form(config, fix):
     with pytest.raises(PlanError) as caught:
         DeepSpeedPlan.from_dict(config)
     assert fix in str(caught.value)

@@ -1,4 +1,4 @@
-"""Datasets of other libraries give the stored bytes, upright and whole."""
+"""Datasets of other libraries give the stored bytes as upright, intact images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def pixels(image):
     return np.asarray(image.convert("RGB")).astype(int)
 
 
-def test_hugging_face_datasets_give_the_stored_bytes(cuttings, tmp_path, encode):
+def test_hugging_face_datasets_yield_the_stored_bytes(cuttings, tmp_path, encode):
     datasets = pytest.importorskip("datasets")
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -40,7 +40,7 @@ def test_hugging_face_datasets_give_the_stored_bytes(cuttings, tmp_path, encode)
         HuggingFaceImages(dataset, caption="words")
 
 
-def test_any_dataset_of_images_is_a_source(cuttings):
+def test_any_dataset_of_images_can_be_a_source(cuttings):
     pairs = [(image, number) for number, image in enumerate(cuttings[:6])]
     source = DatasetImages(pairs, image=lambda s: s[0], caption=lambda s: f"class {s[1]}")
     assert [source.item(index).caption for index in range(6)] == [f"class {n}" for n in range(6)]
@@ -48,7 +48,7 @@ def test_any_dataset_of_images_is_a_source(cuttings):
     assert len({source.content(index) for index in range(6)}) == 6
 
 
-def test_columns_and_places_may_be_named(cuttings):
+def test_columns_and_folders_can_be_named(cuttings):
     image = cuttings[0]
     for samples, place, words in (
         ([{"picture": image, "text": "a cat"}], "picture", "text"),
@@ -58,7 +58,7 @@ def test_columns_and_places_may_be_named(cuttings):
         assert [source.item(n).caption for n in range(len(source))] == ["a cat"]
 
 
-def test_a_column_that_is_not_there_is_answered(cuttings):
+def test_a_missing_column_is_named(cuttings):
     samples = [{"picture": cuttings[0], "text": "a cat"}]
     with pytest.raises(DataError, match=r"image = 'image'.*'picture', 'text'"):
         DatasetImages(samples, image="image", caption="text")

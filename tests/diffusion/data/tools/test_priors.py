@@ -1,4 +1,4 @@
-"""Prior preservation against the arithmetic of diffusers' DreamBooth script."""
+"""Prior preservation, compared with the arithmetic of diffusers' DreamBooth script."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def both(weight=1.0, instances=2, priors=2):
     )
 
 
-def test_the_loss_is_that_of_the_dreambooth_script():
+def test_the_loss_equals_that_of_the_dreambooth_script():
     model, batch = tiny_unet(), next(both(weight=0.7))
     loss = DenoisingObjective(family=ClassConditional())(
         model, batch, torch.Generator().manual_seed(3)
@@ -53,7 +53,7 @@ def test_the_loss_is_that_of_the_dreambooth_script():
 
 
 @pytest.mark.parametrize(("instances", "priors"), [(1, 3), (3, 1), (2, 4)])
-def test_unequal_shares_are_still_a_sum_of_two_means(instances, priors):
+def test_unequal_shares_still_sum_two_means(instances, priors):
     batch = next(both(weight=2.0, instances=instances, priors=priors))
     losses = torch.rand(instances + priors, generator=torch.Generator().manual_seed(0))
     weighted = (losses * batch["loss_weights"]).mean()
@@ -61,7 +61,7 @@ def test_unequal_shares_are_still_a_sum_of_two_means(instances, priors):
     torch.testing.assert_close(weighted, expected)
 
 
-def test_without_weight_the_prior_leaves_no_gradient():
+def test_without_weight_the_prior_contributes_no_gradient():
     data, model = both(weight=0.0), tiny_unet()
     objective = FlowMatchingObjective(family=ClassConditional())
     batch = dict(next(data))
@@ -77,7 +77,7 @@ def test_without_weight_the_prior_leaves_no_gradient():
     assert first.abs().max() > 0
 
 
-def test_a_run_continues_where_both_streams_were():
+def test_a_run_resumes_both_streams():
     data = both()
     assert isinstance(data, BatchStream)
     for _ in range(3):
@@ -110,7 +110,7 @@ def test_captions_and_weights_of_the_data_are_kept():
     assert batch["loss_weights"].tolist() == [2.0, 6.0, 1.0, 0.5]
 
 
-def test_streams_that_do_not_fit_together_are_data_errors():
+def test_incompatible_streams_are_data_errors():
     def repeated(**batch):
         return RepeatedBatches([batch])
 
