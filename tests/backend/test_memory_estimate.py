@@ -334,4 +334,6 @@ def test_activation_memory_of_few_layers_matches_the_estimate(name):
     for measured, estimated in found.values():
         assert measured > 200, "most of it activations"
         assert measured * (1 - UNDER) <= estimated <= measured * (1 + OVER), found
-    assert found["block inputs"][0] < 0.9 * found["all"][0]
+    # A model that ignores checkpointing needs as much in both cases. With few layers, weights and
+    # gradients dominate: for HunyuanVideo, checkpointing saves 10 %.
+    assert found["block inputs"][0] < 0.95 * found["all"][0]
