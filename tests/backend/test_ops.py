@@ -254,7 +254,7 @@ class TestReport:
         kind, message = told["build absent"]
 
         assert kind == "PlatformError"
-        assert "no implementation" in message
+        assert "does not implement this op" in message
 
     def test_building_an_unknown_op_suggests_a_name(self, told):
         assert told["build unknown"] == [

@@ -71,7 +71,7 @@ def test_messages_name_every_rank():
     text = _message(apart, 2, 8)
     assert "rank 0 is in optimizer at step 12, for 9 s" in text
     assert "rank 1 is in forward of a.b at step 12, for 9 s" in text
-    assert "different places" in text
+    assert "different points" in text
     assert "raise Watchdog(timeout_s=...)" in _message([beat(0, 9), beat(1, 9)], 2, 8)
     failed = _message([beat(0, 9), beat(1, 0, failed="ValueError: no")], 2, 8)
     assert failed.startswith("rank 1 failed, and the other ranks are waiting")

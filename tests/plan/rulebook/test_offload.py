@@ -53,7 +53,7 @@ def test_pinned_memory_rounding_of_sdxl():
     assert find("pinned-memory-rounding", config, platform=CUDA, model=SDXL) == []
     finding = one("pinned-memory-rounding", config, platform=OLDER, model=SDXL)
     # 10.27 GB are rounded up to 16 GiB twice, and 5.13 GB to 8 GiB.
-    assert "adds 16.09 GiB of host memory to the 23.91 GiB" in finding.reason
+    assert "adds 16.09 GiB of host memory to each rank's 23.91 GiB" in finding.reason
     config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
     assert find("pinned-memory-rounding", config, platform=OLDER, model=SDXL) == []
 
