@@ -339,7 +339,7 @@ def pieces(about: Mapping[str, Any], *, quick: bool) -> Iterator[Piece]:
         yield _steps(name, "Ours", plan, 64, 2, model="tiny", steps=2, trace=stage == 2)
     files, least = (["tests/backend/test_cuda.py"], 30.0) if quick else (["tests"], 90.0)
     yield Piece("tests", "bench.gpu:tests", {"files": files}, limit_s=240.0, least_s=least)
-    yield Piece("streamed: bits", "bench.large:streamed_bits")
+    yield Piece("streamed: bits", "bench.contestants:streamed_bits")
     if quick:
         yield _steps("streamed, tiny", "Streamed", _TWO, 64, 2, model="tiny", steps=2, clipping=0.0)
         yield _steps("tiny: Reference", "Reference", None, 64, 2, model="tiny", steps=2)
@@ -401,15 +401,15 @@ def _steps(
     settings = {"made": made, "model": "sdxl", "more": {}, "side": side, "batch": batch,
                 "steps": 4, "trace": False, "plan": plan, **more}  # fmt: skip
     limit, least = (120.0, 20.0) if settings["model"] == "tiny" else (240.0, 75.0)
-    return Piece(name, "bench.large:contestant", settings, limit, least)
+    return Piece(name, "bench.contestants:contestant", settings, limit, least)
 
 
-# -- Functions of the pieces, each in its own process; training steps are in bench/large.py.
+# -- Functions of the pieces, each in its own process; training steps are in bench/contestants.py.
 
 
 def machine(_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return hardware and versions, the compiled ops, and how many Flux blocks fit."""
-    from bench.large import flux_depth
+    from bench.contestants import flux_depth
     from bench.runner import machine
     from zerotune import detect_platform
 
@@ -470,7 +470,7 @@ def rates(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     import torch
 
-    from bench.large import RATES
+    from bench.contestants import RATES
     from zerotune import detect_platform
     from zerotune.backend.rates import measure_rates
     from zerotune.plan.memory.time import store_rates
@@ -494,7 +494,7 @@ def rates(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fastest(act: Callable[[], object], *, rounds: int = 5) -> float:
-    from bench.large import seconds_of
+    from bench.contestants import seconds_of
 
     return min([seconds_of(act) for _ in range(rounds + 1)][1:])
 

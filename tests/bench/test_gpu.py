@@ -197,7 +197,7 @@ def test_the_most_informative_pieces_come_first() -> None:
     quick = list(pieces(MACHINE, quick=True))
     kinds = {(one.made, one.settings.get("made")) for one in found}
     # TrainStream compiles for a GPU only.
-    kinds.remove(("bench.large:contestant", "TrainStreamed"))
+    kinds.remove(("bench.contestants:contestant", "TrainStreamed"))
     assert kinds == {(one.made, one.settings.get("made")) for one in quick}
     assert all(one.limit_s <= 240 for one in found), "the longest fits into ten minutes twice"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.large import DOUBLE, SINGLE, flux_depth, flux_need
+from bench.contestants import DOUBLE, SINGLE, flux_depth, flux_need
 from zerotune.platform import Platform
 from zerotune.platform.facts import GIB
 
