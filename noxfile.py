@@ -300,6 +300,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+def large(session: nox.Session) -> None:
+    """Train U-Nets of full size without a GPU (hours): ``nox -s large -- --case SDXL``."""
+    training_environment(session)
+    run(session, "-m", "bench", "large", *session.posargs)
+
+
+@nox.session(python=False)
 def gpu(session: nox.Session) -> None:
     """Run everything that needs a GPU: ``nox -s gpu -- --minutes 10 --output DIR``."""
     training_environment(session, "cpu_adam")

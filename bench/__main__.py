@@ -12,10 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-NAMES = (
+ALL = (
     "ema", "data", "memory", "checkpoint", "step", "overhead", "prediction", "stream",
 )  # fmt: skip
 """From the shortest to the longest."""
+NAMES = (*ALL, "large")
+"""With the benchmark that takes hours, 24 GiB of RAM and 60 GB of disk."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,10 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"all, or {', '.join(NAMES)}")
+    names = f"all (without large), or {', '.join(NAMES)}"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=names)
     parser.add_argument("--quick", action="store_true", help="seconds; shows only that it works")
     parser.add_argument("--output", type=Path, help="folder of the results")
     parser.add_argument("--fresh", action="store_true", help="measure again what is there")
+    parser.add_argument(
+        "--case", action="append", default=[], metavar="NAME",
+        help="only cases with this in their name, again if measured; may be repeated",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - {*NAMES, "all"}:
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
@@ -36,8 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from bench.runner import load, run
     from bench.show import markdown
 
-    for name in NAMES if "all" in options.names else options.names:
-        result = run(load(name), output=output, quick=options.quick, fresh=options.fresh)
+    for name in ALL if "all" in options.names else options.names:
+        result = run(
+            load(name),
+            output=output,
+            quick=options.quick,
+            fresh=options.fresh,
+            only=options.case,
+        )
         sys.stdout.write(markdown(result))
     if not options.names:
         sys.stdout.writelines(f"{name:12}{load(name).title}\n" for name in NAMES)

@@ -35,6 +35,10 @@ _PACKAGES: Final = (
 _VARIABLES: Final = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "MKL_NUM_THREADS")
 
 
+class LeftOutError(RuntimeError):
+    """A case cannot be measured on this machine now; says why."""
+
+
 @attrs.frozen(kw_only=True)
 class Measured:
     """Result of a case."""
@@ -54,7 +58,8 @@ class Case:
 
     name: str
     measure: Callable[[Mapping[str, Any], Path], Measured]
-    """Called with the settings and an empty folder, which is removed afterwards."""
+    """Called with the settings and an empty folder, which is removed afterwards; may raise
+    ``LeftOutError``."""
     settings: Mapping[str, Any]
     """Everything that determines the measurement, as JSON-able data."""
 
@@ -96,9 +101,21 @@ def load(name: str) -> Benchmark:
 
 
 def run(
-    benchmark: Benchmark, *, output: Path, quick: bool = False, fresh: bool = False
+    benchmark: Benchmark,
+    *,
+    output: Path,
+    quick: bool = False,
+    fresh: bool = False,
+    only: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measure each case that is not stored yet, and write ``NAME.json`` after each.
+
+    Args:
+        benchmark: The cases.
+        output: Folder of the file.
+        quick: Whether to measure the quick cases.
+        fresh: Measure stored cases again.
+        only: Parts of names: measure the cases whose name contains one of them, and no others.
 
     Returns:
         The content of the file.
@@ -110,26 +127,40 @@ def run(
     if quick and not stored.get("quick", True):
         raise SystemExit(f"{path} holds a full measurement; give another --output for a quick one")
     same = not fresh and all(stored.get(key) == head[key] for key in ("quick", *here))
+    cases = benchmark.cases(quick)
     kept = {case["name"]: case for case in stored["cases"]} if same else {}
-    goals = [] if not same else stored["goals"]
-    result: dict[str, Any] = head | {"cases": [], "goals": []}
-    for case in benchmark.cases(quick):
-        done = kept.get(case.name)
-        # Compare as JSON, which turns tuples into lists.
-        if done is None or done["settings"] != json.loads(json.dumps(case.settings)):
-            print(f"{benchmark.name}: {case.name}", file=sys.stderr, flush=True)
-            measured, about = _measure(case, output)
-            done = {"name": case.name, "settings": dict(case.settings), **about}
-            done |= summarised(measured)
-            goals = [goal for goal in goals if goal["case"] != case.name]
-            goals += [
-                judged(goal, measured.samples) for goal in benchmark.goals if goal.case == case.name
-            ]
-        result["cases"].append(done)
-        result["goals"] = [goal for goal in goals if goal["reached"] is not None]
+    # Compare as JSON, which turns tuples into lists.
+    current = {case.name: json.loads(json.dumps(case.settings)) for case in cases}
+    kept = {name: case for name, case in kept.items() if case["settings"] == current.get(name)}
+    goals = [goal for goal in stored.get("goals", ()) if goal["case"] in kept]
+
+    def write() -> dict[str, Any]:
+        result = {
+            **head,
+            "cases": [kept[case.name] for case in cases if case.name in kept],
+            "goals": [goal for goal in goals if goal["reached"] is not None],
+        }
         result = refreshed(result, benchmark)
         write_atomically(path, compact(result).encode())
-    return result
+        return result
+
+    for case in cases:
+        if not any(part in case.name for part in only) if only else case.name in kept:
+            continue
+        print(f"{benchmark.name}: {case.name}", file=sys.stderr, flush=True)
+        try:
+            measured, about = _measure(case, output)
+        except LeftOutError as error:
+            print(f"{benchmark.name}: left out: {error}", file=sys.stderr, flush=True)
+            continue
+        done = {"name": case.name, "settings": dict(case.settings), **about}
+        kept[case.name] = done | summarised(measured)
+        goals = [goal for goal in goals if goal["case"] != case.name]
+        goals += [
+            judged(goal, measured.samples) for goal in benchmark.goals if goal.case == case.name
+        ]
+        write()
+    return write()
 
 
 def _measure(case: Case, output: Path) -> tuple[Measured, dict[str, Any]]:

@@ -32,6 +32,7 @@ class Worker:
         arguments: Picklable.
         environment: Set in the process before ``make`` is called.
         fresh: Import everything in the process, as a script does, so that its heap starts unused.
+        patience_s: Seconds to wait for an answer.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class Worker:
         *arguments: Any,
         environment: Mapping[str, str] | None = None,
         fresh: bool = False,
+        patience_s: float = 600.0,
     ) -> None:
+        self._patience_s = patience_s
         context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
         if not fresh:
             # The fork server imports libraries once for all workers.
@@ -86,8 +89,8 @@ class Worker:
 
     def _answer(self, what: str) -> Any:
         try:
-            if not self._pipe.poll(600):
-                raise WorkerError(f"{what}: no answer within ten minutes")
+            if not self._pipe.poll(self._patience_s):
+                raise WorkerError(f"{what}: no answer within {self._patience_s:g} s")
             well, value = self._pipe.recv()
         except (EOFError, ConnectionError) as error:
             self._process.join(10)

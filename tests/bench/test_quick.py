@@ -106,3 +106,12 @@ def test_the_prediction_benchmark_completes(tmp_path):
         phases = sum(found[f"{part}_seconds"]["median"] for part in ("forward", "backward"))
         assert 0 < phases < found["seconds"]["median"]
     assert {"convolutions_fp32", "operators", "host_step"} <= set(case["facts"]["rates"])
+
+
+# tests/bench/test_large.py runs one of its cases in the suite.
+@pytest.mark.nightly
+@pytest.mark.deepspeed
+def test_the_large_benchmark_completes(tmp_path):
+    for case in measured("large", tmp_path).values():
+        assert "failed" not in case["facts"]
+        assert case["facts"]["resumed exactly"]

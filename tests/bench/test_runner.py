@@ -17,6 +17,7 @@ from bench.runner import (
     Benchmark,
     Case,
     Goal,
+    LeftOutError,
     Measured,
     alternate,
     compact,
@@ -114,6 +115,43 @@ def test_an_interrupted_run_resumes(tmp_path):
     assert len(run(whole, output=tmp_path)["goals"]) == 3
     assert COUNTS["calls"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["example.json"]
+
+
+def test_only_cases_chosen_by_name_are_measured_and_others_stay_stored(tmp_path):
+    first = run(benchmark(), output=tmp_path, only=["fir"])
+    assert [case["name"] for case in first["cases"]] == ["first"]
+    run(benchmark(), output=tmp_path)
+    assert COUNTS["calls"] == 2
+    again = run(benchmark(), output=tmp_path, only=["sec"])
+    assert COUNTS["calls"] == 3
+    assert [case["name"] for case in again["cases"]] == ["first", "second"]
+    assert len(again["goals"]) == 3
+
+
+def test_stored_cases_survive_an_interrupted_repetition(tmp_path):
+    run(benchmark(), output=tmp_path)
+
+    def broken(_settings, _scratch):
+        raise KeyboardInterrupt
+
+    first, second = benchmark().cases(False)
+    cut = attrs.evolve(first, measure=broken)
+    with pytest.raises(KeyboardInterrupt):
+        run(attrs.evolve(benchmark(), cases=lambda _quick: (cut, second)), output=tmp_path,
+            only=["first"])  # fmt: skip
+    stored = json.loads((tmp_path / "example.json").read_text())
+    assert [case["name"] for case in stored["cases"]] == ["first", "second"]
+
+
+def test_a_case_that_is_left_out_is_not_stored(tmp_path, capsys):
+    def too_large(_settings, _scratch):
+        raise LeftOutError("no room")
+
+    first, second = benchmark().cases(False)
+    cut = attrs.evolve(first, measure=too_large)
+    whole = attrs.evolve(benchmark(), cases=lambda _quick: (cut, second))
+    assert [case["name"] for case in run(whole, output=tmp_path)["cases"]] == ["second"]
+    assert "example: left out: no room" in capsys.readouterr().err
 
 
 def test_a_quick_run_does_not_replace_a_full_one(tmp_path):
