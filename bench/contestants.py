@@ -470,16 +470,18 @@ def device_memory() -> dict[str, Any]:
 
     Call it at the end: only then does the driver's figure include all libraries.
     """
-    if not torch.cuda.is_available():
-        return {}
-    from zerotune.training.memory import DeviceFigures, counted_apart, locked_peak
+    from zerotune.backend.accelerator import current_accelerator
 
-    figures = DeviceFigures.now(torch.device("cuda", torch.cuda.current_device()))
+    figures = current_accelerator().memory()
+    if figures is None:
+        return {}
+    from zerotune.training.memory import counted_apart, locked_peak
+
     return {
-        "allocated_bytes": float(torch.cuda.max_memory_allocated()),
-        "reserved_bytes": float(figures.most_reserved),
+        "allocated_bytes": float(figures.allocated_peak),
+        "reserved_bytes": float(figures.reserved_peak),
         "device_bytes": float(figures.peak),
-        "beside_bytes": float(figures.beside),
+        "beside_bytes": float(figures.context),
         "pinned_bytes": float(locked_peak()),
         "pinned_apart": counted_apart(anon_bytes),
     }

@@ -18,7 +18,6 @@ from zerotune.platform.facts import GIB
 from zerotune.training import memory
 from zerotune.training.activations import known_activations
 from zerotune.training.memory import (
-    DeviceFigures,
     counted_apart,
     device_peak,
     expected_memory,
@@ -126,19 +125,6 @@ def test_measured_memory_follows_allocations():
         assert host_now() > before + 2**25
         assert host_peak() >= before + len(held) // 2
     assert device_peak(torch.device("cpu")) is None
-
-
-def figures(**changed):
-    known = {"total": 80 * GIB, "free": 70 * GIB, "reserved": 8 * GIB, "most_reserved": 9 * GIB}
-    return DeviceFigures(**known | changed)
-
-
-def test_the_device_peak_includes_memory_of_libraries_loaded_after_the_start():
-    """The CUDA context takes 0.5 GiB at the start, 2 GiB once all kernels are loaded."""
-    assert figures().beside == 2 * GIB
-    assert figures().peak == 11 * GIB
-    assert figures(others=GIB).peak == 10 * GIB
-    assert figures(free=75 * GIB).peak == 9 * GIB, "figures of two moments never go below zero"
 
 
 @pytest.mark.parametrize(("visible", "apart"), [(0, True), (1, False)])

@@ -122,15 +122,6 @@ class Launch:
         return launch
 
 
-def communication_backend(accelerator: str) -> str:
-    """Return torch's communication backend for an accelerator.
-
-    Args:
-        accelerator: Name of the accelerator, such as ``"cuda"``, ``"rocm"`` or ``"cpu"``.
-    """
-    return "nccl" if accelerator in {"cuda", "rocm"} else "gloo"
-
-
 class ProcessGroup:
     """torch's default process group, with errors that name the missing rank.
 

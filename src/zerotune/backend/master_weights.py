@@ -572,16 +572,9 @@ class MasterWeights:
                 pairs.append((address, weights[part], master.to(weights.dtype)))
         if not pairs:
             return
-        # Concatenate first, so that each side waits for its device only once.
-        model = torch.cat([weights.float() for _, weights, _ in pairs]).cpu()
-        masters = torch.cat([master.float() for _, _, master in pairs]).cpu()
-        if torch.equal(model, masters):
-            return
-        at = 0
-        for address, weights, _ in pairs:
-            part = slice(at, at + len(weights))
-            there, here = model[part], masters[part]
-            at = part.stop
+        addresses, *sides = zip(*pairs, strict=True)
+        on_host = _on_host([part for side in sides for part in side])
+        for address, there, here in zip(addresses, on_host, on_host[len(pairs) :], strict=False):
             alike = (there == here) | (there.isnan() & here.isnan())
             if not alike.all():
                 worst = int((~alike).nonzero()[0])
@@ -734,6 +727,17 @@ class MasterWeights:
             current.append(address)
         if current:
             yield current[0].slab, current
+
+
+def _on_host(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy 1-D tensors to host memory in fp32; a device with several of them is waited for once."""
+    copies = dict[int, torch.Tensor]()
+    for device in dict.fromkeys(part.device for part in parts):
+        indices = [index for index, part in enumerate(parts) if part.device == device]
+        joined = torch.cat([parts[index] for index in indices]).float().cpu()
+        sizes = [len(parts[index]) for index in indices]
+        copies |= zip(indices, torch.split(joined, sizes), strict=True)
+    return [copies[index] for index in range(len(parts))]
 
 
 def _narrow(flat: torch.Tensor, address: FragmentAddress) -> torch.Tensor:

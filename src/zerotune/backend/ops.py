@@ -30,6 +30,7 @@ from packaging.version import Version
 from zerotune._util.proc import LOCAL_FILESYSTEMS, environment, filesystem_kind
 from zerotune._util.text import did_you_mean
 from zerotune.errors import InvalidValueError, MissingDependencyError, PlatformError
+from zerotune.platform.facts import CUDA
 from zerotune.platform.toolchain import Toolchain, detect_toolchain
 
 _ABANDONED_AFTER: Final = 600.0
@@ -96,7 +97,7 @@ _MODULE: Final = "the Python module {} is missing"
 _TOOLKIT: Final = "install the CUDA toolkit that torch was built for, and set CUDA_HOME"
 _LIBRARY_FIXES: Final = {
     "aio": "install libaio-dev",
-    "cuda": "install the NVIDIA driver, or add the folder of its stub library to LIBRARY_PATH",
+    CUDA: "install the NVIDIA driver, or add the folder of its stub library to LIBRARY_PATH",
     "cudart": _TOOLKIT,
     "gomp": "install the OpenMP library of your compiler",
     "": "install the package that contains lib{}",
@@ -376,10 +377,10 @@ def missing_for_building(builder: Any, toolchain: Toolchain) -> Diagnosis | None
 
 
 def _builds_for_cuda(builder: Any) -> bool:
-    import torch
+    from zerotune.backend.accelerator import current_accelerator
 
     base = importlib.import_module("deepspeed.ops.op_builder.builder").CUDAOpBuilder
-    return isinstance(builder, base) and torch.version.hip is None and torch.cuda.is_available()
+    return isinstance(builder, base) and current_accelerator().is_nvidia
 
 
 def doubt(builder: Any, toolchain: Toolchain) -> Diagnosis | None:

@@ -15,8 +15,9 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.proc import environment
+from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.checks import DTYPES, Checks, check_alike, check_model_dtype, expected_groups
-from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend, meeting
+from zerotune.backend.distributed import Launch, ProcessGroup, meeting
 from zerotune.backend.engine import (
     CountingEngine,
     EngineState,
@@ -104,9 +105,8 @@ class PlainEngine(CountingEngine):
         self._plan = plan
         self._module = model
         self._accelerator = _accelerator(plan, timeout_s)
-        self._group = ProcessGroup(
-            backend=communication_backend(self._accelerator.device.type), timeout_s=timeout_s
-        )
+        running = accelerator_of(self._accelerator.device)
+        self._group = ProcessGroup(backend=running.communication_backend, timeout_s=timeout_s)
         self.resources.callback(self._group.close)
         check_model_dtype(model, plan)
         check_alike(plan, model, self._group)
@@ -140,7 +140,7 @@ class PlainEngine(CountingEngine):
     def _place(self, named: Named, plan: ResolvedPlan) -> Named:
         """Return the master weights by name, in host memory if the plan offloads the optimizer."""
         self._host = None
-        if plan.offload_optimizer == "cpu" and _has_memory_of_its_own(self.device):
+        if plan.offload_optimizer == "cpu" and not accelerator_of(self.device).is_host:
             zero = plan.plan.zero_optimization
             self._host = HostWeights(
                 named,
@@ -479,7 +479,7 @@ class PlainStep(DeferredSteps):
     @property
     @override
     def _accelerator(self) -> Any:
-        return getattr(torch, next(self._module.parameters()).device.type)
+        return torch.get_device_module(next(self._module.parameters()).device)
 
     def _step(self, _adam: torch.optim.Optimizer, _closure: None = None) -> None:
         self.settle()
@@ -520,10 +520,6 @@ class PlainStep(DeferredSteps):
         type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
         if self._host is not None:
             self._host.upload()
-
-
-def _has_memory_of_its_own(device: torch.device) -> bool:
-    return device.type != "cpu"
 
 
 def _strided(parameters: Iterable[torch.Tensor]) -> str | None:

@@ -29,12 +29,13 @@ import torch
 from zerotune._util.files import read_record, write_atomically
 from zerotune._util.proc import installed_version, installed_versions
 from zerotune._util.text import json_of
+from zerotune.backend.accelerator import accelerator_for
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError
 from zerotune.plan.model import ResolvedPlan
 from zerotune.platform.detect import MachineProbe, first_line
-from zerotune.platform.facts import DEEPSPEED_NAMES, Accelerator, user_cache
+from zerotune.platform.facts import user_cache
 
 KEY: Final = "proof"
 VARIABLE: Final = "ZEROTUNE_PROOF"
@@ -97,25 +98,16 @@ class Combination:
     """Version of zerotune, and a digest of the source files of the fast paths."""
 
     @classmethod
-    def here(cls, accelerator: Accelerator) -> Combination:
+    def here(cls, accelerator: str) -> Combination:
         """Return the combination for the device that this process uses.
 
         Args:
-            accelerator: Kind of accelerator, such as ``"cuda"``.
+            accelerator: Kind of accelerator that the plan or the platform names.
         """
-        kind, processor = DEEPSPEED_NAMES[accelerator], MachineProbe().processor()
-        device = processor
-        if kind != "cpu":
-            module: Any = torch.get_device_module(kind)
-            properties: Any = getattr(module, "get_device_properties", None)
-            device = kind
-            if properties is not None and module.is_available():
-                facts = properties(module.current_device())
-                numbers = [str(getattr(facts, p)) for p in ("major", "minor") if hasattr(facts, p)]
-                device = ", ".join(filter(None, (str(facts.name), ".".join(numbers))))
+        running, processor = accelerator_for(accelerator), MachineProbe().processor()
         return cls(
-            device=device,
-            driver=_driver(kind),
+            device=processor if running.is_host else running.name,
+            driver=running.driver,
             processor=processor,
             torch=str(torch.__version__),
             deepspeed=installed_version("deepspeed") or "none",
@@ -127,21 +119,6 @@ class Combination:
         """Digest of the combination, which is the proof file's name without its extension."""
         text = json.dumps(attrs.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _driver(kind: str) -> str:
-    if kind == "cpu":
-        return "none"
-    if kind == "xpu" and torch.xpu.is_available():
-        return str(torch.xpu.get_device_properties().driver_version)
-    if kind == "cuda":
-        for path in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
-            if text := (MachineProbe().read_text(path) or "").strip():
-                return text.splitlines()[0]
-        asked: Any = getattr(torch._C, "_cuda_getDriverVersion", None)
-        if asked is not None and torch.cuda.is_available():
-            return str(asked())
-    return platform.platform()
 
 
 @cache
@@ -322,12 +299,12 @@ def proof_setting(environ: Mapping[str, str] | None = None) -> Setting:
     )
 
 
-def why_unproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
+def why_unproven(path: FastPath, *, accelerator: str) -> str | None:
     """Return why a fast path is not the default on this device; ``None`` if it is proven.
 
     Args:
         path: The fast path.
-        accelerator: Kind of accelerator, such as ``"cuda"``.
+        accelerator: Kind of accelerator that the plan or the platform names.
     """
     if proof_setting() == "off":
         return f"{VARIABLE}=off disables the fast paths"
@@ -339,12 +316,12 @@ def why_unproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
     return None if obstacle is None else "; ".join((obstacle, *_what_to_do(proof)))
 
 
-def why_disproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
+def why_disproven(path: FastPath, *, accelerator: str) -> str | None:
     """Return why a check failed, for a fast path that is the default even without a proof.
 
     Args:
         path: The fast path.
-        accelerator: Kind of accelerator, such as ``"cuda"``.
+        accelerator: Kind of accelerator that the plan or the platform names.
 
     Returns:
         The reason; ``None`` if no check of the path has failed.
@@ -364,11 +341,11 @@ def _what_to_do(proof: Proof) -> tuple[str, ...]:
     return () if proof.error is None else (f"run `{COMMAND}` to repeat the proof",)
 
 
-def proof_decisions(accelerator: Accelerator) -> tuple[Decision, ...]:
+def proof_decisions(accelerator: str) -> tuple[Decision, ...]:
     """Return the decision about proven fast paths; on a CPU without a proof, return no decision.
 
     Args:
-        accelerator: Kind of accelerator, such as ``"cuda"``.
+        accelerator: Kind of accelerator that the plan or the platform names.
     """
     setting = proof_setting()
     combination = Combination.here(accelerator)
@@ -397,13 +374,13 @@ def proof_decisions(accelerator: Accelerator) -> tuple[Decision, ...]:
 # -- The first start.
 
 
-def prove_first(accelerator: Accelerator, group: ProcessGroup) -> tuple[Decision, ...]:
+def prove_first(accelerator: str, group: ProcessGroup) -> tuple[Decision, ...]:
     """Run the proof's checks if this device has no proof yet. Collective.
 
     One process per machine runs the proof while all others wait. On a CPU, no proof is run.
 
     Args:
-        accelerator: Kind of accelerator, such as ``"cuda"``.
+        accelerator: Kind of accelerator that the plan or the platform names.
         group: Process group of all ranks.
 
     Returns:
@@ -433,7 +410,7 @@ _proven_anew: Final[set[Combination]] = set()
 """Combinations whose proof this process has repeated; once per process is enough."""
 
 
-def _prove_here(accelerator: Accelerator, *, anew: bool) -> None:
+def _prove_here(accelerator: str, *, anew: bool) -> None:
     combination = Combination.here(accelerator)
     anew = anew and combination not in _proven_anew
     if not anew and isinstance(load_proof(combination), Proof):
@@ -470,7 +447,7 @@ def _one_at_a_time() -> Iterator[None]:
         yield
 
 
-def _run_command(accelerator: Accelerator, patience_s: float = _PATIENCE_S) -> str | None:
+def _run_command(accelerator: str, patience_s: float = _PATIENCE_S) -> str | None:
     """Run the proof in a separate process; return its error, or ``None`` on success."""
     command = [sys.executable, "-m", *COMMAND.split(), *_ALLOWED.get(accelerator, ())]
     try:

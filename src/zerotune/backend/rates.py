@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zerotune.backend.accelerator import accelerator_of, current_accelerator
 from zerotune.backend.optimizers.classes import AdamW8BitStates
 from zerotune.backend.step.adams import stepper_of
 from zerotune.backend.step.kernel import AdamNumbers, load_host_step
@@ -45,8 +46,7 @@ def measure_rates(
         The rates by name.
     """
     if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = torch.device("cpu") if accelerator is None else accelerator
+        device = current_accelerator().device
     with torch.no_grad():
         return dict(_Rates(device=device, scale=scale, now=now).measured())
 
@@ -87,7 +87,7 @@ class _Rates:
         for _ in range(repeats):
             act()
         if not self.on_cpu:
-            torch.accelerator.synchronize(self.device)
+            accelerator_of(self.device).synchronize()
         return (self.now() - begun) / repeats
 
     def measured(self) -> Iterator[tuple[str, float]]:

@@ -20,6 +20,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerotune.backend.accelerator import current_accelerator
+
 Place = Literal["device", "locked", "pageable"]
 Doing = Literal["read", "written"]
 Clock = dict[str, int]
@@ -141,8 +143,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, *, otherwise: Place = "device", simulated: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        there = torch.cuda.is_available() and not simulated
-        self.real: Any = torch.cuda if there else None
+        self.real: Any = None if simulated else current_accelerator().streams
         self.faults: list[str] = []
         """Descriptions of the detected data races."""
         self.waits: list[str] = []

@@ -54,7 +54,7 @@ from zerotune.plan.text import (
     subject,
 )
 from zerotune.plan.write import in_order, launchable
-from zerotune.platform import Platform, detect_platform
+from zerotune.platform import CUDA, Platform, detect_platform
 
 
 def message_data(one: Decision) -> dict[str, str]:
@@ -211,7 +211,7 @@ class Machines:
         if setup.this_machine:
             return self.this
         platform = Platform.synthetic(
-            "cuda",
+            CUDA,
             device_count=setup.world_size,
             vram=setup.vram,
             ram=setup.ram,

@@ -14,6 +14,7 @@ import torch
 
 from zerotune._util.proc import installed_version
 from zerotune._util.text import json_of
+from zerotune.backend.accelerator import current_accelerator
 from zerotune.checkpoint.manifest import Manifest, PlanRecord, TensorRecord
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorFile, TensorSpec
 from zerotune.errors import CheckpointCorruptError, CheckpointError
@@ -391,8 +392,9 @@ def capture_generators() -> tuple[dict[str, torch.Tensor], str]:
         1-D uint8 tensors by name, and the remaining values as JSON text.
     """
     tensors = {"torch_cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        tensors["torch_cuda"] = torch.cuda.get_rng_state()
+    accelerator = current_accelerator()
+    if (state := accelerator.random_state()) is not None:
+        tensors[f"torch_{accelerator.device.type}"] = state
     # The legacy tuple is what `np.random.seed` and `np.random.rand` use.
     kind, keys, position, has_gauss, cached = np.random.get_state()
     tensors["numpy"] = _generator_bytes(np.asarray(keys, dtype="<u4"))
@@ -411,8 +413,10 @@ def restore_generators(tensors: Mapping[str, torch.Tensor], text: str) -> None:
     torch.set_rng_state(tensors[GENERATOR + "torch_cpu"].contiguous())
     random.setstate(python)
     np.random.set_state(numpy)
-    if GENERATOR + "torch_cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors[GENERATOR + "torch_cuda"].contiguous())
+    accelerator = current_accelerator()
+    state = tensors.get(f"{GENERATOR}torch_{accelerator.device.type}")
+    if state is not None and not accelerator.is_host:
+        accelerator.restore_random_state(state.contiguous())
 
 
 def check_generators(tensors: Mapping[str, torch.Tensor], text: str) -> tuple[Any, Any]:

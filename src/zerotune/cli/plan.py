@@ -367,7 +367,7 @@ class _Check(Below):
         from zerotune.decisions import Decision, raise_all
         from zerotune.plan import read
         from zerotune.plan.rules import RuleContext
-        from zerotune.platform import Platform
+        from zerotune.platform import CUDA, Platform
 
         plan, mistakes = read.read_partly(
             lambda log: read.load_plan(self.arguments.file, log),
@@ -386,7 +386,7 @@ class _Check(Below):
             # everything.
             resolve_in=RuleContext(
                 world_size=world_size,
-                platform=Platform.synthetic("cuda", device_count=world_size),
+                platform=Platform.synthetic(CUDA, device_count=world_size),
                 run=_open_run(plan),
             ),
             mistakes=mistakes,
@@ -644,14 +644,14 @@ def _by_place(sizes: Mapping[str, int | None]) -> dict[Place, int]:
 
 def _described_machine(arguments: argparse.Namespace) -> Platform | None:
     """Return the machine that the arguments describe; ``None`` if they describe none."""
-    from zerotune.platform import Platform
+    from zerotune.platform import CUDA, Platform
 
     sizes: dict[str, Any] = sizes_of(arguments)
     sizes.pop("nvme", None)
     if arguments.accelerator is None and not sizes:
         return None
     return Platform.synthetic(
-        arguments.accelerator or "cuda", device_count=arguments.world_size, **sizes
+        arguments.accelerator or CUDA, device_count=arguments.world_size, **sizes
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import attrs
 import torch
@@ -20,10 +20,10 @@ from typing_extensions import override
 
 from zerotune._util.closing import Closable
 from zerotune._util.text import parse_size
+from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.proof import why_unproven
 from zerotune.decisions import Decision, announce
 from zerotune.errors import InvalidValueError, TrainingError
-from zerotune.platform.facts import Accelerator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -204,13 +204,13 @@ class StreamTransfers:
     occupied while the host runs ahead.
 
     Args:
-        device: A device with streams: CUDA or XPU.
+        device: A device with streams.
         streams: Module that provides streams and events; by default torch's module for the device.
     """
 
     def __init__(self, device: torch.device, *, streams: Any = None) -> None:
         self._device = device
-        self._streams: Any = streams or torch.get_device_module(device)
+        self._streams: Any = streams or accelerator_of(device).streams
         self._side = self._streams.Stream(device)
         self.pool = BlockPool(
             lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -289,9 +289,9 @@ def _dense_parts(
 
 def transfers_for(device: torch.device) -> Transfers:
     """Return transfers for a device: asynchronous if the GPU passed ``zerotune doctor --prove``."""
-    if device.type not in ("cuda", "xpu"):
+    if accelerator_of(device).streams is None:
         return KeptTransfers()
-    unproven = why_unproven("activation offload", accelerator=cast(Accelerator, device.type))
+    unproven = why_unproven("activation offload", accelerator=device.type)
     return StreamTransfers(device) if unproven is None else WaitingTransfers(reason=unproven)
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
+from zerotune.backend.accelerator import current_accelerator
+from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.cache import (
     CachedImages,
@@ -68,7 +69,7 @@ def encode_dataset(
         ranks: Processes that share the work, such as an engine's ``group``. By default, all
             processes of the launcher share the work; in that case, call this function before you
             create an engine.
-        device: Device of the encoders; by default CUDA if available.
+        device: Device of the encoders; by default this rank's accelerator, if there is one.
         batch_size: Number of images or texts per batch.
         progress: Whether to show a progress bar on rank 0.
         timeout_s: Seconds that a finished rank waits for the slowest rank. A rank that dies is
@@ -85,8 +86,10 @@ def encode_dataset(
     """
     with ExitStack() as resources:
         chosen = ranks or _launched_ranks(resources)
-        place = os.environ.get("LOCAL_RANK", chosen.rank)
-        default = f"cuda:{place}" if torch.cuda.is_available() else "cpu"
+        place = int(os.environ.get("LOCAL_RANK", chosen.rank))
+        default = current_accelerator().device
+        if default.type != "cpu":
+            default = torch.device(default.type, place)
         return _encode(
             images,
             family=family,
@@ -103,9 +106,7 @@ def _launched_ranks(resources: ExitStack) -> Ranks:
     if not dist.is_initialized() and Launch.from_environment().world_size == 1:
         return ProcessGroup.alone()
     # Under a launcher the group outlives close(), because the engine joins it later.
-    group = ProcessGroup(
-        backend=communication_backend("cuda" if torch.cuda.is_available() else "cpu")
-    )
+    group = ProcessGroup(backend=current_accelerator().communication_backend)
     resources.callback(group.close)
     return group
 

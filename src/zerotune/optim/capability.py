@@ -43,6 +43,7 @@ from zerotune.plan.model import (
     Text,
     refuse_template,
 )
+from zerotune.platform.facts import CUDA
 
 if TYPE_CHECKING:
     from zerotune.plan.model import ResolvedPlan
@@ -156,7 +157,7 @@ class Situation:
             return False
         if self.offloaded:
             return self.accelerator in _CPU_KERNELS["Lion"]
-        return self.accelerator == "cuda"
+        return self.accelerator == CUDA
 
     def _deepspeed_class(
         self, entry: OptimizerEntry, params: Mapping[str, Any], decay: WeightDecay | None
@@ -184,7 +185,7 @@ class Situation:
                     "bitsandbytes before 0.50 updates states only on the GPU, but offload "
                     "keeps states in host memory"
                 )
-            elif self.accelerator != "cuda":
+            elif self.accelerator != CUDA:
                 yield _cannot("bitsandbytes before 0.50 has kernels for CUDA only")
         streams = self.uses_deepspeed and self.offload == "cpu" and self.stage in (2, 3)
         if entry.name == _8BIT_STATES and not streams:
@@ -327,8 +328,8 @@ _OWN: Final[Mapping[str, str]] = {
 
 _CPU_KERNELS: Final[Mapping[str, frozenset[str]]] = {
     # From `op_builder/{cpu,mps,xpu}` of DeepSpeed 0.19.8; CUDA and ROCm use the builders of `cpu`.
-    "Adagrad": frozenset({"cuda", "cpu", "xpu"}),
-    "Lion": frozenset({"cuda", "cpu"}),
+    "Adagrad": frozenset({CUDA, "cpu", "xpu"}),
+    "Lion": frozenset({CUDA, "cpu"}),
 }
 """Accelerators on which DeepSpeed can update their states in host memory."""
 

@@ -42,6 +42,7 @@ from zerotune.plan.model import (
 )
 from zerotune.plan.resolve import with_streaming
 from zerotune.plan.rules import resolve
+from zerotune.platform.facts import CUDA, DISCRETE
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform
@@ -286,8 +287,6 @@ LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
 than partitioning, and recomputation costs less than either."""
 
 STREAMED, SPLIT = (layout.title for layout in STREAMING)
-ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
-"""Accelerators that support activation offload: those with their own memory and copy streams."""
 
 _OPT_IN: Final = (
     "chosen only if streaming is requested; `zerotune doctor --prove` verifies its results"
@@ -396,7 +395,7 @@ def _machine(context: Context, device: int | None, host: int | None) -> Platform
     if context.platform is not None:
         return context.platform
     if device is not None and host is not None:
-        return Platform.synthetic("cuda", vram=device, ram=host, device_count=context.world_size)
+        return Platform.synthetic(CUDA, vram=device, ram=host, device_count=context.world_size)
     return detect_platform(log=False)
 
 
@@ -548,7 +547,7 @@ def _activations(request: Request) -> Iterator[tuple[bool, bool]]:
     if known is None or known.checkpointed is None or request.workload.height is None:
         return
     yield True, False
-    if known.offloaded is not None and request.platform.accelerator in ACTIVATION_OFFLOAD:
+    if known.offloaded is not None and request.platform.accelerator in DISCRETE:
         yield True, True
 
 

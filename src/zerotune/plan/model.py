@@ -50,6 +50,7 @@ from zerotune.optimizers.catalogue import (
     canonical,
     parse_optimizer_name,
 )
+from zerotune.platform.facts import CUDA
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -1232,7 +1233,7 @@ _DEVICE_SYNONYMS = {
     "off": "none",
     "false": "none",
     "gpu": "none",
-    "cuda": "none",
+    CUDA: "none",
     "disk": "nvme",
     "ssd": "nvme",
 }

@@ -47,6 +47,7 @@ from zerotune.plan.model import (
     evolved,
     join,
 )
+from zerotune.platform.facts import CUDA, CUDA_ALLOCATORS
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform
@@ -923,7 +924,7 @@ class Filler(Log):
         """Return the ``aio`` section with every key set."""
         path = "aio"
         section = self.aio or AioSection()
-        if self.accelerator != "cuda":
+        if self.accelerator != CUDA:
             section = self.force(section, path, "use_gds", False, "GPUDirect storage requires CUDA")
         defaults = {
             "block_size": 1_048_576,
@@ -1067,8 +1068,6 @@ THRESHOLD: Final = 1
 """Value of ``SETTING`` in MiB; smaller blocks are still rounded, so that torch can reuse them."""
 OLDEST_TORCH: Final = (2, 13)
 """Oldest torch release known to have the setting; the backend also tries it on older releases."""
-ROUNDING: Final = frozenset({"cuda", "rocm"})
-"""Accelerators on which torch's allocator rounds page-locked blocks."""
 
 
 def pins_exactly(platform: Platform) -> bool:
@@ -1077,7 +1076,7 @@ def pins_exactly(platform: Platform) -> bool:
     Args:
         platform: The machine; an unknown torch version counts as current.
     """
-    if platform.accelerator not in ROUNDING:
+    if platform.accelerator not in CUDA_ALLOCATORS:
         return True
     version = platform.versions.get("torch")
     return version is None or release_of(version) >= OLDEST_TORCH

@@ -52,6 +52,7 @@ from zerotune.plan.resolve import (
     without_inactive_offload,
 )
 from zerotune.plan.schema import faults, passed_schema
+from zerotune.platform.facts import CUDA_ALLOCATORS
 
 Finding = Decision
 """One finding of a rule: a record with the rule's id and a fix."""
@@ -635,7 +636,7 @@ def super_offload_accelerator(case: Case, this: Rule) -> Findings:
     platform = case.context.platform
     if not _super_offloads(case.plan) or case.plan.stage != 3 or platform is None:
         return
-    if platform.accelerator not in ("cuda", "rocm"):
+    if platform.accelerator not in CUDA_ALLOCATORS:
         yield this.finding(_SUPER_OFFLOAD, True, accelerator=platform.accelerator)
 
 

@@ -16,6 +16,12 @@ from zerotune.errors import InvalidValueError
 Accelerator = Literal["cuda", "rocm", "mps", "xpu", "cpu"]
 """Kind of device on which a machine trains."""
 ACCELERATORS: Final[tuple[Accelerator, ...]] = get_args(Accelerator)
+CUDA: Final = "cuda"
+"""NVIDIA's GPUs. As torch's and DeepSpeed's name of a device, the name includes AMD's GPUs."""
+CUDA_ALLOCATORS: Final[frozenset[Accelerator]] = frozenset({CUDA, "rocm"})
+"""Accelerators with the allocators and kernels of torch's CUDA API."""
+DISCRETE: Final[frozenset[Accelerator]] = frozenset({*CUDA_ALLOCATORS, "xpu"})
+"""Accelerators with their own memory, a context in it, and streams for copies."""
 
 GIB: Final = 1024**3
 """Number of bytes in a gibibyte."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
-import os
 import re
 import shutil
 import sys
@@ -21,6 +19,7 @@ import torch
 
 from zerotune._util.proc import status_field
 from zerotune._util.text import format_size
+from zerotune.backend.accelerator import accelerator_for, accelerator_of, current_accelerator
 from zerotune.errors import NothingFitsError, OutOfMemoryError, PlanError
 from zerotune.plan.memory.estimate import CONTEXT, EMAPlace, Workload
 from zerotune.plan.model import AUTO, DeepSpeedPlan
@@ -115,9 +114,7 @@ def host_now() -> int:
 
 def locked_peak() -> int:
     """Return the peak number of bytes that torch has page-locked in this process."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return 0
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+    return current_accelerator().page_locked("peak") or 0
 
 
 def counted_apart(
@@ -142,68 +139,14 @@ def counted_apart(
     return grown < _TRIAL_BYTES // 2
 
 
-@attrs.frozen(kw_only=True)
-class DeviceFigures:
-    """Device memory in bytes, as reported by the driver and torch's allocator."""
-
-    total: int
-    free: int
-    """Free bytes on the whole device."""
-    reserved: int
-    """Bytes that torch's allocator holds now."""
-    most_reserved: int
-    """Peak bytes held by torch's allocator."""
-    others: int = 0
-    """Bytes held by other processes, if the driver reports them."""
-
-    @classmethod
-    def now(cls, device: torch.device) -> DeviceFigures:
-        """Query the driver and torch's allocator."""
-        free, total = torch.cuda.mem_get_info(device)
-        return cls(
-            total=total,
-            free=free,
-            reserved=torch.cuda.memory_reserved(device),
-            most_reserved=torch.cuda.max_memory_reserved(device),
-            others=_others(device),
-        )
-
-    @property
-    def beside(self) -> int:
-        """Bytes outside torch's allocator, used by this process's CUDA context and libraries.
-
-        The value grows during a run, because cuBLAS, cuDNN and NCCL are loaded on first use.
-        """
-        return max(0, self.total - self.free - self.reserved - self.others)
-
-    @property
-    def peak(self) -> int:
-        """Return this process's peak device memory in bytes."""
-        return self.most_reserved + self.beside
-
-
-@functools.cache
-def _others(device: torch.device) -> int:
-    """Return other processes' device bytes; cached, because steps must not wait for NVML."""
-    try:
-        pynvml = importlib.import_module("pynvml")
-        handle = torch.cuda._get_pynvml_handler(device)
-        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except Exception:  # noqa: BLE001 - pynvml may be missing, or the driver may not support it
-        return 0
-    held = {one.pid: one.usedGpuMemory or 0 for one in running}
-    # In a container the driver may report the host's process ids. Then this process cannot be told
-    # from others, and nothing counts as another's.
-    return sum(held.values()) - held[os.getpid()] if os.getpid() in held else 0
-
-
 def device_peak(device: torch.device) -> int | None:
-    """Return this process's peak GPU memory in bytes; ``None`` without a GPU.
+    """Return this process's peak device memory in bytes; ``None`` if training uses host memory.
 
-    The value includes the CUDA context and all libraries, so the run needs a GPU with at least this
-    much memory.
+    The value includes the device's context and all libraries, so the run needs a device with at
+    least this much memory.
     """
-    return DeviceFigures.now(device).peak if device.type == "cuda" else None
+    memory = accelerator_of(device).memory()
+    return None if memory is None else memory.peak
 
 
 # -- Out of memory: the expected and the available memory, and a plan that fits.
@@ -304,12 +247,12 @@ class Limits:
     def now(cls, plan: ResolvedPlan) -> Limits:
         """Measure the limits of this process and machine."""
         device = free = allocated = None
-        if plan.platform.accelerator in ("cuda", "rocm") and torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            allocated = torch.cuda.max_memory_allocated()
+        figures = accelerator_for(plan.platform.accelerator).memory()
+        if figures is not None:
+            free, allocated = figures.free, figures.allocated_peak
             # Memory of other processes is not available; this process's context is in the estimate.
-            others = total - free - torch.cuda.memory_reserved() - CONTEXT
-            device = total - max(0, others)
+            others = figures.total - free - figures.reserved - CONTEXT
+            device = figures.total - max(0, others)
         elif plan.platform.vram is not None:
             device = plan.platform.vram
         memory = detect_platform(log=False).host_memory

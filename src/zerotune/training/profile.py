@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from zerotune._util.files import drafted, sync, system_errors
 from zerotune._util.text import brief_size, whole
+from zerotune.backend.accelerator import accelerator_of
 from zerotune.decisions import logger
 from zerotune.errors import TrainingError
 from zerotune.training.events import Callback
@@ -100,9 +100,8 @@ class Profiler(Callback):
         due = self._seen == self._wanted.warmup and self.path is None
         if not due or trainer.engine.group.rank not in self._wanted.ranks:
             return
-        activities = [ProfilerActivity.CPU]
-        if trainer.engine.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        on_device = accelerator_of(trainer.engine.device).profiler_activity
+        activities = {ProfilerActivity.CPU, on_device or ProfilerActivity.CPU}
         self._running = profile(
             activities=activities,
             profile_memory=self._wanted.memory,
@@ -133,7 +132,7 @@ class Profiler(Callback):
 
 def _costliest_operators(running: Any, *, steps: int, top: int) -> tuple[Operator, ...]:
     events = [event for event in running.key_averages() if not event.key.startswith("ProfilerStep")]
-    on_device = torch.cuda.is_available() and any(_device_time(event) for event in events)
+    on_device = any(_device_time(event) for event in events)
     times = [
         (event, _device_time(event) if on_device else event.self_cpu_time_total) for event in events
     ]

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
+from zerotune.backend.accelerator import accelerator_for
 from zerotune.backend.checks import check_same_plan
 from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.backend.deepspeed.engine import DeepSpeedEngine
-from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
+from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.backend.plain import PlainEngine
 from zerotune.backend.stream.engine import StreamEngine, require_other_engine, why_not_streamed
 from zerotune.backend.stream.ranks import SharedStreamEngine, why_not_together
@@ -177,9 +178,8 @@ def leased(
         return resources.enter_context(offload.lease(plan)).plan
     # The ranks must share the folder's name before there is an engine. The engine joins this group,
     # which stays open for the barrier before the folder is deleted.
-    group = ProcessGroup(
-        backend=communication_backend(plan.platform.accelerator), timeout_s=timeout_s
-    )
+    backend = accelerator_for(plan.platform.accelerator).communication_backend
+    group = ProcessGroup(backend=backend, timeout_s=timeout_s)
     resources.callback(group.close)
     # The lease would raise an error on ranks that differ from rank 0, but not on rank 0.
     check_same_plan(plan, group)

@@ -14,6 +14,7 @@ import attrs
 import torch
 
 from zerotune._util.text import whole
+from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.distributed import together
 from zerotune.backend.engine import StepOutcome
 from zerotune.checkpoint.folders import finite_checkpoint
@@ -33,17 +34,17 @@ if TYPE_CHECKING:
 class StepClock:
     """Measures the time of each phase of a step.
 
-    On a GPU the host runs ahead of the device, so the clock times phases with CUDA events, and
-    synchronises only in ``finish``.
+    The host runs ahead of a device with streams, so the clock times phases with the device's
+    events, and synchronises only in ``finish``.
     """
 
     def __init__(
         self, device: torch.device, *, now: Callable[[], float] = time.perf_counter
     ) -> None:
         self._now = now
-        self._on_cuda = device.type == "cuda"
+        self._streams = accelerator_of(device).streams
         self._host: dict[str, float] = {}
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[str, Any, Any]] = []
         self._started = self._now()
         self.current: str | None = None
         """The current phase; after an error, the phase that raised it. ``None`` between phases."""
@@ -64,9 +65,8 @@ class StepClock:
         """
         self.current = name
         # Data are read on the host; the device's events would not measure that.
-        if self._on_cuda and name != "data":
-            new: Callable[..., torch.cuda.Event] = torch.cuda.Event
-            begin, end = new(enable_timing=True), new(enable_timing=True)
+        if self._streams is not None and name != "data":
+            begin, end = (self._streams.Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield
             end.record()

@@ -21,6 +21,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from zerotune._util.text import format_size
+from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.checks import DTYPES
 from zerotune.backend.deepspeed.wrapper import (
     HostStep,
@@ -549,7 +550,7 @@ class ShardedWrapper(OptimizerWrapper):
             for name, value in its_own.items():
                 group.setdefault(name, value)
             # A fused kernel without temporaries, if torch has one for the device.
-            group["fused"] = self.engine.device.type == "cuda" or None
+            group["fused"] = accelerator_of(self.engine.device).streams is not None or None
         beside.param_groups = self.inner.param_groups
         beside.state = self.inner.state
         beside.register_step_pre_hook(_count_as_torch)

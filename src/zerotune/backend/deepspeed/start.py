@@ -18,6 +18,7 @@ import torch
 
 from zerotune._util.proc import held
 from zerotune._util.text import format_size
+from zerotune.backend.accelerator import accelerator_of, current_accelerator
 from zerotune.backend.checks import DTYPES, check_alike, check_model_dtype
 from zerotune.backend.deepspeed.partitioned import PartitionedWrapper, flat_through_host
 from zerotune.backend.deepspeed.replicated import Fp32Wrapper, HalfWrapper
@@ -26,7 +27,6 @@ from zerotune.backend.deepspeed.wrapper import OptimizerWrapper, Upstream
 from zerotune.backend.distributed import (
     Launch,
     ProcessGroup,
-    communication_backend,
     deepspeed_groups,
 )
 from zerotune.backend.engine import check_not_gone
@@ -49,9 +49,10 @@ from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError, PlatformError, UnsupportedEngineError
 from zerotune.plan.model import ResolvedPlan, pins
-from zerotune.plan.resolve import ROUNDING, SETTING, THRESHOLD, pins_natively
+from zerotune.plan.resolve import SETTING, THRESHOLD, pins_natively
 from zerotune.platform import Platform
 from zerotune.platform.detect import MachineProbe, first_line, host_memory
+from zerotune.platform.facts import CUDA_ALLOCATORS
 
 # -- The installed DeepSpeed: supported classes, and checks of its interface.
 
@@ -225,10 +226,10 @@ def join(
     resources.enter_context(held("LOCAL_RANK", str(launch.local_rank)))
     # DeepSpeed's engine also selects the device, but only after weights are flattened and memory
     # is page-locked, which every rank would then do on the first device.
-    deepspeed.accelerator.get_accelerator().set_device(launch.local_rank)
-    group = ProcessGroup(
-        backend=communication_backend(accelerator), launch=launch, timeout_s=timeout_s
-    )
+    selected = deepspeed.accelerator.get_accelerator()
+    selected.set_device(launch.local_rank)
+    running = accelerator_of(torch.device(selected.current_device_name()))
+    group = ProcessGroup(backend=running.communication_backend, launch=launch, timeout_s=timeout_s)
     resources.callback(group.close)
     return deepspeed, group
 
@@ -402,7 +403,7 @@ def pin_exactly(
     """
     zero = plan.plan.zero_optimization
     sections = (zero.offload_optimizer, zero.offload_param) if zero is not None else ()
-    rounds = plan.platform.accelerator in ROUNDING and plan.uses_deepspeed
+    rounds = plan.platform.accelerator in CUDA_ALLOCATORS and plan.uses_deepspeed
     if not rounds or not any(map(pins, sections)):
         return ()
     environ = os.environ if environ is None else environ
@@ -506,15 +507,15 @@ def _refuse_in_time(resources: ExitStack) -> None:
 
 def _pinned_bytes_of(nbytes: int) -> int | None:
     """Bytes used by page-locking ``nbytes``; ``None`` if torch does not report them."""
-    statistics = getattr(torch.cuda, "host_memory_stats", None)
-    if statistics is None or not torch.cuda.is_available():
+    accelerator = current_accelerator()
+    before = accelerator.page_locked("allocated")
+    if before is None:
         return None
     # If torch reused a cached block of this size, this would count as no allocation.
-    before = int(statistics().get("allocated_bytes.allocated", 0))
     block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    taken = int(statistics().get("allocated_bytes.allocated", 0)) - before
+    after = accelerator.page_locked("allocated")
     del block
-    return taken
+    return None if after is None else after - before
 
 
 def _pinned(value: Any, reason: str) -> Decision:

@@ -16,6 +16,8 @@ import torch
 from torch.optim.adamw import adamw
 from typing_extensions import override
 
+from zerotune.backend.accelerator import accelerator_of
+
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
     from zerotune.backend.master_weights import MasterLayout
@@ -110,7 +112,7 @@ class ShardAware(TensorByTensor):
         mine = {address.name: address for address in layout.addresses}
         pieces: dict[int, list[Piece]] = {id(tensor): [] for tensor in layout.tensors}
         for number, (name, shape) in enumerate(order):
-            slab_sum, holders, wholes = (int(value) for value in totals[number])
+            slab_sum, holders, wholes = totals[number].tolist()
             tensor = layout.tensors[slab_sum // max(1, holders)]
             # At stage 3 a sub-group's tensors hold a part of each of its parameters.
             part = mine.get(name)
@@ -222,9 +224,10 @@ class Lamb(ShardAware):
                 # torch's fp32 norm already sums in blocks, so only the few sums of different ranks
                 # need float64.
                 squares[piece.index, column] = part.norm().double().square()
-        norms = self.sum_over_ranks(squares).sqrt_()
+        # One read for all parameters, because each read waits for the device.
+        norms = self.sum_over_ranks(squares).sqrt_().tolist()
         for piece in pieces:
-            weight, step = (float(value) for value in norms[piece.index])
+            weight, step = norms[piece.index]
             trust = weight / step if weight > 0 and step > 0 else 1.0
             trust = min(max(trust, group["min_coeff"]), group["max_coeff"])
             part = flat.narrow(0, piece.offset, piece.numel)
@@ -382,7 +385,6 @@ _WIDENED: Final = {"cpu": 2**19}
 """Elements converted to fp32 at a time, by device type: on a CPU, as many as fit its cache."""
 _WIDENED_ON_DEVICE: Final = 2**22
 """Elements converted to fp32 at a time on a GPU: enough to use it fully, in 64 MiB."""
-_FUSED: Final = frozenset({"cpu", "cuda", "xpu"})
 NOISE_PERIOD: Final = 2**22
 """Number of elements of a group after which a step's random bits repeat. Elements may share bits:
 an element's rounding errors cancel over the steps as long as its bits differ between steps."""
@@ -578,7 +580,8 @@ def update_chunk(
     adamw(
         [weight], [grad], [exact[0]], [exact[1]], [],
         [torch.full((), float(taken), device=weight.device)],
-        fused=weight.device.type in _FUSED, foreach=False, amsgrad=False, maximize=False,
+        fused=accelerator_of(weight.device).fuses_adam,
+        foreach=False, amsgrad=False, maximize=False,
         lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
         weight_decay=group["weight_decay"],
     )  # fmt: skip

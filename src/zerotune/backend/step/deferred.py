@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.master_weights import Follower, MasterLayout, trainable_parameters
 from zerotune.backend.optimizers.classes import AdamWBF16States
@@ -354,7 +355,7 @@ class DeferredSteps(ABC):
     ) -> Upload:
         away = [target for target in targets if target is not None]
         accelerator = self._accelerator
-        if all(target.device.type == "cpu" for target in away):
+        if all(accelerator_of(target.device).streams is None for target in away):
             return Upload(sources=sources, targets=targets, exchange=exchange)
         if self._stream is None:
             self._stream = accelerator.Stream()

@@ -267,9 +267,9 @@ class StreamUpload(Upload):
     """Copies updated weights to a device on a separate stream, concurrently with computation."""
 
     stream: Any
-    """``torch.cuda.Stream``, or the equivalent of a different accelerator."""
+    """Stream of the device for copies."""
     accelerator: Any
-    """DeepSpeed's accelerator object."""
+    """Module or object with the device's streams and events."""
 
     @override
     def begin(self) -> None:

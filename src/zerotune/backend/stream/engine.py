@@ -16,6 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from typing_extensions import override
 
 from zerotune._util.text import format_size
+from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.checks import DTYPES, Checks, RunningGroup, expected_groups
 from zerotune.backend.deepspeed.engine import replay_adam_steps
 from zerotune.backend.deepspeed.start import (
@@ -119,7 +120,7 @@ class StreamEngine(CountingEngine):
         """Divide the parameters into units; return the units that each module needs."""
         zero = self._plan.plan.zero_optimization
         page_locks = zero is not None and pins(zero.offload_optimizer)
-        self._page_locks = page_locks and self._device.type != "cpu"
+        self._page_locks = page_locks and self._can_lock
         self._memory = self._make_memory(pin=self._page_locks)
         self._units, needs = make_units(
             model,
@@ -130,6 +131,11 @@ class StreamEngine(CountingEngine):
             split=self._streaming.split_masters,
         )
         return needs
+
+    @property
+    def _can_lock(self) -> bool:
+        """Whether this engine's host memory can be page-locked for the device."""
+        return not accelerator_of(self._device).is_host
 
     def _make_memory(self, *, pin: bool) -> HostMemory:
         return HostMemory(pin=pin)
@@ -174,7 +180,7 @@ class StreamEngine(CountingEngine):
 
     def _stream(self, needs: Any) -> None:
         """Create the lanes, steps and residency that move weights and gradients."""
-        streams = None if self._device.type == "cpu" else torch.get_device_module(self._device)
+        streams = accelerator_of(self._device).streams
         op = load_host_step()
         self._lanes = [Lane(name, device=self._device, streams=streams) for name in ("in", "out")]
         trained = [unit for unit in self._units if unit.slabs]

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from zerotune._util.proc import ProcessIdentity
 from zerotune._util.text import format_size
+from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.checks import check_alike
 from zerotune.backend.deepspeed.start import join
 from zerotune.backend.stream.engine import KEY, StreamEngine
@@ -169,6 +170,11 @@ class SharedStreamEngine(StreamEngine):
 
     The arguments are those of ``StreamEngine``.
     """
+
+    @property
+    @override
+    def _can_lock(self) -> bool:
+        return accelerator_of(self._device).registers_memory
 
     @override
     def _make_memory(self, *, pin: bool) -> HostMemory:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import torch
@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from zerotune._util.closing import Closable
 from zerotune._util.proc import ENDED
+from zerotune.backend.accelerator import current_accelerator
 from zerotune.backend.distributed import LOOK_S, ProcessGroup, together
 from zerotune.backend.stream.units import HostMemory, Unit
 from zerotune.errors import CollectiveError, EngineError
@@ -100,13 +101,12 @@ class SharedMemory(Closable):
         os.posix_fallocate(self._fd, start, nbytes)
 
     def lock(self, tensor: torch.Tensor) -> None:
-        """Page-lock a tensor of this memory for copies to and from a CUDA or ROCm device.
+        """Page-lock a tensor of this memory; the device must be able to register memory.
 
         Args:
             tensor: A result of ``SharedMemory.tensor``.
         """
-        cudart: Any = torch.cuda.cudart
-        torch.cuda.check_error(int(cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)))
+        current_accelerator().register_memory(tensor)
         self._locked.append(tensor)
 
     def apart(self) -> mmap.mmap:
@@ -122,9 +122,8 @@ class SharedMemory(Closable):
     @override
     def close(self) -> None:
         """Unlock all tensors. The memory is freed when its last tensor is deleted."""
-        cudart: Any = torch.cuda.cudart
         for tensor in self._locked:
-            torch.cuda.check_error(int(cudart().cudaHostUnregister(tensor.data_ptr())))
+            current_accelerator().unregister_memory(tensor)
         self._locked = []
         if self.is_open:
             os.close(self._fd)

@@ -18,6 +18,7 @@ import attrs
 import torch
 
 from zerotune._util.text import json_of
+from zerotune.backend.accelerator import current_accelerator
 from zerotune.backend.trained_parts import primary_of
 from zerotune.backend.upstream import check_whole, unpartitioned
 from zerotune.diffusion.data.cache import hash_weights
@@ -154,8 +155,7 @@ class FrozenParts:
     def release(self) -> None:
         """Move all parts to the host and free device memory."""
         self.to("cpu")
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        current_accelerator().empty_cache()
 
     @contextmanager
     def on(self, device: torch.device, names: Sequence[str]) -> Iterator[None]:

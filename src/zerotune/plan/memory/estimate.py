@@ -34,6 +34,7 @@ from zerotune.plan.model import (
 )
 from zerotune.plan.resolve import AIO_BLOCK, Swapping, pins_exactly, pins_natively, sub_groups
 from zerotune.plan.rules import resolve
+from zerotune.platform.facts import DISCRETE
 
 if TYPE_CHECKING:
     from zerotune.plan.memory.time import Rates, StepTime, SwapTraffic
@@ -1078,7 +1079,6 @@ CONTEXT: Final = GIB // 2
 """Bytes of device memory that a CUDA context, cuBLAS and cuDNN use."""
 RUNTIME: Final = GIB
 """Bytes of host RAM that Python, torch and DeepSpeed use; measured on the CPU."""
-_HAS_CONTEXT: Final = frozenset({"cuda", "rocm", "xpu"})
 
 
 def estimate_plan(
@@ -1213,7 +1213,7 @@ def _items(case: Costing) -> Iterator[MemoryItem]:
     yield from _activation_items(case)
     yield from _around_the_engine(case)
     yield case.item("runtime", "host", RUNTIME, note="Python, torch and DeepSpeed")
-    if case.resolved.platform.accelerator in _HAS_CONTEXT:
+    if case.resolved.platform.accelerator in DISCRETE:
         yield case.item("context", "device", CONTEXT, note="driver and libraries")
 
 
