@@ -327,11 +327,9 @@ class _Placed:
 
 def streamed_bits(_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Check that streamed weights are bit-identical to ZeRO-2 with CPU offload on this device."""
-    from zerotune.training.proving import CHECKS, Bench, run_check
+    from zerotune.training.proving import run_check
 
-    bench = Bench.on(detect_platform(log=False), recorded=False)
-    (check,) = (each for each in CHECKS if each.name == "streaming")
-    outcome = run_check(check, [bench])
+    outcome = run_check("training", detect_platform(log=False))
     if not outcome.passed:
         print(outcome.evidence)
         raise RuntimeError(outcome.detail)

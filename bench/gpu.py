@@ -45,7 +45,7 @@ _OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 _NEEDED: Final = ("torch", "deepspeed", "accelerate", "diffusers")
 _OPS: Final = ("cpu_adam", "host_step", "pin_memory")
 _CAPS: Final = (8, 4, 6, 12, 24, 16, 10)
-_MARKS: Final = re.compile(r"\bmark\.(gpu|device)\b")
+_MARKS: Final = re.compile(r"\bmark\.gpu\b")
 
 
 class Piece(NamedTuple):
@@ -511,7 +511,7 @@ def tests(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     At the time limit pytest is interrupted, so that it still prints its results so far.
     """
-    command = [sys.executable, "-c", _INTERRUPTIBLE, "-v", "-rfEs", "-m", "gpu or device",
+    command = [sys.executable, "-c", _INTERRUPTIBLE, "-v", "-rfEs", "-m", "gpu",
                "-p", "no:cacheprovider", "--continue-on-collection-errors",
                *marked(settings["files"])]  # fmt: skip
     with tempfile.TemporaryFile("w+") as output:

@@ -327,7 +327,7 @@ SOME_TESTS = """
 
     import pytest
 
-    pytestmark = pytest.mark.device
+    pytestmark = pytest.mark.gpu
 
     def test_passes():
         pass
@@ -374,7 +374,7 @@ def test_tests_that_outlast_their_time_are_interrupted_and_counted(
 
 def test_only_files_with_device_tests_are_selected() -> None:
     found = gpu.marked(["tests", "tests/builder/test_page.py"])
-    assert {"tests/backend/test_cuda.py", "tests/test_stream_rules.py"} < set(found)
+    assert {"tests/backend/test_cuda.py", "tests/backend/test_proof.py"} < set(found)
     assert "tests/builder/test_page.py" not in found
     assert len(found) < 20
 

@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def proof(**failed: str) -> Proof:
-    checks = {check.name: Outcome(passed=True, seconds=1.0) for check in proving.CHECKS}
+    checks = {name: Outcome(passed=True, seconds=1.0) for name in proving.CHECKS}
     checks |= {name: Outcome(passed=False, detail=detail) for name, detail in failed.items()}
     return Proof(combination=Combination.here("cpu"), checks=checks)
 
@@ -46,19 +46,18 @@ def test_a_cpu_proves_its_fast_paths_and_engines_report_it(cache: Path) -> None:
     found = load_proof(Combination.here("cpu"))
     assert isinstance(found, Proof), found
     assert (found.error, found.failed) == (None, ()), found
-    assert list(found.checks) == [check.name for check in proving.CHECKS]
-    for name in ("uploads", "activations", "page-locked copies"):
-        assert found.checks[name].passed
+    assert list(found.checks) == list(proving.CHECKS)
     assert [path.suffix for path in (cache / "zerotune" / "proofs").iterdir()] == [".json"]
     rows = dict(doctor._proof_rows(detect_platform(log=False)))
-    assert rows["activation offload"] == "proven"
+    assert rows["one pass"] == "proven"
+    assert "training uses host memory" in rows["hidden step"]
     (text,) = run_ranks(explained, env={"XDG_CACHE_HOME": str(cache)})
     assert "proof: unset -> " in text
     assert f"{len(proving.CHECKS)} checks in" in text
 
 
 @pytest.mark.parametrize(
-    ("failed", "status"), [({}, 0), ({"uploads": "3 weights came too late"}, 1)]
+    ("failed", "status"), [({}, 0), ({"page-locked copies": "copy 3 differs"}, 1)]
 )
 def test_the_command_stores_its_proof_and_fails_if_a_check_failed(
     failed: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -67,8 +66,9 @@ def test_the_command_stores_its_proof_and_fails_if_a_check_failed(
     assert main(["doctor", "--prove", "--json"]) == status
     printed = capsys.readouterr()
     data = json.loads(printed.out)["proof"]
-    assert data["checks"]["uploads"]["passed"] is not bool(failed)
-    assert set(data["unproven"]) == ({"hidden step", "exchange"} if failed else set())
+    assert data["checks"]["page-locked copies"]["passed"] is not bool(failed)
+    paths = {"hidden step", "streaming", "activation offload"}
+    assert set(data["unproven"]) == (paths if failed else set())
     assert ("report this failure with the file" in printed.err) == bool(failed)
     assert load_proof(Combination.here("cpu")).failed == tuple(failed)  # type: ignore[union-attr]
 
@@ -76,10 +76,10 @@ def test_the_command_stores_its_proof_and_fails_if_a_check_failed(
 def test_doctor_shows_proven_paths_and_why_others_are_not(capsys: Any) -> None:
     main(["doctor"])
     assert "nothing is proven yet" in " ".join(capsys.readouterr().out.split())
-    store_proof(proof(exchange="rank 1: loss 3 differs"))
+    store_proof(proof(**{"native page-locking": "copy 3 differs"}))
     main(["doctor"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "Fast paths" in shown
     assert "hidden step proven" in shown
-    assert "the check of exchange failed on this device (rank 1: loss 3 differs)" in shown
+    assert "the check of native page-locking failed on this device (copy 3 differs)" in shown
     assert all(path in shown for path in PATHS)

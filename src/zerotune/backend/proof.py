@@ -1,9 +1,10 @@
 """``Proof``: check that the fast paths give bit-identical results on this device.
 
-zerotune has not been tested on most devices. Therefore zerotune tests itself once for each
-combination of device, driver, torch, DeepSpeed and zerotune. ``zerotune doctor --prove``, or the
-first start on a device, runs the checks (``zerotune.training.proving``) in a separate process and
-stores the outcome in the user's cache. A fast path is the default only if its checks have passed.
+zerotune has not been tested on most devices. Therefore zerotune tests itself once, for a few
+seconds, on each combination of device, driver, torch, DeepSpeed and zerotune. ``zerotune doctor
+--prove``, or the first start on a device, runs the checks (``zerotune.training.proving``) in a
+separate process and stores the outcome in the user's cache. A fast path is the default only if its
+checks have passed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -27,7 +27,7 @@ import attrs
 import torch
 
 from zerotune._util.files import read_record, write_atomically
-from zerotune._util.proc import installed_version, installed_versions
+from zerotune._util.proc import installed_version
 from zerotune._util.text import json_of
 from zerotune.backend.accelerator import accelerator_for
 from zerotune.backend.distributed import ProcessGroup
@@ -42,26 +42,24 @@ VARIABLE: Final = "ZEROTUNE_PROOF"
 COMMAND: Final = "zerotune doctor --prove"
 Setting = Literal["first", "off", "ask", "always"]
 FastPath = Literal[
-    "one pass", "hidden step", "exchange", "activation offload", "native page-locking", "streaming"
+    "one pass", "hidden step", "streaming", "activation offload", "native page-locking"
 ]
 
-_PROOF_FORMAT: Final = 1
-_IN_HOST_MEMORY: Final = ("bf16 rounding", "one pass")
-_BEHIND_THE_FORWARD: Final = (*_IN_HOST_MEMORY, "page-locked copies", "uploads", "hidden step")
+_PROOF_FORMAT: Final = 2
+_ARITHMETIC: Final = ("bf16 rounding", "training")
 PATHS: Final[Mapping[FastPath, tuple[str, ...]]] = {
-    "one pass": _IN_HOST_MEMORY,
-    "hidden step": _BEHIND_THE_FORWARD,
-    "exchange": (*_BEHIND_THE_FORWARD, "exchange"),
-    "activation offload": ("page-locked copies", "activations"),
+    "one pass": _ARITHMETIC,
+    "hidden step": (*_ARITHMETIC, "page-locked copies"),
+    "streaming": (*_ARITHMETIC, "page-locked copies"),
+    "activation offload": ("page-locked copies",),
     "native page-locking": ("native page-locking",),
-    "streaming": (*_IN_HOST_MEMORY, "page-locked copies", "streaming"),
 }
 """Names of the checks that each fast path requires."""
 _NONE_YET: Final = (
     "nothing is proven yet for this combination of device, driver, torch, DeepSpeed and zerotune"
 )
 _PATIENCE_S: Final = 300.0
-"""Time limit of a proof's process in seconds: imports, compiling ops, and 30 s of checks."""
+"""Time limit of a proof's process in seconds: imports, compiling ops, and the checks."""
 _ALLOWED: Final[Mapping[str, tuple[str, ...]]] = {
     "rocm": ("--allow-rocm",),
     "mps": ("--allow-mps",),
@@ -72,11 +70,6 @@ _SET_BY_LAUNCHERS: Final = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_", "ROLE_",
     "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "OMPI_", "PMI_", "SLURM_",
 )  # fmt: skip
-_REPORTED: Final = (
-    "CUDA_", "CUBLAS_", "DS_", "HIP_", "MAX_JOBS", "NCCL_", "OMP_", "PYTORCH_", "TORCH_",
-    "ZEROTUNE_",
-)  # fmt: skip
-"""Prefixes of environment variables that a report contains."""
 logger = logging.getLogger("zerotune")
 
 
@@ -144,7 +137,7 @@ class Outcome:
     detail: str = ""
     """Short reason for a failure, or for not running the check."""
     evidence: str = ""
-    """Details for the report: a traceback, or all differences."""
+    """Details for a report: a traceback, or all differences."""
     seconds: float = attrs.field(default=0.0, validator=attrs.validators.instance_of((int, float)))
 
 
@@ -202,15 +195,6 @@ def proof_path(combination: Combination) -> Path:
     return user_cache() / "proofs" / f"{combination.key}.json"
 
 
-def report_path(combination: Combination) -> Path:
-    """Return the path to the failure report; the file exists only after a failure."""
-    return proof_path(combination).with_suffix(".report.json")
-
-
-_unsaved: Final[dict[Combination, Proof]] = {}
-"""Proofs that could not be saved."""
-
-
 def load_proof(combination: Combination) -> Proof | str:
     """Load the proof of a combination.
 
@@ -222,12 +206,10 @@ def load_proof(combination: Combination) -> Proof | str:
     """
     path = proof_path(combination)
     try:
-        proof = _unsaved.get(combination)
-        if proof is None:
-            values = json_of(read_record(path, most=_LARGEST_PROOF))
-            if values.pop("format") != _PROOF_FORMAT:
-                raise ValueError("another format")
-            proof = Proof(combination=Combination(**values.pop("combination")), **values)
+        values = json_of(read_record(path, most=_LARGEST_PROOF))
+        if values.pop("format") != _PROOF_FORMAT:
+            raise ValueError("another format")
+        proof = Proof(combination=Combination(**values.pop("combination")), **values)
     except FileNotFoundError:
         return _NONE_YET
     except OSError as error:
@@ -243,38 +225,21 @@ def load_proof(combination: Combination) -> Proof | str:
 
 
 def store_proof(proof: Proof) -> Path | None:
-    """Save a proof for later starts; if a check failed, also save a failure report.
+    """Save a proof for later starts.
 
     Args:
         proof: The proof.
 
     Returns:
-        Path to the proof file; ``None`` if the file cannot be written, in which case the proof is
-        valid only in this process.
+        Path to the proof file; ``None`` if the file cannot be written.
     """
-    path, report = proof_path(proof.combination), report_path(proof.combination)
+    path = proof_path(proof.combination)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if proof.failed or proof.error is not None:
-            packages = ("torch", "deepspeed", "accelerate", "diffusers", "numpy", "triton", "ninja")
-            shown = {n: v for n, v in sorted(os.environ.items()) if n.startswith(_REPORTED)}
-            text = {
-                "proof": proof.to_dict(),
-                "packages": installed_versions(packages),
-                "python": sys.version,
-                "system": platform.platform(),
-                "torch": torch.__config__.show(),
-                "environment": shown,
-            }
-            write_atomically(report, json.dumps(text, indent=1).encode())
-        else:
-            report.unlink(missing_ok=True)
         write_atomically(path, json.dumps(proof.to_dict(), indent=1).encode())
     except OSError as error:
         logger.warning("the proof of the fast paths cannot be saved: %s", error)
-        _unsaved[proof.combination] = proof
         return None
-    _unsaved.pop(proof.combination, None)
     return path
 
 
@@ -311,7 +276,7 @@ def why_unproven(path: FastPath, *, accelerator: str) -> str | None:
     combination = Combination.here(accelerator)
     proof = load_proof(combination)
     if isinstance(proof, str):
-        return f"{proof}; run `{COMMAND}`, which takes about half a minute"
+        return f"{proof}; run `{COMMAND}`, which takes a few seconds"
     obstacle = proof.obstacle(path)
     return None if obstacle is None else "; ".join((obstacle, *_what_to_do(proof)))
 
@@ -337,7 +302,7 @@ def why_disproven(path: FastPath, *, accelerator: str) -> str | None:
 def _what_to_do(proof: Proof) -> tuple[str, ...]:
     """Advice after a failure; empty if checks were only skipped."""
     if proof.failed:
-        return (f"report it with the file {report_path(proof.combination)}",)
+        return (f"report it with the file {proof_path(proof.combination)}",)
     return () if proof.error is None else (f"run `{COMMAND}` to repeat the proof",)
 
 
@@ -406,25 +371,22 @@ def prove_offload(plan: ResolvedPlan, group: ProcessGroup) -> tuple[Decision, ..
     return prove_first(plan.platform.accelerator, group)
 
 
-_proven_anew: Final[set[Combination]] = set()
-"""Combinations whose proof this process has repeated; once per process is enough."""
+_attempted: Final[set[Combination]] = set()
+"""Combinations that this process has tried to prove; once per process is enough."""
 
 
 def _prove_here(accelerator: str, *, anew: bool) -> None:
     combination = Combination.here(accelerator)
-    anew = anew and combination not in _proven_anew
-    if not anew and isinstance(load_proof(combination), Proof):
-        return
     with _one_at_a_time():
-        if not anew and isinstance(load_proof(combination), Proof):
+        proven = not anew and isinstance(load_proof(combination), Proof)
+        if proven or combination in _attempted:
             return
-        _proven_anew.add(combination)
-        _unsaved.pop(combination, None)
+        _attempted.add(combination)
         with contextlib.suppress(OSError):
             proof_path(combination).unlink(missing_ok=True)
         logger.warning(
-            "first start on %s: proving the fast paths takes up to half a minute, plus imports "
-            "and compiling (to skip the proof, set %s to off or ask)", combination.device, VARIABLE,
+            "first start on %s: proving the fast paths takes a few seconds, plus imports and "
+            "compiling (to skip the proof, set %s to off or ask)", combination.device, VARIABLE,
         )  # fmt: skip
         problem = _run_command(accelerator)
         proof = load_proof(combination)
@@ -462,7 +424,7 @@ def _run_command(accelerator: str, patience_s: float = _PATIENCE_S) -> str | Non
             try:
                 output, _ = process.communicate(timeout=patience_s)
             except BaseException:
-                # The process may have started ranks.
+                # The process may be compiling an op.
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
     except subprocess.TimeoutExpired:

@@ -205,12 +205,11 @@ class StreamTransfers:
 
     Args:
         device: A device with streams.
-        streams: Module that provides streams and events; by default torch's module for the device.
     """
 
-    def __init__(self, device: torch.device, *, streams: Any = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams: Any = streams or accelerator_of(device).streams
+        self._streams: Any = accelerator_of(device).streams
         self._side = self._streams.Stream(device)
         self.pool = BlockPool(
             lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

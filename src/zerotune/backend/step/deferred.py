@@ -18,7 +18,7 @@ from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.master_weights import Follower, MasterLayout, trainable_parameters
 from zerotune.backend.optimizers.classes import AdamWBF16States
-from zerotune.backend.proof import FastPath, why_disproven, why_unproven
+from zerotune.backend.proof import why_disproven, why_unproven
 from zerotune.backend.step.adams import SlabStep, stepper_of, torch_rounds_alike
 from zerotune.backend.step.kernel import HostStepOp, load_host_step
 from zerotune.backend.step.pending import (
@@ -447,11 +447,14 @@ def _shares_cores(step: DeferredSteps) -> Decision:
     )
 
 
+_SEVERAL_RANKS: Final = "the proof has one rank, so deferred steps of several ranks are not proven"
+
+
 def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     """Choose whether updates are deferred and whether a thread runs them. Collective.
 
-    On an accelerator, updates are deferred only if zerotune's proof of deferred steps has passed on
-    this device, or if the plan requests deferral.
+    On an accelerator, updates are deferred only if zerotune's proof has passed on this device and
+    no other rank updates a part of the weights, or if the plan requests deferral.
 
     Args:
         step: The optimizer's step.
@@ -461,8 +464,9 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     on_cpu = plan.platform.accelerator == "cpu"
     unproven = None
     if not on_cpu:
-        path: FastPath = "exchange" if step.needs_a_thread else "hidden step"
-        unproven = why_unproven(path, accelerator=plan.platform.accelerator)
+        unproven = why_unproven("hidden step", accelerator=plan.platform.accelerator)
+        if step.needs_a_thread:
+            unproven = unproven or _SEVERAL_RANKS
         # All ranks must make the same choice.
         elsewhere = step.group.any(unproven is not None, purpose="choose when a step completes")
         other = "deferred steps are not proven on another rank's device"
