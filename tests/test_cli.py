@@ -351,6 +351,7 @@ class TestThisMachine:
         assert done.returncode == (0 if found["verdict"]["healthy"] else 1)
         assert found["platform"]["system"] == platform.system()
         assert found["platform"]["versions"]["python"] == sys.version.split()[0]
+        assert found["ops_folder"] in (str(tmp_path), None)
         assert list(tmp_path.iterdir()) == []
 
     def test_an_unknown_op_gives_one_line_and_status_2(self):

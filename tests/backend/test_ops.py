@@ -94,7 +94,6 @@ SCENARIOS = """
     report("no compiler", cxx=None, libaio=LibAio(header=None, library=None))
     report("broken compiler", cxx=Tool(path="/opt/bad/c++", version=None))
     report("no ninja", ninja=None)
-    report("hidden ninja", ninja=None, hidden_ninja="/opt/env/bin/ninja")
     report("no Python.h", python_headers=False)
     report("no libaio header", libaio=LibAio(header=False, library=False))
     report("no libaio library", libaio=LibAio(header=True, library=False))
@@ -189,7 +188,6 @@ class TestReport:
             ("no compiler", "async_io", "no C++ compiler", "install g++"),
             ("broken compiler", "cpu_adam", "/opt/bad/c++ does not run", "CXX"),
             ("no ninja", "cpu_lion", "ninja is not installed", "pip install ninja"),
-            ("hidden ninja", "cpu_adam", "/opt/env/bin, which is not on PATH", "activate"),
             ("no Python.h", "cpu_adagrad", "Python.h", "-dev"),
             ("no libaio header", "async_io", "header libaio.h of libaio", "libaio-dev"),
             ("no libaio library", "async_io", "library of libaio", "libaio-dev"),

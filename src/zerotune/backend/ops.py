@@ -1,13 +1,15 @@
 """State of DeepSpeed's compiled ops: whether each is built or can be built, and if not, why.
 
-DeepSpeed compiles its kernels on first use into torch's extension folder
-(``TORCH_EXTENSIONS_DIR``, by default below ``~/.cache``). If compiling fails, DeepSpeed often
-reports only ``… due to hardware/software issue. None``; this module finds the cause.
+DeepSpeed compiles its kernels on first use. zerotune compiles into the folder
+``TORCH_EXTENSIONS_DIR``, by default into one folder per Python environment below ``~/.cache``. If
+compiling fails, DeepSpeed often reports only ``… due to hardware/software issue. None``; this
+module finds the cause.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib
 import logging
 import os
@@ -20,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -27,8 +30,15 @@ import attrs
 import psutil
 from packaging.version import Version
 
-from zerotune._util.proc import LOCAL_FILESYSTEMS, environment, filesystem_kind
+from zerotune._util.proc import (
+    LOCAL_FILESYSTEMS,
+    environment,
+    filesystem_kind,
+    held,
+    installed_version,
+)
 from zerotune._util.text import did_you_mean
+from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, MissingDependencyError, PlatformError
 from zerotune.platform.facts import CUDA
 from zerotune.platform.toolchain import Toolchain, detect_toolchain
@@ -169,7 +179,51 @@ _CAUSES: Final[tuple[tuple[str, str, str | Mapping[str, str] | None], ...]] = (
 header also makes ninja report a failed command."""
 
 
-# -- Torch's folder of compiled extensions, only read here.
+# -- The folder of compiled extensions.
+
+FOLDER: Final = "TORCH_EXTENSIONS_DIR"
+"""Environment variable that torch reads when it loads an extension."""
+
+
+def extensions_folder() -> Path:
+    """Return the folder of all compiled ops: ``$TORCH_EXTENSIONS_DIR``, or the environment's own.
+
+    Nothing is created.
+    """
+    stated = os.environ.get(FOLDER)
+    return _environments_folder() if stated is None else Path(stated)
+
+
+@cache
+def _environments_folder() -> Path:
+    """Folder named after everything that makes ninja compile an op again.
+
+    Torch's default folder is named after versions of Python and CUDA only. Two environments would
+    then invalidate each other's ops, because a command line contains the paths of all headers.
+    """
+    import torch
+    from torch.utils import cpp_extension
+
+    python = f"{sys.implementation.cache_tag}{getattr(sys, 'abiflags', '')}"
+    versions = f"torch-{torch.__version__}_deepspeed-{installed_version('deepspeed')}"
+    more = repr((sys.prefix, torch.__file__, torch.version.cuda, torch.version.hip))
+    name = f"zerotune_{python}_{versions}_{hashlib.sha256(more.encode()).hexdigest()[:8]}"
+    return Path(cpp_extension.get_default_build_root(), name)
+
+
+def folder_decisions() -> tuple[Decision, ...]:
+    """Return the decision for this environment's own folder; none if the user chose a folder."""
+    folder = extensions_folder()
+    if folder != _environments_folder():
+        return ()
+    return (
+        Decision(
+            key=FOLDER,
+            before=None,
+            after=str(folder),
+            reason="each Python environment compiles its ops once, into its own folder",
+        ),
+    )
 
 
 def build_folder(name: str) -> Path:
@@ -178,21 +232,7 @@ def build_folder(name: str) -> Path:
     Args:
         name: Name of the extension.
     """
-    import torch
-    from torch.utils import cpp_extension
-
-    stated = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if stated is not None:
-        return Path(stated) / name
-    if torch.version.hip is not None:
-        target = f"rocm{torch.version.hip.replace('.', '')}"
-    elif torch.version.cuda is not None:
-        target = f"cu{torch.version.cuda.replace('.', '')}"
-    else:
-        target = "cpu"
-    version = sys.version_info
-    tag = f"py{version.major}{version.minor}{getattr(sys, 'abiflags', '')}_{target}"
-    return Path(cpp_extension.get_default_build_root()) / tag / name
+    return extensions_folder() / name
 
 
 def built_library(folder: Path) -> Path | None:
@@ -204,13 +244,21 @@ def built_library(folder: Path) -> Path | None:
 def why_stale(folder: Path) -> str | None:
     """Return why ninja would compile an op again; ``None`` if the library is up to date.
 
-    A library becomes stale when torch, deepspeed, the compiler flags or the version of ninja
-    change. The version of ninja matters because the format of ninja's build log depends on it.
+    A library becomes stale when torch, deepspeed, their paths, the compiler flags or the version of
+    ninja change. The version of ninja matters because the format of ninja's build log depends on
+    it.
 
     Args:
         folder: Build folder of the op.
     """
+    import torch
+
     try:
+        # Torch will rewrite this file before ninja reads it.
+        written = (folder / "build.ninja").read_text(encoding="utf-8")
+        other = re.search(r"-isystem (\S+)/torch/include", written)
+        if other is not None and other[1] != str(Path(torch.__file__).parents[1]):
+            return f"the Python environment with {other[1]} compiled it last"
         command = ["ninja", "-n", "-d", "explain"]
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=30, check=False
@@ -222,9 +270,7 @@ def why_stale(folder: Path) -> str | None:
     explained = re.search(r"ninja explain: (.+)", done.stderr + done.stdout)
     if explained is None:
         return "ninja would compile the library again"
-    changed = "command line" in explained.group(1)
-    hint = "; the ninja version or the flags differ from the last build" if changed else ""
-    return f"ninja reports: {explained.group(1)}{hint}"
+    return f"ninja reports: {explained.group(1)}"
 
 
 @attrs.frozen(kw_only=True)
@@ -250,18 +296,12 @@ class BuildLock:
         except OSError:
             return None
         # Torch keeps the file open as long as it holds the lock.
-        wanted = str(path.resolve())
         holders = (
             int(process.pid)
             for process in psutil.process_iter(["open_files"])
-            if any(file.path == wanted for file in process.info["open_files"] or ())
+            if str(path.resolve()) in {file.path for file in process.info["open_files"] or ()}
         )
         return cls(path=path, age=max(age, 0.0), holder=next(holders, None))
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether the process that locked the op has probably ended without releasing the lock."""
-        return self.holder is None and self.age > _ABANDONED_AFTER
 
     def diagnose(self) -> Diagnosis:
         """Return why the op is locked, and a fix."""
@@ -311,12 +351,6 @@ def missing_ninja(toolchain: Toolchain) -> Diagnosis | None:
     """
     if toolchain.ninja is not None:
         return None
-    if toolchain.hidden_ninja is not None:
-        folder = Path(toolchain.hidden_ninja).parent
-        return Diagnosis(
-            cause=f"ninja is installed in {folder}, which is not on PATH",
-            fix="activate the Python environment, or add this folder to PATH",
-        )
     return Diagnosis(cause="ninja is not installed", fix="pip install ninja")
 
 
@@ -440,11 +474,12 @@ class LivingLock:
         while not self._take():
             remove_if_dead(self._path)
             lock = BuildLock.on(folder)
-            if lock is not None and lock.abandoned and not _host_and_process(self._path):
-                raise lock.diagnose().as_error(folder.name)
             if lock is not None and time.monotonic() >= announced:
                 announced = time.monotonic() + _AGAIN_AFTER
                 found = lock.diagnose()
+                abandoned = lock.holder is None and lock.age > _ABANDONED_AFTER
+                if abandoned and not _host_and_process(self._path):
+                    raise found.as_error(folder.name)
                 logger.warning(
                     "op %s: still waiting for its lock after %.0f s: %s (%s). Fix: %s.",
                     folder.name, time.monotonic() - began, found.cause, lock.path, found.fix,
@@ -479,18 +514,6 @@ class LivingLock:
         os.write(held, f"{socket.gethostname()} {os.getpid()}\n".encode())
         self._held = held
         return True
-
-
-@contextmanager
-def living_locks() -> Iterator[None]:
-    """Inside the block, torch compiles extensions under a ``LivingLock``."""
-    compiling: Any = importlib.import_module("torch.utils.cpp_extension")
-    before = compiling.FileBaton
-    compiling.FileBaton = LivingLock
-    try:
-        yield
-    finally:
-        compiling.FileBaton = before
 
 
 def _host_and_process(path: Path) -> list[str]:
@@ -712,14 +735,9 @@ def build_op(name: str) -> OpStatus:
     op = next(op for op in _OPS if op.name == name)
     with building():
         accelerator, toolchain = _deepspeeds_accelerator(), detect_toolchain()
-        folders = _build_folders(op, accelerator)
-        for folder in folders:
-            remove_if_dead(folder / "lock")
         before = _op_status(op, accelerator, toolchain)
         # If another process is building the op, torch waits for that process.
-        if before.state != "locked" or any(
-            lock.abandoned for lock in map(BuildLock.on, folders) if lock is not None
-        ):
+        if before.state != "locked":
             before.check_usable()
         with naming_the_cause(op.name):
             accelerator.create_op_builder(op.builder).load(verbose=False)
@@ -728,9 +746,21 @@ def build_op(name: str) -> OpStatus:
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Inside the block, compile with this environment's ninja; ignore locks of dead processes."""
-    with same_ninja(), living_locks():
-        yield
+    """Inside the block, compile into ``extensions_folder()`` with this environment's ninja.
+
+    Torch compiles under a ``LivingLock``. Locks of dead processes on any op are removed, since code
+    outside the block would wait for them.
+    """
+    compiling: Any = importlib.import_module("torch.utils.cpp_extension")
+    for lock in extensions_folder().glob("*/lock"):
+        remove_if_dead(lock)
+    before = compiling.FileBaton
+    compiling.FileBaton = LivingLock
+    try:
+        with held(FOLDER, str(extensions_folder())), same_ninja():
+            yield
+    finally:
+        compiling.FileBaton = before
 
 
 def same_ninja() -> AbstractContextManager[None]:
@@ -751,11 +781,8 @@ def _deepspeeds_accelerator() -> Any:
     """DeepSpeed's accelerator; its import logs nothing, since zerotune reports the same facts."""
     logger = logging.getLogger("DeepSpeed")
 
-    # DeepSpeed sets its logger's level during the import; only a filter survives that.
-    def keep_back(_record: logging.LogRecord) -> bool:
-        return False
-
-    logger.addFilter(keep_back)
+    # DeepSpeed sets its logger's level during the import.
+    logger.disabled = True
     try:
         return importlib.import_module("deepspeed.accelerator").get_accelerator()
     except ModuleNotFoundError as error:
@@ -768,7 +795,7 @@ def _deepspeeds_accelerator() -> Any:
         # deepspeed inspects the machine while it is imported, so anything can go wrong here.
         raise PlatformError(f"deepspeed cannot be imported: {summary(error)}") from error
     finally:
-        logger.removeFilter(keep_back)
+        logger.disabled = False
 
 
 def _op_status(op: _Op, accelerator: Any, toolchain: Toolchain) -> OpStatus:
@@ -782,7 +809,8 @@ def _op_status(op: _Op, accelerator: Any, toolchain: Toolchain) -> OpStatus:
         return OpStatus.of(op.name, op.purpose, "installed")
     if blocked := missing_for_loading(builder, toolchain):
         return OpStatus.of(op.name, op.purpose, "blocked", blocked)
-    folders = _build_folders(op, accelerator)
+    companion = None if op.companion is None else _builder(op.companion, accelerator)
+    folders = [build_folder(each.name) for each in (op, companion) if each is not None]
     state, why = _jit_state(builder, folders, toolchain)
     return OpStatus.of(op.name, op.purpose, state, why, library=built_library(folders[0]))
 
@@ -792,13 +820,6 @@ def _builder(name: str, accelerator: Any) -> Any | None:
     builder = accelerator.create_op_builder(name)
     # Some accelerators return None, others a builder whose load() raises an error.
     return None if type(builder).__name__ in {"NoneType", "NotImplementedBuilder"} else builder
-
-
-def _build_folders(op: _Op, accelerator: Any) -> list[Path]:
-    """Build folders of the op and its companion, the op's first."""
-    companion = None if op.companion is None else _builder(op.companion, accelerator)
-    names = [op.name] if companion is None else [op.name, companion.name]
-    return [build_folder(name) for name in names]
 
 
 def _jit_state(
@@ -814,5 +835,6 @@ def _jit_state(
     if blocked := missing_for_building(builder, toolchain):
         return "blocked", blocked
     if stale is not None:
-        return "stale", Diagnosis(cause=stale)
+        fix = f"if several environments share {FOLDER}, unset it: each then has its own folder"
+        return "stale", Diagnosis(cause=stale, fix=None if folder_decisions() else fix)
     return "buildable", doubt(builder, toolchain)

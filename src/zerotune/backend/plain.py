@@ -34,6 +34,7 @@ from zerotune.backend.master_weights import (
     gradient_norm,
     require_trainable,
 )
+from zerotune.backend.ops import folder_decisions
 from zerotune.backend.optimizers.classes import AdamWBF16States
 from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
 from zerotune.backend.proof import prove_offload
@@ -183,7 +184,7 @@ class PlainEngine(CountingEngine):
         self._host_step = self._pass
         if self._pass is None:
             _fuse(adam)
-        return decided
+        return (*folder_decisions(), *decided)
 
     @property
     @override

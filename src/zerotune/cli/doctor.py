@@ -49,13 +49,15 @@ class Checkup:
     """State of DeepSpeed's ops; empty if DeepSpeed does not run."""
     own_op: OpStatus | None = None
     """State of zerotune's op; ``None`` if DeepSpeed does not run."""
+    ops_folder: str | None = None
+    """Folder of all compiled ops; ``None`` if DeepSpeed does not run."""
     ops_problem: str | None = None
     """Why the state of DeepSpeed's ops is unknown; ``None`` if it is known."""
 
     @classmethod
     def of(cls, platform: Platform) -> Checkup:
         """Examine this machine; ``platform`` must also describe this machine."""
-        from zerotune.backend.ops import op_report
+        from zerotune.backend.ops import extensions_folder, op_report
         from zerotune.backend.step.kernel import host_step_status
         from zerotune.platform.toolchain import detect_toolchain
 
@@ -66,8 +68,13 @@ class Checkup:
             ops = op_report(toolchain=toolchain)
         except ZeroTuneError as error:
             return cls(platform=platform, toolchain=toolchain, ops_problem=str(error))
-        own = host_step_status(toolchain=toolchain)
-        return cls(platform=platform, toolchain=toolchain, ops=ops, own_op=own)
+        return cls(
+            platform=platform,
+            toolchain=toolchain,
+            ops=ops,
+            own_op=host_step_status(toolchain=toolchain),
+            ops_folder=str(extensions_folder()),
+        )
 
     @property
     def healthy(self) -> bool:
@@ -185,6 +192,7 @@ class Checkup:
             ),
             ("Python.h", presence(self.toolchain.python_headers)),
             ("libaio", f"header {presence(libaio.header)}, library {presence(libaio.library)}"),
+            *((("ops", self.ops_folder),) if self.ops_folder else ()),
         ]
 
 

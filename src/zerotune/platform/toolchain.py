@@ -51,9 +51,7 @@ class Toolchain:
     """CUDA's compiler; required only for kernels on an NVIDIA GPU."""
     cuda_home: str | None
     ninja: Tool | None
-    hidden_ninja: str | None = None
-    """Path of this Python environment's ninja if torch cannot find it, because it is not on
-    ``PATH``."""
+    """This Python environment's ninja, or the one on ``PATH``."""
     python_headers: bool
     """Whether ``Python.h`` of the running Python is installed."""
     libaio: LibAio
@@ -116,19 +114,20 @@ def detect_compilers(machine: LocalMachine | None = None) -> Toolchain:
         machine: Access to a machine; by default this machine.
     """
     machine = machine or LocalMachine()
-    ninja = _tool(machine, ["ninja"])
     environ, nvcc = machine.environ(), machine.which("nvcc")
     # torch's search order: the environment, nvcc's folder, the default place.
-    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
-    home = home or (nvcc and str(Path(nvcc).parent.parent))
-    home = home or ("/usr/local/cuda" if machine.exists("/usr/local/cuda") else None)
-    beside_python = str(Path(sys.executable).parent / "ninja")
+    home = (
+        environ.get("CUDA_HOME")
+        or environ.get("CUDA_PATH")
+        or (nvcc and str(Path(nvcc).parent.parent))
+        or ("/usr/local/cuda" if machine.exists("/usr/local/cuda") else None)
+    )
     return Toolchain(
         cxx=_tool(machine, _cxx(machine)),
         nvcc=None if home is None else _tool(machine, [f"{home}/bin/nvcc"]),
         cuda_home=home,
-        ninja=ninja,
-        hidden_ninja=beside_python if ninja is None and machine.exists(beside_python) else None,
+        ninja=_tool(machine, [str(Path(sys.executable).with_name("ninja"))])
+        or _tool(machine, ["ninja"]),
         python_headers=machine.exists(f"{sysconfig.get_path('include')}/Python.h"),
         libaio=LibAio(header=None, library=None),
     )

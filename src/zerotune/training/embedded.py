@@ -29,6 +29,7 @@ from zerotune.backend.deepspeed.start import (
     read_weights,
 )
 from zerotune.backend.distributed import Launch, deepspeed_groups, together
+from zerotune.backend.ops import folder_decisions
 from zerotune.backend.stored import require_read
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.checkpoint.contents import tied_names
@@ -121,6 +122,10 @@ class EmbeddedPlan(Closing):
             self._outline = self._resolved(model)
             platform = self._outline.platform
             self._deepspeed, _ = join(platform, self.resources, timeout_s=timeout_s)
+            self.decide(*folder_decisions())
+            # The framework would start DeepSpeed's communication, which may compile an op.
+            with compiling(self._outline):
+                self._deepspeed.init_distributed(dist_init_required=False)
             if model is not None:
                 self._fit(self._outline, model)
         atexit.register(self._abandon)

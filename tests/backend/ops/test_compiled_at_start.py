@@ -36,6 +36,28 @@ def test_two_processes_load_the_shared_memory_communication_op():
 
 
 @ranks(1)
+def test_an_engine_compiles_into_the_folder_of_its_environment_and_says_so(tmp_path: Path):
+    import torch
+
+    from zerotune import DeepSpeedPlan
+    from zerotune.backend.ops import FOLDER, _environments_folder, extensions_folder
+
+    compiled = extensions_folder()
+    _environments_folder.cache_clear()
+    os.environ.pop(FOLDER, None)
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path)
+    chosen = extensions_folder()
+    chosen.parent.mkdir()
+    chosen.symlink_to(compiled)
+    assert chosen.parent == tmp_path / "torch_extensions"
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="fp32", optimizer="AdamW")
+    with build(torch.nn.Linear(8, 8), plan) as engine:
+        decided = {decision.key: decision.after for decision in engine.decisions}
+    assert decided[FOLDER] == str(chosen)
+    assert FOLDER not in os.environ
+
+
+@ranks(1)
 def test_a_failed_start_names_a_lock_that_may_belong_to_another_machine(tmp_path: Path):
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()

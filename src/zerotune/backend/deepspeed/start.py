@@ -36,7 +36,7 @@ from zerotune.backend.master_weights import (
     require_trainable,
     trainable_parameters,
 )
-from zerotune.backend.ops import building
+from zerotune.backend.ops import building, folder_decisions
 from zerotune.backend.optimizers.client import (
     build_client_optimizer,
     chosen_optimizer,
@@ -340,7 +340,7 @@ def initialize(
         resources: Exit stack for the cleanup that DeepSpeed's engine does not do itself.
 
     Returns:
-        DeepSpeed's engine, and decisions about where the weights are stored.
+        DeepSpeed's engine, and decisions about where ops are compiled and weights are stored.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     device = torch.device(accelerator.current_device_name())
@@ -373,7 +373,7 @@ def initialize(
             fix="change the setting that the message names; if an op could not be built, run "
             "`zerotune doctor`",
         ) from error
-    return engine, tuple(built)
+    return engine, (*folder_decisions(), *built)
 
 
 # -- Page-locked host memory without rounding up.

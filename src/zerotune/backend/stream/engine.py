@@ -38,6 +38,7 @@ from zerotune.backend.master_weights import (
     OptimizerStates,
     Slab,
 )
+from zerotune.backend.ops import folder_decisions
 from zerotune.backend.optimizers.classes import AdamW8BitStates, AdamWBF16States
 from zerotune.backend.optimizers.client import (
     CLASSES,
@@ -112,7 +113,7 @@ class StreamEngine(CountingEngine):
         needs = self._lay_out(model)
         self._build_optimizer(deepspeed, plan, named)
         self._stream(needs)
-        self._decisions = (*proven, *self._describe())
+        self._decisions = (*folder_decisions(), *proven, *self._describe())
         self._checks().raise_if_failed(engine="zerotune")
         announce(self.decisions, rank=self._group.rank)
 
