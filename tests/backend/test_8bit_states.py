@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.ranks import ranks
+from zerotune.backend.master_weights import OptimizerStates
 from zerotune.backend.optimizers.classes import (
     BLOCK,
     AdamW8BitStates,
@@ -39,11 +40,26 @@ def test_encoding_chooses_the_nearest_codes(signed):
     assert torch.equal(off.gather(1, codes[:, None].long()).flatten(), off.amin(1))
 
 
+@pytest.mark.deepspeed
 @pytest.mark.parametrize("signed", [True, False])
-def test_decoded_moments_survive_encoding_again_bit_for_bit(signed):
+def test_the_op_decodes_and_encodes_like_the_codebook_and_keeps_decoded_moments(signed):
+    from zerotune.backend.step.kernel import CodedMoment, load_host_step
+
     book, numbers = codebook(signed=signed), moments() if signed else moments().abs()
-    decoded = book.decode(*book.encode(numbers))
-    assert torch.equal(book.decode(*book.encode_again(decoded)), decoded)
+    numbers = numbers[: NUMEL + 30 * BLOCK]
+
+    def encoded(exact: torch.Tensor) -> CodedMoment:
+        codes, scales = torch.empty(len(exact), dtype=torch.uint8), torch.empty(36)
+        moment = CodedMoment(codes=codes, scales=scales, book=book)
+        load_host_step().encode(exact, into=moment)
+        return moment
+
+    first = encoded(numbers)
+    decoded = load_host_step().decode(first)
+    for mine, expected in zip((first.codes, first.scales), book.encode(numbers), strict=True):
+        assert torch.equal(mine, expected)
+    assert torch.equal(decoded, book.decode(first.codes, first.scales))
+    assert torch.equal(load_host_step().decode(encoded(decoded)), decoded)
     if signed:
         assert not torch.equal(book.decode(*book.encode(decoded)), decoded), "not by itself"
 
@@ -96,6 +112,28 @@ def test_the_pass_equals_the_optimizer_bit_for_bit(dtype):
     for name, state in adams[0].state[mine].items():
         other = adams[1].state[theirs][name]
         assert torch.equal(state, other) if isinstance(state, torch.Tensor) else state == other
+
+
+@pytest.mark.deepspeed
+def test_moments_written_as_numbers_are_kept_when_others_are_written_as_codes():
+    from zerotune.backend.step.adams import Host8BitAdam
+    from zerotune.backend.step.kernel import load_host_step
+
+    weight = torch.nn.Parameter(torch.zeros(NUMEL))
+    adam = AdamW8BitStates([weight])
+    coder = Host8BitAdam(op=load_host_step(), adam=adam)
+    states = OptimizerStates(adam, weight, coder=coder)
+    assert (states.tensors, states.stored, states.formats) == ({}, {}, {})
+    assert not adam.state, "looking creates nothing"
+    states.create(("exp_avg", "exp_avg_sq"))
+    states.tensors["exp_avg"][:BLOCK] = -1.0
+    states.stored["exp_avg"][BLOCK : 2 * BLOCK] = 255
+    states.stored["exp_avg_scale"][1] = 3.0
+    states.write_back()
+    assert states.stored["exp_avg"].dtype == torch.uint8
+    assert torch.equal(states.tensors["exp_avg"][:BLOCK], torch.full((BLOCK,), -1.0))
+    assert torch.equal(states.tensors["exp_avg"][BLOCK : 2 * BLOCK], torch.full((BLOCK,), 3.0))
+    assert not states.tensors["exp_avg"][2 * BLOCK :].any()
 
 
 def test_weights_and_moments_match_bitsandbytes():

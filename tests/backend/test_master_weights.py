@@ -156,7 +156,8 @@ def edit(engine: Any) -> dict[str, Any]:
     with engine.master_weights.editing() as fragments:
         for fragment in fragments:
             fragment.value.copy_(pattern(fragment.address))
-            for state in fragment.ensure_states(("exp_avg", "exp_avg_sq")).values():
+            fragment.ensure_states(("exp_avg", "exp_avg_sq"))
+            for state in fragment.states.values():
                 state.fill_(0.5)
             fragment.set_step(7)
     gathered = dict(engine.master_weights.gather())

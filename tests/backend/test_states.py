@@ -56,9 +56,9 @@ def test_a_fresh_optimizer_continues_with_the_states_of_another(name):
     with twin_master.editing() as fragments:
         for fragment, source in zip(fragments, master.read(), strict=True):
             fragment.value.copy_(source.value)
-            states = fragment.ensure_states(tuple(source.states))
+            fragment.ensure_states(tuple(source.states))
             for state, tensor in source.states.items():
-                states[state].copy_(tensor)
+                fragment.states[state].copy_(tensor)
             fragment.set_scalars(source.scalars)
             if source.step is not None:
                 fragment.set_step(source.step)

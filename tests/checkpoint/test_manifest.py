@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.samples import sample_manifest
+from zerotune.backend.master_weights import StateFormat
+from zerotune.backend.optimizers.classes import AdamW8BitStates
 from zerotune.checkpoint.manifest import Manifest
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
@@ -52,9 +55,9 @@ def test_a_truncated_manifest_is_refused(length):
 
 
 def test_a_newer_format_is_refused_with_the_version_that_can_be_read():
-    newer = TEXT.replace('"version": 2', '"version": 3')
+    newer = TEXT.replace('"version": 3', '"version": 4')
     with pytest.raises(
-        CheckpointError, match=r"format version 3, but this zerotune version reads only 2"
+        CheckpointError, match=r"format version 4, but this zerotune version reads only 2 and 3"
     ):
         Manifest.from_json(newer)
 
@@ -67,6 +70,47 @@ def resigned(change):
     del content["sha256"]
     change(content)
     return json.dumps({**content, "sha256": module._content_digest(content)})
+
+
+def test_a_manifest_of_version_2_has_states_in_fp32():
+    def older(content):
+        content["version"] = 2
+        del content["formats"]
+
+    manifest = Manifest.from_json(resigned(older))
+    assert manifest == sample_manifest()
+    assert manifest.format_of("exp_avg") == StateFormat()
+
+
+def coded(content, **formats):
+    content["formats"] = {n: attrs.asdict(f) for n, f in AdamW8BitStates.formats.items()}
+    content["formats"] |= formats
+    content["parameters"][0]["states"] = ["exp_avg", "exp_avg_scale"]
+
+
+def test_formats_of_states_survive_a_round_trip():
+    manifest = Manifest.from_json(resigned(coded))
+    assert manifest.formats == AdamW8BitStates.formats
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"dtype": "int64"}, {"dtype": "uint8"}, {"codebook": "secret"}, {"block": 0}, {"block": 256}],
+    ids=str,
+)
+def test_an_unknown_format_of_a_state_is_refused(form):
+    with pytest.raises(CheckpointCorruptError, match="formats"):
+        Manifest.from_json(resigned(lambda content: coded(content, exp_avg=form)))
+
+
+def test_codes_of_a_parameter_without_scales_are_refused():
+    def change(content):
+        coded(content)
+        content["parameters"][0]["states"] = ["exp_avg"]
+
+    with pytest.raises(CheckpointCorruptError, match="'weight' has codes without scales"):
+        Manifest.from_json(resigned(change))
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "", ".."])

@@ -10,7 +10,15 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Final, Protocol
@@ -28,6 +36,62 @@ _BEGIN_AT: Final[Mapping[str, float]] = {"mu_product": 1.0}
 """NAdam's product of momenta (``torch/optim/nadam.py``); all other states start at zero."""
 
 
+@attrs.frozen(kw_only=True)
+class StateFormat:
+    """How an optimizer stores a state, and how a checkpoint stores it."""
+
+    dtype: str = "float32"
+    block: int = 1
+    """Number of weights per element: 1, or above 1 for the scales of coded states."""
+    codebook: str = ""
+    """Name of the codebook if the elements are codes; the scales are a state of their own."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Dtype of the elements."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def shape_for(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the state of a parameter with the given shape."""
+        return shape if self.block == 1 else (-(-math.prod(shape) // self.block),)
+
+
+class StateCoder(Protocol):
+    """Creates, decodes and encodes the coded states of an optimizer."""
+
+    formats: Mapping[str, StateFormat]
+    """Format of every state, including the scales, by name."""
+
+    def create_states(self, state: MutableMapping[str, Any], numel: int) -> None:
+        """Create the states of a tensor before its first step; all numbers are zero.
+
+        Args:
+            state: The optimizer's state dict for the tensor; changed in place.
+            numel: Number of elements of the tensor.
+        """
+        ...
+
+    def decode_states(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the numbers in fp32, 1-D, by state; empty before the first step.
+
+        Args:
+            state: The optimizer's state dict for the tensor.
+        """
+        ...
+
+    def encode_states(
+        self, state: MutableMapping[str, Any], numbers: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Set the states; encoding the result of ``decode_states`` changes no number.
+
+        Args:
+            state: The optimizer's state dict for the tensor; changed in place.
+            numbers: Numbers in fp32, 1-D, by state.
+        """
+        ...
+
+
 class OptimizerStates:
     """Optimizer states and step counter of one tensor.
 
@@ -37,13 +101,20 @@ class OptimizerStates:
         optimizer: A ``torch.optim.Optimizer`` or a DeepSpeed optimizer; ``None`` for weights
             without an optimizer.
         key: The tensor object that is in the optimizer's parameter groups.
+        coder: Reads and writes the states if they are codes.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None, key: torch.Tensor) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        key: torch.Tensor,
+        *,
+        coder: StateCoder | None = None,
+    ) -> None:
         self._optimizer = optimizer
         self._key = key
         self._copies: dict[str, torch.Tensor] = {}
-        self._coder: Any = optimizer if hasattr(optimizer, "decode_states") else None
+        self._coder = coder
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -66,6 +137,26 @@ class OptimizerStates:
             and type(value) in (torch.Tensor, torch.nn.Parameter)
             and value.is_floating_point()
         }
+
+    @property
+    def formats(self) -> dict[str, StateFormat]:
+        """Format of every tensor in ``stored``, by name."""
+        if self._coder is not None:
+            return {name: each for name, each in self._coder.formats.items() if name in self._state}
+        return {
+            name: StateFormat(dtype=str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in self.tensors.items()
+        }
+
+    @property
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The states as the optimizer stores them: like ``tensors``, or codes and their scales."""
+        if self._coder is None:
+            return self.tensors
+        if self._copies:
+            self.write_back()
+            self._copies = {}
+        return {name: self._state[name] for name in self.formats}
 
     def write_back(self) -> None:
         """Write the copies from ``tensors`` to the optimizer's states."""
@@ -267,6 +358,17 @@ class Fragment:
         return {name: _narrow(state, self.address) for name, state in states.items()}
 
     @property
+    def formats(self) -> Mapping[str, StateFormat]:
+        """Format of every tensor in ``stored``, by name."""
+        return self._slab.states.formats
+
+    @property
+    def stored(self) -> Mapping[str, torch.Tensor]:
+        """Like ``states``, but coded states are their codes and their blocks' scales."""
+        formats, states = self.formats, self._slab.states.stored
+        return {n: _narrow(state, self.address, formats[n].block) for n, state in states.items()}
+
+    @property
     def step(self) -> int | None:
         """Number of updates of this fragment; ``None`` if the optimizer has no step counter."""
         return self._slab.states.step
@@ -286,18 +388,14 @@ class Fragment:
 class EditableFragment(Fragment):
     """A fragment with writable weights and states, whose missing states can be created."""
 
-    def ensure_states(self, names: tuple[str, ...]) -> Mapping[str, torch.Tensor]:
-        """Return the states; if any is missing, first create zeros for the whole flat tensor.
+    def ensure_states(self, names: tuple[str, ...]) -> None:
+        """If any of the states is missing, create zeros for the whole flat tensor.
 
         Args:
             names: States that must exist.
-
-        Returns:
-            Views of this fragment's states, by name.
         """
-        if not set(names) <= set(self._slab.states.tensors):
+        if not set(names) <= set(self._slab.states.formats):
             self._slab.states.create(names)
-        return self.states
 
     def set_step(self, step: int) -> None:
         """Set the step counter of the flat tensor that contains this fragment."""
@@ -740,8 +838,8 @@ def _on_host(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [copies[index] for index in range(len(parts))]
 
 
-def _narrow(flat: torch.Tensor, address: FragmentAddress) -> torch.Tensor:
-    return flat.detach().view(-1).narrow(0, address.offset, address.numel)
+def _narrow(flat: torch.Tensor, address: FragmentAddress, block: int = 1) -> torch.Tensor:
+    return flat.detach().view(-1).narrow(0, address.offset // block, -(-address.numel // block))
 
 
 # -- Layouts of engines that partition nothing, and helpers of all layouts.

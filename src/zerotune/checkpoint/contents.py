@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
@@ -15,7 +15,8 @@ import torch
 from zerotune._util.proc import installed_version
 from zerotune._util.text import json_of
 from zerotune.backend.accelerator import current_accelerator
-from zerotune.checkpoint.manifest import Manifest, PlanRecord, TensorRecord
+from zerotune.backend.master_weights import StateFormat
+from zerotune.checkpoint.manifest import STATE_FORMATS, Manifest, PlanRecord, TensorRecord
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorFile, TensorSpec
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
@@ -71,16 +72,24 @@ def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @attrs.frozen(kw_only=True)
 class Part:
-    """A contiguous range of a parameter's elements that this rank owns."""
+    """A contiguous range of elements that this rank owns, in the file's tensor of a parameter."""
 
     name: str
     start: int
     numel: int
 
     @classmethod
-    def of(cls, address: FragmentAddress) -> Part:
-        """Return the range of elements that a fragment of the master weights covers."""
-        return cls(name=address.name, start=address.start, numel=address.numel)
+    def of(cls, address: FragmentAddress, form: StateFormat | None = None) -> Part:
+        """Return the range of elements that a fragment of the master weights covers.
+
+        Args:
+            address: The fragment. If it has coded states, it begins at a block.
+            form: Format of a state; default: one element per weight.
+        """
+        block = 1 if form is None else form.block
+        return cls(
+            name=address.name, start=address.start // block, numel=-(-address.numel // block)
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -99,6 +108,8 @@ class RankShare:
     counters: Mapping[str, Counters]
     nbytes: int
     """Size in bytes of this rank's own file."""
+    formats: Mapping[str, StateFormat] = attrs.field(factory=dict)
+    """Formats of the optimizer states, by name; states without an entry are saved in fp32."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -121,6 +132,8 @@ class RankContents:
     others: Tensors
     """Buffers, generator states and shadow tensors without a fragment, for this rank's file."""
     metadata: Mapping[str, str]
+    formats: Mapping[str, StateFormat] = attrs.field(factory=dict)
+    """As in ``RankShare``."""
     rank: int = 0
     world_size: int = 1
     pieces: tuple[Piece, ...] | None = None
@@ -143,8 +156,9 @@ class RankContents:
         addresses = {address.key: address for address in engine.master_weights.addresses}
         parts: dict[Subject, tuple[Part, ...]] = {}
         counters: dict[str, Counters] = {}
+        formats: dict[str, StateFormat] = {}
         if owner:
-            parts, counters = _optimized(engine)
+            parts, counters, formats = _optimized(engine)
         averages: dict[str, Tensors] = {}
         for name, shadow in shadows.items():
             state = shadow.state_dict()
@@ -164,6 +178,7 @@ class RankContents:
             shadows=averages,
             others=others,
             metadata=metadata,
+            formats=formats,
             rank=group.rank,
             world_size=group.world_size,
         )
@@ -179,7 +194,12 @@ class RankContents:
 
     def share(self) -> RankShare:
         """Return the sizes from which all ranks compute the layout of the files."""
-        return RankShare(parts=self.parts, counters=self.counters, nbytes=self.file().nbytes)
+        return RankShare(
+            parts=self.parts,
+            counters=self.counters,
+            nbytes=self.file().nbytes,
+            formats=self.formats,
+        )
 
     def read(self, engine: Engine) -> Iterator[Piece]:
         """Yield the contents of ``parts``, reading one fragment of master weights at a time."""
@@ -190,8 +210,10 @@ class RankContents:
             for fragment in engine.master_weights.read():
                 part = Part.of(fragment.address)
                 yield Piece(subject=WEIGHTS, part=part, tensor=fragment.value)
-                for name, state in fragment.states.items():
+                formats = fragment.formats
+                for name, state in fragment.stored.items():
                     subject = Subject(kind="optimizer", of=name)
+                    part = Part.of(fragment.address, formats[name])
                     yield Piece(subject=subject, part=part, tensor=state)
         for name, tensors in self.shadows.items():
             subject = Subject(kind="shadow", of=name)
@@ -211,21 +233,36 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _optimized(engine: Engine) -> tuple[dict[Subject, tuple[Part, ...]], dict[str, Counters]]:
+def _optimized(
+    engine: Engine,
+) -> tuple[dict[Subject, tuple[Part, ...]], dict[str, Counters], dict[str, StateFormat]]:
     parts: dict[Subject, list[Part]] = {WEIGHTS: []}
-    counters = {}
+    counters, formats = {}, []
     for address, states in engine.master_weights.describe():
-        part = Part.of(address)
-        parts[WEIGHTS].append(part)
-        for name in _checked_states(states, part.name):
-            parts.setdefault(Subject(kind="optimizer", of=name), []).append(part)
-        counters[part.name] = Counters(
-            step=states.step, scalars=plain_data(states.scalars, part.name)
+        parts[WEIGHTS].append(Part.of(address))
+        formats.append(_checked_formats(states, address.name))
+        for name, form in formats[-1].items():
+            subject = Subject(kind="optimizer", of=name)
+            parts.setdefault(subject, []).append(Part.of(address, form))
+        counters[address.name] = Counters(
+            step=states.step, scalars=plain_data(states.scalars, address.name)
         )
-    return {subject: tuple(some) for subject, some in parts.items()}, counters
+    return {s: tuple(some) for s, some in parts.items()}, counters, common_formats(formats)
 
 
-def _checked_states(states: OptimizerStates, name: str) -> tuple[str, ...]:
+def common_formats(given: Iterable[Mapping[str, StateFormat]]) -> dict[str, StateFormat]:
+    """Return one format for each state; a state that has two is saved in fp32.
+
+    Args:
+        given: Formats by state.
+    """
+    common: dict[str, StateFormat] = {}
+    for name, form in (item for formats in given for item in formats.items()):
+        common[name] = form if common.get(name, form) == form else StateFormat()
+    return common
+
+
+def _checked_formats(states: OptimizerStates, name: str) -> Mapping[str, StateFormat]:
     if states.others:
         raise CheckpointError(
             f"the optimizer states {', '.join(states.others)} cannot be sharded like the weights, "
@@ -233,16 +270,16 @@ def _checked_states(states: OptimizerStates, name: str) -> tuple[str, ...]:
             key=name,
             fix="use an optimizer whose states have one element per weight, such as AdamW",
         )
-    tensors = states.tensors
-    for state, tensor in tensors.items():
-        if tensor.dtype not in (torch.float32, torch.bfloat16):
+    formats = states.formats
+    for state, form in formats.items():
+        if form not in STATE_FORMATS:
             raise CheckpointError(
-                f"optimizer state {state!r} is {tensor.dtype}; only fp32 and bf16 states "
+                f"optimizer state {state!r} is {form.torch_dtype}; only fp32 and bf16 states "
                 "can be saved",
                 key=name,
                 fix="use an optimizer with fp32 or bf16 states, such as AdamW",
             )
-    return tuple(tensors)
+    return formats
 
 
 def plain_data(value: Any, key: str) -> Any:

@@ -23,6 +23,7 @@ from typing_extensions import override
 from zerotune._util.closing import Closable
 from zerotune._util.text import listing
 from zerotune.backend.distributed import together
+from zerotune.backend.optimizers.classes import BLOCK, CODEBOOKS, codebook, scale_of
 from zerotune.checkpoint.contents import (
     BUFFER,
     GENERATOR,
@@ -48,7 +49,11 @@ from zerotune.plan.model import Streaming
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine, EngineState
-    from zerotune.backend.master_weights import EditableFragment, FragmentAddress
+    from zerotune.backend.master_weights import EditableFragment, FragmentAddress, StateFormat
+
+
+_DECODED_AT_ONCE: Final = 2**20
+"""Codes read and decoded at a time, a multiple of ``BLOCK``."""
 
 
 class CheckpointReader(Closable):
@@ -70,6 +75,34 @@ class CheckpointReader(Closable):
     def tensor(self, subject: Subject, name: str) -> torch.Tensor:
         """Return a whole tensor on the CPU."""
         return self.of(subject).tensor(name)
+
+    def format_of(self, state: str) -> StateFormat:
+        """Return the format of a saved optimizer state."""
+        return self._manifest.format_of(state)
+
+    def fill_state(self, into: torch.Tensor, state: str, address: FragmentAddress) -> None:
+        """Copy a fragment's part of an optimizer state; codes are decoded unless copied as codes.
+
+        Args:
+            into: Tensor to fill, 1-D.
+            state: Name of the state.
+            address: The fragment. If codes or scales are copied, it begins at a block.
+        """
+        form, reader = self.format_of(state), self.of(Subject(kind="optimizer", of=state))
+        if not form.codebook or into.dtype == form.torch_dtype:
+            reader.fill(into, address.name, address.start // form.block)
+            return
+        book, scale = codebook(signed=CODEBOOKS[form.codebook]), scale_of(state)
+        for start in range(address.start // BLOCK * BLOCK, address.stop, _DECODED_AT_ONCE):
+            stop = min(start + _DECODED_AT_ONCE, address.stop)
+            codes = torch.empty(stop - start, dtype=torch.uint8)
+            scales = torch.empty(-(-codes.numel() // BLOCK))
+            reader.fill(codes, address.name, start)
+            scaling = self.of(Subject(kind="optimizer", of=scale))
+            scaling.fill(scales, address.name, start // BLOCK)
+            first = max(start, address.start)
+            numbers = book.decode(codes, scales)[first - start :]
+            into[first - address.start : stop - address.start].copy_(numbers)
 
     def buffers(self, rank: int) -> dict[str, torch.Tensor]:
         """Return a rank's buffers by dotted name."""
@@ -173,11 +206,14 @@ class Filler:
         record = self._records[address.name]
         self._reader.of(WEIGHTS).fill(fragment.value, address.name, address.start)
         saved = record.states if self._states else ()
-        states = fragment.ensure_states(saved) if saved else fragment.states
+        formats = {name: self._reader.format_of(name) for name in saved}
+        if saved:
+            fragment.ensure_states(tuple(n for n, form in formats.items() if form.block == 1))
+        # Codes are copied between equal optimizers; otherwise they are decoded, and encoded anew.
+        states = fragment.stored if fragment.formats == formats else fragment.states
         for name, state in states.items():
             if name in saved:
-                reader = self._reader.of(Subject(kind="optimizer", of=name))
-                reader.fill(state, address.name, address.start)
+                self._reader.fill_state(state, name, address)
             else:
                 state.zero_()
         if saved and record.scalars:
@@ -636,9 +672,11 @@ class _Load:
         """Check the headers of all files before the first weight is changed."""
         with self._reader() as reader:
             for record in self.manifest.parameters:
-                states = (Subject(kind="optimizer", of=state) for state in record.states)
-                for subject in (WEIGHTS, *states):
-                    reader.of(subject).check(record.name, torch.float32, record.shape)
+                reader.of(WEIGHTS).check(record.name, torch.float32, record.shape)
+                for state in record.states:
+                    form, saved = reader.format_of(state), Subject(kind="optimizer", of=state)
+                    shape = form.shape_for(record.shape)
+                    reader.of(saved).check(record.name, form.torch_dtype, shape)
             shapes = {record.name: record.shape for record in self.manifest.parameters}
             for shadow in self.manifest.shadows:
                 averaged = reader.of(Subject(kind="shadow", of=shadow))

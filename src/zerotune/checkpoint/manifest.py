@@ -16,11 +16,19 @@ import attrs
 from zerotune._util.files import reading_regular
 from zerotune._util.text import json_of
 from zerotune.backend.engine import EngineState
+from zerotune.backend.master_weights import StateFormat
+from zerotune.backend.optimizers.classes import AdamW8BitStates, scale_of
 from zerotune.errors import CheckpointCorruptError, CheckpointError, shorten
 
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = "zerotune-checkpoint"
-VERSION: Final = 2
+VERSION: Final = 3
+_READABLE: Final = (2, VERSION)
+"""Version 2 has no ``formats``: it stores all states in fp32."""
+STATE_FORMATS: Final = frozenset(
+    {StateFormat(), StateFormat(dtype="bfloat16"), *AdamW8BitStates.formats.values()}
+)
+"""Formats of optimizer states that can be saved."""
 
 
 @attrs.frozen(kw_only=True)
@@ -111,6 +119,8 @@ class Manifest:
     """The model's configuration, as in diffusers' ``config.json``."""
     parameters: tuple[ParameterRecord, ...] = attrs.field(converter=tuple[Any, ...])
     """The trained parameters, in the order of the master weights."""
+    formats: Mapping[str, StateFormat] = attrs.field(factory=dict)
+    """Formats of the saved optimizer states, by name; states without an entry are fp32."""
     frozen: tuple[TensorRecord, ...] = attrs.field(converter=tuple[Any, ...], default=())
     """Frozen parameters; their values are not in the checkpoint."""
     aliases: Mapping[str, str] = attrs.field(factory=dict)
@@ -147,6 +157,14 @@ class Manifest:
         """
         return tuple(file for file in self.files if (file.kind, file.of) == (kind, of))
 
+    def format_of(self, state: str) -> StateFormat:
+        """Return the format of a saved optimizer state.
+
+        Args:
+            state: Name of the state.
+        """
+        return self.formats.get(state, StateFormat())
+
     def to_json(self) -> str:
         """Return indented JSON that includes a hash of its content."""
         content = {"format": FORMAT, "version": VERSION, **attrs.asdict(self)}
@@ -172,10 +190,10 @@ class Manifest:
             raise _damaged_manifest(source, f"is not JSON ({error})") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise _damaged_manifest(source, "is not the manifest of a zerotune checkpoint")
-        if content.get("version") != VERSION:
+        if content.get("version") not in _READABLE:
             raise CheckpointError(
                 f"has format version {content.get('version')!r}, but this zerotune version reads "
-                f"only {VERSION}",
+                f"only {' and '.join(map(str, _READABLE))}",
                 key=source,
                 fix="install the zerotune version that wrote the manifest, or a newer one",
             )
@@ -219,7 +237,19 @@ class Manifest:
             named = choice is None or isinstance(choice.get("name"), str)
             if not named or (choice is not None and not isinstance(choice.get("params"), dict)):
                 raise ValueError(f"plan.{what} lacks its name or its params")
+        self._check_formats()
         self._check_state()
+
+    def _check_formats(self) -> None:
+        if unknown := [name for name, each in self.formats.items() if each not in STATE_FORMATS]:
+            raise ValueError(f"formats.{shorten(unknown[0])} is unknown")
+        scales = {scale_of(name) for name, each in self.formats.items() if each.codebook}
+        if scales != {name for name, each in self.formats.items() if each.block > 1}:
+            raise ValueError("formats has codes without scales, or scales without codes")
+        for record in self.parameters:
+            coded = {scale_of(name) for name in record.states if self.format_of(name).codebook}
+            if not coded <= set(record.states):
+                raise ValueError(f"{record.name!r} has codes without scales")
 
     def _check_names(self) -> None:
         for what, names in {

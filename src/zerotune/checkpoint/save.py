@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
@@ -24,6 +23,7 @@ from zerotune._util.closing import Closable
 from zerotune._util.files import write_synced
 from zerotune._util.text import listing
 from zerotune.backend.distributed import ProcessGroup, together
+from zerotune.backend.master_weights import StateFormat
 from zerotune.checkpoint.contents import (
     Counters,
     Part,
@@ -31,6 +31,7 @@ from zerotune.checkpoint.contents import (
     RankContents,
     RankShare,
     ShadowLike,
+    common_formats,
     draft,
     plain_data,
 )
@@ -65,6 +66,8 @@ class Filing:
 
     files: tuple[TensorFile, ...]
     parameters: tuple[ParameterRecord, ...]
+    formats: Mapping[str, StateFormat]
+    """Formats of the optimizer states, as in ``Manifest``."""
     nbytes: int
     """Total size in bytes of all files except the manifest."""
 
@@ -84,11 +87,15 @@ class Filing:
             for part in some:
                 merged.setdefault(subject, {}).setdefault(part.name, []).append(part)
         parts = dict(sorted(merged.items(), key=lambda item: (item[0] != WEIGHTS, item[0].prefix)))
+        formats = common_formats(share.formats for share in shares)
         files: list[TensorFile] = []
         for subject, named in parts.items():
             wanted = shapes if subject == WEIGHTS else [name for name in shapes if name in named]
+            coded = formats if subject.kind == "optimizer" else {}
+            form = coded.get(subject.of, StateFormat())
             specs = [
-                TensorSpec(key=name, dtype=torch.float32, shape=shapes[name]) for name in wanted
+                TensorSpec(key=name, dtype=form.torch_dtype, shape=form.shape_for(shapes[name]))
+                for name in wanted
             ]
             for spec in specs:
                 _check_covered(subject, spec, named.get(spec.key, []))
@@ -100,6 +107,7 @@ class Filing:
         return cls(
             files=tuple(files),
             parameters=_records(shapes, parts, shares),
+            formats=formats,
             nbytes=sum(file.nbytes for file in files) + sum(share.nbytes for share in shares),
         )
 
@@ -353,7 +361,7 @@ def _agreed_writing(
     return Writing(
         group=background or group,
         final=final,
-        draft=attrs.evolve(manifest, parameters=filing.parameters),
+        draft=attrs.evolve(manifest, parameters=filing.parameters, formats=filing.formats),
         filing=filing,
         contents=contents,
         pieces=lambda: contents.read(engine),
@@ -426,7 +434,7 @@ class BackgroundSaver(Closable):
     """Saves checkpoints in a background thread on each rank while training continues.
 
     Each rank first copies its weights, states and shadows into host memory. With Adam and an EMA,
-    the copy needs 16 bytes per fp32 weight::
+    the copy needs 16 bytes per weight, or 10 if the moments are stored in 8 bits::
 
         with BackgroundSaver(engine=engine) as saver:
             ...

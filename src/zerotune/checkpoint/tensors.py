@@ -86,9 +86,9 @@ class Subject:
 
     def sound(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's values may be saved; buffers may contain infinities."""
-        if self.kind == "rank":
-            return not (tensor.is_floating_point() and bool(tensor.float().isnan().any()))
-        return self.kind == "export" or all_finite(tensor)
+        if self.kind == "export" or not tensor.is_floating_point():
+            return True
+        return not bool(tensor.isnan().any()) if self.kind == "rank" else all_finite(tensor)
 
 
 WEIGHTS: Final = Subject(kind="weights")

@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw
 from typing_extensions import override
 
 from zerotune.backend.accelerator import accelerator_of
+from zerotune.backend.master_weights import StateFormat
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
@@ -612,8 +613,6 @@ def round_stochastically(exact: torch.Tensor, bits: torch.Tensor, *, into: torch
 BLOCK: Final = 256
 """Number of codes that share a scale."""
 _BITS: Final = 8
-_NEAR: Final = (0, 1, -1, 2, -2)
-"""Offsets to try, in units in the last place, for a scale recomputed from decoded numbers."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -648,52 +647,14 @@ class Codebook:
         Args:
             numbers: Numbers to encode, fp32, 1-D.
         """
-        scales = _largest(numbers)
-        return self._nearest(numbers, scales), scales
-
-    def encode_again(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encode like ``encode``, but keep numbers returned by ``decode`` bit for bit.
-
-        ``encode`` alone may change such numbers: if the number with the largest magnitude in a
-        block is negative, its code represents a magnitude slightly below the block's scale.
-
-        Args:
-            numbers: Numbers to encode, fp32, 1-D.
-        """
-        codes, scales = self.encode(numbers)
-        exact = self._agree(numbers, codes, scales)
-        for off in _NEAR:
-            if exact.all():
-                break
-            bits = (scales / -self.values[0]).view(torch.int32) + off
-            others = torch.where(exact, scales, bits.view(torch.float32))
-            found = self._nearest(numbers, others)
-            better = ~exact & self._agree(numbers, found, others)
-            codes = torch.where(_spread(better, codes.numel()), found, codes)
-            scales = torch.where(better, others, scales)
-            exact |= better
-        return codes, scales
-
-    def _nearest(self, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        padded = torch.nn.functional.pad(numbers.abs(), (0, -numbers.numel() % BLOCK))
+        scales = padded.view(-1, BLOCK).amax(dim=1)
         shares = numbers / _spread(torch.where(scales > 0, scales, 1.0), numbers.numel())
-        return torch.bucketize(shares, self.middles[:-1]).to(torch.uint8)
-
-    def _agree(
-        self, numbers: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
-    ) -> torch.Tensor:
-        """For each block, whether its codes decode to exactly its numbers."""
-        differs = self.decode(codes, scales) != numbers
-        return _largest(differs.float()) == 0
+        return torch.bucketize(shares, self.middles[:-1]).to(torch.uint8), scales
 
 
 def _spread(of_blocks: torch.Tensor, numel: int) -> torch.Tensor:
     return of_blocks.repeat_interleave(BLOCK)[:numel]
-
-
-def _largest(numbers: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each block."""
-    padded = torch.nn.functional.pad(numbers.abs(), (0, -numbers.numel() % BLOCK))
-    return padded.view(padded.numel() // BLOCK, BLOCK).amax(dim=1)
 
 
 @cache
@@ -723,8 +684,15 @@ def codebook(*, signed: bool) -> Codebook:
     return Codebook(values=ordered, middles=torch.cat([between, infinite]), lowest=lowest)
 
 
+CODEBOOKS: Final[Mapping[str, bool]] = {"dynamic tree": True, "unsigned dynamic tree": False}
+"""Names of the codebooks in checkpoints, and whether a codebook is signed."""
 _MOMENTS: Final[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
 """Names of the moments, and whether a moment can be negative."""
+
+
+def scale_of(moment: str) -> str:
+    """Return the name of the state that contains the block scales of a moment."""
+    return f"{moment}_scale"
 
 
 class AdamW8BitStates(AdamWStates, TensorByTensor):
@@ -737,6 +705,14 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
     The streaming engine runs this update as one fused C++ kernel. Without streaming, this class is
     slow; use bitsandbytes instead.
     """
+
+    formats: Final[Mapping[str, StateFormat]] = {
+        **{
+            name: StateFormat(dtype="uint8", codebook=book)
+            for name, book in zip(_MOMENTS, CODEBOOKS, strict=True)
+        },
+        **{scale_of(name): StateFormat(block=BLOCK) for name in _MOMENTS},
+    }
 
     @staticmethod
     def create_states(state: MutableMapping[str, Any], numel: int) -> None:
@@ -753,39 +729,14 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
                 state[name] = torch.full((numel,), zero, dtype=torch.uint8)
                 state[scale_of(name)] = torch.zeros(-(-numel // BLOCK))
 
-    @staticmethod
-    def decode_states(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the moments in fp32, 1-D, by name; empty before the first step.
-
-        Args:
-            state: The optimizer's state dict for one tensor.
-        """
-        return {
-            name: codebook(signed=signed).decode(state[name], state[scale_of(name)])
-            for name, signed in _MOMENTS.items()
-            if name in state
-        }
-
-    @staticmethod
-    def encode_states(state: MutableMapping[str, Any], moments: Mapping[str, torch.Tensor]) -> None:
-        """Set the moments; encoding the result of ``decode_states`` changes no bit.
-
-        Args:
-            state: The optimizer's state dict for one tensor; changed in place.
-            moments: Moments in fp32, 1-D, by name.
-        """
-        for name, moment in moments.items():
-            codes, scales = codebook(signed=_MOMENTS[name]).encode_again(moment)
-            state[name].copy_(codes)
-            state[scale_of(name)].copy_(scales)
-
     @override
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         """Round after each operation, like ``update_plainly`` in ``step/host_step.cpp``."""
         weight, gradient, state = p.data.view(-1), grad.reshape(-1), self.state[p]
         self.create_states(state, weight.numel())
         state["step"] = step = int(state.get("step", 0)) + 1
-        moments = self.decode_states(state)
+        books = {name: codebook(signed=signed) for name, signed in _MOMENTS.items()}
+        moments = {n: book.decode(state[n], state[scale_of(n)]) for n, book in books.items()}
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
         first_share = float(torch.tensor(1.0 - beta1))
         kept = float(torch.tensor(1.0) - torch.tensor(first_share))
@@ -797,11 +748,6 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
         size = -lr / (1.0 - math.pow(beta1, step))
         weight.copy_(weight * (1.0 - lr * decay) + first * size / below)
         for name, moment in (("exp_avg", first), ("exp_avg_sq", second)):
-            codes, scales = codebook(signed=_MOMENTS[name]).encode(moment)
+            codes, scales = books[name].encode(moment)
             state[name].copy_(codes)
             state[scale_of(name)].copy_(scales)
-
-
-def scale_of(moment: str) -> str:
-    """Return the name of the state that contains the block scales of a moment."""
-    return f"{moment}_scale"

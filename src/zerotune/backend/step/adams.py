@@ -11,7 +11,7 @@ import ctypes
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -409,33 +409,50 @@ class HostBF16Adam(Stepper):
 class Host8BitAdam(Stepper):
     """Stepper whose results are bit-identical to those of ``AdamW8BitStates.step``.
 
-    Every part starts at a block boundary.
+    Every part starts at a block boundary. The class is also the ``StateCoder`` of the moments.
     """
 
+    formats = AdamW8BitStates.formats
+    create_states = staticmethod(AdamW8BitStates.create_states)
     _has_tail = False
+
+    def decode_states(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """See ``StateCoder``."""
+        return {
+            name: self._op.decode(_coded(state, name)) for name in _ADAM_MOMENTS if name in state
+        }
+
+    def encode_states(
+        self, state: MutableMapping[str, Any], numbers: Mapping[str, torch.Tensor]
+    ) -> None:
+        """See ``StateCoder``."""
+        for name, moment in numbers.items():
+            self._op.encode(moment, into=_coded(state, name))
 
     @override
     def _create_states(self, state: dict[str, Any], slab: torch.Tensor) -> None:
-        AdamW8BitStates.create_states(state, slab.numel())
+        self.create_states(state, slab.numel())
 
     @override
     def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
         numbers = _torch_numbers(begun)
 
-        def moment(name: str, part: slice) -> CodedMoment:
-            blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
-            return CodedMoment(
-                codes=begun.state[name][part],
-                scales=begun.state[scale_of(name)][blocks],
-                book=codebook(signed=name == "exp_avg"),
-            )
-
         def vectors(part: slice, averages: Sequence[Average]) -> None:
             tensors: dict[str, Any] = begun.at(part)
-            tensors.update({name: moment(name, part) for name in _ADAM_MOMENTS})
+            tensors.update({name: _coded(begun.state, name, part) for name in _ADAM_MOMENTS})
             self._op.step(numbers, averages=averages, **tensors)
 
         return vectors, lambda _part, _weight: None
+
+
+def _coded(state: Mapping[str, Any], name: str, part: slice | None = None) -> CodedMoment:
+    """A moment's codes and scales, of a whole slab or of a part."""
+    part = part or slice(0, state[name].numel())
+    return CodedMoment(
+        codes=state[name][part],
+        scales=state[scale_of(name)][part.start // BLOCK : -(-part.stop // BLOCK)],
+        book=codebook(signed=name == "exp_avg"),
+    )
 
 
 class HostTorchAdam(Stepper):

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 namespace {
 
@@ -355,13 +356,10 @@ void decode(int64_t n, const uint8_t* __restrict codes, float scale, const Codes
     for (int64_t i = 0; i < n; i++) x[i] = values[codes[i]] * scale;
 }
 
-// The nearest codes; the largest number, which is the block's scale.
-float encode(int64_t n, const float* __restrict x, const Codes& by, uint8_t* __restrict codes)
+// The codes nearest to the numbers of a block with this scale.
+void nearest(int64_t n, const float* __restrict x, float scale, const Codes& by,
+             uint8_t* __restrict codes)
 {
-    float largest = 0.0f;
-#pragma omp simd reduction(max : largest)
-    for (int64_t i = 0; i < n; i++) largest = std::fabs(x[i]) > largest ? std::fabs(x[i]) : largest;
-    const float scale = largest > 0.0f ? largest : 1.0f;
     const float* __restrict middles = by.middles;
     const uint8_t* __restrict lowest = by.lowest;
     // In turns, so that all but the two look-ups are vectors.
@@ -379,6 +377,49 @@ float encode(int64_t n, const float* __restrict x, const Codes& by, uint8_t* __r
 #pragma omp simd
     for (int64_t i = 0; i < n; i++)
         codes[i] = static_cast<uint8_t>(low[i] + (shares[i] > ends[i] ? 1 : 0));
+}
+
+// The nearest codes; the largest number, which is the block's scale.
+float encode(int64_t n, const float* __restrict x, const Codes& by, uint8_t* __restrict codes)
+{
+    float largest = 0.0f;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < n; i++) largest = std::fabs(x[i]) > largest ? std::fabs(x[i]) : largest;
+    nearest(n, x, largest > 0.0f ? largest : 1.0f, by, codes);
+    return largest;
+}
+
+bool stand_for(int64_t n, const uint8_t* codes, float scale, const Codes& by,
+               const float* __restrict x)
+{
+    float decoded[CODED];
+    int32_t differ = 0;
+    decode(n, codes, scale, by, decoded);
+#pragma omp simd reduction(| : differ)
+    for (int64_t i = 0; i < n; i++) differ |= decoded[i] != x[i] ? 1 : 0;
+    return differ == 0;
+}
+
+// As encode, but numbers that were decoded stay what they are: where the largest of them is
+// negative, the lowest code stands for it, and this code's value is a little less than the scale.
+float encode_again(int64_t n, const float* x, const Codes& by, uint8_t* codes)
+{
+    const float largest = encode(n, x, by, codes);
+    const float end = -by.values[0];
+    if (!(end > 0.0f) || stand_for(n, codes, largest, by, x)) return largest;
+    uint8_t others[CODED];
+    // The division and the product before it have rounded.
+    for (const int32_t off : {0, 1, -1, 2, -2}) {
+        float scale = largest / end;
+        uint32_t bits;
+        std::memcpy(&bits, &scale, sizeof(bits));
+        bits += static_cast<uint32_t>(off);
+        std::memcpy(&scale, &bits, sizeof(scale));
+        nearest(n, x, scale, by, others);
+        if (!stand_for(n, others, scale, by, x)) continue;
+        std::memcpy(codes, others, n);
+        return scale;
+    }
     return largest;
 }
 
@@ -536,6 +577,24 @@ void zerotune_adam_coded(int64_t n, const Kept* kept, const void* g, int32_t gra
         second_scale = encode(size, v, coded->second_codes, coded->second + start);
     };
     step<CODED>(n, *kept, averages, into, out, out_kind, threads, each);
+}
+
+// The numbers that codes of one byte stand for.
+void zerotune_decode(int64_t n, const uint8_t* codes, const float* scales, const Codes* by,
+                     float* numbers, int32_t threads)
+{
+    in_blocks<CODED>(n, threads, [=](int64_t start, int64_t size) {
+        decode(size, codes + start, scales[start / CODED], *by, numbers + start);
+    });
+}
+
+// Codes and scales of n numbers; what was decoded stays what it is.
+void zerotune_encode(int64_t n, uint8_t* codes, float* scales, const Codes* by,
+                     const float* numbers, int32_t threads)
+{
+    in_blocks<CODED>(n, threads, [=](int64_t start, int64_t size) {
+        scales[start / CODED] = encode_again(size, numbers + start, *by, codes + start);
+    });
 }
 
 // Copy n numbers of one kind into `target`, unless that is null, and sum up their squares.

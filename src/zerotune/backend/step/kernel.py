@@ -279,6 +279,39 @@ class HostStepOp:
         )
         return total
 
+    def decode(self, moment: CodedMoment) -> torch.Tensor:
+        """Return the fp32 numbers that codes represent, equal to ``Codebook.decode``.
+
+        Args:
+            moment: Codes and scales.
+        """
+        numbers = torch.empty(moment.codes.numel())
+        self._recode("zerotune_decode", moment, numbers)
+        return numbers
+
+    def encode(self, numbers: torch.Tensor, *, into: CodedMoment) -> None:
+        """Encode like ``Codebook.encode``, but keep numbers returned by ``decode`` bit for bit.
+
+        ``Codebook.encode`` alone may change such numbers: if the number with the largest magnitude
+        in a block is negative, its code represents a magnitude slightly below the block's scale.
+
+        Args:
+            numbers: Numbers to encode, fp32.
+            into: Receives the codes and scales.
+        """
+        self._recode("zerotune_encode", into, numbers)
+
+    def _recode(self, name: str, moment: CodedMoment, numbers: torch.Tensor) -> None:
+        codes, scales, book = _parts(moment)
+        getattr(self._library, name)(
+            ctypes.c_int64(numbers.numel()),
+            ctypes.c_void_p(codes),
+            ctypes.c_void_p(scales),
+            ctypes.byref(book),
+            _pointer(numbers),
+            ctypes.c_int32(self.threads),
+        )
+
 
 def _parts(moment: CodedMoment) -> Iterator[Any]:
     book = moment.book

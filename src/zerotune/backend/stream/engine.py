@@ -49,7 +49,7 @@ from zerotune.backend.optimizers.client import (
     scheduler_class,
 )
 from zerotune.backend.proof import prove_offload, why_unproven
-from zerotune.backend.step.adams import SplitMasters, torch_rounds_alike
+from zerotune.backend.step.adams import Host8BitAdam, SplitMasters, torch_rounds_alike
 from zerotune.backend.step.deferred import ROUNDS_OTHERWISE
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.step.pending import Awaited
@@ -598,6 +598,8 @@ class StreamLayout(MasterLayout):
         self, *, units: Sequence[Unit], optimizer: torch.optim.Optimizer, steps: StreamedSteps
     ) -> None:
         self._units, self._steps, self._optimizer = units, steps, optimizer
+        coded = isinstance(optimizer, AdamW8BitStates)
+        self._coder = Host8BitAdam(op=load_host_step(), adam=optimizer) if coded else None
         self._slabs = [slab for unit in units for slab in unit.slabs]
         addresses = tuple(
             FragmentAddress(
@@ -661,8 +663,11 @@ class StreamLayout(MasterLayout):
             opened.states.write_back()
 
     def _opened(self, slab: int) -> Slab:
-        each = self._slabs[slab]
-        return Slab(value=each.masters.read(), states=OptimizerStates(self._optimizer, each.key))
+        return Slab(value=self._slabs[slab].masters.read(), states=self.states_at_rest(slab))
+
+    @override
+    def states_at_rest(self, slab: int) -> OptimizerStates:
+        return OptimizerStates(self._optimizer, self._slabs[slab].key, coder=self._coder)
 
     @override
     def expect(self, followers: Sequence[Follower]) -> None:
