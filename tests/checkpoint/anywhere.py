@@ -51,6 +51,13 @@ PLANS = {
         overrides=(("sub_group_size", 300_000), _WHOLE),
     ),
 }
+LEAN = {
+    f"streamed-{name}": attrs.evolve(PLANS["streamed"], optimizer=optimizer)
+    for name, optimizer in (("bf16", "AdamWBF16States"), ("8bit", "AdamW8BitStates"))
+}
+"""Plans whose optimizer stores moments in fewer bits; other plans load them exactly."""
+ROUNDED = 1e-3
+"""Largest relative loss difference if a run rounds its moments in every step, and the other not."""
 
 
 class Net(HostileNet):
@@ -71,7 +78,7 @@ class Net(HostileNet):
 
 def case_of(name: str, precision: str, world_size: int, swap: str) -> Case:
     """Return the plan of a run whose processes share one batch."""
-    case = attrs.evolve(PLANS[name], precision=precision, micro_batch=_BATCH // world_size)
+    case = attrs.evolve((PLANS | LEAN)[name], precision=precision, micro_batch=_BATCH // world_size)
     return attrs.evolve(case, nvme_path=swap) if case.offload == "nvme" else case
 
 

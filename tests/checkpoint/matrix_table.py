@@ -15,17 +15,19 @@ saved after 5 optimizer steps under the row's plan, and resumed for 20 steps und
 plan. In plan names, x1 and x2 stand for one and two processes, which share one batch. Each cell
 gives the largest relative difference between the losses of the resumed run and those of an
 uninterrupted run under the row's plan. In every cell, the loaded weights, Adam's moments, counters
-and EMA equal those of the checkpoint bit for bit.
+and EMA equal those of the checkpoint bit for bit. `streamed-bf16` and `streamed-8bit` store Adam's
+moments in fewer bits, so their uninterrupted runs also round the moments in every later step.
 
 """
 
 
-def write_table(measured: dict[str, Any], labels: Sequence[str]) -> None:
+def write_table(measured: dict[str, Any], rows: Sequence[str], columns: Sequence[str]) -> None:
     """Write the documentation page.
 
     Args:
         measured: Difference of each ``"source -> target"`` by precision, and the spread.
-        labels: The plans, in the order of rows and columns.
+        rows: The plans under which the runs were saved.
+        columns: The plans under which they were resumed.
     """
     parts = [_HEAD]
     for precision in ("fp32", "bf16"):
@@ -37,10 +39,10 @@ def write_table(measured: dict[str, Any], labels: Sequence[str]) -> None:
             f"{sum(not v for v in values.values())} of {len(values)} cells, all losses "
             "equal those of the uninterrupted run bit for bit.\n\n"
         )
-        parts.append("| saved under | " + " | ".join(labels) + " |\n")
-        parts.append("|---" * (len(labels) + 1) + "|\n")
-        for source in labels:
-            cells = [_cell(values[f"{source} -> {target}"]) for target in labels]
+        parts.append("| saved under | " + " | ".join(columns) + " |\n")
+        parts.append("|---" * (len(columns) + 1) + "|\n")
+        for source in rows:
+            cells = [_cell(values[f"{source} -> {target}"]) for target in columns]
             parts.append(f"| {source} | " + " | ".join(cells) + " |\n")
         parts.append("\n")
     PAGE.write_text("".join(parts).rstrip() + "\n", encoding="utf-8")

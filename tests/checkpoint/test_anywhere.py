@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import anywhere
-from tests.checkpoint.anywhere import apart, folder_of
+from tests.checkpoint.anywhere import LEAN, ROUNDED, apart, folder_of
 from tests.support.ranks import run_ranks
 
 FP32, BF16 = 5e-5, 3e-3
@@ -21,7 +21,14 @@ PAIRS = [
     (("plain", 1), ("z3-nvme", 1), "fp32"),
     (("z1", 2), ("z2-cpu", 1), "bf16"),
     (("z3-cpu", 2), ("streamed", 1), "fp32"),
+    (("streamed-8bit", 2), ("z3-cpu", 2), "fp32"),
+    (("streamed-8bit", 2), ("plain", 1), "fp32"),
+    (("streamed-8bit", 2), ("streamed-8bit", 1), "fp32"),
+    (("streamed-bf16", 1), ("z3-cpu", 2), "fp32"),
+    (("streamed-bf16", 1), ("streamed-bf16", 2), "fp32"),
 ]
+BYTES = {"streamed-8bit": 1, "streamed-bf16": 2}
+"""Bytes per stored element of a moment; 4 by default."""
 Run = tuple[str, int, str]
 
 
@@ -55,20 +62,27 @@ def test_a_run_resumes_under_another_plan(source, target, precision, runs, tmp_p
     ranks = run_ranks(
         anywhere.resumed, name, precision, [folder], str(tmp_path), world_size=world_size
     )
-    check(name, expected, ranks[0][0], precision)
+    bound = FP32 if precision == "fp32" else BF16
+    check(
+        name, expected, ranks[0][0], ROUNDED if source[0] in LEAN and name != source[0] else bound
+    )
     assert ranks[0][0]["losses"] == ranks[-1][0]["losses"]
     for (found,) in ranks:
         # Each rank reads exactly the elements it owns, once.
-        kinds = ("weights", "optimizer.exp_avg", "optimizer.exp_avg_sq", "shadow.ema")
-        assert {kind: found["read"].pop(kind) for kind in kinds} == dict.fromkeys(
-            kinds, 4 * found["owned"]
-        )
+        for kind in ("weights", "shadow.ema"):
+            assert found["read"].pop(kind) == 4 * found["owned"]
+        each = BYTES.get(source[0], 4)
+        for kind in ("optimizer.exp_avg", "optimizer.exp_avg_sq"):
+            extra = found["read"].pop(kind) - each * found["owned"]
+            # Codes are read from the beginning of their block.
+            assert extra == 0 or (each == 1 and 0 < extra < 256 * 40)
+            found["read"].pop(f"{kind}_scale", None)
         assert set(found["read"]) == {"rank"}
     if "z3" in name and world_size == 2:
         assert ranks[0][0]["owned"] < 0.51 * sum(found["owned"] for (found,) in ranks) + 100
 
 
-def check(name: str, expected: dict[str, Any], actual: dict[str, Any], precision: str) -> None:
+def check(name: str, expected: dict[str, Any], actual: dict[str, Any], bound: float) -> None:
     # Weights, moments, counters and EMA equal the saved ones bit for bit, however partitioned.
     names = {each for each in expected["state"] if not each.startswith("step ")}
     assert len(names) > 4 * 10
@@ -76,9 +90,9 @@ def check(name: str, expected: dict[str, Any], actual: dict[str, Any], precision
     steps = {value for each, value in actual["state"].items() if each.startswith("step ")}
     assert steps == {str(anywhere.BEFORE)}
     assert actual["step"] == anywhere.BEFORE
-    assert any(d.startswith(("stage: ", "engine: ")) for d in actual["decisions"])
+    changed = ("stage: ", "engine: ", "world_size: ")
+    assert any(decision.startswith(changed) for decision in actual["decisions"])
     # If nothing was partitioned or swapped, the test would prove nothing.
     assert bool(actual["whole"]) == ("z3" not in name)
     assert bool(actual["swapped"]) == ("nvme" in name)
-    bound = FP32 if precision == "fp32" else BF16
     assert apart(expected["losses"], actual["losses"]) <= bound

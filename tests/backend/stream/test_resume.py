@@ -142,8 +142,7 @@ def stored(engine: Any) -> dict[tuple[str, str], torch.Tensor]:
     }
 
 
-def test_8_bit_moments_load_into_other_units_even_where_a_weight_has_none(tmp_path):
-    """``Qwen``'s last block has weights without gradient, whose unit has no moments."""
+def test_8_bit_moments_load_into_other_units(tmp_path):
     run = Run(family="qwen", clipping=0.0, optimizer="AdamW8BitStates")
     with start(run, make_model(run), streamed=Streaming(split_masters=True)) as engine:
         advance(run, engine, range(3))
