@@ -639,7 +639,8 @@ class Codebook:
             codes: Codes, uint8, 1-D.
             scales: One fp32 scale per block of 256 codes.
         """
-        return self.values[codes.long()] * _spread(scales, codes.numel())
+        values = torch.index_select(self.values, 0, codes.int())
+        return values.mul_(_spread(scales, codes.numel()))
 
     def encode(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the nearest codes, and the largest magnitude of each block as the block's scale.

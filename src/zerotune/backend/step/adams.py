@@ -39,15 +39,10 @@ from zerotune.backend.step.kernel import (
     CodedMoment,
     HostStepOp,
     TorchAdamNumbers,
+    load_host_step,
 )
 
 # -- ``Masters``: the fp32 master weights, stored whole or split.
-
-
-_TIE = 0x8000
-_LOW = 0xFFFF
-_AT_ONCE = 2**20
-"""Elements joined or split at a time; each needs 16 bytes of temporary memory."""
 
 
 class Masters(ABC):
@@ -136,24 +131,11 @@ class SplitMasters(Masters):
 
     @override
     def read(self, part: slice = slice(None)) -> torch.Tensor:
-        high, low = self.high[part], self.low[part]
-        found = torch.empty(low.numel(), dtype=torch.float32)
-        pieces = (torch.split(each, _AT_ONCE) for each in (high, low, found))
-        for above, below, into in zip(*pieces, strict=True):
-            half = below.int() & _LOW
-            bits = (above.view(torch.int16).int() - (half > _TIE).int()) << 16
-            into.view(torch.int32).copy_(bits | half)
-        return found
+        return load_host_step().join(high=self.high[part], low=self.low[part])
 
     @override
     def write(self, values: torch.Tensor, part: slice = slice(None)) -> None:
-        kept = values, self.high[part], self.low[part]
-        pieces = (torch.split(each, _AT_ONCE) for each in kept)
-        for value, above, below in zip(*pieces, strict=True):
-            bits = value.view(torch.int32)
-            half = bits & _LOW
-            below.copy_(half + ((half == _TIE) & ((bits >> 16) & 1).bool()).int())
-            above.copy_(value)
+        load_host_step().split(values, high=self.high[part], low=self.low[part])
 
 
 # -- Steps of each Adam.

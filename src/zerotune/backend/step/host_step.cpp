@@ -597,6 +597,28 @@ void zerotune_encode(int64_t n, uint8_t* codes, float* scales, const Codes* by,
     });
 }
 
+// The fp32 weights of n split ones.
+void zerotune_join(int64_t n, const uint16_t* high, const uint16_t* low, float* weights,
+                   int32_t threads)
+{
+    in_blocks<LONG_BLOCK>(n, threads, [=](int64_t start, int64_t size) {
+#pragma omp simd
+        for (int64_t i = start; i < start + size; i++) weights[i] = joined(high[i], low[i]);
+    });
+}
+
+void zerotune_split(int64_t n, uint16_t* high, uint16_t* low, const float* weights,
+                    int32_t threads)
+{
+    in_blocks<LONG_BLOCK>(n, threads, [=](int64_t start, int64_t size) {
+#pragma omp simd
+        for (int64_t i = start; i < start + size; i++) {
+            high[i] = to_bf16(weights[i]);
+            low[i] = low_half(weights[i]);
+        }
+    });
+}
+
 // Copy n numbers of one kind into `target`, unless that is null, and sum up their squares.
 double zerotune_take(int64_t n, const void* source, int32_t kind, void* target, int32_t threads)
 {

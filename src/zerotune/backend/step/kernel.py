@@ -312,6 +312,33 @@ class HostStepOp:
             ctypes.c_int32(self.threads),
         )
 
+    def join(self, *, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        """Return the fp32 weights that are split into ``high`` and ``low``, as in ``step``.
+
+        Args:
+            high: Weights rounded to nearest, bf16.
+            low: Low 16 bits of the weights, int16.
+        """
+        weights = torch.empty(high.numel())
+        self._library.zerotune_join(*self._split_weights(weights, high, low))
+        return weights
+
+    def split(self, weights: torch.Tensor, *, high: torch.Tensor, low: torch.Tensor) -> None:
+        """Split fp32 weights; the opposite of ``join``.
+
+        Args:
+            weights: The weights, fp32.
+            high: Receives the weights rounded to nearest, bf16.
+            low: Receives the low 16 bits of the weights, int16.
+        """
+        self._library.zerotune_split(*self._split_weights(weights, high, low))
+
+    def _split_weights(
+        self, weights: torch.Tensor, high: torch.Tensor, low: torch.Tensor
+    ) -> tuple[Any, ...]:
+        pointers = (_pointer(tensor) for tensor in (high, low, weights))
+        return ctypes.c_int64(weights.numel()), *pointers, ctypes.c_int32(self.threads)
+
 
 def _parts(moment: CodedMoment) -> Iterator[Any]:
     book = moment.book
