@@ -430,23 +430,6 @@ def test_no_proof_runs_automatically_on_a_cpu(runs: Any) -> None:
     assert start("cpu").after == ", ".join(PATHS)
 
 
-def test_concurrent_starts_run_only_one_proof(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = []
-
-    def slow(_accelerator: str) -> None:
-        begun.append(threading.current_thread().name)
-        time.sleep(0.3)
-        store_proof(passed())
-
-    monkeypatch.setattr(proofs, "_run_command", slow)
-    threads = [threading.Thread(target=start) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(begun) == 1
-
-
 def test_only_the_first_rank_of_a_machine_runs_the_proof(runs: Any) -> None:
     waited = []
     group: Any = SimpleNamespace(local_rank=1, barrier=lambda purpose, **_: waited.append(purpose))

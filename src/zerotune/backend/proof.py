@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -376,37 +376,22 @@ _attempted: Final[set[Combination]] = set()
 
 
 def _prove_here(accelerator: str, *, anew: bool) -> None:
+    # Two starts at the same time may both run the proof, which is harmless.
     combination = Combination.here(accelerator)
-    with _one_at_a_time():
-        proven = not anew and isinstance(load_proof(combination), Proof)
-        if proven or combination in _attempted:
-            return
-        _attempted.add(combination)
-        with contextlib.suppress(OSError):
-            proof_path(combination).unlink(missing_ok=True)
-        logger.warning(
-            "first start on %s: proving the fast paths takes a few seconds, plus imports and "
-            "compiling (to skip the proof, set %s to off or ask)", combination.device, VARIABLE,
-        )  # fmt: skip
-        problem = _run_command(accelerator)
-        proof = load_proof(combination)
-        if isinstance(proof, str):
-            store_proof(Proof(combination=combination, error=problem or proof))
-
-
-@contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Make other processes of this user wait, if the cache's file system supports locks."""
-    with contextlib.ExitStack() as stack:
-        # Without a lock, two processes may repeat the same work, which is harmless.
-        with contextlib.suppress(OSError, ImportError):
-            import fcntl
-
-            folder = user_cache() / "proofs"
-            folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((folder / "lock").open("a"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    proven = not anew and isinstance(load_proof(combination), Proof)
+    if proven or combination in _attempted:
+        return
+    _attempted.add(combination)
+    with contextlib.suppress(OSError):
+        proof_path(combination).unlink(missing_ok=True)
+    logger.warning(
+        "first start on %s: proving the fast paths takes a few seconds, plus imports and "
+        "compiling (to skip the proof, set %s to off or ask)", combination.device, VARIABLE,
+    )  # fmt: skip
+    problem = _run_command(accelerator)
+    proof = load_proof(combination)
+    if isinstance(proof, str):
+        store_proof(Proof(combination=combination, error=problem or proof))
 
 
 def _run_command(accelerator: str, patience_s: float = _PATIENCE_S) -> str | None:
