@@ -5,21 +5,27 @@ timm and ema-pytorch take part if they are installed (``pip install --no-deps``)
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib.util
+import mmap
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.runner import Benchmark, Case, Goal, Measured, alternate, timed
-from zerotune.ema import BackgroundEMA, EMAShadow, EMAShadows
+from zerotune.ema import BackgroundEMA, EMAShadow, EMAShadows, FileStore
+from zerotune.plan.memory.estimate import EMA_CHUNK
 
 DECAY = 0.999
 WIDTH = 1410
 OURS, TWO, COPY = "EMAShadow", "EMAShadows, two", "memory copy"
+DISK, DISK_BYTES = "EMAShadow.step, on disk", "the same bytes read and written"
 NONE, FOREGROUND, BACKGROUND = "no EMA", "EMAShadow.step", "BackgroundEMA.step"
 
 
@@ -43,6 +49,10 @@ def cases(quick: bool) -> Sequence[Case]:
     return (
         Case("update", update, {**size, "rounds": 2 if quick else 15}),
         Case("training step", training_step, {**size, **trained}),
+        # 410 million parameters, of which the page cache would hold all.
+        Case(
+            "on disk", on_disk, {**size, "layers": 2 if quick else 206, "rounds": 2 if quick else 9}
+        ),
     )
 
 
@@ -114,6 +124,51 @@ def _timm() -> Any:
     return module
 
 
+def on_disk(settings: Mapping[str, Any], scratch: Path) -> Measured:
+    """Measure the update of an EMA on disk, beside the disk itself."""
+    model = Stack(settings["layers"], settings["width"])
+    parameters = list(model.parameters())
+    ema = EMAShadow(decay=DECAY, store=FileStore(folder=scratch)).attach(model)
+
+    def move() -> None:
+        with torch.no_grad():
+            torch._foreach_add_(parameters, 1e-3)
+
+    with _moved(scratch, ema.nbytes) as move_bytes:
+        samples = alternate(
+            {DISK: timed(ema.step), DISK_BYTES: timed(move_bytes)},
+            rounds=settings["rounds"],
+            warm_up=4,  # The first three updates of a shadow are checked.
+            before=move,
+        )
+    for found in samples.values():
+        found["bytes_per_second"] = [2 * ema.nbytes / seconds for seconds in found["seconds"]]
+    return Measured(samples=samples, baseline=DISK_BYTES, facts={"bytes": ema.nbytes})
+
+
+@contextmanager
+def _moved(folder: Path, nbytes: int) -> Iterator[Callable[[], None]]:
+    """Yield a function that reads and writes a file of ``nbytes``, past the page cache."""
+    path = folder / "bytes"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    path.unlink()
+    nbytes = -(-nbytes // EMA_CHUNK) * EMA_CHUNK
+    os.posix_fallocate(descriptor, 0, nbytes)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
+
+    def move() -> None:
+        for offset in range(0, nbytes, EMA_CHUNK):
+            os.preadv(descriptor, [memory], offset)
+            os.pwritev(descriptor, [memory], offset)
+
+    with mmap.mmap(-1, EMA_CHUNK) as memory:
+        memory.write(os.urandom(EMA_CHUNK))
+        try:
+            yield move
+        finally:
+            os.close(descriptor)
+
+
 def training_step(settings: Mapping[str, Any], _scratch: Path) -> Measured:
     """Measure whole steps by EMA implementation; forward and backward use the same cores."""
     model = Stack(settings["layers"], settings["width"])
@@ -146,18 +201,20 @@ def training_step(settings: Mapping[str, Any], _scratch: Path) -> Measured:
 
 FOREACH, TIMM = "diffusers EMAModel, foreach", "timm ModelEmaV3, foreach"
 SLOWER = "a step with `BackgroundEMA` takes at most 3 % longer than without an EMA"
+DEARER = "an update of an EMA on disk takes at most 1.5 times as long as moving its bytes"
 
 BENCHMARK = Benchmark(
     name="ema",
     title="an EMA update of 200 million weights, compared with other libraries and a memory copy",
     cases=cases,
-    ours=(OURS, TWO, FOREGROUND, BACKGROUND),
+    ours=(OURS, TWO, FOREGROUND, BACKGROUND, DISK),
     goals=(
         Goal("an `EMAShadow` update takes at most 1.3 times as long as a copy of the weights",
              "update", OURS, "seconds", 1.3, COPY),
         Goal("an `EMAShadow` update is faster than one with diffusers' `EMAModel` and `foreach`",
              "update", OURS, "seconds", 1.0, FOREACH),
         Goal("compared with timm's `ModelEmaV3`", "update", OURS, "seconds", None, TIMM),
+        Goal(DEARER, "on disk", DISK, "seconds", 1.5, DISK_BYTES),
         Goal(SLOWER, "training step", BACKGROUND, "seconds", 1.03, NONE),
     ),
 )  # fmt: skip

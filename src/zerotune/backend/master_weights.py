@@ -20,6 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Final, Protocol
 from weakref import WeakSet
@@ -410,12 +411,71 @@ class EditableFragment(Fragment):
         self._slab.states.begin_scalars_anew()
 
 
+class EMATensors(Mapping[str, torch.Tensor]):
+    """One rank's EMA: a tensor per fragment (fp32, 1-D), by ``FragmentAddress.key``.
+
+    An EMA on disk is opened range by range. Reading an item copies the whole fragment to memory.
+    """
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Device on which ranges are opened."""
+
+    @abstractmethod
+    def edges(self, key: str) -> Sequence[int]:
+        """Return the edges of a fragment's ranges, from 0 to the number of elements.
+
+        Args:
+            key: Key of the fragment.
+        """
+
+    @abstractmethod
+    def open(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Return elements of a fragment for reading and writing, until the next call.
+
+        Args:
+            key: Key of the fragment.
+            start: First element.
+            stop: Index one past the last element; no edge lies between the two.
+        """
+
+    def ranges(self, key: str) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Open all ranges of a fragment, one after the other.
+
+        Args:
+            key: Key of the fragment.
+
+        Yields:
+            Range of elements in the fragment, and the elements.
+        """
+        for start, stop in pairwise(self.edges(key)):
+            yield slice(start, stop), self.open(key, start, stop)
+
+
+class EMAInMemory(dict[str, torch.Tensor], EMATensors):
+    """An EMA in host memory or on a device; every fragment is one range."""
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return next((tensor.device for tensor in self.values()), torch.device("cpu"))
+
+    @override
+    def edges(self, key: str) -> Sequence[int]:
+        return 0, self[key].numel()
+
+    @override
+    def open(self, key: str, start: int, stop: int) -> torch.Tensor:
+        return self[key][start:stop]
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class Follower:
     """An EMA of the weights, updated with ``tensor.lerp_(weights, weight)``."""
 
-    tensors: Mapping[str, torch.Tensor]
-    """One tensor per fragment, by ``FragmentAddress.key``: fp32, 1-D, contiguous, on the CPU."""
+    tensors: EMATensors
+    """The EMA; its ranges are contiguous and on the CPU."""
     weight: float
 
 

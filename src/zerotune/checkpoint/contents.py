@@ -42,8 +42,8 @@ class ShadowLike(Protocol):
     fragment's ``FragmentAddress.key``. All other tensors are equal on every rank.
     """
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors by name, as views."""
+    def state_dict(self) -> Tensors:
+        """Return this rank's tensors by name, as views or read on access."""
         ...
 
     def load_state_dict(self, state: Tensors) -> None:
@@ -91,6 +91,11 @@ class Part:
             name=address.name, start=address.start // block, numel=-(-address.numel // block)
         )
 
+    @property
+    def key(self) -> str:
+        """Key of the fragment, as in ``FragmentAddress.key``."""
+        return f"{self.name}[{self.start}:{self.start + self.numel}]"
+
 
 @attrs.frozen(kw_only=True)
 class Counters:
@@ -128,7 +133,7 @@ class RankContents:
     parts: Mapping[Subject, tuple[Part, ...]]
     counters: Mapping[str, Counters]
     shadows: Mapping[str, Tensors]
-    """Maps each shadow's name to its fragment tensors, keyed by ``FragmentAddress.key``."""
+    """Maps each shadow's name to its state; fragments may be read from disk on access."""
     others: Tensors
     """Buffers, generator states and shadow tensors without a fragment, for this rank's file."""
     metadata: Mapping[str, str]
@@ -162,11 +167,12 @@ class RankContents:
         averages: dict[str, Tensors] = {}
         for name, shadow in shadows.items():
             state = shadow.state_dict()
-            averages[name] = {k: t for k, t in state.items() if owner and k in addresses}
-            if averages[name]:
+            averages[name] = state
+            keys = [key for key in state if owner and key in addresses]
+            if keys:
                 subject = Subject(kind="shadow", of=name)
-                parts[subject] = tuple(Part.of(addresses[key]) for key in averages[name])
-            others |= {shadow_key(name, k): t for k, t in state.items() if k not in addresses}
+                parts[subject] = tuple(Part.of(addresses[key]) for key in keys)
+            others |= {shadow_key(name, key): state[key] for key in state if key not in addresses}
         group = engine.group
         metadata = {"format": "pt", "rank": str(group.rank)}
         if rng:
@@ -217,8 +223,8 @@ class RankContents:
                     yield Piece(subject=subject, part=part, tensor=state)
         for name, tensors in self.shadows.items():
             subject = Subject(kind="shadow", of=name)
-            for part, tensor in zip(self.parts.get(subject, ()), tensors.values(), strict=True):
-                yield Piece(subject=subject, part=part, tensor=tensor)
+            for part in self.parts.get(subject, ()):
+                yield Piece(subject=subject, part=part, tensor=tensors[part.key])
 
     def copied(self, engine: Engine) -> RankContents:
         """Copy the contents to host memory; training can then continue while they are written."""

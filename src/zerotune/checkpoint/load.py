@@ -156,17 +156,18 @@ class ShadowTensors(Mapping[str, torch.Tensor]):
         self._shared.fill(into, address.name, address.start)
         return into
 
-    def holds(self, key: str, like: torch.Tensor) -> bool:
+    def holds(self, key: str, state: Mapping[str, torch.Tensor]) -> bool:
         """Return whether the checkpoint contains a tensor, without reading its elements.
 
         Args:
             key: Name of the tensor.
-            like: Tensor with the required number of elements.
+            state: The shadow's current state. Fragments, whose keys contain the number of elements,
+                are not read, because they may be on disk.
         """
         if key in self._others:
-            stored = self._alone.stored(self._others[key])
+            stored, like = self._alone.stored(self._others[key]), state[key]
             return (stored.dtype, math.prod(stored.shape)) == (like.dtype, like.numel())
-        return key in self._addresses and self._addresses[key].numel == like.numel()
+        return key in self._addresses
 
     def __iter__(self) -> Iterator[str]:
         yield from self._addresses
@@ -703,7 +704,7 @@ class _Load:
             for name, shadow in self._shadows.items():
                 saved = self._shadow(reader, name)
                 state = shadow.state_dict()
-                missing = [key for key, like in state.items() if not saved.holds(key, like)]
+                missing = [key for key in state if not saved.holds(key, state)]
                 if missing:
                     raise CheckpointMismatchError(
                         f"the saved shadow {name!r} is incomplete",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from operator import itemgetter
@@ -161,8 +162,8 @@ class EMAModel:
         """Full fp32 EMA weights in parameter order; can be set to tensors of the same shapes.
 
         If the EMA was created from parameters, these are the shadow's own tensors, which later
-        updates modify, as in diffusers. If it was created from an engine, these are gathered CPU
-        copies, which need as much memory as the whole model.
+        updates modify, as in diffusers. If it was created from an engine or is in a file, these are
+        CPU copies, which need as much memory as the whole model.
         """
         if self._tracked.are_masters:
             return self._live()
@@ -346,7 +347,8 @@ class EMAModel:
         except (InvalidValueError, EMAError):
             self.__dict__.update(before)
             raise
-        state = {**self._shadow.state_dict(), "steps": torch.tensor(steps)}
+        current: Any = self._shadow.state_dict()
+        state = ChainMap({"steps": torch.tensor(steps)}, current)
         if values is not None:
             full = dict(zip(self._tracked.names, values, strict=True))
             for part in self._tracked.master.addresses:

@@ -7,8 +7,6 @@ updates are verified: an error is raised if a shadow does not move closer to the
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing_extensions import override
 from zerotune._util.table import Line, Page, Readable
 from zerotune._util.text import counted, disk_size, listing, whole
 from zerotune.backend.deepspeed.external import master_weights_of
-from zerotune.backend.master_weights import Follower
+from zerotune.backend.master_weights import EMAInMemory, EMATensors, Follower
 from zerotune.ema.decay import DecaySchedule, as_schedule, decay_of_update
 from zerotune.errors import EMAError, InvalidValueError
 
@@ -86,8 +84,9 @@ class EMAShadow(Readable):
         self._store = as_store(store)
         self._master: MasterWeights | None = None
         self._settle: Callable[[], None] | None = None
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._exchanged: set[str] = set()
+        self._tensors: EMATensors = EMAInMemory()
+        self._exchanged: set[tuple[str, int]] = set()
+        """Key of the fragment and first element of each range that contains trained weights."""
         self._swapped = False
         self._steps = self._checked = 0
 
@@ -150,7 +149,7 @@ class EMAShadow(Readable):
     @property
     def nbytes(self) -> int:
         """Size of this rank's shadow in bytes."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+        return _BYTES * sum(self._tensors.edges(key)[-1] for key in self._tensors)
 
     def step(self) -> None:
         """Update the shadow after one applied optimizer step.
@@ -267,15 +266,20 @@ class EMAShadow(Readable):
             apart, norm = sum(part[0] for part in parts), sum(part[1] for part in parts)
         return math.sqrt(apart / norm) if norm else math.sqrt(apart)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
         """Return ``steps`` and this rank's fragments, as views keyed by ``name[start:stop]``.
+
+        With a ``FileStore``, every access to a fragment reads it from the file.
 
         Raises:
             EMAError: The shadow is not attached, or is swapped in and thus contains the trained
                 weights.
         """
         self._ready("state_dict()")
-        return {**self._tensors, "steps": torch.tensor(self._steps)}
+        others = {"steps": torch.tensor(self._steps)}
+        if isinstance(self._tensors, dict):
+            return {**self._tensors, **others}
+        return _StoredState(lambda: self._ready("state_dict()"), self._tensors, others)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -292,11 +296,11 @@ class EMAShadow(Readable):
         """
         self._ready("load_state_dict()")
         self._check_parts({*self._tensors, "steps"}, set(state), key="state")
-        for key, tensor in self._tensors.items():
-            saved = state[key]
-            if saved.numel() != tensor.numel():
-                raise EMAError(f"has {saved.numel()} elements instead of {tensor.numel()}", key=key)
-            tensor.copy_(saved.view(-1))
+        for key in self._tensors:
+            saved, numel = state[key], self._tensors.edges(key)[-1]
+            if saved.numel() != numel:
+                raise EMAError(f"has {saved.numel()} elements instead of {numel}", key=key)
+            _fill(self._tensors, key, saved.view(-1))
         self._steps = int(state["steps"])
 
     @torch.no_grad()
@@ -312,8 +316,7 @@ class EMAShadow(Readable):
     @property
     def device(self) -> torch.device:
         """Device of the shadow."""
-        tensors = iter(self._tensors.values())
-        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+        return self._tensors.device
 
     @torch.no_grad()
     def move(self, store: ShadowStore) -> None:
@@ -326,7 +329,7 @@ class EMAShadow(Readable):
         master = self._ready("move()")
         tensors = room_for(master, as_store(store))
         for key, tensor in self._tensors.items():
-            tensors[key].copy_(tensor)
+            _fill(tensors, key, tensor)
         self._tensors, self._store = tensors, store
 
     @property
@@ -388,9 +391,8 @@ class EMAShadow(Readable):
         after = f", after {counted(self._start_after, 'step')}" if self._start_after else ""
         lines = [f"EMA: {self._schedule!r}{every}{after}"]
         if self._master is not None:
-            elements = sum(tensor.numel() for tensor in self._tensors.values())
             lines.append(
-                f"  this rank averages {elements:,} fp32 elements {self._store} "
+                f"  this rank averages {self.nbytes // _BYTES:,} fp32 elements {self._store} "
                 f"({disk_size(self.nbytes)}); {counted(self._steps, 'step')} counted, "
                 f"current decay {self.decay:.6g}"
             )
@@ -406,16 +408,16 @@ class EMAShadow(Readable):
 
     @staticmethod
     @torch.no_grad()
-    def _copy_weights(master: MasterWeights, into: Mapping[str, torch.Tensor]) -> None:
+    def _copy_weights(master: MasterWeights, into: EMATensors) -> None:
         for fragment in master.read():
-            part = into[fragment.address.key]
-            if fragment.value.numel() != part.numel():
+            key = fragment.address.key
+            if fragment.value.numel() != into.edges(key)[-1]:
                 raise EMAError(
-                    f"has {fragment.value.numel()} elements instead of {part.numel()}",
-                    key=fragment.address.key,
+                    f"has {fragment.value.numel()} elements instead of {into.edges(key)[-1]}",
+                    key=key,
                     fix="report this as a bug, with the model's class and the plan",
                 )
-            part.copy_(fragment.value)
+            _fill(into, key, fragment.value)
 
     def _count_checked(self, proved: bool) -> None:
         self._checked += proved
@@ -458,15 +460,15 @@ class EMAShadow(Readable):
         return master
 
     def _exchange(self, master: MasterWeights, *, to_shadow: bool) -> None:
-        # Record each exchanged fragment: if reading a sub-group fails half way, undoing must touch
-        # only the fragments that were exchanged.
+        # Record each exchanged range: if reading a sub-group or the EMA's file fails half way,
+        # undoing must touch only the ranges that were exchanged.
         with torch.no_grad(), master.editing() as fragments:
             for fragment in fragments:
                 key = fragment.address.key
-                if (key in self._exchanged) == to_shadow:
-                    continue
-                exchange(fragment.value, self._tensors[key])
-                self._exchanged ^= {key}
+                for part, shadow in self._tensors.ranges(key):
+                    if ((key, part.start) in self._exchanged) != to_shadow:
+                        exchange(fragment.value[part], shadow)
+                        self._exchanged ^= {(key, part.start)}
 
 
 class EMAShadows(Mapping[str, "EMAShadow"]):
@@ -560,7 +562,7 @@ class ShadowUpdate:
     decay, up to rounding errors.
     """
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: EMATensors
     """Tensors of the shadow, keyed by fragment."""
     decay: float
     watched: bool
@@ -574,21 +576,19 @@ class ShadowUpdate:
     @torch.no_grad()
     def take(self, fragment: Fragment) -> None:
         """Update the part of the shadow that belongs to ``fragment``."""
-        shadow = self.tensors[fragment.address.key]
-        value = fragment.value.to(shadow.device)
-        if self.watched:
-            self._before += squared_distance(shadow, value)
-            self._norm += squared_norm(value)
-        shadow.lerp_(value, 1.0 - self.decay)
-        if self.watched:
-            self._after += squared_distance(shadow, value)
+        for part, shadow in self.tensors.ranges(fragment.address.key):
+            value = fragment.value[part].to(shadow.device)
+            if self.watched:
+                self._before += squared_distance(shadow, value)
+                self._norm += squared_norm(value)
+            shadow.lerp_(value, 1.0 - self.decay)
+            if self.watched:
+                self._after += squared_distance(shadow, value)
 
     @property
     def follower(self) -> Follower | None:
         """The update in a form that an optimizer step can apply; ``None`` if that is impossible."""
-        if self.watched or not all(
-            each.device.type == "cpu" and each.is_contiguous() for each in self.tensors.values()
-        ):
+        if self.watched or self.tensors.device.type != "cpu":
             return None
         return Follower(tensors=self.tensors, weight=1.0 - self.decay)
 
@@ -666,7 +666,7 @@ def apply_updates(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> Non
 # -- Is the shadow complete?
 
 
-def check_complete(master: MasterWeights, tensors: Mapping[str, torch.Tensor]) -> None:
+def check_complete(master: MasterWeights, tensors: EMATensors) -> None:
     """Check that all ranks' fragments together contain every element of the trainable parameters.
 
     Collective: every rank must call ``check_complete``.
@@ -679,7 +679,7 @@ def check_complete(master: MasterWeights, tensors: Mapping[str, torch.Tensor]) -
             fix="call requires_grad_(True) on the parameters to train before attaching the EMA",
         )
     total = sum(math.prod(shape) for shape in parameters.values())
-    counts = master.group.gather(sum(tensor.numel() for tensor in tensors.values()))
+    counts = master.group.gather(sum(tensors.edges(key)[-1] for key in tensors))
     count = counts[master.group.rank] if master.replicated else sum(counts)
     if count != total:
         raise EMAError(
@@ -719,7 +719,13 @@ def exchange(left: torch.Tensor, right: torch.Tensor) -> None:
         other.copy_(former)
 
 
-# -- Where a shadow lies: host memory, the engine's device, or a memory-mapped file.
+def _fill(tensors: EMATensors, key: str, values: torch.Tensor) -> None:
+    """Set a fragment of an EMA."""
+    for part, shadow in tensors.ranges(key):
+        shadow.copy_(values[part])
+
+
+# -- Where a shadow lies: host memory, the engine's device, or a file.
 
 
 _BYTES = 4
@@ -729,11 +735,11 @@ _BYTES = 4
 class ShadowStore(Protocol):
     """Protocol for the storage of one rank's shadow fragments."""
 
-    def allocate(self, numel: int, *, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised fp32 tensor of shape ``(numel,)``.
+    def allocate(self, sizes: Mapping[str, int], *, device: torch.device) -> EMATensors:
+        """Return uninitialised fp32 tensors.
 
         Args:
-            numel: Number of elements; may be 0.
+            sizes: Number of elements of each fragment, by ``FragmentAddress.key``.
             device: Device of the engine.
         """
         ...
@@ -750,9 +756,14 @@ class HostStore:
     With master weights in host memory, updates transfer nothing between host and device.
     """
 
-    def allocate(self, numel: int, *, device: torch.device) -> torch.Tensor:  # noqa: ARG002
-        """Return an uninitialised fp32 tensor of shape ``(numel,)`` on the CPU."""
-        return torch.empty(numel, dtype=torch.float32)
+    def allocate(
+        self,
+        sizes: Mapping[str, int],
+        *,
+        device: torch.device,  # noqa: ARG002
+    ) -> EMATensors:
+        """Return uninitialised fp32 tensors on the CPU, by the keys of ``sizes``."""
+        return _in_memory(sizes, torch.device("cpu"))
 
     def __str__(self) -> str:
         return "on the CPU"
@@ -767,19 +778,28 @@ class DeviceStore:
     )
     """The device; by default the engine's device."""
 
-    def allocate(self, numel: int, *, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised fp32 tensor of shape ``(numel,)`` on the device."""
-        return torch.empty(numel, dtype=torch.float32, device=self.device or device)
+    def allocate(self, sizes: Mapping[str, int], *, device: torch.device) -> EMATensors:
+        """Return uninitialised fp32 tensors on the device, by the keys of ``sizes``."""
+        return _in_memory(sizes, self.device or device)
 
     def __str__(self) -> str:
         return "on the engine's device" if self.device is None else f"on {self.device}"
 
 
+def _in_memory(sizes: Mapping[str, int], device: torch.device) -> EMAInMemory:
+    # One allocation, not one per fragment: thousands of small blocks would each be rounded up.
+    buffer = torch.empty(sum(sizes.values()), dtype=torch.float32, device=device)
+    return EMAInMemory(zip(sizes, torch.split(buffer, list(sizes.values())), strict=True))
+
+
 @attrs.frozen(kw_only=True)
 class FileStore:
-    """Storage of a shadow in a memory-mapped file, which the kernel caches in memory.
+    """Storage of a shadow in a file, of which at most 64 MiB are in memory.
 
-    The file is unlinked as soon as it is mapped, so a killed run leaves no file behind, and other
+    While one part of the shadow is updated, a thread writes the previous part and reads the next
+    ones, past the kernel's page cache where the file system allows it.
+
+    The file is unlinked as soon as it is created, so a killed run leaves no file behind, and other
     runs cannot open it. The file occupies disk space until the shadow is freed. All ranks may use
     the same folder; with several machines, use a folder on each machine's local disk::
 
@@ -789,34 +809,58 @@ class FileStore:
     folder: Path = attrs.field(converter=Path)
     """An existing folder, such as a swap folder (``Lease.path``)."""
 
-    def allocate(self, numel: int, *, device: torch.device) -> torch.Tensor:  # noqa: ARG002
-        """Return a mapped fp32 tensor of shape ``(numel,)``.
+    def allocate(
+        self,
+        sizes: Mapping[str, int],
+        *,
+        device: torch.device,  # noqa: ARG002
+    ) -> EMATensors:
+        """Return the tensors of a new file, by the keys of ``sizes``.
 
         Raises:
             EMAError: The file cannot be created, or the disk is full.
         """
-        if numel == 0:
-            return torch.empty(0, dtype=torch.float32)
-        try:
-            descriptor, path = tempfile.mkstemp(prefix="ema-", suffix=".shadow", dir=self.folder)
-            try:
-                # A sparse file would kill the process with SIGBUS when the disk fills up later.
-                os.posix_fallocate(descriptor, 0, numel * _BYTES)
-                return torch.from_file(path, shared=True, size=numel, dtype=torch.float32)
-            finally:
-                os.close(descriptor)
-                Path(path).unlink()
-        except (OSError, ValueError) as error:
-            raise EMAError(
-                f"{disk_size(numel * _BYTES)} for the shadow cannot be allocated: "
-                f"{getattr(error, 'strerror', None) or error}",
-                key="FileStore.folder",
-                value=str(self.folder),
-                fix="use an existing writable folder on a disk with enough space",
-            ) from error
+        # The module uses system calls that only Linux has.
+        from zerotune.ema.file import FileTensors
+
+        return FileTensors(sizes, folder=self.folder)
 
     def __str__(self) -> str:
-        return f"in a mapped file in {self.folder}"
+        return f"in a file in {self.folder}"
+
+
+class _StoredState(Mapping[str, torch.Tensor]):
+    """State of a shadow whose tensors are read when they are accessed.
+
+    Args:
+        settle: Function that waits until no update of the shadow is running.
+        tensors: The shadow's tensors.
+        others: Other entries.
+    """
+
+    def __init__(
+        self,
+        settle: Callable[[], object],
+        tensors: EMATensors,
+        others: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._settle, self._tensors, self._others = settle, tensors, others
+
+    @override
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self._others:
+            return self._others[key]
+        self._settle()
+        return self._tensors[key]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        yield from self._tensors
+        yield from self._others
+
+    @override
+    def __len__(self) -> int:
+        return len(self._tensors) + len(self._others)
 
 
 def as_store(store: Any) -> ShadowStore:
@@ -833,13 +877,7 @@ def as_store(store: Any) -> ShadowStore:
     )
 
 
-def room_for(master: MasterWeights, store: ShadowStore) -> dict[str, torch.Tensor]:
-    """Allocate an uninitialised 1-D fp32 tensor in ``store`` for every fragment of this rank.
-
-    Returns:
-        The tensors, keyed by fragment.
-    """
-    # One allocation, not one per fragment: thousands of small blocks would each be rounded up.
-    buffer = store.allocate(master.numel, device=master.device)
-    parts = torch.split(buffer, [address.numel for address in master.addresses])
-    return {a.key: part for a, part in zip(master.addresses, parts, strict=True)}
+def room_for(master: MasterWeights, store: ShadowStore) -> EMATensors:
+    """Allocate an uninitialised 1-D fp32 tensor in ``store`` for every fragment of this rank."""
+    sizes = {address.key: address.numel for address in master.addresses}
+    return store.allocate(sizes, device=master.device)

@@ -51,7 +51,7 @@ def expected_memory(
 
     Args:
         plan: A plan that was resolved with its model.
-        emas: Storage location of each ``EMAShadow``: ``"host"`` or ``"device"``.
+        emas: Storage location of each ``EMAShadow``: ``"host"``, ``"device"`` or ``"nvme"``.
         activations: Activation memory of a forward and backward pass; ``None`` if unknown.
         arithmetic: Compute cost of a forward and backward pass, from which the step time is
             predicted.

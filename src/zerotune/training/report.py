@@ -456,7 +456,7 @@ _WAITS: Final[Mapping[Resource, str]] = {
     "compute": "compute",
     "bus": "the bus between host and device",
     "host memory": "host memory",
-    "disk": "swap files on disk",
+    "disk": "files on disk",
     "data": "reading data",
     "other": "work outside the phases",
 }
@@ -489,6 +489,7 @@ def bounds(
     # parameters cross the bus while the device computes. The rate lets the reader judge.
     crossing = traffic.gradients + traffic.parameters if traffic else 0
     on_disk = traffic.swap.read + traffic.swap.written if traffic else 0
+    averaged = 2 * traffic.ema_on_disk if traffic else 0
     optimizer = each.get("optimizer", 0.0)
 
     def bound(resource: Resource, phase: str, seconds: float, nbytes: int = 0) -> Bound:
@@ -511,7 +512,9 @@ def bounds(
         bound("disk", "optimizer", optimizer, on_disk)
         if on_disk
         else on_host("optimizer", traffic.optimizer if traffic else 0),
-        on_host("ema", traffic.ema if traffic else 0),
+        bound("disk", "ema", each.get("ema", 0.0), averaged)
+        if averaged
+        else on_host("ema", traffic.ema if traffic else 0),
         bound("other", "rest", max(0.0, step - sum(each.values()))),
     ]
     return tuple(sorted((one for one in parts if one.seconds > 0), key=lambda one: -one.seconds))

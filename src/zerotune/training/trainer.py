@@ -29,6 +29,7 @@ from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import BucketStream
 from zerotune.diffusion.objective import FlowMatchingObjective
 from zerotune.diffusion.pretrained import Pretrained
+from zerotune.ema import FileStore
 from zerotune.errors import CheckpointNotFiniteError, DataError, TrainingError
 from zerotune.plan.advise import Advice
 from zerotune.plan.text import describe, running_page
@@ -655,8 +656,11 @@ class Running:
             )
         activations = self._activations or Activations()
         emas: list[EMAPlace] = [
-            "host" if shadow.device.type == "cpu" else "device" for shadow in shadows
-        ]
+            "device" if shadow.device.type != "cpu"
+            else "nvme" if isinstance(shadow.store, FileStore)
+            else "host"
+            for shadow in shadows
+        ]  # fmt: skip
         return expected_memory(
             plan,
             emas=emas,

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerotune.backend.master_weights import Follower, FragmentAddress
+from zerotune.backend.master_weights import EMAInMemory, Follower, FragmentAddress
 from zerotune.backend.step.adams import WholeMasters
 from zerotune.backend.step.deferred import DeferredSteps
 from zerotune.backend.step.pending import PendingStep, ThreadedStep, Upload, divide
@@ -106,13 +106,13 @@ def test_emas_may_join_at_any_time_before_the_step_ends(when):
     def join() -> None:
         begun.append(None)
         if len(begun) == when:
-            assert step.follow([Follower(tensors={key: shadows[0]}, weight=0.25)])
+            assert step.follow([Follower(tensors=EMAInMemory({key: shadows[0]}), weight=0.25)])
         if len(begun) == 10 - when // 2:
-            assert step.follow([Follower(tensors={key: shadows[1]}, weight=0.75)])
+            assert step.follow([Follower(tensors=EMAInMemory({key: shadows[1]}), weight=0.75)])
 
     step, key = pending(weight, join)
     if when == 0:
-        assert step.follow([Follower(tensors={key: shadows[0]}, weight=0.25)])
+        assert step.follow([Follower(tensors=EMAInMemory({key: shadows[0]}), weight=0.25)])
     step.settle()
     assert len(begun) == 10
     assert torch.equal(weight, 2 * torch.arange(40.0))
@@ -145,8 +145,8 @@ def test_a_late_ema_reads_weights_before_they_can_be_changed(landed_first):
     # ``follow`` waits for the thread, so only a timer can let the thread continue.
     later = threading.Timer(0.2, go.put, [None])
     later.start()
-    tensors = {address.key: shadow[4 * i : 4 * i + 4] for i, address in enumerate(addresses)}
-    assert step.follow([Follower(tensors=tensors, weight=0.5)])
+    parts = {address.key: shadow[4 * i : 4 * i + 4] for i, address in enumerate(addresses)}
+    assert step.follow([Follower(tensors=EMAInMemory(parts), weight=0.5)])
     first.data.clamp_(max=0.25)
     taker.join(60)
     step.settle()

@@ -45,6 +45,8 @@ def test_stage_2_sends_fp32_gradients_and_receives_weights():
     # Adam: 3 fp32 values, 2 states read and written, and the weight in bf16.
     assert found.optimizer == (12 + 16 + 2) * 16
     assert found.ema == 8 * 16, "within the hidden pass"
+    on_disk = moved(2, "cpu", ema="nvme")
+    assert (on_disk.ema, on_disk.ema_on_disk, found.ema_on_disk) == (8 * 16, 4 * 16, 0)
     assert moved(2, "cpu", ranks=2).gradients == 4 * 8
     assert moved(2, "cpu", accumulation=3).gradients == (4 + 5 * 2) * 16
 

@@ -15,6 +15,7 @@ import platform
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ import attrs
 import torch
 
 from zerotune._util.files import write_atomically
+from zerotune.backend.master_weights import Follower
 from zerotune.backend.ops import (
     BuildLock,
     OpState,
@@ -106,6 +108,27 @@ class Average:
     shadow: torch.Tensor
     """The EMA, an fp32 tensor, 1-D, contiguous, on the CPU."""
     weight: float
+
+
+def average_ranges(
+    followers: Sequence[Follower], key: str, start: int, stop: int
+) -> Iterator[tuple[int, int, list[Average]]]:
+    """Divide elements of a fragment where an EMA on disk must be opened anew.
+
+    Args:
+        followers: The EMAs to update with these elements.
+        key: Key of the fragment.
+        start: First element in the fragment.
+        stop: Index one past the last element.
+
+    Yields:
+        First element, index one past the last element, and the EMAs of these elements, which are
+        valid until the next iteration.
+    """
+    edges = {edge for each in followers for edge in each.tensors.edges(key) if start < edge < stop}
+    for first, last in pairwise((start, *sorted(edges), stop)):
+        opened = ((each.tensors.open(key, first, last), each.weight) for each in followers)
+        yield first, last, [Average(shadow=shadow, weight=weight) for shadow, weight in opened]
 
 
 def _structure(numbers: type[attrs.AttrsInstance]) -> type[ctypes.Structure]:

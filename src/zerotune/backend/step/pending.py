@@ -26,7 +26,7 @@ from typing_extensions import override
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.master_weights import Follower, FragmentAddress
 from zerotune.backend.step.adams import SlabStep
-from zerotune.backend.step.kernel import Average
+from zerotune.backend.step.kernel import Average, average_ranges
 from zerotune.errors import EngineError
 from zerotune.plan.memory.estimate import EXCHANGED_PARTS, LEAST_EXCHANGED
 
@@ -495,7 +495,8 @@ class PendingStep:
     @torch.no_grad()
     def _update(self, pieces: Sequence[Piece], followers: Sequence[Follower]) -> None:
         for piece in pieces:
-            self._steps[piece.slab].run(piece.start, piece.stop, _averages(piece, followers))
+            for start, stop, averages in _averages(piece, followers):
+                self._steps[piece.slab].run(start, stop, averages)
 
     def _end(self) -> None:
         """Apply finished parts to EMAs that were added later; then accept no more EMAs."""
@@ -513,9 +514,10 @@ class PendingStep:
     @torch.no_grad()
     def _catch_up(self, index: int, followers: Sequence[Follower]) -> None:
         for piece in self._parts[index].pieces:
-            weight = self._steps[piece.slab].masters.read(slice(piece.start, piece.stop))
-            for average in _averages(piece, followers):
-                average.shadow.lerp_(weight, average.weight)
+            for start, stop, averages in _averages(piece, followers):
+                weight = self._steps[piece.slab].masters.read(slice(start, stop))
+                for average in averages:
+                    average.shadow.lerp_(weight, average.weight)
 
     def _followed_by_all(self, index: int) -> bool:
         """Whether a part is done, including all EMAs."""
@@ -609,11 +611,16 @@ class SharedStep(ThreadedStep):
             return self._upload.send(pieces)
 
 
-def _averages(piece: Piece, followers: Iterable[Follower]) -> list[Average]:
+def _averages(
+    piece: Piece, followers: Sequence[Follower]
+) -> Iterator[tuple[int, int, list[Average]]]:
+    """Yield ranges of a piece in its slab, with the EMAs to update in each range."""
     if piece.key is None:
-        return []
-    part = slice(piece.offset, piece.offset + piece.numel)
-    return [Average(shadow=each.tensors[piece.key][part], weight=each.weight) for each in followers]
+        yield piece.start, piece.stop, []
+        return
+    before, stop = piece.start - piece.offset, piece.offset + piece.numel
+    for first, last, averages in average_ranges(followers, piece.key, piece.offset, stop):
+        yield before + first, before + last, averages
 
 
 # -- Tensors whose uses wait.

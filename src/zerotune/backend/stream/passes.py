@@ -18,7 +18,7 @@ import torch
 
 from zerotune.backend.master_weights import Follower
 from zerotune.backend.step.adams import SlabStep
-from zerotune.backend.step.kernel import Average, HostStepOp
+from zerotune.backend.step.kernel import HostStepOp, average_ranges
 from zerotune.backend.stream.lanes import Copy
 from zerotune.backend.stream.units import Unit, UnitSlab
 
@@ -104,9 +104,11 @@ class UnitPass:
     def _catch_up(self, coming: Averages) -> None:
         for slab, step in self._steps:
             for part in slab.parts:
-                weight = step.masters.read(part.place)
-                for average in coming:
-                    average.tensors[part.key].lerp_(weight, average.weight)
+                size = part.place.stop - part.offset
+                for start, stop, averages in average_ranges(coming, part.key, 0, size):
+                    weight = step.masters.read(slice(part.offset + start, part.offset + stop))
+                    for average in averages:
+                        average.shadow.lerp_(weight, average.weight)
 
 
 def _run(slab: UnitSlab, step: SlabStep, coming: Averages) -> None:
@@ -119,12 +121,10 @@ def _run(slab: UnitSlab, step: SlabStep, coming: Averages) -> None:
     one_by_one = attrs.evolve(step, whole=0)
     for part in slab.parts:
         for run, is_single in part.runs() if has_singles else [(part.place, False)]:
-            inside = slice(run.start - part.offset, run.stop - part.offset)
-            averages = [
-                Average(shadow=each.tensors[part.key][inside], weight=each.weight)
-                for each in coming
-            ]
-            (one_by_one if is_single else step).run(run.start, run.stop, averages)
+            inside = run.start - part.offset, run.stop - part.offset
+            for start, stop, averages in average_ranges(coming, part.key, *inside):
+                chosen = one_by_one if is_single else step
+                chosen.run(part.offset + start, part.offset + stop, averages)
 
 
 class Passes:

@@ -243,6 +243,11 @@ EXCHANGED_PARTS: Final = 64
 optimizer step overlaps with the next forward pass."""
 LEAST_EXCHANGED: Final = 2**18
 """Minimum number of elements in each part of the exchanged weights."""
+EMA_CHUNK: Final = 16 * MIB
+"""Bytes of an EMA on disk that are read or written at a time."""
+EMA_CHUNKS: Final = 4
+"""Maximum number of chunks of an EMA on disk that are in memory: the current one, the one that is
+written, and those that are read ahead."""
 _STEPPED_IN_ONE_PASS: Final = frozenset({"DeepSpeedCPUAdam", "AdamWBF16States"})
 _ELEMENT: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -1293,6 +1298,9 @@ def _around_the_engine(case: Costing) -> Iterator[MemoryItem]:
     if work.ema != "none":
         place = case.device if work.ema == "device" else work.ema
         yield case.item("EMA", place, 4 * case.owned, TRAINING, "fp32, this rank's part")
+        if place == "nvme":
+            nbytes = min(EMA_CHUNK * EMA_CHUNKS, 4 * case.owned)
+            yield case.item("EMA", "host", nbytes, TRAINING, "chunks read, updated or written")
     yield case.item(
         "checkpoint", "host", 4 * case.largest, CHECKPOINT, "the largest fragment during writing"
     )

@@ -383,7 +383,7 @@ def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
 # - the share that an offload ratio below 1 leaves on the device: its gradients and weights do not
 #   cross the bus in fp32, and its optimizer works in the device's memory;
 # - an EMA in host memory reads master weight and shadow and writes the shadow: ``12 N``, or
-#   ``8 N`` within a hidden pass.
+#   ``8 N`` within a hidden pass; an EMA on disk is also read from and written to the disk.
 
 
 @attrs.frozen(kw_only=True)
@@ -399,7 +399,7 @@ class StepTraffic:
     optimizer: int
     """Host memory traffic of an optimizer that runs on the CPU."""
     ema: int
-    """Host memory traffic of an ``EMAShadow`` in host memory."""
+    """Host memory traffic of an ``EMAShadow`` in host memory or on disk."""
     swap: SwapTraffic
     """Swap file traffic."""
     added: int = 0
@@ -411,6 +411,8 @@ class StepTraffic:
     new_in_backward: int = 0
     """Newly allocated host memory for gradients and copies, if the accelerator is the CPU; the C
     library returns this memory to the system after each use."""
+    ema_on_disk: int = 0
+    """Bytes of an ``EMAShadow`` on disk that are read, and as many written."""
     new_in_step: int = 0
     """Newly allocated host memory in the optimizer step."""
 
@@ -441,7 +443,7 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
     stays = sum(case.stays)
     away = owned - stays
     passes = 2 * resolved.gradient_accumulation_steps
-    ema = _averages_on_host(estimate)
+    averaged = _averaged_on_host(estimate)
     uploaded = case.element if resolved.uses_deepspeed else 4
     one_pass = case.steps_in_one_pass
     in_backward, in_step = _allocated(case) if case.on_cpu else (0, 0)
@@ -451,7 +453,8 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
         weights=uploaded * away if over_bus and not params_away else 0,
         optimizer=round(_update(case) * away) if on_host else 0,
         # Within a hidden pass, the EMA need not read the master weight again.
-        ema=(12 if _schedule(case) == "in turn" else 8) * owned if ema else 0,
+        ema=(12 if _schedule(case) == "in turn" else 8) * owned if averaged else 0,
+        ema_on_disk=_ema_on_disk(estimate),
         swap=swap,
         chain=0 if one_pass or not on_host else round(_chain(case) * away),
         # Also, gradients are cast to fp32, read for their norm, and scaled; weights are cast.
@@ -464,8 +467,14 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
     )
 
 
-def _averages_on_host(estimate: MemoryEstimate) -> bool:
+def _averaged_on_host(estimate: MemoryEstimate) -> bool:
+    # An EMA on disk has chunks in host memory.
     return any(item.component == "EMA" and item.place == "host" for item in estimate.items)
+
+
+def _ema_on_disk(estimate: MemoryEstimate) -> int:
+    items = estimate.items
+    return sum(one.nbytes for one in items if one.component == "EMA" and one.place == "nvme")
 
 
 def _streamed_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
@@ -491,7 +500,8 @@ def _streamed_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
         weights=element * units.resident_trained,
         # Gradients stay in the weights' precision, and are first read for their norm.
         optimizer=round((_update(case) - case.master_bytes + 2 * element - saved) * part),
-        ema=round(8 * part) if _averages_on_host(estimate) else 0,
+        ema=round(8 * part) if _averaged_on_host(estimate) else 0,
+        ema_on_disk=_ema_on_disk(estimate),
         swap=swap_traffic(estimate),
         # Reads all ranks' gradients of this rank's share, and writes their sum.
         added=round(accumulated * element * (stepped + part)) if case.ranks > 1 else 0,
@@ -911,6 +921,8 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     yield "optimizer", "disk", "swap files written", swap.written, "disk_write"
     yield "weights", "in", "weights to the device", traffic.weights, "to_device"
     yield "ema", "host", "the EMA", traffic.ema, "host_memory"
+    yield "ema", "disk", "the EMA read", traffic.ema_on_disk, "disk_read"
+    yield "ema", "disk", "the EMA written", traffic.ema_on_disk, "disk_write"
 
 
 def _coded(case: Costing) -> float:
