@@ -71,7 +71,7 @@ class Needs:
     files: int
     """The pipeline, and one export."""
     checkpoint: int
-    """Saved weights, moments and EMA in fp32, at most."""
+    """Saved master weights and EMA in fp32, and moments as the optimizer stores them."""
 
     @property
     def disk(self) -> int:
@@ -90,12 +90,14 @@ class Preparation:
 
     def needs(self) -> Needs:
         from zerotune import detect_platform
+        from zerotune.optimizers.catalogue import entry_of
         from zerotune.plan.memory.estimate import Workload
 
         training, whole = self._training, self._facts()
         facts = whole if training.lora is None else whole.with_adapters(training.lora)
         trained = sum(one.numel for one in facts.trainable)
         plan = training.resolved(training.deepspeed_plan(self._scratch), facts)
+        moments = entry_of(plan.optimizer.name).states_per_weight(plan.optimizer.params)
         ema: Any = training.ema
         estimate = plan.estimate(
             Workload(batch=1, height=training.side, width=training.side, ema=ema)
@@ -105,7 +107,7 @@ class Preparation:
             memory_free=detect_platform(log=False).host_memory.available,
             swap=estimate.nvme,
             files=2 * whole.numel + 2 * trained,
-            checkpoint=trained * (12 if training.ema == "none" else 16),
+            checkpoint=int(4 * trained * (1 + moments + (training.ema != "none"))),
         )
 
     def _facts(self) -> Any:

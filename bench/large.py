@@ -171,7 +171,9 @@ class Record:
         _say(f"  {self.doing}")
         environment = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         arguments = (training, self.scratch)
-        with Worker(kind, *arguments, environment=environment, patience_s=_PATIENCE_S) as worker:
+        with _beats():
+            worker = Worker(kind, *arguments, environment=environment, patience_s=_PATIENCE_S)
+        with worker:
 
             def act(quantity: str, method: str, *arguments: Any, words: str = "") -> Any:
                 self.doing = f"{name}: {words or quantity}"
@@ -229,14 +231,16 @@ class Record:
 
 
 @contextmanager
-def _beats(pid: int) -> Iterator[None]:
+def _beats(pid: int | None = None) -> Iterator[None]:
     """Write a line every few seconds, so that a long action is not silent."""
     stop, began = threading.Event(), time.perf_counter()
 
     def beat() -> None:
         while not stop.wait(_BEAT_S):
+            memory = ""
             with contextlib.suppress(OSError, ValueError):  # The process is gone.
-                _say(f"    {time.perf_counter() - began:.0f} s, {_gib(anon_bytes(pid))}")
+                memory = "" if pid is None else f", {_gib(anon_bytes(pid))} of memory"
+            _say(f"    {time.perf_counter() - began:.0f} s{memory}")
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
