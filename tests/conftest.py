@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import call_in_ranks, compile_io
+from tests.support.ranks import call_in_ranks, compile_device, compile_io
 from zerotune import decisions
 
 _IN_CI = os.environ.get("CI", "").lower() in {"1", "true"}
@@ -29,9 +29,17 @@ def _unmet(item: pytest.Item) -> list[str]:
         reasons.append("deepspeed is not installed (pip install deepspeed)")
     if item.get_closest_marker("nvme") and not Path("/usr/include/libaio.h").exists():
         reasons.append("libaio's header is missing (apt install libaio-dev)")
+    if item.get_closest_marker("simdev") and (missing := _why_no_device()):
+        reasons.append(missing)
     if item.get_closest_marker("gpu") and not _has_cuda():
         reasons.append("no CUDA device")
     return reasons
+
+
+def _why_no_device() -> str | None:
+    from tests.device.build import why_missing
+
+    return why_missing()
 
 
 def _has_cuda() -> bool:
@@ -90,6 +98,8 @@ def nothing_is_announced_yet() -> None:
 def io_is_compiled(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("nvme"):
         compile_io()
+    if request.node.get_closest_marker("simdev"):
+        compile_device()
 
 
 @pytest.fixture(autouse=True)

@@ -191,6 +191,18 @@ def _compile_io() -> None:
     load_host_step()
 
 
+@cache
+def compile_device() -> None:
+    """Compile the simulated device, as ``compile_io`` does its ops."""
+    run_ranks(_compile_device, timeout_s=1500)
+
+
+def _compile_device() -> None:
+    from tests.device.build import load_device
+
+    load_device()
+
+
 def _fork_server() -> Any:
     global _context  # noqa: PLW0603 - one server per test session
     if _context is None:

@@ -1,0 +1,51 @@
+"""Compile the device, once per machine, into torch's folder of extensions."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from zerotune._util.files import write_atomically
+from zerotune.backend.ops import build_folder, building, missing_compiler, naming_the_cause
+from zerotune.platform.toolchain import detect_compilers
+
+_SOURCES = Path(__file__).with_name("csrc")
+# Half of torch's headers warn, and nobody debugs what they inline.
+_FLAGS = ("-O1", "-g0", "-w")
+
+
+def why_missing() -> str | None:
+    """Return why the device cannot be built here; ``None`` if it can."""
+    found = missing_compiler(detect_compilers())
+    return None if found is None else f"the simulated device needs a compiler: {found.cause}"
+
+
+@cache
+def load_device() -> ModuleType:
+    """Compile the device unless that has been done, and load it into this process."""
+    from torch.utils import cpp_extension
+
+    files = sorted(_SOURCES.iterdir())
+    # The name has a digest, so that the library is never that of other sources.
+    digest = hashlib.sha256(f"{torch.__version__} {sys.version} {_FLAGS}".encode())
+    for file in files:
+        digest.update(file.name.encode() + file.read_bytes())
+    name = f"zerotune_simdev_{digest.hexdigest()[:12]}"
+    folder = build_folder(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Ninja compiles again if a path changes; checkouts share the folder.
+    for file in files:
+        if not (copy := folder / file.name).exists():
+            write_atomically(copy, file.read_bytes())
+    with building(), naming_the_cause(name):
+        return cpp_extension.load(
+            name=name,
+            sources=[str(folder / file.name) for file in files if file.suffix == ".cpp"],
+            extra_cflags=list(_FLAGS),
+            build_directory=str(folder),
+        )
