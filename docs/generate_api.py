@@ -160,7 +160,6 @@ RELATED = {
     },
     "zerotune.training.Callback": {"zerotune.training.events": "StepMetrics"},
     "zerotune.training.MetricsFile": {"zerotune.training.events": "read_metrics"},
-    "zerotune.training.Profile": {"zerotune.training.profile": "Operator"},
     "zerotune.training.ValidationImages": {"zerotune.training.validate": "Validation"},
     "zerotune.training.EmbeddedPlan": {"zerotune.training.embedded": "EngineSchedule"},
     "zerotune.training.prepare": {

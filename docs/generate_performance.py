@@ -105,10 +105,6 @@ LEAST = (
 )
 
 REASONS: Mapping[tuple[str, str], str] = {
-    ("ema", "a step with `BackgroundEMA`"): (
-        "on this machine, forward and backward pass run on the same cores as the update; a GPU "
-        "leaves the cores idle"
-    ),
     ("checkpoint", "ZeRO-2, optimizer in RAM: a save"): (
         "zerotune's save also reads every byte back and hashes it"
     ),

@@ -33,7 +33,6 @@ NAMES = {
     "OptimizerResolver",
     "Platform",
     "PreparedImages",
-    "Profile",
     "ProgressBar",
     "RunFacts",
     "SaveEvery",

@@ -35,7 +35,6 @@ from zerotune.platform import detect_platform as detect_platform
 from zerotune.training import Callback as Callback
 from zerotune.training import EmbeddedPlan as EmbeddedPlan
 from zerotune.training import MetricsFile as MetricsFile
-from zerotune.training import Profile as Profile
 from zerotune.training import ProgressBar as ProgressBar
 from zerotune.training import SaveEvery as SaveEvery
 from zerotune.training import Trackers as Trackers

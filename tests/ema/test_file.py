@@ -21,7 +21,7 @@ from tests.support.models import HostileNet, WideNet
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case, start
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
-from zerotune.ema import BackgroundEMA, EMAShadow, EMAShadows, FileStore
+from zerotune.ema import EMAShadow, EMAShadows, FileStore
 from zerotune.ema import file as module
 from zerotune.ema.file import FileTensors
 from zerotune.errors import EMAError
@@ -251,16 +251,13 @@ def divided(emas: EMAShadows) -> int:
     return sum(len(tensors.edges(key)) > 2 for key in tensors)
 
 
-def on_wrapper(case: Case, folder: str, background: bool) -> dict[str, Any]:
+def on_wrapper(case: Case, folder: str) -> dict[str, Any]:
     engine = start(case, model_for(case) if case.offload == "nvme" else WideNet())
     emas = pair(folder).attach(engine)
-    following = BackgroundEMA(shadow=emas).attach(engine) if background else emas
     for step in range(7):
-        following.expect_step()
+        emas.expect_step()
         train(engine, step)
-        following.step()
-    if background:
-        following.close()
+        emas.step()
     found = {"differing": differing(emas), "divided": divided(emas)}
     trained = {name: full.clone() for name, full in engine.master_weights.gather()}
     expected = dict(emas["memory"].gather())
@@ -274,21 +271,17 @@ def on_wrapper(case: Case, folder: str, background: bool) -> dict[str, Any]:
 
 
 WRAPPED = [
-    (PLAIN, 1, True),
-    (Case(stage=2, offload="cpu", precision="bf16"), 1, False),
-    (Case(stage=2, offload="cpu", precision="bf16"), 2, False),
-    (Case(stage=3, offload="cpu", overrides=(("sub_group_size", 100_000),)), 2, True),
+    (PLAIN, 1),
+    (Case(stage=2, offload="cpu", precision="bf16"), 1),
+    (Case(stage=2, offload="cpu", precision="bf16"), 2),
+    (Case(stage=3, offload="cpu", overrides=(("sub_group_size", 100_000),)), 2),
 ]
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize(
-    ("case", "world_size", "background"), WRAPPED, ids=[f"{c}-{n}" for c, n, _ in WRAPPED]
-)
-def test_an_ema_on_disk_equals_one_in_memory_on_deepspeeds_engines(
-    case, world_size, background, tmp_path
-):
-    for seen in run_ranks(on_wrapper, case, str(tmp_path), background, world_size=world_size):
+@pytest.mark.parametrize(("case", "world_size"), WRAPPED, ids=[f"{c}-{n}" for c, n in WRAPPED])
+def test_an_ema_on_disk_equals_one_in_memory_on_deepspeeds_engines(case, world_size, tmp_path):
+    for seen in run_ranks(on_wrapper, case, str(tmp_path), world_size=world_size):
         assert seen.pop("divided") > 1
         assert seen == {"differing": [], "swapped": True, "restored": True}
 

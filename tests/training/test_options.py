@@ -1,8 +1,7 @@
-"""Profiling and recomputation do not change a run, and reports are correct."""
+"""Recomputation does not change a run, and reports are correct."""
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,21 +16,18 @@ from zerotune import ImageTensors
 from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
-from zerotune.training import Profile, Trainer, activations
+from zerotune.training import Trainer, activations
 from zerotune.training.activations import set_recomputing
 
 
 @pytest.mark.deepspeed
 @ranks(1)
-def test_profiling_and_recomputation_leave_every_loss_unchanged(tmp_path):
+def test_recomputation_leaves_every_loss_unchanged(tmp_path):
     found: dict[str, Any] = {}
     with workers.trainer(True, workers.plan(2, "cpu")) as running:
         found["plain"] = running.fit(steps=4).losses
         found["auto"] = [str(one) for one in running.decisions]
-    profile = Profile(folder=tmp_path, steps=2, warmup=1, memory=True)
-    with workers.trainer(
-        True, workers.plan(2, "cpu"), profile=profile, gradient_checkpointing=True
-    ) as running:
+    with workers.trainer(True, workers.plan(2, "cpu"), gradient_checkpointing=True) as running:
         found["watched"] = running.fit(steps=4).losses
         found["decisions"] = [str(one) for one in running.decisions]
         report = running.report()
@@ -40,26 +36,14 @@ def test_profiling_and_recomputation_leave_every_loss_unchanged(tmp_path):
         model = running.engine.module
         found["on"] = model.is_gradient_checkpointing
     found["after"] = model.is_gradient_checkpointing
-    trace = json.loads((tmp_path / "trace-rank0.json").read_text())
-    found["events"] = [event.get("name", "") for event in trace["traceEvents"]]
     found["files"] = sorted(path.name for path in tmp_path.iterdir())
     assert found["watched"] == found["plain"], "bit for bit"
     assert (found["on"], found["after"]) == (True, False), "put back when the engine ends"
     assert any("gradient_checkpointing: False -> False" in one for one in found["auto"])
     assert any("gradient_checkpointing: False -> True (requested)" in x for x in found["decisions"])
     assert any(one.startswith("threads: ") for one in found["decisions"])
-    _check_trace(found)
+    assert found["files"] == ["loss.png", "memory.png", "report.json"]
     _check_report(found["report"], tmp_path)
-
-
-def _check_trace(found):
-    assert any("convolution" in name for name in found["events"])
-    assert found["files"] == ["loss.png", "memory.png", "report.json", "trace-rank0.json"]
-    operators = found["report"].operators
-    assert len(operators) == 10
-    assert sorted(operators, key=lambda one: -one.seconds) == list(operators)
-    assert 0 < sum(one.share for one in operators) <= 1
-    assert any("conv" in one.name and one.calls > 0 for one in operators)
 
 
 def _check_report(report, folder):
@@ -72,9 +56,6 @@ def _check_report(report, folder):
     assert 0 < optimizer.rate < 10 * optimizer.reference
     text = report.render()
     assert "bottleneck of each phase:" in text
-    assert "operators, profiled:" in text
-    data = json.loads((folder / "report.json").read_text())
-    assert data["operators"][0]["name"] == report.operators[0].name
     with Image.open(folder / "memory.png") as image:
         assert image.height > 400
 
@@ -167,5 +148,3 @@ def test_models_without_recomputation_are_left_alone_or_refused(data):
 def test_unknown_options_are_refused():
     with pytest.raises(TypeError, match="watchdogs"):
         Trainer(model=torch.nn.Linear(2, 2), plan={}, watchdogs=True)
-    with pytest.raises(InvalidValueError, match=r"profile\.steps"):
-        Profile(folder="x", steps=0)

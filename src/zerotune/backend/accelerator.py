@@ -18,7 +18,6 @@ from typing import Any, Final
 import attrs
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity
 
 from zerotune.platform.detect import MachineProbe
 from zerotune.platform.facts import CUDA, DEEPSPEED_NAMES
@@ -95,11 +94,6 @@ class RunningAccelerator:
     def fuses_adam(self) -> bool:
         """Whether torch has a fused kernel of Adam for the device."""
         return self.is_host or self.streams is not None
-
-    @property
-    def profiler_activity(self) -> Any:
-        """Activity for torch's profiler; ``None`` if it does not trace the device."""
-        return getattr(ProfilerActivity, self.device.type.upper(), None)
 
     @property
     def communication_backend(self) -> str:

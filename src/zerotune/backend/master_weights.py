@@ -30,7 +30,7 @@ import torch
 from typing_extensions import override
 
 from zerotune.backend.distributed import ProcessGroup
-from zerotune.errors import EngineError, UnsupportedEngineError
+from zerotune.errors import EngineError
 
 _OF_ADAM: Final = frozenset({"step", "exp_avg", "exp_avg_sq"})
 _BEGIN_AT: Final[Mapping[str, float]] = {"mu_product": 1.0}
@@ -513,16 +513,6 @@ class MasterLayout(ABC):
         """Master weights were written from outside; the model is updated by the next step."""
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer that updates the flat tensors; ``None`` if unknown."""
-        return None
-
-    @property
-    def swapped_out(self) -> bool:
-        """Whether any of the flat tensors is on NVMe."""
-        return False
-
-    @property
     @abstractmethod
     def tensors(self) -> Sequence[torch.Tensor]:
         """The flat tensors in the optimizer's parameter groups; their data may be on NVMe."""
@@ -638,7 +628,6 @@ class MasterWeights:
         self._layout = layout
         self._group = group
         self._device = device
-        self._before_edit: list[Callable[[], None]] = []
         self.averages: WeakSet[Average] = WeakSet()
         """Averages attached to these weights, by weak reference."""
 
@@ -776,8 +765,6 @@ class MasterWeights:
                 for fragment in fragments:
                     fragment.value.copy_(new[fragment.address.name])
         """
-        for call in self._before_edit:
-            call()
         self.settle()
         fragments = self._editable()
         try:
@@ -794,46 +781,6 @@ class MasterWeights:
                     yield EditableFragment(
                         address=address, value=_narrow(slab.value, address), slab=slab
                     )
-
-    def before_change(
-        self, call: Callable[[], None], *, optimizer: torch.optim.Optimizer | None = None
-    ) -> Callable[[], None]:
-        """Register a callback that runs before every optimizer step and every ``editing`` block.
-
-        At stage 3 the optimizer steps once per sub-group, and the callback runs before each
-        sub-group's step.
-
-        Args:
-            call: Callback without arguments; an exception that it raises stops the step.
-            optimizer: The optimizer, needed only for master weights of a bare module. A wrapper
-                with an ``optimizer`` attribute, such as accelerate's, is accepted.
-
-        Returns:
-            A function that removes the callback.
-        """
-        if self._layout.swapped_out:
-            raise UnsupportedEngineError(
-                "pre-step callbacks are not supported while master weights are on NVMe",
-                key="offload_optimizer.device",
-                value="nvme",
-                fix="call master_weights.read() right after the optimizer's step instead",
-            )
-        known = self._layout.optimizer or getattr(optimizer, "optimizer", optimizer)
-        if not isinstance(known, torch.optim.Optimizer):
-            raise UnsupportedEngineError(
-                "the optimizer of these weights is unknown",
-                key="optimizer",
-                value=optimizer,
-                fix="pass the engine instead of its module, or pass optimizer=",
-            )
-        handle = known.register_step_pre_hook(lambda *_: call())
-        self._before_edit.append(call)
-
-        def end() -> None:
-            handle.remove()
-            self._before_edit.remove(call)
-
-        return end
 
     def gather(
         self, source: Callable[[Fragment], torch.Tensor] | None = None
@@ -964,11 +911,6 @@ class ResidentLayout(MasterLayout):
         self._slabs = slabs
         for address in addresses:
             check_master(slabs[address.slab], address.name)
-
-    @property
-    @override
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return self._optimizer
 
     @property
     @override

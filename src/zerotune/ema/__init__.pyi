@@ -1,6 +1,5 @@
 # All that the package exports: for type checkers, and for ``zerotune._util.lazy`` at run time.
 
-from zerotune.ema.background import BackgroundEMA as BackgroundEMA
 from zerotune.ema.decay import HalfLife as HalfLife
 from zerotune.ema.decay import RampDecay as RampDecay
 from zerotune.ema.decay import WarmupDecay as WarmupDecay

@@ -83,7 +83,6 @@ class EMAShadow(Readable):
         self._start_after = whole(start_after, key="start_after", least=0)
         self._store = as_store(store)
         self._master: MasterWeights | None = None
-        self._settle: Callable[[], None] | None = None
         self._tensors: EMATensors = EMAInMemory()
         self._exchanged: set[tuple[str, int]] = set()
         """Key of the fragment and first element of each range that contains trained weights."""
@@ -359,14 +358,6 @@ class EMAShadow(Readable):
         self._master = master
         master.averages.add(self)
 
-    def settle_with(self, settle: Callable[[], None] | None) -> None:
-        """Set the function that finishes a pending update before the shadow is read.
-
-        Args:
-            settle: The function; ``None`` removes it.
-        """
-        self._settle = settle
-
     @property
     def store(self) -> ShadowStore:
         """Storage of the shadow."""
@@ -442,8 +433,6 @@ class EMAShadow(Readable):
                 key="EMAShadow",
                 fix="write ema = EMAShadow(decay=0.999).attach(engine)",
             )
-        if self._settle is not None:
-            self._settle()
         if settled:
             # An update may be part of an optimizer's step that is still under way.
             self._master.settle()
@@ -627,8 +616,13 @@ def update_together(*shadows: EMAShadow) -> None:
     """
     updates = [update for shadow in shadows if (update := shadow.begin_update()) is not None]
     master = shadows[0].source
-    if not joined(master, updates):
-        apply_updates(master, updates)
+    if _follows(master, updates):
+        return
+    for fragment in master.read() if updates else ():
+        for update in updates:
+            update.take(fragment)
+    for update in updates:
+        update.finish()
 
 
 def expect_together(*shadows: EMAShadow) -> None:
@@ -643,7 +637,7 @@ def expect_together(*shadows: EMAShadow) -> None:
         shadows[0].source.expect(followers)
 
 
-def joined(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> bool:
+def _follows(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> bool:
     """Let a running optimizer step apply all updates; return ``False`` if this is impossible."""
     followers = [each for update in updates if (each := update.follower) is not None]
     # Also call follow without followers, to announce that later steps may have EMAs to update.
@@ -652,15 +646,6 @@ def joined(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> bool:
     for update in updates:
         update.finish()
     return True
-
-
-def apply_updates(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> None:
-    """Apply every update to every fragment, and verify the updates."""
-    for fragment in master.read() if updates else ():
-        for update in updates:
-            update.take(fragment)
-    for update in updates:
-        update.finish()
 
 
 # -- Is the shadow complete?

@@ -4,7 +4,6 @@ from zerotune.backend.trained_parts import frozen as frozen
 from zerotune.training.embedded import EmbeddedPlan as EmbeddedPlan
 from zerotune.training.events import Callback as Callback
 from zerotune.training.events import MetricsFile as MetricsFile
-from zerotune.training.profile import Profile as Profile
 from zerotune.training.progress import ProgressBar as ProgressBar
 from zerotune.training.save import SaveEvery as SaveEvery
 from zerotune.training.save import SaveEveryInBackground as SaveEveryInBackground

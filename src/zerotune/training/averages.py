@@ -1,4 +1,4 @@
-"""Common interface to a trainer's EMAs: one or several EMAs, or EMAs updated in the background."""
+"""Common interface to a trainer's EMAs: none, one or several."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from zerotune.ema import BackgroundEMA, EMAShadow, EMAShadows
+from zerotune.ema import EMAShadow, EMAShadows
 from zerotune.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
 
-EMA: TypeAlias = "EMAShadow | EMAShadows | BackgroundEMA"
+EMA: TypeAlias = "EMAShadow | EMAShadows"
 _EMA_NAME = "ema"
 
 
 def as_ema(ema: Any) -> EMA | None:
     """Return an EMA object unchanged, or convert a decay to a new ``EMAShadow``."""
-    if ema is None or isinstance(ema, EMAShadow | EMAShadows | BackgroundEMA):
+    if ema is None or isinstance(ema, EMAShadow | EMAShadows):
         return ema
     if isinstance(ema, int | float) and not isinstance(ema, bool):
         return EMAShadow(decay=float(ema))
@@ -27,10 +27,7 @@ def as_ema(ema: Any) -> EMA | None:
     if isinstance(ema, bool):
         why = "does not set a decay"
     else:
-        why = (
-            "is not an EMAShadow, EMAShadows or BackgroundEMA; other EMA classes do not "
-            "support sharded weights"
-        )
+        why = "is not an EMAShadow or EMAShadows; other EMA classes do not support sharded weights"
     raise InvalidValueError(
         why,
         key="ema",
@@ -52,17 +49,13 @@ class Averages:
 
     def __init__(self, ema: EMA | None, *, engine: Engine) -> None:
         self._ema = ema
-        subject = ema.subject if isinstance(ema, BackgroundEMA) else ema
         self.shadows: Mapping[str, EMAShadow] = {}
         """The shadows by name."""
-        if isinstance(subject, EMAShadow):
-            self.shadows = {_EMA_NAME: subject}
-        elif isinstance(subject, EMAShadows):
-            self.shadows = dict(subject)
-        if isinstance(ema, BackgroundEMA):
-            if not ema.watching:
-                ema.attach(engine)
-        elif ema is not None and not all(shadow.attached for shadow in self.shadows.values()):
+        if isinstance(ema, EMAShadow):
+            self.shadows = {_EMA_NAME: ema}
+        elif isinstance(ema, EMAShadows):
+            self.shadows = dict(ema)
+        if ema is not None and not all(shadow.attached for shadow in self.shadows.values()):
             ema.attach(engine)
 
     def step(self) -> None:
@@ -124,8 +117,3 @@ class Averages:
         if list(self.shadows) == [_EMA_NAME]:
             return self.shadows[_EMA_NAME].explain()
         return "\n".join(f"{name}: {shadow.explain()}" for name, shadow in self.shadows.items())
-
-    def close(self) -> None:
-        """Wait for a background update to finish."""
-        if isinstance(self._ema, BackgroundEMA):
-            self._ema.close()

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from zerotune.plan.memory.estimate import MemoryEstimate, MemoryItem
     from zerotune.plan.memory.time import StepTime
     from zerotune.training.events import RunView, StepMetrics
-    from zerotune.training.profile import Operator
 
 
 _PREDICTED: Final = ("forward", "backward", "optimizer", "ema")
@@ -66,8 +65,6 @@ class Report(Readable):
     """The plan's memory estimate per rank; ``None`` if the plan was resolved without a model."""
     copy_rate: float | None = None
     """Host memory bandwidth in bytes per second; ``None`` if not measured."""
-    operators: tuple[Operator, ...] = ()
-    """The most expensive operators, if a ``Profile`` was recorded."""
     stopped: str | None = None
     """Why the latest ``fit`` ended early; ``None`` if it reached its goal."""
 
@@ -183,13 +180,9 @@ class Report(Readable):
                 Line(title, style="title"),
                 Table(rows=tuple(rows), align="lrr", widths=(12, 10, 10)),
             ]
-        for title, values in (
-            ("bottleneck of each phase:", self.bounds),
-            ("operators, profiled:", self.operators),
-        ):
-            if values:
-                blocks += [Line(title, style="title")]
-                blocks += [Line(str(value), indent=2) for value in values]
+        if self.bounds:
+            blocks += [Line("bottleneck of each phase:", style="title")]
+            blocks += [Line(str(bound), indent=2) for bound in self.bounds]
         if self.stopped is not None:
             blocks.append(Line(f"stopped early: {self.stopped}", style="warning"))
         return Page(title=self.brief(), blocks=tuple(blocks))
@@ -205,7 +198,6 @@ class Report(Readable):
             "estimate": None if self.estimate is None else self.estimate.to_dict(),
             "predicted": None if self.predicted is None else time_data(self.predicted),
             "bounds": [attrs.asdict(one) | {"rate": one.rate} for one in self.bounds],
-            "operators": [attrs.asdict(one) for one in self.operators],
         }
 
     def save(self, folder: str | os.PathLike[str]) -> tuple[Path, Path]:

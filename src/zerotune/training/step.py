@@ -110,8 +110,7 @@ class TrainStep:
         objective: Computes the loss of a micro batch.
         stream: Yields this rank's micro batches.
         generator: This rank's CPU generator for all random numbers of the objective.
-        ema: EMA to update after each applied step: an ``EMAShadow``, ``EMAShadows`` or a
-            ``BackgroundEMA``.
+        ema: EMA to update after each applied step: an ``EMAShadow`` or ``EMAShadows``.
         non_finite: Policy for non-finite steps; default ``RaiseNonFinite()``.
         clock: Clock that measures the phases; by default a new ``StepClock``.
     """

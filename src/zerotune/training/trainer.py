@@ -50,7 +50,6 @@ from zerotune.training.memory import (
     host_now,
     host_peak,
 )
-from zerotune.training.profile import Operator, Profile, Profiler
 from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Record, Report, copy_rate
 from zerotune.training.save import resumed, rolled_back, seed_everything, trainer_state
@@ -102,8 +101,8 @@ class Trainer(Closing, Readable):
             checkpointing and activation offload.
         resolver: Resolves optimizer and schedule.
         offload: Creates the swap folders.
-        ema: EMA of the weights: a decay, an ``EMAShadow``, ``EMAShadows``, or a ``BackgroundEMA``
-            around one of these classes. The trainer attaches, saves and resumes the EMA.
+        ema: EMA of the weights: a decay, an ``EMAShadow`` or ``EMAShadows``. The trainer attaches,
+            saves and resumes the EMA.
         data: A dataset with ``__len__`` and ``__getitem__``, an iterable of micro batches (a
             ``DataLoader``, a list), or a ``BatchStream``. Batches are dicts of tensors.
         objective: Computes the loss; by default flow matching on unconditional images.
@@ -117,7 +116,7 @@ class Trainer(Closing, Readable):
         seed: Seed for data order, noise, time steps and the global generators.
         timeout_s: Timeout of collectives in seconds.
         options: ``compile``, ``gradient_checkpointing``, ``threads``, ``workers``, ``pin``,
-            ``profile``, ``watchdog``; see ``RunOptions``.
+            ``watchdog``; see ``RunOptions``.
 
     Raises:
         ZeroTuneError: The same errors as ``zerotune.prepare``.
@@ -487,7 +486,7 @@ class Trainer(Closing, Readable):
 
     @override
     def _release(self) -> None:
-        self.averages.close()
+        """Free nothing: the engine is one of the resources."""
 
     def _check_open(self, what: str) -> None:
         if self._closed:
@@ -570,8 +569,6 @@ class RunOptions(TypedDict, total=False):
     """Number of OpenMP threads of this rank. ``None``, the default, keeps a number set by
     ``OMP_NUM_THREADS`` or ``torch.set_num_threads``. If no number is set and the model or the
     optimizer is on the CPU, the rank uses its share of the cores."""
-    profile: Profile | None
-    """Settings for a torch profiler trace of a few steps; by default nothing is traced."""
     workers: int
     """Number of worker processes that prefetch a dataset; 0, the default, loads in this process."""
     pin: bool
@@ -587,7 +584,7 @@ def _loading(options: RunOptions) -> dict[str, Any]:
 
 
 class Running:
-    """Setup of a run: threads, gradient checkpointing, watchdog and profiler. Collective."""
+    """Setup of a run: threads, gradient checkpointing and watchdog. Collective."""
 
     def __init__(
         self,
@@ -619,23 +616,16 @@ class Running:
             *keep_activations(engine, advice=advice, activations=activations),
         )
         """Decisions of the setup."""
-        profile, watchdog = options.get("profile"), options.get("watchdog", True)
-        self._profiler = None if profile is None else Profiler(profile)
+        watchdog = options.get("watchdog", True)
         folders = [folder for folder in engine.plan.nvme_paths.values() if folder is not None]
         around = (
             Watchdog() if watchdog is True else watchdog or None,
-            self._profiler,
             None if compiled is None else _CompileCheck(),
             _GroupStops() if any(group.until for group in _groups_of(engine)) else None,
             StopBeforeDiskFills(Path(folder) for folder in folders) if folders else None,
         )
         self.callbacks: tuple[Callback, ...] = tuple(one for one in around if one is not None)
         """Callbacks that belong to the setup."""
-
-    @property
-    def operators(self) -> tuple[Operator, ...]:
-        """The most expensive operators; empty without a profile."""
-        return () if self._profiler is None else self._profiler.operators
 
     def estimate(
         self, shadows: Iterable[EMAShadow], *, measure: bool = False
@@ -672,7 +662,7 @@ class Running:
         )
 
     def measured(self, shadows: Iterable[EMAShadow], *, thorough: bool) -> dict[str, Any]:
-        """Return the report's memory estimate, copy rate and most expensive operators.
+        """Return the report's memory estimate and copy rate.
 
         Args:
             shadows: EMAs of the run.
@@ -681,7 +671,6 @@ class Running:
         return {
             "estimate": self.estimate(shadows, measure=thorough),
             "copy_rate": copy_rate() if thorough else None,
-            "operators": self.operators,
         }
 
     def situation(self, shadows: Iterable[EMAShadow]) -> Situation:

@@ -227,25 +227,6 @@ def _raise(*_: Any) -> None:
     raise OSError("in the forward")
 
 
-def test_before_change_hooks_run_before_any_weight_changes():
-    for run in (CLIPPED, EAGER):
-        with begin(run) as engine:
-            advance(run, engine, range(1))
-            seen: list[float] = []
-            end = engine.master_weights.before_change(
-                lambda engine=engine, seen=seen: seen.append(_sum(engine))
-            )
-            before = _sum(engine)
-            advance(run, engine, range(1, 2))
-            end()
-            assert seen == [before]
-            assert _sum(engine) != before
-
-
-def _sum(engine: Any) -> float:
-    return sum(float(f.value.double().sum()) for f in engine.master_weights.read())
-
-
 # -- When weights are not streamed.
 
 

@@ -134,11 +134,6 @@ class ShardedLayout(SteppedLayout):
                     )
         super().__init__(addresses=tuple(addresses), order=tuple(order))
 
-    @property
-    @override
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return cast(torch.optim.Optimizer, self._wrapper.optimizer)
-
     @override
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
         parameter = self._model[address.name]
@@ -150,12 +145,6 @@ class ShardedLayout(SteppedLayout):
             # A persistent parameter is small and whole on every rank.
             return parameter.data.reshape(-1)[address.start : address.stop]
         return cast(torch.Tensor, shard.data).view(-1)[: address.numel]
-
-    @property
-    @override
-    def swapped_out(self) -> bool:
-        swappable = self._wrapper._swappable_optimizer_subgroup
-        return any(swappable(slab) for slab in range(len(self.tensors)))
 
     @property
     @override

@@ -627,11 +627,6 @@ class StreamLayout(MasterLayout):
 
     @property
     @override
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
-
-    @property
-    @override
     def tensors(self) -> Sequence[torch.Tensor]:
         return [slab.key for slab in self._slabs]
 
