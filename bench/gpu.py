@@ -89,9 +89,8 @@ class Session:
         A piece that is done runs again if this machine lacks what it built.
         """
         entry = self._same(piece)
-        if not entry or (entry["state"] != "done" and entry["tries"] < TRIES):
-            return True
-        return piece.lost is not None and "result" in entry and piece.lost(entry["result"])
+        lost = piece.lost is not None and "result" in entry and piece.lost(entry["result"])
+        return lost or not self._ended(piece)
 
     def run(self, pieces: Iterable[Piece], saved: Callable[[], object]) -> bool:
         """Run the remaining pieces that fit into the time; ``saved`` is called after each.
@@ -113,7 +112,8 @@ class Session:
             found = run_piece(piece, self.path.parent, left=left)
             self.add(piece, **found)
             _say(f"  {found['state']} in {found['seconds']:.0f} s{_in_short(found)}")
-            whole = whole and not self.needs(piece)
+            # What it built is there now, although it was missing at the start.
+            whole = whole and self._ended(piece)
             saved()
         return whole
 
@@ -127,6 +127,11 @@ class Session:
         self.entries[piece.name] = entry
         data = {"schema": 1, "machine": self.machine, "pieces": self.entries}
         _write(self.path, json.dumps(data, indent=1) + "\n")
+
+    def _ended(self, piece: Piece) -> bool:
+        """Return whether a piece is done with these settings, or has failed too often."""
+        entry = self._same(piece)
+        return bool(entry) and (entry["state"] == "done" or entry["tries"] >= TRIES)
 
     def _same(self, piece: Piece) -> Mapping[str, Any]:
         """Return the stored entry of a piece with the same settings, or an empty one."""
@@ -234,13 +239,17 @@ def report(
     machine: Mapping[str, Any],
     entries: Mapping[str, Mapping[str, Any]],
     goals: Sequence[str] = (),
+    left: Sequence[str] = (),
 ) -> str:
-    """Return all results of a machine as Markdown."""
+    """Return all results of a machine as Markdown; ``left`` names the pieces that have not run."""
     hardware, versions = machine["hardware"], machine["versions"].items()
     devices = ", ".join(f"{one['name']}, {one['gib']} GiB" for one in hardware["devices"])
     cores = f"{hardware['usable_cores']} cores of {hardware['processor']}"
     lines = [f"# {devices or 'no GPU'}; {cores}, {hardware['host_gib']} GiB", ""]
     lines += [", ".join(f"{name} {version}" for name, version in versions), ""]
+    if not devices:
+        lines += ["Nothing here has run on a GPU. The sizes are reduced.", ""]
+    lines += [f"Not run on this machine yet: {'; '.join(left)}.", ""] if left else []
     lines += [f"| {' | '.join(_COLUMNS)} |", "|---|---|--:|--:|--:|--:|--:|--:|"]
     for name, entry in entries.items():
         cells = [name, entry["state"], f"{entry['seconds']:.0f}"]
@@ -328,38 +337,61 @@ MACHINE: Final = Piece(name="machine", made="bench.gpu:machine")
 def pieces(about: Mapping[str, Any], *, quick: bool) -> Iterator[Piece]:
     """Yield all pieces, the most informative first; ``about`` is the result of ``machine``."""
     here = about.get("built", _OPS)
+    # Results are copied from machine to machine; compiled ops and proofs are not.
     yield Piece(
         name="ops", made="bench.gpu:build", settings={"ops": _OPS}, limit_s=240.0,
-        # Results are copied from machine to machine; compiled ops are not.
         lost=lambda made: any(op not in here and f"{op}_failed" not in made for op in _OPS),
     )  # fmt: skip
+    yield Piece(
+        name="proof", made="bench.gpu:prove", limit_s=180.0,
+        lost=lambda _made: not about.get("proven", True),
+    )  # fmt: skip
     yield Piece(name="rates", made="bench.gpu:rates", settings={"quick": quick}, limit_s=60.0)
+    if quick:
+        yield from _engines("tiny", 64, 2, steps=2)
+    else:
+        yield from _engines("sdxl", 1024, 8)
+        yield from _reference_settings()
     for stage, plan in ((2, _TWO), (3, _THREE)):
         name = f"tiny training at stage {stage}"
         yield _steps(name, "Ours", plan, 64, 2, model="tiny", steps=2, trace=stage == 2)
     files, least = (["tests/backend/test_cuda.py"], 30.0) if quick else (["tests"], 90.0)
     yield Piece("tests", "bench.gpu:tests", {"files": files}, limit_s=240.0, least_s=least)
-    yield Piece("streamed: bits", "bench.contestants:streamed_bits")
     if quick:
-        yield _steps("streamed, tiny", "Streamed", _TWO, 64, 2, model="tiny", steps=2, clipping=0.0)
         yield _steps("tiny: Reference", "Reference", None, 64, 2, model="tiny", steps=2)
         yield _card(1, side=64, batch=2, model="tiny", steps=1)
     else:
         yield from _sizes(*about["flux_depth"])
 
 
-def _sizes(double: int, single: int) -> Iterator[Piece]:
-    """Yield the goals first, alternating with the reference: a slow machine slows both."""
-    for turn in (1, 2):
-        yield from _both("sdxl 1024², batch 8: {}, " + str(turn), 1024, 8, trace=turn == 1)
-    yield from _streamed(double, single)
-    for side, batch in ((1024, 1), (128, 8)):
-        for plan in (_TWO, _THREE):
-            name = f"sdxl {side}², batch {batch}: stage {plan['stage']}"
-            yield _steps(name, "Ours", plan, side, batch)
+def _engines(model: str, side: int, batch: int, **more: Any) -> Iterator[Piece]:
+    """Yield zerotune's engines next to DeepSpeed's, with clipping: one per way to move weights.
+
+    An engine with the weights in device memory and the optimizer in host memory belongs here too.
+    """
+    for what, made, plan in (("Streamed", "Streamed", _TWO), ("ZeRO-3", "Ours", _THREE)):
+        name = f"streamed, {model} {side}², batch {batch}: {what}, clipping 1"
+        yield _steps(name, made, plan, side, batch, model=model, clipping=1.0, **more)
+
+
+def _reference_settings() -> Iterator[Piece]:
+    """Yield SDXL at the settings of the reference's published figures."""
+    yield from _both("sdxl 1024², batch 8: {}, 1", 1024, 8, trace=True)
+    for plan in (_TWO, _THREE):
+        yield _steps(f"sdxl 1024², batch 1: stage {plan['stage']}", "Ours", plan, 1024, 1)
+    yield _steps("sdxl 128², batch 8: stage 3", "Ours", _THREE, 128, 8)
     yield _steps("sdxl 128², batch 8: Reference", "Reference", None, 128, 8)
+
+
+def _sizes(double: int, single: int) -> Iterator[Piece]:
+    """Yield the other sizes. A second turn with the reference shows a machine that slowed down."""
+    yield from _both("sdxl 1024², batch 8: {}, 2", 1024, 8)
     yield from map(_card, _CAPS[:4])
+    yield _steps("sdxl 128², batch 8: stage 2", "Ours", _TWO, 128, 8)
     flux = {"model": "flux", "more": {"num_layers": double, "num_single_layers": single}}
+    yield from _more_streamed("sdxl", 8)
+    yield from _engines(side=1024, batch=4, **flux)
+    yield from _more_streamed(batch=4, **flux)
     name = f"flux, {double} + {single} blocks, 1024², batch 1: {{}}"
     yield from _both(name, 1024, 1, **flux, steps=3)
     # With everything in device memory, to compare its peak with the estimate.
@@ -371,17 +403,12 @@ def _sizes(double: int, single: int) -> Iterator[Piece]:
         yield from _both(f"sdxl {side}², batch {batch}: {{}}", side, batch)
 
 
-def _streamed(double: int, single: int) -> Iterator[Piece]:
-    """Yield streamed weights next to ZeRO-3 and TrainStream, if its wheel was carried along."""
-    flux = {"model": "flux", "more": {"num_layers": double, "num_single_layers": single}}
-    for model, batch, more in (("sdxl", 8, {}), ("flux", 4, flux)):
-        name = f"streamed, {model} 1024², batch {batch}: {{}}"
-        for made, plan, clipping in (
-            ("Streamed", _TWO, 0.0), ("Ours", _THREE, 1.0), ("Streamed", _TWO, 1.0),
-            ("TrainStreamed", None, 1.0), ("TrainStreamed", None, 0.0),
-        ):  # fmt: skip
-            what = f"{'ZeRO-3' if made == 'Ours' else made}, clipping {clipping:g}"
-            yield _steps(name.format(what), made, plan, 1024, batch, clipping=clipping, **more)
+def _more_streamed(model: str, batch: int, **more: Any) -> Iterator[Piece]:
+    """Yield streamed weights without clipping, and TrainStream, if its wheel was carried along."""
+    for made, clipping in (("Streamed", 0.0), ("TrainStreamed", 1.0), ("TrainStreamed", 0.0)):
+        name = f"streamed, {model} 1024², batch {batch}: {made}, clipping {clipping:g}"
+        plan = _TWO if made == "Streamed" else None
+        yield _steps(name, made, plan, 1024, batch, model=model, clipping=clipping, **more)
 
 
 def _both(name: str, side: int, batch: int, **more: Any) -> Iterator[Piece]:
@@ -408,13 +435,21 @@ def _steps(
 
 
 def machine(_settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hardware and versions, the compiled ops, and how many Flux blocks fit."""
+    """Return hardware and versions, what is compiled and proven, and how many Flux blocks fit."""
     from bench.contestants import flux_depth
     from bench.runner import machine
     from zerotune import detect_platform
+    from zerotune.backend.proof import Combination, load_proof
 
     built = [op for op in _OPS if _is_built(op)]
-    return {**machine(), "flux_depth": flux_depth(detect_platform(log=False)), "built": built}
+    platform = detect_platform(log=False)
+    proof = load_proof(Combination.here(platform.accelerator))
+    return {
+        **machine(),
+        "flux_depth": flux_depth(platform),
+        "built": built,
+        "proven": not isinstance(proof, str),
+    }
 
 
 def _is_built(op: str) -> bool:
@@ -461,6 +496,23 @@ def _load(op: str) -> None:
             get_native_pinned_memory()
     else:
         build_op(op)
+
+
+def prove(_settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Check the fast paths, as ``zerotune doctor --prove`` does; later pieces read the proof."""
+    from zerotune import detect_platform
+    from zerotune.backend.proof import store_proof
+    from zerotune.training import proving
+
+    proof = proving.prove(platform=detect_platform(log=False))
+    store_proof(proof)
+    words = {True: "passed", False: "failed", None: "not run"}
+    checks = proof.checks.items()
+    yield {name: f"{words[one.passed]}. {one.detail}".strip(". ") for name, one in checks}
+    for name in proof.failed:
+        print(f"{name}\n{proof.checks[name].evidence}")
+    if proof.failed or proof.error is not None:
+        raise RuntimeError(proof.error or f"{', '.join(proof.failed)} failed")
 
 
 def rates(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -608,12 +660,16 @@ def run_session(folder: Path, *, until: float, quick: bool, only: Sequence[str] 
     name = file_name(machine) + ("-quick" if quick else "")
     session = Session(folder / f"{name}.json", machine, until=until, only=only)
 
+    whole_session = tuple(pieces(machine, quick=quick))
+
     def write_report() -> str:
-        text = report(machine, session.entries, () if quick else goals(session.entries))
+        reached = () if quick else goals(session.entries)
+        left = [piece.name for piece in whole_session if piece.name not in session.entries]
+        text = report(machine, session.entries, reached, left)
         _write(folder / f"{name}.md", text)
         return text
 
-    whole = session.run(pieces(machine, quick=quick), write_report)
+    whole = session.run(whole_session, write_report)
     # Printed last, so that the end of a truncated output still shows the report.
     print(write_report(), flush=True)
     failed = [piece for piece, entry in session.entries.items() if entry["state"] != "done"]

@@ -29,6 +29,8 @@ from tests.bench.noting import (
     run,
     session,
 )
+from zerotune.backend.proof import Combination, Outcome, Proof
+from zerotune.training import proving
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -128,6 +130,41 @@ def test_ops_are_compiled_again_where_they_are_missing(tmp_path: Path) -> None:
     assert not made.needs(ops("cpu_adam", "host_step")), "what cannot be is not tried forever"
 
 
+def test_the_proof_runs_again_where_it_is_missing(tmp_path: Path) -> None:
+    def proof(proven: bool) -> Piece:
+        found = pieces({**MACHINE, "proven": proven}, quick=True)
+        return next(one for one in found if one.name == "proof")
+
+    made = session(tmp_path)
+    made.add(proof(False), state="done", seconds=9.0, result={"streaming": "passed"})
+    assert made.needs(proof(False))
+    assert not made.needs(proof(True))
+
+
+def test_what_a_piece_has_just_built_is_not_left_to_run(tmp_path: Path) -> None:
+    whole, _ = run(tmp_path, piece("ops", lost=lambda _result: True))
+    assert whole
+
+
+def test_a_failed_check_is_named_with_its_evidence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = {
+        "rounding": Outcome(passed=True, detail="", evidence="", seconds=1.0),
+        "training": Outcome(passed=False, detail="weights differ", evidence="w: 1", seconds=1.0),
+    }
+    proof = Proof(combination=Combination.here("cpu"), checks=checks)
+    monkeypatch.setattr(proving, "prove", lambda **_: proof)
+    stored = []
+    monkeypatch.setattr("zerotune.backend.proof.store_proof", stored.append)
+    found = gpu.prove({})
+    assert next(found) == {"rounding": "passed", "training": "failed. weights differ"}
+    with pytest.raises(RuntimeError, match="training failed"):
+        next(found)
+    assert "training\nw: 1" in capsys.readouterr().out
+    assert stored == [proof], "later pieces read it"
+
+
 def test_a_piece_beyond_its_own_time_limit_is_ended(tmp_path: Path) -> None:
     _, entries = run(tmp_path, piece("slow", last, limit_s=3.0))
     assert (entries["slow"]["state"], entries["slow"]["tries"]) == ("out of time", 1)
@@ -160,6 +197,16 @@ def test_the_report_shows_each_result_beside_its_estimate() -> None:
     assert "- start_seconds: 1.5" in text
 
 
+def test_the_report_says_what_has_not_run_on_a_card() -> None:
+    text = report(MACHINE, {}, (), ["tests", "sdxl, card of 8 GiB"])
+    assert "Not run on this machine yet: tests; sdxl, card of 8 GiB." in text
+    assert "Nothing here has run on a GPU" not in text
+    without = {**MACHINE, "hardware": {**MACHINE["hardware"], "devices": []}}
+    text = report(without, {})
+    assert "Nothing here has run on a GPU." in text
+    assert "Not run" not in text
+
+
 def test_the_report_shows_seconds_beside_their_prediction() -> None:
     def cell(**result: Any) -> str:
         entry = {"state": "done", "seconds": 12.0, "result": result}
@@ -186,9 +233,24 @@ def test_the_time_goal_compares_all_turns() -> None:
 def test_the_most_informative_pieces_come_first() -> None:
     found = list(pieces(MACHINE, quick=False))
     order = [one.name for one in found]
-    assert order[:5] == ["ops", "rates", "tiny training at stage 2", "tiny training at stage 3",
-                         "tests"]  # fmt: skip
+    assert order[:13] == [
+        "ops",
+        "proof",
+        "rates",
+        "streamed, sdxl 1024², batch 8: Streamed, clipping 1",
+        "streamed, sdxl 1024², batch 8: ZeRO-3, clipping 1",
+        "sdxl 1024², batch 8: Ours, 1",
+        "sdxl 1024², batch 8: Reference, 1",
+        "sdxl 1024², batch 1: stage 2",
+        "sdxl 1024², batch 1: stage 3",
+        "sdxl 128², batch 8: stage 3",
+        "sdxl 128², batch 8: Reference",
+        "tiny training at stage 2",
+        "tiny training at stage 3",
+    ]
     assert found[0].settings["ops"][0] == "cpu_adam"
+    measured = {piece for _, piece, _ in gpu._GOALS}
+    assert measured < set(order[:11]), "the goals are measured within the first ten minutes"
     turns = [name for name in order if name.startswith("sdxl 1024², batch 8")]
     assert [name.split(": ")[1] for name in turns] == ["Ours, 1", "Reference, 1", "Ours, 2",
                                                        "Reference, 2"]  # fmt: skip
