@@ -662,10 +662,12 @@ def run_session(folder: Path, *, until: float, quick: bool, only: Sequence[str] 
 
     whole_session = tuple(pieces(machine, quick=quick))
 
+    def left() -> list[str]:
+        return [piece.name for piece in whole_session if piece.name not in session.entries]
+
     def write_report() -> str:
         reached = () if quick else goals(session.entries)
-        left = [piece.name for piece in whole_session if piece.name not in session.entries]
-        text = report(machine, session.entries, reached, left)
+        text = report(machine, session.entries, reached, left())
         _write(folder / f"{name}.md", text)
         return text
 
@@ -673,7 +675,7 @@ def run_session(folder: Path, *, until: float, quick: bool, only: Sequence[str] 
     # Printed last, so that the end of a truncated output still shows the report.
     print(write_report(), flush=True)
     failed = [piece for piece, entry in session.entries.items() if entry["state"] != "done"]
-    state = "all has been run" if whole else "run it again to go on"
+    state = "all has been run" if whole and not left() else "run it again to go on"
     _say(f"{session.path}: {state}" + (f"; not done: {', '.join(failed)}" if failed else ""))
     return 0
 
