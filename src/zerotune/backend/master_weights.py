@@ -10,15 +10,7 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import (
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from types import TracebackType
@@ -47,50 +39,9 @@ class StateFormat:
     codebook: str = ""
     """Name of the codebook if the elements are codes; the scales are a state of their own."""
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """Dtype of the elements."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
     def shape_for(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the state of a parameter with the given shape."""
         return shape if self.block == 1 else (-(-math.prod(shape) // self.block),)
-
-
-class StateCoder(Protocol):
-    """Creates, decodes and encodes the coded states of an optimizer."""
-
-    formats: Mapping[str, StateFormat]
-    """Format of every state, including the scales, by name."""
-
-    def create_states(self, state: MutableMapping[str, Any], numel: int) -> None:
-        """Create the states of a tensor before its first step; all numbers are zero.
-
-        Args:
-            state: The optimizer's state dict for the tensor; changed in place.
-            numel: Number of elements of the tensor.
-        """
-        ...
-
-    def decode_states(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the numbers in fp32, 1-D, by state; empty before the first step.
-
-        Args:
-            state: The optimizer's state dict for the tensor.
-        """
-        ...
-
-    def encode_states(
-        self, state: MutableMapping[str, Any], numbers: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Set the states; encoding the result of ``decode_states`` changes no number.
-
-        Args:
-            state: The optimizer's state dict for the tensor; changed in place.
-            numbers: Numbers in fp32, 1-D, by state.
-        """
-        ...
 
 
 class OptimizerStates:
@@ -102,7 +53,7 @@ class OptimizerStates:
         optimizer: A ``torch.optim.Optimizer`` or a DeepSpeed optimizer; ``None`` for weights
             without an optimizer.
         key: The tensor object that is in the optimizer's parameter groups.
-        coder: Reads and writes the states if they are codes.
+        coder: If the states are codes, the ``Stepper`` that creates, decodes and encodes them.
     """
 
     def __init__(
@@ -110,7 +61,7 @@ class OptimizerStates:
         optimizer: torch.optim.Optimizer | None,
         key: torch.Tensor,
         *,
-        coder: StateCoder | None = None,
+        coder: Any = None,
     ) -> None:
         self._optimizer = optimizer
         self._key = key
@@ -184,9 +135,7 @@ class OptimizerStates:
     @property
     def others(self) -> tuple[str, ...]:
         """Names of states that cannot be sharded like the weights, such as Adafactor's row sums."""
-        if self._coder is not None:
-            return ()
-        covered = {"step", *self.tensors, *self.scalars}
+        covered = {"step", *self.formats, *self.scalars}
         return tuple(
             name for name, value in self._state.items() if name not in covered and value is not None
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ from zerotune._util.proc import installed_version
 from zerotune._util.text import json_of
 from zerotune.backend.accelerator import current_accelerator
 from zerotune.backend.master_weights import StateFormat
-from zerotune.checkpoint.manifest import STATE_FORMATS, Manifest, PlanRecord, TensorRecord
+from zerotune.checkpoint.manifest import STATE_DTYPES, Manifest, PlanRecord, TensorRecord
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorFile, TensorSpec
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
@@ -32,6 +32,7 @@ GENERATOR_TEXT: Final = "rng"
 """Metadata key for generator values that are not tensors."""
 
 Tensors = Mapping[str, torch.Tensor]
+_FP32: Final = StateFormat()
 
 
 @runtime_checkable
@@ -77,18 +78,21 @@ class Part:
     name: str
     start: int
     numel: int
+    form: StateFormat = _FP32
 
     @classmethod
-    def of(cls, address: FragmentAddress, form: StateFormat | None = None) -> Part:
+    def of(cls, address: FragmentAddress, form: StateFormat = _FP32) -> Part:
         """Return the range of elements that a fragment of the master weights covers.
 
         Args:
             address: The fragment. If it has coded states, it begins at a block.
-            form: Format of a state; default: one element per weight.
+            form: Format of the weights or of a state.
         """
-        block = 1 if form is None else form.block
         return cls(
-            name=address.name, start=address.start // block, numel=-(-address.numel // block)
+            name=address.name,
+            start=address.start // form.block,
+            numel=-(-address.numel // form.block),
+            form=form,
         )
 
     @property
@@ -113,8 +117,6 @@ class RankShare:
     counters: Mapping[str, Counters]
     nbytes: int
     """Size in bytes of this rank's own file."""
-    formats: Mapping[str, StateFormat] = attrs.field(factory=dict)
-    """Formats of the optimizer states, by name; states without an entry are saved in fp32."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -137,8 +139,6 @@ class RankContents:
     others: Tensors
     """Buffers, generator states and shadow tensors without a fragment, for this rank's file."""
     metadata: Mapping[str, str]
-    formats: Mapping[str, StateFormat] = attrs.field(factory=dict)
-    """As in ``RankShare``."""
     rank: int = 0
     world_size: int = 1
     pieces: tuple[Piece, ...] | None = None
@@ -161,9 +161,8 @@ class RankContents:
         addresses = {address.key: address for address in engine.master_weights.addresses}
         parts: dict[Subject, tuple[Part, ...]] = {}
         counters: dict[str, Counters] = {}
-        formats: dict[str, StateFormat] = {}
         if owner:
-            parts, counters, formats = _optimized(engine)
+            parts, counters = _optimized(engine)
         averages: dict[str, Tensors] = {}
         for name, shadow in shadows.items():
             state = shadow.state_dict()
@@ -184,7 +183,6 @@ class RankContents:
             shadows=averages,
             others=others,
             metadata=metadata,
-            formats=formats,
             rank=group.rank,
             world_size=group.world_size,
         )
@@ -200,12 +198,7 @@ class RankContents:
 
     def share(self) -> RankShare:
         """Return the sizes from which all ranks compute the layout of the files."""
-        return RankShare(
-            parts=self.parts,
-            counters=self.counters,
-            nbytes=self.file().nbytes,
-            formats=self.formats,
-        )
+        return RankShare(parts=self.parts, counters=self.counters, nbytes=self.file().nbytes)
 
     def read(self, engine: Engine) -> Iterator[Piece]:
         """Yield the contents of ``parts``, reading one fragment of master weights at a time."""
@@ -239,33 +232,18 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _optimized(
-    engine: Engine,
-) -> tuple[dict[Subject, tuple[Part, ...]], dict[str, Counters], dict[str, StateFormat]]:
+def _optimized(engine: Engine) -> tuple[dict[Subject, tuple[Part, ...]], dict[str, Counters]]:
     parts: dict[Subject, list[Part]] = {WEIGHTS: []}
-    counters, formats = {}, []
+    counters = {}
     for address, states in engine.master_weights.describe():
         parts[WEIGHTS].append(Part.of(address))
-        formats.append(_checked_formats(states, address.name))
-        for name, form in formats[-1].items():
+        for name, form in _checked_formats(states, address.name).items():
             subject = Subject(kind="optimizer", of=name)
             parts.setdefault(subject, []).append(Part.of(address, form))
         counters[address.name] = Counters(
             step=states.step, scalars=plain_data(states.scalars, address.name)
         )
-    return {s: tuple(some) for s, some in parts.items()}, counters, common_formats(formats)
-
-
-def common_formats(given: Iterable[Mapping[str, StateFormat]]) -> dict[str, StateFormat]:
-    """Return one format for each state; a state that has two is saved in fp32.
-
-    Args:
-        given: Formats by state.
-    """
-    common: dict[str, StateFormat] = {}
-    for name, form in (item for formats in given for item in formats.items()):
-        common[name] = form if common.get(name, form) == form else StateFormat()
-    return common
+    return {subject: tuple(some) for subject, some in parts.items()}, counters
 
 
 def _checked_formats(states: OptimizerStates, name: str) -> Mapping[str, StateFormat]:
@@ -278,9 +256,9 @@ def _checked_formats(states: OptimizerStates, name: str) -> Mapping[str, StateFo
         )
     formats = states.formats
     for state, form in formats.items():
-        if form not in STATE_FORMATS:
+        if form.dtype not in STATE_DTYPES:
             raise CheckpointError(
-                f"optimizer state {state!r} is {form.torch_dtype}; only fp32 and bf16 states "
+                f"optimizer state {state!r} is {form.dtype}; only fp32 and bf16 states "
                 "can be saved",
                 key=name,
                 fix="use an optimizer with fp32 or bf16 states, such as AdamW",

@@ -49,7 +49,7 @@ from zerotune.plan.model import Streaming
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine, EngineState
-    from zerotune.backend.master_weights import EditableFragment, FragmentAddress, StateFormat
+    from zerotune.backend.master_weights import EditableFragment, FragmentAddress
 
 
 _DECODED_AT_ONCE: Final = 2**20
@@ -61,13 +61,13 @@ class CheckpointReader(Closable):
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
-        self._manifest = manifest
+        self.manifest = manifest
         self._readers: dict[Subject, TensorReader] = {}
 
     def of(self, subject: Subject) -> TensorReader:
         """Return the reader for tensors of one kind; file headers are read at first use."""
         if subject not in self._readers:
-            records = self._manifest.files_of(subject.kind, subject.of)
+            records = self.manifest.files_of(subject.kind, subject.of)
             files = [self._folder / record.name for record in records]
             self._readers[subject] = TensorReader(files, subject=subject)
         return self._readers[subject]
@@ -75,10 +75,6 @@ class CheckpointReader(Closable):
     def tensor(self, subject: Subject, name: str) -> torch.Tensor:
         """Return a whole tensor on the CPU."""
         return self.of(subject).tensor(name)
-
-    def format_of(self, state: str) -> StateFormat:
-        """Return the format of a saved optimizer state."""
-        return self._manifest.format_of(state)
 
     def fill_state(self, into: torch.Tensor, state: str, address: FragmentAddress) -> None:
         """Copy a fragment's part of an optimizer state; codes are decoded unless copied as codes.
@@ -88,21 +84,20 @@ class CheckpointReader(Closable):
             state: Name of the state.
             address: The fragment. If codes or scales are copied, it begins at a block.
         """
-        form, reader = self.format_of(state), self.of(Subject(kind="optimizer", of=state))
-        if not form.codebook or into.dtype == form.torch_dtype:
+        form, reader = self.manifest.format_of(state), self.of(Subject(kind="optimizer", of=state))
+        if not form.codebook or into.dtype == torch.uint8:
             reader.fill(into, address.name, address.start // form.block)
             return
-        book, scale = codebook(signed=CODEBOOKS[form.codebook]), scale_of(state)
+        book = codebook(signed=CODEBOOKS[form.codebook])
+        scaling = self.of(Subject(kind="optimizer", of=scale_of(state)))
         for start in range(address.start // BLOCK * BLOCK, address.stop, _DECODED_AT_ONCE):
             stop = min(start + _DECODED_AT_ONCE, address.stop)
             codes = torch.empty(stop - start, dtype=torch.uint8)
             scales = torch.empty(-(-codes.numel() // BLOCK))
             reader.fill(codes, address.name, start)
-            scaling = self.of(Subject(kind="optimizer", of=scale))
             scaling.fill(scales, address.name, start // BLOCK)
-            first = max(start, address.start)
-            numbers = book.decode(codes, scales)[first - start :]
-            into[first - address.start : stop - address.start].copy_(numbers)
+            numbers = book.decode(codes, scales)[max(0, address.start - start) :]
+            into[stop - address.start - len(numbers) : stop - address.start].copy_(numbers)
 
     def buffers(self, rank: int) -> dict[str, torch.Tensor]:
         """Return a rank's buffers by dotted name."""
@@ -207,7 +202,7 @@ class Filler:
         record = self._records[address.name]
         self._reader.of(WEIGHTS).fill(fragment.value, address.name, address.start)
         saved = record.states if self._states else ()
-        formats = {name: self._reader.format_of(name) for name in saved}
+        formats = {name: self._reader.manifest.format_of(name) for name in saved}
         if saved:
             fragment.ensure_states(tuple(n for n, form in formats.items() if form.block == 1))
         # Codes are copied between equal optimizers; otherwise they are decoded, and encoded anew.
@@ -675,9 +670,12 @@ class _Load:
             for record in self.manifest.parameters:
                 reader.of(WEIGHTS).check(record.name, torch.float32, record.shape)
                 for state in record.states:
-                    form, saved = reader.format_of(state), Subject(kind="optimizer", of=state)
-                    shape = form.shape_for(record.shape)
-                    reader.of(saved).check(record.name, form.torch_dtype, shape)
+                    form, saved = (
+                        self.manifest.format_of(state),
+                        Subject(kind="optimizer", of=state),
+                    )
+                    dtype, shape = getattr(torch, form.dtype), form.shape_for(record.shape)
+                    reader.of(saved).check(record.name, dtype, shape)
             shapes = {record.name: record.shape for record in self.manifest.parameters}
             for shadow in self.manifest.shadows:
                 averaged = reader.of(Subject(kind="shadow", of=shadow))

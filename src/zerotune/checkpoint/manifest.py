@@ -17,7 +17,7 @@ from zerotune._util.files import reading_regular
 from zerotune._util.text import json_of
 from zerotune.backend.engine import EngineState
 from zerotune.backend.master_weights import StateFormat
-from zerotune.backend.optimizers.classes import AdamW8BitStates, scale_of
+from zerotune.backend.optimizers.classes import AdamW8BitStates
 from zerotune.errors import CheckpointCorruptError, CheckpointError, shorten
 
 MANIFEST: Final = "manifest.json"
@@ -25,10 +25,9 @@ FORMAT: Final = "zerotune-checkpoint"
 VERSION: Final = 3
 _READABLE: Final = (2, VERSION)
 """Version 2 has no ``formats``: it stores all states in fp32."""
-STATE_FORMATS: Final = frozenset(
-    {StateFormat(), StateFormat(dtype="bfloat16"), *AdamW8BitStates.formats.values()}
-)
-"""Formats of optimizer states that can be saved."""
+STATE_DTYPES: Final = ("float32", "bfloat16", "uint8")
+"""Dtypes of optimizer states that can be saved."""
+_PLAIN: Final = (StateFormat(), StateFormat(dtype="bfloat16"))
 
 
 @attrs.frozen(kw_only=True)
@@ -241,15 +240,12 @@ class Manifest:
         self._check_state()
 
     def _check_formats(self) -> None:
-        if unknown := [name for name, each in self.formats.items() if each not in STATE_FORMATS]:
-            raise ValueError(f"formats.{shorten(unknown[0])} is unknown")
-        scales = {scale_of(name) for name, each in self.formats.items() if each.codebook}
-        if scales != {name for name, each in self.formats.items() if each.block > 1}:
-            raise ValueError("formats has codes without scales, or scales without codes")
+        coded = {name: each for name, each in self.formats.items() if each not in _PLAIN}
+        if coded and coded != AdamW8BitStates.formats:
+            raise ValueError("formats contains an unknown format")
         for record in self.parameters:
-            coded = {scale_of(name) for name in record.states if self.format_of(name).codebook}
-            if not coded <= set(record.states):
-                raise ValueError(f"{record.name!r} has codes without scales")
+            if coded.keys() & set(record.states) not in (set(), coded.keys()):
+                raise ValueError(f"{record.name!r} has codes without scales, or scales alone")
 
     def _check_names(self) -> None:
         for what, names in {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
+import torch
 import torch.distributed as dist
 from typing_extensions import override
 
@@ -31,7 +32,6 @@ from zerotune.checkpoint.contents import (
     RankContents,
     RankShare,
     ShadowLike,
-    common_formats,
     draft,
     plain_data,
 )
@@ -87,14 +87,19 @@ class Filing:
             for part in some:
                 merged.setdefault(subject, {}).setdefault(part.name, []).append(part)
         parts = dict(sorted(merged.items(), key=lambda item: (item[0] != WEIGHTS, item[0].prefix)))
-        formats = common_formats(share.formats for share in shares)
+        formats: dict[str, StateFormat] = {}
         files: list[TensorFile] = []
         for subject, named in parts.items():
             wanted = shapes if subject == WEIGHTS else [name for name in shapes if name in named]
-            coded = formats if subject.kind == "optimizer" else {}
-            form = coded.get(subject.of, StateFormat())
+            forms = {part.form for some in named.values() for part in some}
+            # A state that two parameters store in different dtypes is saved in fp32.
+            form = forms.pop() if len(forms) == 1 else StateFormat()
+            if subject.kind == "optimizer":
+                formats[subject.of] = form
             specs = [
-                TensorSpec(key=name, dtype=form.torch_dtype, shape=form.shape_for(shapes[name]))
+                TensorSpec(
+                    key=name, dtype=getattr(torch, form.dtype), shape=form.shape_for(shapes[name])
+                )
                 for name in wanted
             ]
             for spec in specs:

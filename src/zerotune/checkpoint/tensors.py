@@ -88,7 +88,9 @@ class Subject:
         """Return whether a tensor's values may be saved; buffers may contain infinities."""
         if self.kind == "export" or not tensor.is_floating_point():
             return True
-        return not bool(tensor.isnan().any()) if self.kind == "rank" else all_finite(tensor)
+        if self.kind == "rank":
+            return not bool(tensor.float().isnan().any())
+        return all_finite(tensor)
 
 
 WEIGHTS: Final = Subject(kind="weights")

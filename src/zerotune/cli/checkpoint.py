@@ -14,7 +14,6 @@ from zerotune.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from zerotune._util.table import Page
-    from zerotune.backend.master_weights import StateFormat
     from zerotune.checkpoint.manifest import Manifest
 
 NAME: Final = "checkpoint"
@@ -140,18 +139,13 @@ class _Verify(Below):
         return 1 if damage else 0
 
 
-def _format_words(form: StateFormat) -> str:
-    if form.codebook:
-        return f"8-bit codes, {form.codebook}"
-    return form.dtype if form.block == 1 else f"{form.dtype}, one per {form.block} codes"
-
-
 def _contents_page(manifest: Manifest) -> Page:
     from zerotune._util.table import Page, Table
 
     elements = sum(math.prod(record.shape) for record in manifest.parameters)
     saved = sorted({state for record in manifest.parameters for state in record.states})
-    states = [f"{state} ({_format_words(manifest.format_of(state))})" for state in saved]
+    formats = {state: manifest.format_of(state) for state in saved}
+    states = [f"{state} ({each.codebook or each.dtype})" for state, each in formats.items()]
     versions = ", ".join(f"{name} {number}" for name, number in sorted(manifest.versions.items()))
     plan, saved_under = manifest.plan, "no plan: weights only"
     if plan is not None:

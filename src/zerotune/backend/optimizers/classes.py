@@ -640,22 +640,7 @@ class Codebook:
             scales: One fp32 scale per block of 256 codes.
         """
         values = torch.index_select(self.values, 0, codes.int())
-        return values.mul_(_spread(scales, codes.numel()))
-
-    def encode(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the nearest codes, and the largest magnitude of each block as the block's scale.
-
-        Args:
-            numbers: Numbers to encode, fp32, 1-D.
-        """
-        padded = torch.nn.functional.pad(numbers.abs(), (0, -numbers.numel() % BLOCK))
-        scales = padded.view(-1, BLOCK).amax(dim=1)
-        shares = numbers / _spread(torch.where(scales > 0, scales, 1.0), numbers.numel())
-        return torch.bucketize(shares, self.middles[:-1]).to(torch.uint8), scales
-
-
-def _spread(of_blocks: torch.Tensor, numel: int) -> torch.Tensor:
-    return of_blocks.repeat_interleave(BLOCK)[:numel]
+        return values.mul_(scales.repeat_interleave(BLOCK)[: codes.numel()])
 
 
 @cache
@@ -696,15 +681,15 @@ def scale_of(moment: str) -> str:
     return f"{moment}_scale"
 
 
-class AdamW8BitStates(AdamWStates, TensorByTensor):
+class AdamW8BitStates(AdamWStates):
     """AdamW with one-byte moments; weights must be contiguous.
 
     The states use 2.03 bytes per weight instead of 8: one dynamic-tree code per moment, and one
     fp32 scale per block of 256 codes (https://arxiv.org/abs/2110.02861). As in bitsandbytes'
     AdamW8bit, a step decodes the moments, updates them in fp32 and encodes them again.
 
-    The streaming engine runs this update as one fused C++ kernel. Without streaming, this class is
-    slow; use bitsandbytes instead.
+    The class has no ``step``: the streaming engine runs the update as one fused C++ kernel
+    (``Host8BitAdam``). Without streaming, use bitsandbytes instead.
     """
 
     formats: Final[Mapping[str, StateFormat]] = {
@@ -729,26 +714,3 @@ class AdamW8BitStates(AdamWStates, TensorByTensor):
                 zero = codebook(signed=signed).zero
                 state[name] = torch.full((numel,), zero, dtype=torch.uint8)
                 state[scale_of(name)] = torch.zeros(-(-numel // BLOCK))
-
-    @override
-    def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        """Round after each operation, like ``update_plainly`` in ``step/host_step.cpp``."""
-        weight, gradient, state = p.data.view(-1), grad.reshape(-1), self.state[p]
-        self.create_states(state, weight.numel())
-        state["step"] = step = int(state.get("step", 0)) + 1
-        books = {name: codebook(signed=signed) for name, signed in _MOMENTS.items()}
-        moments = {n: book.decode(state[n], state[scale_of(n)]) for n, book in books.items()}
-        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-        first_share = float(torch.tensor(1.0 - beta1))
-        kept = float(torch.tensor(1.0) - torch.tensor(first_share))
-        first = moments["exp_avg"] * kept + gradient * first_share
-        second = moments["exp_avg_sq"] * beta2 + gradient * gradient * (1.0 - beta2)
-        root = torch.tensor(math.sqrt(1.0 - math.pow(beta2, step)), dtype=torch.float32)
-        # torch's fp32 square root is not always correctly rounded.
-        below = second.double().sqrt().float() / root + group["eps"]
-        size = -lr / (1.0 - math.pow(beta1, step))
-        weight.copy_(weight * (1.0 - lr * decay) + first * size / below)
-        for name, moment in (("exp_avg", first), ("exp_avg_sq", second)):
-            codes, scales = books[name].encode(moment)
-            state[name].copy_(codes)
-            state[scale_of(name)].copy_(scales)

@@ -389,9 +389,9 @@ class HostBF16Adam(Stepper):
 
 
 class Host8BitAdam(Stepper):
-    """Stepper whose results are bit-identical to those of ``AdamW8BitStates.step``.
+    """Stepper of ``AdamW8BitStates``, which also decodes and encodes the moments.
 
-    Every part starts at a block boundary. The class is also the ``StateCoder`` of the moments.
+    Every part starts at a block boundary.
     """
 
     formats = AdamW8BitStates.formats
@@ -399,7 +399,11 @@ class Host8BitAdam(Stepper):
     _has_tail = False
 
     def decode_states(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """See ``StateCoder``."""
+        """Return the moments in fp32, 1-D, by name; empty before the first step.
+
+        Args:
+            state: The optimizer's state dict for one tensor.
+        """
         return {
             name: self._op.decode(_coded(state, name)) for name in _ADAM_MOMENTS if name in state
         }
@@ -407,7 +411,12 @@ class Host8BitAdam(Stepper):
     def encode_states(
         self, state: MutableMapping[str, Any], numbers: Mapping[str, torch.Tensor]
     ) -> None:
-        """See ``StateCoder``."""
+        """Set the moments; encoding the result of ``decode_states`` changes no number.
+
+        Args:
+            state: The optimizer's state dict for one tensor; changed in place.
+            numbers: Moments in fp32, 1-D, by name.
+        """
         for name, moment in numbers.items():
             self._op.encode(moment, into=_coded(state, name))
 
