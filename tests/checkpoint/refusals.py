@@ -146,11 +146,6 @@ def not_finite(tried: Tried, path: Path) -> None:
     tried.save(asked, allow_not_finite=True)
     tried.found["asked"] = verify_checkpoint(asked).not_finite
     shutil.copytree(tried.good, asked.parent / "step-00000001")
-    unknown = asked.parent / "step-00000005"
-    shutil.copytree(asked, unknown)
-    for folder in (unknown, asked.parent / "step-00000004"):
-        manifest = attrs.evolve(verify_checkpoint(folder), not_finite=None)
-        (folder / "manifest.json").write_text(manifest.to_json())
     tried.found["finite"] = str(finite_checkpoint(asked.parent))
     shutil.rmtree(asked.parent)
     tried.load(tried.good)

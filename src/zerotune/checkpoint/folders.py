@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import Final
 
 import attrs
-import torch
 from typing_extensions import override
 
 from zerotune._util import ownership
@@ -36,7 +34,7 @@ from zerotune._util.proc import ProcessIdentity, filesystem_kind
 from zerotune._util.text import disk_size, json_of, listing
 from zerotune.backend.stored import read_header
 from zerotune.checkpoint.manifest import MANIFEST, FileRecord, Manifest
-from zerotune.checkpoint.tensors import Subject, TensorReader, hash_of
+from zerotune.checkpoint.tensors import hash_of
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
@@ -809,8 +807,6 @@ def _other_saves(root: Path, record: _Saver | None, state: str) -> CheckpointErr
 # -- Is a checkpoint on disk what was written?
 
 
-_LOOKED_AT_ONCE: Final = 2**22
-"""Elements checked at a time."""
 _THREADS: Final = 4
 """Number of files hashed concurrently; four cores together hash about as fast as a good disk reads.
 """
@@ -832,36 +828,14 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
 def finite_checkpoint(root: Path) -> Path | None:
     """Return the newest complete ``step-…`` checkpoint in ``root`` that has no NaN or infinity.
 
-    If the manifest does not record whether the tensors are finite, the files are read and checked.
     Not collective.
     """
     for path, manifest in whole_checkpoints(root):
-        spoiled = manifest.not_finite
-        try:
-            if spoiled is None:
-                spoiled = _not_finite(*find_checkpoint(path))
-        except (CheckpointError, OSError) as error:
-            logger.warning("skipping an unreadable checkpoint: %s", error)
-            continue
-        if not spoiled:
+        if not manifest.not_finite:
             return path
-        logger.warning("skipping %s: NaN or infinity in %s", path, listing(spoiled, most=3))
+        names = listing(manifest.not_finite, most=3)
+        logger.warning("skipping %s: NaN or infinity in %s", path, names)
     return None
-
-
-def _not_finite(folder: Path, manifest: Manifest) -> tuple[str, ...]:
-    """Return the name of the first tensor that is not finite, if any."""
-    for record in manifest.files:
-        subject = Subject(kind=record.kind, of=record.of)
-        with TensorReader([folder / record.name], subject=subject) as reader:
-            for name, tensor in reader.tensors.items():
-                numel = math.prod(tensor.shape)
-                for start in range(0, numel, _LOOKED_AT_ONCE):
-                    piece = torch.empty(min(_LOOKED_AT_ONCE, numel - start), dtype=tensor.dtype)
-                    reader.fill(piece, name, start)
-                    if not subject.sound(piece):
-                        return (f"{record.name}: {name}",)
-    return ()
 
 
 def find_damage(folder: Path, manifest: Manifest) -> tuple[CheckpointCorruptError, ...]:

@@ -133,14 +133,9 @@ class Manifest:
     """Whether the state of the random number generators was saved."""
     extra: Mapping[str, Any]
     """The caller's ``extra`` data."""
-    not_finite: tuple[str, ...] | None = attrs.field(
-        converter=attrs.converters.optional(tuple[Any, ...]), default=None
-    )
+    not_finite: tuple[str, ...] = attrs.field(converter=tuple[Any, ...], default=())
     """Names of tensors with NaN or infinity, such as ``weights/conv.bias``, and of buffers with
-    NaN.
-
-    ``None`` if the tensors were not checked.
-    """
+    NaN."""
 
     @property
     def nbytes(self) -> int:
