@@ -156,10 +156,10 @@ class SaveEvery(Callback):
 class SaveEveryInBackground(SaveEvery):
     """Variant of ``SaveEvery`` that writes checkpoints while training continues.
 
-    Weights, optimizer states and EMAs are first copied into host memory (16 bytes per fp32 weight
-    with Adam and an EMA). When the next checkpoint is due or ``fit`` ends, the ranks confirm that
-    the pending checkpoint is complete. Callbacks are notified and older checkpoints are deleted
-    only after the new checkpoint is complete.
+    Weights, optimizer states and EMAs are first copied into host memory (16 bytes per weight with
+    Adam and an EMA, or 10 with 8-bit moments). When the next checkpoint is due or ``fit`` ends, the
+    ranks confirm that the pending checkpoint is complete. Callbacks are notified and older
+    checkpoints are deleted only after the new checkpoint is complete.
     """
 
     _saver: BackgroundSaver | None = None
