@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -48,6 +50,34 @@ class SimulatedAccelerator(CPU_Accelerator):
 
     def on_accelerator(self, tensor):
         return tensor.device.type == "simdev"
+
+    @property
+    def BFloat16Tensor(self):
+        return partial(torch.tensor, dtype=torch.bfloat16, device="simdev")
+
+    @property
+    def ByteTensor(self):
+        return partial(torch.tensor, dtype=torch.uint8, device="simdev")
+
+    @property
+    def DoubleTensor(self):
+        return partial(torch.tensor, dtype=torch.float64, device="simdev")
+
+    @property
+    def FloatTensor(self):
+        return partial(torch.tensor, dtype=torch.float32, device="simdev")
+
+    @property
+    def HalfTensor(self):
+        return partial(torch.tensor, dtype=torch.float16, device="simdev")
+
+    @property
+    def IntTensor(self):
+        return partial(torch.tensor, dtype=torch.int32, device="simdev")
+
+    @property
+    def LongTensor(self):
+        return partial(torch.tensor, dtype=torch.int64, device="simdev")
 
     # -- Random numbers.
 
