@@ -23,6 +23,11 @@ from typing_extensions import override
 from zerotune._util.text import format_size
 from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.checks import DTYPES
+from zerotune.backend.deepspeed.releasing import (
+    RELEASING,
+    WeightReleases,
+    explain_missing_buffers,
+)
 from zerotune.backend.deepspeed.wrapper import (
     HostStep,
     OptimizerWrapper,
@@ -429,6 +434,7 @@ class ShardedWrapper(OptimizerWrapper):
         ),
         SWAPPER,
         STEP,
+        *RELEASING,
     )
     step_kind = ShardedStep
 
@@ -474,7 +480,22 @@ class ShardedWrapper(OptimizerWrapper):
         untouched = self.engine.global_steps == self.engine.micro_steps == 0
         return (
             *(self._reduce_by_parameter() if untouched else ()),
+            *self._release_by_gradient(),
             *align_swapped_gradients(self.engine),
+        )
+
+    def _release_by_gradient(self) -> tuple[Decision, ...]:
+        WeightReleases(self.raw)
+        explain_missing_buffers(self.engine.module)
+        return (
+            Decision(
+                key="zero_optimization.gathered_weights",
+                before="until the gradients of their module's inputs have come",
+                after="until their own gradients have come",
+                reason="DeepSpeed keeps weights gathered until the backward pass ends if their "
+                "module's inputs need no gradient, as for a text embedding, and gathers the "
+                "weights of recomputed blocks twice",
+            ),
         )
 
     def _reduce_by_parameter(self) -> tuple[Decision, ...]:

@@ -1,0 +1,219 @@
+"""Release gathered weights of stage 3 when their last use in the backward pass is over.
+
+DeepSpeed 0.19.8 releases a module's weights when the gradients of the module's positional inputs
+have come. For some modules it never sees them, and their weights stay gathered until the backward
+pass ends: modules whose inputs need no gradient (projections of a text embedding), and modules that
+are called twice. With parameters on NVMe, each such weight holds a swap buffer, until DeepSpeed has
+none left.
+
+In a recomputed block, DeepSpeed releases each trained weight after its use and gathers it again for
+its gradient, while autograd keeps the first copy. If the accelerator is the CPU, this copy is the
+swap buffer itself, which by then contains a different weight, and the gradients are silently wrong.
+Frozen weights of a recomputed block stay until the backward pass of some other module is over; with
+reentrant checkpointing, this module is the whole model.
+
+``WeightReleases`` releases a weight when its own gradient has come, or when its module's only
+operation is over. Until then, the weights of a recomputed block stay gathered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from posixpath import commonpath
+from typing import Any, Final
+
+import torch
+
+from zerotune.backend.deepspeed.wrapper import Upstream
+from zerotune.errors import EngineError
+
+_RELEASE: Final = "_PartitionedParameterCoordinator__release_param"
+_HOOKS: Final = (
+    "post_sub_module_forward_function",
+    "pre_sub_module_backward_function",
+    "post_sub_module_backward_function",
+)
+RELEASING: Final = (
+    Upstream(
+        owner="deepspeed.runtime.zero.partitioned_param_coordinator."
+        "PartitionedParameterCoordinator",
+        relied_on=(_RELEASE,),
+    ),
+    Upstream(
+        owner="deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
+        relied_on=(*_HOOKS, "get_param_coordinator"),
+    ),
+    Upstream(
+        owner="deepspeed.runtime.swap_tensor.partitioned_param_swapper."
+        "AsyncPartitionedParameterSwapper",
+        relied_on=("available_swap_in_buffers", "swap_in", "swappable_tensor"),
+    ),
+)
+_Hook = Callable[[Any], None]
+_BUFFERS: Final = "swap_in_buffers"
+_ONE_OPERATION: Final = frozenset(
+    {torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d}
+)
+"""Modules whose backward pass is a single operation. Autograd runs it before the backward pass of
+any other module begins, since it runs the newest operation first."""
+_UNTIL_GRADIENT: Final = ("recomputed", None)
+"""Entry of ``ds_active_sub_modules`` that keeps a recomputed weight until its gradient has come."""
+
+
+class WeightReleases:
+    """Hooks that release the gathered weights of a stage-3 engine.
+
+    Args:
+        optimizer: DeepSpeed's stage-3 optimizer, which removes the hooks when it is destroyed.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        offload = optimizer.parameter_offload
+        self._release: Callable[[Any], None] = getattr(offload.get_param_coordinator(), _RELEASE)
+        self._weights: dict[int, list[Any]] = {}
+        self._owners: defaultdict[Any, list[Any]] = defaultdict(list)
+        for module, weights in _modules_with_weights(offload.module):
+            self._weights[module.ds_id] = weights
+            for weight in weights:
+                self._owners[weight].append(module)
+        self._running: Any = None
+        """Module of one operation whose backward pass has begun."""
+        self._calls: Counter[int] = Counter()
+        """Recomputed calls whose backward pass is not over, by module."""
+        self._kept: defaultdict[int, set[Any]] = defaultdict(set)
+        """Recomputed weights, by backward pass."""
+        for name, hook in zip(
+            _HOOKS, (self._end_forward, self._begin_backward, self._end_backward), strict=True
+        ):
+            setattr(offload, name, partial(hook, getattr(offload, name)))
+        for weight in self._owners:
+            if weight.requires_grad:
+                came = weight.register_post_accumulate_grad_hook(self._take_gradient)
+                optimizer._grad_acc_hooks.append(came)
+
+    def _end_forward(self, original: _Hook, module: Any) -> None:
+        backward = torch._C._current_graph_task_id()
+        weights = self._weights.get(module.ds_id)
+        if weights and backward != -1:
+            if backward not in self._kept:
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(partial(self._end, backward))
+            self._kept[backward].update(weights)
+            self._keep(module, weights)
+        original(module)
+
+    def _keep(self, module: Any, weights: list[Any]) -> None:
+        """Keep the weights of a recomputed module gathered for its backward pass."""
+        single, awaited = type(module) in _ONE_OPERATION, module.ds_grads_remaining > 0
+        takes_part = awaited or any(weight.requires_grad for weight in weights)
+        self._calls[module.ds_id] += 1
+        for weight in weights:
+            active = weight.ds_active_sub_modules
+            if weight.requires_grad and not single:
+                active.add(_UNTIL_GRADIENT)
+            elif (single or awaited) and not weight.is_external_param:
+                # DeepSpeed keeps a frozen weight until the backward pass of another module is over.
+                owners = {each.ds_id for each in self._owners[weight]}
+                active -= {one for one in active if isinstance(one, int)} - owners
+                if takes_part:
+                    active.add(_until_call(module))
+
+    def _begin_backward(self, original: _Hook, module: Any) -> None:
+        self._end_running()
+        original(module)
+        if type(module) in _ONE_OPERATION:
+            self._running = module
+
+    def _end_backward(self, original: _Hook, module: Any) -> None:
+        if module is self._running:
+            self._end_running()
+        elif type(module) not in _ONE_OPERATION:
+            self._end_call(module)
+        original(module)
+
+    def _end_running(self) -> None:
+        if self._running is not None:
+            module, self._running = self._running, None
+            self._end_call(module)
+
+    def _end_call(self, module: Any) -> None:
+        """Release the weights of a call whose backward pass is over, unless another needs them."""
+        self._calls[module.ds_id] -= 1
+        if self._calls[module.ds_id] > 0:
+            return
+        del self._calls[module.ds_id]
+        for weight in self._weights.get(module.ds_id, ()):
+            weight.ds_active_sub_modules -= {module.ds_id, _until_call(module)}
+            self._release(weight)
+
+    def _take_gradient(self, weight: Any) -> None:
+        active = weight.ds_active_sub_modules
+        active.discard(_UNTIL_GRADIENT)
+        for module in self._owners[weight]:
+            # Otherwise, DeepSpeed releases the module's weights soon.
+            if getattr(module, "ds_grads_remaining", 0) <= 0:
+                active -= {module.ds_id, _until_call(module)}
+        self._release(weight)
+
+    def _end(self, backward: int) -> None:
+        """At the end of a backward pass, release recomputed weights that it has not reached."""
+        self._calls.clear()
+        for weight in self._kept.pop(backward):
+            active = weight.ds_active_sub_modules
+            active -= {one for one in active if isinstance(one, tuple)}
+            self._release(weight)
+
+
+def _until_call(module: Any) -> tuple[str, int]:
+    """Return the entry that keeps a recomputed weight until one call of its module is over."""
+    return "recomputed", module.ds_id
+
+
+def _modules_with_weights(
+    module: torch.nn.Module,
+) -> Iterator[tuple[Any, list[torch.nn.Parameter]]]:
+    """Yield the modules at which DeepSpeed gathers weights, and the weights that it releases."""
+    leaf = getattr(module, "_z3_leaf", False) is True
+    weights = [each for each in module.parameters(recurse=leaf) if not each.ds_persist]  # type: ignore[attr-defined]
+    if weights:
+        yield module, weights
+    if not leaf:
+        for child in module.children():
+            yield from _modules_with_weights(child)
+
+
+def explain_missing_buffers(module: torch.nn.Module) -> None:
+    """Replace DeepSpeed's assertion about swap buffers by an error with the number to write.
+
+    Args:
+        module: The module that DeepSpeed has partitioned; without parameters on NVMe, nothing is
+            replaced.
+    """
+    named: dict[str, Any] = dict(module.named_parameters())
+    swapper = next((each.nvme_swapper for each in named.values()), None)
+    if swapper is None:
+        return
+    names = {
+        each.ds_id: name for name, each in named.items() if swapper.swappable_tensor(param=each)
+    }
+    swapper.swap_in = partial(_swap_in, swapper, names)
+
+
+def _swap_in(
+    swapper: Any, names: dict[int, str], params: list[Any], *args: Any, **kwargs: Any
+) -> None:
+    if len(params) > swapper.available_swap_in_buffers() and not (args[1:] or kwargs.get(_BUFFERS)):
+        wanted = {*swapper.param_id_to_buffer_id, *(each.ds_id for each in params)}
+        part = commonpath([f"/{names[each].replace('.', '/')}" for each in wanted])
+        inside = part.strip("/").replace("/", ".")
+        need = sum(name.startswith(f"{inside}.") or not inside for name in names.values())
+        raise EngineError(
+            f"{len(wanted)} weights of {inside or 'the model'} are gathered at once, and each "
+            "needs a swap buffer",
+            key="zero_optimization.offload_param.buffer_count",
+            value=swapper.param_buffer_count,
+            fix=f"write {need}, the number of swapped weights there",
+        )
+    type(swapper).swap_in(swapper, params, *args, **kwargs)
