@@ -24,6 +24,7 @@ class Case:
     optimizer: Any = "AdamW"
     lr: float = 1e-3
     streamed: Any = None
+    hidden: bool | None = None
     overrides: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -77,7 +78,8 @@ def start(case: Case, model: Any) -> Any:
         },
         **dict(case.overrides),
     )
-    return build(model, plan, deepspeed=case.deepspeed, streamed=case.streamed)
+    context = {"deepspeed": case.deepspeed, "streamed": case.streamed, "hidden": case.hidden}
+    return build(model, plan, **context)
 
 
 def unet_loss(engine: Any, step: int) -> Any:

@@ -99,7 +99,8 @@ class FileTensors(EMATensors):
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._descriptor = self._create(self._offsets[-1]) if lengths else -1
         if lengths:
-            weakref.finalize(self, _end, self._tasks, self._descriptor)
+            # Not at exit, when a transfer could use the descriptor of another file.
+            weakref.finalize(self, _end, self._tasks, self._descriptor).atexit = False
             serve = threading.Thread(
                 target=_serve, args=(self._tasks,), name="zerotune-ema", daemon=True
             )
@@ -252,9 +253,8 @@ class FileTensors(EMATensors):
                 page.failed, page.transfer = True, None
             else:
                 del self._pages[index]
-            raise of_system(
-                EMAError, error, self._folder, f"a part of the EMA cannot be {what} its file in"
-            ) from error
+            purpose = f"a part of the EMA cannot be {what} its file"
+            raise of_system(EMAError, error, self._folder, purpose) from error
         page.transfer, page.dirty = None, False
         return page
 
