@@ -33,19 +33,17 @@ def everyone(cpus, ranks):
     return [{cpu.number for cpu in cpus}] * ranks
 
 
-def test_hyperthreads_count_as_one_core_and_a_single_rank_is_not_bound():
+def test_hyperthreads_count_as_one_core():
     cpus = machine()
     share = share_cores(cpus, affinities=everyone(cpus, 1), rank=0)
-    assert (share.threads, share.cpus) == (8, None)
+    assert share.threads == 8
     assert share.reason == "8 physical core(s) for this rank"
 
 
-def test_each_of_two_ranks_gets_a_numa_node_with_its_hyperthreads():
+def test_each_of_two_ranks_gets_half_of_the_cores():
     cpus = machine(nodes=2, cores=4)
     shares = [share_cores(cpus, affinities=everyone(cpus, 2), rank=rank) for rank in (0, 1)]
     assert [share.threads for share in shares] == [4, 4]
-    assert shares[0].cpus == (0, 1, 2, 3, 8, 9, 10, 11)
-    assert shares[1].cpus == (4, 5, 6, 7, 12, 13, 14, 15)
 
 
 def test_data_workers_get_at_most_half_of_the_cores():
@@ -68,13 +66,13 @@ def test_ranks_share_a_containers_quota_rounded_down():
 def test_an_affinity_set_by_the_launcher_is_kept():
     cpus = machine(cores=4, threads=1)
     share = share_cores(cpus[2:], affinities=[{0, 1}, {2, 3}], rank=1)
-    assert (share.threads, share.cpus) == (2, None)
+    assert share.threads == 2
 
 
-def test_with_more_ranks_than_cores_each_gets_one_unbound_thread():
+def test_with_more_ranks_than_cores_each_gets_one_thread():
     cpus = machine(cores=2, threads=1)
     shares = [share_cores(cpus, affinities=everyone(cpus, 3), rank=rank) for rank in range(3)]
-    assert [(share.threads, share.cpus) for share in shares] == [(1, None)] * 3
+    assert [share.threads for share in shares] == [1] * 3
 
 
 def test_usable_cpus_are_described_with_hyperthreads_and_limit():
@@ -98,7 +96,7 @@ def test_missing_or_mismatched_affinities_are_refused():
     ranks=st.integers(1, 8),
     workers=st.integers(0, 8),
 )
-def test_ranks_share_no_core_if_there_are_enough(nodes, cores, threads, ranks, workers):
+def test_ranks_have_no_more_threads_than_cores(nodes, cores, threads, ranks, workers):
     cpus = machine(nodes=nodes, cores=cores, threads=threads)
     shares = [
         share_cores(cpus, affinities=everyone(cpus, ranks), rank=rank, workers=workers)
@@ -106,8 +104,6 @@ def test_ranks_share_no_core_if_there_are_enough(nodes, cores, threads, ranks, w
     ]
     assert all(share.threads >= 1 for share in shares)
     if ranks > 1 and nodes * cores >= ranks:
-        taken = [number for share in shares for number in share.cpus]
-        assert sorted(taken) == list(range(nodes * cores * threads)), "all, and each once"
         assert sum(share.threads for share in shares) <= nodes * cores
 
 

@@ -1,4 +1,4 @@
-"""Set OpenMP threads and CPU cores for ranks with a CPU optimizer, and restore them later.
+"""Set OpenMP threads for ranks with a CPU optimizer, and restore them later.
 
 torch and DeepSpeed's CPU optimizers share one OpenMP runtime (torch's ``libgomp``), so
 ``torch.set_num_threads`` applies to both. ``DataLoader`` workers use one thread each.
@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import attrs
@@ -88,10 +87,11 @@ class ThreadFacts:
 def cpu_threads(
     plan: ResolvedPlan, group: ProcessGroup, *, wanted: int | None = None, workers: int = 0
 ) -> Iterator[tuple[Decision, ...]]:
-    """Inside the block, restrict this rank to its share of the machine's cores. Collective.
+    """Inside the block, use as many threads as this rank's share of the cores. Collective.
 
     User settings take precedence: ``OMP_NUM_THREADS`` (except 1, the default of torchrun and
-    accelerate), ``torch.set_num_threads``, and CPU affinity, which is never widened.
+    accelerate) and ``torch.set_num_threads``. The share lies within the rank's CPU affinity, which
+    ``torchrun --numa-binding`` sets.
 
     Args:
         plan: The resolved plan; nothing changes unless the model or the optimizer is on the CPU.
@@ -100,10 +100,10 @@ def cpu_threads(
         workers: Number of data workers of this rank.
 
     Yields:
-        The decisions about threads and cores.
+        The decisions about threads.
     """
     if wanted is not None:
-        share = CoreShare(threads=wanted, cpus=None, reason="set by threads=")
+        share = CoreShare(threads=wanted, reason="set by threads=")
     elif plan.platform.accelerator != "cpu" and plan.offload_optimizer == "none":
         yield ()
         return
@@ -132,48 +132,13 @@ def cpu_threads(
 
 @contextlib.contextmanager
 def _applied(share: CoreShare) -> Iterator[tuple[Decision, ...]]:
-    before, places = torch.get_num_threads(), _thread_places() if share.cpus else {}
+    before = torch.get_num_threads()
     launcher = ThreadFacts.here(affinity_here()).launcher
     default = f"; {VARIABLE}=1 is only {launcher}'s default" if launcher else ""
-    decisions = [
-        Decision(key=KEY, before=before, after=share.threads, reason=f"{share.reason}{default}")
-    ]
     torch.set_num_threads(share.threads)
-    bound = share.cpus if share.cpus and _move({task: set(share.cpus) for task in places}) else None
-    if bound is not None:
-        decisions.append(
-            Decision(
-                key=f"{KEY}.cpus",
-                before=None,
-                after=list(bound),
-                reason="ranks on this machine use separate cores",
-            )
-        )
     try:
-        yield tuple(decisions)
+        yield (
+            Decision(key=KEY, before=before, after=share.threads, reason=share.reason + default),
+        )
     finally:
         torch.set_num_threads(before)
-        if bound is not None:
-            everywhere = set().union(*places.values())
-            _move(dict.fromkeys(_thread_places(), everywhere) | places)
-
-
-def _thread_places() -> dict[int, set[int]]:
-    """CPUs that each thread of this process may use; empty if the system does not support this."""
-    if not hasattr(os, "sched_getaffinity"):
-        return {}
-    places = {}
-    for entry in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # A thread may end meanwhile.
-            places[int(entry.name)] = set(os.sched_getaffinity(int(entry.name)))
-    return places
-
-
-def _move(places: Mapping[int, set[int]]) -> bool:
-    """Set the CPUs of threads; return whether this succeeded for the main thread."""
-    moved = False
-    for task, cpus in places.items():
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(task, cpus)
-            moved = moved or task == os.getpid()
-    return moved

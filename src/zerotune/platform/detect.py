@@ -655,12 +655,10 @@ class LogicalCpu:
 
 @attrs.frozen(kw_only=True)
 class CoreShare:
-    """CPU cores and threads for one rank."""
+    """Threads for one rank."""
 
     threads: int
     """Number of OpenMP threads for the optimizer and CPU operators."""
-    cpus: tuple[int, ...] | None
-    """Hardware threads to which the rank is pinned; ``None`` for no pinning."""
     reason: str
     """The numbers of cores and ranks on which the share is based."""
 
@@ -737,26 +735,18 @@ def share_cores(
     cores = _by_core(own)
     sharers = [index for index, cpus in enumerate(affinities) if set(cpus) & set(affinities[rank])]
     place, count = sharers.index(rank), len(sharers)
-    mine = cores[place * len(cores) // count : (place + 1) * len(cores) // count]
-    if len(cores) < count:
-        mine = [cores[place % len(cores)]]
-    allowed = len(mine)
+    allowed = max(1, (place + 1) * len(cores) // count - place * len(cores) // count)
     if quota is not None:
         # Rounded down: threads beyond the quota are throttled and slow the others.
         allowed = max(1, min(allowed, int(quota / len(affinities))))
     left = min(workers, allowed // 2)
-    bound = 1 < count <= len(cores)
     reason = f"{len(cores)} physical core(s)"
     reason += f" shared by {count} ranks" if count > 1 else " for this rank"
     if quota is not None:
         reason += f", a container's limit of {quota:g} cores"
     if workers:
         reason += f", {left} reserved for {workers} data worker(s)"
-    return CoreShare(
-        threads=max(1, allowed - left),
-        cpus=tuple(sorted(cpu.number for core in mine for cpu in core)) if bound else None,
-        reason=reason,
-    )
+    return CoreShare(threads=max(1, allowed - left), reason=reason)
 
 
 def _by_core(cpus: Iterable[LogicalCpu]) -> list[list[LogicalCpu]]:
