@@ -12,7 +12,7 @@ import copy
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -558,19 +558,26 @@ class Swapping:
         """The largest swapped parameter; ``None`` if no parameter is swapped."""
         return max(self.swapped, key=_NUMEL, default=None)
 
+    def gathered(self, *, recomputed: bool) -> int:
+        """Return the maximum number of swapped weights that are gathered at once.
+
+        While a module runs, its direct weights and those of its parent modules are gathered. While
+        a repeated block is recomputed, all its weights are, until their gradients have come.
+
+        Args:
+            recomputed: Whether gradient checkpointing recomputes the model's repeated blocks.
+        """
+        blocks = frozenset(self.model.units) if recomputed else frozenset()
+        owned: Counter[str] = Counter()
+        for parameter in self.swapped:
+            module = parameter.name.rpartition(".")[0]
+            owned[next((each for each in _and_parents(module) if each in blocks), module)] += 1
+        return max((sum(owned[each] for each in _and_parents(one)) for one in [*owned]), default=0)
+
     @property
     def buffers(self) -> int:
-        """Number of swap buffers for simultaneously resident parameters, without prefetching.
-
-        Each resident parameter needs one buffer. While a module runs, its direct parameters and
-        those of its parent modules are resident.
-        """
-        owned = Counter([parameter.name.rpartition(".")[0] for parameter in self.swapped])
-
-        def with_owners(module: str) -> int:
-            return owned[module] + (with_owners(module.rpartition(".")[0]) if module else 0)
-
-        return max(PARAM_BUFFERS, 2 + max(map(with_owners, list(owned)), default=0))
+        """Number of swap buffers for the weights that are gathered at once, and two spare ones."""
+        return max(PARAM_BUFFERS, 2 + self.gathered(recomputed=True))
 
     def buffer_need(self, zero: ZeroSection) -> tuple[int, str]:
         """Return the minimum swap buffer size in elements, with a reason; 0 if none is needed."""
@@ -588,6 +595,14 @@ class Swapping:
             "the largest sub-group, because fast_init of offload_optimizer passes whole sub-groups"
             f" (sub_group_size {zero.sub_group_size}) through these buffers"
         )
+
+
+def _and_parents(module: str) -> Iterator[str]:
+    """Yield a module's dotted name, and those of all modules around it; the model's is empty."""
+    yield module
+    while module:
+        module = module.rpartition(".")[0]
+        yield module
 
 
 def sub_groups(model: ModelFacts, world_size: int, sub_group_size: int) -> tuple[int, ...]:
@@ -787,12 +802,23 @@ class Filler(Log):
             size = max(1, *swapping.model.parts(swapping.world_size), 1)
             why = "elements; no parameter of this model is large enough to be swapped"
         section = self.fill(section, path, "buffer_size", size, why)
+        count = section.buffer_count
+        least = swapping.gathered(recomputed=False) if swapping else 0
+        if swapping is not None and isinstance(count, int) and count < least:
+            raise InvalidValueError(
+                f"is smaller than {least}, the number of weights that a single module needs at "
+                "once",
+                key=f"{path}.buffer_count",
+                value=count,
+                fix=f'write at least {swapping.buffers}, or "{AUTO}"',
+            )
         section = self.fill(
             section,
             path,
             "buffer_count",
             swapping.buffers if swapping else PARAM_BUFFERS,
-            "one buffer per simultaneously resident parameter, and two spare buffers",
+            "one buffer for each weight that is gathered at once, which are all weights of a block "
+            "while it is recomputed, and two spare buffers",
         )
         section = self.fill(
             section,

@@ -1094,6 +1094,28 @@ def nvme_sub_group_size(case: Case, this: Rule) -> Findings:
         yield this.finding(key, size, buffers=buffers, pool=format_size(pool))
 
 
+@rule(
+    "nvme-param-buffers",
+    "warning",
+    reason="with gradient checkpointing, {gathered} weights of a recomputed block are gathered at "
+    "once, and each needs a swap buffer",
+    fix=f'write at least {{need}}, or "{AUTO}"',
+)
+def nvme_param_buffers(case: Case, this: Rule) -> Findings:
+    """A recomputed block needs one swap buffer for each of its parameters on NVMe.
+
+    With fewer buffers, the first backward pass with gradient checkpointing fails.
+    """
+    section, swapping = offload_section(case.plan, "param"), case.swapping(case.plan.aio)
+    zero = case.plan.zero_optimization
+    if zero is None or section is None or swapping is None or case.plan.stage != 3:
+        return
+    written, gathered = integer(section.buffer_count), swapping.gathered(recomputed=True)
+    if written and written < gathered and case.swaps_parameters(zero, case.plan.aio):
+        key = "zero_optimization.offload_param.buffer_count"
+        yield this.finding(key, written, gathered=gathered, need=swapping.buffers)
+
+
 @rule("nvme-param-prefetch", "warning", reason=NO_PREFETCH, fix=f'write 0, or "{AUTO}"')
 def nvme_param_prefetch(case: Case, this: Rule) -> Findings:
     """Prefetching parameters from NVMe fails in the second step.
@@ -1384,6 +1406,7 @@ RULES: Final = (
     nvme_optimizer_buffers,
     nvme_pipeline_buffers,
     nvme_sub_group_size,
+    nvme_param_buffers,
     nvme_param_prefetch,
     number_as_text,
     stage_auto,

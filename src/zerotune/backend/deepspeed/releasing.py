@@ -74,7 +74,10 @@ class WeightReleases:
         self._release: Callable[[Any], None] = getattr(offload.get_param_coordinator(), _RELEASE)
         self._weights: dict[int, list[Any]] = {}
         self._owners: defaultdict[Any, list[Any]] = defaultdict(list)
-        for module, weights in _modules_with_weights(offload.module):
+        self._modules = {each.ds_id: each for each in _hooked_modules(offload.module)}
+        for module in self._modules.values():
+            every = module.parameters(recurse=_is_leaf(module))
+            weights = [each for each in every if not each.ds_persist]
             self._weights[module.ds_id] = weights
             for weight in weights:
                 self._owners[weight].append(module)
@@ -113,12 +116,17 @@ class WeightReleases:
             active = weight.ds_active_sub_modules
             if weight.requires_grad and not single:
                 active.add(_UNTIL_GRADIENT)
-            elif (single or awaited) and not weight.is_external_param:
+            elif single or awaited:
                 # DeepSpeed keeps a frozen weight until the backward pass of another module is over.
-                owners = {each.ds_id for each in self._owners[weight]}
-                active -= {one for one in active if isinstance(one, int)} - owners
+                active -= {one for one in active if not self._uses(weight, one)}
                 if takes_part:
                     active.add(_until_call(module))
+
+    def _uses(self, weight: Any, active: int | tuple[str, int | None]) -> bool:
+        if isinstance(active, tuple):
+            return True
+        module = self._modules[active]
+        return module in self._owners[weight] or id(weight) in module._external_params
 
     def _begin_backward(self, original: _Hook, module: Any) -> None:
         self._end_running()
@@ -171,17 +179,16 @@ def _until_call(module: Any) -> tuple[str, int]:
     return "recomputed", module.ds_id
 
 
-def _modules_with_weights(
-    module: torch.nn.Module,
-) -> Iterator[tuple[Any, list[torch.nn.Parameter]]]:
-    """Yield the modules at which DeepSpeed gathers weights, and the weights that it releases."""
-    leaf = getattr(module, "_z3_leaf", False) is True
-    weights = [each for each in module.parameters(recurse=leaf) if not each.ds_persist]  # type: ignore[attr-defined]
-    if weights:
-        yield module, weights
-    if not leaf:
+def _hooked_modules(module: Any) -> Iterator[Any]:
+    """Yield the modules at which DeepSpeed gathers and releases weights."""
+    yield module
+    if not _is_leaf(module):
         for child in module.children():
-            yield from _modules_with_weights(child)
+            yield from _hooked_modules(child)
+
+
+def _is_leaf(module: Any) -> bool:
+    return getattr(module, "_z3_leaf", False) is True
 
 
 def explain_missing_buffers(module: torch.nn.Module) -> None:
