@@ -68,15 +68,15 @@ class Needs:
     memory_free: int
     swap: int
     """Swap files and an EMA on disk."""
-    files: int
-    """The pipeline, and one export."""
+    pipeline: int
+    """Weights in fp16. They or the checkpoint are removed before an export, which is smaller."""
     checkpoint: int
     """Saved master weights and EMA in fp32, and moments as the optimizer stores them."""
 
     @property
     def disk(self) -> int:
         """Disk space without saving."""
-        return self.swap + self.files
+        return self.swap + self.pipeline
 
 
 class Preparation:
@@ -106,7 +106,7 @@ class Preparation:
             memory=estimate.host,
             memory_free=detect_platform(log=False).host_memory.available,
             swap=estimate.nvme,
-            files=2 * whole.numel + 2 * trained,
+            pipeline=2 * whole.numel,
             checkpoint=int(4 * trained * (1 + moments + (training.ema != "none"))),
         )
 
@@ -239,16 +239,18 @@ class Run:
         """Read an export; return a sentence about it.
 
         Raises:
-            ValueError: Names or shapes differ from the pipeline's, or a value is not finite.
+            ValueError: Names or shapes differ from the model's, or a value is not finite.
         """
-        from bench.random_pipeline import Tensors
+        from bench.random_pipeline import Tensors, configuration, empty_model
 
         found = Tensors.read(self._scratch / f"export-{what}")
         if self._training.lora:
             trained = self._engine.master_weights.parameters
             same = sorted(found.shapes.values()) == sorted(trained.values())
         else:
-            same = found.shapes == Tensors.read(self._scratch / "pipeline" / "unet").shapes
+            config = configuration(self._training.model, self._training.scale)
+            state = empty_model(config).state_dict()
+            same = found.shapes == {name: tuple(value.shape) for name, value in state.items()}
         if not same or found.not_finite:
             raise ValueError(
                 f"the export of {what} weights has {len(found.shapes)} tensors with other names or "

@@ -120,6 +120,8 @@ def _train(record: Record, training: Training, *, saves: bool) -> None:
             ]
         else:
             record.facts["not saved"] = "the disk had no room for a checkpoint"
+            # The engine has read it, and the export needs its room.
+            shutil.rmtree(record.scratch / "pipeline")
             _export(record, training, act)
         act("close", "finish")
 
@@ -138,7 +140,7 @@ def _resume(record: Record, training: Training) -> None:
 
 
 def _export(record: Record, training: Training, act: Act) -> None:
-    """Export, read every tensor back, and compare names and shapes with the pipeline's."""
+    """Export, read every tensor back, and compare names and shapes with the model's."""
     for what in ("trained", *(("ema",) if training.ema != "none" else ())):
         act("export", "export", what, words=f"export of {what} weights")
         found = act("read export", "read_back", what)

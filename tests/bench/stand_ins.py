@@ -15,15 +15,17 @@ class Small:
 
     memory = 2**20
 
-    def __init__(self, _training: Training, _scratch: Path) -> None:
-        pass
+    def __init__(self, _training: Training, scratch: Path) -> None:
+        self._scratch = scratch
 
     def needs(self) -> Needs:
         memory_free = 2**30
-        return Needs(memory=self.memory, memory_free=memory_free, swap=0, files=0, checkpoint=2**20)
+        return Needs(
+            memory=self.memory, memory_free=memory_free, swap=0, pipeline=0, checkpoint=2**20
+        )
 
     def write(self) -> None:
-        pass
+        (self._scratch / "pipeline").mkdir()
 
 
 class Huge(Small):
