@@ -99,7 +99,6 @@ RELATED = {
     },
     "zerotune.checkpoint.export_model": {
         "zerotune.checkpoint.export.model": "export_checkpoint",
-        "zerotune.checkpoint.publishing": "publish Published Card",
     },
     "zerotune.diffusion.add_lora": {"zerotune.backend.adapters": "AdapterFacts"},
     "zerotune.diffusion.validation_loss": {"zerotune.diffusion.held_out": "HeldOutLoss"},
