@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import subprocess
 import sys
@@ -127,39 +126,7 @@ def test_no_token_appears_on_a_command_line(token, tmp_path, monkeypatch, capsys
     address = capsys.readouterr().out.split()[4]
     assert address.endswith("?token=s3cret" if token else "/")
     assert opened == ([] if token else [address])
-    assert [config.http for config in served] == [serving.HeaderTimeoutProtocol]
-
-
-@pytest.mark.parametrize(
-    "sent", [b"", b"GET / HTTP/1.1\r\nHost: ", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /"]
-)
-def test_a_half_open_connection_is_closed(monkeypatch, sent):
-    uvicorn = needs("uvicorn")
-    from zerotune.builder import serving
-
-    monkeypatch.setattr(serving, "HEADER_TIMEOUT_S", 0.2)
-
-    async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    async def closed():
-        http = serving.HeaderTimeoutProtocol
-        config = uvicorn.Config(app, http=http, lifespan="off", log_level="warning")
-        with socket.socket() as listening:
-            listening.bind(("127.0.0.1", 0))
-            server = uvicorn.Server(config)
-            running = asyncio.create_task(server.serve(sockets=[listening]))
-            while not server.started:
-                await asyncio.sleep(0.01)
-            reader, writer = await asyncio.open_connection(*listening.getsockname())
-            writer.write(sent)
-            await asyncio.wait_for(reader.read(), 20)
-            writer.close()
-            server.should_exit = True
-            await running
-
-    asyncio.run(closed())
+    assert len(served) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ middleware refuses such requests before the application runs.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import re
 from collections.abc import Collection, MutableMapping
@@ -23,8 +22,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 LARGEST_BODY: Final = 1 << 20
 """Maximum size of a request in bytes; the largest public configurations are about 10,000 bytes."""
-BODY_TIMEOUT_S: Final = 20.0
-"""Seconds within which the body of a request must arrive."""
 COOKIE: Final = "zerotune_builder"
 _PORT: Final = re.compile(r"(?<=.):[0-9]+\Z")
 _MAX_QUERY_FIELDS: Final = 20
@@ -74,15 +71,7 @@ class Guard:
         if answer is not None:
             await answer(scope, receive, sender)
             return
-        try:
-            body = await asyncio.wait_for(_read_body(receive, self._largest), BODY_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            late = _refuse(
-                408, f"the whole request must arrive within {BODY_TIMEOUT_S:.0f} seconds"
-            )
-            late.headers["connection"] = "close"
-            await late(scope, receive, sender)
-            return
+        body = await _read_body(receive, self._largest)
         if body is None:
             too_large = f"a request may contain {self._largest} bytes at most"
             await _refuse(413, too_large)(scope, receive, sender)

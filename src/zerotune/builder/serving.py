@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import os
 import secrets
@@ -12,19 +11,15 @@ import threading
 import webbrowser
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from zerotune.builder.app import create_app
 from zerotune.builder.security import LOOPBACK
 from zerotune.errors import InvalidValueError
 
 TOKEN_VARIABLE: Final = "ZEROTUNE_BUILDER_TOKEN"  # noqa: S105 - the name of a variable
-HEADER_TIMEOUT_S: Final = 20.0
-"""Seconds within which the headers of a request must arrive."""
 
 
 def serve(
@@ -58,9 +53,7 @@ def serve(
     sys.stdout.flush()
     if open_browser and not token:
         threading.Timer(0.5, webbrowser.open, (address,)).start()
-    config = uvicorn.Config(
-        app, http=HeaderTimeoutProtocol, log_level="warning", access_log=False, server_header=False
-    )
+    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
     try:
         uvicorn.Server(config).run(sockets=[listening])
     finally:
@@ -158,42 +151,3 @@ def open_socket(host: str, port: int) -> socket.socket:
             fix="choose another --port; 0 selects a free one",
         ) from error
     return listening
-
-
-class HeaderTimeoutProtocol(H11Protocol):
-    """HTTP protocol that closes a connection if a request's headers arrive too slowly."""
-
-    _waiting: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        """Start the timeout for the first request."""
-        super().connection_made(transport)
-        self._wait()
-
-    def data_received(self, data: bytes) -> None:
-        """Stop the timeout once the headers are complete."""
-        super().data_received(data)
-        if self.conn.their_state is h11.IDLE:
-            self._wait()
-        else:
-            self._stop_waiting()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timeout."""
-        self._stop_waiting()
-        super().connection_lost(exc)
-
-    def _wait(self) -> None:
-        if self._waiting is None:
-            self._waiting = self.loop.call_later(HEADER_TIMEOUT_S, self._close_idle)
-
-    def _stop_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            waiting.cancel()
-
-    def _close_idle(self) -> None:
-        self._waiting = None
-        # The response to a request may still be on its way when the next request begins.
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-            self.transport.close()
