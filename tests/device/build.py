@@ -5,13 +5,21 @@ from __future__ import annotations
 import hashlib
 import sys
 from functools import cache
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from zerotune._util.files import write_atomically
-from zerotune.backend.ops import build_folder, building, missing_compiler, naming_the_cause
+from zerotune.backend.ops import (
+    build_folder,
+    building,
+    built_library,
+    missing_compiler,
+    naming_the_cause,
+)
 from zerotune.platform.toolchain import detect_compilers
 
 _SOURCES = Path(__file__).with_name("csrc")
@@ -28,6 +36,14 @@ def why_missing() -> str | None:
 @cache
 def load_device() -> ModuleType:
     """Compile the device unless that has been done, and load it into this process."""
+    path = _compiled()
+    loader = ExtensionFileLoader("simdev", str(path))
+    module = module_from_spec(spec_from_loader(loader.name, loader))
+    loader.exec_module(module)
+    return module
+
+
+def _compiled() -> Path:
     from torch.utils import cpp_extension
 
     files = sorted(_SOURCES.iterdir())
@@ -37,15 +53,21 @@ def load_device() -> ModuleType:
         digest.update(file.name.encode() + file.read_bytes())
     name = f"zerotune_simdev_{digest.hexdigest()[:12]}"
     folder = build_folder(name)
+    library = built_library(folder)
+    # Asking ninja whether there is work takes as long as importing torch.
+    if library is not None and not (folder / "lock").exists():
+        return library
     folder.mkdir(parents=True, exist_ok=True)
     # Ninja compiles again if a path changes; checkouts share the folder.
     for file in files:
         if not (copy := folder / file.name).exists():
             write_atomically(copy, file.read_bytes())
     with building(), naming_the_cause(name):
-        return cpp_extension.load(
+        cpp_extension.load(
             name=name,
             sources=[str(folder / file.name) for file in files if file.suffix == ".cpp"],
             extra_cflags=list(_FLAGS),
             build_directory=str(folder),
+            is_python_module=False,
         )
+    return folder / f"{name}.so"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
@@ -38,6 +39,22 @@ def host_waits():
     return {cause: n for cause, n in counts().items() if cause in HOST_WAITS}
 
 
+class Span(NamedTuple):
+    """A task, or work or a wait of the host, in virtual time."""
+
+    lane: str
+    """``"compute"``, ``"upload"``, ``"download"``, ``"network"`` or ``"host"``."""
+    name: str
+    stream: int
+    """Number of the stream; -1 for the host."""
+    start: float
+    end: float
+    bytes: float
+    """Bytes read and written."""
+    operations: float
+    """Floating point operations of products."""
+
+
 class Clock:
     """Virtual time, in seconds since ``reset``.
 
@@ -58,9 +75,11 @@ class Clock:
     """Wait for the device, and begin anew."""
     record = staticmethod(_C.clock_record)
     """``record(True)`` keeps what ``spans`` returns."""
-    spans = staticmethod(_C.clock_spans)
-    """List of ``(lane, name, stream, start, end)``; host waits and ``advance`` have lane
-    ``"host"``."""
+
+    @staticmethod
+    def spans() -> list[Span]:
+        """Return what has been recorded, with host waits (named by cause) and ``advance``."""
+        return [Span(*span) for span in _C.clock_spans()]
 
     @staticmethod
     def advance(seconds: float, name: str = "host") -> None:
@@ -86,17 +105,11 @@ class Stream(torch.Stream):
         return super().__new__(cls, device=device or "simdev:0", priority=priority, **options)
 
 
-class Event(torch.Event):
-    """An event of the device."""
-
-    def __new__(cls, enable_timing=False, blocking=False, interprocess=False):
-        return super().__new__(
-            cls,
-            device="simdev:0",
-            enable_timing=enable_timing,
-            blocking=blocking,
-            interprocess=interprocess,
-        )
+def Event(enable_timing=False, blocking=False, interprocess=False):
+    """Create an event of the device; torch cannot compare times of subclasses of its own."""
+    return torch.Event(
+        "simdev:0", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
+    )
 
 
 def current_stream(device=None):

@@ -79,7 +79,9 @@ double Clock::run(StreamId stream, const Cost& cost) {
   if (cost.engine == Engine::kNone) return end = ready;
   const double start = reserve(cost.engine, ready, length);
   end = start + length;
-  if (recording) spans.push_back({lane_of(cost.engine), cost.name, stream, start, end});
+  if (recording)
+    spans.push_back({lane_of(cost.engine), cost.name, stream, start, end, cost.read + cost.written,
+                     cost.operations});
   return end;
 }
 
@@ -125,6 +127,7 @@ void Clock::reset() {
   busy_.clear();
   hosts_.clear();
   spans.clear();
+  ++epoch;
 }
 
 }  // namespace simdev

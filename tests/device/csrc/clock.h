@@ -43,11 +43,14 @@ struct Span {
   StreamId stream;
   double start;
   double end;
+  double bytes = 0;
+  double operations = 0;
 };
 
 class Clock {
  public:
   Rates rates;
+  int64_t epoch = 0;  // times of an earlier one are over
   bool recording = false;
   std::vector<Span> spans;
 

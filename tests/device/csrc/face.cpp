@@ -139,22 +139,24 @@ void define_clock(py::module_& m) {
     virtual_clock().recording = on;
   });
   m.def("clock_reset", [] {
-    host_waits_for_all("synchronize_device");
     Lock lock(mutex());
+    settle();
     virtual_clock().reset();
   });
   m.def("clock_spans", [] {
     Lock lock(mutex());
-    std::vector<std::tuple<std::string, std::string, int64_t, double, double>> spans;
+    std::vector<std::tuple<std::string, std::string, int64_t, double, double, double, double>>
+        spans;
     for (const auto& span : virtual_clock().spans)
-      spans.emplace_back(span.lane, span.name, span.stream, span.start, span.end);
+      spans.emplace_back(span.lane, span.name, span.stream, span.start, span.end, span.bytes,
+                         span.operations);
     return spans;
   });
 }
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+PYBIND11_MODULE(simdev, m) {
   make_arena();
   c10::SetAllocator(kType, &device_allocator());
   at::RegisterPrivateUse1HooksInterface(new Hooks());

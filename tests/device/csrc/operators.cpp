@@ -275,7 +275,7 @@ Cost Call::cost() const {
   cost.operations = operations_;
   for (size_t i = 0; i < arguments_.size(); ++i)
     each_tensor(arguments_[i], [&](const Tensor& tensor) {
-      cost.read += double(tensor.nbytes());
+      if (!(argument(i).kwarg_only() && writes(argument(i)))) cost.read += double(tensor.nbytes());
       if (writes(argument(i))) cost.written += double(tensor.nbytes());
       cost.half |= tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf;
     });

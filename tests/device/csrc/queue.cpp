@@ -85,6 +85,10 @@ void run_by_chance() {
   }
 }
 
+double time_of(const MomentRef& moment) {
+  return moment->epoch == virtual_clock().epoch ? moment->at : 0;
+}
+
 void finish(StreamId stream, const std::string& why) {
   while (queues.count(stream)) run_for(stream, why);
 }
@@ -155,13 +159,14 @@ MomentRef record(StreamId stream) {
   Lock lock(mutex());
   auto moment = mark(stream);
   moment->at = virtual_clock().record(stream);
+  moment->epoch = virtual_clock().epoch;
   run_by_chance();
   return moment;
 }
 
 void wait(StreamId stream, const MomentRef& moment) {
   Lock lock(mutex());
-  virtual_clock().wait(stream, moment->at);
+  virtual_clock().wait(stream, time_of(moment));
   push(stream, {nullptr, moment, nullptr});
   run_by_chance();
 }
@@ -189,7 +194,7 @@ void host_waits(const MomentRef& moment, const char* cause) {
   Lock lock(mutex());
   count(cause);
   while (!moment->passed) run_for(moment->stream, cause);
-  virtual_clock().join(moment->at, cause);
+  virtual_clock().join(time_of(moment), cause);
 }
 
 void host_waits_for_all(const char* cause) {
@@ -205,9 +210,14 @@ void drain(StreamId stream, const std::string& why) {
   finish(stream, why);
 }
 
+void settle() {
+  Lock lock(mutex());
+  while (pending) TORCH_CHECK(run_any(), "simdev: deadlock among the queued work");
+}
+
 void seed_order(uint64_t seed, Order wanted) {
   Lock lock(mutex());
-  while (pending) TORCH_CHECK(run_any(), "simdev: deadlock before a new order");
+  settle();
   chance.seed(seed);
   order = wanted;
 }

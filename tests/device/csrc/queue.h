@@ -19,7 +19,8 @@ constexpr StreamId kFirstStream = 2;
 struct Moment {
   StreamId stream;
   bool passed = false;
-  double at = 0;  // virtual time
+  double at = 0;  // virtual time, since the epoch's start
+  int64_t epoch = 0;
 };
 using MomentRef = std::shared_ptr<Moment>;
 
@@ -60,6 +61,8 @@ void host_waits_for_all(const char* cause);
 // Work runs now although no card would make the host wait for it.
 void drain(StreamId stream, const std::string& why);
 
+// All work runs, uncounted.
+void settle();
 void seed_order(uint64_t seed, Order order);
 bool inside_task();
 
