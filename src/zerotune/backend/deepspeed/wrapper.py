@@ -361,8 +361,9 @@ class HostStep(DeferredSteps):
     def _norm_of(self, gradient: torch.Tensor, *, into: torch.Tensor | None = None) -> torch.Tensor:
         """L2 norm of a flat gradient; a gradient in host memory is also copied to ``into``."""
         if gradient.device.type != "cpu" or not self._op.knows(gradient.dtype):
-            # Kept on the device: all norms are read at once when the step begins.
-            norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            # In DeepSpeed's dtype, or clipping would differ in the last bit. The norm stays on the
+            # device: all norms are read at once when the step begins.
+            norm: torch.Tensor = gradient.to(self._home.get_norm_dtype()).norm(2)
             return norm
         total = self._op.take(gradient, into=into)
         return torch.tensor(math.sqrt(total), dtype=torch.float64)
