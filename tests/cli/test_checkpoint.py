@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 
+import attrs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.checkpoint.samples import sample_manifest
+from zerotune.backend.optimizers.classes import AdamW8BitStates
 from zerotune.cli import main
 
 
@@ -37,6 +40,17 @@ def test_show_describes_a_checkpoint(portable, capsys):
     assert "2 with 18 elements, fp32" in out
     assert "no plan: weights only" in out
     assert "weights-00001-of-00001.safetensors" in out
+
+
+def test_show_names_the_format_of_every_state(tmp_path, capsys):
+    manifest = sample_manifest()
+    parameters = [
+        attrs.evolve(each, states=AdamW8BitStates.formats) for each in manifest.parameters
+    ]
+    coded = attrs.evolve(manifest, parameters=parameters, formats=AdamW8BitStates.formats)
+    (tmp_path / "manifest.json").write_text(coded.to_json())
+    out = run(capsys, "show", tmp_path)[1]
+    assert "exp_avg (dynamic tree), exp_avg_scale (float32)" in " ".join(out.split())
 
 
 def test_show_prints_json(portable, capsys):

@@ -16,7 +16,9 @@ from tests.support.ranks import ranks
 from zerotune.backend.optimizers.classes import codebook
 from zerotune.backend.step.kernel import HostStepOp
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
+from zerotune.checkpoint.manifest import Manifest
 from zerotune.ema import EMAShadow
+from zerotune.errors import CheckpointCorruptError
 from zerotune.plan.model import Streaming
 
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
@@ -133,6 +135,19 @@ def test_lean_moments_are_stored_and_loaded_as_they_are(tmp_path, monkeypatch, o
         scales = "scale" in file.name
         found = {tensor.dtype for tensor in load_file(file).values()}
         assert found == {torch.float32 if scales else dtype}
+
+
+def test_codes_that_the_manifest_does_not_describe_are_refused(tmp_path):
+    run = attrs.evolve(EAGER, optimizer="AdamW8BitStates")
+    path = saved(tmp_path, run, "split")
+    manifest = attrs.evolve(Manifest.read(path), formats={})
+    (path / "manifest.json").write_text(manifest.to_json())
+    with start(run, make_model(run), **ENGINES["split"]) as engine:
+        before = contents(engine)
+        with pytest.raises(CheckpointCorruptError, match=r"is torch\.uint8 .* instead of"):
+            load_checkpoint(path, engine=engine)
+        after = contents(engine)
+    assert all(all(map(torch.equal, before[name], after[name])) for name in before)
 
 
 def stored(engine: Any) -> dict[tuple[str, str], torch.Tensor]:
