@@ -671,9 +671,9 @@ class MasterWeights:
         addresses, *sides = zip(*pairs, strict=True)
         on_host = _on_host([part for side in sides for part in side])
         for address, there, here in zip(addresses, on_host, on_host[len(pairs) :], strict=False):
-            alike = (there == here) | (there.isnan() & here.isnan())
-            if not alike.all():
-                worst = int((~alike).nonzero()[0])
+            unlike = ((there != here) & ~(there.isnan() & here.isnan())).nonzero()
+            if len(unlike):
+                worst = int(unlike[0])
                 raise EngineError(
                     "the model's weights differ from the optimizer's master weights: other code "
                     "replaced or changed them, so the next step would undo or ignore the change",
