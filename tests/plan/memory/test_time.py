@@ -355,6 +355,13 @@ def test_an_ema_in_host_memory_reads_the_weights_again_unless_it_is_hidden(offlo
     assert time.phases["ema"] == pytest.approx(nbytes * N / 1e10)
 
 
+def test_an_ema_on_disk_is_read_and_written_once_per_step():
+    estimate, time = timed(slow(disk_read=2e9, disk_write=1e9), ema="nvme", stage=2, offload="cpu")
+    assert time.phases["ema"] == pytest.approx(4 * N / 2e9 + 4 * N / 1e9)
+    chunks = [one.nbytes for one in estimate.items if (one.component, one.place) == ("EMA", "host")]
+    assert chunks == [64 * 2**20], "four chunks in host memory"
+
+
 def test_without_size_or_arithmetic_no_time_is_predicted():
     shapes = attrs.evolve(family("sdxl"), arithmetic=None)
     plan = DeepSpeedPlan.build(precision="bf16")
