@@ -263,15 +263,17 @@ def folder_bytes(folder: Path) -> int:
 
 
 def unlinked_bytes(pid: int, folder: Path) -> int:
-    """Return the disk space of files in ``folder`` without a name that a process has mapped."""
-    found: dict[str, int] = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc", str(pid), "maps").read_text().splitlines():
-            span, _, offset, _, inode, *path = line.split(maxsplit=5)
-            if path and path[0].startswith(str(folder)) and path[0].endswith("(deleted)"):
-                first, last = (int(number, 16) for number in span.split("-"))
-                end = int(offset, 16) + last - first
-                found[inode] = max(end, found.get(inode, 0))
+    """Return the disk space of files in ``folder`` that a process has open but that have no name.
+
+    Such a file is an EMA's.
+    """
+    found: dict[int, int] = {}
+    for descriptor in Path("/proc", str(pid), "fd").glob("*"):
+        with contextlib.suppress(OSError):  # Closed since.
+            target = str(descriptor.readlink())
+            if target.startswith(str(folder)) and target.endswith(" (deleted)"):
+                status = descriptor.stat()
+                found[status.st_ino] = 512 * status.st_blocks
     return sum(found.values())
 
 
