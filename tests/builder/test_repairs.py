@@ -193,6 +193,16 @@ RULES = [
         **zero(stage=3, sub_group_size=10**9, offload_optimizer=NVME),
     ),
     case(
+        "nvme-param-buffers",
+        "Write 12",
+        "Write auto",
+        **zero(
+            stage=3,
+            offload_param={**NVME, "buffer_count": 5},
+            offload_optimizer=NVME,
+        ),
+    ),
+    case(
         "nvme-param-prefetch",
         "Write 0",
         "Write auto",

@@ -282,6 +282,29 @@ def test_a_small_buffer_is_allowed_if_no_larger_tensor_is_swapped(cuda):
     assert resolve(config, cuda, model=model).offload_param == "nvme"
 
 
+def test_swap_buffers_suffice_for_each_weight_that_is_gathered_at_once(cuda):
+    shapes = [("top", (3_000_000,)), ("other.weight", (3_000_000,)), ("small", (8,))]
+    shapes += [(f"blocks.{i}.{layer}.weight", (2_000_000,)) for i in range(2) for layer in "abcdef"]
+    shapes += [(f"blocks.{i}.pair.{kind}", (2_000_000,)) for i in range(2) for kind in "xy"]
+    model = ModelFacts.from_shapes(shapes)
+    key = "zero_optimization.offload_param.buffer_count"
+
+    def count(model, **written):
+        section = {"device": "nvme", **written}
+        resolved = resolve(zero(stage=3, offload_param=section), cuda, model=model)
+        return resolved.plan.zero_optimization.offload_param.buffer_count
+
+    # Without blocks: the two weights of a module, the model's own, and two spare buffers.
+    assert count(model) == 5
+    assert count(attrs.evolve(model, units=("blocks.0", "blocks.1"))) == 8 + 1 + 2
+    with pytest.raises(InvalidValueError) as caught:
+        count(model, buffer_count=2)
+    assert (caught.value.key, caught.value.value) == (key, 2)
+    assert "smaller than 3" in caught.value.reason
+    assert "write at least 5" in caught.value.fix
+    assert count(model, buffer_count=3) == 3
+
+
 def test_aio_is_written_only_if_something_swaps(cuda, cpu):
     assert resolve(zero(stage=3), cuda).plan.aio is None
     resolved = resolve(zero(stage=3, offload_optimizer={"device": "nvme"}), cuda)

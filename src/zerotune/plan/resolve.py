@@ -11,8 +11,7 @@ import contextlib
 import copy
 import itertools
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -561,18 +560,11 @@ class Swapping:
     def gathered(self, *, recomputed: bool) -> int:
         """Return the maximum number of swapped weights that are gathered at once.
 
-        While a module runs, its direct weights and those of its parent modules are gathered. While
-        a repeated block is recomputed, all its weights are, until their gradients have come.
-
         Args:
             recomputed: Whether gradient checkpointing recomputes the model's repeated blocks.
         """
-        blocks = frozenset(self.model.units) if recomputed else frozenset()
-        owned: Counter[str] = Counter()
-        for parameter in self.swapped:
-            module = parameter.name.rpartition(".")[0]
-            owned[next((each for each in _and_parents(module) if each in blocks), module)] += 1
-        return max((sum(owned[each] for each in _and_parents(one)) for one in [*owned]), default=0)
+        blocks = self.model.units if recomputed else ()
+        return max(map(len, gathered_together(self.swapped, blocks)), default=0)
 
     @property
     def buffers(self) -> int:
@@ -595,6 +587,30 @@ class Swapping:
             "the largest sub-group, because fast_init of offload_optimizer passes whole sub-groups"
             f" (sub_group_size {zero.sub_group_size}) through these buffers"
         )
+
+
+def gathered_together(
+    weights: Collection[ParameterFacts], blocks: Collection[str]
+) -> list[list[ParameterFacts]]:
+    """Return the groups of weights that stage 3 gathers at once.
+
+    While a module runs, its direct weights and those of the modules around it are gathered. While a
+    block is recomputed, all its weights are, until their gradients have come.
+
+    Args:
+        weights: Partitioned weights.
+        blocks: Dotted names of the modules that gradient checkpointing recomputes.
+    """
+    inside = frozenset(blocks)
+    direct: dict[str, list[ParameterFacts]] = {}
+    for weight in weights:
+        module = weight.name.rpartition(".")[0]
+        owner = next((each for each in _and_parents(module) if each in inside), module)
+        direct.setdefault(owner, []).append(weight)
+    return [
+        [weight for each in _and_parents(module) for weight in direct.get(each, ())]
+        for module in direct
+    ]
 
 
 def _and_parents(module: str) -> Iterator[str]:

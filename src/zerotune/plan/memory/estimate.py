@@ -32,7 +32,14 @@ from zerotune.plan.model import (
     ZeroSection,
     pins,
 )
-from zerotune.plan.resolve import AIO_BLOCK, Swapping, pins_exactly, pins_natively, sub_groups
+from zerotune.plan.resolve import (
+    AIO_BLOCK,
+    Swapping,
+    gathered_together,
+    pins_exactly,
+    pins_natively,
+    sub_groups,
+)
 from zerotune.plan.rules import resolve
 from zerotune.platform.facts import DISCRETE
 
@@ -756,7 +763,7 @@ def stage_3(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterato
         if device == "cpu":
             yield from _optimizer_on_host(case, pin)
         else:
-            yield from _optimizer_in_files(case, section)
+            yield from _optimizer_in_files(case, zero, section)
     # Zero gradients of the largest sub-group, freed before the partition's gradients are created.
     freed = case.master_bytes * _largest_group(case) - gradients
     place = case.device if device == "none" else "host"
@@ -822,12 +829,12 @@ def _weights_in_files(
 
 
 def _gathered(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
-    threshold = int(zero.stage3_param_persistence_threshold or 0)
-    sizes = [parameter.numel for parameter in case.model.parameters]
-    whole = sum([size for size in sizes if size <= threshold])
     device = (zero.offload_param.device if zero.offload_param is not None else None) or "none"
-    if case.ranks == 1 and (device == "none" or (device == "cpu" and case.on_cpu)):
+    if case.ranks == 1 and (device == "none" or case.on_cpu):
         return  # the partition is the whole weight, and not copied
+    threshold = int(zero.stage3_param_persistence_threshold or 0)
+    released = [each for each in case.model.parameters if each.numel > threshold]
+    whole = case.all_elements - sum([each.numel for each in released])
     yield case.item(
         "gathered weights",
         case.device,
@@ -835,15 +842,19 @@ def _gathered(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
         note="small weights, never partitioned",
     )
     live = int(zero.stage3_max_live_parameters or 0) + int(zero.stage3_prefetch_bucket_size or 0)
+    # DeepSpeed limits only what it prefetches, not what a module or a recomputed block needs.
+    blocks = case.model.units if case.workload.gradient_checkpointing else ()
+    groups = gathered_together(released, blocks)
+    needed = max([sum([each.numel for each in group]) for group in groups], default=0)
     yield case.item(
         "gathered weights",
         case.device,
         min(
-            case.element * max(live, max(sizes, default=0)),
+            case.element * max(live, needed),
             case.model.weight_bytes(case.element) - case.element * whole,
         ),
         BACKWARD,
-        "stage3_max_live_parameters and prefetched weights",
+        "prefetched weights, and those of a recomputed block",
     )
 
 
@@ -903,7 +914,9 @@ def _share_on_device(case: Costing) -> Iterator[MemoryItem]:
     yield case.item("temporaries", case.device, copied, INITIALIZATION, "a copy of one sub-group")
 
 
-def _optimizer_in_files(case: Costing, section: OffloadSection | None) -> Iterator[MemoryItem]:
+def _optimizer_in_files(
+    case: Costing, zero: ZeroSection, section: OffloadSection | None
+) -> Iterator[MemoryItem]:
     part = case.owned
     yield case.item("master weights", "nvme", 4 * part, note="fp32")
     yield case.item("optimizer states", "nvme", 4 * case.states * part, note="fp32")
@@ -915,6 +928,11 @@ def _optimizer_in_files(case: Costing, section: OffloadSection | None) -> Iterat
         4 * group * count,
         f"{count} buffers of {group:,} elements, the size of the largest sub-group",
     )
+    bucket = max(int(zero.reduce_bucket_size or 0), case.largest) / case.ranks
+    note = "a bucket's gradients in fp32, before they are written"
+    yield case.item("temporaries", case.device, 4 * min(bucket, part), BACKWARD, note)
+    note = "states of the largest sub-group, which the first step creates"
+    yield case.item("temporaries", "host", 4 * case.states * group, STEP, note)
 
 
 # -- Memory of streamed weights: a window of units on the device, everything in host memory.
