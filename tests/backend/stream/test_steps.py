@@ -18,6 +18,7 @@ from tests.backend.stream.streaming import (
     start,
 )
 from tests.support.ranks import ranks
+from zerotune.backend.step.kernel import HostStepOp
 from zerotune.backend.stream import passes, steps
 from zerotune.backend.stream.engine import why_not_streamed
 from zerotune.ema import EMAShadow
@@ -333,6 +334,31 @@ def test_emas_updated_in_the_backward_pass_equal_those_updated_after_the_step(ev
     assert not any(never)
     # The first updates of each EMA are timed, so they must come after the step.
     assert all(moved[8 if every == 1 else 5 :: every]) == (every == 1)
+
+
+@pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
+def test_only_views_outside_the_engine_complete_a_step_at_once(run, monkeypatch):
+    at_once: list[int] = []
+    op_step, land_all = HostStepOp.step, steps.StreamedSteps.land_all
+
+    def slow(self: HostStepOp, *args: Any, **kwargs: Any) -> None:
+        # The arguments are views of the weights.
+        op_step(self, *args, **kwargs)
+        time.sleep(0.02)
+
+    def land(self: steps.StreamedSteps) -> None:
+        at_once.append(step)
+        land_all(self)
+
+    with begin(run) as engine:
+        monkeypatch.setattr(HostStepOp, "step", slow)
+        monkeypatch.setattr(steps.StreamedSteps, "land_all", land)
+        for step in range(4):
+            engine.backward(loss_of(run, engine, step))
+            views = [p.data for p in engine.module.parameters()] if step == 3 else []
+            assert engine.step().applied
+            del views
+        assert at_once == [3]
 
 
 def test_an_expected_ema_step_that_never_comes_is_an_error():

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
 
 import attrs
@@ -138,6 +139,7 @@ class Passes:
     def __init__(self, *, op: HostStepOp, spare: bool) -> None:
         self._op, self._spare = op, spare
         self._lock = threading.RLock()
+        self._updating = threading.Lock()
         self._waiting: list[UnitPass] = []
         self._newest: list[UnitPass] = []
         self._signals: SimpleQueue[None] = SimpleQueue()
@@ -188,6 +190,13 @@ class Passes:
             for each in passes.values():
                 counts[each.unit] += each.views
             return counts
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Wait for the update that is running, and begin none inside the block."""
+        # Without this lock, the thread could begin the next update first.
+        with self._lock, self._updating:
+            yield
 
     def follow(self, followers: Sequence[Follower]) -> bool:
         """Update EMAs together with the newest step, if it is still pending.
@@ -266,7 +275,8 @@ class Passes:
 
     def _take(self, unit_pass: UnitPass) -> None:
         try:
-            unit_pass.take()
+            with self._updating:
+                unit_pass.take()
         except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
             self.fail(error)
             return

@@ -351,8 +351,10 @@ class StreamedSteps:
         self._views = self._count_views()
 
     def _count_views(self) -> dict[Unit, int]:
-        own = self.passes.views()
-        return {unit: _views_of(unit) - own[unit] for unit in self._units}
+        # An update in progress has further views of its unit's weights.
+        with self.passes.paused():
+            own = self.passes.views()
+            return {unit: _views_of(unit) - own[unit] for unit in self._units}
 
     def _begin(self, unit: Unit, *, factor: float, rank: int | None = None) -> None:
         window = self._windows[unit]
