@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
+from zerotune.backend import plain
 from zerotune.backend import proof as proofs
 from zerotune.backend.deepspeed import start as deepspeed_start
 from zerotune.backend.distributed import ProcessGroup
@@ -36,7 +36,7 @@ from zerotune.backend.proof import (
 from zerotune.backend.step import deferred
 from zerotune.backend.step.adams import SlabStep
 from zerotune.backend.stream import engine as streaming
-from zerotune.backend.stream import lanes, passes
+from zerotune.backend.stream import passes
 from zerotune.backend.stream.engine import why_not_streamed
 from zerotune.diffusion import activations
 from zerotune.diffusion.activations import ActivationOffload, WaitingTransfers, transfers_for
@@ -498,19 +498,18 @@ def test_copies_are_not_checked_where_training_uses_host_memory() -> None:
 
 
 def faulty_engines() -> list[Outcome]:
-    """Return the results of checks on plain engines with faults that only occur in a thread."""
+    """Return the results of checks on plain engines whose step in one pass has a fault."""
     platform = attrs.evolve(
         detect_platform(log=False), deepspeed=Platform.synthetic(deepspeed=False).deepspeed
     )
     run = SlabStep.run
 
     def forgets_averages(self: Any, start: int, stop: int, averages: Any = ()) -> None:
-        thread = threading.current_thread().name.startswith("zerotune-step")
-        run(self, start, stop, () if thread else averages)
+        run(self, start, stop)
 
     def forgets_a_part(self: Any, start: int, stop: int, averages: Any = ()) -> None:
-        thread = threading.current_thread().name.startswith("zerotune-step")
-        if not thread or start:
+        # The kernels are compared with torch's before the step uses them, on few elements.
+        if start or stop < 2000:
             run(self, start, stop, averages)
 
     outcomes = []
@@ -531,35 +530,36 @@ def test_planted_faults_of_a_hidden_step_are_detected() -> None:
     assert "weight" in part.evidence, "the report has all that differs"
 
 
-def faulty_streaming() -> list[Outcome]:
-    """Return the results of checks on streamed weights with faults in passes and EMAs."""
-    lane, take = lanes.Lane.submit, passes.UnitPass.take
+def test_a_step_that_is_not_hidden_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def declined(*_: Any, **__: Any) -> Any:
+        return None, ()
 
-    def waits_for_no_pass(self: Any, copy: Any, *, wait: Any = None, then: Any = None) -> Any:
-        return lane(self, copy, then=then)
+    monkeypatch.setattr(plain, "take_over", declined)
+    alone = Platform.synthetic(deepspeed=False)
+    outcome = proving.run_check("training", alone)
+    assert (outcome.passed, outcome.detail) == (False, "no step was hidden")
+
+
+def faulty_streaming() -> list[Outcome]:
+    """Return the results of the check with right passes, and with passes that forget EMAs."""
+    take = passes.UnitPass.take
 
     def forgets_averages(self: Any) -> None:
         self.averages = []
         take(self)
 
-    faults = (
-        (lanes.Lane, "submit", lane),
-        (lanes.Lane, "submit", waits_for_no_pass),
-        (passes.UnitPass, "take", forgets_averages),
-    )
-    outcomes = []
-    for where, name, fault in faults:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(where, name, fault)
-            outcomes.append(outcome_of("training"))
-    return outcomes
+    right = outcome_of("training")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes.UnitPass, "take", forgets_averages)
+        return [right, outcome_of("training")]
 
 
 @pytest.mark.deepspeed
 def test_planted_faults_of_streamed_weights_are_detected() -> None:
-    ((right, *wrong),) = run_ranks(faulty_streaming)
+    ((right, wrong),) = run_ranks(faulty_streaming)
     assert right.passed, right
-    assert [outcome.passed for outcome in wrong] == [False] * 2, wrong
+    assert wrong.passed is False
+    assert "streamed weights: EMA" in wrong.detail
 
 
 def test_weights_in_host_memory_are_streamed_by_default_once_streaming_is_proven(

@@ -20,6 +20,7 @@ from zerotune._util.proc import environment
 from zerotune.backend.accelerator import accelerator_for, accelerator_of
 from zerotune.backend.proof import VARIABLE, Combination, Outcome, Proof, describe_error
 from zerotune.backend.step.adams import torch_rounds_alike
+from zerotune.backend.step.deferred import HIDDEN_KEY
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.upstream import require_deepspeed
 from zerotune.ema import EMAShadow
@@ -102,6 +103,7 @@ def check_training(platform: Platform, _device: torch.device) -> None:
     Weights and moments are in host memory: once with hidden steps, once with streamed weights.
     Without DeepSpeed, the plain engine's own step takes the place of DeepSpeed's.
     """
+    load_host_step()  # Without the op, the check cannot run.
     ways: dict[str, dict[str, Any]] = {"hidden step": {"hidden": True}}
     if platform.deepspeed.available:
         ways["streamed weights"] = {"streamed": Streaming(units=("Sequential",), window=2)}
@@ -143,6 +145,9 @@ def train(platform: Platform, **settings: Any) -> dict[str, torch.Tensor]:
             engine.backward(loss)
             engine.step()
             ema.step()
+        hidden = any(one.key == HIDDEN_KEY and "thread" in one.after for one in engine.decisions)
+        if settings.get("hidden") and not hidden:
+            raise DifferenceError("no step was hidden")
         if settings.get("streamed") and not engine.counts.evicted:
             raise DifferenceError("no weight was streamed")
         for fragment in engine.master_weights.read():
