@@ -279,6 +279,21 @@ def nightly(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+def device(session: nox.Session) -> None:
+    """Run every engine in many orders of a simulated device's work: ``-- --case streamed``.
+
+    The results of a complete run are recorded in docs/status.md.
+    """
+    training_environment(session)
+    if not session.posargs:
+        run(session, "-m", "pytest", *THREE_AT_A_TIME, "tests/device")
+    recorded = ("--output", "docs/results")
+    run(session, "-m", "tests.device.matrix", *(session.posargs or recorded))
+    if not session.posargs:
+        run(session, "docs/generate_status.py")
+
+
+@nox.session(python=False)
 def stress(session: nox.Session) -> None:
     """Inject random faults of every class (two minutes): ``nox -s stress -- --minutes 30``."""
     training_environment(session)

@@ -1,4 +1,4 @@
-"""Write the table of versions in docs/status.md from the recorded test runs alone.
+"""Write the tables of versions and engines in docs/status.md from the recorded test runs alone.
 
 ``python docs/generate_status.py`` writes the page. ``generate_status.py NAME... REPORT`` first
 records a run from pytest's JUnit file REPORT, and fails if a test of the run failed.
@@ -21,7 +21,10 @@ from zerotune.platform.detect import OLDEST_DEEPSPEED
 ROOT: Final = Path(__file__).resolve().parents[1]
 TARGET: Final = ROOT / "docs" / "status.md"
 RECORDS: Final = ROOT / "docs" / "results" / "versions.json"
+DEVICE: Final = ROOT / "docs" / "results" / "device.json"
 BEGIN, END = "<!-- versions: written by docs/generate_status.py -->", "<!-- end of versions -->"
+BEGIN_DEVICE: Final = "<!-- engines: written by docs/generate_status.py -->"
+END_DEVICE: Final = "<!-- end of engines -->"
 WANTED: Final[Mapping[str, str]] = {
     "engine, torch 2.11.0": "nox -s torch_versions",
     "engine, torch 2.13.0": "nox -s torch_versions",
@@ -71,11 +74,39 @@ def table(records: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def engines(found: Mapping[str, Any]) -> str:
+    """Return the table of engines that ran on the simulated device, from ``device.json``."""
+    lines = ["| engine | cases | runs | equal to the bit | processor time |"]
+    lines.append("|---|--:|--:|--:|--:|")
+    cases = [case for case in found["cases"] if "error" not in case]
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for case in cases:
+        kinds.setdefault(case["case"].partition(",")[0], []).append(case)
+    for kind, members in (*kinds.items(), ("all", cases)):
+        runs, equal = (sum(case[key] for case in members) for key in ("runs", "equal"))
+        seconds = sum(case["seconds"] for case in members)
+        lines.append(f"| {kind} | {len(members)} | {runs} | {equal} | {seconds:.0f} s |")
+    versions = f"torch {found['torch']}, DeepSpeed {found['deepspeed']}, {found['date']}"
+    missing = [case["case"] for case in found["cases"] if "error" in case]
+    lines += ["", f"These runs used {versions}."]
+    if missing:
+        lines.append(f"These cases did not start: {'; '.join(missing)}.")
+    return "\n".join(lines)
+
+
 def page(text: str, records: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the page with a table of ``records``."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table(records)}\n\n{END}{after}"
+    """Return the page with a table of ``records``, and one of engines on the device."""
+    text = _between(BEGIN, table(records), END, text)
+    if BEGIN_DEVICE in text and DEVICE.exists():
+        found = json.loads(DEVICE.read_text(encoding="utf-8"))
+        text = _between(BEGIN_DEVICE, engines(found), END_DEVICE, text)
+    return text
+
+
+def _between(begin: str, content: str, end: str, text: str) -> str:
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n{content}\n\n{end}{after}"
 
 
 def stored() -> dict[str, Any]:

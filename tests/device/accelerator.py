@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.ops.op_builder.cpu import FusedAdamBuilder as CPUFusedAdamBuilder
 
 from tests.device import simdev
 
@@ -166,3 +167,27 @@ class SimulatedAccelerator(CPU_Accelerator):
 
     def unregister_host_memory(self, address):
         simdev.unpin(address)
+
+    def get_op_builder(self, class_name):
+        own = class_name == "FusedAdamBuilder"
+        return FusedAdamBuilder if own else super().get_op_builder(class_name)
+
+
+class FusedAdamBuilder(CPUFusedAdamBuilder):
+    """DeepSpeed's fused Adam, of the device's operators: the CPU's op reads device memory."""
+
+    def load(self, verbose=True):
+        return self
+
+    def multi_tensor_adam(
+        self, _chunk, _overflow, lists, lr, beta1, beta2, eps, step, decoupled, corrects, decay
+    ):
+        """Update parameters and moments, as ``csrc/adam/multi_tensor_adam.cu`` does."""
+        first, second = (1 - beta1**step, 1 - beta2**step) if corrects else (1.0, 1.0)
+        for gradient, weight, mean, square in zip(*lists, strict=True):
+            value, slope = weight.float(), gradient.float()
+            slope = slope if decoupled else slope + decay * value
+            mean.copy_(beta1 * mean + (1 - beta1) * slope)
+            square.copy_(beta2 * square + (1 - beta2) * slope * slope)
+            update = (mean / first) / ((square / second).sqrt() + eps)
+            weight.copy_(value - lr * (update + decay * value if decoupled else update))

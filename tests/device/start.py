@@ -24,6 +24,10 @@ def install() -> None:
     dist.Backend.register_backend("simccl", _make_group, devices=["simdev"])
     if importlib.util.find_spec("deepspeed"):
         _tell_deepspeed()
+    if importlib.util.find_spec("accelerate"):
+        state = importlib.import_module("accelerate.state")
+        # accelerate chooses among the devices that it knows.
+        state.PartialState.default_device = property(lambda _: torch.device("simdev:0"))
 
 
 def _make_group(store, rank, size, timeout):
@@ -40,7 +44,9 @@ def _tell_deepspeed() -> None:
 
     accelerator = SimulatedAccelerator()
     set_accelerator(accelerator)
-    # This module asks the accelerator when it is imported, and the fork server has imported it.
+    # These modules ask the accelerator when imported, and the fork server has imported them.
     if utilities := sys.modules.get("deepspeed.runtime.utils"):
         utilities.torch_memory_reserved = accelerator.memory_reserved
         utilities.torch_max_memory_reserved = accelerator.max_memory_reserved
+    if adam := sys.modules.get("deepspeed.ops.adam.fused_adam"):
+        adam.FusedAdamBuilder = accelerator.get_op_builder("FusedAdamBuilder")

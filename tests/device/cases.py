@@ -1,0 +1,413 @@
+"""Training runs on the device, one for each engine and fast path, and what they end with."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from tests.backend.stream.streaming import FAMILIES as TESTED
+from tests.backend.stream.streaming import FIRST, TARGETS, Web, web_batch
+from zerotune.checkpoint import load_checkpoint, save_checkpoint
+from zerotune.ema import EMAShadow
+from zerotune.ema.shadow import DeviceStore, FileStore, HostStore, ShadowStore
+from zerotune.optim.resolver import OptimizerResolver
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
+from zerotune.platform import Platform
+from zerotune.training.setup import build_engine
+
+GIB = 2**30
+AHEAD = 3000
+
+
+class Skipping(Web):
+    """Blocks of which each pass skips one, as stochastic depth does, and detaches another."""
+
+    def forward(self, x: torch.Tensor, skipped: int, detached: int) -> torch.Tensor:
+        hidden = self.inp(x)
+        for index in range(len(self.blocks)):
+            if index == detached:
+                hidden = hidden + self.call(index, hidden).detach()
+            elif index != skipped:
+                hidden = self.call(index, hidden)
+        return self.out(hidden)
+
+
+def skipping_batch(random_: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+    skipped, detached = torch.randperm(6, generator=random_)[:2].tolist()
+    return {**web_batch(random_, dtype), "skipped": skipped, "detached": detached}
+
+
+FAMILIES = {**TESTED, "skipping": (Skipping, skipping_batch)}
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """A model, a plan, and what happens while it trains."""
+
+    name: str
+    family: str = "web"
+    """``"web"`` has blocks that are called twice or share weights; see also ``FAMILIES``."""
+    streamed: Streaming | None = None
+    stage: int = 2
+    offload: str = "cpu"
+    offload_param: str = "none"
+    deepspeed: bool = True
+    overlap: bool | None = None
+    """Whether DeepSpeed reduces gradients on another stream; ``None`` is DeepSpeed's default."""
+    hidden: bool | None = None
+    precision: str = "bf16"
+    optimizer: str = "AdamW"
+    accumulation: int = 1
+    clipping: float = 0.05
+    checkpointing: str = "off"
+    """``"off"``, ``"on"``, ``"reentrant"``, or ``"offloaded"``, which copies inputs to the host."""
+    lora: bool = False
+    quantized: str = ""
+    """Type of the 4-bit base of adapters; not quantized if empty."""
+    ema: str = "host"
+    """Where the EMA is: ``"host"``, ``"device"`` or ``"file"``."""
+    swapped_in: bool = False
+    """Whether the EMA is evaluated after every second step."""
+    middle: str = ""
+    """What happens after half of the steps: ``"resume"`` saves, and goes on in a new engine;
+    ``"exhaust"`` repeats a step that found no memory; ``"close"`` closes after a backward pass."""
+    ranks: int = 1
+    steps: int = 4
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# -- The parts of a run.
+
+
+def make_model(case: Case) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = FAMILIES[case.family][0]()
+    if case.quantized:
+        _quantize(model, case.quantized)
+    if case.lora:
+        _add_adapters(case, model)
+    model.train()
+    if case.checkpointing == "on":
+        model.enable_gradient_checkpointing()
+    elif case.checkpointing == "reentrant":
+        if case.lora:
+            # Reentrant checkpoints need an input that requires a gradient, which the first lack.
+            model.get_submodule(FIRST[case.family]).register_forward_hook(
+                lambda _module, _args, output: output.requires_grad_()
+            )
+        model.enable_gradient_checkpointing(
+            gradient_checkpointing_func=lambda f, *a: checkpoint(f, *a, use_reentrant=True)
+        )
+    return model
+
+
+def _add_adapters(case: Case, model: torch.nn.Module) -> None:
+    from zerotune.diffusion.lora import LoRA, add_lora
+
+    add_lora(model, LoRA(rank=4, init="gaussian", targets=TARGETS.get(case.family)))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.02)
+
+
+def _quantize(model: Any, kind: str) -> None:
+    import bitsandbytes as bnb
+
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        for part in list(block.modules()):
+            for name, child in list(part.named_children()):
+                if type(child) is torch.nn.Linear:
+                    made = bnb.nn.Linear4bit(
+                        child.in_features, child.out_features, bias=child.bias is not None,
+                        quant_type=kind, compute_dtype=torch.bfloat16,
+                    )  # fmt: skip
+                    made.load_state_dict(child.state_dict())
+                    setattr(part, name, made.to("cpu"))
+
+
+@contextlib.contextmanager
+def started(case: Case) -> Iterator[Any]:
+    """Start the case's engine on the device."""
+    model = make_model(case)
+    plan = DeepSpeedPlan.build(
+        stage=case.stage, offload=case.offload, offload_param=case.offload_param,
+        precision=case.precision, micro_batch_size=2,
+        gradient_accumulation_steps=case.accumulation, gradient_clipping=case.clipping,
+        optimizer={"type": case.optimizer, "params": {"lr": 2e-3, "weight_decay": 0.01}},
+        **({} if case.overlap is None else {"overlap_comm": case.overlap}),
+    )  # fmt: skip
+    for section, device in (("optimizer", case.offload), ("param", case.offload_param)):
+        if device == "cpu":
+            key = f"zero_optimization.offload_{section}.pin_memory"
+            plan = plan.with_overrides({key: True})
+    resolved = plan.resolve(
+        platform=Platform.synthetic("cuda", vram=8 * GIB, ram=24 * GIB),
+        model=ModelFacts.from_module(model),
+        world_size=case.ranks,
+        deepspeed=case.deepspeed,
+        hidden=case.hidden,
+        streamed=case.streamed or False,
+    )
+    with build_engine(model=model, plan=OptimizerResolver().apply(resolved)) as engine:
+        if case.checkpointing == "offloaded":
+            from zerotune.diffusion.activations import ActivationOffload, StreamTransfers
+
+            transfers = StreamTransfers(engine.device)
+            offload = ActivationOffload(smallest=0, transfers=transfers).attach(engine.module)
+            engine.resources.callback(offload.detach)
+        yield engine
+
+
+def loss_of(case: Case, engine: Any, seed: int) -> torch.Tensor:
+    random_ = torch.Generator().manual_seed(seed + 10_000 * engine.group.rank)
+    dtype = torch.float32 if not case.deepspeed else engine.dtype
+    batch = tree_map_only(
+        torch.Tensor,
+        lambda tensor: tensor.pin_memory().to(engine.device, non_blocking=True),
+        FAMILIES[case.family][1](random_, dtype),
+    )
+    out = engine(**batch)
+    out = getattr(out, "sample", out)
+    out = out[0] if isinstance(out, tuple) else out
+    return (out.float() - 0.5).square().mean()
+
+
+def store_of(case: Case, folder: Path) -> ShadowStore:
+    if case.ema == "file":
+        return FileStore(folder=folder)
+    return DeviceStore() if case.ema == "device" else HostStore()
+
+
+def advance(case: Case, engine: Any, ema: EMAShadow, steps: range, losses: list[Any]) -> list[Any]:
+    """Train for these steps; append losses, which nobody waits for; return gradient norms."""
+    norms = []
+    for step in steps:
+        if engine.steps_in_backward:
+            ema.expect_step()
+        for micro in range(case.accumulation):
+            loss = loss_of(case, engine, 100 * step + micro)
+            losses.append(loss.detach())
+            engine.backward(loss)
+            outcome = engine.step()
+        norms.append(outcome.grad_norm)
+        if outcome.applied:
+            ema.step()
+        if case.swapped_in and step % 2:
+            with ema.swapped_in(), engine.evaluating():
+                losses.append(loss_of(case, engine, 7))
+    return norms
+
+
+# -- What a run ends with.
+
+
+def digest(tensor: torch.Tensor) -> str:
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(content.numpy().tobytes()).hexdigest()[:16]
+
+
+def contents(engine: Any, ema: EMAShadow) -> dict[str, str]:
+    """Digests of masters, moments and the EMA of this rank, and of the model's own weights."""
+    found = {}
+    for fragment in engine.master_weights.read():
+        found[f"master {fragment.address.key}"] = digest(fragment.value)
+        for name, value in sorted(fragment.states.items()):
+            found[f"{name} {fragment.address.key}"] = digest(value)
+    for name, value in ema.state_dict().items():
+        found[f"ema {name}"] = digest(value)
+    if engine.plan.stage < 3:
+        for name, value in engine.module.state_dict().items():
+            found[f"weight {name}"] = digest(value)
+    return found
+
+
+def run(case: Case, seed: int, lateness: float, folder: Path) -> dict[str, Any]:
+    """Train; return losses, norms and digests by name.
+
+    Args:
+        case: What to run.
+        seed: Seed of the order in which the device works.
+        lateness: Chance that a task runs after something was queued.
+        folder: Where checkpoints and files may be written.
+    """
+    torch.simdev.seed_order(seed, lateness, AHEAD)
+    folder = Path(tempfile.mkdtemp(dir=folder))
+    half, losses, norms = case.steps // 2, [], []
+    with started(case) as engine:
+        ema = EMAShadow(decay=0.9, store=store_of(case, folder)).attach(engine)
+        norms += advance(case, engine, ema, range(half), losses)
+        if case.middle == "resume":
+            save_checkpoint(folder / "checkpoint", engine=engine, shadows={"ema": ema})
+        elif case.middle == "close":
+            engine.backward(loss_of(case, engine, 100 * half))
+            engine.close()
+            kept = {name: digest(value) for name, value in engine.module.state_dict().items()}
+            return {"losses": [float(loss) for loss in losses], "norms": norms, **kept}
+        else:
+            if case.middle == "exhaust":
+                exhaust(case, engine)
+            norms += advance(case, engine, ema, range(half, case.steps), losses)
+            kept = contents(engine, ema)
+    if case.middle == "resume":
+        with started(case) as engine:
+            ema = EMAShadow(decay=0.9, store=store_of(case, folder)).attach(engine)
+            load_checkpoint(folder / "checkpoint", engine=engine, shadows={"ema": ema})
+            norms += advance(case, engine, ema, range(half, case.steps), losses)
+            kept = contents(engine, ema)
+    return {"losses": [float(loss) for loss in losses], "norms": norms, **kept}
+
+
+def exhaust(case: Case, engine: Any) -> None:
+    """Let a forward or backward pass find no memory."""
+    torch.simdev.synchronize()
+    torch.simdev.limit(torch.simdev.memory_allocated() + 8192)
+    try:
+        engine.backward(loss_of(case, engine, 3))
+    except torch.OutOfMemoryError:
+        pass
+    else:
+        raise AssertionError("there was enough memory")
+    finally:
+        torch.simdev.limit(16 * GIB)
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names of what two runs do not have in common to the bit."""
+    return sorted(name for name in {*one, *other} if str(one.get(name)) != str(other.get(name)))
+
+
+# -- The matrix.
+
+_WINDOW = Streaming(window=2)
+
+STREAMED = Case(name="streamed, window 2", streamed=_WINDOW)
+ZERO_2 = Case(name="ZeRO-2, CPU offload")
+
+
+def _matrix() -> Iterator[Case]:
+    def streamed(name: str, **fields: Any) -> Case:
+        return attrs.evolve(STREAMED, name=f"streamed, {name}", **fields)
+
+    def zero(stage: int, name: str, **fields: Any) -> Case:
+        return attrs.evolve(ZERO_2, name=f"ZeRO-{stage}, {name}", stage=stage, **fields)
+
+    def plain(name: str, **fields: Any) -> Case:
+        return Case(name=f"plain, {name}", deepspeed=False, stage=0, **fields)
+
+    split = Streaming(window=2, split_masters=True)
+    yield from (
+        STREAMED,
+        streamed("window 3", streamed=Streaming()),
+        streamed("everything resident", streamed=Streaming(window=1000)),
+        streamed("U-Net", family="unet"),
+        streamed("Flux", family="flux"),
+        streamed("Flux, no clipping, checkpointing", family="flux", clipping=0.0,
+            checkpointing="on"),
+        streamed("skipped blocks", family="skipping", steps=8),
+        streamed("skipped blocks, no clipping", family="skipping", clipping=0.0, steps=8),
+        streamed("no clipping", clipping=0.0),
+        streamed("no clipping, one gradient buffer", clipping=0.0,
+            streamed=Streaming(window=2, gradient_buffers=1)),
+        streamed("no clipping, U-Net", clipping=0.0, family="unet"),
+        streamed("accumulation", accumulation=3),
+        streamed("checkpointing", checkpointing="on"),
+        streamed("reentrant checkpointing", checkpointing="reentrant"),
+        streamed("activation offload", checkpointing="offloaded"),
+        streamed("activation offload, no clipping", checkpointing="offloaded", clipping=0.0),
+        streamed("split masters", streamed=split),
+        streamed("split masters, bf16 moments", streamed=split, optimizer="AdamWBF16States"),
+        streamed("split masters, 8-bit moments", streamed=split, optimizer="AdamW8BitStates"),
+        streamed("8-bit moments, no clipping", optimizer="AdamW8BitStates", clipping=0.0),
+        streamed("LoRA", lora=True),
+        streamed("LoRA, no clipping, reentrant", lora=True, clipping=0.0,
+            checkpointing="reentrant"),
+        streamed("LoRA on nf4", lora=True, quantized="nf4", family="flux"),
+        streamed("EMA on the device", ema="device"),
+        streamed("EMA in a file", ema="file"),
+        streamed("EMA in a file, no clipping", ema="file", clipping=0.0),
+        streamed("EMA swapped in", swapped_in=True),
+        streamed("EMA swapped in, no clipping", swapped_in=True, clipping=0.0),
+        streamed("resumed", middle="resume"),
+        streamed("resumed, 8-bit", middle="resume", streamed=split, optimizer="AdamW8BitStates"),
+        streamed("out of memory", middle="exhaust"),
+        streamed("closed after backward", middle="close"),
+        streamed("closed during updates", middle="close", clipping=0.0),
+        streamed("fp32", precision="fp32"),
+        ZERO_2,
+        zero(2, "CPU offload, hidden", hidden=True),
+        zero(2, "CPU offload, hidden, no clipping", hidden=True, clipping=0.0),
+        zero(2, "CPU offload, hidden, U-Net", hidden=True, family="unet"),
+        zero(2, "CPU offload, hidden, Flux", hidden=True, family="flux"),
+        zero(2, "CPU offload, hidden, skipped blocks", hidden=True, family="skipping", steps=8),
+        zero(2, "CPU offload, hidden, accumulation", hidden=True, accumulation=3),
+        zero(2, "CPU offload, hidden, checkpointing", hidden=True, checkpointing="on"),
+        zero(2, "CPU offload, hidden, bf16 moments", hidden=True, optimizer="AdamWBF16States"),
+        zero(2, "CPU offload, hidden, LoRA", hidden=True, lora=True),
+        zero(2, "CPU offload, LoRA on nf4", lora=True, quantized="nf4", family="flux"),
+        zero(2, "CPU offload, hidden, EMA on the device", hidden=True, ema="device"),
+        zero(2, "CPU offload, hidden, EMA in a file", hidden=True, ema="file"),
+        zero(2, "CPU offload, hidden, EMA swapped in", hidden=True, swapped_in=True),
+        zero(2, "CPU offload, hidden, resumed", hidden=True, middle="resume"),
+        zero(2, "CPU offload, hidden, closed", hidden=True, middle="close"),
+        zero(2, "CPU offload, activation offload", checkpointing="offloaded"),
+        zero(2, "CPU offload, out of memory", middle="exhaust"),
+        zero(2, "CPU offload, Flux", family="flux"),
+        zero(0, "no offload", offload="none"),
+        zero(1, "no offload", offload="none"),
+        zero(1, "CPU offload"),
+        zero(1, "CPU offload, hidden", hidden=True),
+        zero(2, "no offload", offload="none"),
+        zero(2, "no offload, overlapped", offload="none", overlap=True),
+        zero(2, "no offload, EMA on the device", offload="none", ema="device", swapped_in=True),
+        zero(2, "no offload, activation offload", offload="none", checkpointing="offloaded"),
+        zero(3, "no offload", offload="none"),
+        zero(3, "CPU offload"),
+        zero(3, "CPU offload, hidden", hidden=True),
+        zero(3, "CPU offload of both", offload_param="cpu"),
+        zero(3, "CPU offload of both, U-Net", offload_param="cpu", family="unet"),
+        zero(3, "CPU offload of both, Flux", offload_param="cpu", family="flux"),
+        zero(3, "CPU offload of both, checkpointing", offload_param="cpu", checkpointing="on"),
+        zero(3, "CPU offload of both, EMA swapped in", offload_param="cpu", swapped_in=True),
+        zero(3, "CPU offload of both, resumed", offload_param="cpu", middle="resume"),
+        streamed("2 ranks", ranks=2),
+        streamed("2 ranks, no clipping", ranks=2, clipping=0.0),
+        streamed("2 ranks, LoRA, EMA swapped in", ranks=2, lora=True, swapped_in=True),
+        zero(1, "2 ranks, no offload", ranks=2, offload="none"),
+        zero(2, "2 ranks, no offload", ranks=2, offload="none"),
+        zero(2, "2 ranks, no offload, overlapped", ranks=2, offload="none", overlap=True),
+        zero(2, "2 ranks, CPU offload", ranks=2),
+        zero(2, "2 ranks, CPU offload, hidden", ranks=2, hidden=True),
+        zero(2, "2 ranks, CPU offload, hidden, resumed", ranks=2, hidden=True, middle="resume"),
+        zero(3, "2 ranks, no offload", ranks=2, offload="none"),
+        zero(3, "2 ranks, CPU offload of both", ranks=2, offload_param="cpu"),
+        plain("no offload", offload="none"),
+        plain("no offload, EMA on the device", offload="none", ema="device", swapped_in=True),
+        plain("no offload, activation offload", offload="none", checkpointing="offloaded"),
+        plain("offload"),
+        plain("offload, hidden", hidden=True),
+        plain("offload, hidden, no clipping", hidden=True, clipping=0.0),
+        plain("offload, hidden, U-Net", hidden=True, family="unet"),
+        plain("offload, hidden, Flux", hidden=True, family="flux"),
+        plain("offload, hidden, skipped blocks", hidden=True, family="skipping", steps=8),
+        plain("offload, hidden, accumulation", hidden=True, accumulation=3),
+        plain("offload, hidden, EMA in a file, swapped in", hidden=True, ema="file",
+            swapped_in=True),
+        plain("offload, hidden, resumed", hidden=True, middle="resume"),
+        plain("offload, hidden, closed", hidden=True, middle="close"),
+        plain("offload, out of memory", middle="exhaust"),
+    )  # fmt: skip
+
+
+CASES = tuple(_matrix())

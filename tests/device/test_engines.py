@@ -1,0 +1,47 @@
+"""Every engine gives the same bits in whatever order the device works.
+
+``python -m tests.device.matrix`` runs all cases in many orders; here are some, in one order each.
+"""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from tests.device import on_device
+from tests.device.cases import CASES, STREAMED, ZERO_2, differences, run
+from zerotune.plan.model import Streaming
+
+pytestmark = pytest.mark.deepspeed
+
+BY_NAME = {case.name: case for case in CASES}
+SAMPLE = (
+    "streamed, window 2",
+    "streamed, Flux, no clipping, checkpointing",
+    "streamed, activation offload, no clipping",
+    "streamed, skipped blocks, no clipping",
+    "streamed, resumed, 8-bit",
+    "ZeRO-3, CPU offload of both",
+    "plain, offload, hidden, EMA in a file, swapped in",
+)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+@on_device()
+def test_the_order_of_the_devices_work_changes_no_bit(name, tmp_path):
+    reference = run(BY_NAME[name], 0, 1.0, tmp_path)
+    assert not differences(reference, run(BY_NAME[name], 1, 0.1, tmp_path))
+
+
+@pytest.mark.parametrize("changes", [{}, {"clipping": 0.0, "checkpointing": "on"}], ids=str)
+@on_device()
+def test_streamed_hidden_and_deepspeeds_own_place_of_the_step_give_the_same_bits(changes, tmp_path):
+    case = attrs.evolve(ZERO_2, steps=3, **changes)
+    reference = run(case, 0, 0.1, tmp_path)
+    for other in ({"hidden": True}, {"streamed": Streaming(window=2)}):
+        assert not differences(reference, run(attrs.evolve(case, **other), 1, 0.1, tmp_path))
+
+
+def test_the_sample_holds_cases_of_the_matrix():
+    assert {STREAMED.name, ZERO_2.name, *SAMPLE} <= set(BY_NAME)
+    assert len(BY_NAME) == len(CASES)
