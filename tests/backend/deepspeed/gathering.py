@@ -114,8 +114,9 @@ def gathered_at_once(
         WeightReleases(SimpleNamespace(parameter_offload=offload, _grad_acc_hooks=[]))
     for _ in range(PASSES):
         with sizes_only():
-            output = model(**inputs(), return_dict=False)[0]
-            first = output[0] if isinstance(output, list) else output
+            output = model(**inputs())
+            samples = output[0] if isinstance(output, tuple) else output.sample
+            first = samples[0] if isinstance(samples, list) else samples
             first.float().pow(2).mean().backward()
         left = len(partitioned.now)
         offload.release_backward_leftovers()
