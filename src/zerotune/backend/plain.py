@@ -141,7 +141,7 @@ class PlainEngine(CountingEngine):
     def _place(self, named: Named, plan: ResolvedPlan) -> Named:
         """Return the master weights by name, in host memory if the plan offloads the optimizer."""
         self._host = None
-        if plan.offload_optimizer == "cpu" and not accelerator_of(self.device).is_host:
+        if plan.offload_optimizer == "cpu" and _has_memory_of_its_own(self.device):
             zero = plan.plan.zero_optimization
             self._host = HostWeights(
                 named,
@@ -521,6 +521,10 @@ class PlainStep(DeferredSteps):
         type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
         if self._host is not None:
             self._host.upload()
+
+
+def _has_memory_of_its_own(device: torch.device) -> bool:
+    return not accelerator_of(device).is_host
 
 
 def _strided(parameters: Iterable[torch.Tensor]) -> str | None:
