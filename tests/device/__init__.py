@@ -31,8 +31,9 @@ Then:
   a task runs after another was queued (1.0: at once; 0.02: very late), ``ahead`` the number of
   tasks that may wait before the host must work;
 * ``counts()`` and ``reset_counts()``: how often what happened. ``HOST_WAITS`` names the causes of
-  host synchronisations; ``host_waits()`` returns those that happened. Counts that begin with
-  ``drained`` are work that ran early although no card would have made the host wait;
+  host synchronisations; ``host_waits()`` returns those that happened, and the context manager
+  ``places_of_waits()`` says in which lines. Counts that begin with ``drained`` are work that ran
+  early although no card would have made the host wait;
 * ``limit(bytes)``: the size of the device's memory;
 * ``clock``: virtual time, see ``tests.device.simdev.Clock``.
 

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections import Counter
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -37,6 +39,29 @@ HOST_WAITS = (
 def host_waits():
     """Return how often the host has waited for the device, by cause."""
     return {cause: n for cause, n in counts().items() if cause in HOST_WAITS}
+
+
+@contextlib.contextmanager
+def places_of_waits(package="zerotune"):
+    """Inside the block, count host waits by cause and by the innermost line of a package.
+
+    Args:
+        package: Name of the package; lines outside it count under their caller in it.
+    """
+    places = Counter()
+
+    def note(cause):
+        frame = sys._getframe(1)
+        while frame and not frame.f_globals["__name__"].startswith(f"{package}."):
+            frame = frame.f_back
+        place = f"{frame.f_globals['__name__']}:{frame.f_lineno}" if frame else "elsewhere"
+        places[cause, place] += 1
+
+    _C.watch_waits(note)
+    try:
+        yield places
+    finally:
+        _C.watch_waits(None)
 
 
 class Span(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import os
 import sys
 from functools import cache
 
@@ -22,12 +23,10 @@ def install() -> None:
     sys.modules["torch.simdev"] = simdev
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend("simccl", _make_group, devices=["simdev"])
+    # accelerate knows no other devices than its own list, unless this names one.
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "simdev"
     if importlib.util.find_spec("deepspeed"):
         _tell_deepspeed()
-    if importlib.util.find_spec("accelerate"):
-        state = importlib.import_module("accelerate.state")
-        # accelerate chooses among the devices that it knows.
-        state.PartialState.default_device = property(lambda _: torch.device("simdev:0"))
 
 
 def _make_group(store, rank, size, timeout):

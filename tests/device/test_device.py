@@ -239,6 +239,18 @@ def test_host_waits_are_counted_by_cause_and_bytes_by_direction():
 
 
 @on_device()
+def test_lines_that_make_the_host_wait_are_named():
+    there = torch.ones(3, device="simdev")
+    with torch.simdev.places_of_waits("tests") as places:
+        for _ in range(2):
+            there.sum().item()
+        there.cpu()
+    (first, twice), (second, once) = places.items()
+    assert (first[0], twice, second[0], once) == ("item", 2, "blocking_download", 1)
+    assert all("tests.device.test_device:" in place for _, place in places)
+
+
+@on_device()
 def test_memory_figures_follow_tensors_and_the_limit_holds():
     simdev = torch.simdev
     simdev.limit(1 << 20)
@@ -281,6 +293,11 @@ def test_page_locked_bytes_are_counted_and_memory_can_be_registered():
     other = torch.empty(1000)
     simdev.check_error(simdev.cudart().cudaHostRegister(other.data_ptr(), other.nbytes, 0))
     assert other.is_pinned()
+    simdev.seed_order(0, 0.0, 3000)
+    there = other.to("simdev", non_blocking=True)
+    with pytest.raises(RuntimeError, match="unregistered while copies"):
+        simdev.cudart().cudaHostUnregister(other.data_ptr())
+    there.cpu()
     simdev.check_error(simdev.cudart().cudaHostUnregister(other.data_ptr()))
     assert not other.is_pinned()
 

@@ -3,10 +3,11 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
-#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones_like.h>
 #include <torch/library.h>
 
@@ -23,12 +24,21 @@ Mask mask_view(const Mask& mask) {
   return mask && mask->defined() ? Mask(host_view(*mask)) : std::nullopt;
 }
 
+// Sizes without memory, also of torch.compile's fake tensors.
+Tensor shape_of(const Tensor& tensor) {
+  static char nothing;
+  return at::from_blob(&nothing, tensor.sizes(), tensor.strides(), [](void*) {},
+                       at::TensorOptions().dtype(tensor.dtype()), c10::Device(c10::kCPU));
+}
+
 int64_t choose(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& mask,
                double dropout, bool causal, std::optional<double> scale, bool grouped) {
-  const bool learns = mask && mask->defined() && mask->requires_grad();
-  const int64_t on_cpu =
-      at::_fused_sdp_choice(host_view(query), host_view(key), host_view(value), mask_view(mask),
-                            dropout, causal, scale, grouped);
+  if (query.unsafeGetTensorImpl()->has_symbolic_sizes_strides())
+    return int64_t(at::SDPBackend::math);
+  const bool masked = mask && mask->defined(), learns = masked && mask->requires_grad();
+  const int64_t on_cpu = at::native::_fused_sdp_choice_cpp(
+      shape_of(query), shape_of(key), shape_of(value),
+      masked ? Mask(shape_of(*mask)) : std::nullopt, dropout, causal, scale, grouped);
   const bool fused = on_cpu == int64_t(at::SDPBackend::flash_attention) && !learns;
   return int64_t(fused ? at::SDPBackend::overrideable : at::SDPBackend::math);
 }

@@ -19,8 +19,10 @@ void copy_on_host(Tensor& to, const Tensor& from) {
   to.copy_(from);
 }
 
-void enqueue_copy(Tensor to, Tensor from, const Cost& cost) {
-  enqueue(current_stream(), [to, from]() mutable { copy_on_host(to, from); }, cost);
+void enqueue_copy(Tensor to, Tensor from, const Cost& cost,
+                  std::shared_ptr<void> in_use = nullptr) {
+  auto work = [to, from, in_use]() mutable { copy_on_host(to, from); };
+  enqueue(current_stream(), std::move(work), cost);
 }
 
 // The host's memory by its address alone: whoever frees or changes it early is wrong on a card too.
@@ -31,7 +33,7 @@ Tensor by_address(const Tensor& host) {
 
 // Whether the driver copies these bytes itself. torch converts and rearranges others first.
 bool is_late(const Tensor& host, const Tensor& on_device, bool non_blocking) {
-  return non_blocking && is_pinned(host.storage().data()) && host.dtype() == on_device.dtype() &&
+  return non_blocking && is_pinned(host.data_ptr()) && host.dtype() == on_device.dtype() &&
          host.is_non_overlapping_and_dense() && host.strides() == on_device.strides() &&
          !host.is_conj() && !host.is_neg();
 }
@@ -45,9 +47,10 @@ void on_device_copy(const Tensor& from, const Tensor& to) {
 void upload(const Tensor& from, const Tensor& to, bool non_blocking) {
   const bool late = is_late(from, to, non_blocking);
   Tensor source;
+  std::shared_ptr<void> in_use;
   if (late) {
     source = by_address(from);
-    use_pinned(from.storage().data(), current_stream());
+    in_use = use_pinned(from.data_ptr(), current_stream());
   } else {
     // Staged: the host may change its tensor at once.
     source = at::empty_like(from, from.options().dtype(to.dtype()).requires_grad(false));
@@ -56,7 +59,7 @@ void upload(const Tensor& from, const Tensor& to, bool non_blocking) {
   count("uploads");
   count("upload_bytes", to.nbytes());
   Cost cost{Engine::kUpload, "upload", 0, double(to.nbytes())};
-  enqueue_copy(host_view(to), source, cost);
+  enqueue_copy(host_view(to), source, cost, in_use);
   if (!non_blocking) {
     host_waits(current_stream(), "blocking_upload");
   } else if (!late) {
@@ -66,11 +69,11 @@ void upload(const Tensor& from, const Tensor& to, bool non_blocking) {
 
 void download(const Tensor& from, const Tensor& to, bool non_blocking) {
   const bool late = is_late(to, from, non_blocking);
-  if (late) use_pinned(to.storage().data(), current_stream());
+  const auto in_use = late ? use_pinned(to.data_ptr(), current_stream()) : nullptr;
   count("downloads");
   count("download_bytes", from.nbytes());
   Cost cost{Engine::kDownload, "download", double(from.nbytes()), 0};
-  enqueue_copy(by_address(to), host_view(from), cost);
+  enqueue_copy(by_address(to), host_view(from), cost, in_use);
   if (!late) host_waits(current_stream(), "blocking_download");
 }
 

@@ -172,6 +172,13 @@ PYBIND11_MODULE(simdev, m) {
     Lock lock(mutex());
     counts().clear();
   });
+  m.def("watch_waits", [](std::optional<py::function> watcher) {
+    if (!watcher) return watch_waits(nullptr);
+    watch_waits([watcher = *watcher](const char* cause) {
+      py::gil_scoped_acquire held;
+      watcher(cause);
+    });
+  });
   m.def("default_generator", [] { return default_generator(); });
   m.def("make_group", &make_group);
   define_memory(m);

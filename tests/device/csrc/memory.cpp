@@ -154,6 +154,7 @@ struct Locked {
   size_t bytes;
   bool registered;
   std::set<StreamId> used;
+  std::shared_ptr<void> copies = std::make_shared<int>();  // shared with those that are queued
 };
 
 std::map<const char*, Locked> locked;
@@ -272,10 +273,12 @@ bool is_pinned(const void* address) {
   return find_locked(address) != locked.end();
 }
 
-void use_pinned(const void* address, StreamId stream) {
+std::shared_ptr<void> use_pinned(const void* address, StreamId stream) {
   Lock lock(mutex());
   const auto found = find_locked(address);
-  if (found != locked.end() && !found->second.registered) found->second.used.insert(stream);
+  if (found == locked.end()) return nullptr;
+  found->second.used.insert(stream);
+  return found->second.copies;
 }
 
 void register_pinned(const void* address, size_t bytes) {
@@ -289,6 +292,8 @@ void unregister_pinned(const void* address) {
   const auto found = locked.find(static_cast<const char*>(address));
   TORCH_CHECK(found != locked.end() && found->second.registered,
               "simdev: the memory has not been registered");
+  TORCH_CHECK(found->second.copies.use_count() == 1,
+              "simdev: memory is unregistered while copies that use it are queued");
   locked.erase(found);
 }
 

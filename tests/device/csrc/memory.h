@@ -24,7 +24,8 @@ void set_limit(size_t bytes);
 
 c10::Allocator& pinned_allocator();
 bool is_pinned(const void* address);
-void use_pinned(const void* address, StreamId stream);
+// Say that a copy on a stream uses the memory, until the result is gone.
+std::shared_ptr<void> use_pinned(const void* address, StreamId stream);
 void register_pinned(const void* address, size_t bytes);
 void unregister_pinned(const void* address);
 const c10::CachingAllocator::Stat& pinned_figures();

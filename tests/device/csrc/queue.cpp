@@ -22,6 +22,7 @@ Order order;
 size_t pending = 0;
 StreamId last_stream = kFirstStream - 1;
 StreamId last_reclaimer = -1;
+std::function<void(const char*)> watcher;
 thread_local StreamId current = kDefaultStream;
 thread_local bool inside = false;
 
@@ -183,7 +184,10 @@ bool query(const MomentRef& moment) {
   return moment->passed;
 }
 
+void watch_waits(std::function<void(const char*)> wanted) { watcher = std::move(wanted); }
+
 void host_waits(StreamId stream, const char* cause) {
+  if (watcher) watcher(cause);
   Lock lock(mutex());
   count(cause);
   finish(stream, cause);
@@ -191,6 +195,7 @@ void host_waits(StreamId stream, const char* cause) {
 }
 
 void host_waits(const MomentRef& moment, const char* cause) {
+  if (watcher) watcher(cause);
   Lock lock(mutex());
   count(cause);
   while (!moment->passed) run_for(moment->stream, cause);
@@ -198,6 +203,7 @@ void host_waits(const MomentRef& moment, const char* cause) {
 }
 
 void host_waits_for_all(const char* cause) {
+  if (watcher) watcher(cause);
   Lock lock(mutex());
   count(cause);
   while (pending) TORCH_CHECK(run_any(), "simdev: deadlock while the host waits (", cause, ")");

@@ -58,6 +58,8 @@ bool query(const MomentRef& moment);
 void host_waits(StreamId stream, const char* cause);
 void host_waits(const MomentRef& moment, const char* cause);
 void host_waits_for_all(const char* cause);
+// Called with the cause whenever the host waits; nullptr for nothing.
+void watch_waits(std::function<void(const char*)> watcher);
 // Work runs now although no card would make the host wait for it.
 void drain(StreamId stream, const std::string& why);
 

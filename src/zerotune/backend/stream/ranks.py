@@ -84,7 +84,7 @@ class SharedSteps(StreamedSteps):
             target = stage[unit.members[index].span]
             # Divide before the sum, like DeepSpeed.
             mean = gradient.reshape(-1) / self._world_size
-            target.copy_(mean, non_blocking=target.is_pinned())
+            target.copy_(mean, non_blocking=self._meeting.locks)
 
     @override
     def _take_squares(self, unit: Unit, came: Mapping[int, torch.Tensor], window: Window) -> None:

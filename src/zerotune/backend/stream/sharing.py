@@ -122,6 +122,9 @@ class SharedMemory(Closable):
     @override
     def close(self) -> None:
         """Unlock all tensors. The memory is freed when its last tensor is deleted."""
+        if self._locked:
+            # Weights of the next pass may still be on their way to the device.
+            current_accelerator().synchronize()
         for tensor in self._locked:
             current_accelerator().unregister_memory(tensor)
         self._locked = []
@@ -274,6 +277,8 @@ class Meeting(Closable):
             for index, (name, (dtype, shape)) in enumerate(kinds.items())
         }
         self._tables = _Tables(**tensors)
+        self.locks: Final = pin
+        """Whether this rank's staging buffers are page-locked; ``is_pinned`` cannot say that."""
         if pin:
             self._memory.lock(self._tables.stages[self._rank])
         self._error: EngineError | None = None
