@@ -23,8 +23,9 @@ def on_device(
     """Run the body of the decorated test in processes that have the device.
 
     As for ``ranks``, parameters and fixtures are created once and sent. Parameters of the test
-    named ``seed``, ``lateness`` or ``ahead`` replace those given here. The test is skipped where
-    nothing compiles C++, and fails there in CI.
+    named ``seed``, ``lateness`` or ``ahead`` replace those given here. No engine proves its fast
+    paths first, since a proof runs in a process of its own. The test is skipped where nothing
+    compiles C++, and fails there in CI.
 
     Args:
         ranks: How many processes.
@@ -46,7 +47,8 @@ def on_device(
             torch.simdev.seed_order(*order.values())
             test(*args, **kwargs)
 
-        started = in_ranks(ranks, env=env, timeout_s=timeout_s)
+        unproven = {"ZEROTUNE_PROOF": "off", **(env or {})}
+        started = in_ranks(ranks, env=unproven, timeout_s=timeout_s)
         return pytest.mark.simdev(started(body))
 
     return decorate

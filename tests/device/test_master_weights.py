@@ -46,7 +46,7 @@ def check(engine):
     return read
 
 
-@on_device(env={"ZEROTUNE_PROOF": "off"})
+@on_device()
 def test_weights_on_both_sides_are_checked_with_one_read_of_the_device():
     engine = streamed()
     try:

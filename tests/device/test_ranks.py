@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.device import on_device
-from tests.device.cases import CASES, differences, run
+from tests.device.cases import CASES, differences, loss_of, run, started
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -27,6 +27,16 @@ def test_gradients_of_no_streaming_rank_make_the_host_wait(tmp_path):
         run(BY_NAME["streamed, 2 ranks"], 1, 0.02, tmp_path)
     downloads = {where for cause, where in places if cause == "blocking_download"}
     assert not {where for where in downloads if where.startswith("zerotune.backend.stream")}
+
+
+@pytest.mark.deepspeed
+@on_device(ranks=2, lateness=0.0)
+def test_an_engine_may_close_while_weights_are_uploaded():
+    case = BY_NAME["streamed, 2 ranks"]
+    with started(case) as engine:
+        for _ in range(2):
+            engine.backward(loss_of(case, engine, 1))
+            engine.step()
 
 
 def start():
