@@ -18,6 +18,7 @@ operation is over. Until then, the weights of a recomputed block stay gathered.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,6 +32,7 @@ from zerotune.errors import EngineError
 
 _RELEASE: Final = "_PartitionedParameterCoordinator__release_param"
 _HOOKS: Final = (
+    "pre_sub_module_forward_function",
     "post_sub_module_forward_function",
     "pre_sub_module_backward_function",
     "post_sub_module_backward_function",
@@ -85,10 +87,16 @@ class WeightReleases:
         """Module of one operation whose backward pass has begun."""
         self._calls: Counter[int] = Counter()
         """Recomputed calls whose backward pass is not over, by module."""
-        self._kept: defaultdict[int, set[Any]] = defaultdict(set)
-        """Recomputed weights, by backward pass."""
+        self._kept: defaultdict[int, list[Any]] = defaultdict(list)
+        """Recomputed modules whose weights are kept, by backward pass."""
+        self._recomputing = False
+        self._count = itertools.count()
+        self._order: dict[int, int] = {}
+        """When each module was last called in a forward pass."""
         for name, hook in zip(
-            _HOOKS, (self._end_forward, self._begin_backward, self._end_backward), strict=True
+            _HOOKS,
+            (self._begin_forward, self._end_forward, self._begin_backward, self._end_backward),
+            strict=True,
         ):
             setattr(offload, name, partial(hook, getattr(offload, name)))
         for weight in self._owners:
@@ -96,16 +104,37 @@ class WeightReleases:
                 came = weight.register_post_accumulate_grad_hook(self._take_gradient)
                 optimizer._grad_acc_hooks.append(came)
 
-    def _end_forward(self, original: _Hook, module: Any) -> None:
+    def _begin_forward(self, original: _Hook, module: Any) -> None:
         backward = torch._C._current_graph_task_id()
-        weights = self._weights.get(module.ds_id)
-        if weights and backward != -1:
+        if backward == -1:
+            self._order[module.ds_id] = next(self._count)
+        elif self._weights.get(module.ds_id):
             if backward not in self._kept:
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._end, backward))
-            self._kept[backward].update(weights)
+            if not self._recomputing:
+                self._recomputing = True
+                self._give_up_after(module, backward)
+            self._kept[backward].append(module)
+        original(module)
+
+    def _end_forward(self, original: _Hook, module: Any) -> None:
+        weights = self._weights.get(module.ds_id)
+        if weights and torch._C._current_graph_task_id() != -1:
             self._keep(module, weights)
         original(module)
+
+    def _give_up_after(self, module: Any, backward: int) -> None:
+        """Release what is still kept of the blocks after one whose recomputation has begun.
+
+        Autograd runs the newest operations first, so their backward passes are over, and no
+        gradient has reached these weights: nothing uses their modules' outputs.
+        """
+        begun = self._order.get(module.ds_id, 0)
+        over = [one for one in self._kept[backward] if self._order.get(one.ds_id, 0) > begun]
+        self._kept[backward] = [one for one in self._kept[backward] if one not in over]
+        for one in over:
+            self._give_up(one)
 
     def _keep(self, module: Any, weights: list[Any]) -> None:
         """Keep the weights of a recomputed module gathered for its backward pass."""
@@ -129,6 +158,7 @@ class WeightReleases:
         return module in self._owners[weight] or id(weight) in module._external_params
 
     def _begin_backward(self, original: _Hook, module: Any) -> None:
+        self._recomputing = False
         self._end_running()
         original(module)
         if type(module) in _ONE_OPERATION:
@@ -166,11 +196,15 @@ class WeightReleases:
         self._release(weight)
 
     def _end(self, backward: int) -> None:
-        """At the end of a backward pass, release recomputed weights that it has not reached."""
-        self._calls.clear()
-        for weight in self._kept.pop(backward):
-            active = weight.ds_active_sub_modules
-            active -= {one for one in active if isinstance(one, tuple)}
+        for module in self._kept.pop(backward):
+            self._give_up(module)
+
+    def _give_up(self, module: Any) -> None:
+        """Release recomputed weights for which no backward pass will come."""
+        self._calls.pop(module.ds_id, None)
+        for weight in self._weights[module.ds_id]:
+            # Its forward pass may have been interrupted when all that was needed was recomputed.
+            weight.ds_active_sub_modules -= {_UNTIL_GRADIENT, _until_call(module), module.ds_id}
             self._release(weight)
 
 
