@@ -37,7 +37,10 @@ HOST_WAITS = (
 
 
 def host_waits():
-    """Return how often the host has waited for the device, by cause."""
+    """Return how often the training thread has waited for the device, by cause.
+
+    ``counts()`` has the waits of other threads, with ``beside`` after the cause.
+    """
     return {cause: n for cause, n in counts().items() if cause in HOST_WAITS}
 
 
@@ -78,6 +81,8 @@ class Span(NamedTuple):
     """Bytes read and written."""
     operations: float
     """Floating point operations of products."""
+    label: str
+    """Label of the thread that queued it."""
 
 
 class Clock:
@@ -102,9 +107,26 @@ class Clock:
     """``record(True)`` keeps what ``spans`` returns."""
 
     @staticmethod
-    def spans() -> list[Span]:
-        """Return what has been recorded, with host waits (named by cause) and ``advance``."""
-        return [Span(*span) for span in _C.clock_spans()]
+    def spans(first: int = 0) -> list[Span]:
+        """Return what has been recorded, with host waits (named by cause) and ``advance``.
+
+        Args:
+            first: How many of the oldest to leave out.
+        """
+        return [Span(*span) for span in _C.clock_spans(first)]
+
+    @staticmethod
+    def scale(work: float = 1.0, copies: float = 1.0, label: str = "") -> None:
+        """Let later tasks of the calling thread take longer than their sizes say.
+
+        So a small model's schedule has the durations of a large one.
+
+        Args:
+            work: Factor of the time of computation.
+            copies: Factor of the time of uploads, downloads and collectives.
+            label: Label of the tasks.
+        """
+        _C.clock_scale(work, copies, label)
 
     @staticmethod
     def advance(seconds: float, name: str = "host") -> None:

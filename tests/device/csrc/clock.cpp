@@ -1,11 +1,10 @@
 #include "clock.h"
 
-#include <pthread.h>
 #include <sys/syscall.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 
 namespace simdev {
 namespace {
@@ -13,14 +12,12 @@ namespace {
 constexpr int64_t kMain = 0;
 constexpr size_t kIntervals = 1 << 14;
 
+// Backward runs in threads of torch, whose names those that they start would inherit.
+bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
 int64_t thread_key() {
-  thread_local int64_t key = [] {
-    char name[32] = "";
-    pthread_getname_np(pthread_self(), name, sizeof name);
-    const int64_t own = syscall(SYS_gettid);
-    return own == getpid() || !strncmp(name, "pt_autograd", 11) ? kMain : own;
-  }();
-  return key;
+  thread_local const int64_t own = syscall(SYS_gettid);
+  return own == getpid() || in_backward() ? kMain : own;
 }
 
 const char* lane_of(Engine engine) {
@@ -34,6 +31,15 @@ const char* lane_of(Engine engine) {
 }
 
 }  // namespace
+
+bool on_main_thread() { return thread_key() == kMain; }
+
+double Clock::scaled(const Cost& cost) {
+  const bool computes = cost.engine == Engine::kCompute;
+  const double factor = computes ? host().work : host().copies;
+  const double fixed = cost.engine == Engine::kNone ? 0 : rates.latency;
+  return fixed + factor * (seconds(cost) - fixed);
+}
 
 double Clock::seconds(const Cost& cost) const {
   switch (cost.engine) {
@@ -73,21 +79,21 @@ double Clock::reserve(Engine engine, double from, double seconds) {
 
 double Clock::run(StreamId stream, const Cost& cost) {
   double& end = streams_[stream];
-  double& host_time = host();
-  host_time += rates.launch;
-  const double ready = std::max(end, host_time), length = seconds(cost);
+  Host& own = host();
+  own.now += rates.launch;
+  const double ready = std::max(end, own.now), length = scaled(cost);
   if (cost.engine == Engine::kNone) return end = ready;
   const double start = reserve(cost.engine, ready, length);
   end = start + length;
   if (recording)
     spans.push_back({lane_of(cost.engine), cost.name, stream, start, end, cost.read + cost.written,
-                     cost.operations});
+                     cost.operations, own.label});
   return end;
 }
 
 double Clock::record(StreamId stream) {
   double& end = streams_[stream];
-  return end = std::max(end, host());
+  return end = std::max(end, host().now);
 }
 
 void Clock::wait(StreamId stream, double until) {
@@ -106,20 +112,28 @@ double Clock::end_of_all() const {
   return last;
 }
 
-double& Clock::host() { return hosts_[thread_key()]; }
-double Clock::now() const { return hosts_[thread_key()]; }
+Host& Clock::host() { return hosts_[thread_key()]; }
+double Clock::now() const { return hosts_[thread_key()].now; }
 
 void Clock::join(double until, const std::string& why) {
-  double& now = host();
-  if (until <= now) return;
-  if (recording) spans.push_back({"host", why, -1, now, until});
-  now = until;
+  Host& own = host();
+  if (until <= own.now) return;
+  if (recording) spans.push_back({"host", why, -1, own.now, until, 0, 0, own.label});
+  own.now = until;
 }
 
 void Clock::advance(double seconds, const std::string& name) {
-  double& now = host();
-  if (recording) spans.push_back({"host", name, -1, now, now + seconds});
-  now += seconds;
+  Host& own = host();
+  const double end = own.now + seconds;
+  if (recording) spans.push_back({"host", name, -1, own.now, end, 0, 0, own.label});
+  own.now = end;
+}
+
+void Clock::scale(double work, double copies, const std::string& label) {
+  Host& own = host();
+  own.work = work;
+  own.copies = copies;
+  own.label = label;
 }
 
 void Clock::reset() {

@@ -45,7 +45,19 @@ struct Span {
   double end;
   double bytes = 0;
   double operations = 0;
+  std::string label;
 };
+
+// A thread of the host. Its tasks take longer than their sizes say by a factor.
+struct Host {
+  double now = 0;
+  double work = 1;
+  double copies = 1;
+  std::string label;
+};
+
+// Whether the calling thread is the main one, or torch's for backward, which acts on its behalf.
+bool on_main_thread();
 
 class Clock {
  public:
@@ -66,16 +78,18 @@ class Clock {
   double now() const;
   void join(double until, const std::string& why);
   void advance(double seconds, const std::string& name);
+  void scale(double work, double copies, const std::string& label);
   void reset();
 
  private:
   double reserve(Engine engine, double from, double seconds);
   double seconds(const Cost& cost) const;
-  double& host();
+  double scaled(const Cost& cost);
+  Host& host();
 
   std::map<StreamId, double> streams_;
   std::map<Engine, std::map<double, double>> busy_;  // disjoint intervals, end by start
-  mutable std::map<int64_t, double> hosts_;
+  mutable std::map<int64_t, Host> hosts_;
 };
 
 }  // namespace simdev

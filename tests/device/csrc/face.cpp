@@ -134,6 +134,10 @@ void define_clock(py::module_& m) {
     Lock lock(mutex());
     virtual_clock().advance(seconds, name);
   });
+  m.def("clock_scale", [](double work, double copies, const std::string& label) {
+    Lock lock(mutex());
+    virtual_clock().scale(work, copies, label);
+  });
   m.def("clock_record", [](bool on) {
     Lock lock(mutex());
     virtual_clock().recording = on;
@@ -143,13 +147,17 @@ void define_clock(py::module_& m) {
     settle();
     virtual_clock().reset();
   });
-  m.def("clock_spans", [] {
+  m.def("clock_spans", [](size_t first) {
     Lock lock(mutex());
-    std::vector<std::tuple<std::string, std::string, int64_t, double, double, double, double>>
+    std::vector<std::tuple<std::string, std::string, int64_t, double, double, double, double,
+                           std::string>>
         spans;
-    for (const auto& span : virtual_clock().spans)
+    const auto& recorded = virtual_clock().spans;
+    for (size_t i = first; i < recorded.size(); ++i) {
+      const auto& span = recorded[i];
       spans.emplace_back(span.lane, span.name, span.stream, span.start, span.end, span.bytes,
-                         span.operations);
+                         span.operations, span.label);
+    }
     return spans;
   });
 }

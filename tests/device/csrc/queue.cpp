@@ -90,6 +90,9 @@ double time_of(const MomentRef& moment) {
   return moment->epoch == virtual_clock().epoch ? moment->at : 0;
 }
 
+// Waits of the training thread; other threads may wait as long as they like.
+void count_wait(const std::string& cause) { count(on_main_thread() ? cause : cause + " beside"); }
+
 void finish(StreamId stream, const std::string& why) {
   while (queues.count(stream)) run_for(stream, why);
 }
@@ -189,7 +192,7 @@ void watch_waits(std::function<void(const char*)> wanted) { watcher = std::move(
 void host_waits(StreamId stream, const char* cause) {
   if (watcher) watcher(cause);
   Lock lock(mutex());
-  count(cause);
+  count_wait(cause);
   finish(stream, cause);
   virtual_clock().join(virtual_clock().end_of(stream), cause);
 }
@@ -197,7 +200,7 @@ void host_waits(StreamId stream, const char* cause) {
 void host_waits(const MomentRef& moment, const char* cause) {
   if (watcher) watcher(cause);
   Lock lock(mutex());
-  count(cause);
+  count_wait(cause);
   while (!moment->passed) run_for(moment->stream, cause);
   virtual_clock().join(time_of(moment), cause);
 }
@@ -205,7 +208,7 @@ void host_waits(const MomentRef& moment, const char* cause) {
 void host_waits_for_all(const char* cause) {
   if (watcher) watcher(cause);
   Lock lock(mutex());
-  count(cause);
+  count_wait(cause);
   while (pending) TORCH_CHECK(run_any(), "simdev: deadlock while the host waits (", cause, ")");
   virtual_clock().join(virtual_clock().end_of_all(), cause);
 }
