@@ -479,7 +479,7 @@ def bounds(
     traffic = None if estimate is None else step_traffic(estimate)
     # The time alone does not show whether the bus or the device is slower, because gradients and
     # parameters cross the bus while the device computes. The rate lets the reader judge.
-    crossing = traffic.gradients + traffic.parameters if traffic else 0
+    crossing = traffic.bus - traffic.weights if traffic else 0
     on_disk = traffic.swap.read + traffic.swap.written if traffic else 0
     averaged = 2 * traffic.ema_on_disk if traffic else 0
     optimizer = each.get("optimizer", 0.0)

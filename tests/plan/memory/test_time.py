@@ -74,6 +74,19 @@ def test_the_operations_of_sdxl_equal_the_published_figure():
     assert time.seconds == pytest.approx(25.4, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "to_host", "back"),
+    [(2, 1, 2, 0), (2, 3, 8, 4), (3, 1, 4, 2), (3, 3, 8, 6)],
+)
+def test_gradients_cross_the_bus_in_the_weights_dtype(stage, accumulation, to_host, back):
+    # As counted in tests/device/test_counts.py; DeepSpeed's own step wants them in fp32.
+    estimate, _ = timed(stage=stage, offload="cpu", gradient_accumulation_steps=accumulation)
+    traffic = step_traffic(estimate)
+    assert (traffic.gradients, traffic.returned) == pytest.approx((to_host * N, back * N), rel=1e-3)
+    slow_step = attrs.evolve(estimate, resolved=attrs.evolve(estimate.resolved, host_step=False))
+    assert step_traffic(slow_step).gradients == pytest.approx((to_host + 2) * N, rel=1e-3)
+
+
 def test_phases_are_sequential_and_lanes_run_in_parallel():
     rates = slow(products=1e13, to_host=1e10, host_step=1e10, to_device=1e10)
     estimate, time = timed(rates, offload="cpu")

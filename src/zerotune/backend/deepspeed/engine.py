@@ -331,6 +331,10 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
             chosen_optimizer(plan), named, arguments["optimizer"]
         )
         self._engine, built = initialize(deepspeed, plan, arguments, self.resources)
+        if "timers" not in plan.to_deepspeed():
+            # Otherwise, DeepSpeed waits for the device before each forward pass and after each step
+            # to measure a throughput that nobody reads.
+            self._engine.tput_timer.config.synchronized = False
         self._wrapper = wrapper_of(self._engine)
         improved = self._wrapper.improve()
         self._host_step, stepping = self._wrapper.take_over_step(plan, self._group)

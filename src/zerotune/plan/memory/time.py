@@ -373,9 +373,9 @@ def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
 # of this rank's part, e bytes of a weight in the forward pass, m of a master weight, s of a state,
 # k states, a micro batches:
 #
-# - gradients to the host: ``m N`` at stages 1 and 2, and ``(2a - 1) e N`` more with several micro
-#   batches, whose sum is copied to the device and back; ``2e N a + m N`` at stage 3, which copies
-#   gradients to the host, back, and to the host again in fp32;
+# - gradients to the host for the optimizer: ``e N`` for zerotune's one pass, otherwise ``m N``;
+# - sums of gradients, which the device forms: ``a e N`` to the host and ``(a - 1) e N`` back at
+#   stages 1 and 2 with several micro batches; ``a e N`` in either direction at stage 3;
 # - updated weights to the device: ``e N``, unless parameters are on the host;
 # - parameters on the host: ``2 a e`` per element on this rank, once for each pass;
 # - the optimizer in host memory: it reads master weight, gradient and states and writes master
@@ -391,7 +391,7 @@ class StepTraffic:
     """Bytes that one rank moves in one optimizer step, by purpose."""
 
     gradients: int
-    """Bytes of gradients that the backward pass copies over the bus to an optimizer on the host."""
+    """Bytes of gradients that the backward pass copies to host memory."""
     parameters: int
     """Bytes of parameters on the host that the forward and backward passes copy over the bus."""
     weights: int
@@ -402,6 +402,8 @@ class StepTraffic:
     """Host memory traffic of an ``EMAShadow`` in host memory or on disk."""
     swap: SwapTraffic
     """Swap file traffic."""
+    returned: int = 0
+    """Bytes of summed gradients that the backward pass copies back to the device."""
     added: int = 0
     """Host memory traffic for summing gradients, if the ranks of a machine do so in host memory."""
     chain: int = 0
@@ -419,7 +421,7 @@ class StepTraffic:
     @property
     def bus(self) -> int:
         """Total bytes copied over the bus; 0 if the accelerator is the CPU."""
-        return self.gradients + self.parameters + self.weights
+        return self.gradients + self.returned + self.parameters + self.weights
 
 
 def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
@@ -447,8 +449,10 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
     uploaded = case.element if resolved.uses_deepspeed else 4
     one_pass = case.steps_in_one_pass
     in_backward, in_step = _allocated(case) if case.on_cpu else (0, 0)
+    sums, returned, taken = _gradients(case)
     return StepTraffic(
-        gradients=_gradients(case) * owned - case.master_bytes * stays if over_bus else 0,
+        gradients=sums * owned + taken * away if over_bus else 0,
+        returned=returned * owned if over_bus else 0,
         parameters=passes * kept if params_away and not case.on_cpu else 0,
         weights=uploaded * away if over_bus and not params_away else 0,
         optimizer=round(_update(case) * away) if on_host else 0,
@@ -496,7 +500,8 @@ def _streamed_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
     part = stepped / case.ranks
     return StepTraffic(
         gradients=accumulated * element * stepped,
-        parameters=2 * accumulated * absent + written + back,
+        parameters=2 * accumulated * absent + written,
+        returned=back,
         weights=element * units.resident_trained,
         # Gradients stay in the weights' precision, and are first read for their norm.
         optimizer=round((_update(case) - case.master_bytes + 2 * element - saved) * part),
@@ -549,15 +554,18 @@ def _allocated(case: Costing) -> tuple[int, int]:
     return in_backward, in_step
 
 
-def _gradients(case: Costing) -> int:
-    accumulated = case.resolved.gradient_accumulation_steps
+def _gradients(case: Costing) -> tuple[int, int, int]:
+    """Return bytes per element: of sums to the host, of sums back, and for the optimizer."""
+    accumulated, element = case.resolved.gradient_accumulation_steps, case.element
     if not case.resolved.uses_deepspeed:
         # The device accumulates micro batches.
-        return 4
+        return 0, 0, 4
+    taken = element if case.steps_in_one_pass else case.master_bytes
     if case.resolved.stage == 3:
-        return 2 * case.element * accumulated + case.master_bytes
-    extra = (2 * accumulated - 1) * case.element if accumulated > 1 else 0
-    return case.master_bytes + extra
+        return accumulated * element, accumulated * element, taken
+    if accumulated == 1:
+        return 0, 0, taken
+    return accumulated * element, (accumulated - 1) * element, taken
 
 
 def _update(case: Costing) -> float:
@@ -908,6 +916,7 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     yield "backward", fetches, "parameters to the device", half, "to_device"
     yield "backward", "in", "activations to the device", waiting, "to_device"
     yield "backward", "out", "gradients to the host", traffic.gradients, "to_host"
+    yield "backward", "in", "gradients back to the device", traffic.returned, "to_device"
     yield "backward", "device", "gradients put into buckets", _gradients_in_memory(case), memory
     yield "backward", "device", "gradient checks", _checked(case), memory
     yield "backward", "host", "gradients added up", traffic.added, "host_memory"

@@ -1,0 +1,172 @@
+"""What a step makes the host wait for, and how many bytes it copies."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+
+from tests.device import on_device
+from tests.device.cases import FAMILIES, Case, loss_of, started
+from zerotune.plan.memory.estimate import Workload
+from zerotune.plan.memory.time import step_traffic
+from zerotune.plan.model import Streaming
+
+pytestmark = pytest.mark.deepspeed
+
+WIDTH, BLOCKS = 128, 6
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + torch.nn.functional.silu(self.inner(x))
+
+
+class Chain(torch.nn.Module):
+    """Equal blocks, whose weights need no padding in units."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def chain_batch(random_, dtype):
+    return {"x": torch.randn(2, WIDTH, generator=random_).to(dtype)}
+
+
+FAMILIES["chain"] = (Chain, chain_batch)
+_UNITS = Streaming(units=("Block",), window=2)
+STREAMED = Case(name="streamed, clipped", family="chain", streamed=_UNITS)
+ZERO_2 = Case(name="ZeRO-2", family="chain")
+
+
+def settle(engine):
+    """Wait for updates, and for copies that have been requested."""
+    engine.master_weights.settle()
+    for unit in getattr(engine, "_units", ()):
+        if unit.loading is not None:
+            unit.loading.finish()
+    torch.simdev.synchronize()
+
+
+def steps(case, count=4):
+    """Train; return the last step's engine traffic and the host's waits, phase by phase."""
+    simdev = torch.simdev
+    waits = {}
+
+    def phase(name, call):
+        before = simdev.host_waits()
+        result = call()
+        found = {k: n - before.get(k, 0) for k, n in simdev.host_waits().items()}
+        waits.setdefault(name, {}).update({k: n for k, n in found.items() if n})
+        return result
+
+    with started(case) as engine:
+        for step in range(count):
+            settle(engine)
+            simdev.reset_counts()
+            waits.clear()
+            for micro in range(case.accumulation):
+                loss = phase("forward", lambda seed=10 * step + micro: loss_of(case, engine, seed))
+                phase("backward", lambda loss=loss: engine.backward(loss))
+                phase("step", engine.step)
+        settle(engine)
+        counts = simdev.counts()
+        estimate = engine.plan.estimate(Workload(batch=2, gradient_checkpointing=False))
+    return waits, counts, step_traffic(estimate)
+
+
+def evolved(case, name, **changes):
+    return attrs.evolve(case, name=name, **changes)
+
+
+# DeepSpeed's waits in each step: the copies of gradients, the norms of all gradients at once, the
+# sum over ranks of its overflow flag (uploaded, summed and read), and that of the squared norms.
+_ZERO_2_STEP = {
+    "synchronize_event": 1, "blocking_download": 2, "blocking_upload": 2, "item": 2,
+}  # fmt: skip
+# Before the optimizer's gradients are used, and where blocks of DeepSpeed's stage 3 wait for
+# all-gathers on one rank.
+_ZERO_3_PASSES = {"forward": {"synchronize_stream": 1}, "backward": {"synchronize_stream": 2}}
+WAITS = {
+    # The norm needs all gradients of the 7 units; before that the host waits only in order not to
+    # run too far ahead of their copies. A sample of the weights is compared with the masters.
+    STREAMED: {
+        "forward": {},
+        "backward": {"synchronize_event": 7},
+        "step": {"synchronize_event": 7, "blocking_download": 1},
+    },
+    evolved(STREAMED, "streamed, not clipped", clipping=0.0): {
+        "forward": {},
+        "backward": {"synchronize_event": 7, "blocking_download": 1},
+        "step": {"synchronize_event": 7},
+    },
+    # DeepSpeed ends each backward pass by waiting for the whole device.
+    ZERO_2: {"forward": {}, "backward": {"synchronize_device": 1}, "step": _ZERO_2_STEP},
+    evolved(ZERO_2, "ZeRO-2, hidden step", hidden=True): {
+        "forward": {},
+        "backward": {"synchronize_device": 1},
+        # Copies may still be reading the previous step's page-locked buffers.
+        "step": _ZERO_2_STEP | {"synchronize_stream": 1},
+    },
+    # DeepSpeed waits for the copy of each gradient before it adds the next to the sum on the host.
+    evolved(ZERO_2, "ZeRO-2, accumulation", accumulation=3): {
+        "forward": {},
+        "backward": {"synchronize_device": 1, "synchronize_event": 7},
+        "step": _ZERO_2_STEP,
+    },
+    evolved(ZERO_2, "ZeRO-3", stage=3): _ZERO_3_PASSES
+    | {"step": {"blocking_download": 3, "blocking_upload": 3}},
+    evolved(ZERO_2, "ZeRO-3, parameters too", stage=3, offload_param="cpu"): _ZERO_3_PASSES
+    | {"step": {"blocking_download": 2, "blocking_upload": 2}},
+    evolved(ZERO_2, "plain", deepspeed=False, stage=0): {
+        "forward": {}, "backward": {}, "step": {"blocking_download": 2},
+    },
+    evolved(ZERO_2, "plain, hidden step", deepspeed=False, stage=0, hidden=True): {
+        "forward": {}, "backward": {}, "step": {"blocking_download": 2, "synchronize_stream": 1},
+    },
+    # The norm alone decides whether the step is applied.
+    evolved(ZERO_2, "plain, no offload", deepspeed=False, stage=0, offload="none"): {
+        "forward": {}, "backward": {}, "step": {"item": 1},
+    },
+}  # fmt: skip
+BY_NAME = {case.name: case for case in WAITS}
+SAMPLE = ("streamed, clipped", "ZeRO-2, hidden step")
+
+
+def check(name):
+    """Check waits by phase and cause, and bytes by direction."""
+    case = BY_NAME[name]
+    waits, counts, traffic = steps(case)
+    assert waits == WAITS[case]
+    assert counts["download_bytes"] == pytest.approx(traffic.gradients, rel=0.01)
+    uploaded = traffic.returned + traffic.parameters + traffic.weights
+    if case.offload_param == "cpu":
+        # Weights that fit stage3_max_live_parameters stay on the device between the passes.
+        assert counts["upload_bytes"] < uploaded
+    else:
+        assert counts["upload_bytes"] == pytest.approx(uploaded, rel=0.01, abs=2048)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+@on_device()
+def test_a_step_waits_and_copies_as_predicted(name):
+    check(name)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name not in SAMPLE])
+@on_device()
+def test_every_engine_waits_and_copies_as_predicted(name):
+    check(name)
