@@ -411,10 +411,12 @@ def missing_for_building(builder: Any, toolchain: Toolchain) -> Diagnosis | None
 
 
 def _builds_for_cuda(builder: Any) -> bool:
-    from zerotune.backend.accelerator import current_accelerator
+    import torch
+
+    from zerotune.backend.accelerator import accelerator_of
 
     base = importlib.import_module("deepspeed.ops.op_builder.builder").CUDAOpBuilder
-    return isinstance(builder, base) and current_accelerator().is_nvidia
+    return isinstance(builder, base) and accelerator_of(torch.device(CUDA)).is_nvidia
 
 
 def doubt(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
