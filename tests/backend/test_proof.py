@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from zerotune.backend import plain
 from zerotune.backend import proof as proofs
 from zerotune.backend.deepspeed import start as deepspeed_start
@@ -530,6 +530,7 @@ def test_planted_faults_of_a_hidden_step_are_detected() -> None:
     assert "weight" in part.evidence, "the report has all that differs"
 
 
+@ranks(1)
 def test_a_step_that_is_not_hidden_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def declined(*_: Any, **__: Any) -> Any:
         return None, ()
