@@ -20,6 +20,7 @@ SAMPLE = (
     "streamed, Flux, no clipping, checkpointing",
     "streamed, activation offload, no clipping",
     "streamed, skipped blocks, no clipping",
+    "streamed, EMA swapped in",
     "streamed, resumed, 8-bit",
     "ZeRO-3, CPU offload of both",
     "plain, offload, hidden, EMA in a file, swapped in",
@@ -30,7 +31,14 @@ SAMPLE = (
 @on_device()
 def test_the_order_of_the_devices_work_changes_no_bit(name, tmp_path):
     reference = run(BY_NAME[name], 0, 1.0, tmp_path)
-    assert not differences(reference, run(BY_NAME[name], 1, 0.1, tmp_path))
+    assert not differences(reference, run(BY_NAME[name], 1, 0.02, tmp_path))
+
+
+@on_device(ranks=2)
+def test_ranks_that_share_weights_write_them_when_no_device_reads_them(tmp_path):
+    case = BY_NAME["streamed, 2 ranks, EMA swapped in"]
+    reference = run(case, 0, 1.0, tmp_path)
+    assert not differences(reference, run(case, 1, 0.02, tmp_path))
 
 
 @pytest.mark.parametrize("changes", [{}, {"clipping": 0.0, "checkpointing": "on"}], ids=str)

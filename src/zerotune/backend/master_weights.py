@@ -478,6 +478,9 @@ class MasterLayout(ABC):
     def settle(self) -> None:  # noqa: B027 - most layouts have no such steps
         """Wait until a pending optimizer step has written every weight and state."""
 
+    def begin_writing(self) -> None:  # noqa: B027 - others copy in the order of computation
+        """Wait until neither a device nor another rank reads weights that will be written."""
+
     def follow(self, followers: Sequence[Follower]) -> bool:  # noqa: ARG002 - of a step under way
         """Update EMAs as part of a pending step; see ``MasterWeights.follow``.
 
@@ -715,6 +718,7 @@ class MasterWeights:
                     fragment.value.copy_(new[fragment.address.name])
         """
         self.settle()
+        self._layout.begin_writing()
         fragments = self._editable()
         try:
             yield fragments

@@ -641,6 +641,10 @@ class StreamLayout(MasterLayout):
         self._steps.settle()
 
     @override
+    def begin_writing(self) -> None:
+        self._steps.begin_writing()
+
+    @override
     @contextmanager
     def reading(self, slab: int) -> Iterator[Slab]:
         self._steps.check_whole()

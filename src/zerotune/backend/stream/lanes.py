@@ -121,6 +121,11 @@ class Lane:
                 copy()
                 return self._stream.record_event()
 
+    def wait_for_device(self) -> None:
+        """Wait until the device has finished all queued work, of this and of other lanes."""
+        if self._streams is not None:
+            self._streams.synchronize(self._device)
+
     def close(self) -> None:
         """End the thread once all requested copies are done."""
         self._thread.shutdown()

@@ -160,6 +160,11 @@ class SharedSteps(StreamedSteps):
                 unit.written.result()
 
     @override
+    def begin_writing(self) -> None:
+        super().begin_writing()
+        self._meeting.meet("begin to write weights")
+
+    @override
     def refresh(self) -> None:
         self._meeting.meet("write weights")
         super().refresh()

@@ -474,6 +474,10 @@ class StreamedSteps:
 
     # -- Units that stay on the device.
 
+    def begin_writing(self) -> None:
+        """Wait until the device no longer reads weights in host memory."""
+        self._lane.wait_for_device()
+
     def refresh(self) -> None:
         """Update the model after weights were written in host memory."""
         for unit in self._units:
