@@ -38,22 +38,24 @@ def test_parts_that_stay_on_the_gpu_cause_no_traffic():
     assert (found.bus, found.optimizer, found.ema) == (0, 0, 0)
 
 
-def test_stage_2_sends_fp32_gradients_and_receives_weights():
+def test_stage_2_sends_gradients_in_the_weights_dtype_and_receives_weights():
     found = moved(2, "cpu", ema="host")
-    assert (found.gradients, found.weights, found.parameters) == (4 * 16, 2 * 16, 0)
-    assert found.bus == 6 * 16
+    assert (found.gradients, found.weights, found.parameters) == (2 * 16, 2 * 16, 0)
+    assert found.bus == 4 * 16
     # Adam: 3 fp32 values, 2 states read and written, and the weight in bf16.
     assert found.optimizer == (12 + 16 + 2) * 16
     assert found.ema == 8 * 16, "within the hidden pass"
     on_disk = moved(2, "cpu", ema="nvme")
     assert (on_disk.ema, on_disk.ema_on_disk, found.ema_on_disk) == (8 * 16, 4 * 16, 0)
-    assert moved(2, "cpu", ranks=2).gradients == 4 * 8
-    assert moved(2, "cpu", accumulation=3).gradients == (4 + 5 * 2) * 16
+    assert moved(2, "cpu", ranks=2).gradients == 2 * 8
+    summed = moved(2, "cpu", accumulation=3)
+    assert (summed.gradients, summed.returned) == ((3 * 2 + 2) * 16, 2 * 2 * 16)
 
 
-def test_stage_3_moves_eight_bytes_of_gradient_and_fetches_parameters_twice():
+def test_stage_3_moves_sums_both_ways_and_fetches_parameters_twice():
     found = moved(3, "cpu", param="cpu")
-    assert (found.gradients, found.parameters, found.weights) == (8 * 16, 4 * 16, 0)
+    assert (found.gradients, found.parameters, found.weights) == (4 * 16, 4 * 16, 0)
+    assert found.returned == 2 * 16
     assert moved(3, "cpu", param="cpu", accumulation=2).parameters == 8 * 16
 
 
