@@ -65,11 +65,11 @@ def test_the_pass_over_split_weights_equals_the_pass_over_whole_ones(bf16_states
     keys = whole, torch.nn.Parameter(masters.low, requires_grad=False)
     adams = [kind([key], lr=1e-2, weight_decay=0.01) for key in keys]
     steppers = [stepper_of(adam)(op=load_host_step(), adam=adam) for adam in adams]
-    shadows = [start.clone(), start.clone()]
+    shadow, expected = start.clone(), start.clone()
     out = torch.empty(numel, dtype=torch.bfloat16)
     for _ in range(20):
         gradient = torch.randn(numel, generator=random_).bfloat16()
-        for adam, stepper, key, shadow in zip(adams, steppers, keys, shadows, strict=True):
+        for adam, stepper, key in zip(adams, steppers, keys, strict=True):
             is_split = key is not whole
             stepper.rewind()
             step = stepper.begin(
@@ -77,7 +77,8 @@ def test_the_pass_over_split_weights_equals_the_pass_over_whole_ones(bf16_states
                 out=None if is_split else out, masters=masters if is_split else None,
             )  # fmt: skip
             for part in (slice(16_000, numel), slice(0, 16_000)):
-                step.run(part.start, part.stop, [Average(shadow=shadow[part], weight=0.1)])
+                averages = [Average(shadow=shadow[part], weight=0.1)] if is_split else []
+                step.run(part.start, part.stop, averages)
         assert torch.equal(masters.high, out)
         exact = whole.detach().clone()
         whole.data.copy_(split_of(exact).read())
@@ -86,5 +87,31 @@ def test_the_pass_over_split_weights_equals_the_pass_over_whole_ones(bf16_states
         states = [adam.state[key] for adam, key in zip(adams, keys, strict=True)]
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(states[0][name], states[1][name])
-        assert torch.equal(*shadows), "averages follow the weights before they are split"
+        expected.lerp_(masters.read(), 0.1)
+        assert torch.equal(shadow, expected), "averages follow the weights as they are stored"
     assert 0 < moved < 20, "20 steps of 40,007 weights make 6 on average"
+
+
+@ranks(1)
+@pytest.mark.parametrize("kind", ["DeepSpeedCPUAdam", "AdamWBF16States", "AdamW8BitStates"])
+def test_an_average_in_the_pass_reads_a_tie_as_one_that_comes_later_does(kind):
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from zerotune.backend.optimizers.classes import AdamW8BitStates, AdamWBF16States
+    from zerotune.backend.step.adams import stepper_of
+    from zerotune.backend.step.kernel import Average, load_host_step
+
+    classes = {each.__name__: each for each in (DeepSpeedCPUAdam, AdamWBF16States, AdamW8BitStates)}
+    # The step takes one unit in the last place from each weight: whole vectors, and a tail.
+    above = torch.full((16 + 7,), 0x3F818001, dtype=torch.int32).view(torch.float32)
+    masters, gradient = split_of(above), torch.ones(above.numel())
+    key = torch.nn.Parameter(masters.low, requires_grad=False)
+    adam = classes[kind]([key], lr=2.0**-23, weight_decay=0.0)
+    stepper = stepper_of(adam)(op=load_host_step(), adam=adam)
+    step = stepper.begin(
+        key, gradient=gradient, group=adam.param_groups[0], factor=1.0, out=None, masters=masters
+    )
+    shadow = torch.zeros_like(above)
+    step.run(0, above.numel(), [Average(shadow=shadow, weight=1.0)])
+    assert torch.equal(masters.read(), above), "0x3F818000 is a tie that is rounded up"
+    assert torch.equal(shadow, masters.read())

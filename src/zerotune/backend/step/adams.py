@@ -187,6 +187,8 @@ class SlabStep:
             weight = self.masters.read(last)
             self.tail(last, weight)
             self.masters.write(weight, last)
+            # As stored, since an EMA that is added after this step reads no other.
+            weight = self.masters.read(last) if averages else weight
             for average in averages:
                 average.shadow[middle - start :].lerp_(weight, average.weight)
             if self.out is not None:

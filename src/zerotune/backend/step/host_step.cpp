@@ -154,14 +154,23 @@ inline float joined(uint16_t high, uint16_t low)
     return value;
 }
 
-// Of a number halfway between two of bf16 that is rounded up the low half becomes one more: nothing
-// else would tell it from one that is rounded down.
+// What is left of an fp32 weight once it is split. Of a number halfway between two of bf16 that is
+// rounded up the low half becomes one more: nothing else would tell it from one that is rounded down.
+inline float storable(float value)
+{
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    bits += (bits & 0x1ffffu) == 0x18000u ? 1u : 0u;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+// The low half of a storable weight.
 inline uint16_t low_half(float value)
 {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof(bits));
-    const uint32_t low = bits & 0xffffu;
-    return static_cast<uint16_t>(low + (low == 0x8000u ? (bits >> 16) & 1u : 0u));
+    return static_cast<uint16_t>(bits);
 }
 
 // Random bits repeat from here on, within a step.
@@ -193,15 +202,15 @@ struct WholeWeights {
 };
 
 struct SplitWeights {
-    float* w;  // written for what follows the update
+    float* w;  // written for what follows the update, which reads what a later reader would
     uint16_t* high;
     uint16_t* low;
     float get(int64_t i) const { return joined(high[i], low[i]); }
     void put(int64_t i, float value) const
     {
-        w[i] = value;
-        high[i] = to_bf16(value);
-        low[i] = low_half(value);
+        w[i] = storable(value);
+        high[i] = to_bf16(w[i]);
+        low[i] = low_half(w[i]);
     }
 };
 
@@ -613,8 +622,9 @@ void zerotune_split(int64_t n, uint16_t* high, uint16_t* low, const float* weigh
     in_blocks<LONG_BLOCK>(n, threads, [=](int64_t start, int64_t size) {
 #pragma omp simd
         for (int64_t i = start; i < start + size; i++) {
-            high[i] = to_bf16(weights[i]);
-            low[i] = low_half(weights[i]);
+            const float weight = storable(weights[i]);
+            high[i] = to_bf16(weight);
+            low[i] = low_half(weight);
         }
     });
 }
