@@ -12,9 +12,10 @@ import torch
 from diffusers import UNet2DModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.memory import MIB, Peak, in_use, needs_mallinfo
+from tests.support.memory import MIB, Peak, in_use, needs_mallinfo, resident
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import PLAIN, Case, start
+from zerotune._util.proc import return_freed_memory
 from zerotune.diffusion.passes import fuses_norm
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.model import Streaming
@@ -97,6 +98,25 @@ def test_host_memory_matches_the_estimate(case):
 def test_host_memory_of_two_ranks_matches_the_estimate():
     for result in run_ranks(measure, Case(stage=3), world_size=2):
         check(result)
+
+
+def kept_by_the_allocator(case: Case) -> int:
+    import torch
+
+    layers = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+    engine = start(case, torch.nn.Sequential(*layers))
+    gc.collect()
+    before = resident()
+    return_freed_memory()
+    kept = before - resident()
+    engine.close()
+    return kept
+
+
+def test_a_start_leaves_no_freed_copies_of_the_weights_behind():
+    case = Case(stage=3, offload="cpu", offload_param="cpu", precision="bf16")
+    (kept,) = run_ranks(kept_by_the_allocator, case)
+    assert kept < 2 * LAYERS * WIDTH**2 / 4
 
 
 @pytest.mark.nvme

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Final, ParamSpec, 
 import attrs
 
 from zerotune._util.closing import Closing
+from zerotune._util.proc import return_freed_memory
 from zerotune.errors import EngineError
 
 if TYPE_CHECKING:
@@ -286,6 +287,9 @@ class StartedEngine(Engine):
         with self._starting():
             self._claim(model)
             self._start(model, plan, timeout_s)
+        # The weights have been copied to their final place; at stage 3, copies one by one, in
+        # blocks that training would not reuse.
+        return_freed_memory()
 
     @abstractmethod
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
