@@ -23,7 +23,7 @@ from zerotune.errors import (
     UnknownKeyError,
     shorten,
 )
-from zerotune.plan.source import parse_json, parse_yaml, reading_at_most
+from zerotune.plan.source import parse_json, parse_yaml
 
 LONG = "9" * 310
 YAML = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n"
@@ -153,20 +153,11 @@ class TestSize:
         with pytest.raises(PlanFileError, match=r"larger than 16\.00 MiB"):
             DeepSpeedPlan.from_json("/dev/zero")
 
-    def test_the_size_limit_can_be_changed(self, tmp_path):
-        file = tmp_path / "ds.json"
-        file.write_text('{"_remark": "' + "x" * 2000 + '"}')
-        with reading_at_most(1000), pytest.raises(PlanFileError, match="limit for a configuration"):
-            DeepSpeedPlan.load(file)
-        assert DeepSpeedPlan.load(file).extra
-
     def test_a_file_with_too_many_values_is_refused(self, tmp_path):
         file = tmp_path / "ds.json"
         file.write_text('{"_note": ["a,b", ' + "1.5," * 900_000 + "2]}")
         with pytest.raises(PlanFileError, match="838,860 values"):
             DeepSpeedPlan.load(file)
-        with reading_at_most("32MiB"):
-            assert len(DeepSpeedPlan.load(file).extra["_note"]) == 900_002
 
     def test_commas_in_strings_do_not_count_as_values(self):
         text = '{"_note": "' + r"\",\\," * 500_000 + '"}'
@@ -176,14 +167,11 @@ class TestSize:
         plan = DeepSpeedPlan.from_dict({"_note": "x" * 200_000})
         with pytest.raises(InvalidValueError, match=r"longer than 128\.00 KiB"):
             plan.to_yaml()
-        with reading_at_most("64MiB"):
-            assert "xxx" in plan.to_yaml()
 
     def test_yaml_has_a_lower_size_limit(self):
         with pytest.raises(PlanFileError, match="limit for a configuration"):
             parse_yaml("#" * 300_000, source="x")
-        with reading_at_most("64MiB"):
-            assert parse_yaml("#" * 300_000, source="x") is None
+        assert parse_yaml("#" * 100_000, source="x") is None
 
 
 class TestValues:

@@ -108,49 +108,27 @@ def test_comment_signs_inside_strings_are_kept():
 @pytest.mark.parametrize(
     ("text", "line", "column", "words"),
     [
-        ('{"a": 1,\n "b": \'x\'}', 2, 7, "single quotes"),
-        ("{'a': 1}", 1, 2, "single quotes"),
+        ('{"a": 1,\n "b": \'x\'}', 2, 7, "Expecting value"),
         ('{"a": 1, "a": 2}', 1, 10, "'a' twice"),
-        ('{"a": True}', 1, 7, "write true"),
-        ('{"a": None}', 1, 7, "write null"),
+        ('{"a": True}', 1, 7, "Expecting value"),
         ('{"a": NaN}', 1, 7, "finite"),
-        ('{"a": 1\n "b": 2}', 2, 2, "missing comma"),
-        ('{"a" 1}', 1, 6, "colon"),
-        ("{a: 1}", 1, 2, "double quotes"),
-        ('{"a": bf16}', 1, 7, 'write "bf16"'),
-        ('{"a": 1', 1, 8, "never closed"),
-        ('{"a": [1, 2}', 1, 12, "missing comma"),
-        ('{"a": "x\n"}', 1, 9, "never closed"),
-        ('{"a": "x\ty"}', 1, 9, "control character"),
-        ('{"a": "\\x"}', 1, 8, "escape"),
-        ('{"a": 01}', 1, 7, "malformed number"),
-        ('{"a": 1.}', 1, 7, "malformed number"),
-        ('{"a": 1e999}', 1, 7, "too large"),
-        ('{"a": 1} {', 1, 10, "after its end"),
-        ("/* x", 1, 1, "never closed"),
-        ("  ", 1, 3, "empty"),
-        ('{"a": }', 1, 7, "unexpected"),
-        ("", 1, 1, "empty"),
-        ("[" * 200 + "]" * 200, 1, 101, "too deeply"),
-        ("[" * 200, 1, 201, "value is missing"),
-        ("9" * 5000, 1, 1, "too long"),
-        ('{"a": 1,, "b": 2}', 1, 9, "extra comma"),
-        ('{"a": [,1]}', 1, 8, "extra comma"),
-        ('{"a": {{ stage }}}', 1, 8, "template"),
-        ('{"a": ${STAGE}}', 1, 7, "template"),
-        ('{"a": <stage>}', 1, 7, "template"),
-        ("{\u201ca\u201d: 1}", 1, 2, "typographic"),
-        ('{"a": \u201cx\u201d}', 1, 7, "typographic"),
-        ('{"a": (1, 2)}', 1, 7, "square brackets"),
         ('{"a": -Infinity}', 1, 7, "finite"),
-        ('{"a": .5}', 1, 7, "malformed number"),
-        ('{"a": +1}', 1, 7, "malformed number"),
-        ('{"a": 0x10}', 1, 7, "malformed number"),
-        ('{"a": FALSE}', 1, 7, "write false"),
-        ("zero_stage: 2\n", 1, 1, "YAML"),
+        ('{"a": 1\n "b": 2}', 2, 2, "','"),
+        ('{"a" 1}', 1, 6, "':'"),
+        ("{a: 1}", 1, 2, "double quotes"),
+        ('{"a": "x\ty"}', 1, 9, "control character"),
+        ('{"a": 1e999}', 1, 7, "too large"),
+        ('{"a": 1} {', 1, 10, "Extra data"),
+        ("/* x", 1, 1, "Expecting value"),
+        ("", 1, 1, "Expecting value"),
+        ("[" * 200 + "]" * 200, 1, 101, "too deeply"),
+        ("[" * 200, 1, 201, "Expecting value"),
+        ("9" * 5000, 1, 1, "too long"),
+        ('{"a": {{ stage }}}', 1, 8, "double quotes"),
+        ('{ // x\n"a": [1,],\n"b": "\\ud800"}', 3, 7, "surrogate"),
     ],
 )
-def test_mistakes_are_named_with_line_column_and_hint(text, line, column, words):
+def test_mistakes_are_named_with_line_and_column(text, line, column, words):
     error = refuse(text)
     assert (error.line, error.column) == (line, column)
     assert words in str(error)
@@ -164,29 +142,3 @@ def test_a_byte_order_mark_is_skipped():
 
 def test_a_surrogate_pair_is_read_as_one_character():
     assert parse_json('"\\ud83d\\ude00"', source="x")[0] == "\U0001f600"
-
-
-@pytest.mark.parametrize(
-    ("lines", "place"),
-    [
-        (['  "a": {', '    "b": 1,', '  "c": {"d": 2}'], (3, 12)),
-        (['  "a": {', '    "b": 1', '  "c": {"d": 2}'], (3, 11)),
-        (['  "a": {', '    "b": {', '      "c": 1', "  },", '  "d": 2'], (4, 13)),
-        (['  "a": {"b": 1,', '        "c": 2,', '  "d": 3'], (3, 16)),
-    ],
-)
-def test_a_missing_brace_is_located_by_the_indentation(lines, place):
-    error = refuse("\n".join(("{", *lines, "}")))
-    assert "never closed" in error.reason
-    assert (error.line, error.column) == place
-
-
-def test_without_indentation_a_missing_brace_is_located_at_the_end():
-    error = refuse('{\n"a": {\n"b": 1,\n"c": 2\n}\n')
-    assert (error.line, error.column) == (6, 1)
-
-
-def test_a_missing_comma_is_not_reported_as_a_missing_brace():
-    error = refuse('{\n  "a": {\n    "b": 1\n    "c": 2\n  }\n}')
-    assert "comma" in error.reason
-    assert (error.line, error.column) == (4, 5)

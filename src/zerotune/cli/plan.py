@@ -40,14 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the selected subcommand."""
-    size = getattr(arguments, "max_size", None)
-    command = arguments.command(arguments)
-    if size is None:
-        return int(command.run())
-    from zerotune.plan.source import reading_at_most
-
-    with reading_at_most(size, key="--max-size"):
-        return int(command.run())
+    return int(arguments.command(arguments).run())
 
 
 # -- What the commands share.
@@ -93,11 +86,6 @@ def number_of_processes(text: str) -> int:
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
     """Add the options for reading a file."""
-    parser.add_argument(
-        "--max-size",
-        metavar="SIZE",
-        help="maximum size of the file; default 16MiB, or 128KiB for YAML",
-    )
     parser.add_argument(
         "--also-known",
         metavar="KEY",

@@ -8,23 +8,21 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import attrs
 
-from zerotune._util.text import format_size, parse_size
+from zerotune._util.text import format_size
 from zerotune.decisions import Log
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, shorten
 
 # -- Size limits.
 
 
-_LARGEST_FILE = ContextVar("largest plan file", default=16 * 1024**2)
-_LARGEST_ALLOWED = 1024**3
+_LARGEST_FILE = 16 * 1024**2
 _YAML_SHARE = 128
 """Factor by which YAML parses slower than JSON, and by which a YAML file must be smaller."""
 _BYTES_OF_A_VALUE = 20
@@ -33,36 +31,9 @@ values use more memory than their text."""
 _QUOTED = re.compile(r'"[^"]*"?')
 
 
-@contextmanager
-def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
-    """Set the maximum size of plan files for a ``with`` block; the default is 16 MiB.
-
-    Args:
-        size: Bytes, or an amount such as ``"64MiB"``. A YAML file is limited to 1/128 of ``size``.
-            A JSON file may contain at most one value per 20 bytes of ``size``.
-        key: Name of the setting, for messages.
-
-    Raises:
-        InvalidValueError: ``size`` is not an amount of memory, or is more than 1 GiB.
-    """
-    largest = parse_size(size, key=key)
-    if largest > _LARGEST_ALLOWED:
-        raise InvalidValueError(
-            f"is more than {format_size(_LARGEST_ALLOWED)}, the maximum for a configuration",
-            key=key,
-            value=size,
-            fix="write a smaller size, such as 64MiB",
-        )
-    token = _LARGEST_FILE.set(largest)
-    try:
-        yield
-    finally:
-        _LARGEST_FILE.reset(token)
-
-
 def refuse_long_yaml(text: str, *, key: str) -> None:
     """Raise ``InvalidValueError`` if ``text`` is too long for a value in a YAML file."""
-    most = _LARGEST_FILE.get() // _YAML_SHARE
+    most = _LARGEST_FILE // _YAML_SHARE
     if len(text) > most:
         raise InvalidValueError(
             f"is longer than {format_size(most)}, the maximum for a value in a YAML file",
@@ -79,11 +50,7 @@ def _without_escapes(text: str) -> str:
     return text.replace("\\\\", "  ").replace('\\"', "  ")
 
 
-_READ_MORE = "pass a configuration file, or raise the limit with "
-_HOW_TO_READ_MORE = {
-    "fix": f"{_READ_MORE}zerotune.plan.source.reading_at_most(…)",
-    "shell_fix": f"{_READ_MORE}--max-size SIZE",
-}
+_SHORTER = "pass a configuration file"
 
 
 def _refuse_too_large(size: int, largest: int, source: str, key: str) -> None:
@@ -92,15 +59,14 @@ def _refuse_too_large(size: int, largest: int, source: str, key: str) -> None:
             f"is larger than {format_size(largest)}, the limit for a configuration",
             key=key,
             value=source,
-            **_HOW_TO_READ_MORE,
+            fix=_SHORTER,
         )
 
 
 # -- JSON with the positions of its parts.
 #
 # ``json`` parses it. Comments and trailing commas, which DeepSpeed itself accepts in files, are
-# blanked out and reported. Everything else that is not JSON is an error with line, column and,
-# from ``_HINTS``, the likely fix.
+# blanked out and reported. Everything else that is not JSON is an error with line and column.
 
 _MOST_LEVELS = 100
 _LONGEST_NUMBER = 400
@@ -139,7 +105,7 @@ class _Json:
     source: str
 
     def parsed(self) -> tuple[Any, list[str]]:
-        _refuse_too_large(len(self.text), _LARGEST_FILE.get(), self.source, "file")
+        _refuse_too_large(len(self.text), _LARGEST_FILE, self.source, "file")
         try:
             self.text.encode()
         except UnicodeEncodeError as error:
@@ -153,13 +119,13 @@ class _Json:
         try:
             return plain._strictly(), liberties
         except json.JSONDecodeError as error:
-            raise self.error(*plain._hint(error)) from None
+            raise self.error(error.pos, f"is not JSON: {error.msg}", _LOOK_HERE) from None
         except (ValueError, RecursionError):
             raise self.error(*plain._refused_place()) from None
 
     def _refuse_too_many(self) -> None:
         """Reject JSON with too many values before it is parsed."""
-        most = _LARGEST_FILE.get() // _BYTES_OF_A_VALUE
+        most = _LARGEST_FILE // _BYTES_OF_A_VALUE
         if (
             self.text.count(",") >= most
             and _QUOTED.sub("", _without_escapes(self.text)).count(",") >= most
@@ -168,7 +134,7 @@ class _Json:
                 f"contains more than {most:,} values, the limit for a configuration",
                 key="file",
                 value=self.source,
-                **_HOW_TO_READ_MORE,
+                fix=_SHORTER,
             )
 
     def _strictly(self) -> Any:
@@ -219,49 +185,6 @@ class _Json:
         if len(found) > _MOST_LIBERTIES:
             sentences.append("and more of them")
         return plain, sentences
-
-    def _hint(self, error: json.JSONDecodeError) -> tuple[int, str, str]:
-        """Return the position of the error, its description, and the fix."""
-        at, message = error.pos, error.msg
-        if not self.text.strip():
-            return at, "is empty", "write at least {}"
-        if not self.text[:at].strip() and _YAML_KEY.match(self.text, at):
-            return at, "is not JSON; it looks like YAML", "give it the suffix .yaml"
-        if message.startswith(("Expecting ',' ", "Extra")) and _LETTER.match(self.text, at):
-            # In "0x10", ``json`` reads the 0 and stops after it.
-            while at > 0 and _LETTER.match(self.text, at - 1):
-                at, message = at - 1, "Expecting value"
-        lacking = self._missing_bracket() if message.startswith("Expecting ',' ") else None
-        if lacking is not None and lacking < at:
-            return lacking, *_UNCLOSED
-        for prefix, there, reason, fix in _HINTS:
-            match = there.match(self.text, at) if message.startswith(prefix) else None
-            if match is not None:
-                word = match[there.groups]
-                return at, reason.replace("{}", word), fix.replace("{}", word)
-        return at, f"has an unexpected {self.text[at]!r}", "write a value"
-
-    def _missing_bracket(self) -> int | None:
-        """Return the position after which a bracket is missing, judged by indentation."""
-        # For each open bracket: start and indentation of its line, indentation of its first entry.
-        open_ones: list[tuple[int, int, int | None]] = []
-        for match in _TOKENS.finditer(_without_escapes(self.text)):
-            at, token = match.start(), match[0]
-            line = self.text.rfind("\n", 0, at) + 1
-            depth = len(self.text[line:at]) - len(self.text[line:at].lstrip())
-            alone = line + depth == at
-            if open_ones and alone and (match["colon"] or token in ("}", "]")):
-                begin, outer, inner = open_ones[-1]
-                inner = depth if inner is None else inner
-                open_ones[-1] = begin, outer, inner
-                outside = depth <= outer if match["colon"] else depth < outer
-                if line > begin and inner > outer and outside:
-                    return len(self.text[:line].rstrip())
-            if token in ("{", "["):
-                open_ones.append((line, depth, None))
-            elif token in ("}", "]") and open_ones:
-                open_ones.pop()
-        return None
 
     def _refused_place(self) -> tuple[int, str, str]:
         """Return position, description and fix of invalid JSON that ``json`` accepts."""
@@ -319,6 +242,7 @@ class _Json:
 
 _LONG_NUMBER = ("contains a number that is too long", "write fewer digits")
 _TOO_DEEP = ("is nested too deeply", f"nest at most {_MOST_LEVELS} levels")
+_LOOK_HERE = "check quotes, commas and brackets at this place"
 _KEEP_ONE = "keep one of the two"
 _HALF_LETTER = (
     "contains an unpaired surrogate (\\ud800-\\udfff), which is not valid Unicode",
@@ -378,54 +302,6 @@ _DECODER = json.JSONDecoder(
 )
 
 
-_UNCLOSED = ("contains a bracket that is never closed", "add the missing } or ]")
-_TEXT_UNCLOSED = ("contains text that is never closed", 'add the missing "')
-_KEY = "Expecting property name"
-_HINTS = tuple(
-    (message, re.compile(there), reason, fix)
-    for message, there, reason, fix in (
-        ("", r"/\*", "contains a comment that is never closed", "add the missing */"),
-        ("Expecting ',' ", r"\s*\Z", *_UNCLOSED),
-        (_KEY, r"\s*\Z", *_UNCLOSED),
-        ("", r"\s*\Z", "ends where a value is missing", "add the value and close the braces"),
-        ("Expecting ',' ", "", "lacks a comma between two entries", "add the missing comma"),
-        ("Expecting ':' ", "", "lacks a colon after a key", 'write "key": value'),
-        ("Extra", "", "contains text after its end", "keep one object; check the closing braces"),
-        ("Unterminated", "", *_TEXT_UNCLOSED),
-        ("Invalid control", r"\n", *_TEXT_UNCLOSED),
-        ("Invalid control", "", "contains a control character in text", "escape it"),
-        ("Invalid \\u", "", "contains an unknown escape", "write \\u and four hexadecimal digits"),
-        ("Invalid \\", "", "contains an unknown escape", "double the backslash: \\\\"),
-        ("", "'", "contains single quotes", "use double quotes"),
-        (
-            "",
-            "[\u201c\u201d\u201e\u2018\u2019]",
-            "contains typographic quotes",
-            "use double quotes",
-        ),
-        (
-            "",
-            r"[$<%@{\u2026]|\.\.\.|YOUR_|(?:TODO|FIXME)\b",
-            "contains a template placeholder without a value",
-            "write the value itself",
-        ),
-        ("", r"(nan|inf)\b", "contains {}, which is not valid JSON", "write a finite number"),
-        ("", r"(True|TRUE)\b", "has the Python word {}", "write true"),
-        ("", r"(False|FALSE)\b", "has the Python word {}", "write false"),
-        ("", r"(None|NULL)\b", "has the Python word {}", "write null"),
-        ("", r"\(", "has a Python tuple", "write a list in square brackets"),
-        ("", ",", "contains an extra comma", "remove it"),
-        (_KEY, "[A-Za-z_]", "contains a key without quotes", "put the key in double quotes"),
-        (_KEY, "", "needs a key in double quotes here", 'write "key": value'),
-        ("", r"[-+.\d]", "contains a malformed number", "write digits, such as 500000000 or 5e8"),
-        ("", r"(\w{1,80})", "contains the word {} without quotes", 'write "{}"'),
-    )
-)
-"""Message of ``json``, text at the position, description of the error, and fix."""
-_LETTER = re.compile(r"[-+.\w]")
-_YAML_KEY = re.compile(r"[A-Za-z_][\w.]*[ \t]*:")
-
-
 # -- YAML, parsed as strictly as JSON.
 
 
@@ -433,7 +309,7 @@ def parse_yaml(text: str, *, source: str) -> Any:
     """Parse YAML text; raise an error for duplicate keys, which PyYAML silently overwrites."""
     import yaml
 
-    _refuse_too_large(len(text), _LARGEST_FILE.get() // _YAML_SHARE, source, "file")
+    _refuse_too_large(len(text), _LARGEST_FILE // _YAML_SHARE, source, "file")
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
@@ -584,7 +460,7 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
     """
     name = key or "file"
     try:
-        largest = _LARGEST_FILE.get()
+        largest = _LARGEST_FILE
         with path.open("rb") as file:
             content = file.read(largest + 1)
         _refuse_too_large(len(content), largest, str(path), name)
