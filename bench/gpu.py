@@ -43,7 +43,7 @@ _TAIL: Final = 4000
 _OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 """Without a network, every hub request is retried for minutes."""
 _NEEDED: Final = ("torch", "deepspeed", "accelerate", "diffusers")
-_OPS: Final = ("cpu_adam", "host_step", "pin_memory")
+_OPS: Final = ("cpu_adam", "host_step")
 _CAPS: Final = (8, 4, 6, 12, 24, 16, 10)
 _MARKS: Final = re.compile(r"\bmark\.gpu\b")
 
@@ -484,16 +484,11 @@ def in_words(error: BaseException | None) -> str:
 
 
 def _load(op: str) -> None:
-    from zerotune.backend.ops import build_op, building
+    from zerotune.backend.ops import build_op
     from zerotune.backend.step.kernel import load_host_step
 
     if op == "host_step":
         load_host_step()
-    elif op == "pin_memory":
-        with building():
-            from deepspeed.utils.pin_memory import get_native_pinned_memory
-
-            get_native_pinned_memory()
     else:
         build_op(op)
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +17,6 @@ import torch
 from tests.support.ranks import ranks, run_ranks
 from zerotune.backend import plain
 from zerotune.backend import proof as proofs
-from zerotune.backend.deepspeed import start as deepspeed_start
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.proof import (
     PATHS,
@@ -278,38 +274,6 @@ def test_synchronous_activation_copies_give_the_same_gradients_and_a_decision() 
     )
 
 
-def pin(resources: ExitStack) -> Any:
-    """Return the decision on page-locking on a machine whose torch rounds sizes up."""
-    plan = DeepSpeedPlan.build(stage=2, precision="bf16", offload="cpu")
-    versions = {"torch": "2.9.0", "deepspeed": "0.19.8"}
-    resolved = plan.resolve(
-        platform=Platform.synthetic("cuda", versions=versions),
-        model=ModelFacts.from_shapes([("weight", (64, 64))]),
-    )
-    (decision,) = deepspeed_start.pin_exactly(resolved, resources=resources, environ={})
-    return decision
-
-
-def test_deepspeed_page_locks_memory_itself_only_if_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("get", "set"):
-        monkeypatch.delattr(torch._C, f"_accelerator_{name}AllocatorSettings", raising=False)
-    monkeypatch.setattr(deepspeed_start, "_refuse_in_time", lambda _resources: None)
-    native = SimpleNamespace(get_native_pinned_memory=lambda: None)
-    monkeypatch.setitem(sys.modules, "deepspeed.utils.pin_memory", native)  # type: ignore[arg-type]
-    with ExitStack() as resources:
-        decision = pin(resources)
-        assert (decision.after, decision.severity) == (None, "warning")
-        assert "not verified on this machine (nothing is proven yet" in decision.reason
-        assert "DS_PIN_MEMORY_BACKEND" not in os.environ
-    store_proof(passed())
-    with ExitStack() as resources:
-        assert pin(resources).after == "native"
-        assert os.environ["DS_PIN_MEMORY_BACKEND"] == "native"
-    store_proof(passed("native page-locking", "a byte"))
-    with ExitStack() as resources:
-        assert "a byte" in pin(resources).reason
-
-
 def test_the_step_in_one_pass_is_used_unless_its_check_failed() -> None:
     plan = DeepSpeedPlan.build(stage=2, precision="bf16", offload="cpu").resolve(
         model=ModelFacts.from_shapes([("weight", (64, 64))])
@@ -383,7 +347,7 @@ def test_a_failed_check_gives_a_warning_that_names_the_report(runs: Any) -> None
     runs.append(passed("page-locked copies", "copy 3 differs"))
     decision = start()
     assert decision.severity == "warning"
-    assert decision.after == "one pass, native page-locking"
+    assert decision.after == "one pass"
     assert str(proof_path(CARD)) in decision.reason
 
 

@@ -76,10 +76,10 @@ def test_the_command_stores_its_proof_and_fails_if_a_check_failed(
 def test_doctor_shows_proven_paths_and_why_others_are_not(capsys: Any) -> None:
     main(["doctor"])
     assert "nothing is proven yet" in " ".join(capsys.readouterr().out.split())
-    store_proof(proof(**{"native page-locking": "copy 3 differs"}))
+    store_proof(proof(**{"page-locked copies": "copy 3 differs"}))
     main(["doctor"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "Fast paths" in shown
-    assert "hidden step proven" in shown
-    assert "the check of native page-locking failed on this device (copy 3 differs)" in shown
+    assert "one pass proven" in shown
+    assert "the check of page-locked copies failed on this device (copy 3 differs)" in shown
     assert all(path in shown for path in PATHS)

@@ -41,9 +41,7 @@ KEY: Final = "proof"
 VARIABLE: Final = "ZEROTUNE_PROOF"
 COMMAND: Final = "zerotune doctor --prove"
 Setting = Literal["first", "off", "ask", "always"]
-FastPath = Literal[
-    "one pass", "hidden step", "streaming", "activation offload", "native page-locking"
-]
+FastPath = Literal["one pass", "hidden step", "streaming", "activation offload"]
 
 _PROOF_FORMAT: Final = 2
 _ARITHMETIC: Final = ("bf16 rounding", "training")
@@ -52,7 +50,6 @@ PATHS: Final[Mapping[FastPath, tuple[str, ...]]] = {
     "hidden step": (*_ARITHMETIC, "page-locked copies"),
     "streaming": (*_ARITHMETIC, "page-locked copies"),
     "activation offload": ("page-locked copies",),
-    "native page-locking": ("native page-locking",),
 }
 """Names of the checks that each fast path requires."""
 _NONE_YET: Final = (

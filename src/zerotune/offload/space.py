@@ -18,7 +18,7 @@ from zerotune.offload.root import SwapRoot, Target
 from zerotune.optimizers.catalogue import entry_of
 from zerotune.plan.memory.estimate import PHASES, Workload
 from zerotune.plan.model import AUTO, evolved
-from zerotune.plan.resolve import SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, pins_natively, sub_groups
+from zerotune.plan.resolve import SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
 
 if TYPE_CHECKING:
     from zerotune.plan.model import ModelFacts, ResolvedPlan
@@ -380,10 +380,8 @@ def host_budget(
     import psutil
 
     environ = os.environ if environ is None else environ
-    asked = environ.get(BACKEND_VARIABLE, "torch").strip().lower() == "native"
-    workload = Workload(ranks_per_machine=ranks, exact_pinning=asked or None)
-    estimate = resolved.estimate(workload)
-    native = asked or pins_natively(resolved.platform)
+    native = environ.get(BACKEND_VARIABLE, "torch").strip().lower() == "native"
+    estimate = resolved.estimate(Workload(ranks_per_machine=ranks, exact_pinning=native or None))
     # DeepSpeed's aio locks its buffers in any case.
     swap_buffers = (
         [one.nbytes for one in estimate.at("host", phase) if one.component == "swap buffers"]

@@ -1124,17 +1124,6 @@ def pins_exactly(platform: Platform) -> bool:
     return version is None or release_of(version) >= OLDEST_TORCH
 
 
-def pins_natively(platform: Platform) -> bool:
-    """Whether DeepSpeed page-locks blocks itself, because torch would round their sizes up.
-
-    Args:
-        platform: The machine. It must have DeepSpeed and no limit on locked memory; with a limit,
-            DeepSpeed would fail to lock blocks.
-    """
-    needed = not pins_exactly(platform) and platform.memlock_limit is None
-    return needed and "deepspeed" in platform.versions
-
-
 # -- The steps of resolution: remove unused sections, then fill in every key.
 
 

@@ -46,7 +46,6 @@ from zerotune.plan.resolve import (
     largest_sub_group,
     optimizer_buffers,
     pins_exactly,
-    pins_natively,
     prepared,
     rehearses_in_bf16,
     without_inactive_offload,
@@ -684,8 +683,7 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
     """Before torch 2.13, rounding of pinned memory wastes 16 GiB for SDXL at stage 2.
 
     torch rounds each pinned block up to a power of two. With torch 2.13, zerotune disables this
-    rounding. DeepSpeed 0.19.8 page-locks blocks at their exact size if the process may lock an
-    unlimited amount of memory. The rule applies only if the model and the torch version are known.
+    rounding. The rule applies only if the model and the torch version are known.
     """
     plan, context, section = case.plan, case.context, offload_section(case.plan, "optimizer")
     here = context.platform
@@ -693,7 +691,7 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
         return
     if plan.stage not in (1, 2) or context.model is None or here is None:
         return
-    if pins_exactly(here) or pins_natively(here):
+    if pins_exactly(here):
         return
     elements = -(-context.model.trainable_numel // max(1, context.world_size))
     staging = 2 if plan.precision in ("bf16", "fp16") else 4

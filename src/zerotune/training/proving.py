@@ -22,14 +22,11 @@ from zerotune.backend.proof import VARIABLE, Combination, Outcome, Proof, descri
 from zerotune.backend.step.adams import torch_rounds_alike
 from zerotune.backend.step.deferred import HIDDEN_KEY
 from zerotune.backend.step.kernel import load_host_step
-from zerotune.backend.upstream import require_deepspeed
 from zerotune.ema import EMAShadow
 from zerotune.errors import MissingDependencyError, PlatformError
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
-from zerotune.plan.resolve import pins_natively
 from zerotune.platform import Platform, detect_platform
-from zerotune.platform.facts import DEEPSPEED_NAMES
 from zerotune.training.setup import build_engine
 
 _FEATURES: Final = 512
@@ -64,16 +61,6 @@ def check_rounding(_platform: Platform, device: torch.device) -> None:
 def check_page_locked(_platform: Platform, device: torch.device) -> None:
     """Check that asynchronous copies through page-locked memory transfer all data."""
     _copy_through(device, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
-
-
-def check_native_page_locking(platform: Platform, device: torch.device) -> None:
-    """Check that copies through DeepSpeed's own page-locked memory transfer all data."""
-    if not pins_natively(platform):
-        raise NotRunError("DeepSpeed does not page-lock memory itself on this machine")
-    deepspeed = require_deepspeed(accelerator=DEEPSPEED_NAMES[platform.accelerator])
-    pin = deepspeed.accelerator.get_accelerator().pin_memory
-    with environment(DS_PIN_MEMORY_BACKEND="native"):
-        _copy_through(device, lambda nbytes: pin(torch.zeros(nbytes, dtype=torch.uint8)))
 
 
 def _copy_through(device: torch.device, allocate: Callable[[int], torch.Tensor]) -> None:
@@ -199,7 +186,6 @@ class _Chain(torch.nn.Module):
 CHECKS: Final[Mapping[str, Callable[[Platform, torch.device], None]]] = {
     "bf16 rounding": check_rounding,
     "page-locked copies": check_page_locked,
-    "native page-locking": check_native_page_locking,
     "training": check_training,
 }
 """The checks by name; ``zerotune.backend.proof.PATHS`` names what each fast path requires."""

@@ -325,7 +325,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         # The proof must run before this process allocates device memory.
         proven = prove_offload(plan, self._group)
         read = read_weights(deepspeed, plan, model)
-        pinned = pin_exactly(plan, resources=self.resources)
+        pinned = pin_exactly(plan)
         arguments = initialize_arguments(plan, model)
         self._expected_groups = expected_groups(
             chosen_optimizer(plan), named, arguments["optimizer"]

@@ -9,7 +9,7 @@ import importlib
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, Final
@@ -17,7 +17,6 @@ from typing import Any, Final
 import torch
 
 from zerotune._util.proc import held
-from zerotune._util.text import format_size
 from zerotune.backend.accelerator import accelerator_of, current_accelerator
 from zerotune.backend.checks import DTYPES, check_alike, check_model_dtype
 from zerotune.backend.deepspeed.partitioned import PartitionedWrapper, flat_through_host
@@ -43,15 +42,13 @@ from zerotune.backend.optimizers.client import (
     own_scheduler,
     parameter_groups,
 )
-from zerotune.backend.proof import why_unproven
 from zerotune.backend.stored import bring_weights, check_has_weights, waiting
 from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError, PlatformError, UnsupportedEngineError
 from zerotune.plan.model import ResolvedPlan, pins
-from zerotune.plan.resolve import SETTING, THRESHOLD, pins_natively
+from zerotune.plan.resolve import SETTING, THRESHOLD
 from zerotune.platform import Platform
-from zerotune.platform.detect import MachineProbe, first_line, host_memory
 from zerotune.platform.facts import CUDA_ALLOCATORS
 
 # -- The installed DeepSpeed: supported classes, and checks of its interface.
@@ -388,17 +385,16 @@ _lock = threading.Lock()
 
 
 def pin_exactly(
-    plan: ResolvedPlan, *, resources: ExitStack, environ: Mapping[str, str] | None = None
+    plan: ResolvedPlan, *, environ: Mapping[str, str] | None = None
 ) -> tuple[Decision, ...]:
     """Prevent torch from rounding page-locked blocks up to powers of two.
 
-    zerotune changes torch's allocator setting for this process; if torch lacks the setting,
-    DeepSpeed page-locks memory itself. A user's ``PYTORCH_ALLOC_CONF`` takes precedence.
+    zerotune changes torch's allocator setting for this process; a warning says so if torch lacks
+    the setting. A user's ``PYTORCH_ALLOC_CONF`` takes precedence.
     ``DS_PIN_MEMORY_BACKEND=native``, which does not round sizes, takes precedence as well.
 
     Args:
         plan: The plan that is about to start.
-        resources: Exit stack for everything that must be closed with the engine.
         environ: Environment variables; default: those of this process.
     """
     zero = plan.plan.zero_optimization
@@ -418,7 +414,16 @@ def pin_exactly(
         reason = "by default torch rounds page-locked blocks up to powers of two, which wastes "
         reason += "memory; blocks above this size are no longer rounded"
         return (_pinned(THRESHOLD, reason),)
-    return (_natively(plan, resources, why),)
+    return (
+        Decision(
+            key=PINNING_KEY,
+            before=None,
+            after=None,
+            reason=f"{why}, so page-locked blocks use up to twice their size; set "
+            f"{_BACKEND}=native to page-lock blocks of the exact size",
+            severity="warning",
+        ),
+    )
 
 
 def _setting_in(settings: str) -> str | None:
@@ -445,64 +450,6 @@ def _set_and_verify() -> str | None:
     if taken is not None and taken >= 4 * 1024**2:
         return "torch accepted the setting for exact sizes, but still rounds sizes up"
     return None
-
-
-def _natively(plan: ResolvedPlan, resources: ExitStack, why: str) -> Decision:
-    """If possible, let DeepSpeed page-lock its buffers itself while the engine is open."""
-    obstacle = _native_obstacle(plan)
-    if obstacle is not None:
-        return Decision(
-            key=PINNING_KEY,
-            before=None,
-            after=None,
-            reason=f"{why}, and {obstacle}, so page-locked blocks use up to twice their size; "
-            f"set {_BACKEND}=native to page-lock blocks of the exact size",
-            severity="warning",
-        )
-    resources.enter_context(held(_BACKEND, "native"))
-    _refuse_in_time(resources)
-    return _pinned(
-        "native",
-        f"{why}, so DeepSpeed page-locks blocks of the exact size ({_BACKEND}=native)",
-    )
-
-
-def _native_obstacle(plan: ResolvedPlan) -> str | None:
-    if not pins_natively(plan.platform):
-        return "DeepSpeed's page-locking requires unlimited locked memory (ulimit -l)"
-    unproven = why_unproven("native page-locking", accelerator=plan.platform.accelerator)
-    if unproven is not None:
-        return f"DeepSpeed's page-locking is not verified on this machine ({unproven})"
-    try:
-        with building():
-            importlib.import_module("deepspeed.utils.pin_memory").get_native_pinned_memory()
-    except (ImportError, AttributeError, RuntimeError, OSError) as error:
-        cause = error.__cause__ or error
-        return f"DeepSpeed's op pin_memory cannot be built ({first_line(cause)})"
-    return None
-
-
-def _refuse_in_time(resources: ExitStack) -> None:
-    """Raise an error if too little memory is free, where DeepSpeed's op would abort the process."""
-    manager = importlib.import_module("deepspeed.utils.pin_memory").get_native_pinned_memory()
-    lock = getattr(manager, "_new_locked", None)
-    if lock is None:
-        return
-
-    def locked(example: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        wanted = math.prod(map(int, shape)) * example.element_size()
-        # Memory of other processes that can be swapped out counts as free.
-        free = host_memory(MachineProbe(), with_swap=True).available
-        if wanted > free:
-            raise MemoryError(
-                f"not enough memory: {format_size(wanted)} must be page-locked, but only "
-                f"{format_size(free)} are free"
-            )
-        taken: torch.Tensor = lock(example, shape)
-        return taken
-
-    manager._new_locked = locked
-    resources.callback(vars(manager).pop, "_new_locked", None)
 
 
 def _pinned_bytes_of(nbytes: int) -> int | None:

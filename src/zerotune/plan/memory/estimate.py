@@ -37,7 +37,6 @@ from zerotune.plan.resolve import (
     Swapping,
     gathered_together,
     pins_exactly,
-    pins_natively,
     sub_groups,
 )
 from zerotune.plan.rules import resolve
@@ -436,13 +435,6 @@ class Costing:
         stated = self.workload.exact_pinning
         return pins_exactly(self.resolved.platform) if stated is None else stated
 
-    @property
-    def deepspeed_pins_exactly(self) -> bool:
-        """Whether blocks that DeepSpeed page-locks keep their exact size."""
-        return self.pins_exactly or (
-            self.workload.exact_pinning is None and pins_natively(self.resolved.platform)
-        )
-
     def place(self, offload: str) -> Place:
         """Return where data is stored for offload device ``"none"``, ``"cpu"`` or ``"nvme"``."""
         places: dict[str, Place] = {"none": self.device, "cpu": "host", "nvme": "nvme"}
@@ -473,8 +465,6 @@ class Costing:
         blocks: Iterable[float],
         phases: frozenset[Phase] = ALWAYS,
         note: str = "",
-        *,
-        by_torch: bool = False,
     ) -> MemoryItem:
         """Return a page-locked component, with blocks rounded up to the allocator's sizes.
 
@@ -483,10 +473,9 @@ class Costing:
             blocks: Bytes of each block.
             phases: Phases in which the memory is used.
             note: Remark for reports.
-            by_torch: Whether torch rather than DeepSpeed allocates the blocks.
         """
         sizes = [math.ceil(block) for block in blocks if block > 0]
-        if self.pins_exactly if by_torch else self.deepspeed_pins_exactly:
+        if self.pins_exactly:
             total = sum(sizes)
         else:
             total = sum([power_of_two(size) for size in sizes])
@@ -589,7 +578,7 @@ def _plain_beside_the_device(case: Costing) -> Iterator[MemoryItem]:
     yield case.item("gradients", case.device, min(kept, 4 * count), BACKWARD, note)
     for component in ("master weights", "gradients"):
         if pin:
-            yield case.pinned(component, [4 * count], note="fp32", by_torch=True)
+            yield case.pinned(component, [4 * count], note="fp32")
         else:
             yield case.item(component, "host", 4 * count, note="fp32")
     yield case.item("optimizer states", "host", 4 * case.states * count, TRAINING, "fp32")
@@ -1082,7 +1071,7 @@ def _streamed_on_host(case: Costing, blocks: list[int]) -> Iterator[MemoryItem]:
             return case.item(component, "host", sum(wanted), note=note)
         if case.ranks > 1:
             return case.locked(component, sum(wanted), note)
-        return case.pinned(component, wanted, note=note, by_torch=True)
+        return case.pinned(component, wanted, note=note)
 
     if case.ranks > 1:
         note = "the largest unit's gradients, summed over ranks"
@@ -1289,9 +1278,7 @@ def _activation_items(case: Costing) -> Iterator[MemoryItem]:
         if known.offloaded_host is not None:
             waiting = known.offloaded_host.nbytes(**size)
             # Blocks are reused, so they stay allocated from the first step on.
-            yield case.pinned(
-                "activations", [waiting], TRAINING, "inputs of recomputed blocks", by_torch=True
-            )
+            yield case.pinned("activations", [waiting], TRAINING, "inputs of recomputed blocks")
         return
     checkpoints = work.gradient_checkpointing and known.checkpointed is not None
     cost = known.checkpointed if checkpoints else known.full
