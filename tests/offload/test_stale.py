@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -234,21 +236,17 @@ def test_a_named_pipe_as_record_or_lock_does_not_block(tmp_path, dead, name):
     assert "is not a regular file" in only(tmp_path).reason
 
 
-def test_the_size_of_a_deep_tree_is_measured(tmp_path, dead):
+def test_a_too_deeply_nested_folder_is_kept_with_the_reason(tmp_path, dead):
     folder = dead()
-    before = only(tmp_path).size
-    here = os.open(folder, os.O_RDONLY)
-    for _ in range(1500):
-        os.mkdir("deep", dir_fd=here)
-        here, last = os.open("deep", os.O_RDONLY, dir_fd=here), here
-        os.close(last)
-    with os.fdopen(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=here), "wb") as file:
-        file.write(b"x" * 10_000)
-    os.close(here)
-    found = only(tmp_path)
-    assert found.state == "stale"
-    assert found.size >= before + 10_000
-    report = cleanup_stale_swap(tmp_path)
-    assert [one.path for one in report.removed] == [folder]
-    assert report.freed == found.size
-    assert list(tmp_path.iterdir()) == []
+    folder.joinpath(*["deep"] * 300).mkdir(parents=True)
+    usual = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 250)
+    try:
+        report = cleanup_stale_swap(tmp_path)
+    finally:
+        sys.setrecursionlimit(usual)
+    assert report.removed == ()
+    assert [(one.path, one.reason) for one in report.kept] == [
+        (folder, "has too deeply nested folders")
+    ]
+    assert [one.path for one in cleanup_stale_swap(tmp_path).removed] == [folder]

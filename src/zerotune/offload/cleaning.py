@@ -24,7 +24,6 @@ from zerotune._util.text import disk_size, listing
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.lease import (
-    DEEP_PREFIX,
     DRAFT_PREFIX,
     Removed,
     dismantle,
@@ -185,7 +184,7 @@ class _Sweep:
                 self._each(root, name, "lease", self._lease)
             elif is_bare(name):
                 self._each(root, name, "bare", self._bare)
-        prefixes = (DRAFT_PREFIX, PROBE_PREFIX, DEEP_PREFIX)
+        prefixes = (DRAFT_PREFIX, PROBE_PREFIX)
         unfinished = [name for name in names if name.startswith(prefixes)]
         if unfinished:
             self._unfinished(root, unfinished)

@@ -11,14 +11,13 @@ import atexit
 import errno
 import functools
 import os
-import secrets
 import shutil
 import signal
 import stat
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -663,6 +662,9 @@ class Removed:
     """Bytes on disk that were freed."""
 
 
+_TOO_DEEP: Final = "has too deeply nested folders"
+
+
 def open_folder(path: str | Path, *, within: int | None = None) -> int:
     """Open a folder without following a symbolic link, and return its descriptor.
 
@@ -676,47 +678,15 @@ def open_folder(path: str | Path, *, within: int | None = None) -> int:
 
 def folder_bytes(folder: int) -> int:
     """Return the bytes on disk below an open folder; files deleted in the meantime count as 0."""
-    # However deep the tree, one folder of it is open at a time.
-    here = open_folder(".", within=folder)
+    total = 0
     try:
-        total, names = _measure_folder(here)
-        above = [(os.fstat(here), names)]
-        while above:
-            facts, names = above[-1]
-            if not os.path.samestat(os.fstat(here), facts):
-                raise OSError(errno.ESTALE, "was moved while its size was being measured")
-            if names:
-                try:
-                    child = open_folder(names.pop(), within=here)
-                except OSError:
-                    # Deleted meanwhile, or not readable.
-                    continue
-                nbytes, inner = _measure_folder(child)
-                total += nbytes
-                above.append((os.fstat(child), inner))
-            else:
-                above.pop()
-                child = open_folder("..", within=here) if above else os.dup(here)
-            os.close(here)
-            here = child
-    finally:
-        os.close(here)
+        for _, _, files, inside in os.fwalk(".", dir_fd=folder):
+            for name in files:
+                with suppress(FileNotFoundError):
+                    total += os.stat(name, dir_fd=inside, follow_symlinks=False).st_blocks * 512
+    except RecursionError:  # Before Python 3.13, fwalk is recursive.
+        raise OSError(errno.ELOOP, _TOO_DEEP) from None
     return total
-
-
-def _measure_folder(folder: int) -> tuple[int, list[str]]:
-    """Return the bytes of the files directly inside, and the names of the folders."""
-    total, folders = 0, []
-    for name in os.listdir(folder):
-        try:
-            facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        except FileNotFoundError:
-            continue
-        if stat.S_ISDIR(facts.st_mode):
-            folders.append(name)
-        else:
-            total += facts.st_blocks * 512
-    return total, folders
 
 
 def remove_contents(
@@ -734,8 +704,10 @@ def remove_contents(
     """
     removed = Removed() if removed is None else removed
     before = removed.freed
-    emptying = _Emptying(top=folder, home=mount_identity(folder), removed=removed)
-    emptying.remove(name for name in os.listdir(folder) if name not in keep)
+    home = mount_identity(folder)
+    for name in os.listdir(folder):
+        if name not in keep:
+            remove_entry(folder, name, home, removed)
     return removed.freed - before
 
 
@@ -748,59 +720,25 @@ def remove_entry(folder: int, name: str, home: tuple[int, str | None], removed: 
         home: ``mount_identity(folder)``; files on other mounts are not changed.
         removed: Progress counter.
     """
-    _Emptying(top=folder, home=home, removed=removed).remove([name])
-
-
-DEEP_PREFIX: Final = ".zerotune-deep-"
-"""Name prefix of a deeply nested folder that is moved to the top of the tree during removal."""
-
-_DEEPEST_EMPTIED: Final = 64
-
-
-@attrs.define(kw_only=True)
-class _Emptying:
-    """Removes entries of a folder, recursively.
-
-    A folder that is nested too deeply is first moved to the top, so that no tree needs a deep stack
-    or an open folder per level.
-    """
-
-    top: int
-    home: tuple[int, str | None]
-    removed: Removed
-    waiting: list[str] = attrs.field(factory=list)
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Delete files and folders directly inside the top folder."""
-        self.waiting.extend(names)
-        while self.waiting:
-            self._entry(self.top, self.waiting.pop(), 0)
-
-    def _entry(self, folder: int, name: str, depth: int) -> None:
-        try:
-            facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            if stat.S_ISDIR(facts.st_mode):
-                self._folder(folder, name, depth)
-                return
-            os.unlink(name, dir_fd=folder)
-        except FileNotFoundError:
-            # Another process removed it first.
+    with suppress(FileNotFoundError):  # Another process removed it first.
+        facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISDIR(facts.st_mode):
+            _remove_folder(folder, name, home, removed)
             return
+        os.unlink(name, dir_fd=folder)
         if facts.st_nlink == 1:
-            self.removed.freed += facts.st_blocks * 512
+            removed.freed += facts.st_blocks * 512
 
-    def _folder(self, folder: int, name: str, depth: int) -> None:
-        child = open_folder(name, within=folder)
-        try:
-            if mount_identity(child) != self.home:
-                raise OSError(errno.EXDEV, "another file system is mounted here", name)
-            if depth >= _DEEPEST_EMPTIED:
-                lifted = f"{DEEP_PREFIX}{secrets.token_hex(6)}"
-                os.rename(name, lifted, src_dir_fd=folder, dst_dir_fd=self.top)
-                self.waiting.append(lifted)
-                return
-            for inner in os.listdir(child):  # noqa: PTH208 - a descriptor.
-                self._entry(child, inner, depth + 1)
-        finally:
-            os.close(child)
-        os.rmdir(name, dir_fd=folder)
+
+def _remove_folder(folder: int, name: str, home: tuple[int, str | None], removed: Removed) -> None:
+    child = open_folder(name, within=folder)
+    try:
+        if mount_identity(child) != home:
+            raise OSError(errno.EXDEV, "another file system is mounted here", name)
+        for inner in os.listdir(child):  # noqa: PTH208 - a descriptor.
+            remove_entry(child, inner, home, removed)
+    except RecursionError:
+        raise OSError(errno.ELOOP, _TOO_DEEP, name) from None
+    finally:
+        os.close(child)
+    os.rmdir(name, dir_fd=folder)
