@@ -193,8 +193,12 @@ class Passes:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for the update that is running, and begin none inside the block."""
-        # Without this lock, the thread could begin the next update first.
+        """Wait for the update that is running, and begin none inside the block.
+
+        The caller waits for at most one unit. No update waits for a caller: an update runs only
+        when its copies are done, and needs neither this object's lock nor another rank.
+        """
+        # If the lock were not held while waiting, the thread could begin the next update first.
         with self._lock, self._updating:
             yield
 
