@@ -8,6 +8,8 @@ import torch
 
 from tests.device import on_device
 from tests.device.cases import FAMILIES, Case, loss_of, started
+from zerotune.ema import DeviceStore, EMAShadow
+from zerotune.ema.shadow import HostStore
 from zerotune.plan.memory.estimate import Workload
 from zerotune.plan.memory.time import step_traffic
 from zerotune.plan.model import Streaming
@@ -170,3 +172,28 @@ def test_a_step_waits_and_copies_as_predicted(name):
 @on_device()
 def test_every_engine_waits_and_copies_as_predicted(name):
     check(name)
+
+
+def waits_of_an_update(store):
+    """Return the host's waits in an EMA's update, and how many tensors it averages."""
+    with started(BY_NAME["plain, no offload"]) as engine:
+        ema = EMAShadow(decay=0.9, store=store).attach(engine)
+        for step in range(5):
+            engine.backward(loss_of(BY_NAME["plain, no offload"], engine, step))
+            engine.step()
+            torch.simdev.synchronize()
+            torch.simdev.reset_counts()
+            ema.step()
+        return torch.simdev.host_waits(), len(engine.master_weights.addresses)
+
+
+@on_device()
+def test_an_ema_in_host_memory_of_weights_on_the_device_waits_for_each_of_them():
+    waits, count = waits_of_an_update(HostStore())
+    assert {cause: n for cause, n in waits.items() if n} == {"blocking_download": count}
+
+
+@on_device()
+def test_an_ema_on_the_device_waits_for_nothing():
+    waits, _ = waits_of_an_update(DeviceStore())
+    assert not any(waits.values())

@@ -566,6 +566,9 @@ class ShadowUpdate:
     def take(self, fragment: Fragment) -> None:
         """Update the part of the shadow that belongs to ``fragment``."""
         for part, shadow in self.tensors.ranges(fragment.address.key):
+            # Weights on the device are copied one by one to an EMA in host memory, and each copy
+            # makes the host wait. Such an EMA is limited by the copies' bytes, not by their number;
+            # if the device has room for 4 bytes per weight, a DeviceStore avoids both.
             value = fragment.value[part].to(shadow.device)
             # Comparing all elements would take several times as long as the update.
             sample = shadow[:_COMPARED_AT_ONCE], value[:_COMPARED_AT_ONCE]
@@ -740,7 +743,8 @@ class ShadowStore(Protocol):
 class HostStore:
     """Storage of a shadow in pageable host memory; the default.
 
-    With master weights in host memory, updates transfer nothing between host and device.
+    With master weights in host memory, updates transfer nothing between host and device. With
+    master weights on the device, every update copies them to the host, and waits for each copy.
     """
 
     def allocate(
