@@ -133,6 +133,32 @@ def test_host_memory_with_nvme_matches_the_estimate(tmp_path):
     check(result)
 
 
+def taken_by_closing(case: Case) -> float:
+    import torch
+
+    layers = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+    engine = start(case, torch.nn.Sequential(*layers))
+    train(engine, WIDTH, 2)
+    gc.collect()
+    with Peak() as peak:
+        engine.close()
+    return (peak.nbytes - peak.before) / (2 * LAYERS * WIDTH**2)
+
+
+@pytest.mark.nvme
+def test_weights_that_return_from_nvme_need_no_more_memory_than_training(tmp_path):
+    case = Case(
+        stage=3,
+        offload="nvme",
+        offload_param="nvme",
+        precision="bf16",
+        nvme_path=str(tmp_path),
+        overrides=SMALL_BUCKETS,
+    )
+    (taken,) = run_ranks(taken_by_closing, case)
+    assert taken < 0.2
+
+
 @ranks(1)
 def test_memory_of_loading_matches_the_estimate(tmp_path):
     """Compare measured and estimated peak bytes per element of loading a base for adapters.

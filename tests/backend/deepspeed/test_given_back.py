@@ -116,7 +116,8 @@ def test_weights_on_nvme_return_to_the_module_only_if_they_fit_in_memory(
         parameter.ds_tensor = SimpleNamespace(status=SimpleNamespace(name="NOT_AVAILABLE"))
     small = Platform.synthetic("cpu", ram=2**20)
     monkeypatch.setattr(sharded, "detect_platform", lambda: small)
-    with sharded.restored(model, world_size=1):
+    optimizer = SimpleNamespace(grad_partitions_flat_buffer=None)
+    with sharded.restored(model, optimizer, world_size=1):
         pass
     with pytest.raises(EngineError, match=r"on NVMe \(3\.\d+ MiB\) do not fit.*trainer\.export"):
         model(torch.ones(1, 1000))

@@ -361,7 +361,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
             if self._plan.stage != 3:
                 self._destroy()
             else:
-                with restored(self._module, world_size=self._group.world_size):
+                with restored(self._module, self._wrapper.raw, world_size=self._group.world_size):
                     self._destroy()
                 # Stage 3's attributes of parameters form reference cycles with a process group.
                 gc.collect()

@@ -721,15 +721,18 @@ def lending_linear() -> Iterator[None]:
 
 
 @contextmanager
-def restored(module: torch.nn.Module, *, world_size: int) -> Iterator[None]:
+def restored(module: torch.nn.Module, optimizer: Any, *, world_size: int) -> Iterator[None]:
     """When DeepSpeed's engine ends inside the block, restore the module's weights.
 
     If the weights cannot be restored, every use of the module raises an error with the reason.
 
     Args:
         module: The module that the engine trains.
+        optimizer: DeepSpeed's stage-3 optimizer. It loses its gradients, since weights that are
+            read from NVMe need their memory.
         world_size: Number of ranks.
     """
+    _free_gradients(optimizer)
     reason: str | None = f"the model's weights were partitioned over {world_size} ranks"
     if world_size == 1:
         reason = _too_large(module)
@@ -751,6 +754,17 @@ def restored(module: torch.nn.Module, *, world_size: int) -> Iterator[None]:
         _strip(parameter, _OF_PARAMETERS)
         parameter.data = whole
         parameter.grad = None
+
+
+def _free_gradients(optimizer: Any) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    buffer = optimizer.grad_partitions_flat_buffer
+    if buffer is not None:
+        # Frees only what DeepSpeed has page-locked itself.
+        get_accelerator().unpin_memory(buffer)
+        optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.clear()
+        optimizer.grad_partitions_flat_buffer = None
 
 
 def _too_large(module: torch.nn.Module) -> str | None:
