@@ -9,7 +9,6 @@ from zerotune.diffusion.data.folder import MetadataFile as MetadataFile
 from zerotune.diffusion.data.folder import TextBeside as TextBeside
 from zerotune.diffusion.data.hugging_face import DatasetImages as DatasetImages
 from zerotune.diffusion.data.hugging_face import HuggingFaceImages as HuggingFaceImages
-from zerotune.diffusion.data.iterable import StreamedImages as StreamedImages
 from zerotune.diffusion.data.mixture import Mixture as Mixture
 from zerotune.diffusion.data.pairs import PreferencePairs as PreferencePairs
 from zerotune.diffusion.data.preparation import Augmentation as Augmentation

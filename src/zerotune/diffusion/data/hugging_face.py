@@ -37,7 +37,7 @@ class HuggingFaceImages(EncodedSource):
     """Images from a dataset of the ``datasets`` library, loaded from disk or the hub.
 
     The images stay encoded in the dataset's files. EXIF orientation and transparency are handled by
-    zerotune, not by ``datasets``. For streaming datasets, use ``StreamedImages``.
+    zerotune, not by ``datasets``. A recipe trains on streaming datasets.
 
     Args:
         dataset: A dataset from ``datasets.load_dataset(..., split="train")``.

@@ -174,8 +174,8 @@ def _index_shard(shard: Path) -> Iterator[tuple[str, str, _Member]]:
         raise DataError(
             f"cannot be read as an uncompressed tar file ({error})",
             key=os.fspath(shard),
-            fix="unpack compressed shards (gunzip), and download incomplete shards again; for "
-            "remote shards use StreamedImages",
+            fix="unpack compressed shards (gunzip), and download incomplete shards again; to read "
+            "remote shards, start from the recipe of streamed images (docs/recipes.md)",
         ) from error
 
 
