@@ -25,6 +25,5 @@ from zerotune.diffusion.noise import OffsetNoise as OffsetNoise
 from zerotune.diffusion.objective import DenoisingObjective as DenoisingObjective
 from zerotune.diffusion.objective import EDMObjective as EDMObjective
 from zerotune.diffusion.objective import FlowMatchingObjective as FlowMatchingObjective
-from zerotune.diffusion.preference import PreferenceObjective as PreferenceObjective
 from zerotune.diffusion.pretrained import load_pretrained as load_pretrained
 from zerotune.diffusion.sampling import sample as sample

@@ -22,7 +22,6 @@ from zerotune.diffusion.data.cache import (
     cache_texts,
 )
 from zerotune.diffusion.data.mixture import Mixture
-from zerotune.diffusion.data.pairs import PreferencePairs
 from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class Ranks(Protocol):
 
 
 def encode_dataset(
-    images: PreparedImages | Mixture | PreferencePairs,
+    images: PreparedImages | Mixture,
     *,
     family: TextToImage,
     folder: str | os.PathLike[str],
@@ -56,14 +55,14 @@ def encode_dataset(
     batch_size: int = 4,
     progress: bool = True,
     timeout_s: float = 24 * 3600.0,
-) -> CachedImages | Mixture | PreferencePairs:
+) -> CachedImages | Mixture:
     """Cache a dataset's latents and text embeddings, and move the VAE and text encoders to the CPU.
 
     With several ranks, call this function on every rank; each rank encodes its share. Entries in
     ``folder`` from an earlier run with the same settings are reused; see ``cache_latents``.
 
     Args:
-        images: Images with captions, a ``Mixture`` of such datasets, or ``PreferencePairs``.
+        images: Images with captions, or a ``Mixture`` of such datasets.
         family: Family whose frozen parts (VAE, text encoders) encode the dataset.
         folder: Folder for the caches.
         ranks: Processes that share the work, such as an engine's ``group``. By default, all
@@ -76,8 +75,7 @@ def encode_dataset(
             detected immediately.
 
     Returns:
-        The dataset to train on: a ``Mixture`` or ``PreferencePairs`` if ``images`` has that type,
-        otherwise ``CachedImages``.
+        The dataset to train on: a ``Mixture`` if ``images`` is one, otherwise ``CachedImages``.
 
     Raises:
         DataError: The family has no frozen parts, or an image is broken.
@@ -112,7 +110,7 @@ def _launched_ranks(resources: ExitStack) -> Ranks:
 
 
 def _encode(
-    images: PreparedImages | Mixture | PreferencePairs,
+    images: PreparedImages | Mixture,
     *,
     family: TextToImage,
     folder: str | os.PathLike[str],
@@ -121,8 +119,8 @@ def _encode(
     batch_size: int,
     shown: bool,
     timeout_s: float,
-) -> CachedImages | Mixture | PreferencePairs:
-    several = images if isinstance(images, Mixture | PreferencePairs) else None
+) -> CachedImages | Mixture:
+    several = images if isinstance(images, Mixture) else None
     sets: Mapping[str, Any] = {"": images} if several is None else several.sets
     for each in sets.values():
         family.check_dataset(each)  # Before any image is encoded.

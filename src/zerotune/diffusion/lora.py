@@ -10,8 +10,7 @@ import dataclasses
 import importlib
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -443,26 +442,6 @@ def _peft() -> ModuleType:
             key="peft",
             fix="pip install 'zerotune[lora]'",
         ) from error
-
-
-@contextmanager
-def adapters_off(model: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
-    """Disable a model's adapters inside the ``with`` block.
-
-    Yields:
-        The layers whose adapters are disabled; empty if the model has no adapters.
-    """
-    kind = _peft().tuners.tuners_utils.BaseTunerLayer
-    layers: list[Any] = [each for each in model.modules() if isinstance(each, kind)]
-    before = [each.disable_adapters for each in layers]
-    # peft's enable_adapters would also change requires_grad, by which engines choose what to train.
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield layers
-    finally:
-        for layer, disabled in zip(layers, before, strict=True):
-            layer._disable_adapters = disabled
 
 
 # -- Adapters from a file as initial weights.

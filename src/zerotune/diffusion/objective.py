@@ -17,7 +17,6 @@ import attrs
 import torch
 
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data.pairs import REJECTED
 from zerotune.diffusion.losses import Comparison, Level, Loss, masks_over, unknown_schedule
 from zerotune.diffusion.models.family import Conditioning, Denoiser, Family, Unconditional
 from zerotune.diffusion.noise import DrawnNoise, GaussianNoise, Noise
@@ -34,7 +33,7 @@ from zerotune.diffusion.noise_schedule import (
     preconditions,
     replacement_decision,
 )
-from zerotune.errors import DataError, InvalidValueError
+from zerotune.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from diffusers import DDPMScheduler, EDMEulerScheduler, FlowMatchEulerDiscreteScheduler
@@ -126,13 +125,6 @@ class SchedulerObjective(ABC):
         self, model: Denoiser, batch: Mapping[str, torch.Tensor], generator: torch.Generator
     ) -> torch.Tensor:
         """Return the loss of a micro batch, a scalar in fp32."""
-        if any(name.startswith(REJECTED) for name in batch):
-            raise DataError(
-                "the batch contains rejected images, which this objective would ignore",
-                key="objective",
-                value=type(self).__name__,
-                fix=f"write PreferenceObjective(objective={type(self).__name__}(…))",
-            )
         inputs = self.inputs(batch, generator)
         return self.compare(model, inputs, self.draw_levels(inputs, generator)).mean()
 

@@ -16,7 +16,6 @@ from zerotune.diffusion.data import (
     HuggingFaceImages,
     ImageFolder,
     Mixture,
-    PreferencePairs,
     PreparedImages,
     TarShards,
 )
@@ -174,10 +173,3 @@ def test_an_image_without_its_first_reference_is_broken(tmp_path):
     (tmp_path / "place").mkdir()
     with pytest.raises(DataError, match="at most 10 references"):
         ImageFolder(folder, reference_folder=[tmp_path / "place"] * 11)
-
-
-def test_preference_pairs_keep_their_references(tmp_path):
-    liked, rejected = (ImageFolder(edits(tmp_path / name, (1, 2))) for name in ("a", "b"))
-    pairs = PreferencePairs(liked, rejected, buckets=SQUARES)
-    assert pairs[1]["reference_images"].shape == (2, 3, 16, 16)
-    assert pairs[1]["rejected_images"].shape == (3, 16, 16)

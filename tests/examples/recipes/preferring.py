@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from diffusers import DDPMScheduler
+from examples.recipes.preference import PreferenceObjective
 
 from tests.diffusion.adapting import SAMPLES, SIZE, TOKENS, WIDTH, Adapted, tiny_sdxl
 from tests.support.runs import Case, start
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
-from zerotune.diffusion import DenoisingObjective, PreferenceObjective
+from zerotune.diffusion import DenoisingObjective
 from zerotune.diffusion.models.declared import StableDiffusionXL
 from zerotune.diffusion.noise import DrawnNoise
 
