@@ -11,13 +11,20 @@ command.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+import torch
+
 import zerotune
 from zerotune import AspectBuckets, ImageFolder, PreparedImages
-from zerotune.diffusion import Huber, MultiResolutionNoise
+from zerotune._util.text import validated, whole
+from zerotune.diffusion import Huber
+from zerotune.diffusion.noise import DrawnNoise, GaussianNoise, Noise
+from zerotune.errors import InvalidValueError
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
@@ -59,6 +66,61 @@ def settings(options: argparse.Namespace, *, flow: bool) -> dict[str, Any]:
         "weighting": "debiased_estimation",
         "noise": MultiResolutionNoise(iterations=6, discount=0.3),
     }
+
+
+def _check_discount(_instance: object, attribute: Any, value: float) -> None:
+    if not 0.0 < value <= 1.0:
+        raise InvalidValueError(
+            "is not a valid factor",
+            key=attribute.name,
+            value=value,
+            fix="write a number above 0 and at most 1, such as 0.3",
+        )
+
+
+@attrs.frozen(kw_only=True)
+class MultiResolutionNoise:
+    """Sum of noise at decreasing resolutions, to help the model learn large shapes.
+
+    Each iteration reduces the resolution by a factor of 2 to 4, and upsamples its noise bilinearly
+    to the full size. The sum is normalised to standard deviation 1 over the batch. The frames of a
+    clip have independent noise.
+
+    Source: ``pyramid_noise_like`` (``--multires_noise_iterations``, ``--multires_noise_discount``)
+    of kohya-ss/sd-scripts, ``library/custom_train_functions.py``, after
+    https://wandb.ai/johnowhitaker/multires_noise/reports/Multi-Resolution-Noise-for-Diffusion-Model-Training--VmlldzozNjYyOTU2.
+    """
+
+    iterations: int = attrs.field(
+        default=6, validator=validated(whole, least=1, fix="write 6 to 10")
+    )
+    """Maximum number of resolutions; fewer are used if a side reaches one pixel."""
+    discount: float = attrs.field(default=0.3, validator=_check_discount)
+    """Factor by which the noise strength is multiplied at each lower resolution."""
+    noise: Noise = attrs.field(factory=GaussianNoise)
+    """Noise to which coarser noise is added."""
+
+    def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:
+        """Draw noise at all resolutions, and normalise the sum."""
+        drawn = self.noise.draw(clean, generator)
+        coarse = self._coarse(tuple(clean.shape), generator).to(clean.device)
+        target = drawn.target + coarse
+        deviation = target.std()
+        return DrawnNoise(target=target / deviation, added=(drawn.added + coarse) / deviation)
+
+    def _coarse(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+        height, width = shape[-2:]
+        channels = (shape[0], math.prod(shape[1:-2]))
+        total = torch.zeros(*channels, height, width)
+        for number in range(self.iterations):
+            factor = (2 + 2 * float(torch.rand((), generator=generator))) ** number
+            small = max(1, int(height / factor)), max(1, int(width / factor))
+            drawn = torch.randn(*channels, *small, generator=generator)
+            enlarged = torch.nn.functional.interpolate(drawn, size=(height, width), mode="bilinear")
+            total += enlarged * self.discount**number
+            if 1 in small:
+                break
+        return total.view(shape)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

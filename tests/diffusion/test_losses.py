@@ -14,8 +14,6 @@ from zerotune.diffusion import (
     FlowMatchingObjective,
     Huber,
     InputPerturbation,
-    MultiResolutionNoise,
-    OffsetNoise,
     SmoothL1,
 )
 from zerotune.diffusion.noise import GaussianNoise
@@ -204,51 +202,6 @@ def test_huber_in_flow_matching_equals_kohyas_for_flux_and_sd3(
     assert_same(objective(model, data, generator()), theirs, model)
 
 
-def pyramid_noise_like(noise, random, iterations, discount):
-    """Make the noise of library/custom_train_functions.py with a single random generator."""
-    b, c, w, h = noise.shape
-    u = torch.nn.Upsample(size=(w, h), mode="bilinear")
-    sizes = []
-    for i in range(iterations):
-        r = float(torch.rand((), generator=random)) * 2 + 2
-        wn, hn = max(1, int(w / (r**i))), max(1, int(h / (r**i)))
-        sizes.append((wn, hn))
-        noise += u(torch.randn(b, c, wn, hn, generator=random)) * discount**i
-        if wn == 1 or hn == 1:
-            break
-    return noise / noise.std(), sizes
-
-
-@pytest.mark.parametrize("shape", [(3, 4, 24, 40), (2, 4, 2, 9)])
-def test_multi_resolution_noise_with_offset_noise_equals_kohyas(shape):
-    clean = torch.zeros(shape)
-    noise = MultiResolutionNoise(iterations=5, discount=0.4, noise=OffsetNoise(strength=0.1))
-    random = generator()
-    offset = torch.randn(shape, generator=random)
-    offset = offset + 0.1 * torch.randn((*shape[:2], 1, 1), generator=random)
-    expected, sizes = pyramid_noise_like(offset, random, 5, 0.4)
-    assert len(sizes) > 1
-    drawn = noise.draw(clean, generator())
-    torch.testing.assert_close(drawn.target, expected, rtol=1e-6, atol=1e-6)
-    assert torch.equal(drawn.target, drawn.added)
-
-
-def test_multi_resolution_noise_works_with_other_noises_and_with_clips():
-    clean = torch.zeros(16, 8, 3, 16, 16)
-    drawn = MultiResolutionNoise(discount=0.9).draw(clean, generator())
-    assert drawn.target.shape == clean.shape
-    assert drawn.target.std() == pytest.approx(1.0, rel=1e-4)
-    # Coarser noise makes neighbours similar within a frame but not across frames.
-    rows = (drawn.target[..., 1:] * drawn.target[..., :-1]).mean()
-    frames = (drawn.target[:, :, 1:] * drawn.target[:, :, :-1]).mean()
-    assert rows > 0.2 > 10 * abs(frames)
-    inside = MultiResolutionNoise(noise=InputPerturbation(strength=0.1))
-    around = InputPerturbation(strength=0.1, noise=MultiResolutionNoise())
-    for noise in (inside, around):
-        found = noise.draw(clean, generator())
-        assert 0.04 < (found.added - found.target).std() < 0.11
-
-
 def test_losses_at_fixed_levels_are_squared_whatever_the_loss():
     data = {"images": batch()["images"]}
 
@@ -313,9 +266,6 @@ def test_a_custom_loss_replaces_the_squared_error():
             "weighting",
             '"none"',
         ),
-        (lambda: MultiResolutionNoise(discount=0.0), "discount", "0.3"),
-        (lambda: MultiResolutionNoise(discount=1.5), "discount", "0.3"),
-        (lambda: MultiResolutionNoise(iterations=0), "MultiResolutionNoise.iterations", "6 to 10"),
     ],
 )
 def test_invalid_settings_are_refused(make, key, fix):

@@ -4,7 +4,6 @@ from zerotune.backend.trained_parts import TrainedParts as TrainedParts
 from zerotune.diffusion.activations import ActivationOffload as ActivationOffload
 from zerotune.diffusion.data import DataStream as DataStream
 from zerotune.diffusion.data import ImageTensors as ImageTensors
-from zerotune.diffusion.data import PriorPreservation as PriorPreservation
 from zerotune.diffusion.encoding import encode_dataset as encode_dataset
 from zerotune.diffusion.grid import images_to_grid as images_to_grid
 from zerotune.diffusion.held_out import validation_loss as validation_loss
@@ -20,7 +19,6 @@ from zerotune.diffusion.models.family import ClassConditional as ClassConditiona
 from zerotune.diffusion.models.family import Unconditional as Unconditional
 from zerotune.diffusion.models.pipeline_family import PipelineFamily as PipelineFamily
 from zerotune.diffusion.noise import InputPerturbation as InputPerturbation
-from zerotune.diffusion.noise import MultiResolutionNoise as MultiResolutionNoise
 from zerotune.diffusion.noise import OffsetNoise as OffsetNoise
 from zerotune.diffusion.objective import DenoisingObjective as DenoisingObjective
 from zerotune.diffusion.objective import EDMObjective as EDMObjective

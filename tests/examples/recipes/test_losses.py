@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from diffusers import DiffusionPipeline
+from examples.recipes.losses import MultiResolutionNoise
 
 from tests.examples.recipes.starting import photographs, started
 from tests.support import pipelines
 from tests.support.ranks import run_ranks
+from zerotune.diffusion import InputPerturbation, OffsetNoise
+from zerotune.errors import InvalidValueError
 
 PHOTOS = ("astronaut", "chelsea", "coffee")
 SMALL = ["--area", "256", "--bucket-step", "4", "--batch", "1", "--every", "2", "--lr", "1e-3"]
@@ -43,3 +47,60 @@ def test_a_resumed_run_equals_an_uninterrupted_one(model, stage, world_size, dat
     assert files[0].read_bytes() == files[1].read_bytes()
     pipeline = DiffusionPipeline.from_pretrained(base)
     pipeline.load_lora_weights(files[0])
+
+
+# -- Noise of several resolutions.
+
+
+def pyramid_noise_like(noise, random, iterations, discount):
+    """Make the noise of library/custom_train_functions.py with a single random generator."""
+    b, c, w, h = noise.shape
+    u = torch.nn.Upsample(size=(w, h), mode="bilinear")
+    sizes = []
+    for i in range(iterations):
+        r = float(torch.rand((), generator=random)) * 2 + 2
+        wn, hn = max(1, int(w / (r**i))), max(1, int(h / (r**i)))
+        sizes.append((wn, hn))
+        noise += u(torch.randn(b, c, wn, hn, generator=random)) * discount**i
+        if wn == 1 or hn == 1:
+            break
+    return noise / noise.std(), sizes
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", [(3, 4, 24, 40), (2, 4, 2, 9)])
+def test_multi_resolution_noise_with_offset_noise_equals_kohyas(shape):
+    clean = torch.zeros(shape)
+    noise = MultiResolutionNoise(iterations=5, discount=0.4, noise=OffsetNoise(strength=0.1))
+    random = torch.Generator().manual_seed(7)
+    offset = torch.randn(shape, generator=random)
+    offset = offset + 0.1 * torch.randn((*shape[:2], 1, 1), generator=random)
+    expected, sizes = pyramid_noise_like(offset, random, 5, 0.4)
+    assert len(sizes) > 1
+    drawn = noise.draw(clean, torch.Generator().manual_seed(7))
+    torch.testing.assert_close(drawn.target, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(drawn.target, drawn.added)
+
+
+@pytest.mark.nightly
+def test_multi_resolution_noise_works_with_other_noises_and_with_clips():
+    clean = torch.zeros(16, 8, 3, 16, 16)
+    drawn = MultiResolutionNoise(discount=0.9).draw(clean, torch.Generator().manual_seed(7))
+    assert drawn.target.shape == clean.shape
+    assert drawn.target.std() == pytest.approx(1.0, rel=1e-4)
+    # Coarser noise makes neighbours similar within a frame but not across frames.
+    rows = (drawn.target[..., 1:] * drawn.target[..., :-1]).mean()
+    frames = (drawn.target[:, :, 1:] * drawn.target[:, :, :-1]).mean()
+    assert rows > 0.2 > 10 * abs(frames)
+    inside = MultiResolutionNoise(noise=InputPerturbation(strength=0.1))
+    around = InputPerturbation(strength=0.1, noise=MultiResolutionNoise())
+    for noise in (inside, around):
+        found = noise.draw(clean, torch.Generator().manual_seed(7))
+        assert 0.04 < (found.added - found.target).std() < 0.11
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("wrong", [{"discount": 0.0}, {"discount": 1.5}, {"iterations": 0}])
+def test_invalid_settings_of_the_noise_are_refused(wrong):
+    with pytest.raises(InvalidValueError):
+        MultiResolutionNoise(**wrong)
