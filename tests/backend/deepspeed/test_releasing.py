@@ -300,3 +300,38 @@ def test_an_error_names_the_buffers_that_a_recomputed_block_needs(tmp_path):
     assert "zero_optimization.offload_param.buffer_count = 3" in message
     assert "4 weights of blocks.2 are gathered at once" in message
     assert "Fix: write 4" in message
+
+
+# -- After an error in a forward pass.
+
+
+def fail(*_: Any) -> None:
+    raise ValueError("interrupted")
+
+
+def train_after_an_error(**changes: Any) -> None:
+    engine = begin("trained", "kept", "nvme", **changes)
+    x, text = torch.ones(1, 4, 8).bfloat16(), torch.ones(1, 5, WIDTH).bfloat16()
+    before = engine(x, text)
+    failing = engine.module.blocks[1].v.register_forward_pre_hook(fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="interrupted"):
+            engine(x, text)
+    failing.remove()
+    after = engine(x, text)
+    assert torch.equal(before, after)
+    engine.backward(after.float().pow(2).mean())
+    assert engine.step().applied
+    assert not any(weight.numel() for weight in engine.module.parameters())
+    engine.close()
+
+
+@pytest.mark.deepspeed
+@pytest.mark.nvme
+@pytest.mark.parametrize(
+    "changes",
+    [{"buffers": 1}, {"buffers": 4, "zero": {"leaf_module": {"classes": ["CrossAttention"]}}}],
+    ids=["single weights", "leaf modules"],
+)
+def test_a_forward_pass_that_failed_holds_no_buffers(changes, tmp_path):
+    run_ranks(partial(train_after_an_error, **changes), env={"SWAP": str(tmp_path)})

@@ -76,6 +76,7 @@ class WeightReleases:
         self._release: Callable[[Any], None] = getattr(offload.get_param_coordinator(), _RELEASE)
         self._weights: dict[int, list[Any]] = {}
         self._owners: defaultdict[Any, list[Any]] = defaultdict(list)
+        self._root: Any = offload.module
         self._modules = {each.ds_id: each for each in _hooked_modules(offload.module)}
         for module in self._modules.values():
             every = module.parameters(recurse=_is_leaf(module))
@@ -107,6 +108,8 @@ class WeightReleases:
     def _begin_forward(self, original: _Hook, module: Any) -> None:
         backward = torch._C._current_graph_task_id()
         if backward == -1:
+            if module is self._root:
+                self._give_up_interrupted()
             self._order[module.ds_id] = next(self._count)
         elif self._weights.get(module.ds_id):
             if backward not in self._kept:
@@ -117,6 +120,13 @@ class WeightReleases:
                 self._give_up_after(module, backward)
             self._kept[backward].append(module)
         original(module)
+
+    def _give_up_interrupted(self) -> None:
+        """Release the weights of modules whose forward pass has ended in an error."""
+        for weight in self._owners:
+            if weight.ds_active_sub_modules:
+                weight.ds_active_sub_modules.clear()
+                self._release(weight)
 
     def _end_forward(self, original: _Hook, module: Any) -> None:
         weights = self._weights.get(module.ds_id)
