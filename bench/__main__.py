@@ -43,9 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from bench.runner import load, run
     from bench.show import markdown
 
-    for name in ALL if "all" in options.names else options.names:
+    benchmarks = [load(name) for name in (ALL if "all" in options.names else options.names)]
+    known = [case.name for benchmark in benchmarks for case in benchmark.cases(options.quick)]
+    for part in options.case:
+        if not any(part in name for name in known):
+            parser.error(f"no case has {part!r} in its name; there are {'; '.join(known)}")
+    for benchmark in benchmarks:
         result = run(
-            load(name),
+            benchmark,
             output=output,
             quick=options.quick,
             fresh=options.fresh,

@@ -271,7 +271,7 @@ def unlinked_bytes(pid: int, folder: Path) -> int:
     for descriptor in Path("/proc", str(pid), "fd").glob("*"):
         with contextlib.suppress(OSError):  # Closed since.
             target = str(descriptor.readlink())
-            if target.startswith(str(folder)) and target.endswith(" (deleted)"):
+            if target.startswith(str(folder.resolve())) and target.endswith(" (deleted)"):
                 status = descriptor.stat()
                 found[status.st_ino] = 512 * status.st_blocks
     return sum(found.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
@@ -95,7 +96,7 @@ def test_later_cases_run_after_one_that_was_killed(tmp_path, monkeypatch):
     assert [case["facts"]["failed"][:13] for case in result["cases"]] == ["train: step 1"] * 2
 
 
-def test_weights_without_a_name_count_as_disk_space(tmp_path):
+def test_weights_without_a_name_count_as_disk_space(tmp_path, monkeypatch):
     import os
 
     import torch
@@ -105,6 +106,8 @@ def test_weights_without_a_name_count_as_disk_space(tmp_path):
     store = FileStore(folder=tmp_path)
     kept = store.allocate({"weight": 2**20}, device=torch.device("cpu"))
     assert large.unlinked_bytes(os.getpid(), tmp_path) >= 4 * 2**20
+    monkeypatch.chdir(tmp_path)
+    assert large.unlinked_bytes(os.getpid(), Path()) >= 4 * 2**20
     del kept
     assert large.folder_bytes(tmp_path) == 0
 

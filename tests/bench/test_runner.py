@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.__main__ import NAMES
+from bench.__main__ import NAMES, main
 from bench.runner import (
     Benchmark,
     Case,
@@ -292,3 +292,11 @@ def test_every_goal_refers_to_an_existing_case(name):
         assert len(set(names)) == len(names)
         json.dumps([case.settings for case in found.cases(quick)])
     assert {goal.case for goal in found.goals} <= set(names)
+
+
+def test_a_part_of_a_name_that_no_case_has_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["large", "--quick", "--case", "SD 9"])
+    message = capsys.readouterr().err
+    assert "no case has 'SD 9' in its name" in message
+    assert "SD 1.5, streamed, bf16 moments" in message
