@@ -79,7 +79,7 @@ MODES = {
 
 def modes_of(kind: Kind, act: Act) -> tuple[str, ...]:
     """Return the modes that differ for this kind and in which the act does something."""
-    waits = kind.offload == "cpu" and not kind.streamed
+    waits = kind.offload == "cpu" and not kind.streamed and not kind.hosted
     names = tuple(MODES) if waits else ("default", "average")
     return tuple(name for name in names if MODES[name].ema or not act.needs_ema)
 
@@ -169,6 +169,8 @@ def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
     context: dict[str, Any] = {"deepspeed": kind.stage is not None, "host_step": mode.host_step}
     if kind.streamed and mode.host_step and isinstance(model, Net):
         context["streamed"] = Streaming(units=UNITS, window=2)
+    if kind.hosted and mode.host_step:
+        context["engine"] = "host"
     with pytest.MonkeyPatch.context() as patch:
         if kind.apart:
             # Keep the model's weights separate from the stepped ones, as on a device.

@@ -38,6 +38,8 @@ class Kind:
     """The plain engine's optimizer steps weights that are separate from the model's."""
     streamed: bool = False
     """Weights pass through a window; the optimizer's own step is that of the plan without it."""
+    hosted: bool = False
+    """The host engine trains, with the weights on the device."""
     world_size: int = 1
 
 
@@ -52,6 +54,7 @@ KINDS: Final = {
     "z1 cpu": Kind(stage=1),
     "z2 cpu": Kind(stage=2),
     "z3 cpu": Kind(stage=3),
+    "host": Kind(stage=2, hosted=True),
     "streamed": Kind(stage=2, streamed=True),
 }
 ALL: Final = frozenset(KINDS)
@@ -63,7 +66,7 @@ BUCKETED: Final = frozenset({"z1", "z1 cpu", "z2", "z2 cpu"})
 OWN: Final = WHOLE - {"streamed"}
 """Kinds whose model weights are whole, and views of them real views."""
 PLAIN: Final = frozenset({"plain", "plain cpu", "plain apart"})
-DEEPSPEED: Final = ALL - PLAIN - {"streamed"}
+DEEPSPEED: Final = ALL - PLAIN - {"host", "streamed"}
 """Kinds in which DeepSpeed's engine trains."""
 
 
@@ -946,7 +949,7 @@ def _(engine, model, context):
 
 
 # Streamed weights discard the window (tests/backend/stream/test_steps.py), which DeepSpeed cannot.
-@act("an exception in backward", kinds=ALL - {"streamed"})
+@act("an exception in backward", kinds=ALL - {"host", "streamed"})
 def _(engine, model, context):
     def hook(*_):
         fail()
@@ -955,7 +958,7 @@ def _(engine, model, context):
     context.resources.callback(model.mix.register_full_backward_hook(hook).remove)
 
 
-@act("an exception in a gradient hook", kinds=OWN)
+@act("an exception in a gradient hook", kinds=OWN - {"host"})
 def _(engine, model, context):
     fail = once(context, Oops("hook"))
     context.resources.callback(model.mix.weight.register_hook(fail).remove)

@@ -87,6 +87,7 @@ SMALL_BUCKETS = (("reduce_bucket_size", 5_000_000), ("sub_group_size", 6_000_000
         Case(stage=3, precision="bf16", overrides=SMALL_BUCKETS),
         Case(stage=3, offload="cpu", offload_param="cpu"),
         Case(stage=2, offload="cpu", precision="bf16", streamed=STREAMED),
+        Case(stage=2, offload="cpu", precision="bf16", engine="host"),
     ],
     ids=str,
 )

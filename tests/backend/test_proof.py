@@ -33,7 +33,7 @@ from zerotune.backend.step import deferred
 from zerotune.backend.step.adams import SlabStep
 from zerotune.backend.stream import engine as streaming
 from zerotune.backend.stream import passes
-from zerotune.backend.stream.engine import why_not_streamed
+from zerotune.backend.stream.engine import why_not_hosted
 from zerotune.diffusion import activations
 from zerotune.diffusion.activations import ActivationOffload, WaitingTransfers, transfers_for
 from zerotune.errors import InvalidValueError, PlatformError
@@ -505,48 +505,59 @@ def test_a_step_that_is_not_hidden_proves_nothing(monkeypatch: pytest.MonkeyPatc
     assert (outcome.passed, outcome.detail) == (False, "no step was hidden")
 
 
-def faulty_streaming() -> list[Outcome]:
-    """Return the results of the check with right passes, and with passes that forget EMAs."""
+def faulty_host_engine() -> list[Outcome]:
+    """Return the results of the check with right passes, and with passes that forget EMAs.
+
+    First passes of weights on the device forget EMAs, then those of streamed weights.
+    """
     take = passes.UnitPass.take
+    outcomes = [outcome_of("training")]
+    for resident in (True, False):
 
-    def forgets_averages(self: Any) -> None:
-        self.averages = []
-        take(self)
+        def forgets_averages(self: Any, resident: bool = resident) -> None:
+            if self.unit.resident is resident:
+                self.averages = []
+            take(self)
 
-    right = outcome_of("training")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes.UnitPass, "take", forgets_averages)
-        return [right, outcome_of("training")]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(passes.UnitPass, "take", forgets_averages)
+            outcomes.append(outcome_of("training"))
+    return outcomes
 
 
 @pytest.mark.deepspeed
-def test_planted_faults_of_streamed_weights_are_detected() -> None:
-    ((right, wrong),) = run_ranks(faulty_streaming)
+def test_planted_faults_of_the_host_engine_are_detected() -> None:
+    ((right, resident, streamed),) = run_ranks(faulty_host_engine)
     assert right.passed, right
-    assert wrong.passed is False
-    assert "streamed weights: EMA" in wrong.detail
+    assert resident.passed is streamed.passed is False
+    assert "host engine: EMA" in resident.detail
+    assert "streamed weights: EMA" in streamed.detail
 
 
-def test_weights_in_host_memory_are_streamed_by_default_once_streaming_is_proven(
+def test_the_host_engine_is_the_default_once_it_is_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(streaming, "load_host_step", lambda: None)
     card = Platform.synthetic("cuda", vram=2**34, ram=2**40)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
 
-    def why_not(**build: Any) -> str | None:
+    def why_not(engine: Any = None, **build: Any) -> str | None:
         plan = DeepSpeedPlan.build(precision="bf16", offload="cpu", **build)
-        settled = OptimizerResolver().apply(plan.resolve(platform=card))
-        return why_not_streamed(settled, model)
+        settled = OptimizerResolver().apply(plan.resolve(platform=card, engine=engine))
+        return why_not_hosted(settled, model)
 
     monkeypatch.setattr(streaming, "find_units", lambda *_: [("0", model[0])])
     in_host_memory = {"stage": 3, "offload_param": "cpu"}
-    assert "nothing is proven yet" in str(why_not(**in_host_memory))
+    for plan in ({"stage": 2}, in_host_memory):
+        assert "nothing is proven yet" in str(why_not(**plan))
     store_proof(passed("training", "weights differ"))
-    assert "the check of training failed" in str(why_not(**in_host_memory))
+    for plan in ({"stage": 2}, in_host_memory):
+        assert "the check of training failed" in str(why_not(**plan))
+        assert why_not(engine="host", **plan) is None
     store_proof(passed())
-    assert why_not(**in_host_memory) is None
-    assert "keeps weights on the device" in str(why_not(stage=2))
+    for plan in ({"stage": 2}, in_host_memory):
+        assert why_not(**plan) is None
+        assert 'engine="deepspeed"' in str(why_not(engine="deepspeed", **plan))
 
 
 def test_a_check_that_raises_counts_as_failed_and_keeps_its_traceback(
@@ -589,5 +600,5 @@ def test_a_gpu_proves_its_fast_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proof.error is None
     assert proof.failed == (), proof
     assert proof.obstacle("hidden step") is None
-    assert proof.obstacle("streaming") is None
+    assert proof.obstacle("host engine") is None
     assert proof.obstacle("activation offload") is None

@@ -21,6 +21,8 @@ PAIRS = [
     (("plain", 1), ("z3-nvme", 1), "fp32"),
     (("z1", 2), ("z2-cpu", 1), "bf16"),
     (("z3-cpu", 2), ("streamed", 1), "fp32"),
+    (("z3-cpu", 2), ("host", 1), "fp32"),
+    (("host", 2), ("z2-cpu", 1), "fp32"),
     (("streamed-8bit", 2), ("z3-cpu", 2), "fp32"),
     (("streamed-8bit", 2), ("plain", 1), "fp32"),
     (("streamed-8bit", 2), ("streamed-8bit", 1), "fp32"),

@@ -67,7 +67,7 @@ def test_the_command_stores_its_proof_and_fails_if_a_check_failed(
     printed = capsys.readouterr()
     data = json.loads(printed.out)["proof"]
     assert data["checks"]["page-locked copies"]["passed"] is not bool(failed)
-    paths = {"hidden step", "streaming", "activation offload"}
+    paths = {"hidden step", "host engine", "activation offload"}
     assert set(data["unproven"]) == (paths if failed else set())
     assert ("report this failure with the file" in printed.err) == bool(failed)
     assert load_proof(Combination.here("cpu")).failed == tuple(failed)  # type: ignore[union-attr]

@@ -20,7 +20,7 @@ from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow
 from zerotune.ema.shadow import DeviceStore, FileStore, HostStore, ShadowStore
 from zerotune.optim.resolver import OptimizerResolver
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
+from zerotune.plan.model import DeepSpeedPlan, EngineName, ModelFacts, Streaming
 from zerotune.platform import Platform
 from zerotune.training.setup import build_engine
 
@@ -57,6 +57,7 @@ class Case:
     family: str = "web"
     """``"web"`` has blocks that are called twice or share weights; see also ``FAMILIES``."""
     streamed: Streaming | None = None
+    engine: EngineName | None = None
     stage: int = 2
     offload: str = "cpu"
     offload_param: str = "none"
@@ -159,6 +160,7 @@ def started(case: Case) -> Iterator[Any]:
         deepspeed=case.deepspeed,
         hidden=case.hidden,
         streamed=case.streamed or False,
+        engine=case.engine,
     )
     with build_engine(model=model, plan=OptimizerResolver().apply(resolved)) as engine:
         if case.checkpointing == "offloaded":
@@ -293,12 +295,16 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 _WINDOW = Streaming(window=2)
 
 STREAMED = Case(name="streamed, window 2", streamed=_WINDOW)
+RESIDENT = Case(name="host engine", engine="host")
 ZERO_2 = Case(name="ZeRO-2, CPU offload")
 
 
 def _matrix() -> Iterator[Case]:
     def streamed(name: str, **fields: Any) -> Case:
         return attrs.evolve(STREAMED, name=f"streamed, {name}", **fields)
+
+    def resident(name: str, **fields: Any) -> Case:
+        return attrs.evolve(RESIDENT, name=f"host engine, {name}", **fields)
 
     def zero(stage: int, name: str, **fields: Any) -> Case:
         return attrs.evolve(ZERO_2, name=f"ZeRO-{stage}, {name}", stage=stage, **fields)
@@ -345,6 +351,26 @@ def _matrix() -> Iterator[Case]:
         streamed("closed after backward", middle="close"),
         streamed("closed during updates", middle="close", clipping=0.0),
         streamed("fp32", precision="fp32"),
+        RESIDENT,
+        resident("no clipping", clipping=0.0),
+        resident("U-Net", family="unet"),
+        resident("Flux, checkpointing", family="flux", checkpointing="on"),
+        resident("skipped blocks", family="skipping", steps=8),
+        resident("skipped blocks, no clipping", family="skipping", clipping=0.0, steps=8),
+        resident("accumulation", accumulation=3),
+        resident("reentrant checkpointing", checkpointing="reentrant"),
+        resident("activation offload", checkpointing="offloaded"),
+        resident("bf16 moments", optimizer="AdamWBF16States"),
+        resident("fp32", precision="fp32"),
+        resident("LoRA", lora=True),
+        resident("LoRA on nf4", lora=True, quantized="nf4", family="flux"),
+        resident("stage 1", stage=1),
+        resident("EMA on the device", ema="device"),
+        resident("EMA in a file", ema="file"),
+        resident("EMA swapped in", swapped_in=True),
+        resident("resumed", middle="resume"),
+        resident("out of memory", middle="exhaust"),
+        resident("closed", middle="close"),
         ZERO_2,
         zero(2, "CPU offload, hidden", hidden=True),
         zero(2, "CPU offload, hidden, no clipping", hidden=True, clipping=0.0),
@@ -380,6 +406,8 @@ def _matrix() -> Iterator[Case]:
         zero(3, "CPU offload of both, checkpointing", offload_param="cpu", checkpointing="on"),
         zero(3, "CPU offload of both, EMA swapped in", offload_param="cpu", swapped_in=True),
         zero(3, "CPU offload of both, resumed", offload_param="cpu", middle="resume"),
+        resident("2 ranks", ranks=2),
+        resident("2 ranks, EMA swapped in", ranks=2, swapped_in=True),
         streamed("2 ranks", ranks=2),
         streamed("2 ranks, no clipping", ranks=2, clipping=0.0),
         streamed("2 ranks, EMA swapped in", ranks=2, swapped_in=True),

@@ -22,6 +22,9 @@ SAMPLE = (
     "streamed, skipped blocks, no clipping",
     "streamed, EMA swapped in",
     "streamed, resumed, 8-bit",
+    "host engine, skipped blocks",
+    "host engine, EMA swapped in",
+    "host engine, out of memory",
     "ZeRO-3, CPU offload of both",
     "plain, offload, hidden, EMA in a file, swapped in",
 )
@@ -43,10 +46,10 @@ def test_ranks_that_share_weights_write_them_when_no_device_reads_them(tmp_path)
 
 @pytest.mark.parametrize("changes", [{}, {"clipping": 0.0, "checkpointing": "on"}], ids=str)
 @on_device()
-def test_streamed_hidden_and_deepspeeds_own_place_of_the_step_give_the_same_bits(changes, tmp_path):
+def test_every_place_of_the_step_gives_the_same_bits(changes, tmp_path):
     case = attrs.evolve(ZERO_2, steps=3, **changes)
     reference = run(case, 0, 0.1, tmp_path)
-    for other in ({"hidden": True}, {"streamed": Streaming(window=2)}):
+    for other in ({"hidden": True}, {"engine": "host"}, {"streamed": Streaming(window=2)}):
         assert not differences(reference, run(attrs.evolve(case, **other), 1, 0.1, tmp_path))
 
 

@@ -44,6 +44,67 @@ def test_resolving_evaluates_each_rule_once(monkeypatch, cuda):
     assert len(asked) == len(set(asked))
 
 
+OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize("engine", ["host", "deepspeed"])
+def test_the_requested_engine_is_recorded_and_shown(cuda, engine):
+    resolved = resolve(zero(**OFFLOADED), cuda, engine=engine)
+    said = decision(resolved, "engine")
+    assert (resolved.engine, said.before, said.after, said.severity) == (
+        engine, None, engine, "note",
+    )  # fmt: skip
+    assert {"host": "host engine, 1", "deepspeed": "DeepSpeed, 1"}[engine] in resolved.explain()
+    assert said.reason in resolved.explain()
+
+
+def test_no_engine_is_chosen_before_the_start_unless_requested(cuda):
+    resolved = resolve(zero(**OFFLOADED), cuda)
+    assert resolved.engine is None
+    assert not [each for each in resolved.decisions if each.key == "engine"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "context", "reason"),
+    [
+        ({"stage": 2}, {}, "not in host memory"),
+        ({**OFFLOADED, "stage": 3}, {}, "partitions weights"),
+        ({**OFFLOADED, "stage": 3, "offload_param": {"device": "cpu"}}, {"streamed": False},
+         "unless they are streamed"),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"},
+          "offload_param": {"device": "nvme", "nvme_path": "/x"}}, {}, "NVMe"),
+        ({**OFFLOADED, "round_robin_gradients": True}, {"world_size": 2}, "round robin"),
+        (OFFLOADED, {"host_step": False}, "host_step=False"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_plan_that_the_host_engine_cannot_run_gets_a_warning_with_the_reason(
+    cuda, keys, context, reason
+):
+    resolved = resolve(zero(**keys), cuda, engine="host", **context)
+    said = decision(resolved, "engine")
+    assert resolved.engine == "deepspeed"
+    assert (said.before, said.after, said.severity) == ("host", "deepspeed", "warning")
+    assert reason in said.reason
+
+
+def test_the_plain_engine_replaces_the_requested_host_engine(cuda):
+    resolved = resolve(zero(**OFFLOADED), cuda, engine="host", deepspeed=False)
+    said = decision(resolved, "engine")
+    assert (said.before, said.after, said.severity) == ("host", "plain", "warning")
+
+
+def test_weights_are_not_streamed_in_deepspeeds_engine(cuda):
+    resolved = resolve(zero(**OFFLOADED), cuda, engine="deepspeed", streamed=True)
+    assert resolved.streamed is False
+    assert 'engine="deepspeed"' in decision(resolved, "streamed").reason
+
+
+def test_an_unknown_engine_is_refused(cuda):
+    with pytest.raises(InvalidValueError, match='"host" or "deepspeed"'):
+        resolve(zero(**OFFLOADED), cuda, engine="plain")
+
+
 def warnings(resolved):
     return [each.key for each in resolved.decisions if each.severity == "warning"]
 

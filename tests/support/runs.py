@@ -24,6 +24,7 @@ class Case:
     optimizer: Any = "AdamW"
     lr: float = 1e-3
     streamed: Any = None
+    engine: Any = None
     hidden: bool | None = None
     overrides: tuple[tuple[str, Any], ...] = ()
 
@@ -79,7 +80,7 @@ def start(case: Case, model: Any) -> Any:
         **dict(case.overrides),
     )
     context = {"deepspeed": case.deepspeed, "streamed": case.streamed, "hidden": case.hidden}
-    return build(model, plan, **context)
+    return build(model, plan, engine=case.engine, **context)
 
 
 def unet_loss(engine: Any, step: int) -> Any:

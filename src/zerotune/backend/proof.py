@@ -41,14 +41,14 @@ KEY: Final = "proof"
 VARIABLE: Final = "ZEROTUNE_PROOF"
 COMMAND: Final = "zerotune doctor --prove"
 Setting = Literal["first", "off", "ask", "always"]
-FastPath = Literal["one pass", "hidden step", "streaming", "activation offload"]
+FastPath = Literal["one pass", "hidden step", "host engine", "activation offload"]
 
 _PROOF_FORMAT: Final = 2
 _ARITHMETIC: Final = ("bf16 rounding", "training")
 PATHS: Final[Mapping[FastPath, tuple[str, ...]]] = {
     "one pass": _ARITHMETIC,
     "hidden step": (*_ARITHMETIC, "page-locked copies"),
-    "streaming": (*_ARITHMETIC, "page-locked copies"),
+    "host engine": (*_ARITHMETIC, "page-locked copies"),
     "activation offload": ("page-locked copies",),
 }
 """Names of the checks that each fast path requires."""

@@ -40,7 +40,7 @@ from zerotune.plan.model import (
     Streaming,
     ZeroSection,
 )
-from zerotune.plan.resolve import with_streaming
+from zerotune.plan.resolve import with_engine
 from zerotune.plan.rules import resolve
 from zerotune.platform.facts import CUDA, DISCRETE
 
@@ -500,7 +500,7 @@ def _resolved(request: Request, layout: Layout, plan: DeepSpeedPlan) -> Resolved
     if not layout.streams:
         return resolved
     streaming = Streaming(split_masters=layout.splits)
-    return with_streaming(attrs.evolve(resolved, streamed=streaming))
+    return with_engine(attrs.evolve(resolved, streamed=streaming))
 
 
 def _fill_device(

@@ -72,6 +72,8 @@ if TYPE_CHECKING:
 # returns the canonical form with the reason of the change.
 
 Auto = Literal["auto"]
+EngineName = Literal["host", "deepspeed"]
+"""Engine of an Adam in host memory: zerotune's host engine, or DeepSpeed's."""
 AUTO: Final[Auto] = "auto"
 """Placeholder for a value that ``resolve`` chooses."""
 
@@ -2034,6 +2036,9 @@ class ModelFacts:
         return {}
 
 
+RESIDENT_UNITS: Final = 32
+"""Largest number of units of weights that stay on the device in the host engine. With more units,
+which are each updated and uploaded as a whole, the next forward pass begins earlier."""
 UNIT_ALIGNED: Final = 256
 """Alignment of each parameter in a streamed unit, in elements: one block of 8-bit moments."""
 
@@ -2060,6 +2065,11 @@ class StreamedFacts:
     def total(self) -> int:
         """Number of elements of all streamed units."""
         return sum(self.units)
+
+    @property
+    def trained_total(self) -> int:
+        """Number of all trained elements."""
+        return sum(self.trained) + self.resident_trained
 
 
 UNET_BLOCKS: Final = frozenset({"BasicTransformerBlock", "ResnetBlock2D"})
@@ -2610,6 +2620,7 @@ class DeepSpeedPlan(Readable, Section):
         host_step: bool = True,
         hidden: bool | None = None,
         streamed: bool | Streaming | None = None,
+        engine: EngineName | None = None,
     ) -> ResolvedPlan:
         """Resolve all automatic values for one machine, model and world size.
 
@@ -2626,6 +2637,11 @@ class DeepSpeedPlan(Readable, Section):
                 are used; ``True``, or ``Streaming`` options. Results are bitwise equal to those of
                 ZeRO-2 with CPU offload. If streaming is not possible, DeepSpeed trains without it,
                 and a decision gives the reason.
+            engine: ``"host"`` runs an Adam in host memory in zerotune's host engine, with weights
+                on the device or streamed, and ``"deepspeed"`` in DeepSpeed's. By default, the
+                host engine runs where ``zerotune doctor --prove`` has verified it. Results are
+                bitwise equal. If the host engine cannot run the plan, DeepSpeed trains, and a
+                decision gives the reason.
 
         Raises:
             PlanError: The plan cannot run here; the message names key, reason and fix.
@@ -2637,13 +2653,17 @@ class DeepSpeedPlan(Readable, Section):
             run=run or RunFacts(),
             uses_deepspeed=deepspeed,
         )
-        from zerotune.plan.resolve import with_streaming
+        from zerotune.plan.resolve import with_engine
         from zerotune.plan.rules import resolve
 
         resolved = attrs.evolve(
-            resolve(self, context), host_step=host_step, hidden_step=hidden, streamed=streamed
+            resolve(self, context),
+            host_step=host_step,
+            hidden_step=hidden,
+            streamed=streamed,
+            engine=engine,
         )
-        return with_streaming(resolved)
+        return with_engine(resolved)
 
     def inspect(
         self,
@@ -3064,6 +3084,19 @@ class ResolvedPlan(Readable):
     streamed: bool | Streaming | None = None
     """Whether weights are streamed; ``None``: only if ``zerotune doctor --prove`` has verified
     streaming."""
+    engine: EngineName | None = attrs.field(default=None)
+    """Engine of an Adam in host memory: ``"host"`` or ``"deepspeed"``; ``None``: ``"host"`` only if
+    ``zerotune doctor --prove`` has verified the host engine."""
+
+    @engine.validator
+    def _check_engine(self, _attribute: Any, value: Any) -> None:
+        if value not in (None, "host", "deepspeed"):
+            raise InvalidValueError(
+                "is not an engine",
+                key="engine",
+                value=value,
+                fix='write "host" or "deepspeed"; deepspeed=False selects the plain engine',
+            )
 
     @property
     def context(self) -> Context:
@@ -3082,6 +3115,11 @@ class ResolvedPlan(Readable):
         if isinstance(self.streamed, Streaming):
             return self.streamed
         return Streaming() if self.streamed else None
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether weights stay on the device if the host engine runs this plan."""
+        return not self.streamed and self.offload_param != "cpu"
 
     @property
     def stage(self) -> int:
@@ -3168,6 +3206,23 @@ class ResolvedPlan(Readable):
             severity="warning" if asked else "note",
         )
         return attrs.evolve(self, streamed=False, decisions=(*self.decisions, decision))
+
+    def with_engine(self, engine: EngineName | None, reason: str) -> Self:
+        """Return this plan with the engine set; a decision records ``reason``.
+
+        Args:
+            engine: The engine that will run; ``None`` for the plain engine.
+            reason: Why.
+        """
+        refused = self.engine == "host" and engine != "host"
+        decision = Decision(
+            key="engine",
+            before=self.engine if refused else None,
+            after=engine or "plain",
+            reason=reason,
+            severity="warning" if refused else "note",
+        )
+        return attrs.evolve(self, engine=engine, decisions=(*self.decisions, decision))
 
     def with_units_kept(self, workload: Workload, *, reserve: float = 0.05) -> ResolvedPlan:
         """Return this plan with as many streamed units kept on the device as fit.

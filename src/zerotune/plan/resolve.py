@@ -1178,13 +1178,20 @@ def filled(requested: DeepSpeedPlan, plan: DeepSpeedPlan, case: Case, log: Log) 
     )
 
 
-def with_streaming(resolved: ResolvedPlan) -> ResolvedPlan:
-    """Disable ``streamed`` and record the reason if streaming is requested but impossible."""
-    if not resolved.streamed:
-        return resolved
-    if (obstacle := streaming_obstacle(resolved)) is not None:
-        return resolved.without_streaming(obstacle)
-    asked = resolved.streamed
+def with_engine(resolved: ResolvedPlan) -> ResolvedPlan:
+    """Record the requested engine; if it cannot run the plan, choose another with the reason."""
+    obstacle, asked = host_obstacle(resolved), resolved.streamed
+    if not asked:
+        if resolved.engine is None:
+            return resolved
+        if not resolved.uses_deepspeed:
+            return resolved.with_engine(None, str(obstacle))
+        if resolved.engine == "host" and obstacle is not None:
+            return resolved.with_engine("deepspeed", obstacle)
+        return resolved.with_engine(resolved.engine, "requested")
+    if obstacle is not None:
+        return attrs.evolve(resolved.without_streaming(obstacle), engine=None)
+    resolved = attrs.evolve(resolved, engine="host")
     if not isinstance(asked, Streaming) or not asked.split_masters or resolved.precision == "bf16":
         return resolved
     decision = Decision(
@@ -1212,25 +1219,32 @@ _SEVERAL_RANKS: Final = frozenset(
         "tensor_parallel",
     }
 )
-"""Keys for which streaming on several ranks supports only the defaults."""
+"""Keys for which the host engine on several ranks supports only the defaults."""
 
 
-def streaming_obstacle(resolved: ResolvedPlan) -> str | None:
-    """Return why the plan's weights cannot be streamed; ``None`` if nothing prevents it."""
+def host_obstacle(resolved: ResolvedPlan) -> str | None:
+    """Return why the host engine cannot run a plan; ``None`` if nothing prevents it."""
     written = resolved.plan.to_dict()
     accumulated = written.get("data_types", {}).get("grad_accum_dtype")
     several = _SEVERAL_RANKS & written.keys() if resolved.world_size > 1 else ()
     obstacles = {
         "the plan was resolved without DeepSpeed": not resolved.uses_deepspeed,
+        'the plan was resolved with engine="deepspeed"': resolved.engine == "deepspeed",
         f"only DeepSpeed supports {', '.join(several)}": bool(several),
         "DeepSpeed distributes gradients round robin": resolved.world_size > 1
         and bool(written.get("zero_optimization", {}).get("round_robin_gradients")),
-        "streaming needs stage 2 or 3": resolved.stage not in (2, 3),
         "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
         "DeepSpeed manages weights on NVMe": resolved.offload_param == "nvme",
+        "DeepSpeed gathers weights in host memory, unless they are streamed": (
+            resolved.offload_param == "cpu" and resolved.streamed is False
+        ),
+        "only DeepSpeed partitions weights that stay on the device": (
+            resolved.is_resident and resolved.stage == 3
+        ),
+        "streaming needs stage 2 or 3": not resolved.is_resident and resolved.stage not in (2, 3),
         "DeepSpeed removes the loss scale": resolved.precision == "fp16",
         "the plan was resolved with host_step=False": not resolved.host_step,
-        "streaming accumulates gradients only in their own dtype": accumulated not in (
+        "the host engine accumulates gradients only in their own dtype": accumulated not in (
             None, resolved.precision,
         ),
     }  # fmt: skip

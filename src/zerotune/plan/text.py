@@ -236,9 +236,8 @@ def _resolved_rows(resolved: ResolvedPlan) -> list[Setting]:
         scheduler = "none; the learning rate is constant"
         if schedule is not None:
             scheduler = _call(schedule.name, schedule.params)
-    engine = "DeepSpeed" if resolved.uses_deepspeed else "plain engine (DeepSpeed is off)"
     rows = [
-        ("engine", f"{engine}, {_ranks(resolved.world_size)}"),
+        ("engine", f"{_engine(resolved)}, {_ranks(resolved.world_size)}"),
         ("ZeRO stage", f"{stage}: {_PARTITIONED[stage]}"),
         (
             "optimizer state",
@@ -259,6 +258,12 @@ def _resolved_rows(resolved: ResolvedPlan) -> list[Setting]:
         )
         rows.append(("model", f"{model.name}: {numbers}"))
     return rows
+
+
+def _engine(resolved: ResolvedPlan) -> str:
+    if not resolved.uses_deepspeed:
+        return "plain engine (DeepSpeed is off)"
+    return "host engine" if resolved.engine == "host" else "DeepSpeed"
 
 
 def describe_plan(plan: DeepSpeedPlan) -> str:

@@ -22,6 +22,7 @@ from zerotune.backend.proof import VARIABLE, Combination, Outcome, Proof, descri
 from zerotune.backend.step.adams import torch_rounds_alike
 from zerotune.backend.step.deferred import HIDDEN_KEY
 from zerotune.backend.step.kernel import load_host_step
+from zerotune.backend.stream.engine import StreamEngine
 from zerotune.ema import EMAShadow
 from zerotune.errors import MissingDependencyError, PlatformError
 from zerotune.optim import OptimizerResolver
@@ -87,16 +88,18 @@ def _copy_through(device: torch.device, allocate: Callable[[int], torch.Tensor])
 def check_training(platform: Platform, _device: torch.device) -> None:
     """Check that zerotune's steps give exactly the results of DeepSpeed's own ZeRO-2.
 
-    Weights and moments are in host memory: once with hidden steps, once with streamed weights.
+    Master weights and moments are in host memory: once with DeepSpeed's hidden steps, once in the
+    host engine with weights on the device, and once with streamed weights.
     Without DeepSpeed, the plain engine's own step takes the place of DeepSpeed's.
     """
     load_host_step()  # Without the op, the check cannot run.
     ways: dict[str, dict[str, Any]] = {"hidden step": {"hidden": True}}
     if platform.deepspeed.available:
+        ways["host engine"] = {"engine": "host"}
         ways["streamed weights"] = {"streamed": Streaming(units=("Sequential",), window=2)}
     wanted = train(platform, hidden=False, host_step=False)
     for way, settings in ways.items():
-        found = train(platform, **{"hidden": False, **settings})
+        found = train(platform, **settings)
         names = [n for n in wanted | found if not _equal(wanted.get(n), found.get(n))]
         if names:
             raise DifferenceError(
@@ -135,6 +138,8 @@ def train(platform: Platform, **settings: Any) -> dict[str, torch.Tensor]:
         hidden = any(one.key == HIDDEN_KEY and "thread" in one.after for one in engine.decisions)
         if settings.get("hidden") and not hidden:
             raise DifferenceError("no step was hidden")
+        if settings.get("engine") and not isinstance(engine, StreamEngine):
+            raise DifferenceError("the host engine did not run")
         if settings.get("streamed") and not engine.counts.evicted:
             raise DifferenceError("no weight was streamed")
         for fragment in engine.master_weights.read():

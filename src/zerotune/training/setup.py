@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
@@ -18,7 +19,7 @@ from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.backend.deepspeed.engine import DeepSpeedEngine
 from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.backend.plain import PlainEngine
-from zerotune.backend.stream.engine import StreamEngine, require_other_engine, why_not_streamed
+from zerotune.backend.stream.engine import StreamEngine, require_other_engine, why_not_hosted
 from zerotune.backend.stream.ranks import SharedStreamEngine, why_not_together
 from zerotune.backend.trained_parts import TrainedParts
 from zerotune.decisions import announce
@@ -31,7 +32,7 @@ from zerotune.errors import DataError, InvalidValueError
 from zerotune.offload import OffloadManager
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.advise import Advice
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts, ResolvedPlan, RunFacts
+from zerotune.plan.model import DeepSpeedPlan, EngineName, ModelFacts, ResolvedPlan, RunFacts
 from zerotune.platform import Platform, detect_platform
 from zerotune.training.memory import Situation, advising
 
@@ -54,6 +55,7 @@ def prepare(
     run: RunFacts | None = None,
     platform: Platform | None = None,
     deepspeed: bool = True,
+    engine: EngineName | None = None,
     compile: bool | Mapping[str, Any] | Compilation = False,  # noqa: A002
     timeout_s: float = 600.0,
     **unknown: Any,
@@ -81,6 +83,8 @@ def prepare(
         run: Values for the fields that are ``"auto"`` in the plan.
         platform: The machine to run on; detected by default.
         deepspeed: ``False`` trains without DeepSpeed, with a ``PlainEngine``.
+        engine: ``"host"`` or ``"deepspeed"``, as in ``DeepSpeedPlan.resolve``; ignored if ``plan``
+            is resolved.
         compile: Whether to compile the forward pass, or ``Compilation`` options for it.
         timeout_s: Timeout of collectives in seconds.
         **unknown: Rejected with an error; the optimizer belongs in the plan, not in ``optimizer=``.
@@ -113,7 +117,13 @@ def prepare(
     check_kind(platform, Platform, key="platform", write="zerotune.detect_platform()")
     plan = as_plan(plan)
     plan = settled(
-        plan, model=model, resolver=resolver, run=run, platform=platform, deepspeed=deepspeed
+        plan,
+        model=model,
+        resolver=resolver,
+        run=run,
+        platform=platform,
+        deepspeed=deepspeed,
+        engine=engine,
     )
     with ExitStack() as resources:
         compiled = None if wanted is None else Compiled(wanted, model=model, plan=plan)
@@ -122,11 +132,11 @@ def prepare(
         plan = leased(plan, offload or OffloadManager(), resources, timeout_s)
         starting = Situation(plan=plan, doing="starting the engine")
         with advising(lambda: starting):
-            engine = build_engine(model=model, plan=plan, timeout_s=timeout_s)
+            started = build_engine(model=model, plan=plan, timeout_s=timeout_s)
         if compiled is not None:
-            compiled.apply(engine)
-        engine.resources.push(resources.pop_all())
-    return engine
+            compiled.apply(started)
+        started.resources.push(resources.pop_all())
+    return started
 
 
 def settled(
@@ -137,6 +147,7 @@ def settled(
     run: RunFacts | None = None,
     platform: Platform | None = None,
     deepspeed: bool = True,
+    engine: EngineName | None = None,
 ) -> ResolvedPlan:
     """Resolve a plan for a model, a machine and the number of processes.
 
@@ -150,6 +161,7 @@ def settled(
             world_size=_processes()[1],
             run=run,
             deepspeed=deepspeed,
+            engine=engine,
         )
     if plan.optimizer or model is None:
         return plan
@@ -213,22 +225,36 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
         EngineError: The engine cannot run the plan.
         VerificationError: The running engine differs from the plan.
     """
-    kind: type[DeepSpeedEngine | StreamEngine | PlainEngine]
-    kind = DeepSpeedEngine if plan.uses_deepspeed else PlainEngine
-    if plan.uses_deepspeed and plan.streamed is not False:
-        obstacle = why_not_streamed(plan, model)
-        # The device waits for the host's optimizer steps, so streaming might help.
-        might = plan.platform.accelerator != "cpu" and plan.offload_optimizer == "cpu"
-        if plan.streamed and plan.world_size > 1:
-            obstacle = why_not_together(plan, model, obstacle=obstacle, timeout_s=timeout_s)
-        if obstacle is None:
-            kind = StreamEngine if plan.world_size == 1 else SharedStreamEngine
-        elif plan.streamed or might:
-            plan = plan.without_streaming(obstacle)
-            announce(plan.decisions[-1:])
-    if kind not in (StreamEngine, SharedStreamEngine):
+    if not plan.uses_deepspeed:
         require_other_engine(plan)
-    return kind(model=model, plan=plan, timeout_s=timeout_s)
+        return PlainEngine(model=model, plan=plan, timeout_s=timeout_s)
+    obstacle = why_not_hosted(plan, model)
+    if (plan.streamed or plan.engine == "host") and plan.world_size > 1:
+        obstacle = why_not_together(plan, model, obstacle=obstacle, timeout_s=timeout_s)
+    if obstacle is None:
+        if plan.engine is None:
+            plan = plan.with_engine("host", "the proof of the host engine passed on this device")
+        hosts = StreamEngine if plan.world_size == 1 else SharedStreamEngine
+        return hosts(model=model, plan=plan, timeout_s=timeout_s)
+    plan = _without_host(plan, obstacle)
+    require_other_engine(plan)
+    return DeepSpeedEngine(model=model, plan=plan, timeout_s=timeout_s)
+
+
+def _without_host(plan: ResolvedPlan, obstacle: str) -> ResolvedPlan:
+    """The plan for DeepSpeed, with the reason where the host engine was wanted or might help."""
+    asked = plan.streamed or plan.engine == "host"
+    # The device waits for the host's optimizer steps.
+    might = plan.platform.accelerator != "cpu" and plan.offload_optimizer == "cpu"
+    if not asked and not (might and plan.engine is None):
+        return plan
+    streams = plan.streamed is not False and not plan.is_resident
+    if streams:
+        plan = attrs.evolve(plan.without_streaming(obstacle), engine="deepspeed")
+    else:
+        plan = plan.with_engine("deepspeed", obstacle)
+    announce(plan.decisions[-1:])
+    return plan
 
 
 # -- Checking and converting arguments of ``Trainer`` and ``prepare`` before anything starts.

@@ -19,7 +19,7 @@ from zerotune.backend.distributed import Launch
 from zerotune.ema import EMAShadow
 from zerotune.optim import ParameterGroups
 from zerotune.optim.resolver import OptimizerResolver
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
+from zerotune.plan.model import DeepSpeedPlan, EngineName, ModelFacts, Streaming
 from zerotune.training.setup import build_engine
 
 BATCH = 2
@@ -221,7 +221,8 @@ def start(
     run: Run,
     model: torch.nn.Module,
     *,
-    streamed: Streaming | bool | None,
+    streamed: Streaming | bool | None = None,
+    engine: EngineName | None = None,
     stage: int = 2,
     deepspeed: bool = True,
     timeout_s: float = 600.0,
@@ -237,6 +238,7 @@ def start(
     resolved = plan.resolve(
         model=ModelFacts.from_module(model),
         streamed=streamed,
+        engine=engine,
         deepspeed=deepspeed,
         world_size=Launch.from_environment().world_size,
     )

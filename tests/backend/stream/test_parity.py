@@ -1,4 +1,4 @@
-"""Streamed weights train as ZeRO-2 with CPU offload does, bit for bit."""
+"""Resident and streamed weights train as ZeRO-2 with CPU offload does, bit for bit."""
 
 from __future__ import annotations
 
@@ -52,6 +52,42 @@ COMPILED = [
     # Use inductor for few runs, since g++ takes a minute for each.
     if compiled == "aot_eager" or (lora, clipping) == (False, 0.0)
 ]  # fmt: skip
+
+
+RESIDENT = [
+    (Run(family="web", accumulation=3, steps=5), 1),
+    (Run(family="web", clipping=0.0, checkpointing="on", steps=5), 1),
+    (Run(family="web", evaluate=True, steps=5), 2),
+    (Run(family="unet", groups=True, steps=4), 1),
+    (Run(family="unet", lora=True, accumulation=2, clipping=0.0, steps=4), 2),
+    (Run(family="flux", checkpointing="reentrant", accumulation=2, steps=4), 2),
+    (Run(family="flux", precision="fp32", steps=4), 2),
+    (Run(family="flux", compiled="aot_eager", steps=3), 2),
+    (Run(family="qwen", clipping=0.0, checkpointing="on", evaluate=True, steps=5), 2),
+    (Run(family="web", optimizer="AdamWBF16States", groups=True, steps=4), 2),
+]
+
+
+def check_resident(run: Run, *stages: int) -> None:
+    """Assert equal bits for each stage if all weights stay on the device."""
+    for stage in stages:
+        theirs = train(run, engine="deepspeed", stage=stage)
+        mine = train(run, engine="host", stage=stage, seed=stage)
+        assert (theirs["engine"], mine["engine"]) == ("DeepSpeedEngine", "StreamEngine")
+        assert not differences(theirs, mine), stage
+        assert mine["resident"] > 0
+        assert not mine["units"]
+
+
+@pytest.mark.parametrize(("run", "stage"), RESIDENT, ids=str)
+def test_weights_on_the_device_equal_those_of_zero_bit_for_bit(run, stage):
+    check_resident(run, stage)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("run", [*MATRIX, *COMPILED], ids=str)
+def test_weights_on_the_device_equal_those_of_zero_bit_for_bit_in_every_combination(run):
+    check_resident(run, 1, 2)
 
 
 def check(run: Run, *windows: int) -> None:

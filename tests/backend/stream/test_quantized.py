@@ -23,7 +23,7 @@ from tests.backend.stream.streaming import (
 from tests.support.needs import needs
 from tests.support.ranks import ranks
 from zerotune.backend.stream import engine as engines
-from zerotune.backend.stream.engine import why_not_streamed
+from zerotune.backend.stream.engine import why_not_hosted
 from zerotune.ema import EMAShadow
 from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
@@ -103,7 +103,7 @@ def test_other_quantized_bases_stay_on_the_device_with_a_reason(monkeypatch):
     monkeypatch.setattr(engines.ModelFacts, "from_module", lambda _: facts)
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
     resolved = OptimizerResolver().apply(plan.resolve(streamed=True, world_size=1))
-    assert why_not_streamed(resolved, make_model(RUN)) == (
+    assert why_not_hosted(resolved, make_model(RUN)) == (
         "a base model in int8 stays on the device; bitsandbytes' 4-bit weights "
         "(nf4, fp4) are streamed"
     )

@@ -98,6 +98,15 @@ def test_streaming_on_two_ranks_equals_zero_2_bit_for_bit(monkeypatch, run):
     assert mine["counts"].evicted
 
 
+@pytest.mark.parametrize("run", [CLIPPED, EAGER, ADAPTERS], ids=str)
+@ranks(2)
+def test_weights_on_the_devices_of_two_ranks_equal_zero_2_bit_for_bit(run):
+    mine, theirs = train(run, engine="host", seed=3), train(run)
+    assert (mine["engine"], theirs["engine"]) == ("SharedStreamEngine", "DeepSpeedEngine")
+    assert not mine["units"]
+    assert not differences(theirs, mine)
+
+
 LEAN = Streaming(window=2, split_masters=True, gradient_buffers=2)
 LONG = [
     (Run(family="flux", steps=20), STREAMED),

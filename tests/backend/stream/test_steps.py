@@ -20,7 +20,7 @@ from tests.backend.stream.streaming import (
 from tests.support.ranks import ranks
 from zerotune.backend.step.kernel import HostStepOp
 from zerotune.backend.stream import passes, steps
-from zerotune.backend.stream.engine import why_not_streamed
+from zerotune.backend.stream.engine import why_not_hosted
 from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
@@ -266,10 +266,10 @@ def test_a_plan_that_does_not_request_streaming_gets_no_decision():
 def test_weights_on_the_device_are_streamed_only_on_request():
     from zerotune.optim.resolver import OptimizerResolver
 
-    plan = OptimizerResolver().apply(resolved(None))
-    assert "keeps weights on the device" in (why_not_streamed(plan, make_model(CLIPPED)) or "")
+    assert resolved(None).is_resident
     plan = OptimizerResolver().apply(resolved(True))
-    assert why_not_streamed(plan, make_model(CLIPPED)) is None
+    assert not plan.is_resident
+    assert why_not_hosted(plan, make_model(CLIPPED)) is None
     said = plan.without_streaming("because").decisions[-1]
     assert (said.key, said.after, said.reason) == ("streamed", False, "because")
 

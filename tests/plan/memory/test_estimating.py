@@ -381,6 +381,24 @@ def test_streamed_weights_equal_a_hand_calculation(streaming, capacity):
     assert items["host", "EMA"] == 4 * (5 * 2040 + 250)
 
 
+def test_weights_on_the_device_in_the_host_engine_equal_a_hand_calculation():
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
+    resolved = plan.resolve(platform=CUDA, model=blocks_of([2048] * 60, 2048), engine="host")
+    items = {
+        (item.place, item.component): item.nbytes
+        for item in resolved.estimate(Workload(exact_pinning=True)).items
+    }
+    count = 61 * 2048
+    assert items["device", "weights"] == 2 * count
+    assert items["device", "gradients"] == pytest.approx(2 * 3 * (count / 32 + 2048), abs=1)
+    assert ("device", "buckets") not in items
+    assert (
+        items["host", "weights"] == items["host", "gradients"] == pytest.approx(2 * count, abs=32)
+    )
+    assert items["host", "master weights"] == 4 * count
+    assert items["host", "optimizer states"] == 8 * count
+
+
 def test_ranks_of_a_machine_share_streamed_weights_as_calculated_by_hand():
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
     model = blocks_of([2048] * 5, 256)

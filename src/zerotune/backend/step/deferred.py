@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,8 +27,8 @@ from zerotune.backend.step.pending import (
     ThreadedStep,
     Upload,
     divide,
-    land,
 )
+from zerotune.backend.step.uses import CALL_COMPILED, COMPILED, VIEWED, ForeignUses
 from zerotune.decisions import Decision, announce
 from zerotune.errors import PlatformError
 from zerotune.plan.model import ResolvedPlan
@@ -78,7 +75,7 @@ class DeferredSteps(ABC):
         self._parameters = dict(trainable_parameters(module))
         self._storages: dict[int, int] = {}
         self._hooks: list[Any] = []
-        self._watch: CompilerWatch | None = None
+        self._foreign = ForeignUses(module, compiling=self._found_compiling)
         self.decisions: tuple[Decision, ...] = ()
         """Decisions made during training."""
         self._parts: tuple[Part, ...] = ()
@@ -88,7 +85,6 @@ class DeferredSteps(ABC):
         self._at_once: str | None = None
         self._averaged = False
         self._stream: Any = None
-        self._compiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     @property
     @abstractmethod
@@ -211,8 +207,7 @@ class DeferredSteps(ABC):
             self._pending = None
             if self._thread is not None:
                 self._thread.shutdown()
-            if self._watch is not None:
-                self._watch.end()
+            self._foreign.close()
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
@@ -233,22 +228,18 @@ class DeferredSteps(ABC):
         """Why this update cannot be deferred; ``None`` if it can."""
         if self._optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
             return "post-step hooks of the optimizer read the updated weights"
-        # Do not import the compiler, which takes seconds; if code is compiled, it is imported
-        # already.
-        if self._watch is None and "torch._dynamo" in sys.modules:
-            self._watch = CompilerWatch(self._found_compiling)
-        if not self._waits_for_compiled():
-            return _CALL_COMPILED
+        if not self._foreign.wait_for_compiled():
+            return CALL_COMPILED
         # A view outside the model would show old values.
         uses = self._uses().items()
-        return _VIEWED if any(n > self._storages.get(key, 0) for key, n in uses) else None
+        return VIEWED if any(n > self._storages.get(key, 0) for key, n in uses) else None
 
     def _found_compiling(self) -> None:
         """Stop deferring updates, because a compilation may use the weights."""
         self.settle()
         if self._at_once is None:
-            self._record(_COMPILED)
-        self.take_at_once(_COMPILED)
+            self._record(COMPILED)
+        self.take_at_once(COMPILED)
 
     def _uses(self) -> dict[int, int]:
         """Number of additional tensors and arrays that share each updated storage."""
@@ -272,31 +263,12 @@ class DeferredSteps(ABC):
             self._optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()),
         ]
 
-    def _waits_for_compiled(self) -> bool:
-        """Make compiled forward methods wait for updates; return whether all of them can."""
-        for module in self._module.modules():
-            attributes = vars(module)
-            if (
-                attributes.get("_compiled_call_impl") is not None
-                or "_orig_mod" in attributes["_modules"]
-            ):
-                # The call itself is compiled, and its guards read the weights before any hook runs.
-                return False
-            if hasattr(attributes.get("forward"), "_torchdynamo_orig_callable"):
-                if module not in self._compiled:
-                    self._hooks += [
-                        module.register_forward_pre_hook(_enter_compiled, prepend=True),
-                        module.register_forward_hook(_leave_compiled, always_call=True),
-                    ]
-                self._compiled.add(module)
-        return True
-
     def _launch(self, steps: Sequence[SlabStep], upload: Upload) -> None:
         """Defer updates that have begun; they run part by part."""
         if not self._parts:
             self._parts = self._divide([step.masters.numel for step in steps])
             self._order = list(range(len(self._parts)))
-            self._wait_before_kernels()
+            self._foreign.wait_before_kernels({id(p) for p in self._parameters.values()})
         pending = self._begin(steps, upload)
         try:
             self._pending = pending
@@ -327,18 +299,6 @@ class DeferredSteps(ABC):
             for index, step in enumerate(steps):
                 step.run(0, step.masters.numel)
                 upload.send([Piece(slab=index, start=0, stop=step.masters.numel)])
-
-    def _wait_before_kernels(self) -> None:
-        """Make modules outside torch wait for their weights before their forward.
-
-        Such modules may call kernels that are not torch functions and use the weights' addresses.
-        """
-        written = {id(parameter) for parameter in self._parameters.values()}
-        for module in self._module.modules():
-            if type(module).__module__.startswith("torch."):
-                continue
-            if any(id(each) in written for each in module.parameters(recurse=False)):
-                self._hooks.append(module.register_forward_pre_hook(_land_direct, prepend=True))
 
     def _divide(self, sizes: Sequence[int]) -> tuple[Part, ...]:
         return divide(self._layout.addresses, sizes, first=self._wanted_first())
@@ -494,69 +454,3 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
         else:
             reason = f"{unproven}; plan.resolve(hidden=True) defers steps nevertheless"
     return Decision(key=HIDDEN_KEY, before=None, after=after, reason=reason)
-
-
-# -- Compiled code.
-
-_CALL_COMPILED: Final = (
-    "a module's __call__ is compiled, and its guards read the weights before zerotune can wait; "
-    "instead, use the trainer's compile=True or module.forward = torch.compile(module.forward)"
-)
-_COMPILED: Final = (
-    "a compiled function may use the weights, and its guards read them before zerotune can wait"
-)
-_VIEWED: Final = (
-    "views of the weights outside the model (parameter.detach(), .data, an array) would show the "
-    "values from before the step"
-)
-
-
-class CompilerWatch:
-    """Detect when torch starts a compilation that ``_enter_compiled`` has not announced.
-
-    When such a compilation starts, ``call`` runs before torch reads the code and the weights.
-    """
-
-    _inside = threading.local()
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-        self._handler = sys.modules["torch._dynamo"].callback.callback_handler
-        self._handler.register_start_callback(self._begins)
-
-    def end(self) -> None:
-        """Stop detecting compilations."""
-        self._handler.remove_start_callback(self._begins)
-
-    @classmethod
-    def enter(cls, by: int) -> None:
-        """Count the calls in progress whose compiled code itself waits until weights are updated.
-
-        Args:
-            by: 1 before the call, -1 after it.
-        """
-        cls._inside.depth = getattr(cls._inside, "depth", 0) + by
-
-    def _begins(self, _arguments: Any) -> None:
-        if not getattr(self._inside, "depth", 0):
-            self._call()
-
-
-def _enter_compiled(module: torch.nn.Module, _inputs: Any) -> None:
-    """Wait for the weights of a module whose forward is compiled."""
-    if not torch.compiler.is_compiling():
-        for parameter in module.parameters():
-            land(parameter)
-        CompilerWatch.enter(1)
-
-
-def _leave_compiled(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
-    if not torch.compiler.is_compiling():
-        CompilerWatch.enter(-1)
-
-
-def _land_direct(module: torch.nn.Module, _inputs: Any) -> None:
-    # A compilation that contains this module has already settled the step.
-    if not torch.compiler.is_compiling():
-        for parameter in module.parameters(recurse=False):
-            land(parameter)

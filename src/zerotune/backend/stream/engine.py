@@ -53,6 +53,7 @@ from zerotune.backend.step.adams import Host8BitAdam, SplitMasters, torch_rounds
 from zerotune.backend.step.deferred import ROUNDS_OTHERWISE
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.step.pending import Awaited
+from zerotune.backend.step.uses import ForeignUses
 from zerotune.backend.stored import bring_weights
 from zerotune.backend.stream.gradients import GradientPool, Gradients, GradientsOfAll
 from zerotune.backend.stream.lanes import Lane
@@ -72,8 +73,8 @@ from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, OptimizerError, PlatformError
 from zerotune.optimizers.catalogue import OPTIMIZERS, entry_of
 from zerotune.plan.memory.estimate import gradient_buffers
-from zerotune.plan.model import ModelFacts, ResolvedPlan, Streaming, pins
-from zerotune.plan.resolve import streaming_obstacle
+from zerotune.plan.model import RESIDENT_UNITS, ModelFacts, ResolvedPlan, Streaming, pins
+from zerotune.plan.resolve import host_obstacle
 
 KEY = "streamed"
 _OF_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")
@@ -125,11 +126,12 @@ class StreamEngine(CountingEngine):
         self._memory = self._make_memory(pin=self._page_locks)
         self._units, needs = make_units(
             model,
-            find_units(model, self._streaming.units),
+            [] if self._plan.is_resident else find_units(model, self._streaming.units),
             order=self._order,
             device=self._device,
             memory=self._memory,
             split=self._streaming.split_masters,
+            resident=RESIDENT_UNITS if self._plan.is_resident else 1,
         )
         return needs
 
@@ -185,6 +187,8 @@ class StreamEngine(CountingEngine):
         op = load_host_step()
         self._lanes = [Lane(name, device=self._device, streams=streams) for name in ("in", "out")]
         trained = [unit for unit in self._units if unit.slabs]
+        stays = self._plan.is_resident
+        foreign = ForeignUses(self._module, compiling=self._found_compiling) if stays else None
         self._steps = self._make_steps(
             units=trained,
             order=self._order,
@@ -193,6 +197,8 @@ class StreamEngine(CountingEngine):
             gradients=self._make_gradients(trained),
             lane=self._lanes[1],
             clipping=self._plan.gradient_clipping,
+            in_backward=not stays,
+            foreign=foreign,
             spare=streams is not None,
         )
         self._capacity = _capacity(self._streaming, self._units)
@@ -203,7 +209,7 @@ class StreamEngine(CountingEngine):
             capacity=self._capacity,
             lane=self._lanes[0],
             hurry=self._steps.passes.hurry,
-            before=self._steps.land_all,
+            before=_nothing if stays else self._steps.land_all,
         )
         for unit in self._units:
             for member in unit.members if not unit.resident else ():
@@ -211,10 +217,15 @@ class StreamEngine(CountingEngine):
         self._versions = {
             m.name: m.parameter._version for unit in self._units for m in unit.members
         }
+        if foreign is not None:
+            foreign.wait_before_kernels({id(m.parameter) for unit in trained for m in unit.members})
         self._steps.refresh()
         self._steps.know_views()
         layout = StreamLayout(units=trained, optimizer=self._adam, steps=self._steps)
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
+
+    def _found_compiling(self) -> None:
+        self._steps.compiling()
 
     def _make_steps(self, *, spare: bool, **steps: Any) -> StreamedSteps:
         return StreamedSteps(passes=Passes(op=steps["op"], spare=spare), **steps)
@@ -428,6 +439,8 @@ class StreamEngine(CountingEngine):
             bits += ", except for the stochastic rounding of bf16 moments"
         if split:
             bits += ", except for master weights halfway between two bf16 numbers"
+        if self._plan.is_resident:
+            return (self._describe_resident(bits),)
         where = Decision(
             key=KEY,
             before=self._plan.streamed,
@@ -446,6 +459,29 @@ class StreamEngine(CountingEngine):
             "place",
         )
         return where, self._kept_gradients, kept
+
+    def _describe_resident(self, bits: str) -> Decision:
+        return Decision(
+            key="optimizer.step",
+            before=chosen_optimizer(self._plan).implementation,
+            after=f"one pass over each of {len(self._units)} units, in a thread",
+            reason="a unit is uploaded as soon as it is updated, and the next forward pass waits "
+            f"for a unit only when it uses the unit; {bits}",
+        )
+
+    @property
+    @override
+    def _engine_decisions(self) -> tuple[Decision, ...]:
+        uploads = (
+            Decision(
+                key="optimizer.step.uploads",
+                before="during the next forward pass",
+                after="before step() returns",
+                reason=reason,
+            )
+            for reason in self._steps.at_once
+        )
+        return (*super()._engine_decisions, *uploads)
 
     @override
     def _checks(self) -> Checks:
@@ -479,6 +515,10 @@ class StreamEngine(CountingEngine):
         checks.equal("offload_optimizer.device", "cpu", ", ".join(sorted(places)))
         checks.equal("world_size", plan.world_size, self._group.world_size)
         return checks
+
+
+def _nothing() -> None:
+    """Let single uses of weights that stay on the device wait, instead of each forward pass."""
 
 
 def _members(plan: ResolvedPlan, named: Named) -> list[list[str]]:
@@ -517,35 +557,50 @@ def _capacity(streaming: Streaming, units: list[Unit]) -> int:
 
 
 def _why_not_by_default(plan: ResolvedPlan) -> str | None:
-    """Why a plan without ``streamed`` is not streamed; ``None`` if it is."""
+    """Why the host engine does not run a plan that does not ask for it; ``None`` if it does."""
+    asks = 'plan.resolve(engine="host")' if plan.is_resident else "plan.resolve(streamed=True)"
     if plan.platform.accelerator == "cpu":
         return "host and device share the same memory"
     if plan.world_size > 1:
-        return "streaming is not proven on several ranks; plan.resolve(streamed=True) enables it"
-    if plan.offload_param != "cpu":
-        return "the plan keeps weights on the device; plan.resolve(streamed=True) enables streaming"
-    if (obstacle := streaming_obstacle(plan)) is not None:
-        return obstacle
-    unproven = why_unproven("streaming", accelerator=plan.platform.accelerator)
-    return unproven and f"{unproven}; plan.resolve(streamed=True) enables streaming nevertheless"
+        return f"the host engine is not proven on several ranks; {asks} selects it"
+    if plan.hidden_step is not None:
+        return f"the plan was resolved with hidden={plan.hidden_step}"
+    unproven = why_unproven("host engine", accelerator=plan.platform.accelerator)
+    return unproven and f"{unproven}; {asks} selects the host engine nevertheless"
 
 
-def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
-    """Return why a model's weights are not streamed; ``None`` if they are.
+def why_not_hosted(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
+    """Return why the host engine does not train a model; ``None`` if it does.
 
     Args:
         plan: The resolved plan, which must contain an optimizer.
         model: The model to train.
     """
-    if plan.streamed is None and (obstacle := _why_not_by_default(plan)) is not None:
+    if (obstacle := host_obstacle(plan)) is not None:
+        return obstacle
+    asked = plan.streamed or plan.engine == "host"
+    if not asked and (obstacle := _why_not_by_default(plan)) is not None:
         return obstacle
     choice = chosen_optimizer(plan)
     if not entry_of(choice.name).streams:
         known = ", ".join(name for name, entry in OPTIMIZERS.items() if entry.streams)
-        return f"{choice.implementation} cannot update weights unit by unit; {known} can"
+        return f"the host engine cannot run {choice.implementation}; it runs {known}"
     betas = {tuple(group.params.get("betas", ())) for group in choice.groups}
     if len(betas) > 1:
         return "parameter groups with different betas must be updated in order"
+    if not plan.is_resident and (obstacle := _why_not_streamed(plan, model)) is not None:
+        return obstacle
+    try:
+        op = load_host_step()
+    except PlatformError as error:
+        return f"the op host_step cannot be built: {error.reason}"
+    if choice.implementation == AdamWBF16States.__name__ and not torch_rounds_alike(op):
+        return ROUNDS_OTHERWISE
+    return None
+
+
+def _why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
+    """Why a model's weights cannot be streamed; ``None`` if they can."""
     kept = {p.storage for p in ModelFacts.from_module(model).parameters if p.storage}
     if other := sorted(kept - _STREAMED_STORAGES):
         return (
@@ -555,12 +610,6 @@ def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     streaming = plan.streamed if isinstance(plan.streamed, Streaming) else Streaming()
     if not find_units(model, streaming.units):
         return "the model has no repeated blocks; set Streaming(units=...) to the modules to stream"
-    try:
-        op = load_host_step()
-    except PlatformError as error:
-        return f"the op host_step cannot be built: {error.reason}"
-    if choice.implementation == AdamWBF16States.__name__ and not torch_rounds_alike(op):
-        return ROUNDS_OTHERWISE
     return None
 
 
@@ -571,14 +620,15 @@ def require_other_engine(plan: ResolvedPlan) -> None:
         plan: The resolved plan.
 
     Raises:
-        OptimizerError: The optimizer supports only streamed weights.
+        OptimizerError: Only the host engine runs the optimizer.
     """
     if chosen_optimizer(plan).implementation == AdamW8BitStates.__name__:
         raise OptimizerError(
-            "this optimizer supports only streamed weights, but the plan does not stream them",
+            "only the host engine runs this optimizer, but another engine runs the plan",
             key="optimizer.type",
             value=AdamW8BitStates.__name__,
-            fix="resolve the plan with streamed=True, or use bitsandbytes' AdamW8bit",
+            fix='resolve the plan with engine="host" or streamed=True, or use bitsandbytes\' '
+            "AdamW8bit",
         )
 
 

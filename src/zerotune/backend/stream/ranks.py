@@ -139,6 +139,9 @@ class SharedSteps(StreamedSteps):
     @override
     def step(self, norm: float) -> None:
         if not self.is_eager:
+            for unit in self._units:
+                if unit.loading is not None:
+                    unit.loading.finish()
             # All ranks have finished reading the old weights.
             self._meeting.meet("begin a step")
         super().step(norm)
@@ -217,7 +220,7 @@ class SharedStreamEngine(StreamEngine):
         return (
             *super()._describe(),
             Decision(
-                key=f"{KEY}.ranks",
+                key=f"{'engine' if self._plan.is_resident else KEY}.ranks",
                 before=None,
                 after=f"{self._group.world_size} ranks share one copy of the weights, "
                 f"{format_size(nbytes)}{locked}",

@@ -125,6 +125,16 @@ class Residency:
                 if unit.loading is loading:
                     unit.loading = None
 
+    def upload(self, unit: Unit) -> None:
+        """Copy a unit that stays on the device there, as soon as its pending update is complete.
+
+        Args:
+            unit: A resident unit.
+        """
+        with self._lock:
+            if not unit.is_current:
+                self._fetch(unit)
+
     def close_calls(self, unit: Unit) -> None:
         """Record that all calls of ``unit`` have finished."""
         unit.calls = 0

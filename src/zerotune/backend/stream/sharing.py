@@ -72,10 +72,10 @@ class SharedMemory(Closable):
         except OSError as error:
             raise EngineError(
                 "this rank cannot share memory with rank 0",
-                key="streamed",
+                key="engine",
                 value=error,
                 fix="run all ranks of a machine as the same user in the same container, or resolve "
-                "the plan with streamed=False",
+                'the plan with engine="deepspeed"',
             ) from error
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

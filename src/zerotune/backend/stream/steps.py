@@ -25,6 +25,7 @@ from zerotune.backend.master_weights import Follower
 from zerotune.backend.step.adams import SplitMasters, stepper_of
 from zerotune.backend.step.kernel import HostStepOp
 from zerotune.backend.step.pending import hold, release
+from zerotune.backend.step.uses import CALL_COMPILED, COMPILED, VIEWED, ForeignUses
 from zerotune.backend.stream.gradients import Gradients, Place
 from zerotune.backend.stream.lanes import Copy, Lane
 from zerotune.backend.stream.passes import Passes, UnitPass
@@ -76,8 +77,10 @@ class StreamedSteps:
         gradients: Host memory for gradients.
         lane: Lane for copies from the device.
         passes: Object that runs the updates.
-        clipping: Largest gradient norm; with 0, gradients are not clipped and updates begin during
-            the backward pass.
+        clipping: Largest gradient norm; with 0, gradients are not clipped.
+        in_backward: Whether updates begin during the backward pass if gradients are not clipped.
+        foreign: Lets code outside torch wait for updates in a model whose weights stay on the
+            device; ``None`` if ``land_all`` is called before each forward pass.
     """
 
     def __init__(
@@ -91,12 +94,16 @@ class StreamedSteps:
         lane: Lane,
         passes: Passes,
         clipping: float,
+        in_backward: bool = True,
+        foreign: ForeignUses | None = None,
     ) -> None:
         self._units, self._adam, self._op, self._gradients = units, adam, op, gradients
         self._lane, self.passes, self._clipping = lane, passes, clipping
+        self._in_backward, self._foreign = in_backward, foreign
         self._stepper = stepper_of(adam)(op=op, adam=adam)
         self._windows = {unit: Window() for unit in units}
         places = {m.name: (u, i) for u in units for i, m in enumerate(u.members)}
+        self._unit_of = {name: unit for name, (unit, _) in places.items()}
         self._order = [[places[name] for name in group] for group in order.groups]
         self._flat_order = order
         self._world_size = order.world_size
@@ -110,6 +117,10 @@ class StreamedSteps:
         }
         self._leaving: deque[Copy] = deque()
         self._held: list[Unit] = []
+        self._used: dict[Unit, None] = {}
+        self._is_compiled = False
+        self.at_once: dict[str, None] = {}
+        """Reasons for which weights were uploaded before ``step`` returned."""
         self._is_last = False
         self._under_way = False
         self._tally = _Tally()
@@ -129,7 +140,7 @@ class StreamedSteps:
     @property
     def is_eager(self) -> bool:
         """Whether updates begin during the backward pass."""
-        return self._clipping <= 0
+        return self._clipping <= 0 and self._in_backward
 
     @property
     def under_way(self) -> bool:
@@ -330,7 +341,7 @@ class StreamedSteps:
         Args:
             norm: Gradient norm; must be finite unless all updates have begun.
         """
-        factor, order = self._factor(norm), self.residency.order
+        factor, order = self._factor(norm), self._order_of_uses()
         ranks = {unit: rank for rank, unit in reversed(list(enumerate(order, start=1)))}
         for unit in sorted(self._units, key=lambda each: ranks.get(each, 0)):
             if not self._windows[unit].taken:
@@ -341,10 +352,32 @@ class StreamedSteps:
         self._under_way, self._tally = False, _Tally()
         self._expected, self._moved = [], self._expected
         self.residency.rewind()
-        if any(views > self._views[unit] for unit, views in self._count_views().items()):
-            # A view outside the engine would show old values.
+        if (reason := self._why_at_once()) is not None:
+            self.at_once[reason] = None
             self.settle()
             self.land_all()
+
+    def _order_of_uses(self) -> Sequence[Unit]:
+        """Units in the order in which the last pass used them."""
+        if self._foreign is None:
+            return self.residency.order
+        first, self._used = list(self._used), {}
+        return [*first, *(unit for unit in self._units if unit not in first)]
+
+    def _why_at_once(self) -> str | None:
+        """Why weights cannot be uploaded after the step; ``None`` if they can."""
+        if self._foreign is not None and not self._foreign.wait_for_compiled():
+            return CALL_COMPILED
+        if self._is_compiled:
+            return COMPILED
+        counted = self._count_views().items()
+        return VIEWED if any(views > self._views[unit] for unit, views in counted) else None
+
+    def compiling(self) -> None:
+        """From now on, upload weights before ``step`` returns."""
+        self._is_compiled = True
+        self.settle()
+        self.land_all()
 
     def know_views(self) -> None:
         """Record that all existing views of the weights belong to the engine."""
@@ -484,6 +517,9 @@ class StreamedSteps:
             unit.version += 1
             if unit.resident:
                 self._hold(unit)
+        if self._foreign is not None:
+            # Code outside torch uses weights before the first step as well.
+            self.land_all()
 
     def _hold(self, unit: Unit) -> None:
         with self._lock:
@@ -491,6 +527,7 @@ class StreamedSteps:
                 self._held.append(unit)
                 for member in unit.members:
                     hold(member.parameter, name=member.name, step=self)
+            self.residency.upload(unit)
 
     def land(self, tensor: Any) -> None:
         """Wait until a parameter's unit is on the device, and make the unit usable.
@@ -499,10 +536,11 @@ class StreamedSteps:
             tensor: A parameter of a resident unit.
         """
         with self._lock, torch._C.DisableTorchFunctionSubclass():
-            for unit in self._held:
-                if any(member.parameter is tensor for member in unit.members):
-                    self._land_unit(unit)
-                    return
+            # Another thread may have landed it meanwhile.
+            if (held := vars(tensor).get("_awaited")) is not None:
+                unit = self._unit_of[held.name]
+                self._used.setdefault(unit)
+                self._land_unit(unit)
 
     def land_all(self) -> None:
         """Wait until all resident units are on the device."""
@@ -522,6 +560,8 @@ class StreamedSteps:
         """Remove the gradient hooks, and restore parameters whose unit is not on the device yet."""
         for hook in self._hooks:
             hook.remove()
+        if self._foreign is not None:
+            self._foreign.close()
         for unit in self._held:
             for member in unit.members:
                 release(member.parameter)

@@ -335,19 +335,22 @@ def make_units(
     device: torch.device,
     memory: HostMemory,
     split: bool = False,
+    resident: int = 1,
 ) -> tuple[list[Unit], dict[torch.nn.Module, list[Unit]]]:
     """Divide a model's parameters into units, and move all remaining parameters to the device.
 
     Each module streams either its frozen or its trained parameters, whichever take more memory. All
-    other trained parameters, and parameters shared with unstreamed modules, stay on the device.
+    other trained parameters, and parameters shared with unstreamed modules, form resident units,
+    which stay on the device.
 
     Args:
         model: The model.
-        modules: Names and modules to stream, one unit each.
+        modules: Names and modules to stream, one unit each; without any, all units are resident.
         order: Position of every trained parameter in ZeRO-2's flat buffers.
         device: Device that the model computes on.
         memory: Host memory for the weights.
         split: See ``Unit``.
+        resident: Largest number of resident units of each dtype.
 
     Returns:
         All units, with resident ones last, and the streamed units that each module needs.
@@ -378,8 +381,9 @@ def make_units(
             add(name, largest, resident=False)
     rest = _kinds((p for p in model.parameters() if id(p) not in owner), names, order)
     for (trained, dtype), parameters in rest.items():
-        if trained:
-            add(f"resident {str(dtype).removeprefix('torch.')}", parameters, resident=True)
+        for number, part in enumerate(_divided(parameters, resident) if trained else ()):
+            name = f"resident {str(dtype).removeprefix('torch.')} {number}"
+            add(name, part, resident=True)
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in owner:
             tensor.data = tensor.data.to(device)
@@ -415,6 +419,21 @@ def _kinds(
             kind = order.group_of(names[id(parameter)]) is not None, parameter.dtype
             kinds.setdefault(kind, []).append(parameter)
     return kinds
+
+
+def _divided(
+    parameters: Sequence[torch.nn.Parameter], count: int
+) -> Iterator[list[torch.nn.Parameter]]:
+    """Yield consecutive parameters in at most ``count`` lists of about equal size."""
+    size = sum(parameter.numel() for parameter in parameters) / count
+    found: list[torch.nn.Parameter] = []
+    for parameter in parameters:
+        found.append(parameter)
+        if sum(each.numel() for each in found) >= size:
+            yield found
+            found = []
+    if found:
+        yield found
 
 
 # -- Modules to stream.

@@ -21,6 +21,7 @@ from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.optimizers.catalogue import ADAM, entry_of
 from zerotune.plan.families import ModelFamily, as_facts, frozen_beside, model_family
 from zerotune.plan.model import (
+    RESIDENT_UNITS,
     AioSection,
     Context,
     DeepSpeedPlan,
@@ -299,19 +300,24 @@ class Costing:
     def flattens_on_host(self) -> bool:
         """Whether weights are flattened in host memory before the copy to the device."""
         through = self.resolved.stage in (1, 2) and self.resolved.offload_optimizer != "none"
-        return (
-            through and self.resolved.uses_deepspeed and not self.on_cpu and self.streaming is None
-        )
+        return through and self.resolved.uses_deepspeed and not self.on_cpu and not self.hosted
 
     @cached_property
     def streaming(self) -> Streaming | None:
         """Streaming options; ``None`` if weights are not streamed."""
         return self.resolved.streaming
 
+    @property
+    def hosted(self) -> bool:
+        """Whether the host engine runs the plan, whether or not weights are streamed."""
+        return self.streaming is not None or self.resolved.engine == "host"
+
     @cached_property
     def streamed(self) -> StreamedFacts:
         """Size of each streamed unit, and of the weights that stay on the device, in elements."""
-        return self.model.streamed_by(() if self.streaming is None else self.streaming.units)
+        if self.streaming is None:
+            return attrs.evolve(self.model, units=()).streamed
+        return self.model.streamed_by(self.streaming.units)
 
     @property
     def splits_masters(self) -> bool:
@@ -924,7 +930,7 @@ def _optimizer_in_files(
     yield case.item("temporaries", "host", 4 * case.states * group, STEP, note)
 
 
-# -- Memory of streamed weights: a window of units on the device, everything in host memory.
+# -- Memory of the host engine: some or all units on the device, everything in host memory.
 #
 # From the code of ``zerotune.backend.stream``, and counted in its passes on the CPU.
 
@@ -1002,8 +1008,11 @@ def with_gradients_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
     )
 
 
-def streamed(case: Costing) -> Iterator[MemoryItem]:
-    """Yield the memory used with streamed weights; master weights and states are on the host."""
+def hosted(case: Costing) -> Iterator[MemoryItem]:
+    """Yield the memory used by the host engine; master weights and states are on the host."""
+    if case.streaming is None:
+        yield from _resident(case)
+        return
     units, element, precision = case.streamed, case.element, case.resolved.precision
     resident = units.resident_trained + units.resident_frozen
     yield case.item(
@@ -1013,12 +1022,28 @@ def streamed(case: Costing) -> Iterator[MemoryItem]:
     note = f"room for {capacity / (element * units.total or 1):.0%} of {len(units.units)} units"
     yield case.item("streamed weights", case.device, capacity, TRAINING, note)
     coming = (1 + GRADIENTS_UNDER_WAY) * max(units.trained, default=0) + units.resident_trained
+    yield from _coming(case, coming)
+    yield from _on_host(case, [*units.units, units.resident_trained])
+
+
+def _resident(case: Costing) -> Iterator[MemoryItem]:
+    nbytes, note = case.model.weight_bytes(case.element), _kept_in(case, case.resolved.precision)
+    yield case.item("weights", case.device, nbytes, note=note)
+    each = case.streamed.resident_trained / RESIDENT_UNITS
+    # A unit ends with the parameter that completes its size.
+    yield from _coming(case, (1 + GRADIENTS_UNDER_WAY) * (each + case.largest))
+    yield from _on_host(case, [each] * RESIDENT_UNITS)
+
+
+def _coming(case: Costing, elements: float) -> Iterator[MemoryItem]:
+    """Yield the device memory of gradients that are copied to the host."""
+    element = case.element
+    nbytes = element * min(elements, case.streamed.trained_total)
     note = "unit gradients before the copy to the host"
-    yield case.item("gradients", case.device, element * coming, BACKWARD, note)
+    yield case.item("gradients", case.device, nbytes, BACKWARD, note)
     if (case.resolved.gradient_accumulation_steps or 1) > 1:
         note = "the largest gradient, and the sum that it is added to"
         yield case.item("temporaries", case.device, 2 * element * case.largest, BACKWARD, note)
-    yield from _streamed_on_host(case, [*units.units, units.resident_trained])
 
 
 def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
@@ -1049,9 +1074,11 @@ def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
     )
 
 
-def _gradients_at_a_time(case: Costing) -> tuple[list[int], str]:
+def _gradients_at_a_time(case: Costing, blocks: list[float]) -> tuple[list[float], str]:
     """Return the elements of each block of gradients in host memory, and a note."""
     units, note = case.streamed, _share_of(case, case.resolved.precision)
+    if case.streaming is None:
+        return blocks, note
     buffers, _ = gradient_buffers(case.resolved, units.trained)
     if not buffers:
         return [*units.trained, units.resident_trained], note
@@ -1059,11 +1086,10 @@ def _gradients_at_a_time(case: Costing) -> tuple[list[int], str]:
     return [*([max(units.trained)] * buffers), units.resident_trained], note
 
 
-def _streamed_on_host(case: Costing, blocks: list[int]) -> Iterator[MemoryItem]:
+def _on_host(case: Costing, blocks: list[float]) -> Iterator[MemoryItem]:
     zero, units, element = case.resolved.plan.zero_optimization, case.streamed, case.element
     pin = zero is not None and pins(zero.offload_optimizer) and not case.on_cpu
-    trained = [*units.trained, units.resident_trained]
-    count = sum(trained) / case.ranks
+    count = units.trained_total / case.ranks
 
     def locked(component: str, sizes: Iterable[float], note: str) -> MemoryItem:
         wanted = [element * size / case.ranks for size in sizes]
@@ -1077,7 +1103,7 @@ def _streamed_on_host(case: Costing, blocks: list[int]) -> Iterator[MemoryItem]:
         note = "the largest unit's gradients, summed over ranks"
         yield case.item("staging", "host", element * max(units.trained, default=0), note=note)
     yield locked("weights", blocks, _share_of(case, case.resolved.precision))
-    yield locked("gradients", *_gradients_at_a_time(case))
+    yield locked("gradients", *_gradients_at_a_time(case, blocks))
     master, note = (2, "their low halves") if case.splits_masters else (4, "fp32")
     yield case.item("master weights", "host", master * count, note=_share_of(case, note))
     nbytes = case.state_bytes * case.states * count
@@ -1232,8 +1258,8 @@ def _items(case: Costing) -> Iterator[MemoryItem]:
 def _engine_items(case: Costing) -> Iterator[MemoryItem]:
     plan = case.resolved.plan
     zero = plan.zero_optimization
-    if case.streaming is not None:
-        yield from streamed(case)
+    if case.hosted:
+        yield from hosted(case)
     elif not case.resolved.uses_deepspeed or zero is None:
         yield from plain(case)
     elif zero.stage == 0:

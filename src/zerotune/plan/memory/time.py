@@ -435,8 +435,8 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
     if model is None:
         return StepTraffic(gradients=0, parameters=0, weights=0, optimizer=0, ema=0, swap=swap)
     case = Costing(resolved=resolved, model=model, workload=estimate.workload)
-    if case.streaming is not None:
-        return _streamed_traffic(case, estimate)
+    if case.hosted:
+        return _hosted_traffic(case, estimate)
     owned, kept = case.owned, case.model.weight_bytes(case.element, ranks=case.ranks)
     over_bus = not case.on_cpu and resolved.offload_optimizer != "none"
     on_host = case.on_cpu or resolved.offload_optimizer != "none"
@@ -481,8 +481,8 @@ def _ema_on_disk(estimate: MemoryEstimate) -> int:
     return sum(one.nbytes for one in items if one.component == "EMA" and one.place == "nvme")
 
 
-def _streamed_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
-    """Return the traffic of streamed weights.
+def _hosted_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
+    """Return the traffic of the host engine.
 
     The units that the forward pass used last are still on the device when the backward pass begins.
     After a step, units on the device are outdated and are copied again.
@@ -492,7 +492,7 @@ def _streamed_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
     trained = sum(units.trained)
     absent = element * units.total - case.streamed_capacity
     written = round(case.streamed_capacity * trained / (units.total or 1))
-    stepped = trained + units.resident_trained
+    stepped = units.trained_total
     # Micro batches after the first are added up on the device.
     # A split master weight contains the weight, which is not written a second time.
     saved = 2 if case.splits_masters else 0
@@ -772,7 +772,7 @@ def step_time(estimate: MemoryEstimate, rates: Rates) -> StepTime | None:
         return None
     case = Costing(resolved=estimate.resolved, model=model, workload=work)
     parts = [*_pass_parts(case, model.arithmetic, rates), *_moved(case, estimate, rates)]
-    sends = case.ranks > 1 and case.streaming is None
+    sends = case.ranks > 1 and not case.hosted
     notes = ("communication between ranks is not included",) if sends else ()
     kept = tuple(part for part in parts if part.seconds > 0)
     return StepTime(
@@ -798,8 +798,9 @@ def _carried(case: Costing) -> float:
 def _schedule(case: Costing) -> Schedule:
     """Return when Adam in host memory runs."""
     resolved = case.resolved
-    if case.streaming is not None:
-        return "hidden" if resolved.gradient_clipping > 0 else "eager"
+    if case.hosted:
+        in_backward = case.streaming is not None and not resolved.gradient_clipping
+        return "eager" if in_backward else "hidden"
     in_files = "nvme" in (resolved.offload_optimizer, resolved.offload_param)
     alone = resolved.stage == 3 or case.ranks == 1
     steps = case.steps_in_one_pass and not in_files and not case.stays
@@ -817,7 +818,7 @@ def _pass_parts(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator
         if case.checks_gradients:
             _, each = _PER_CHECKED[stage == 3, case.element]
             yield _looked_after(case, rates, "backward", "gradient checks", each)
-        if stage == 3 and case.streaming is None:
+        if stage == 3 and not case.hosted:
             yield _looked_after(case, rates, "forward", "parameter gathering", _PER_GATHERED)
 
 
@@ -910,7 +911,7 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     half, swap = traffic.parameters / 2, traffic.swap
     memory = "host_memory" if case.on_cpu else "device_memory_fp32"
     # DeepSpeed waits for each fetch; streamed units are prefetched.
-    fetches: Lane = "device" if case.streaming is None else "in"
+    fetches: Lane = "in" if case.hosted else "device"
     yield "forward", fetches, "parameters to the device", half, "to_device"
     yield "forward", "out", "activations to the host", waiting, "to_host"
     yield "backward", fetches, "parameters to the device", half, "to_device"
@@ -936,8 +937,7 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
 
 def _coded(case: Costing) -> float:
     """Return the number of weights whose 8-bit moments are updated."""
-    stepped = sum(case.streamed.trained) + case.streamed.resident_trained
-    return stepped / case.ranks if case.codes_moments else 0.0
+    return case.streamed.trained_total / case.ranks if case.codes_moments else 0.0
 
 
 def _waiting(case: Costing) -> float:
@@ -958,7 +958,7 @@ def _checked(case: Costing) -> float:
 
 def _gradients_in_memory(case: Costing) -> float:
     """Return the bytes that copies of gradients into and out of buckets read and write."""
-    if not case.resolved.uses_deepspeed or case.streaming is not None:
+    if not case.resolved.uses_deepspeed or case.hosted:
         return 0.0
     # Copy into a bucket, average, copy out, and norm.
     return 7 * case.element * case.trained * case.resolved.gradient_accumulation_steps
