@@ -1227,10 +1227,12 @@ def host_obstacle(resolved: ResolvedPlan) -> str | None:
     written = resolved.plan.to_dict()
     accumulated = written.get("data_types", {}).get("grad_accum_dtype")
     several = _SEVERAL_RANKS & written.keys() if resolved.world_size > 1 else ()
+    others = _left_to_deepspeed(resolved.plan) if resolved.is_resident else ()
     obstacles = {
         "the plan was resolved without DeepSpeed": not resolved.uses_deepspeed,
         'the plan was resolved with engine="deepspeed"': resolved.engine == "deepspeed",
         f"only DeepSpeed supports {', '.join(several)}": bool(several),
+        f"only DeepSpeed obeys {', '.join(others)}": bool(others),
         "DeepSpeed distributes gradients round robin": resolved.world_size > 1
         and bool(written.get("zero_optimization", {}).get("round_robin_gradients")),
         "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
@@ -1249,6 +1251,16 @@ def host_obstacle(resolved: ResolvedPlan) -> str | None:
         ),
     }  # fmt: skip
     return next((reason for reason, holds in obstacles.items() if holds), None)
+
+
+def _left_to_deepspeed(plan: DeepSpeedPlan) -> list[str]:
+    """Keys that are set and that the host engine does not read."""
+    zero = plan.zero_optimization
+    found = [key for key in plan.extra if key not in _SEVERAL_RANKS and key != "data_types"]
+    found += [f"zero_optimization.{key}" for key in (zero.extra if zero else ())]
+    if plan.wall_clock_breakdown:
+        found.append("wall_clock_breakdown")
+    return [key for key in found if not key.startswith("_")]
 
 
 def _for_plain_engine(
