@@ -24,7 +24,7 @@ QUICK = settings(
 GET = ("/start", "/catalogue", "/optimizers", "/path", "/templates")
 POST = (
     "/preview", "/advise", "/open", "/apply", "/save", "/templates/use", "/templates/save",
-    "/templates/rename", "/templates/delete", "/templates/import",
+    "/templates/delete", "/templates/import",
 )  # fmt: skip
 
 scalars = st.one_of(

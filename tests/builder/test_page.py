@@ -656,28 +656,18 @@ def test_two_tabs_do_not_overwrite_each_others_plan(page, context, address, plac
     assert other.complaints == []
 
 
-def test_two_tabs_do_not_overwrite_each_others_templates(page, context, address):
-    other = Page(context, address)
-    for each in (page, other):
-        each.tab.click("#templates-button")
-        each.tab.fill("#template-name", "shared")
-    page.tab.bring_to_front()  # A background tab only draws once a second.
-    page.tab.click("#template-save")
-    page.tab.wait_for_selector("#templates-own :text('shared')")
-    other.tab.bring_to_front()
-    other.tab.click("#template-save")
-    other.tab.wait_for_selector("#templates-status:has-text('already')")
-    page.tab.bring_to_front()
-    page.tab.get_by_role("button", name="Rename shared").click()
-    page.tab.get_by_label("New name of shared").fill("mine")
-    page.tab.get_by_role("button", name="Rename shared").click()
+def test_a_template_is_replaced_only_after_a_question(page):
+    def save():
+        page.tab.fill("#template-name", "mine")
+        page.tab.click("#template-save")
+
+    page.tab.click("#templates-button")
+    save()
     page.tab.wait_for_selector("#templates-own :text('mine')")
-    other.tab.bring_to_front()
-    other.tab.get_by_role("button", name="Delete shared").click()
-    other.tab.click("#ask-do")
-    other.tab.wait_for_selector("#templates-own :text('mine')")
-    assert "Fix" in other.tab.locator("#templates-status").text_content()
-    page.tab.bring_to_front()
+    save()
+    page.tab.wait_for_selector("#ask-dialog[open]:has-text('Replace mine?')")
+    page.tab.click("#ask-do")
+    page.tab.wait_for_selector("#templates-status:has-text('Saved')")
     with page.tab.expect_download() as export:
         page.tab.get_by_role("button", name="Export mine").click()
     assert json.loads(export.value.path().read_text())["name"] == "mine"

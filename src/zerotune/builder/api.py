@@ -82,7 +82,6 @@ class Api:
             _get_route("/templates", self._list_templates),
             _post_route("/templates/use", self._use_template),
             _post_route("/templates/save", self._save_template),
-            _post_route("/templates/rename", self._rename_template),
             _post_route("/templates/delete", self._delete_template),
             _post_route("/templates/import", self._import_template),
         ]
@@ -177,14 +176,14 @@ class Api:
                 {name: getattr(one, name) for name in ("id", "name", "description", "group")}
                 for one in BUILTIN
             ],
-            "own": [_template_data(one) for one in self.templates.all()],
+            "own": [one.data() for one in self.templates.all()],
             "folder": str(self.templates.folder),
         }
 
     def _use_template(self, payload: Data) -> Data:
         if "name" in payload:
             template = self.templates.get(payload["name"])
-            return {"state": template.state.data(), "template": _template_data(template)}
+            return {"state": template.state.data()}
         found = builtin_template(as_text(payload.get("id"), "id", longest=60))
         around = as_mapping(payload.get("setup"), "setup")
         advice = advise(starting_state(found, around), self.machines)
@@ -199,21 +198,15 @@ class Api:
             description=as_text(payload.get("description") or "", "description", longest=500),
             state=_state(payload),
         )
-        return _template_data(self.templates.put(template, version=_version(payload)))
-
-    def _rename_template(self, payload: Data) -> Data:
-        return _template_data(
-            self.templates.rename(payload.get("name"), payload.get("to"), version=_version(payload))
-        )
+        return self.templates.put(template).data()
 
     def _delete_template(self, payload: Data) -> Data:
-        self.templates.delete(payload.get("name"), version=_version(payload))
+        self.templates.delete(payload.get("name"))
         return {"deleted": payload.get("name")}
 
     def _import_template(self, payload: Data) -> Data:
         text = as_text(payload.get("text"), "text", longest=1 << 20)
-        template = read_template(text, name="the file")
-        return _template_data(self.templates.put(template, version=None))
+        return self.templates.put(read_template(text, name="the file")).data()
 
 
 class _CallbackError(Exception):
@@ -235,10 +228,6 @@ def _config_data(opened: OpenedConfig) -> Data:
         "messages": [message_data(one) for one in opened.messages],
         "source": opened.source,
     }
-
-
-def _template_data(template: Template) -> Data:
-    return {**template.data(), "version": template.version}
 
 
 def _get_route(path: str, answer: Callable[[Data], Any]) -> Route:

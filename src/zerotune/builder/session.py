@@ -371,11 +371,6 @@ class Session:
 def version_of(path: Path) -> str:
     """Return the version of a file: a hash of its content."""
     try:
-        return version_of_content(path.read_bytes())
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError:
         return ABSENT
-
-
-def version_of_content(content: bytes) -> str:
-    """Return the version of a file's content: its hash."""
-    return hashlib.sha256(content).hexdigest()[:16]

@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
 import unicodedata
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +18,7 @@ import attrs
 
 from zerotune.builder.forms import FormState, parse_request
 from zerotune.builder.models import MODEL_NAMES
-from zerotune.builder.session import default_plan, version_of, version_of_content
+from zerotune.builder.session import default_plan
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanFileError
 from zerotune.plan.write import write_whole
 
@@ -38,8 +36,6 @@ class Template:
     name: str
     state: FormState
     description: str = ""
-    version: str = ""
-    """Version of the content; the page sends it back, so that concurrent changes are detected."""
 
     def data(self) -> dict[str, Any]:
         """Return the template as a JSON-serialisable dict."""
@@ -73,11 +69,10 @@ def normalise_name(name: Any) -> str:
 
 
 class TemplateStore:
-    """A folder of templates; several tabs and builders may use it at the same time."""
+    """A folder of templates."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = user_folder() if folder is None else folder
-        self._lock = threading.Lock()
 
     def all(self) -> list[Template]:
         """Return every readable template, sorted by name."""
@@ -91,69 +86,31 @@ class TemplateStore:
 
     def get(self, name: Any) -> Template:
         """Return a template by its name."""
+        return _read_stored(self._path_of(name))
+
+    def put(self, template: Template) -> Template:
+        """Store a template; an existing template of that name is replaced."""
+        name = normalise_name(template.name)
+        path = self._find(name) or self.folder / f"{name}.json"
+        if not path.exists() and len(self._files()) >= _MOST_TEMPLATES:
+            raise PlanConflictError(
+                f"there are already {_MOST_TEMPLATES}", key="templates", fix="delete a template"
+            )
+        named = attrs.evolve(template, name=path.stem)
+        write_whole(path, (json.dumps(named.data(), indent=2, allow_nan=False) + "\n").encode())
+        return named
+
+    def delete(self, name: Any) -> None:
+        """Delete a template."""
+        self._path_of(name).unlink(missing_ok=True)
+
+    def _path_of(self, name: Any) -> Path:
         path = self._find(normalise_name(name))
         if path is None:
             raise PlanFileError(
                 "is not the name of a template", key="name", value=name, fix="reload the list"
             )
-        return _read_stored(path)
-
-    def put(self, template: Template, *, version: str | None) -> Template:
-        """Store a template; replace an existing template only if its version is ``version``."""
-        name = normalise_name(template.name)
-        with self._exclusive_access():
-            path = self._find(name)
-            self._check_version(path, version, name)
-            if path is None and len(self._files()) >= _MOST_TEMPLATES:
-                raise PlanConflictError(
-                    f"there are already {_MOST_TEMPLATES}", key="templates", fix="delete a template"
-                )
-            return self._write(attrs.evolve(template, name=name), path)
-
-    def rename(self, name: Any, to: Any, *, version: str | None) -> Template:
-        """Rename a template."""
-        old, new = normalise_name(name), normalise_name(to)
-        with self._exclusive_access():
-            path = self._find(old)
-            template = self.get(old)
-            self._check_version(path, version, old)
-            taken = self._find(new)
-            if taken is not None and taken != path:
-                raise _name_conflict(new)
-            renamed = self._write(attrs.evolve(template, name=new), None)
-            if path is not None and path.stem != new:
-                path.unlink(missing_ok=True)
-            return renamed
-
-    def delete(self, name: Any, *, version: str | None) -> None:
-        """Delete a template."""
-        plain = normalise_name(name)
-        with self._exclusive_access():
-            self.get(plain)
-            path = self._find(plain)
-            self._check_version(path, version, plain)
-            if path is not None:
-                path.unlink(missing_ok=True)
-
-    def _check_version(self, path: Path | None, version: str | None, name: str) -> None:
-        if path is None:
-            if version:
-                raise PlanConflictError(
-                    "was deleted or renamed in another tab",
-                    key="name",
-                    value=name,
-                    fix="save the form as a new template",
-                )
-            return
-        if version is None:
-            raise _name_conflict(name)
-        if version_of(path) != version:
-            raise PlanConflictError(
-                "was changed in another tab",
-                key="name",
-                value=name,
-                fix="load the template again, or save under another name",
-            )
+        return path
 
     def _files(self) -> list[Path]:
         try:
@@ -165,35 +122,6 @@ class TemplateStore:
         # Names that differ only in case are the same file on some systems, so also here.
         wanted = name.casefold()
         return next((path for path in self._files() if path.stem.casefold() == wanted), None)
-
-    def _write(self, template: Template, path: Path | None) -> Template:
-        content = (json.dumps(template.data(), indent=2, allow_nan=False) + "\n").encode()
-        write_whole(path or self.folder / f"{template.name}.json", content)
-        return attrs.evolve(template, version=version_of_content(content))
-
-    @contextmanager
-    def _exclusive_access(self) -> Iterator[None]:
-        """Lock the folder against other threads and, if the system can, other processes."""
-        with self._lock:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise PlanFileError(
-                    f"cannot be created ({error.strerror})",
-                    key=str(self.folder),
-                    fix="set XDG_CONFIG_HOME to a folder that you may write to",
-                ) from error
-            try:
-                import fcntl
-            except ImportError:  # Windows
-                yield
-                return
-            descriptor = os.open(self.folder, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                yield
-            finally:
-                os.close(descriptor)
 
 
 def read_template(text: str, *, name: str) -> Template:
@@ -215,22 +143,12 @@ def read_template(text: str, *, name: str) -> Template:
 
 def _read_stored(path: Path) -> Template:
     try:
-        content = path.read_bytes()
-        text = content.decode("utf-8")
+        text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanFileError(f"cannot be read ({error})", key=str(path), fix="remove it") from None
     template = read_template(text, name=path.name)
-    # Templates are listed, renamed and deleted by file name, so it overrides the stored name.
-    return attrs.evolve(template, name=path.stem, version=version_of_content(content))
-
-
-def _name_conflict(name: str) -> PlanConflictError:
-    return PlanConflictError(
-        "is already the name of a template",
-        key="name",
-        value=name,
-        fix="choose another name, or load the existing template and save it again",
-    )
+    # Templates are listed and deleted by file name, so it overrides the stored name.
+    return attrs.evolve(template, name=path.stem)
 
 
 # -- The templates that come with the builder.
@@ -310,44 +228,10 @@ BUILTIN: Final = (
     ),
     _for_lora("sdxl", 12, 32),
     _for_card("sd15-8", "sd15", 8, 32),
-    _for_card("sd21-8", "sd21", 8, 32),
-    _for_card("sd3-medium-12", "sd3-medium", 12, 64),
-    _for_card("sd35-medium-12", "sd35-medium", 12, 64),
-    _for_card("sd35-large-24", "sd35-large", 24, 192),
     _for_lora("sd35-large", 24, 64),
-    _for_card("flux-24", "flux", 24, 256),
-    _for_card(
-        *("flux-nvme", "flux", 24, 64, _FROM_NVME),
-        "24 GB card, 64 GB of RAM, 400 GB of NVMe for swap files.",
-        nvme="400 GB",
-    ),
     _for_lora("flux", 16, 32, "nf4"),
-    _for_lora("flux-kontext", 24, 64, "nf4"),
-    _for_lora("chroma", 16, 32, "nf4"),
     _for_lora("qwen-image", 24, 64, "nf4"),
-    _for_lora("qwen-image-edit", 24, 64, "nf4"),
-    _for_lora("qwen-image-edit-plus", 24, 64, "nf4"),
-    _for_lora("z-image", 12, 32, "nf4"),
-    _for_lora("flux2", 80, 192),
-    _for_lora("flux2-klein-4b", 12, 64),
-    _for_lora("flux2-klein-9b", 24, 64),
-    _for_lora("krea2", 24, 64, "nf4"),
-    _for_lora("aura-flow", 24, 64),
-    _for_lora("hidream", 24, 64, "nf4"),
-    _for_lora("lumina2", 12, 64),
-    _for_card("pixart-alpha-12", "pixart-alpha", 12, 32),
-    _for_card("pixart-sigma-12", "pixart-sigma", 12, 32),
-    _for_lora("sana", 12, 64),
-    _for_lora("wan-1.3b", 12, 64),
     _for_lora("wan-14b", 48, 128),
-    _for_lora("wan-14b-i2v", 48, 128),
-    _for_lora("ltx-video", 12, 64),
-    _for_lora("hunyuan-video", 80, 128),
-    _for_lora("hunyuan-video-i2v", 80, 128),
-    _for_card("sdxl-controlnet-24", "sdxl-controlnet", 24, 64),
-    _for_card("sd3-controlnet-24", "sd3-controlnet", 24, 64),
-    _for_card("flux-controlnet-48", "flux-controlnet", 48, 384),
-    _for_card("qwen-image-controlnet-80", "qwen-image-controlnet", 80, 512),
 )
 
 

@@ -10,7 +10,7 @@ import { print, state } from "./state.js";
 
 let load = () => {};
 let refresh = () => {};
-const known = { template: null, saved: new Map(), typed: "open-text", listed: [] };
+const known = { saved: new Map(), typed: "open-text", listed: [] };
 
 export function bindDialogs(loader, refresher) {
   load = loader;
@@ -289,77 +289,64 @@ const builtin = (one) => el("li", {}, el("div", {}, el("strong", { text: one.nam
     const used = await post("/templates/use", { id: one.id, setup: state.setup });
     if (!used.state) throw new ApiError(409, { error: `${sentence(used.reason)} Fix: ${used.fix}.` });
     if (!await mayReplace(`The template ${one.name}`)) return;
-    known.template = null;
     byId("templates-dialog").close();
     load(used.state, [], `${one.name}: ${used.title}.`, { label: `the template ${one.name}` });
   }) }));
 
 function own(one) {
-  const rename = el("input", { type: "text", "aria-label": `New name of ${one.name}`, class: "hidden", value: one.name });
   const button = (text, act) => el("button", { type: "button", text, "aria-label": `${text} ${one.name}`, onclick: act });
-  const renamed = () => attempt(async () => {
-    if (rename.classList.contains("hidden")) {
-      rename.classList.remove("hidden");
-      rename.select();
-      return;
-    }
-    await post("/templates/rename", { name: one.name, to: rename.value, version: one.version });
-    await listTemplates();
-    templateStatus(`Renamed ${one.name} to ${rename.value}.`, "good");
-  });
-  rename.addEventListener("keydown", (event) => { if (event.key === "Enter") renamed(); });
-  return el("li", {}, el("div", {}, el("strong", { text: one.name }), rename),
+  return el("li", {}, el("div", {}, el("strong", { text: one.name })),
     el("div", { class: "row" },
       button("Use", () => attempt(async () => {
         const used = await post("/templates/use", { name: one.name });
         if (!await mayReplace(`The template ${one.name}`)) return;
-        known.template = used.template;
         byId("template-name").value = one.name;
         byId("templates-dialog").close();
         load(used.state, [], `Loaded ${one.name}.`, { label: `the template ${one.name}` });
       })),
-      button("Rename", renamed),
       button("Export", () => download(`${one.name}.template.json`, `${JSON.stringify(one, null, 2)}\n`)),
       button("Delete", () => attempt(async () => {
         const sure = await ask({ title: `Delete ${one.name}?`, text: "This deletes the template's file. To keep a copy, export the template first.", yes: "Delete" });
         if (!sure) return;
-        await post("/templates/delete", { name: one.name, version: one.version });
+        await post("/templates/delete", { name: one.name });
         await listTemplates();
         templateStatus(`Deleted ${one.name}.`, "good");
       }))));
 }
+
+const mayOverwrite = async (name) => {
+  await listTemplates();
+  const there = known.listed.find((one) => one.name.toLowerCase() === name.toLowerCase());
+  return !there || ask({ title: `Replace ${there.name}?`, text: "A template of this name exists.", yes: "Replace" });
+};
 
 async function attempt(act) {
   templateStatus("");
   try {
     await act();
   } catch (error) {
-    if (error.status === 409 || error.status === 404) await listTemplates();
+    if (error.status === 404) await listTemplates();
     templateStatus(error.message);
-    return error;
   }
 }
 
-async function saveTemplate(version) {
+const saveTemplate = () => attempt(async () => {
   const name = byId("template-name").value.trim();
-  const seen = known.template?.name === name ? known.template.version : null;
-  const failed = await attempt(async () => {
-    known.template = await post("/templates/save", { name, state, version: version ?? seen });
-    draft.markSaved();
-    await listTemplates();
-    templateStatus(`Saved the template ${name}.`, "good");
-  });
-  const there = known.listed.find((one) => one.name.toLowerCase() === name.toLowerCase());
-  if (failed?.status === 409 && there) {
-    byId("templates-status").append(" ", action(`Overwrite ${there.name}`, () => saveTemplate(there.version)));
-  }
-}
+  if (!await mayOverwrite(name)) return;
+  await post("/templates/save", { name, state });
+  draft.markSaved();
+  await listTemplates();
+  templateStatus(`Saved the template ${name}.`, "good");
+});
 
 const importTemplate = (event) => attempt(async () => {
   const [file] = event.target.files;
   if (!file) return;
   const text = await file.text();
   event.target.value = "";
+  let name = "";
+  try { name = String(JSON.parse(text).name); } catch { /* The server explains what is wrong. */ }
+  if (!await mayOverwrite(name)) return;
   const imported = await post("/templates/import", { text });
   await listTemplates();
   templateStatus(`Imported ${imported.name}.`, "good");
