@@ -77,6 +77,7 @@ class WeightReleases:
         self._weights: dict[int, list[Any]] = {}
         self._owners: defaultdict[Any, list[Any]] = defaultdict(list)
         self._root: Any = offload.module
+        self._parameters: list[Any] = list(offload.module.parameters())
         self._modules = {each.ds_id: each for each in _hooked_modules(offload.module)}
         for module in self._modules.values():
             every = module.parameters(recurse=_is_leaf(module))
@@ -123,6 +124,12 @@ class WeightReleases:
 
     def _give_up_interrupted(self) -> None:
         """Release the weights of modules whose forward pass has ended in an error."""
+        for weight in self._parameters:
+            status = weight.ds_status
+            if status is type(status).INFLIGHT:
+                # DeepSpeed has just waited for all weights under way. Gathering this one failed,
+                # for example for lack of memory, and DeepSpeed would wait for it without end.
+                weight.ds_status = type(status).NOT_AVAILABLE
         for weight in self._owners:
             if weight.ds_active_sub_modules:
                 weight.ds_active_sub_modules.clear()
