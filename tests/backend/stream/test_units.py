@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -100,6 +102,14 @@ def made(model: torch.nn.Module, trained: bool = True) -> tuple[list, dict]:
         device=torch.device("cpu"),
         memory=HostMemory(pin=False),
     )
+
+
+def test_the_state_of_every_quantized_weight_is_moved_to_the_device():
+    model, moved = Web().requires_grad_(False), []
+    for name, parameter in model.named_parameters():
+        parameter.quant_state = SimpleNamespace(to=lambda _device, name=name: moved.append(name))
+    made(model)
+    assert moved == [name for name, _ in model.named_parameters()]
 
 
 def test_every_parameter_has_exactly_one_place_with_its_values():

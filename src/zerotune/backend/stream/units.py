@@ -387,8 +387,8 @@ def make_units(
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in owner:
             tensor.data = tensor.data.to(device)
-        elif (quantized := getattr(tensor, "quant_state", None)) is not None:
-            # The quantization state stays on the device.
+        if (quantized := getattr(tensor, "quant_state", None)) is not None:
+            # The quantization state stays on the device, whether its weight is streamed or not.
             quantized.to(device)
     return units, {module: _streamed_in(module, owner) for _, module in modules}
 
