@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import tempfile
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.backend.stream.streaming import FAMILIES as TESTED
 from tests.backend.stream.streaming import FIRST, TARGETS, Web, web_batch
+from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow
-from zerotune.ema.shadow import DeviceStore, FileStore, HostStore, ShadowStore
+from zerotune.ema.shadow import DeviceStore, FileStore, HostStore
 from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan.model import DeepSpeedPlan, EngineName, ModelFacts, Streaming
 from zerotune.platform import Platform
@@ -46,7 +47,55 @@ def skipping_batch(random_: torch.Generator, dtype: torch.dtype) -> dict[str, An
     return {**web_batch(random_, dtype), "skipped": skipped, "detached": detached}
 
 
-FAMILIES = {**TESTED, "skipping": (Skipping, skipping_batch)}
+WIDTH = 1024
+"""DeepSpeed swaps weights of 1 MiB and more."""
+
+
+class Wide(torch.nn.Sequential):
+    """Layers whose weights are large enough to be swapped."""
+
+    def __init__(self) -> None:
+        super().__init__(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+
+def wide_batch(random_: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+    return {"input": torch.randn(2, WIDTH, generator=random_).to(dtype)}
+
+
+class ChainBlock(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(128, 128, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.nn.functional.silu(self.inner(x))
+
+
+class Chain(torch.nn.Module):
+    """Equal blocks, each of which is called once, and whose weights need no padding in units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(128, 128, bias=False)
+        self.blocks = torch.nn.ModuleList(ChainBlock() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def chain_batch(random_: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+    return {"x": torch.randn(2, 128, generator=random_).to(dtype)}
+
+
+FAMILIES = {
+    **TESTED,
+    "skipping": (Skipping, skipping_batch),
+    "wide": (Wide, wide_batch),
+    "chain": (Chain, chain_batch),
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -55,7 +104,8 @@ class Case:
 
     name: str
     family: str = "web"
-    """``"web"`` has blocks that are called twice or share weights; see also ``FAMILIES``."""
+    """``"web"`` has blocks that are called twice or share weights, ``"wide"`` has weights that are
+    large enough for NVMe, ``"chain"`` calls each block once; see also ``FAMILIES``."""
     streamed: Streaming | None = None
     engine: EngineName | None = None
     stage: int = 2
@@ -66,6 +116,11 @@ class Case:
     """Whether DeepSpeed reduces gradients on another stream; ``None`` is DeepSpeed's default."""
     hidden: bool | None = None
     precision: str = "bf16"
+    autocast: bool = False
+    """Whether the loop runs the model under autocast. The plain engine does so by itself, unless
+    its precision is fp32."""
+    compiled: str = ""
+    """The backend of ``torch.compile``; not compiled if empty."""
     optimizer: str = "AdamW"
     accumulation: int = 1
     clipping: float = 0.05
@@ -76,6 +131,8 @@ class Case:
     """Type of the 4-bit base of adapters; not quantized if empty."""
     ema: str = "host"
     """Where the EMA is: ``"host"``, ``"device"`` or ``"file"``."""
+    ema_every: int = 1
+    """Optimizer steps per update of the EMA."""
     swapped_in: bool = False
     """Whether the EMA is evaluated after every second step."""
     middle: str = ""
@@ -126,6 +183,8 @@ def _add_adapters(case: Case, model: torch.nn.Module) -> None:
 def _quantize(model: Any, kind: str) -> None:
     import bitsandbytes as bnb
 
+    # Its kernels for unknown devices would be compiled, which fails on this one after a minute.
+    torch.compiler.set_stance("force_eager")
     for block in (*model.transformer_blocks, *model.single_transformer_blocks):
         for part in list(block.modules()):
             for name, child in list(part.named_children()):
@@ -139,11 +198,17 @@ def _quantize(model: Any, kind: str) -> None:
 
 
 @contextlib.contextmanager
-def started(case: Case) -> Iterator[Any]:
-    """Start the case's engine on the device."""
+def started(case: Case, folder: Path | None = None) -> Iterator[Any]:
+    """Start the case's engine on the device.
+
+    Args:
+        case: The case.
+        folder: Where weights and moments on NVMe are written.
+    """
     model = make_model(case)
     plan = DeepSpeedPlan.build(
         stage=case.stage, offload=case.offload, offload_param=case.offload_param,
+        nvme_path=str(folder) if case.offload == "nvme" else None,
         precision=case.precision, micro_batch_size=2,
         gradient_accumulation_steps=case.accumulation, gradient_clipping=case.clipping,
         optimizer={"type": case.optimizer, "params": {"lr": 2e-3, "weight_decay": 0.01}},
@@ -153,6 +218,9 @@ def started(case: Case) -> Iterator[Any]:
         if device == "cpu":
             key = f"zero_optimization.offload_{section}.pin_memory"
             plan = plan.with_overrides({key: True})
+    if case.compiled and case.stage == 3:
+        # Only modules that are called once can be gathered whole.
+        plan = plan.with_overrides({"zero_optimization.leaf_module.classes": ["ChainBlock"]})
     resolved = plan.resolve(
         platform=Platform.synthetic("cuda", vram=8 * GIB, ram=24 * GIB),
         model=ModelFacts.from_module(model),
@@ -169,7 +237,16 @@ def started(case: Case) -> Iterator[Any]:
             transfers = StreamTransfers(engine.device)
             offload = ActivationOffload(smallest=0, transfers=transfers).attach(engine.module)
             engine.resources.callback(offload.detach)
+        if case.compiled:
+            # Graphs of the previous run's blocks count towards the limit of variants.
+            torch._dynamo.reset()
+            blocks = None if case.streamed or case.stage == 3 else ("Block",)
+            wanted = Compilation(backend=case.compiled, blocks=blocks)
+            compiled = Compiled(wanted, model=engine.module, plan=engine.plan)
+            compiled.apply(engine)
         yield engine
+        if case.compiled:
+            assert compiled.graphs
 
 
 def loss_of(case: Case, engine: Any, seed: int) -> torch.Tensor:
@@ -180,16 +257,17 @@ def loss_of(case: Case, engine: Any, seed: int) -> torch.Tensor:
         lambda tensor: tensor.pin_memory().to(engine.device, non_blocking=True),
         FAMILIES[case.family][1](random_, dtype),
     )
-    out = engine(**batch)
+    with torch.autocast(engine.device.type, dtype=torch.bfloat16, enabled=case.autocast):
+        out = engine(**batch)
     out = getattr(out, "sample", out)
     out = out[0] if isinstance(out, tuple) else out
     return (out.float() - 0.5).square().mean()
 
 
-def store_of(case: Case, folder: Path) -> ShadowStore:
-    if case.ema == "file":
-        return FileStore(folder=folder)
-    return DeviceStore() if case.ema == "device" else HostStore()
+def average_of(case: Case, engine: Any, folder: Path) -> EMAShadow:
+    stores = {"file": FileStore(folder=folder), "device": DeviceStore(), "host": HostStore()}
+    ema = EMAShadow(decay=0.9, update_every=case.ema_every, store=stores[case.ema])
+    return ema.attach(engine)
 
 
 def advance(case: Case, engine: Any, ema: EMAShadow, steps: range, losses: list[Any]) -> list[Any]:
@@ -213,6 +291,8 @@ def advance(case: Case, engine: Any, ema: EMAShadow, steps: range, losses: list[
 
 
 # -- What a run ends with.
+
+_RUNS = itertools.count()
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -245,10 +325,12 @@ def run(case: Case, seed: int, lateness: float, folder: Path) -> dict[str, Any]:
         folder: Where checkpoints and files may be written.
     """
     torch.simdev.seed_order(seed, lateness, AHEAD)
-    folder = Path(tempfile.mkdtemp(dir=folder))
+    # All ranks use the same folder.
+    folder = folder / str(next(_RUNS))
+    folder.mkdir(exist_ok=True)
     half, losses, norms = case.steps // 2, [], []
-    with started(case) as engine:
-        ema = EMAShadow(decay=0.9, store=store_of(case, folder)).attach(engine)
+    with started(case, folder) as engine:
+        ema = average_of(case, engine, folder)
         norms += advance(case, engine, ema, range(half), losses)
         if case.middle == "resume":
             save_checkpoint(folder / "checkpoint", engine=engine, shadows={"ema": ema})
@@ -263,8 +345,8 @@ def run(case: Case, seed: int, lateness: float, folder: Path) -> dict[str, Any]:
             norms += advance(case, engine, ema, range(half, case.steps), losses)
             kept = contents(engine, ema)
     if case.middle == "resume":
-        with started(case) as engine:
-            ema = EMAShadow(decay=0.9, store=store_of(case, folder)).attach(engine)
+        with started(case, folder) as engine:
+            ema = average_of(case, engine, folder)
             load_checkpoint(folder / "checkpoint", engine=engine, shadows={"ema": ema})
             norms += advance(case, engine, ema, range(half, case.steps), losses)
             kept = contents(engine, ema)
@@ -313,6 +395,7 @@ def _matrix() -> Iterator[Case]:
         return Case(name=f"plain, {name}", deepspeed=False, stage=0, **fields)
 
     split = Streaming(window=2, split_masters=True)
+    nvme = zero(3, "NVMe", family="wide", offload="nvme", offload_param="nvme")
     yield from (
         STREAMED,
         streamed("window 3", streamed=Streaming()),
@@ -328,6 +411,7 @@ def _matrix() -> Iterator[Case]:
             streamed=Streaming(window=2, gradient_buffers=1)),
         streamed("no clipping, U-Net", clipping=0.0, family="unet"),
         streamed("accumulation", accumulation=3),
+        streamed("accumulation, no clipping", accumulation=3, clipping=0.0),
         streamed("checkpointing", checkpointing="on"),
         streamed("reentrant checkpointing", checkpointing="reentrant"),
         streamed("activation offload", checkpointing="offloaded"),
@@ -343,6 +427,9 @@ def _matrix() -> Iterator[Case]:
         streamed("EMA on the device", ema="device"),
         streamed("EMA in a file", ema="file"),
         streamed("EMA in a file, no clipping", ema="file", clipping=0.0),
+        streamed("EMA of every second step, split masters", ema_every=2, streamed=split, steps=6),
+        streamed("EMA of every second step, split masters, no clipping", ema_every=2,
+            streamed=split, clipping=0.0, ema="file", steps=6),
         streamed("EMA swapped in", swapped_in=True),
         streamed("EMA swapped in, no clipping", swapped_in=True, clipping=0.0),
         streamed("resumed", middle="resume"),
@@ -351,6 +438,10 @@ def _matrix() -> Iterator[Case]:
         streamed("closed after backward", middle="close"),
         streamed("closed during updates", middle="close", clipping=0.0),
         streamed("fp32", precision="fp32"),
+        streamed("fp32, autocast", precision="fp32", autocast=True),
+        streamed("compiled", compiled="aot_eager"),
+        streamed("compiled, no clipping, checkpointing", compiled="aot_eager", clipping=0.0,
+            checkpointing="on"),
         RESIDENT,
         resident("no clipping", clipping=0.0),
         resident("U-Net", family="unet"),
@@ -362,6 +453,8 @@ def _matrix() -> Iterator[Case]:
         resident("activation offload", checkpointing="offloaded"),
         resident("bf16 moments", optimizer="AdamWBF16States"),
         resident("fp32", precision="fp32"),
+        resident("fp32, autocast", precision="fp32", autocast=True),
+        resident("compiled", compiled="aot_eager"),
         resident("LoRA", lora=True),
         resident("LoRA on nf4", lora=True, quantized="nf4", family="flux"),
         resident("stage 1", stage=1),
@@ -372,6 +465,15 @@ def _matrix() -> Iterator[Case]:
         resident("out of memory", middle="exhaust"),
         resident("closed", middle="close"),
         ZERO_2,
+        zero(2, "CPU offload, no clipping", clipping=0.0),
+        zero(2, "CPU offload, accumulation", accumulation=3),
+        zero(2, "CPU offload, checkpointing", checkpointing="on"),
+        zero(2, "CPU offload, EMA in a file", ema="file"),
+        zero(2, "CPU offload, EMA swapped in", swapped_in=True),
+        zero(2, "CPU offload, resumed", middle="resume"),
+        zero(2, "CPU offload, closed", middle="close"),
+        zero(2, "CPU offload, fp32, autocast", precision="fp32", autocast=True),
+        zero(2, "CPU offload, hidden, compiled", hidden=True, compiled="aot_eager"),
         zero(2, "CPU offload, hidden", hidden=True),
         zero(2, "CPU offload, hidden, no clipping", hidden=True, clipping=0.0),
         zero(2, "CPU offload, hidden, U-Net", hidden=True, family="unet"),
@@ -394,6 +496,8 @@ def _matrix() -> Iterator[Case]:
         zero(1, "no offload", offload="none"),
         zero(1, "CPU offload"),
         zero(1, "CPU offload, hidden", hidden=True),
+        zero(1, "CPU offload, hidden, accumulation", hidden=True, accumulation=3),
+        zero(1, "CPU offload, hidden, resumed", hidden=True, middle="resume"),
         zero(2, "no offload", offload="none"),
         zero(2, "no offload, EMA on the device", offload="none", ema="device", swapped_in=True),
         zero(2, "no offload, activation offload", offload="none", checkpointing="offloaded"),
@@ -405,12 +509,29 @@ def _matrix() -> Iterator[Case]:
         zero(3, "CPU offload of both, Flux", offload_param="cpu", family="flux"),
         zero(3, "CPU offload of both, checkpointing", offload_param="cpu", checkpointing="on"),
         zero(3, "CPU offload of both, EMA swapped in", offload_param="cpu", swapped_in=True),
+        zero(3, "CPU offload of both, EMA on the device", offload_param="cpu", ema="device"),
+        zero(3, "CPU offload of both, EMA in a file", offload_param="cpu", ema="file"),
+        zero(3, "CPU offload of both, no clipping", offload_param="cpu", clipping=0.0),
+        zero(3, "CPU offload of both, accumulation", offload_param="cpu", accumulation=3),
+        zero(3, "CPU offload of both, activation offload", offload_param="cpu",
+            checkpointing="offloaded"),
+        zero(3, "CPU offload of both, LoRA", offload_param="cpu", lora=True),
+        zero(3, "CPU offload of both, compiled", offload_param="cpu", compiled="aot_eager",
+            family="chain"),
         zero(3, "CPU offload of both, resumed", offload_param="cpu", middle="resume"),
+        zero(3, "CPU offload of both, out of memory", offload_param="cpu", middle="exhaust"),
+        zero(3, "CPU offload of both, closed", offload_param="cpu", middle="close"),
+        zero(3, "optimizer on NVMe", family="wide", offload="nvme"),
+        nvme,
+        attrs.evolve(nvme, name="ZeRO-3, NVMe, accumulation", accumulation=3),
+        attrs.evolve(nvme, name="ZeRO-3, NVMe, resumed", middle="resume"),
         resident("2 ranks", ranks=2),
         resident("2 ranks, EMA swapped in", ranks=2, swapped_in=True),
         streamed("2 ranks", ranks=2),
         streamed("2 ranks, no clipping", ranks=2, clipping=0.0),
+        streamed("2 ranks, accumulation", ranks=2, accumulation=3),
         streamed("2 ranks, EMA swapped in", ranks=2, swapped_in=True),
+        streamed("2 ranks, resumed", ranks=2, middle="resume"),
         streamed("2 ranks, LoRA, EMA swapped in", ranks=2, lora=True, swapped_in=True),
         zero(1, "2 ranks, no offload", ranks=2, offload="none"),
         zero(2, "2 ranks, no offload", ranks=2, offload="none"),
@@ -419,10 +540,24 @@ def _matrix() -> Iterator[Case]:
         zero(2, "2 ranks, CPU offload, hidden, resumed", ranks=2, hidden=True, middle="resume"),
         zero(3, "2 ranks, no offload", ranks=2, offload="none"),
         zero(3, "2 ranks, CPU offload of both", ranks=2, offload_param="cpu"),
+        zero(3, "2 ranks, CPU offload of both, resumed", ranks=2, offload_param="cpu",
+            middle="resume"),
+        attrs.evolve(nvme, name="ZeRO-3, 2 ranks, NVMe", ranks=2),
         plain("no offload", offload="none"),
         plain("no offload, EMA on the device", offload="none", ema="device", swapped_in=True),
         plain("no offload, activation offload", offload="none", checkpointing="offloaded"),
+        plain("no offload, checkpointing", offload="none", checkpointing="on"),
+        plain("no offload, LoRA on nf4", offload="none", lora=True, quantized="nf4",
+            family="flux"),
+        plain("no offload, compiled", offload="none", compiled="aot_eager"),
+        plain("no offload, fp32", offload="none", precision="fp32"),
+        plain("no offload, resumed", offload="none", middle="resume"),
+        plain("no offload, 2 ranks", offload="none", ranks=2),
         plain("offload"),
+        plain("offload, no clipping", clipping=0.0),
+        plain("offload, EMA on the device", ema="device"),
+        plain("offload, resumed", middle="resume"),
+        plain("offload, hidden, 2 ranks", hidden=True, ranks=2),
         plain("offload, hidden", hidden=True),
         plain("offload, hidden, no clipping", hidden=True, clipping=0.0),
         plain("offload, hidden, U-Net", hidden=True, family="unet"),

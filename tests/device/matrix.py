@@ -25,6 +25,7 @@ from tests.support.ranks import RanksFailed, compile_device, run_ranks
 
 SEEDS = range(5)
 LATENESSES = (1.0, 0.3, 0.02)
+PACKAGES = ("torch", "deepspeed", "diffusers", "bitsandbytes")
 
 
 def prove(case: Case, folder: str) -> dict[str, Any]:
@@ -56,7 +57,10 @@ def prove_apart(case: Case) -> dict[str, Any]:
     """Run a case in processes of its own."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            ranks = run_ranks(prove, case, folder, world_size=case.ranks, timeout_s=3600)
+            ranks = run_ranks(
+                prove, case, folder, world_size=case.ranks, timeout_s=3600,
+                env={"ZEROTUNE_PROOF": "off"},
+            )  # fmt: skip
         except RanksFailed as error:
             return {"case": case.name, "ranks": case.ranks, "error": str(error)}
     return min(ranks, key=lambda found: found["equal"])
@@ -76,8 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     for case in CASES:
         if wanted.case.casefold() not in case.name.casefold():
             continue
-        if case.quantized and not find_spec("bitsandbytes"):
-            print(f"{case}: skipped, because bitsandbytes is not installed", flush=True)
+        if missing := lacking(case):
+            print(f"{case}: skipped, because {missing}", flush=True)
             continue
         found.append(prove_apart(case))
         show(found[-1])
@@ -87,6 +91,15 @@ def main(argv: list[str] | None = None) -> int:
     if wanted.output is not None:
         write(found, wanted.output / "device.json")
     return int(len(proven) < len(found))
+
+
+def lacking(case: Case) -> str | None:
+    """Return what this machine lacks for a case."""
+    if case.quantized and not find_spec("bitsandbytes"):
+        return "bitsandbytes is not installed"
+    if case.offload == "nvme" and not Path("/usr/include/libaio.h").exists():
+        return "libaio's header is missing (apt install libaio-dev)"
+    return None
 
 
 def show(found: dict[str, Any]) -> None:
@@ -103,7 +116,7 @@ def write(found: list[dict[str, Any]], path: Path) -> None:
     kept = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "python": platform.python_version(),
-        **{package: version(package) for package in ("torch", "deepspeed")},
+        **{package: version(package) for package in PACKAGES if find_spec(package)},
         "seeds": len(SEEDS),
         "latenesses": LATENESSES,
         "cases": found,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.device import on_device
-from tests.device.cases import FAMILIES, Case, loss_of, started
+from tests.device.cases import Case, loss_of, started
 from zerotune.ema import DeviceStore, EMAShadow
 from zerotune.ema.shadow import HostStore
 from zerotune.plan.memory.estimate import Workload
@@ -16,39 +16,7 @@ from zerotune.plan.model import Streaming
 
 pytestmark = pytest.mark.deepspeed
 
-WIDTH, BLOCKS = 128, 6
-
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + torch.nn.functional.silu(self.inner(x))
-
-
-class Chain(torch.nn.Module):
-    """Equal blocks, whose weights need no padding in units."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(BLOCKS))
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def chain_batch(random_, dtype):
-    return {"x": torch.randn(2, WIDTH, generator=random_).to(dtype)}
-
-
-FAMILIES["chain"] = (Chain, chain_batch)
-_UNITS = Streaming(units=("Block",), window=2)
+_UNITS = Streaming(units=("ChainBlock",), window=2)
 STREAMED = Case(name="streamed, clipped", family="chain", streamed=_UNITS)
 ZERO_2 = Case(name="ZeRO-2", family="chain")
 

@@ -25,7 +25,9 @@ SAMPLE = (
     "host engine, skipped blocks",
     "host engine, EMA swapped in",
     "host engine, out of memory",
+    "streamed, compiled",
     "ZeRO-3, CPU offload of both",
+    "ZeRO-3, CPU offload of both, out of memory",
     "plain, offload, hidden, EMA in a file, swapped in",
 )
 
