@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -75,6 +76,42 @@ def test_steps_with_nvme_equal_those_in_host_memory(world_size, accumulation, tm
         assert actual["swapped"] >= 2, "nothing was swapped, so nothing was tested"
         assert actual["losses"] == wanted["losses"]
         assert actual["weights"] == wanted["weights"]
+
+
+class Skipping(torch.nn.Module):
+    """Layers of which every step leaves out another, whose weights then get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(COLUMNS, COLUMNS) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, skipped: int) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = x if index == skipped else torch.tanh(layer(x))
+        return x
+
+
+def train_skipping(case: Case, orders: tuple[int, ...]) -> dict[str, float]:
+    torch.manual_seed(0)
+    engine = start(case, Skipping())
+    for step, skipped in enumerate(orders):
+        generator = torch.Generator().manual_seed(step + 10 * engine.group.rank)
+        x = torch.randn(4, COLUMNS, generator=generator).to(engine.device, engine.dtype)
+        engine.backward((engine(x, skipped).float() - 1).pow(2).mean())
+        engine.step()
+    return {name: float(full.double().sum()) for name, full in engine.master_weights.gather()}
+
+
+@pytest.mark.deepspeed
+@pytest.mark.nvme
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_without_a_gradient_are_updated_as_in_host_memory(world_size, tmp_path):
+    overrides = (("sub_group_size", 1_300_000),)
+    case = Case(stage=3, offload="cpu", offload_param="cpu", overrides=overrides)
+    nvme = attrs.evolve(case, offload="nvme", nvme_path=str(tmp_path))
+    orders = (0, 2, 1, 0)
+    expected = run_ranks(train_skipping, case, orders, world_size=world_size)
+    assert run_ranks(train_skipping, nvme, orders, world_size=world_size) == expected
 
 
 @given(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, cast
@@ -71,7 +71,7 @@ STEP: Final = Upstream(
 )
 SWAPPER: Final = Upstream(
     owner="deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper",
-    relied_on=("is_swappable_tensor",),
+    relied_on=("_swap_out_gradients", "is_swappable_tensor"),
     replaced=("_adjust_for_misaligned_lengths",),
 )
 LEAF_KEY: Final = f"zero_optimization.{LEAF_MODULE}"
@@ -410,6 +410,7 @@ class ShardedWrapper(OptimizerWrapper):
         Upstream(
             owner=_STAGE_3,
             relied_on=(
+                "_get_norm_groups",
                 "_optimizer_states_and_gradient_swap_in",
                 "_optimizer_states_and_gradient_swap_out",
                 "_overflow_clean_up",
@@ -587,28 +588,32 @@ def _count_as_torch(adam: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> No
 
 
 def align_swapped_gradients(engine: Any) -> tuple[Decision, ...]:
-    """Align gradients on NVMe so that direct I/O can read them back.
+    """Make steps read the right gradients from NVMe.
 
     DeepSpeed 0.19.8 uses direct I/O to read a swapped gradient into the sub-group's buffer, at the
     gradient's offset. If the offset is not a multiple of the sector size, the read fails, and
     DeepSpeed ignores the error. The optimizer then silently uses stale data for every unaligned
-    gradient of at least 1 MiB.
+    gradient of at least 1 MiB. Likewise for a weight that got no gradient: DeepSpeed reads nothing
+    or the gradient of an earlier step, and the buffer may contain another weight's gradient.
 
     Args:
         engine: DeepSpeed's engine.
     """
-    swapper = getattr(engine.optimizer, "optimizer_swapper", None)
+    raw = engine.optimizer
+    swapper = getattr(raw, "optimizer_swapper", None)
     if swapper is None:
         return ()
     reason = (
         "only aligned parts of gradients are swapped, and the few remaining elements stay in host "
-        "memory, because DeepSpeed reads unaligned gradients back incorrectly"
+        "memory, because DeepSpeed reads unaligned gradients back incorrectly; zeros are swapped "
+        "for weights without a gradient, which DeepSpeed would update with other gradients"
     )
     if (changed := SWAPPER.changed()) is None:
         swapper._adjust_for_misaligned_lengths = partial(split_aligned, swapper)
+        raw._get_norm_groups = partial(_after_swapping_zeros, raw, raw._get_norm_groups)
     else:
         reason = f"{changed}, so zerotune leaves gradient swapping to DeepSpeed, which may read "
-        reason += "unaligned gradients back incorrectly, as release 0.19.8 does"
+        reason += "unaligned and missing gradients back incorrectly, as release 0.19.8 does"
     return (
         Decision(
             key="zero_optimization.offload_optimizer.device",
@@ -618,6 +623,21 @@ def align_swapped_gradients(engine: Any) -> tuple[Decision, ...]:
             severity="note" if changed is None else "warning",
         ),
     )
+
+
+def _after_swapping_zeros(raw: Any, get_norm_groups: Callable[[], Any]) -> Any:
+    """Swap out zeros for weights that got no gradient before the step swaps gradients in."""
+    for index, parameters in enumerate(raw.fp16_groups):
+        for parameter in parameters if raw._swappable_optimizer_subgroup(index) else ():
+            key = raw.get_param_id(parameter)
+            if key not in raw.norm_for_param_grads:
+                _, offset, numel = raw.grad_position[key]
+                raw.optimizer_swapper.swap_out_gradients(
+                    parameter=raw.fp32_partitioned_groups_flat[index],
+                    gradient_offsets=[offset],
+                    gradient_tensors=[torch.zeros(numel, dtype=raw.optimizer_swapper.dtype)],
+                )
+    return get_norm_groups()
 
 
 def split_aligned(
