@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def file_record(*, nbytes: int, sha256: str) -> FileRecord:
 
 
 def sample_manifest(
-    *, files: tuple[FileRecord, ...] = (), extra: dict[str, Any] | None = None
+    *, files: tuple[FileRecord, ...] = (), extra: dict[str, Any] | None = None, step: int = 3
 ) -> Manifest:
     files = files or (file_record(nbytes=12, sha256="ab" * 32),)
     return Manifest(
@@ -45,7 +46,7 @@ def sample_manifest(
             scheduler=None,
         ),
         state=EngineState(
-            global_step=3,
+            global_step=step,
             micro_step=3,
             skipped_steps=0,
             scheduler={"last_batch_iteration": 2},
@@ -65,8 +66,11 @@ def sample_manifest(
     )
 
 
-def fill(folder: Path, *, extra: dict[str, Any] | None = None) -> None:
-    """Write a whole checkpoint of one tensor into an existing folder."""
+def fill(folder: Path, *, extra: dict[str, Any] | None = None, step: int | None = None) -> None:
+    """Write a whole checkpoint of one tensor into an existing folder; its name tells the step."""
+    numbered = re.match(r"step-(\d+)", folder.name)
+    if step is None:
+        step = int(numbered[1]) if numbered else 3
     tensor = torch.arange(6.0)
     file = TensorFile.of("rank-0.safetensors", EXPORT, [TensorSpec.of("t", tensor)], metadata={})
     file.create(folder)
@@ -74,11 +78,12 @@ def fill(folder: Path, *, extra: dict[str, Any] | None = None) -> None:
         writer.write("t", tensor)
         (record,) = writer.confirm([file], writer.written)
     record = file_record(nbytes=record.nbytes, sha256=record.sha256)
-    (folder / MANIFEST).write_text(sample_manifest(files=(record,), extra=extra).to_json())
+    manifest = sample_manifest(files=(record,), extra=extra, step=step)
+    (folder / MANIFEST).write_text(manifest.to_json())
 
 
-def publish(final: Path, *, extra: dict[str, Any] | None = None) -> Path:
+def publish(final: Path, *, extra: dict[str, Any] | None = None, step: int | None = None) -> Path:
     staging = Staging(final)
-    fill(staging.path, extra=extra)
+    fill(staging.path, extra=extra, step=step)
     staging.publish()
     return final

@@ -82,6 +82,15 @@ def test_the_newest_complete_checkpoint_is_the_latest(tmp_path):
     assert ordered[0].name == "step-00000005"
 
 
+def test_the_manifest_and_not_the_folders_name_tells_the_step(tmp_path):
+    for name, step in (("step-1000", 7), ("checkpoint-2", 8), ("last", 9), ("step_3", 6)):
+        publish(tmp_path / name, step=step)
+    (tmp_path / "images").mkdir()
+    assert latest_checkpoint(tmp_path) == tmp_path / "last"
+    assert prune(tmp_path, keep=1) == (tmp_path / "step-1000", tmp_path / "step_3")
+    assert names(tmp_path) == ["checkpoint-2", "images", "last"]
+
+
 def test_broken_and_foreign_folders_are_skipped(tmp_path, caplog):
     good, truncated, headless = steps(tmp_path, 1, 2, 3)
     os.truncate(truncated / "rank-0.safetensors", 10)
@@ -197,7 +206,7 @@ def test_prune_does_not_delete_a_checkpoint_that_was_moved_and_linked_back(tmp_p
 
 def test_a_link_with_the_newest_name_is_not_counted(tmp_path, caplog):
     made = steps(tmp_path, 1, 2)
-    elsewhere = publish(tmp_path / "elsewhere")
+    elsewhere = publish(tmp_path / "elsewhere", step=1)
     step_folder(tmp_path, 9).symlink_to(elsewhere)
     assert prune(tmp_path, keep=1) == (made[0],)
     assert latest_checkpoint(tmp_path) == made[1]
@@ -328,7 +337,7 @@ def test_an_unreadable_checkpoint_is_skipped(tmp_path, caplog, monkeypatch):
 def test_an_unreadable_or_invalid_manifest_is_skipped(tmp_path, caplog, monkeypatch):
     good, nan, zeros, null, closed = steps(tmp_path, 1, 2, 3, 4, 5)
     text = (nan / MANIFEST).read_text()
-    (nan / MANIFEST).write_text(text.replace('"global_step": 3', '"global_step": NaN'))
+    (nan / MANIFEST).write_text(text.replace('"global_step": 2', '"global_step": NaN'))
     (zeros / MANIFEST).write_bytes(bytes(len(text)))
     content = json.loads(text)
     content["files"][0]["name"] = "a\0b"

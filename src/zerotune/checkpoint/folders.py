@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
@@ -40,7 +41,8 @@ from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 logger = logging.getLogger("zerotune")
 
-_STEP: Final = re.compile(r"step-(\d{8,})", re.ASCII)
+_NUMBERED: Final = re.compile(r"(?:step|checkpoint)[-_](\d+)", re.ASCII)
+"""Names of checkpoints that ``prune`` may delete."""
 _LEFTOVER: Final = re.compile(r"(.+)\.(tmp|old|trash)-([0-9a-f]{12})", re.ASCII)
 _SAVED_FILE: Final = re.compile(
     r"(weights|optimizer\..+|shadow\..+|rank)-\d{5}-of-\d{5}\.safetensors", re.ASCII
@@ -216,11 +218,12 @@ def _located(path: Path) -> tuple[Path, Manifest] | None:
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """Return the newest complete ``step-…`` checkpoint in ``root``.
+    """Return the complete checkpoint in ``root`` with the largest number of steps.
 
-    A checkpoint is complete if its manifest is intact and every file has the recorded size. File
-    contents are verified only when the checkpoint is loaded. Incomplete or unreadable folders and
-    symbolic links are skipped with a warning.
+    The manifest gives the number; the folder may have any name. Of several checkpoints of a step,
+    the newest is returned. A checkpoint is complete if its manifest is intact and every file has
+    the recorded size. File contents are verified only when the checkpoint is loaded. Incomplete or
+    unreadable folders and symbolic links are skipped with a warning.
 
     Returns:
         The path of the checkpoint; ``None`` if ``root`` contains no complete checkpoint.
@@ -232,7 +235,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
 
 
 def whole_checkpoints(root: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Return paths and manifests of the complete ``step-…`` checkpoints in ``root``, newest first.
+    """Return paths and manifests of the complete checkpoints in ``root``, newest first.
 
     Incomplete or unreadable folders and symbolic links are skipped with a warning.
     """
@@ -244,9 +247,10 @@ def whole_checkpoints(root: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
-    """Delete older ``step-…`` checkpoints and the temporary folders of killed processes.
+    """Delete older numbered checkpoints and the temporary folders of killed processes.
 
-    The newest ``keep`` complete checkpoints are kept.
+    A numbered checkpoint is named like ``step-1000`` or ``checkpoint_500``. The ``keep`` complete
+    ones of the largest step are kept; checkpoints with other names (``best``) are never deleted.
 
     Not collective: call ``prune`` on one rank after saving a checkpoint. Incomplete folders are
     kept for inspection, and symbolic links are ignored.
@@ -265,7 +269,11 @@ def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
         raise CheckpointError("must be a whole number, 1 or more", key="keep", value=keep)
     folder, removed = Path(root), []
     with system_errors(CheckpointError, folder, "older checkpoints cannot be deleted"):
-        whole = [path for path, outcome in _checkpoints(folder) if isinstance(outcome, Manifest)]
+        whole = [
+            path
+            for path, outcome in _checkpoints(folder)
+            if isinstance(outcome, Manifest) and _NUMBERED.fullmatch(path.name)
+        ]
         for path in whole[keep:]:
             if _is_folder(path):
                 trash = _temporary_name(path, "trash")
@@ -334,20 +342,37 @@ def remove_leftovers(parent: Path, *, name: str | None = None) -> None:
 
 
 def _checkpoints(root: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
-    """Yield paths named like a step's checkpoint, newest first, with their manifest or error."""
-    steps = {m[0]: int(m[1]) for path in _entries(root) if (m := _STEP.fullmatch(_base(path)))}
-    for name, _ in sorted(steps.items(), key=lambda item: (item[1], item[0]), reverse=True):
-        path = root / name
+    """Yield the paths of checkpoints and their manifests, newest first.
+
+    Folders that have only the name of a checkpoint, or an unreadable manifest, come with the error.
+    """
+    found: list[tuple[tuple[int, int, int], Path, Manifest | CheckpointError]] = []
+    for path in {root / _base(entry) for entry in _entries(root)}:
+        named = _NUMBERED.fullmatch(path.name)
+        number = int(named[1]) if named else -1
         try:
             # Not find_checkpoint, whose suggestions search for checkpoints themselves.
             located = _located(checked_path(path))
-            if located is None:
+            if located is None and named is not None:
                 raise CheckpointError(f"does not contain {MANIFEST}", key=str(path))
-            check_files(*located)
         except CheckpointError as error:
-            yield path, error
-        else:
-            yield path, located[1]
+            if named is not None or os.path.lexists(path / MANIFEST):
+                found.append(((number, number, 0), path, error))
+            continue
+        if located is not None:
+            folder, manifest = located
+            age = (manifest.state.global_step, number, _manifest_time(folder))
+            found.append((age, path, _checked(folder, manifest)))
+    for _, path, outcome in sorted(found, key=itemgetter(0), reverse=True):
+        yield path, outcome
+
+
+def _checked(folder: Path, manifest: Manifest) -> Manifest | CheckpointError:
+    try:
+        check_files(folder, manifest)
+    except CheckpointError as error:
+        return error
+    return manifest
 
 
 def _entries(folder: Path) -> list[Path]:
