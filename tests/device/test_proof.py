@@ -42,8 +42,8 @@ def test_a_host_that_reads_before_the_copy_is_seen():
 
 
 @on_device(lateness=0.02)
-def test_streamed_weights_that_are_not_waited_for_are_seen():
+def test_weights_that_are_not_waited_for_are_seen():
     lanes.Copy.receive = lambda _copy: None
     outcome = proving.run_check("training", CARD)
     assert outcome.passed is False
-    assert "streamed weights" in outcome.detail
+    assert "weights" in outcome.detail
