@@ -276,10 +276,13 @@ class Unit:
         Args:
             memory: The unit's host memory.
         """
-        stays = self.resident and self.is_current
-        self.host = memory.keep(self.host)
         self.loading = self.written = None
-        for member in self.members if not stays else ():
+        if self.resident and self.is_current:
+            # The host memory is freed, although somebody may keep the closed engine.
+            self.host = self.flat
+            return
+        self.host = memory.keep(self.host)
+        for member in self.members:
             member.parameter.data = self.of_member(member)
 
 
