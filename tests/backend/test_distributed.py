@@ -168,9 +168,8 @@ def lost_on_the_way(folder: str, place: str, machines: bool, later: bool) -> Non
     wait_for(lambda: len([*here.glob("here-*")]) == 2)
     make = partial(ProcessGroup, backend="gloo", timeout_s=5)
     if later:
-        first = ProcessGroup(backend="gloo", timeout_s=60)
-        first._timeout = timedelta(seconds=1)
-        make = first.another
+        ProcessGroup(backend="gloo", timeout_s=60)
+        make = partial(ProcessGroup, backend="gloo", timeout_s=1)
     if rank == 1:
         setattr(torch.distributed, place, lambda **_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(CollectiveError) as caught:

@@ -211,32 +211,6 @@ def test_memory_of_the_plain_engine_matches_the_estimate(offload):
     check(result)
 
 
-def exchange(numel: int) -> tuple[int, int]:
-    """Return the peak bytes of an exchange of bf16 weights, and the weights' own bytes."""
-    import torch
-    import torch.distributed as dist
-
-    from zerotune.backend.step.pending import Exchange, Piece
-
-    engine = start(Case(stage=0), torch.nn.Linear(8, 8))
-    group = engine.group
-    partitions = [torch.zeros(numel, dtype=torch.bfloat16) for _ in range(group.world_size)]
-    exchange = Exchange(group=group, data=dist.new_group(), partitions=[partitions])
-    most = 0
-    # Repeat, since the sampling thread may miss a peak; both ranks repeat equally often.
-    for _ in range(5):
-        with Peak() as peak:
-            exchange.share([Piece(slab=0, start=0, stop=numel)])
-        most = max(most, peak.nbytes - peak.before)
-    engine.close()
-    return most, 2 * numel * group.world_size
-
-
-def test_an_exchange_needs_only_the_bytes_of_its_weights():
-    for taken, brought in run_ranks(exchange, 8 * 2**20, world_size=2):
-        assert taken == pytest.approx(brought, rel=0.05)
-
-
 # -- Activations of diffusers' models: few layers, on real engines.
 
 

@@ -157,13 +157,12 @@ def test_the_file_of_a_failed_proof_contains_what_a_report_needs() -> None:
 
 
 def hides(
-    *, asked: bool | None = None, accelerator: str = "cuda", ranks: int = 1, elsewhere: bool = False
+    *, asked: bool | None = None, accelerator: str = "cuda", elsewhere: bool = False
 ) -> tuple[Any, list[str]]:
     """Return the decision on hiding a step on that device, and the calls it made."""
     done: list[str] = []
     step = SimpleNamespace(
         why_at_once=lambda: None,
-        needs_a_thread=ranks > 1,
         hide=lambda: done.append("hidden"),
         take_at_once=lambda _reason: done.append("at once"),
         group=SimpleNamespace(any=lambda flag, **_: flag or elsewhere),
@@ -197,14 +196,6 @@ def test_a_step_whose_check_failed_is_not_hidden_and_its_decision_names_the_repo
     assert str(proof_path(CARD)) in decision.reason
 
 
-def test_steps_of_several_ranks_are_hidden_only_on_request() -> None:
-    store_proof(passed())
-    decision, done = hides(ranks=2)
-    assert done == ["at once"]
-    assert "the proof has one rank" in decision.reason
-    assert hides(ranks=2, asked=True)[1] == ["hidden"]
-
-
 def test_if_one_rank_has_no_proof_no_rank_hides_its_steps() -> None:
     store_proof(passed())
     decision, done = hides(elsewhere=True)
@@ -221,17 +212,12 @@ def test_an_explicit_request_hides_an_unproven_step_and_the_decision_says_so() -
     assert hides(asked=False)[1] == []
 
 
-@pytest.mark.parametrize(
-    ("asked", "ranks", "wanted"), [(None, 1, []), (None, 2, []), (True, 2, ["hidden"])]
-)
-def test_hiding_does_not_depend_on_a_proof_on_a_cpu(
-    asked: Any, ranks: int, wanted: list[str]
-) -> None:
-    decision, done = hides(accelerator="cpu", asked=asked, ranks=ranks)
-    assert done == wanted
-    if asked is None:
-        assert ("together with the averages" in decision.after) == (ranks == 1)
-        assert "use the same cores" in decision.reason
+def test_hiding_does_not_depend_on_a_proof_on_a_cpu() -> None:
+    decision, done = hides(accelerator="cpu")
+    assert done == []
+    assert "together with the averages" in decision.after
+    assert "use the same cores" in decision.reason
+    assert hides(accelerator="cpu", asked=True)[1] == ["hidden"]
 
 
 def test_activations_are_copied_asynchronously_only_if_proven(

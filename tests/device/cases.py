@@ -536,8 +536,6 @@ def _matrix() -> Iterator[Case]:
         zero(1, "2 ranks, no offload", ranks=2, offload="none"),
         zero(2, "2 ranks, no offload", ranks=2, offload="none"),
         zero(2, "2 ranks, CPU offload", ranks=2),
-        zero(2, "2 ranks, CPU offload, hidden", ranks=2, hidden=True),
-        zero(2, "2 ranks, CPU offload, hidden, resumed", ranks=2, hidden=True, middle="resume"),
         zero(3, "2 ranks, no offload", ranks=2, offload="none"),
         zero(3, "2 ranks, CPU offload of both", ranks=2, offload_param="cpu"),
         zero(3, "2 ranks, CPU offload of both, resumed", ranks=2, offload_param="cpu",

@@ -286,7 +286,6 @@ STAGE_3 = Case(stage=3, offload="cpu", overrides=(("sub_group_size", 100_000),))
         pytest.param(PLAIN, 1, id="plain"),
         pytest.param(BF16, 1, id="stage 2"),
         pytest.param(HIDDEN, 1, id="hidden"),
-        pytest.param(HIDDEN, 2, id="hidden, two ranks"),
         pytest.param(STAGE_3, 2, id="stage 3, two ranks"),
     ],
 )

@@ -152,7 +152,6 @@ class ProcessGroup:
         self.world_size = dist.get_world_size()
         self.local_rank = launch.local_rank if launch.launched else 0
         self._control: Any = None
-        self._others: list[Any] = []
         if self.world_size > 1:
             self._connect()
 
@@ -163,27 +162,7 @@ class ProcessGroup:
         group._timeout = timedelta(seconds=_DEFAULT_TIMEOUT_S)
         group._owned = False
         group.rank, group.world_size, group.local_rank = 0, 1, 0
-        group._control, group._others = None, []
-        return group
-
-    def another(self) -> ProcessGroup:
-        """Return a group of the same processes for another thread, with separate connections.
-
-        Collective: every rank must call it.
-        """
-        if self.world_size == 1:
-            return ProcessGroup.alone()
-        return ProcessGroup(
-            backend=str(dist.get_backend()), timeout_s=self._timeout.total_seconds()
-        )
-
-    def for_tensors(self) -> Any:
-        """Create a torch group of the same processes on the default backend. Collective.
-
-        The new group has the same timeout; ``close`` destroys it.
-        """
-        group = dist.new_group(timeout=self._timeout)
-        self._others.append(group)
+        group._control = None
         return group
 
     def _connect(self) -> None:
@@ -411,15 +390,11 @@ class ProcessGroup:
             looking.join()
 
     def close(self) -> None:
-        """Leave the group; if zerotune created it, the last user to leave destroys it. Repeatable.
-
-        Separate connections are closed at once, so that ranks waiting on them notice.
-        """
+        """Leave the group; the last user destroys one that zerotune created. Repeatable."""
         if self._control is not None:
             self._roll.close()
-            self._others.append(self._control)
-            self._control = None
-            end_groups(self._others)
+            control, self._control = self._control, None
+            end_groups([control])
         if self._owned:
             self._owned = False
             _started.leave()

@@ -123,9 +123,8 @@ def in_small_parts() -> Iterator[Counter[str]]:
         original(self, index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pending, "LEAST_EXCHANGED", 96)
-        patch.setattr(pending, "_PARTS_ALONE", 10**9)
-        patch.setattr(pending, "EXCHANGED_PARTS", 10**9)
+        patch.setattr(pending, "_LEAST", 96)
+        patch.setattr(pending, "_PARTS", 10**9)
         patch.setattr(pending.PendingStep, "_take", take)
         yield taken
 
@@ -224,7 +223,6 @@ def look(engine: Any, emas: Any, step: int) -> Any:
         (PLAIN, 1),
         (1, 1),
         *(pytest.param(stage, 1, marks=pytest.mark.nightly) for stage in (2, 3)),
-        (2, 2),
         (3, 2),
     ],
 )
@@ -336,10 +334,8 @@ def test_hidden_steps_on_two_ranks_change_no_bit(arguments):
     for mine, theirs in run_ranks(both, 1, arguments, world_size=2):
         for name in ("losses", "norms", "master", "ema"):
             assert mine[name] == theirs[name], name
-        assert mine["taken"]["zerotune-step"]
-        if arguments["stage"] < 3:
-            assert set(mine["taken"]) == {"zerotune-step"}, "all in one order"
-            assert not theirs["taken"], "without a thread nobody could exchange what is awaited"
+        # At stages 1 and 2, ranks exchange weights when a step ends.
+        assert ("zerotune-step" in mine["taken"]) == (arguments["stage"] == 3)
 
 
 def overflowing(hidden: bool, stage: int) -> dict[str, Any]:
@@ -391,7 +387,7 @@ def overflowing(hidden: bool, stage: int) -> dict[str, Any]:
     return {**kept, "taken": dict(taken)}
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (3, 1)])
 def test_a_hidden_step_skips_the_same_steps_when_the_loss_scale_overflows(stage, ranks):
     mine = run_ranks(overflowing, True, stage, world_size=ranks)
     theirs = run_ranks(overflowing, False, stage, world_size=ranks)
@@ -458,64 +454,6 @@ def test_a_pass_in_the_thread_leaves_one_core_to_the_forward_pass(threads, left)
     assert (before, after) == (threads, left)
     assert ("one thread remains" in reason) == (left < threads)
     assert f"{len(os.sched_getaffinity(0))} hardware thread(s)" in reason
-
-
-def one_sided(how: str) -> dict[str, Any]:
-    """Train until the second rank alone fails in its third step."""
-    engine = begin(2, Web(), hidden=True)
-    struck = engine.group.rank == 1
-
-    def fail(*_: Any) -> None:
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise MemoryError("no room for that")
-
-    raised, count, losses = None, 0, []
-    with in_small_parts() as taken, pytest.MonkeyPatch.context() as patch:
-        try:
-            for step in range(5):
-                loss = loss_of(engine, step)
-                losses.append(float(loss.detach()))
-                engine.backward(loss)
-                if struck and step == 2 and how == "hooked":
-                    engine.deepspeed_engine.optimizer.optimizer.register_step_post_hook(
-                        lambda *_: None
-                    )
-                elif struck and step == 2:
-                    patch.setattr(SlabStep, "run", fail)
-                count = taken.total()
-                engine.step()
-        except Exception as error:
-            if how == "killed":
-                raise
-            raised = type(error).__name__, str(error)
-    settled = None
-    try:
-        engine.close()
-    except Exception as error:  # noqa: BLE001 - as above
-        settled = type(error).__name__
-    return {"raised": raised, "losses": losses, "settled": settled, "last": taken.total() - count}
-
-
-def test_an_error_in_a_step_on_one_rank_ends_the_others():
-    mine, theirs = run_ranks(one_sided, "fails", world_size=2)
-    assert theirs["raised"] == ("MemoryError", "no room for that")
-    assert mine["raised"][0] == mine["settled"] == "EngineError"
-    assert "rank 1" in mine["raised"][1]
-    assert "MemoryError: no room for that" in mine["raised"][1]
-
-
-def test_killing_a_rank_during_a_pass_ends_the_others():
-    with pytest.raises(RanksFailed, match="exit code -9") as failed:
-        run_ranks(one_sided, "killed", world_size=2)
-    assert "CollectiveError: rank 0: not every rank reached" in str(failed.value)
-    assert "Rank 1 is missing: rank 1 has ended" in str(failed.value)
-
-
-def test_if_one_rank_must_not_defer_its_step_no_rank_does():
-    mine, theirs = run_ranks(one_sided, "hooked", world_size=2)
-    assert mine["raised"] is None is theirs["raised"]
-    assert (mine["last"], theirs["last"]) == (0, 0)
 
 
 @pytest.mark.parametrize("stage", [PLAIN, 2, 3])

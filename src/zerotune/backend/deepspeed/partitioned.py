@@ -29,7 +29,6 @@ from zerotune.backend.deepspeed.wrapper import (
     clear,
     read_at_once,
 )
-from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.master_weights import (
     FragmentAddress,
     MasterLayout,
@@ -38,15 +37,7 @@ from zerotune.backend.master_weights import (
     trainable_parameters,
 )
 from zerotune.backend.step.adams import SlabStep
-from zerotune.backend.step.pending import (
-    Exchange,
-    Part,
-    PendingStep,
-    SharedStep,
-    Span,
-    Upload,
-    divide_alike,
-)
+from zerotune.backend.step.pending import Upload
 from zerotune.decisions import Decision
 from zerotune.plan.model import ResolvedPlan
 
@@ -183,45 +174,11 @@ class PartitionedStep(HostStep):
         "update_lp_params",
     )
 
-    _beside: tuple[ProcessGroup, Any] | None = None
-    """Process groups for exchanging weights concurrently with other collectives."""
-
     @override
     def why_at_once(self) -> str | None:
-        sizes = {len(each) for each in self._wrapper.parallel_partitioned_bit16_groups}
-        if sizes != {self._group.world_size}:
-            return "some weights are partitioned over a subset of the ranks"
-        return super().why_at_once()
-
-    @override
-    def hide(self) -> None:
-        super().hide()
         if self._group.world_size > 1:
-            with self._group.naming("the setup of the weight exchange"):
-                beside = self._group.another()
-                self._beside = beside, beside.for_tensors()
-
-    @override
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            if self._beside is not None:
-                self._beside[0].close()
-                self._beside = None
-
-    @property
-    @override
-    def needs_a_thread(self) -> bool:
-        # Without a thread, weights that only one rank needs could not be exchanged.
-        return self._group.world_size > 1
-
-    @override
-    def _may_wait(self) -> bool:
-        may = super()._may_wait()
-        if self._beside is None:
-            return may
-        return not self._group.any(not may, purpose="begin a step")
+            return "the ranks exchange weights when a step ends; the host engine hides such steps"
+        return super().why_at_once()
 
     @override
     def install(self) -> None:
@@ -365,41 +322,7 @@ class PartitionedStep(HostStep):
             )
             sources.append(None if here else out.data.view(-1))
             targets.append(None if here else target.data.view(-1))
-        exchange: Exchange | None = None
-        if may_wait and self._beside is not None:
-            partitions = [
-                [each.data.view(-1) for each in of_all]
-                for of_all in wrapper.parallel_partitioned_bit16_groups
-            ]
-            among, data = self._beside
-            exchange = Exchange(group=among, data=data, partitions=partitions)
-        self._take(begun, sources, targets, waits=may_wait, exchange=exchange)
-
-    @override
-    def _divide(self, sizes: Sequence[int]) -> tuple[Part, ...]:
-        if self._beside is None:
-            return super()._divide(sizes)
-        return divide_alike(self._layout.addresses, sizes, spans=self._spans())
-
-    def _spans(self) -> Iterator[Span]:
-        wrapper = self._wrapper
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        for slab, flat in enumerate(wrapper.bit16_groups_flat):
-            for parameter in wrapper.bit16_groups[slab]:
-                start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
-                stop = start + parameter.numel()
-                yield Span(name=names[id(parameter)], slab=slab, start=start, stop=stop)
-
-    @override
-    def _begin(self, steps: Sequence[SlabStep], upload: Upload) -> PendingStep:
-        if upload.exchange is None:
-            return super()._begin(steps, upload)
-        return SharedStep(
-            parts=self._parts,
-            order=tuple(self._order),
-            steps=steps,
-            upload=upload,
-        )
+        self._take(begun, sources, targets, waits=may_wait)
 
     @override
     def _launch(self, steps: Sequence[SlabStep], upload: Upload) -> None:

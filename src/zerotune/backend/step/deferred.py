@@ -19,7 +19,6 @@ from zerotune.backend.proof import why_disproven, why_unproven
 from zerotune.backend.step.adams import SlabStep, stepper_of, torch_rounds_alike
 from zerotune.backend.step.kernel import HostStepOp, load_host_step
 from zerotune.backend.step.pending import (
-    Exchange,
     Part,
     PendingStep,
     Piece,
@@ -109,11 +108,6 @@ class DeferredSteps(ABC):
     def hidden(self) -> bool:
         """Whether a thread runs updates during the next forward pass."""
         return self._thread is not None
-
-    @property
-    def needs_a_thread(self) -> bool:
-        """Whether only a separate thread can run deferred updates."""
-        return False
 
     def replay(self, steps: int) -> None:
         """Continue as if ``steps`` optimizer steps had been taken."""
@@ -217,7 +211,7 @@ class DeferredSteps(ABC):
         averaged, self._averaged = self._averaged, False
         if self._at_once is not None:
             return False
-        if self._thread is None and (not averaged or self.needs_a_thread):
+        if self._thread is None and not averaged:
             return False
         if (reason := self._why_not_now()) is not None:
             self._record(reason)
@@ -288,11 +282,10 @@ class DeferredSteps(ABC):
         targets: Sequence[torch.Tensor | None],
         *,
         waits: bool,
-        exchange: Exchange | None = None,
     ) -> None:
         """Defer updates that have begun, or complete them now."""
         if waits:
-            self._launch(steps, self._upload(sources, targets, exchange))
+            self._launch(steps, self._upload(sources, targets))
             return
         upload = Upload(sources=sources, targets=targets)
         with torch.no_grad():
@@ -311,18 +304,16 @@ class DeferredSteps(ABC):
         self,
         sources: Sequence[torch.Tensor | None],
         targets: Sequence[torch.Tensor | None],
-        exchange: Exchange | None = None,
     ) -> Upload:
         away = [target for target in targets if target is not None]
         accelerator = self._accelerator
         if all(accelerator_of(target.device).streams is None for target in away):
-            return Upload(sources=sources, targets=targets, exchange=exchange)
+            return Upload(sources=sources, targets=targets)
         if self._stream is None:
             self._stream = accelerator.Stream()
         return StreamUpload(
             sources=sources,
             targets=targets,
-            exchange=exchange,
             stream=self._stream,
             accelerator=accelerator,
         )
@@ -407,14 +398,11 @@ def _shares_cores(step: DeferredSteps) -> Decision:
     )
 
 
-_SEVERAL_RANKS: Final = "the proof has one rank, so deferred steps of several ranks are not proven"
-
-
 def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     """Choose whether updates are deferred and whether a thread runs them. Collective.
 
-    On an accelerator, updates are deferred only if zerotune's proof has passed on this device and
-    no other rank updates a part of the weights, or if the plan requests deferral.
+    On an accelerator, updates are deferred only if zerotune's proof has passed on this device, or
+    if the plan requests deferral.
 
     Args:
         step: The optimizer's step.
@@ -425,8 +413,6 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     unproven = None
     if not on_cpu:
         unproven = why_unproven("hidden step", accelerator=plan.platform.accelerator)
-        if step.needs_a_thread:
-            unproven = unproven or _SEVERAL_RANKS
         # All ranks must make the same choice.
         elsewhere = step.group.any(unproven is not None, purpose="choose when a step completes")
         other = "deferred steps are not proven on another rank's device"
@@ -445,7 +431,7 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     else:
         if unproven is not None:
             step.take_at_once(unproven)
-        elif not step.needs_a_thread:
+        else:
             after += ", or together with the averages"
         if plan.hidden_step is False:
             reason = "the plan was resolved with hidden=False"

@@ -19,18 +19,17 @@ from typing import Any, Final, Protocol, cast
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
-from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.master_weights import Follower, FragmentAddress
 from zerotune.backend.step.adams import SlabStep
 from zerotune.backend.step.kernel import Average, average_ranges
 from zerotune.errors import EngineError
-from zerotune.plan.memory.estimate import EXCHANGED_PARTS, LEAST_EXCHANGED
 
-_PARTS_ALONE: Final = 256
+_LEAST: Final = 2**18
+"""Smallest number of elements of a part of a step."""
+_PARTS: Final = 256
 """Largest number of parts of a step: each part acquires the GIL twice, which may take 5 ms."""
 
 
@@ -58,17 +57,7 @@ class Part:
 
     pieces: tuple[Piece, ...]
     names: frozenset[str]
-    """Names of the parameters that this part updates on any rank."""
-
-
-@attrs.frozen(kw_only=True)
-class Span:
-    """Position of a parameter in a slab that is concatenated from all ranks' partitions."""
-
-    name: str
-    slab: int
-    start: int
-    stop: int
+    """Names of the parameters that this part updates."""
 
 
 def divide(
@@ -88,7 +77,7 @@ def divide(
         parts: Approximate number of parts.
         least: Minimum number of elements per part.
     """
-    size = max(least or LEAST_EXCHANGED, sum(sizes) // (parts or _PARTS_ALONE), 1)
+    size = max(least or _LEAST, sum(sizes) // (parts or _PARTS), 1)
     every = list(_pieces_of(addresses, sizes, size))
     cut: list[Part] = []
     for early in (True, False):
@@ -125,102 +114,6 @@ def _pieces_of(
             yield Piece(slab=slab, start=at, stop=numel), None
 
 
-def divide_alike(
-    addresses: Sequence[FragmentAddress],
-    sizes: Sequence[int],
-    *,
-    spans: Iterable[Span],
-    parts: int | None = None,
-    least: int | None = None,
-) -> tuple[Part, ...]:
-    """Divide slabs at the same positions on every rank; no part crosses a slab's end.
-
-    Args:
-        addresses: Addresses of this rank's fragments in the slabs.
-        sizes: Number of elements of each slab, equal on all ranks.
-        spans: Position of every parameter in the concatenated slabs of all ranks.
-        parts: Approximate number of parts.
-        least: Minimum number of elements per part.
-    """
-    size = max(least or LEAST_EXCHANGED, sum(sizes) // (parts or EXCHANGED_PARTS), 1)
-    pieces: dict[tuple[int, int], list[Piece]] = {}
-    names: dict[tuple[int, int], set[str]] = {}
-    for slab, numel in enumerate(sizes):
-        for index in range(-(-numel // size)):
-            pieces[slab, index], names[slab, index] = [], set()
-    for piece, _ in _pieces_of(addresses, sizes, max(sizes)):
-        for index in range(piece.start // size, (piece.stop - 1) // size + 1):
-            start = max(piece.start, index * size)
-            stop = min(piece.stop, (index + 1) * size)
-            offset = piece.offset + start - piece.start
-            within = attrs.evolve(piece, start=start, stop=stop, offset=offset)
-            pieces[piece.slab, index].append(within)
-    for span in spans:
-        numel = sizes[span.slab]
-        for rank in range(span.start // numel, (span.stop - 1) // numel + 1):
-            start = max(span.start - rank * numel, 0)
-            stop = min(span.stop - rank * numel, numel)
-            for index in range(start // size, (stop - 1) // size + 1):
-                names[span.slab, index].add(span.name)
-    return tuple(Part(pieces=tuple(pieces[key]), names=frozenset(names[key])) for key in pieces)
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Exchange:
-    """All-gather of updated weights, part by part, in the same order on all ranks.
-
-    One thread uses the exchange, concurrently with the collectives of other threads.
-    """
-
-    group: ProcessGroup
-    """Process group of all ranks, with dedicated connections."""
-    data: Any
-    """torch's process group of the same ranks, which transfers the weights."""
-    partitions: Sequence[Sequence[torch.Tensor]]
-    """Flat tensors of equal length, by slab, then by rank."""
-
-    def order(self, wished: Sequence[int]) -> list[int]:
-        """Return rank 0's order of the parts.
-
-        Args:
-            wished: This rank's preferred order of the parts.
-        """
-        order: list[int] = self.group.broadcast(list(wished), purpose="begin a step's pass")
-        return order
-
-    def agree(self, error: BaseException | None) -> None:
-        """Raise an error if any rank failed to compute the weights that will be sent next.
-
-        Args:
-            error: This rank's error, or ``None``.
-        """
-        if not self.group.any(error is not None, purpose="exchange a step's weights"):
-            return
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        texts = self.group.gather(text, purpose="exchange a step's error")
-        if error is not None:
-            raise error
-        rank = next(rank for rank, each in enumerate(texts) if each is not None)
-        raise EngineError(
-            f"the optimizer step failed on rank {rank} ({texts[rank]})",
-            key=f"rank {rank}",
-            fix="resume from the last checkpoint, because the ranks' weights now differ; see the "
-            "failed rank's log for the full error",
-        )
-
-    def share(self, pieces: Sequence[Piece]) -> None:
-        """All-gather one part's weights.
-
-        Args:
-            pieces: The part's pieces, in one slab.
-        """
-        part = slice(pieces[0].start, pieces[-1].stop)
-        # Exchange bytes, whatever the dtype.
-        shares = [each[part].view(torch.uint8) for each in self.partitions[pieces[0].slab]]
-        with self.group.naming("exchanging a step's weights"):
-            dist.all_gather(shares, shares[self.group.rank], group=self.data)
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class Upload:
     """Copies updated weights to the model's tensors, synchronously."""
@@ -229,8 +122,6 @@ class Upload:
     """The model's flat weights, by slab; ``None`` if the step writes them directly."""
     sources: Sequence[torch.Tensor | None]
     """Flat buffers that the step writes, by slab; ``None`` if the step writes the targets."""
-    exchange: Exchange | None = None
-    """All-gather with the ranks that update the remaining weights; ``None`` if not needed."""
 
     def begin(self) -> None:
         """Prepare for a step, after the model's last use of the previous weights."""
@@ -251,8 +142,6 @@ class Upload:
                 # If the source is not page-locked, the driver first copies it to a staging buffer,
                 # and waits.
                 target[part].copy_(source[part], non_blocking=source.is_pinned())
-        if self.exchange is not None:
-            self.exchange.share(pieces)
 
     def receive(self, sent: Any) -> None:
         """Make the copied weights visible to later work of this thread.
@@ -570,45 +459,6 @@ class ThreadedStep(PendingStep):
         self._wanted = needed
         # Code that waited may overwrite the weights, so EMAs must have read them before.
         self._wait_for(lambda: self._failed or all(map(self._followed_by_all, needed)))
-
-
-class SharedStep(ThreadedStep):
-    """A step in which every rank updates its partition, and the ranks all-gather each part.
-
-    The parts have the same positions on every rank and run in rank 0's order.
-    """
-
-    @override
-    def run(self) -> None:
-        """Run all parts together with the other ranks; store any error for the waiting thread."""
-        try:
-            order = self._exchange.order(self._order)
-        except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
-            self.fail(error)
-            return
-        for index in order:
-            for wanted in self._wanted:
-                if wanted in self._followed:
-                    self._take(wanted)
-            self._take(index)
-            if self._failed:
-                break
-        self._end()
-
-    @property
-    def _exchange(self) -> Exchange:
-        return cast(Exchange, self._upload.exchange)
-
-    @override
-    def _write(self, pieces: Sequence[Piece], followers: Sequence[Follower]) -> Any:
-        failed: BaseException | None = None
-        try:
-            self._update(pieces, followers)
-        except BaseException as error:  # noqa: BLE001 - the others are told first
-            failed = error
-        self._exchange.agree(failed)
-        with torch.no_grad():
-            return self._upload.send(pieces)
 
 
 def _averages(

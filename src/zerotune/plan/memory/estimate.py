@@ -245,11 +245,6 @@ STEP: Final[frozenset[Phase]] = frozenset({"optimizer step"})
 CHECKPOINT: Final[frozenset[Phase]] = frozenset({"checkpoint"})
 TRAINING: Final = BACKWARD | STEP | CHECKPOINT
 
-EXCHANGED_PARTS: Final = 64
-"""Maximum number of parts into which ranks split updated weights to exchange them while the
-optimizer step overlaps with the next forward pass."""
-LEAST_EXCHANGED: Final = 2**18
-"""Minimum number of elements in each part of the exchanged weights."""
 EMA_CHUNK: Final = 16 * MIB
 """Bytes of an EMA on disk that are read or written at a time."""
 EMA_CHUNKS: Final = 4
@@ -693,10 +688,6 @@ def _beside_offload(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[Mem
         TRAINING,
         _share_of(case, "fp32" if case.state_bytes == 4 else "bf16"),
     )
-    if case.may_hide and case.ranks > 1 and case.steps_in_one_pass:
-        exchanged = min(part, max(LEAST_EXCHANGED, part // EXCHANGED_PARTS))
-        note = "a part of every rank's weights, exchanged during the next forward pass"
-        yield case.item("buckets", case.device, element * case.ranks * exchanged, TRAINING, note)
     if (case.resolved.gradient_accumulation_steps or 1) > 1 and master == 4:
         yield case.host(
             "accumulated gradients",
