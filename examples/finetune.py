@@ -16,8 +16,8 @@ torchrun -m zerotune.examples.finetune, with --plan sdxl, sdxl-lora, sd3 or flux
 After a stop, the same command continues the run; the plan and the number of GPUs may differ. After
 the end, a larger --steps continues the run. A stopped run exports nothing without --export-stopped.
 An export replaces the previous export. --start resumes from the checkpoint of a different script;
-``zerotune checkpoint convert`` converts checkpoint folders of accelerate and DeepSpeed. To find a
-plan for your GPU, run ``zerotune plan advise --family sdxl --vram 12GiB``.
+the recipe convert.py converts checkpoint folders of accelerate and DeepSpeed. To find a plan for
+your GPU, run ``zerotune plan advise --family sdxl --vram 12GiB``.
 """
 
 from __future__ import annotations

@@ -407,10 +407,9 @@ def with_accelerate(steps: int, folder: str | None) -> list[float]:
 def converted(state: str, portable: str) -> dict[str, Any]:
     """Convert accelerate's checkpoint and resume it in a trainer at stage 3."""
     from tests.examples.embedded import new_trainer
-    from zerotune import cli
 
     with contextlib.redirect_stdout(io.StringIO()):
-        cli.main(["checkpoint", "convert", state, portable])
+        importlib.import_module(f"{SCRIPTS}.recipes.convert").main([state, portable])
     zero = {"stage": 3, "offload": "none"}
     with new_trainer(micro=4, first=3, deepspeed=True, **zero) as trainer:
         trainer.resume(portable)

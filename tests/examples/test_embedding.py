@@ -17,6 +17,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from examples.recipes.convert import convert
 
 from tests.examples.embedded import (
     ACCUMULATION,
@@ -36,7 +37,6 @@ from tests.examples.embedded import (
 from tests.support.errors import error_of
 from tests.support.needs import needs
 from tests.support.ranks import free_port, ranks, run_ranks
-from zerotune.checkpoint.conversion import convert
 from zerotune.checkpoint.folders import verify_checkpoint
 from zerotune.platform import detect_platform
 

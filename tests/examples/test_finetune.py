@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from examples.recipes.convert import convert
 from PIL import Image
 
 from tests.examples.test_examples import fits_a_screen, saying
 from tests.support import pipelines
 from tests.support.ranks import free_port, run_ranks
-from zerotune.checkpoint.conversion import convert
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PHOTOS = {

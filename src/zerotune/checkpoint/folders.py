@@ -185,7 +185,7 @@ def find_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, Manifest]:
         return located
     fix = "pass the folder of one checkpoint, such as <root>/step-00001234"
     if path.is_dir() and ((path / "latest").exists() or any(path.glob("*zero_pp_rank*"))):
-        fix = f"convert DeepSpeed's checkpoint with `zerotune checkpoint convert {path} NEW`"
+        fix = "convert DeepSpeed's checkpoint with the recipe convert.py (docs/recipes.md)"
     elif path.is_dir() and (newest := latest_checkpoint(path)) is not None:
         fix = f"did you mean {newest}?"
     raise CheckpointError(f"is not a checkpoint (contains no {MANIFEST})", key=str(path), fix=fix)

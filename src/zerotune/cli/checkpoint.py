@@ -31,10 +31,7 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
 
 
 class _ConvertCheckpoint(Below):
-    summary: ClassVar[str] = (
-        "Convert a checkpoint to a diffusers model folder, or convert another format to a "
-        "checkpoint."
-    )
+    summary: ClassVar[str] = "Convert a checkpoint to a diffusers model folder."
 
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from examples.recipes.convert import convert
 from safetensors.torch import load_file
 
 from tests.checkpoint import anywhere
@@ -19,10 +20,12 @@ from tests.checkpoint.runs import shadow_of
 from tests.support.models import tiny_unet
 from tests.support.ranks import run_ranks
 from tests.support.runs import start
-from zerotune.checkpoint.conversion import convert
+from zerotune.checkpoint.export.model import export_checkpoint
 from zerotune.checkpoint.folders import verify_checkpoint
 from zerotune.checkpoint.manifest import Manifest
 from zerotune.errors import CheckpointError
+
+pytestmark = pytest.mark.nightly
 
 
 def native(name: str, root: str, world_size: int) -> dict[str, Any]:
@@ -93,7 +96,7 @@ def test_a_model_folder_converts_to_a_checkpoint_and_back(tmp_path):
     loaded, state = load_file(weights), model.state_dict()
     assert set(loaded) == set(state)
     assert all(torch.equal(loaded[name], state[name]) for name in state)
-    convert(tmp_path / "portable", tmp_path / "again")
+    export_checkpoint(tmp_path / "portable", tmp_path / "again")
     again = UNet2DModel.from_pretrained(tmp_path / "again")
     assert torch.equal(output_of(again.eval()), output_of(model.eval()))
     with pytest.raises(CheckpointError, match=r"portable: exists and is not overwritten"):
