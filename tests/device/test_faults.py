@@ -111,6 +111,17 @@ def activations_are_copied_before_they_are_computed(patch: pytest.MonkeyPatch) -
     patch.setattr(StreamTransfers, "_computation", lambda transfers: transfers._side)
 
 
+def activations_return_to_memory_in_use(patch: pytest.MonkeyPatch) -> None:
+    load = StreamTransfers.load
+
+    def load_at_once(transfers: Any, stored: Any) -> Any:
+        with patch.context() as inner:
+            inner.setattr(transfers._side, "wait_stream", lambda _stream: None, raising=False)
+            return load(transfers, stored)
+
+    patch.setattr(StreamTransfers, "load", load_at_once)
+
+
 FAULTS: tuple[tuple[Plant, Case], ...] = (
     (computation_does_not_wait_for_an_upload, STREAM),
     (copies_do_not_wait_for_computation, STREAM),
@@ -123,6 +134,7 @@ FAULTS: tuple[tuple[Plant, Case], ...] = (
     (activations_are_freed_while_they_are_copied, OFFLOADED),
     (the_backward_pass_does_not_wait_for_activations, OFFLOADED),
     (activations_are_copied_before_they_are_computed, OFFLOADED),
+    (activations_return_to_memory_in_use, OFFLOADED),
 )
 
 

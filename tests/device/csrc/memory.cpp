@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <optional>
 #include <set>
 #include <unordered_map>
 
@@ -36,6 +37,11 @@ size_t poisoned = 0;            // memory below has been in use
 std::unordered_map<void*, Block> blocks;
 DeviceStats figures;
 
+// Freed memory that the stream's queued work has not reached yet: by bytes, offset and whether it is
+// still free.
+using Reusable = std::multimap<size_t, std::pair<size_t, std::shared_ptr<bool>>>;
+std::map<StreamId, Reusable> reusable;
+
 void add_gap(size_t offset, size_t bytes) {
   auto next = gaps.upper_bound(offset);
   if (next != gaps.end() && offset + bytes == next->first) {
@@ -63,6 +69,22 @@ size_t take_gap(size_t bytes) {
   TORCH_CHECK(false, "simdev: the arena of ", kArena, " bytes is full");
 }
 
+// Remove the entry, or the last one of this size; the stream's work that follows may use the memory.
+std::optional<size_t> take_again(StreamId stream, size_t bytes,
+                                 const std::shared_ptr<bool>& which = nullptr) {
+  auto& here_free = reusable[stream];
+  auto [first, last] = here_free.equal_range(bytes);
+  while (first != last) {
+    --last;
+    if (which && last->second.second != which) continue;
+    const size_t offset = last->second.first;
+    *last->second.second = false;
+    here_free.erase(last);
+    return offset;
+  }
+  return std::nullopt;
+}
+
 // As in CUDA's caching allocator: later work of the stream that allocated the block may reuse it at
 // once, and work of other streams is waited for only where record_stream named them.
 void release(void* address) {
@@ -74,13 +96,17 @@ void release(void* address) {
   blocks.erase(found);
   figures.allocated_bytes[0].decrease(block.bytes);
   figures.allocation[0].decrease(1);
-  auto poison = [block] {
-    memset(here + block.offset, kPoison, block.bytes);
-    add_gap(block.offset, block.bytes);
-  };
-  auto hand_back = [block, poison] {
+  auto hand_back = [block] {
     figures.active_bytes[0].decrease(block.bytes);
-    append(block.stream, poison);
+    auto is_free = std::make_shared<bool>(true);
+    reusable[block.stream].emplace(block.bytes, std::make_pair(block.offset, is_free));
+    append(block.stream, [block, is_free] {
+      memset(here + block.offset, kPoison, block.bytes);
+      if (*is_free) {
+        take_again(block.stream, block.bytes, is_free);
+        add_gap(block.offset, block.bytes);
+      }
+    });
   };
   std::vector<MomentRef> moments;
   for (auto stream : block.used) moments.push_back(mark(stream));
@@ -99,7 +125,8 @@ void* allocate_block(size_t wanted) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, "simdev out of memory. Tried to allocate ", wanted,
                      " bytes; ", held.current, " of ", limit, " bytes are in use");
   }
-  const size_t offset = take_gap(bytes), end = offset + bytes;
+  const auto again = take_again(current_stream(), bytes);
+  const size_t offset = again ? *again : take_gap(bytes), end = offset + bytes;
   if (end > poisoned) {
     const size_t from = std::max(offset, poisoned);
     memset(here + from, kPoison, end - from);
