@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import diffusers
 import pytest
 import torch
@@ -110,6 +113,42 @@ def test_cache_settings_depend_on_weights_precision_and_length(folders, loaded):
     with torch.no_grad():
         short.parts.text_encoders["text_encoder"].get_input_embeddings().weight[3, 3] += 1
     assert short.text_settings() != before
+
+
+def _edit(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def _shorten(folder):
+    _edit(folder / "tokenizer" / "tokenizer_config.json", model_max_length=9)
+
+
+def _activate_differently(folder):
+    _edit(folder / "text_encoder" / "config.json", hidden_act="relu")
+
+
+def _rename_tokens(folder):
+    path = folder / "tokenizer" / "tokenizer.json"
+    if not path.exists():
+        path = folder / "tokenizer" / "vocab.json"
+    written = json.loads(path.read_text())
+    words = written["model"]["vocab"] if path.name == "tokenizer.json" else written
+    first, second = sorted(words, key=words.get)[2:4]
+    words[first], words[second] = words[second], words[first]
+    path.write_text(json.dumps(written))
+
+
+@pytest.mark.parametrize("change", [_shorten, _activate_differently, _rename_tokens])
+def test_cache_settings_depend_on_tokenizers_and_configurations(folders, loaded, tmp_path, change):
+    copy = tmp_path / "sd15"
+    shutil.copytree(folders["sd15"], copy)
+    same = load_pretrained(copy, frozen_dtype="fp32").family
+    same.encode_texts(["a cat"])
+    assert same.text_settings() == loaded["sd15"].family.text_settings()
+    change(copy)
+    other = load_pretrained(copy, frozen_dtype="fp32").family
+    assert other.text_settings() != same.text_settings()
+    assert other.latent_settings() == same.latent_settings()
 
 
 def test_sdxl_time_ids_hold_original_size_then_corner_then_target():

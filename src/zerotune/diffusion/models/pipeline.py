@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from zerotune._util.text import json_of
 from zerotune.backend.accelerator import current_accelerator
 from zerotune.backend.trained_parts import primary_of
 from zerotune.backend.upstream import check_whole, unpartitioned
-from zerotune.diffusion.data.cache import hash_weights
+from zerotune.diffusion.data.cache import hash_key, hash_weights
 from zerotune.diffusion.data.streams import row_of, stack_named
 from zerotune.diffusion.models.family import Denoiser
 from zerotune.diffusion.models.latents import LatentSpace
@@ -230,8 +231,44 @@ class FrozenParts:
         return self.latents.settings()
 
     def hash(self, names: Sequence[str]) -> str:
-        """Return a hash of the weights of the parts ``names``."""
-        return "+".join(hash_weights(self.modules[name]) for name in names)
+        """Return a hash of the weights and configurations of the parts ``names``."""
+        modules = [self.modules[name] for name in names]
+        return "+".join(
+            hash_key(hash_weights(module), json.dumps(_configuration(module), sort_keys=True))
+            for module in modules
+        )
+
+    def hash_tokenizers(self) -> str:
+        """Return a hash of all that determines how the pipeline splits texts into tokens."""
+        components = self.pipeline.components.items()
+        found = {
+            name: _tokenizer_settings(getattr(part, "tokenizer", part))
+            for name, part in components
+            if part is not None and name.startswith(("tokenizer", "processor"))
+        }
+        return hash_key(json.dumps(found, sort_keys=True, default=str))
+
+
+def _configuration(module: Any) -> dict[str, Any]:
+    """Return the settings of a module that affect its output, without paths and versions."""
+    config = getattr(module, "config", {})
+    settings = config.to_diff_dict() if hasattr(config, "to_diff_dict") else config
+    others = {"transformers_version", "dtype", "torch_dtype", "architectures"}
+    written = {key: each for key, each in settings.items() if key not in others}
+    plain = json.loads(json.dumps(written, default=str))
+    return {key: each for key, each in plain.items() if not key.startswith("_")}
+
+
+def _tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
+    rules: Any = {}
+    if getattr(tokenizer, "is_fast", False):
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        # Each call changes these two.
+        rules = {key: each for key, each in rules.items() if key not in ("truncation", "padding")}
+    names = ("model_max_length", "padding_side", "truncation_side", "special_tokens_map")
+    settings = {name: getattr(tokenizer, name, None) for name in (*names, "chat_template")}
+    words = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else None
+    return {"class": type(tokenizer).__name__, "rules": rules, "words": words, **settings}
 
 
 def pipeline_class(pipeline: str | type[Any]) -> Any:

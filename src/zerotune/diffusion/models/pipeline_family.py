@@ -490,7 +490,11 @@ class TextToImage(ABC):
             kind=EDITS if self.reads_references else TEXTS,
             model=parts.hash(list(encoders)),
             dtype=str(next(iter(encoders.values())).dtype),
-            settings={"family": type(self).__name__, **self.embedding_settings()},
+            settings={
+                "family": type(self).__name__,
+                "tokenizers": parts.hash_tokenizers(),
+                **self.embedding_settings(),
+            },
         )
 
     def embedding_settings(self) -> dict[str, Any]:
