@@ -96,7 +96,7 @@ for number in range(2):
 AutoencoderKL(block_out_channels=(32,), norm_num_groups=8).save_pretrained("sdxl/vae")
 """
 OWN_LOOP = """
-loader = zerotune.DataStream(dataset, micro_batch_size=4, rank=rank, world_size=world_size)
+loader = zerotune.DataStream(dataset, micro_batch_size=4)
 generator = torch.Generator().manual_seed(0)
 
 

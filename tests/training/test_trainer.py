@@ -260,6 +260,15 @@ def raw_loop(offload: str, root: Path) -> list[str]:
     return during
 
 
+@ranks(2)
+def test_a_trainer_refuses_the_stream_of_another_world():
+    alone = DataStream(dataset(), micro_batch_size=2, rank=0, world_size=1)
+    message = error_of(lambda: trainer(False, data=alone))
+    assert "rank 0 of 1" in message
+    assert f"this is rank {dist.get_rank()} of 2" in message
+    trainer(False, data=DataStream(dataset(), micro_batch_size=2)).close()
+
+
 @ranks(1)
 def test_closing_one_engine_leaves_the_process_group_to_the_other():
     import torch.distributed as dist

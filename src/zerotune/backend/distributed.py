@@ -122,6 +122,14 @@ class Launch:
         return launch
 
 
+def rank_and_world_size() -> tuple[int, int]:
+    """Return rank and world size, from the launcher's variables if no process group exists yet."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    launch = Launch.from_environment()
+    return launch.rank, launch.world_size
+
+
 class ProcessGroup:
     """torch's default process group, with errors that name the missing rank.
 

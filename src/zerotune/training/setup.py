@@ -17,7 +17,7 @@ from zerotune.backend.accelerator import accelerator_for
 from zerotune.backend.checks import check_same_plan
 from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.backend.deepspeed.engine import DeepSpeedEngine
-from zerotune.backend.distributed import Launch, ProcessGroup
+from zerotune.backend.distributed import ProcessGroup, rank_and_world_size
 from zerotune.backend.plain import PlainEngine
 from zerotune.backend.stream.engine import StreamEngine, require_other_engine, why_not_hosted
 from zerotune.backend.stream.ranks import SharedStreamEngine, why_not_together
@@ -158,7 +158,7 @@ def settled(
         plan = plan.resolve(
             platform=platform or detect_platform(),
             model=None if model is None else ModelFacts.from_module(model),
-            world_size=_processes()[1],
+            world_size=rank_and_world_size()[1],
             run=run,
             deepspeed=deepspeed,
             engine=engine,
@@ -166,14 +166,6 @@ def settled(
     if plan.optimizer or model is None:
         return plan
     return (resolver or OptimizerResolver()).apply(plan)
-
-
-def _processes() -> tuple[int, int]:
-    """Return rank and world size, even before the process group exists."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    launch = Launch.from_environment()
-    return launch.rank, launch.world_size
 
 
 def leased(
@@ -185,7 +177,7 @@ def leased(
     """
     if not plan.nvme_paths:
         # This lease only checks host memory: no folder to create, no rank to ask.
-        return resources.enter_context(offload.lease(plan, rank=_processes()[0])).plan
+        return resources.enter_context(offload.lease(plan, rank=rank_and_world_size()[0])).plan
     if plan.world_size == 1:
         return resources.enter_context(offload.lease(plan)).plan
     # The ranks must share the folder's name before there is an engine. The engine joins this group,
@@ -457,6 +449,8 @@ def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchS
     """
     if data is None or isinstance(data, BatchStream):
         _check_not_reading(loading, data)
+        if isinstance(data, DataStream | BucketStream):
+            _check_ranks(data, engine.group)
         return data
     if isinstance(data, str | os.PathLike | ImageSource):
         raise _only_photos(data)
@@ -482,6 +476,19 @@ def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchS
         value=type(data).__name__,
         fix="pass a dataset with __len__ and __getitem__, or a DataLoader",
     )
+
+
+def _check_ranks(stream: DataStream | BucketStream, group: ProcessGroup) -> None:
+    """Check that a stream yields the batches of this rank, and not those of another."""
+    if (stream.rank, stream.world_size) != (group.rank, group.world_size):
+        raise InvalidValueError(
+            f"the stream yields the batches of rank {stream.rank} of {stream.world_size}, but this "
+            f"is rank {group.rank} of {group.world_size}; the ranks would repeat or skip samples",
+            key="data",
+            value=f"{type(stream).__name__}(rank={stream.rank}, world_size={stream.world_size})",
+            fix="create the stream without rank and world_size, which are then the launcher's, or "
+            "pass the dataset",
+        )
 
 
 def _check_not_reading(loading: Mapping[str, Any], data: Any) -> None:

@@ -56,6 +56,17 @@ def test_the_order_does_not_depend_on_ranks_and_micro_batch_size(ranks, micro):
     assert take(streams(17, micro=micro, ranks=ranks, seed=4), 10) == alone
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stream_without_ranks_yields_the_batches_of_the_launched_process(monkeypatch, rank):
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+    for name, value in (launched | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}).items():
+        monkeypatch.setenv(name, str(value))
+    stream = DataStream(numbered(8), micro_batch_size=2)
+    assert (stream.rank, stream.world_size) == (rank, 2)
+    (written,) = streams(8, micro=2, ranks=2)[rank : rank + 1]
+    assert take([stream], 4) == take([written], 4)
+
+
 def test_the_order_differs_between_seeds_and_epochs():
     seen = take(streams(50, micro=50, ranks=1, seed=0), 2)
     assert seen[:50] != seen[50:]

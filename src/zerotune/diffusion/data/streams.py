@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from zerotune._util.text import whole
+from zerotune.backend.distributed import rank_and_world_size
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import Bucket, BucketAssignment
 from zerotune.diffusion.data.order import BucketOrder, Draw, SampleOrder, Share, derive_seed
@@ -222,16 +223,28 @@ class _OrderedStream(ABC):
     The position is one number for all ranks; prefetched batches are discarded if it changes.
     """
 
+    rank: int
+    world_size: int
+
     _order: SampleOrder | BucketOrder
     _taken: int
     """Increase of the position per step of one micro batch on each rank."""
 
     def __init__(
-        self, dataset: Any, micro_batch_size: int, rank: int, world_size: int, **loading: Any
+        self,
+        dataset: Any,
+        micro_batch_size: int,
+        rank: int | None,
+        world_size: int | None,
+        **loading: Any,
     ) -> None:
         check_micro_batch(micro_batch_size)
+        if rank is None or world_size is None:
+            here = rank_and_world_size()
+            rank = here[0] if rank is None else rank
+            world_size = here[1] if world_size is None else world_size
         check_rank(rank, world_size)
-        self._dataset, self._rank, self._world_size = dataset, rank, world_size
+        self._dataset, self.rank, self.world_size = dataset, rank, world_size
         self._loading = loading
         self._position = 0
         self._iterator: Iterator[Batch] | None = None
@@ -258,7 +271,7 @@ class _OrderedStream(ABC):
         # Without its own generator, the loader would draw its workers' seed from the global
         # generator, and change all later random numbers of the model.
         generator = torch.Generator().manual_seed(
-            derive_seed(self._order.seed, "workers", self._rank, self._position)
+            derive_seed(self._order.seed, "workers", self.rank, self._position)
         )
         return iter(
             torch.utils.data.DataLoader(
@@ -283,14 +296,17 @@ class DataStream(_OrderedStream):
             ``torch.utils.data.Dataset`` or a Hugging Face dataset in torch format.
         micro_batch_size: Number of samples per micro batch on each rank.
         seed: Seed of the sample order.
-        rank: Rank of this process.
-        world_size: Number of processes that share the data.
+        rank: Rank of this process; by default the process group's, or the launcher's if no group
+            exists yet.
+        world_size: Number of processes that share the data; default as for ``rank``.
         shuffle: ``False`` keeps the dataset's order in every epoch.
         num_workers: Number of worker processes that prefetch; 0 loads batches in this process.
         collate: Function that collates a list of samples; default ``stack_samples``.
         pin_memory: Page-lock batches for faster copies to a GPU.
 
     Attributes:
+        rank: Rank whose micro batches the stream yields.
+        world_size: Number of processes that share the data.
         decisions: A warning if the dataset has fewer than ``micro_batch_size * world_size``
             samples.
 
@@ -305,8 +321,8 @@ class DataStream(_OrderedStream):
         *,
         micro_batch_size: int,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         shuffle: bool = True,
         num_workers: int = 0,
         collate: Callable[[list[Any]], Batch] = stack_samples,
@@ -324,10 +340,10 @@ class DataStream(_OrderedStream):
                 value=type(dataset).__name__,
                 fix="pass the dataset to BucketStream",
             )
-        self._size, self._taken = micro_batch_size, micro_batch_size * world_size
+        self._size, self._taken = micro_batch_size, micro_batch_size * self.world_size
         self._order: SampleOrder = SampleOrder(length=len(dataset), seed=seed, shuffle=shuffle)
         self.decisions = _too_few(len(dataset), self._taken)
-        announce(self.decisions, rank=rank)
+        announce(self.decisions, rank=self.rank)
 
     @property
     def position(self) -> int:
@@ -342,7 +358,7 @@ class DataStream(_OrderedStream):
     @property
     def steps_per_epoch(self) -> float:
         """Mean number of micro batches per epoch on each rank."""
-        return self._order.length / self._size / self._world_size
+        return self._order.length / self._size / self.world_size
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the sample order, identical on every rank."""
@@ -386,7 +402,7 @@ class DataStream(_OrderedStream):
                 end = position + len(window)
                 rest_of_epoch = order.length - (end + step) % order.length
                 window += order.between(end, end + step + rest_of_epoch)
-            mine = window[self._rank * self._size : (self._rank + 1) * self._size]
+            mine = window[self.rank * self._size : (self.rank + 1) * self._size]
             del window[:step]
             position += step
             yield mine
@@ -441,14 +457,17 @@ class BucketStream(_OrderedStream):
         dataset: Bucketed dataset, such as ``PreparedImages`` or ``CachedImages``.
         micro_batch_size: Number of samples per micro batch on each rank.
         seed: Seed of the sample order.
-        rank: Rank of this process.
-        world_size: Number of processes that share the data.
+        rank: Rank of this process; by default the process group's, or the launcher's if no group
+            exists yet.
+        world_size: Number of processes that share the data; default as for ``rank``.
         shuffle: ``False`` yields one bucket after another, each in the dataset's order.
         num_workers: Number of worker processes that prefetch; 0 loads batches in this process.
         collate: Function that collates a list of samples; default ``stack_samples``.
         pin_memory: Page-lock batches for faster copies to a GPU.
 
     Attributes:
+        rank: Rank whose micro batches the stream yields.
+        world_size: Number of processes that share the data.
         decisions: A warning if a bucket has fewer images than a micro batch.
 
     Raises:
@@ -461,8 +480,8 @@ class BucketStream(_OrderedStream):
         *,
         micro_batch_size: int,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         shuffle: bool = True,
         num_workers: int = 0,
         collate: Callable[[list[Any]], Batch] = stack_samples,
@@ -470,7 +489,7 @@ class BucketStream(_OrderedStream):
     ) -> None:
         loading = {"num_workers": num_workers, "collate_fn": collate, "pin_memory": pin_memory}
         super().__init__(dataset, micro_batch_size, rank, world_size, **loading)
-        self._taken = world_size
+        self._taken = self.world_size
         members = dataset.assignment.members
         self._order: BucketOrder = BucketOrder(
             buckets=tuple(members.values()),
@@ -482,7 +501,7 @@ class BucketStream(_OrderedStream):
         )
         self._identity = dataset_digest(dataset)
         self.decisions = _small_buckets(dataset.assignment, micro_batch_size)
-        announce(self.decisions, rank=rank)
+        announce(self.decisions, rank=self.rank)
 
     @property
     def epoch(self) -> float:
@@ -492,7 +511,7 @@ class BucketStream(_OrderedStream):
     @property
     def steps_per_epoch(self) -> float:
         """Mean number of micro batches per epoch on each rank."""
-        return self._order.length / self._order.micro_batch_size / self._world_size
+        return self._order.length / self._order.micro_batch_size / self.world_size
 
     @property
     def used(self) -> dict[str, int]:
@@ -561,7 +580,7 @@ class BucketStream(_OrderedStream):
 
     def _ahead(self) -> Iterator[list[Draw]]:
         for number, draws in enumerate(self._order.batches(self._position)):
-            if number % self._world_size == self._rank:
+            if number % self.world_size == self.rank:
                 yield draws
 
 
