@@ -218,7 +218,7 @@ def test_saving_at_the_end_of_a_script_at_stage_3_writes_no_empty_tensors(world_
         assert seen["hidden"] == (1, 4, 16), "a frozen text encoder runs"
         assert "transformers.from_pretrained: 'partitioned' -> 'whole'" in seen["explained"]
         assert seen["sample_size"] == 8, "the configuration may be read"
-        assert "zerotune.export_model(path, engine=run.engine)" in seen["saved"]
+        assert "zerotune.export_model(path, engine=engine)" in seen["saved"]
         assert seen["written"] == []
         assert seen["gathered"] == seen["exported"]
         assert seen["whole"] == (seen["is_main"] and "as exported")

@@ -243,7 +243,8 @@ def check_model(manifest: Manifest, engine: Engine) -> None:
     if manifest.plan is None:
         # A model folder does not record which parameters are trained; the engine does.
         saved_buffers = {name: shape for name, shape in saved.items() if name in buffers}
-        untrained = set(engine.module.state_dict(keep_vars=True)) - set(running)
+        named = engine.module.named_parameters(remove_duplicate=False)
+        untrained = {*(name for name, _ in named), *buffers} - set(running)
         saved = {name: shape for name, shape in saved.items() if name not in untrained}
     differences = [
         *_shape_differences("parameter", saved, running),

@@ -85,6 +85,25 @@ def test_starting_a_second_engine_on_a_model_raises_one_clear_error() -> None:
 
 
 @pytest.mark.deepspeed
+@ranks(1)
+def test_saving_a_partitioned_module_of_an_engine_raises_instead_of_writing_empty_tensors() -> None:
+    model = HostileNet(0, scalar=False)
+    found = []
+    with start(Case(stage=3, overrides=(WHOLE,)), model) as engine:
+        part = next(each for each in model.modules() if vars(each)["_parameters"])
+        for use in (model.state_dict, part.state_dict):
+            with pytest.raises(EngineError) as refused:
+                use()
+            found.append(str(refused.value))
+        engine.deepspeed_engine.module_state_dict()
+    for message in found:
+        assert "would write empty tensors" in message
+        assert "zerotune.export_model(path, engine=engine)" in message
+    assert all(tensor.numel() for tensor in model.state_dict().values())
+    assert not any(each._state_dict_hooks for each in model.modules())
+
+
+@pytest.mark.deepspeed
 @ranks(2)
 def test_using_a_model_left_partitioned_over_ranks_raises_one_clear_error() -> None:
     model = HostileNet(0, scalar=False)

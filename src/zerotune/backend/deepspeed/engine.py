@@ -23,6 +23,7 @@ from zerotune.backend.deepspeed.sharded import (
     doubtful_leaf_modules,
     leaf_modules,
     named_leaf_modules,
+    refuse_empty_tensors,
     restored,
 )
 from zerotune.backend.deepspeed.start import (
@@ -350,6 +351,9 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
             *stepping,
         )
         self._verify(builder="DeepSpeed")
+        if plan.stage == 3:
+            for check in refuse_empty_tensors(self._engine):
+                self.resources.callback(check.remove)
         announce(self.decisions, rank=self._group.rank)
 
     @override

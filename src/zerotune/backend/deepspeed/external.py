@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from zerotune.backend.checks import check_alike, expected_groups
 from zerotune.backend.deepspeed.engine import ZeROEngine
+from zerotune.backend.deepspeed.sharded import refuse_empty_tensors
 from zerotune.backend.deepspeed.start import check_plan, check_world, wrapper_of
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
@@ -439,7 +440,7 @@ class AttachedEngine(ZeROEngine):
         checked = self._wrapper.inner.register_step_pre_hook(self._before_optimizer)
         self.resources.callback(checked.remove)
         if plan.stage == 3:
-            _refuse_empty_tensors(engine)
+            refuse_empty_tensors(engine)
         announce(self._decisions, rank=self._group.rank)
 
     def _install_schedule(self) -> tuple[Decision, ...]:
@@ -509,34 +510,3 @@ class AttachedEngine(ZeROEngine):
         """Close only zerotune's step; the trainer destroys DeepSpeed's engine."""
         if self._host_step is not None:
             self._host_step.close()
-
-
-def _refuse_empty_tensors(engine: Any) -> None:
-    """Make ``state_dict`` of a partitioned model raise, except in DeepSpeed's checkpoints.
-
-    Scripts would otherwise save empty tensors with ``save_pretrained``, ``torch.save`` or PEFT.
-    """
-    of_deepspeed, saving = engine.module_state_dict, False
-
-    def module_state_dict(*args: Any, **kwargs: Any) -> Any:
-        nonlocal saving
-        saving = True
-        try:
-            return of_deepspeed(*args, **kwargs)
-        finally:
-            saving = False
-
-    def check(module: torch.nn.Module, _state: Any, _prefix: str, _metadata: Any) -> None:
-        parameters = list(module.parameters())
-        empty = sum(p.numel() == 0 and 0 not in full_shape(p) for p in parameters)
-        if empty and not saving:
-            raise EngineError(
-                f"ZeRO-3 has partitioned {empty} of {len(parameters)} parameters, so the "
-                "model's state_dict and save_pretrained would write empty tensors",
-                key="model.state_dict",
-                fix="on every rank, call zerotune.export_model(path, engine=run.engine), "
-                "export_pipeline or export_adapters",
-            )
-
-    engine.module_state_dict = module_state_dict
-    engine.module.register_state_dict_post_hook(check)

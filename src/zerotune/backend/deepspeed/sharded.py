@@ -740,6 +740,46 @@ def lending_linear() -> Iterator[None]:
             functional.linear = before
 
 
+def refuse_empty_tensors(engine: Any) -> list[Any]:
+    """Make ``state_dict`` of partitioned modules raise, except in DeepSpeed's checkpoints.
+
+    Scripts would otherwise save empty tensors with ``save_pretrained``, ``torch.save`` or PEFT.
+
+    Args:
+        engine: DeepSpeed's engine at stage 3.
+
+    Returns:
+        Handles that remove the check from each module.
+    """
+    of_deepspeed, saving = engine.module_state_dict, False
+    parameters = list(engine.module.parameters())
+
+    def module_state_dict(*args: Any, **kwargs: Any) -> Any:
+        nonlocal saving
+        saving = True
+        try:
+            return of_deepspeed(*args, **kwargs)
+        finally:
+            saving = False
+
+    def is_empty(parameter: torch.nn.Parameter) -> bool:
+        return parameter.numel() == 0 and 0 not in full_shape(parameter)
+
+    def check(module: torch.nn.Module, *_: Any) -> None:
+        if saving or not any(map(is_empty, module.parameters(recurse=False))):
+            return
+        raise EngineError(
+            f"ZeRO-3 has partitioned {sum(map(is_empty, parameters))} of {len(parameters)} "
+            "parameters, so the model's state_dict and save_pretrained would write empty tensors",
+            key="model.state_dict",
+            fix="on every rank, call zerotune.export_model(path, engine=engine), export_pipeline "
+            "or export_adapters",
+        )
+
+    engine.module_state_dict = module_state_dict
+    return [module.register_state_dict_post_hook(check) for module in engine.module.modules()]
+
+
 @contextmanager
 def restored(module: torch.nn.Module, optimizer: Any, *, world_size: int) -> Iterator[None]:
     """When DeepSpeed's engine ends inside the block, restore the module's weights.
