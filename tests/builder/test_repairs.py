@@ -297,6 +297,11 @@ RULES = [
     ),
     case("legacy-stage-1", "Remove legacy_stage1", **zero(stage=1, legacy_stage1=True)),
     case(
+        "round-robin-gradients",
+        "Remove round_robin_gradients",
+        **zero(stage=2, round_robin_gradients=True),
+    ),
+    case(
         "gradient-scaling",
         "Remove prescale_gradients",
         "Set reduce_scatter to false",

@@ -6,10 +6,13 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
 from tests.ema.engines import follow, foreign
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import PLAIN, Case
+from zerotune.ema import EMAShadow
+from zerotune.errors import EngineError
 
 # Partition every parameter of the tiny model, in several sub-groups.
 PARTITIONED = (("sub_group_size", 100), ("stage3_param_persistence_threshold", 0))
@@ -54,6 +57,25 @@ def test_the_shadow_follows_the_weights_and_swaps_with_them_exactly(case, world_
             assert not seen["whole"]
         elif case.overrides == PERSISTENT:
             assert 0 < len(seen["whole"]) < 9
+
+
+@pytest.mark.deepspeed
+@ranks(2)
+def test_master_weights_that_deepspeed_confuses_are_refused():
+    import deepspeed
+
+    model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Linear(33, 7))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2, "round_robin_gradients": True},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    with pytest.raises(EngineError, match="round_robin_gradients"):
+        EMAShadow(decay=0.9).attach(engine)
+    engine.destroy()
 
 
 @pytest.mark.deepspeed

@@ -73,7 +73,6 @@ def test_no_engine_is_chosen_before_the_start_unless_requested(cuda):
          "unless they are streamed"),
         ({"stage": 3, "offload_optimizer": {"device": "cpu"},
           "offload_param": {"device": "nvme", "nvme_path": "/x"}}, {}, "NVMe"),
-        ({**OFFLOADED, "round_robin_gradients": True}, {"world_size": 2}, "round robin"),
         (OFFLOADED, {"host_step": False}, "host_step=False"),
         ({**OFFLOADED, "zenflow": {"topk_ratio": 0.1}}, {}, "obeys zero_optimization.zenflow"),
     ],

@@ -1233,8 +1233,6 @@ def host_obstacle(resolved: ResolvedPlan) -> str | None:
         'the plan was resolved with engine="deepspeed"': resolved.engine == "deepspeed",
         f"only DeepSpeed supports {', '.join(several)}": bool(several),
         f"only DeepSpeed obeys {', '.join(others)}": bool(others),
-        "DeepSpeed distributes gradients round robin": resolved.world_size > 1
-        and bool(written.get("zero_optimization", {}).get("round_robin_gradients")),
         "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
         "DeepSpeed manages weights on NVMe": resolved.offload_param == "nvme",
         "DeepSpeed gathers weights in host memory, unless they are streamed": (

@@ -427,6 +427,18 @@ SETTING_RULES: Final = (
         fix="remove this key",
     ),
     setting_rule(
+        "round-robin-gradients",
+        "warning",
+        {f"{_ZERO_PATH}.round_robin_gradients": is_one(True)},
+        stages=(1, 2),
+        summary="With ``round_robin_gradients`` and several ranks, DeepSpeed confuses the master "
+        "weights of parameters.",
+        reason="with several ranks DeepSpeed stores the master weights in another order than its "
+        "own record of their places says, so EMAs, checkpoints and exports would read wrong values",
+        fix="remove this key; training results are the same",
+        after=False,
+    ),
+    setting_rule(
         "gradient-scaling",
         "error",
         {"prescale_gradients": is_other(False), "gradient_predivide_factor": is_other(1)},

@@ -22,6 +22,15 @@ def test_legacy_stage_1(stage, value, found):
     assert len(find("legacy-stage-1", zero(stage=stage, legacy_stage1=value))) == found
 
 
+def test_gradients_are_not_distributed_round_robin():
+    finding = one("round-robin-gradients", zero(stage=2, round_robin_gradients=True))
+    assert finding.after is False
+    assert find("round-robin-gradients", zero(stage=3, round_robin_gradients=True)) == []
+    plan = DeepSpeedPlan.from_dict(zero(stage=2, round_robin_gradients=True))
+    resolved = plan.resolve(platform=Platform.synthetic("cuda"), world_size=2)
+    assert resolved.plan.zero_optimization.round_robin_gradients is False
+
+
 @pytest.mark.parametrize(
     ("stage", "clipping", "device", "needs"),
     [

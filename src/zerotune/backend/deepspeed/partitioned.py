@@ -39,6 +39,7 @@ from zerotune.backend.master_weights import (
 from zerotune.backend.step.adams import SlabStep
 from zerotune.backend.step.pending import Upload
 from zerotune.decisions import Decision
+from zerotune.errors import EngineError
 from zerotune.plan.model import ResolvedPlan
 
 _STAGES_1_AND_2: Final = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
@@ -73,6 +74,14 @@ class PartitionedLayout(SteppedLayout, ResidentLayout):
     """Layout of stages 1 and 2: each rank owns a contiguous part of every flat group."""
 
     def __init__(self, *, module: torch.nn.Module, wrapper: Any) -> None:
+        if wrapper.round_robin_gradients and max(wrapper.partition_count) > 1:
+            raise EngineError(
+                "DeepSpeed stores the master weights in another order than its record of their "
+                "places says, so they cannot be read",
+                key="zero_optimization.round_robin_gradients",
+                value=True,
+                fix="remove this key; training results are the same",
+            )
         self._wrapper = wrapper
         named = trainable_parameters(module)
         addresses = []
