@@ -462,6 +462,16 @@ def test_an_argument_that_the_actual_class_lacks_is_dropped_with_a_warning(resol
     assert resolve("AdamW", params, deepspeed=False).optimizer.params["amsgrad"] is True
 
 
+def test_maximize_runs_or_is_refused(resolve):
+    params = {"lr": 1e-4, "maximize": True}
+    with pytest.raises(OptimizerError, match="torch_adam"):
+        resolve("AdamW", params)
+    kept = resolve("AdamW", {**params, "torch_adam": True})
+    assert kept.optimizer.params["maximize"] is True
+    assert resolve("AdamW", params, deepspeed=False).optimizer.params["maximize"] is True
+    assert "maximize" not in resolve("AdamW", {**params, "maximize": False}).optimizer.params
+
+
 def test_bias_correction_cannot_be_switched_off_in_torch(resolve, decisions_for):
     params = {"lr": 1e-4, "bias_correction": False}
     assert resolve("AdamW", params).optimizer.params["bias_correction"] is False

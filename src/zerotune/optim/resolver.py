@@ -759,8 +759,10 @@ class Settling:
             f"{implementation.implementation}, which performs the update here, has no "
             f"such argument (accepted only by {' and '.join(sorted(parameter.only))})"
         )
-        if self.policy == "error":
-            fix = "set torch_adam to true" if parameter.name == "amsgrad" else "omit it"
+        # Without maximize, the weights would move in the opposite direction.
+        if self.policy == "error" or parameter.name == "maximize":
+            of_torch = parameter.only == ADAM and parameter.name in ("amsgrad", "maximize")
+            fix = "set torch_adam to true" if of_torch else "omit it"
             raise OptimizerError(reason, key=key, value=value, fix=fix)
         self.filled.decide(key, value, None, reason, "warning")
 
