@@ -142,8 +142,8 @@ def test_every_engine_waits_and_copies_as_predicted(name):
     check(name)
 
 
-def waits_of_an_update(store):
-    """Return the host's waits in an EMA's update, and how many tensors it averages."""
+def an_update(store, place):
+    """Update an EMA; return the host's waits, how many tensors are averaged, and traffic."""
     with started(BY_NAME["plain, no offload"]) as engine:
         ema = EMAShadow(decay=0.9, store=store).attach(engine)
         for step in range(5):
@@ -152,16 +152,20 @@ def waits_of_an_update(store):
             torch.simdev.synchronize()
             torch.simdev.reset_counts()
             ema.step()
-        return torch.simdev.host_waits(), len(engine.master_weights.addresses)
+        waits = {cause: n for cause, n in torch.simdev.host_waits().items() if n}
+        work = Workload(batch=2, gradient_checkpointing=False, ema=place)
+        expected = step_traffic(engine.plan.estimate(work)).ema_from_device
+        assert torch.simdev.counts()["download_bytes"] == pytest.approx(expected, rel=0.01)
+        return waits, len(engine.master_weights.addresses)
 
 
 @on_device()
 def test_an_ema_in_host_memory_of_weights_on_the_device_waits_for_each_of_them():
-    waits, count = waits_of_an_update(HostStore())
-    assert {cause: n for cause, n in waits.items() if n} == {"blocking_download": count}
+    waits, count = an_update(HostStore(), "host")
+    assert waits == {"blocking_download": count}
 
 
 @on_device()
 def test_an_ema_on_the_device_waits_for_nothing():
-    waits, _ = waits_of_an_update(DeviceStore())
-    assert not any(waits.values())
+    waits, _ = an_update(DeviceStore(), "device")
+    assert not waits

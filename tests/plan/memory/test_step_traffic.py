@@ -38,6 +38,15 @@ def test_parts_that_stay_on_the_gpu_cause_no_traffic():
     assert (found.bus, found.optimizer, found.ema) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_an_ema_on_the_host_copies_master_weights_from_the_device(place):
+    found = moved(2, ema=place)
+    assert (found.bus, found.ema_from_device) == (4 * 16, 4 * 16)
+    assert moved(2, ema="device").bus == 0
+    assert moved(2, "cpu", ema=place).ema_from_device == 0
+    assert moved(2, ema=place, accelerator="cpu").bus == 0
+
+
 def test_stage_2_sends_gradients_in_the_weights_dtype_and_receives_weights():
     found = moved(2, "cpu", ema="host")
     assert (found.gradients, found.weights, found.parameters) == (2 * 16, 2 * 16, 0)

@@ -368,6 +368,12 @@ def test_an_ema_in_host_memory_reads_the_weights_again_unless_it_is_hidden(offlo
     assert time.phases["ema"] == pytest.approx(nbytes * N / 1e10)
 
 
+@pytest.mark.parametrize(("offload", "nbytes"), [("none", 4), ("cpu", 0)])
+def test_an_ema_in_host_memory_reads_weights_on_the_device_over_the_bus(offload, nbytes):
+    _, time = timed(slow(to_host=1e10), ema="host", stage=2, offload=offload)
+    assert time.phases["ema"] == pytest.approx(nbytes * N / 1e10)
+
+
 def test_an_ema_on_disk_is_read_and_written_once_per_step():
     estimate, time = timed(slow(disk_read=2e9, disk_write=1e9), ema="nvme", stage=2, offload="cpu")
     assert time.phases["ema"] == pytest.approx(4 * N / 2e9 + 4 * N / 1e9)

@@ -383,7 +383,8 @@ def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
 # - the share that an offload ratio below 1 leaves on the device: its gradients and weights do not
 #   cross the bus in fp32, and its optimizer works in the device's memory;
 # - an EMA in host memory reads master weight and shadow and writes the shadow: ``12 N``, or
-#   ``8 N`` within a hidden pass; an EMA on disk is also read from and written to the disk.
+#   ``8 N`` within a hidden pass; an EMA on disk is also read from and written to the disk;
+# - master weights on the device cross the bus for an EMA in host memory: ``m N``.
 
 
 @attrs.frozen(kw_only=True)
@@ -415,13 +416,17 @@ class StepTraffic:
     library returns this memory to the system after each use."""
     ema_on_disk: int = 0
     """Bytes of an ``EMAShadow`` on disk that are read, and as many written."""
+    ema_from_device: int = 0
+    """Bytes of master weights that an ``EMAShadow`` in host memory or on disk copies from the
+    device."""
     new_in_step: int = 0
     """Newly allocated host memory in the optimizer step."""
 
     @property
     def bus(self) -> int:
         """Total bytes copied over the bus; 0 if the accelerator is the CPU."""
-        return self.gradients + self.returned + self.parameters + self.weights
+        returned = self.returned + self.parameters + self.weights
+        return self.gradients + self.ema_from_device + returned
 
 
 def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
@@ -459,6 +464,7 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
         # Within a hidden pass, the EMA need not read the master weight again.
         ema=(12 if _schedule(case) == "in turn" else 8) * owned if averaged else 0,
         ema_on_disk=_ema_on_disk(estimate),
+        ema_from_device=case.master_bytes * (stays if on_host else owned) if averaged else 0,
         swap=swap,
         chain=0 if one_pass or not on_host else round(_chain(case) * away),
         # Also, gradients are cast to fp32, read for their norm, and scaled; weights are cast.
@@ -930,6 +936,7 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     yield "optimizer", "disk", "swap files read", swap.read, "disk_read"
     yield "optimizer", "disk", "swap files written", swap.written, "disk_write"
     yield "weights", "in", "weights to the device", traffic.weights, "to_device"
+    yield "ema", "out", "weights for the EMA", traffic.ema_from_device, "to_host"
     yield "ema", "host", "the EMA", traffic.ema, "host_memory"
     yield "ema", "disk", "the EMA read", traffic.ema_on_disk, "disk_read"
     yield "ema", "disk", "the EMA written", traffic.ema_on_disk, "disk_write"
