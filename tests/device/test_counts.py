@@ -155,7 +155,7 @@ def an_update(store, place):
         waits = {cause: n for cause, n in torch.simdev.host_waits().items() if n}
         work = Workload(batch=2, gradient_checkpointing=False, ema=place)
         expected = step_traffic(engine.plan.estimate(work)).ema_from_device
-        assert torch.simdev.counts()["download_bytes"] == pytest.approx(expected, rel=0.01)
+        assert torch.simdev.counts().get("download_bytes", 0) == pytest.approx(expected, rel=0.01)
         return waits, len(engine.master_weights.addresses)
 
 
