@@ -159,7 +159,7 @@ def spoiled_buffer(tried: Tried, path: Path) -> Path:
     folder = tried.save(root / "step-00000004", allow_not_finite=True)
     tried.found["buffer asked"] = verify_checkpoint(folder).not_finite
     average[0] = -float("inf")
-    tried.refuse("infinite buffer", lambda: tried.save(root / "mask"))
+    tried.refuse("infinite buffer", lambda: tried.save(root / "masked" / "mask"))
     average[0] = 0.0
     return root / "step-00000009"
 

@@ -851,7 +851,7 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
 
 
 def finite_checkpoint(root: Path) -> Path | None:
-    """Return the newest complete ``step-…`` checkpoint in ``root`` that has no NaN or infinity.
+    """Return the newest complete checkpoint in ``root`` that has no NaN or infinity.
 
     Not collective.
     """
