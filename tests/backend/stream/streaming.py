@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 import time
@@ -281,9 +282,18 @@ def advance(run: Run, engine: Any, steps: range, ema: Any = None) -> dict[str, l
     return {"losses": losses, "norms": norms}
 
 
+def weights_of(module: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Copy parameters and buffers as they are; ``state_dict`` refuses partitioned ones."""
+    named = itertools.chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    )
+    return {name: [value.detach().clone()] for name, value in named}
+
+
 def contents(engine: Any, ema: Any = None) -> dict[str, list[torch.Tensor]]:
     """Copy weights, masters, moments and EMAs, by name."""
-    found = {name: [value.clone()] for name, value in engine.module.state_dict().items()}
+    found = weights_of(engine.module)
     for fragment in engine.master_weights.read():
         assert fragment.address.numel == fragment.address.full_numel
         states = [value.clone() for _, value in sorted(fragment.states.items())]
@@ -300,7 +310,7 @@ def contents(engine: Any, ema: Any = None) -> dict[str, list[torch.Tensor]]:
 
 def gathered(engine: Any, ema: Any = None) -> dict[str, list[torch.Tensor]]:
     """Return the same as ``contents``, gathered from all ranks."""
-    found = {name: [value.clone()] for name, value in engine.module.state_dict().items()}
+    found = weights_of(engine.module)
     for source in (None, *(lambda f, n=n: f.states[n] for n in ("exp_avg", "exp_avg_sq"))):
         for name, value in engine.master_weights.gather(source):
             found[name].append(value)
