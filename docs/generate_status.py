@@ -89,6 +89,10 @@ def engines(found: Mapping[str, Any]) -> str:
     versions = f"torch {found['torch']}, DeepSpeed {found['deepspeed']}, {found['date']}"
     missing = [case["case"] for case in found["cases"] if "error" in case]
     lines += ["", f"These runs used {versions}."]
+    for case in cases:
+        if case["equal"] < case["runs"]:
+            lines.append(f"Not equal in every order: {case['case']}, {case['equal']} of "
+                         f"{case['runs']} ({'; '.join(case['different'])}).")  # fmt: skip
     if missing:
         lines.append(f"These cases did not start: {'; '.join(missing)}.")
     return "\n".join(lines)
