@@ -202,6 +202,55 @@ def test_events_of_before_a_reset_are_over():
 
 
 @on_device()
+def test_a_threads_tasks_can_take_longer_than_their_sizes_say():
+    host = torch.zeros(250_000, pin_memory=True)
+    clock = clock_of()
+
+    def upload():
+        clock.scale(copies=3.0, label="large")
+        host.to("simdev", non_blocking=True)
+
+    thread = threading.Thread(target=upload)
+    thread.start()
+    thread.join()
+    there = host.to("simdev", non_blocking=True)
+    clock.scale(work=2.0)
+    there * 2
+    labels = [(span.label, round(span.end - span.start, 9)) for span in clock.spans()]
+    assert labels == [("large", 0.003), ("", 0.001), ("", 2 * 2e6 / 1e12)]
+    assert clock.spans(2) == clock.spans()[2:]
+
+
+@on_device()
+def test_threads_that_backward_starts_have_times_and_waits_of_their_own():
+    clock = clock_of()
+    seen = []
+
+    def work():
+        clock.advance(2.0)
+        torch.zeros(10, device="simdev").cpu()
+
+    class Starting(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(_ctx, gradient):
+            seen.append(threading.Thread(target=work))
+            seen[0].start()
+            return gradient
+
+    x = torch.zeros(10, device="simdev", requires_grad=True)
+    torch.simdev.reset_counts()
+    Starting.apply(x).sum().backward()
+    seen[0].join()
+    assert clock.now() < 1
+    assert torch.simdev.host_waits() == {}
+    assert torch.simdev.counts()["blocking_download beside"] == 1
+
+
+@on_device()
 def test_an_unknown_rate_is_refused():
     with pytest.raises(ValueError, match="no such rate: memori"):
         torch.simdev.clock.rates({"memori": 1.0})
