@@ -1,12 +1,13 @@
-"""Streamed weights: how much copying and host work simulated computation hides, and real steps.
+"""Steps of large models on catalogued cards, in virtual time, and real steps on the CPU.
 
-Computation, copies and passes are sleeps of given lengths, which leave the cores free; everything
-else is the real engine.
+``python -m bench.stream MODEL PLAN`` rehearses one case; ``--trace FILE`` writes what each lane
+does, for Chrome's tracing page or https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
 
-import time
+import argparse
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,216 +15,120 @@ from typing import Any, Final
 import torch
 
 from bench.ema import Stack
+from bench.on_card import COMPUTE, HOST, IN, OUT, PLANS, OnCard, Rehearsed
 from bench.runner import Benchmark, Case, Goal, Measured, alternate, timed
-from bench.workers import Worker, resolved, together
+from bench.workers import Worker, alone, resolved, together
+from zerotune.plan.memory.time import CARDS
 
-RESIDENT, WAITS, HIDDEN = "computation alone", "no overlap", "weights on the device, hidden step"
-STREAMED, EAGER = "streamed, hidden step", "streamed, eager steps"
-PLAIN, ALL_HERE, ZERO_2 = "plain engine with offload", "streamed, all units stay", "ZeRO-2"
+CLIPPED, EAGER, *_ = PLANS
+PLAIN, ALL_HERE, DEEPSPEED = "plain engine with offload", "streamed, all units stay", "ZeRO-2"
 REAL: Final = "real steps on the CPU"
-REGIMES: Final[Mapping[str, tuple[float, float, float, float, float]]] = {
-    "optimizer pass half as long as the computation": (0.30, 0.90, 0.23, 0.23, 0.60),
-    "optimizer pass 0.9 times as long as the computation": (0.30, 0.90, 0.23, 0.23, 1.08),
-    "optimizer pass twice as long as the computation": (0.30, 0.90, 0.23, 0.23, 2.40),
-    "transfers 1.5 times as long as the forward pass": (0.30, 0.90, 0.45, 0.45, 0.60),
+LANES: Final[Mapping[str, str]] = {COMPUTE: "device", IN: "in", OUT: "out", HOST: "host"}
+"""Lanes of the clock, and those of the time model."""
+MODELS: Final[Mapping[str, tuple[str, str, int, Sequence[str]]]] = {
+    "SDXL, batch 4, on an RTX 4090": ("sdxl", "RTX 4090", 4, tuple(PLANS)),
+    "SDXL, batch 4, on an RTX 3090": ("sdxl", "RTX 3090", 4, tuple(PLANS)),
+    "SD3 Medium, batch 4, on an RTX 4090": ("sd3-medium", "RTX 4090", 4, tuple(PLANS)),
+    # Their weights fill the card unless they are streamed.
+    "FLUX.1, batch 4, on an RTX 4090": ("flux", "RTX 4090", 4, (CLIPPED, EAGER)),
+    "Qwen-Image, batch 4, on an RTX 4090": ("qwen-image", "RTX 4090", 4, (CLIPPED, EAGER)),
 }
-"""Seconds per step: forward, backward, weights to the device (once), gradients to the host, host
-pass."""
-_MODES: Final[Mapping[str, Mapping[str, Any]]] = {
-    RESIDENT: {"window": 999, "clipping": 1.0, "free": True},
-    WAITS: {"window": 2, "clipping": 1.0, "ahead": 0, "waits": True},
-    HIDDEN: {"window": 999, "clipping": 1.0},
-    STREAMED: {"window": 3, "clipping": 1.0},
-    EAGER: {"window": 3, "clipping": 0.0},
-}
+_QUICKEST: Final = "SD3 Medium, batch 4, on an RTX 4090"
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    blocks, rounds = (4, 2) if quick else (24, 6)
-    scale = 0.02 if quick else 1.0
-    chosen = list(REGIMES)[:1] if quick else list(REGIMES)
     size = {"layers": 2, "width": 64, "rounds": 2, "steps": 1}
     real = size if quick else {"layers": 24, "width": 1410, "rounds": 15, "steps": 2}
+    chosen = {_QUICKEST: MODELS[_QUICKEST]} if quick else MODELS
     return (
         *(
-            Case(
-                name,
-                simulated,
-                {
-                    "blocks": blocks,
-                    "rounds": rounds,
-                    "steps": 2,
-                    "times": [seconds * scale for seconds in REGIMES[name]],
-                },
-            )
-            for name in chosen
+            Case(name, rehearsed, {"model": model, "card": card, "batch": batch, "plans": plans})
+            for name, (model, card, batch, plans) in chosen.items()
         ),
         Case(REAL, real_steps, real),
     )
 
 
-def simulated(settings: Mapping[str, Any], _scratch: Path) -> Measured:
-    """Measure steps of a chain of blocks, in five modes."""
-    made = {name: (Simulated, {**settings, **mode}) for name, mode in _MODES.items()}
-    with together(made) as workers:
-        samples = alternate(
-            {name: _steps_of(worker) for name, worker in workers.items()},
-            rounds=settings["rounds"],
-        )
-    forward, backward, weights, gradients, host = settings["times"]
-    bound = max(max(forward, weights) + max(backward, weights, gradients), host)
-    taken = samples[EAGER]["seconds"]
-    samples[EAGER]["times_the_bound"] = [seconds / bound for seconds in taken]
-    names = ("forward", "backward", "weights", "gradients", "host")
-    facts = {
-        "bound, seconds": bound,
-        **dict(zip((f"{name}, seconds" for name in names), settings["times"], strict=True)),
+def rehearsed(settings: Mapping[str, Any], _scratch: Path) -> Measured:
+    """Run steps in virtual time, and compare them with the plan's prediction."""
+    samples: dict[str, Mapping[str, Sequence[float]]] = {}
+    facts: dict[str, Any] = {}
+    for plan in settings["plans"]:
+        found = rehearse({**settings, "plan": plan})
+        expected = found.predicted.expected
+        error = max(found.seconds / expected, expected / found.seconds)
+        quantities = {
+            "seconds": found.seconds,
+            "predicted_seconds": expected,
+            "times_apart": error,
+        }
+        if plan in (CLIPPED, EAGER):
+            quantities["late_fetches"] = found.late
+        # Virtual time repeats exactly.
+        samples[plan] = {name: [value, value] for name, value in quantities.items()}
+        modelled = lanes_of(found)
+        facts |= {f"{plan}, {lane}": [found.lanes.get(lane, 0.0), modelled[lane]] for lane in LANES}
+    return Measured(samples=samples, baseline=settings["plans"][0], facts=facts)
+
+
+def rehearse(settings: Mapping[str, Any]) -> Rehearsed:
+    """Run steps in virtual time, in a process of its own."""
+    off = {"ZEROTUNE_PROOF": "off", **alone()}
+    with Worker(OnCard, dict(settings), environment=off, fresh=True, patience_s=3000) as worker:
+        found: Rehearsed = worker.call("rehearse")
+    return found
+
+
+def lanes_of(found: Rehearsed) -> dict[str, float]:
+    """Return the seconds that the time model gives each lane of the clock."""
+    own = {
+        lane: sum(part.seconds for part in found.predicted.parts if part.lane == name)
+        for lane, name in LANES.items()
     }
-    return Measured(samples=samples, baseline=WAITS, facts=facts)
+    # The clock lets copies slow down the host instead.
+    own[HOST] -= sum(
+        part.seconds for part in found.predicted.parts if "through host memory" in part.what
+    )
+    return own
+
+
+def trace(found: Rehearsed) -> list[dict[str, Any]]:
+    """Return events for Chrome's tracing page."""
+    lanes = list(LANES)
+    names = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": lane}}
+        for number, lane in enumerate(lanes)
+    ]
+    return [
+        *names,
+        *(
+            {"ph": "X", "name": label, "pid": 0, "tid": lanes.index(lane), "ts": 1e6 * start,
+             "dur": 1e6 * (end - start)}
+            for lane, label, start, end in found.spans
+        ),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Rehearse one plan."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=sorted({model for model, *_ in MODELS.values()}))
+    parser.add_argument("plan", choices=list(PLANS))
+    parser.add_argument("--card", choices=[card.name for card in CARDS], default="RTX 4090")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--trace", type=Path, help="file for what each lane does")
+    given = vars(parser.parse_args())
+    file = given.pop("trace")
+    found = rehearse(given)
+    print(f"{found.seconds:.3f} s per step, predicted {found.predicted.expected:.3f} s")
+    for lane, modelled in lanes_of(found).items():
+        print(f"{lane}: {found.lanes.get(lane, 0.0):.3f} s, predicted {modelled:.3f} s")
+    if file is not None:
+        file.write_text(json.dumps(trace(found)), encoding="utf-8")
 
 
 def _steps_of(worker: Worker) -> Callable[[], dict[str, float]]:
     return lambda: dict(worker.call("steps"))
-
-
-class Simulated:
-    """A chain of small blocks under the engine, with the timing of a large one."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        from zerotune.plan.model import Streaming
-        from zerotune.training.setup import build_engine
-
-        self._settings = settings
-        count = settings["blocks"]
-        forward, backward, *rest = (seconds / count for seconds in settings["times"])
-        torch.manual_seed(0)
-        blocks = [_Block(str(index), forward, backward) for index in range(count)]
-        model = torch.nn.Sequential(*blocks)
-        plan = resolved(
-            model,
-            {
-                "stage": 2, "offload": "cpu", "precision": "bf16",
-                "gradient_clipping": settings["clipping"],
-            },
-            batch=2,
-            streamed=Streaming(units=("_Block",), window=settings["window"]),
-        )  # fmt: skip
-        self._engine: Any = build_engine(model=model, plan=plan)
-        self._x_bc = torch.randn(2, 16).bfloat16()
-        if not settings.get("free"):
-            pace(*rest, ahead=settings.get("ahead"))
-
-    def steps(self) -> dict[str, float]:
-        """Return seconds per step, and uploads per step that were not prefetched."""
-        # One untimed step, so that nothing pending from other contestants' turns is left.
-        self.step()
-        count, counts = self._settings["steps"], self._engine.counts
-        late, began = counts.late, time.perf_counter()
-        for _ in range(count):
-            self.step()
-        return {
-            "seconds": (time.perf_counter() - began) / count,
-            "late_fetches": (counts.late - late) / count,
-        }
-
-    def step(self) -> None:
-        """Train one step; unless it must wait, its passes run on into the next step."""
-        engine = self._engine
-        engine.backward(engine(self._x_bc).float().square().mean())
-        engine.step()
-        if self._settings.get("waits"):
-            engine.master_weights.settle()
-
-
-class Recorded(Simulated):
-    """``Simulated``, which also records the spans of each lane."""
-
-    def timeline(self, steps: int) -> list[tuple[str, str, float, float]]:
-        """Return lane, block, start and end of each span, in seconds since the first."""
-        for _ in range(3):
-            self.step()
-        self._engine.master_weights.settle()
-        hosts = {unit.host.data_ptr(): unit.name for unit in self._engine._units}
-        SPANS.clear()
-        for _ in range(steps):
-            self.step()
-        self._engine.master_weights.settle()
-        first = min(began for _, _, began, _ in SPANS)
-        return [
-            (lane, hosts[int(name)] if lane == IN else name, began - first, end - first)
-            for lane, name, began, end in SPANS
-        ]
-
-
-FORWARD, BACKWARD, IN, OUT, PASS = (
-    "forward", "backward", "weights to the device", "gradients off it", "host pass",
-)  # fmt: skip
-SPANS: Final[list[tuple[str, str, float, float]]] = []
-"""Recorded spans of this process: lane, block, start, end."""
-
-
-def pace(weights: float, gradients: float, host: float, *, ahead: int | None = None) -> None:
-    """Patch this process so that each unit's copies and pass take so many seconds.
-
-    Args:
-        weights: Seconds of a unit's copy to the device.
-        gradients: Seconds of its gradients' copy to the host.
-        host: Seconds of its pass.
-        ahead: Number of units to prefetch.
-    """
-    from zerotune.backend.stream import passes, residency, steps
-
-    changed: Any = residency
-    if ahead is not None:
-        changed._AHEAD = ahead
-    changed._copy = _slowed(changed._copy, IN, weights, lambda host, _: str(host.data_ptr()))
-    land: Any = steps.StreamedSteps
-    land._land = _slowed(land._land, OUT, gradients, lambda _self, unit, *_: unit.name)
-    take: Any = passes.UnitPass
-    take.take = _slowed(take.take, PASS, host, lambda taken: taken.unit.name)
-
-
-def _slowed(
-    function: Callable[..., Any], lane: str, seconds: float, name: Callable[..., str]
-) -> Callable[..., Any]:
-    def slow(*args: Any) -> Any:
-        _spend(lane, name(*args), seconds)
-        return function(*args)
-
-    return slow
-
-
-def _spend(lane: str, name: str, seconds: float) -> None:
-    began = time.perf_counter()
-    time.sleep(seconds)
-    SPANS.append((lane, name, began, time.perf_counter()))
-
-
-class _Block(torch.nn.Module):
-    """A few weights that sleep in forward and backward, without using a core."""
-
-    def __init__(self, name: str, forward: float, backward: float) -> None:
-        super().__init__()
-        self.inner, self._times = torch.nn.Linear(16, 16), (name, forward, backward)
-
-    def forward(self, x_bc: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Elsewhere.apply(x_bc + self.inner(x_bc), *self._times)  # type: ignore[no-untyped-call]
-        return found
-
-
-class _Elsewhere(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x_bc: torch.Tensor, name: str, forward: float, backward: float
-    ) -> torch.Tensor:
-        ctx.name, ctx.seconds = name, backward
-        _spend(FORWARD, name, forward)
-        return x_bc.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        _spend(BACKWARD, ctx.name, ctx.seconds)
-        return gradients[0], None, None, None
 
 
 def real_steps(settings: Mapping[str, Any], _scratch: Path) -> Measured:
@@ -231,7 +136,7 @@ def real_steps(settings: Mapping[str, Any], _scratch: Path) -> Measured:
     made = {
         PLAIN: (RealSteps, {**settings, "deepspeed": False}),
         ALL_HERE: (RealSteps, {**settings, "streamed": True}),
-        ZERO_2: (RealSteps, dict(settings)),
+        DEEPSPEED: (RealSteps, dict(settings)),
     }
     with together(made) as workers:
         samples = alternate(
@@ -275,33 +180,28 @@ class RealSteps:
             self._engine.master_weights.settle()
 
 
-def _if(case: str) -> str:
-    """Return the name of a case as a condition."""
-    subject, verb = ("optimizer pass", "takes") if "optimizer" in case else ("transfers", "take")
-    article = "the " if verb == "takes" else ""
-    return case.replace(subject, f"if {article}{subject} {verb}", 1)
-
-
 BENCHMARK = Benchmark(
     name="stream",
-    title="steps with streamed weights, both real and with simulated computation and transfers",
+    title="rehearsed steps of large models on catalogued cards, and real steps on the CPU",
     cases=cases,
-    ours=(STREAMED, EAGER, ALL_HERE),
+    ours=(*PLANS, ALL_HERE),
     goals=(
         *(
-            goal
-            for case in REGIMES
-            for goal in (
-                Goal(f"{_if(case)}, a step takes at most 1.10 times the lower bound", case, EAGER,
-                     "times_the_bound", 1.10),
-                Goal(f"{_if(case)}, no weights arrive late", case, EAGER, "late_fetches", 0.0),
-                Goal(f"{_if(case)}, a step takes at most 0.60 times as long as without overlap",
-                     case, EAGER, "seconds", 0.60, WAITS),
-                Goal(f"{_if(case)}, a step takes at most 0.85 times as long as with a hidden "
-                     "optimizer step", case, EAGER, "seconds", 0.85, HIDDEN),
-            )
+            Goal(f"{case}, {plan}: the predicted time is within 10 %", case, plan,
+                 "times_apart", 1.10)
+            for case, (*_, plans) in MODELS.items()
+            for plan in plans
+        ),
+        *(
+            Goal(f"{case}, {plan}: no weights arrive late", case, plan, "late_fetches", 0.0)
+            for case in MODELS
+            for plan in (CLIPPED, EAGER)
         ),
         Goal("with all units on the device, a step takes at most 3 % longer than in the plain "
              "engine", REAL, ALL_HERE, "seconds", 1.03, PLAIN),
     ),
 )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -86,13 +86,17 @@ def test_the_step_benchmark_completes(tmp_path):
     assert cases["ZeRO-2 with EMA"]["facts"]["losses are equal bit for bit"]
 
 
+# test_virtual.py rehearses one plan in each run of the suite.
+@pytest.mark.nightly
+@pytest.mark.simdev
 @pytest.mark.deepspeed
 def test_the_stream_benchmark_completes(tmp_path):
-    cases = measured("stream", tmp_path)
-    assert [len(case["contestants"]) for case in cases.values()] == [5, 3]
-    late = next(iter(cases.values()))["contestants"]
-    assert late["no overlap"]["late_fetches"]["median"] > 0, "it fetches when it needs"
-    assert late["streamed, eager steps"]["late_fetches"]["median"] == 0
+    virtual, real = measured("stream", tmp_path).values()
+    assert len(real["contestants"]) == 3
+    assert len(virtual["contestants"]) == 4
+    for plan, found in virtual["contestants"].items():
+        assert found["times_apart"]["median"] <= 1.10
+        assert not plan.startswith("streamed") or found["late_fetches"]["median"] == 0
 
 
 # Other tests cover all of it but the measured rates, which the GPU session covers: run it nightly.

@@ -150,7 +150,7 @@ class Residency:
         self.counts.fetched += 1
         unit.loaded = unit.current
         unit.loading = self._lane.submit(
-            lambda: _copy(unit.host, unit.flat),
+            partial(_upload, unit),
             wait=None if written is None else written.result,
         )
 
@@ -335,8 +335,8 @@ def _watch(tensor: Any, call: Callable[[torch.Tensor], None]) -> None:
     tensor.register_hook(call)
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=source.is_pinned())
+def _upload(unit: Unit) -> None:
+    unit.flat.copy_(unit.host, non_blocking=unit.host.is_pinned())
 
 
 def _differentiated(tree: Any) -> list[torch.Tensor]:
