@@ -9,7 +9,14 @@ import sys
 import pytest
 
 from zerotune.errors import InvalidValueError
-from zerotune.plan.families import as_facts, family, family_names, model_family
+from zerotune.plan.families import (
+    as_facts,
+    facts_from_json,
+    facts_to_json,
+    family,
+    family_names,
+    model_family,
+)
 from zerotune.plan.model import ModelFacts
 
 
@@ -89,6 +96,24 @@ def test_every_family_file_is_complete():
         assert len({parameter.name for parameter in known.facts.parameters}) == len(
             known.facts.parameters
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [
+        # Sines of the positions in fp32: side squared times width.
+        ("sd3-medium", 4 * 192**2 * 1536), ("sd35-large", 4 * 192**2 * 2432),
+        ("sd35-medium", 4 * 384**2 * 1536), ("pixart-sigma", 4 * 64**2 * 1152),
+        ("sdxl", 0), ("flux", 0),
+    ],
+)  # fmt: skip
+def test_buffers_are_tables_of_positions(name, nbytes):
+    assert family(name).buffers == nbytes
+
+
+def test_facts_survive_a_file_unchanged():
+    facts = family("sd3-medium")
+    assert facts_from_json(json.loads(json.dumps(facts_to_json(facts)))) == facts
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones():

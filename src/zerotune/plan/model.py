@@ -1836,6 +1836,8 @@ class ModelFacts:
     """Dotted names of modules that are each streamed as one unit."""
     frames_per_latent: int | None = None
     """Number of frames in each latent frame after the first; ``None`` for an image model."""
+    buffers: int = 0
+    """Bytes of buffers, such as tables of positions, which keep their dtype on the device."""
 
     def positions(self, *, height: int, width: int, frames: int | None = None) -> int:
         """Return the size that activations scale with: image pixels times latent frames.
@@ -1864,6 +1866,7 @@ class ModelFacts:
             ],
             blocks=BlockFacts.of(module),
             units=repeated_modules(module),
+            buffers=sum(buffer.nbytes for buffer in module.buffers()),
         )
 
     @classmethod

@@ -68,6 +68,12 @@ def test_stage_3_moves_sums_both_ways_and_fetches_parameters_twice():
     assert moved(3, "cpu", param="cpu", accumulation=2).parameters == 8 * 16
 
 
+def test_gradients_for_states_on_nvme_leave_the_device_in_fp32():
+    # DeepSpeed casts them on the device, and writes them to the disk beside the states.
+    assert moved(3, "cpu").gradients == (2 + 2) * 16
+    assert moved(3, "nvme").gradients == (2 + 4) * 16
+
+
 def test_without_a_gpu_there_is_no_bus_traffic():
     found = moved(3, "cpu", accelerator="cpu", precision="fp32")
     assert found.bus == 0

@@ -114,6 +114,7 @@ def facts_to_json(facts: ModelFacts) -> dict[str, Any]:
         data[part] = None if value is None else attrs.asdict(value)
     data["blocks"] = [attrs.asdict(block) for block in facts.blocks]
     data["units"] = list(facts.units)
+    data["buffers"] = facts.buffers
     data["parameters"] = [[each.name, list(each.shape)] for each in facts.parameters]
     return data
 
@@ -135,6 +136,7 @@ def facts_from_json(data: Mapping[str, Any]) -> ModelFacts:
         blocks=tuple(BlockFacts(**block) for block in data["blocks"]),
         units=tuple(data["units"]),
         frames_per_latent=data.get("frames_per_latent"),
+        buffers=data["buffers"],
     )
 
 

@@ -251,6 +251,10 @@ EMA_CHUNKS: Final = 4
 """Maximum number of chunks of an EMA on disk that are in memory: the current one, the one that is
 written, and those that are read ahead."""
 _STEPPED_IN_ONE_PASS: Final = frozenset({"DeepSpeedCPUAdam", "AdamWBF16States"})
+_CASTING_GRADIENTS: Final = frozenset(
+    {"communication_data_type", "data_types", "gradient_predivide_factor"}
+)
+"""Keys with which DeepSpeed's stage 3 may cast or scale gradients in copies, also on one rank."""
 _ELEMENT: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -396,8 +400,8 @@ class Costing:
         """Whether the one-pass Adam step skips the gradient reduction because there is one rank."""
         choice = self.resolved.optimizer
         settled = choice is not None and choice.implementation in _STEPPED_IN_ONE_PASS
-        # Only as measured; elsewhere the estimate stays on the safe side.
-        return settled and self.steps_in_one_pass and self.on_cpu and self.ranks == 1
+        casts = not _CASTING_GRADIENTS.isdisjoint(self.resolved.plan.extra)
+        return settled and self.steps_in_one_pass and self.ranks == 1 and not casts
 
     @property
     def steps_in_one_pass(self) -> bool:
@@ -422,7 +426,8 @@ class Costing:
         """Yield the host memory for gradients; ``blocks`` are numbers of elements."""
         blocks, master = tuple(blocks), self.master_bytes
         wide = [master * block for block in blocks]
-        if not (self.reduces_nothing and self.element < master):
+        # Beside a device, torch keeps the page-locked blocks that were replaced.
+        if not (self.reduces_nothing and self.on_cpu and self.element < master):
             yield self.host("gradients", wide, pin, note=note)
             return
         yield self.host("gradients", wide, pin, INITIALIZATION, note)
@@ -701,14 +706,10 @@ def _beside_offload(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[Mem
             "gradients", case.device, element * count, BACKWARD, case.resolved.precision
         )
     yield case.item("temporaries", case.device, element * largest, note="one gradient")
-    cast = 0 if element == 4 or case.on_cpu else 4
-    yield case.item(
-        "temporaries",
-        case.device,
-        (element + cast + 8) * largest,
-        BACKWARD,
-        "copies of the largest gradient: fp32 for the host, fp64 for the norm",
-    )
+    # One pass takes gradients as they are.
+    cast = 0 if element == master or case.on_cpu or case.steps_in_one_pass else 4
+    note = "copies of the largest gradient: fp64 for the norm" + ", fp32 for the host" * bool(cast)
+    yield case.item("temporaries", case.device, (element + cast + 8) * largest, BACKWARD, note)
     # The backend flattens the weights on the host, which ``_as_loaded`` counts.
     moving = element * largest if not case.on_cpu else element * part
     yield case.item(
@@ -768,14 +769,11 @@ def _weights(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterat
     total = case.model.weight_bytes(case.element, ranks=case.ranks)
     if device == "none" or section is None:
         yield case.item("weights", case.device, total, note=note)
-        # Partitions are created one by one and then moved into one flat buffer.
-        yield case.item(
-            "temporaries",
-            case.device,
-            total,
-            INITIALIZATION,
-            "partitions before the copy to one buffer",
-        )
+        # Freed before master weights are created.
+        on_host = case.on_cpu or case.resolved.offload_optimizer == "cpu"
+        passing = total - on_host * case.master_bytes * case.owned
+        note = "partitions on their way to one buffer"
+        yield case.item("temporaries", "host", max(0.0, passing), INITIALIZATION, note)
         return
     pin = section.pin_memory is True
     if device == "cpu":
@@ -855,9 +853,10 @@ def _reduction(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
             BACKWARD,
             "a flattened bucket, and this rank's part of the sum",
         )
-    yield case.item(
-        "temporaries", case.device, case.element * case.largest, BACKWARD, "the largest gradient"
-    )
+    each, note = case.element, "the largest gradient"
+    if case.steps_in_one_pass and not case.on_cpu:
+        each, note = 8, "the largest gradient in fp64, for its norm"
+    yield case.item("temporaries", case.device, each * case.largest, BACKWARD, note)
 
 
 def _optimizer_on_device(case: Costing) -> Iterator[MemoryItem]:
@@ -1235,6 +1234,8 @@ _BEFORE_THE_MODEL: Final = ("runtime", "frozen parts")
 
 def _items(case: Costing) -> Iterator[MemoryItem]:
     yield from _engine_items(case)
+    note = "buffers, such as tables of positions"
+    yield case.item("weights", case.device, case.model.buffers, note=note)
     # Quantized weights are dequantized one at a time.
     nbytes = case.element * case.model.largest_quantized
     note = "the largest quantized weight, dequantized"
@@ -1275,7 +1276,7 @@ def _as_loaded(case: Costing, items: Iterable[MemoryItem]) -> Iterator[MemoryIte
         and item.component not in _BEFORE_THE_MODEL
     )
     if case.workload.model_in_memory:
-        excess = case.model.weight_bytes(4) - later
+        excess = case.model.weight_bytes(4) + case.model.buffers - later
         note = f"{_kept_in(case, 'fp32')}, whole"
         yield case.item("model as loaded", "host", max(0, excess), INITIALIZATION, note)
     elif case.flattens_on_host:

@@ -373,7 +373,7 @@ def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
 # of this rank's part, e bytes of a weight in the forward pass, m of a master weight, s of a state,
 # k states, a micro batches:
 #
-# - gradients to the host for the optimizer: ``e N`` for zerotune's one pass, otherwise ``m N``;
+# - gradients to the host: ``e N`` for zerotune's one pass over states in RAM, otherwise ``m N``;
 # - sums of gradients, which the device forms: ``a e N`` to the host and ``(a - 1) e N`` back at
 #   stages 1 and 2 with several micro batches; ``a e N`` in either direction at stage 3;
 # - updated weights to the device: ``e N``, unless parameters are on the host;
@@ -566,7 +566,8 @@ def _gradients(case: Costing) -> tuple[int, int, int]:
     if not case.resolved.uses_deepspeed:
         # The device accumulates micro batches.
         return 0, 0, 4
-    taken = element if case.steps_in_one_pass else case.master_bytes
+    keeps = case.steps_in_one_pass and case.resolved.offload_optimizer == "cpu"
+    taken = element if keeps else case.master_bytes
     if case.resolved.stage == 3:
         return accumulated * element, accumulated * element, taken
     if accumulated == 1:
