@@ -50,6 +50,7 @@ def test_the_trainer_exports_the_ema_or_the_trained_weights(tmp_path):
     plan = DeepSpeedPlan.build(stage=0, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
     ema = EMAShadow(decay=0.9)
     with Trainer(model=model, plan=plan, ema=ema, deepspeed=False, callbacks=()) as trainer:
+        ema.step()
         with trainer.engine.master_weights.editing() as fragments:
             for fragment in fragments:
                 fragment.value.add_(1.0)

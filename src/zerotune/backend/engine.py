@@ -6,7 +6,7 @@ import functools
 import gc
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Final, ParamSpec, TypeVar
 
@@ -287,6 +287,7 @@ class StartedEngine(Engine):
         with self._starting():
             self._claim(model)
             self._start(model, plan, timeout_s)
+        self.resources.callback(setattr, self._master_weights, "closed", True)
         # The weights have been copied to their final place; at stage 3, copies one by one, in
         # blocks that training would not reuse.
         return_freed_memory()
@@ -298,9 +299,9 @@ class StartedEngine(Engine):
     def _claim(self, model: torch.nn.Module) -> None:
         """Reserve a model's parameters for this engine while it is open."""
         named = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-        if self._claimed_elsewhere(named):
+        if self.trains(named):
             gc.collect()  # Collect engines that were dropped without being closed.
-        if others := self._claimed_elsewhere(named):
+        if others := self.trains(named):
             raise EngineError(
                 "another open engine already trains this parameter",
                 key="model",
@@ -311,9 +312,11 @@ class StartedEngine(Engine):
         self._trained = frozenset(named)
         self._open.add(self)
 
-    def _claimed_elsewhere(self, named: Mapping[int, str]) -> set[int]:
-        claims = [each._trained for each in self._open if not each._closed]
-        return named.keys() & set().union(*claims)
+    @classmethod
+    def trains(cls, parameters: Collection[int]) -> set[int]:
+        """Return the ids of those ``parameters`` that an open engine trains."""
+        claims = [each._trained for each in cls._open if not each._closed]
+        return set().union(*claims).intersection(parameters)
 
 
 class CountingEngine(StartedEngine):

@@ -582,6 +582,10 @@ class MasterWeights:
         self._device = device
         self.averages: WeakSet[Average] = WeakSet()
         """Averages attached to these weights, by weak reference."""
+        self.closed = False
+        """Whether the engine of these weights is closed."""
+        self.bare: frozenset[int] = frozenset()
+        """Ids of the parameters of a bare model; empty for an engine's weights."""
 
     @property
     def addresses(self) -> tuple[FragmentAddress, ...]:

@@ -354,6 +354,10 @@ def _agreed_writing(
     if any(arguments != agreed[0] for arguments in agreed):
         group.agree(agreed[group.rank], "arguments of save_checkpoint")
 
+    for shadow in shadows.values():
+        if hasattr(shadow, "check_stepped"):
+            shadow.check_stepped()
+
     def inspect() -> RankShare:
         looked.append(RankContents.of(engine, shadows=shadows, rng=rng))
         return looked[0].share()

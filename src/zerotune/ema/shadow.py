@@ -19,6 +19,7 @@ from typing_extensions import override
 from zerotune._util.table import Line, Page, Readable
 from zerotune._util.text import counted, disk_size, listing, whole
 from zerotune.backend.deepspeed.external import master_weights_of
+from zerotune.backend.engine import StartedEngine
 from zerotune.backend.master_weights import EMAInMemory, EMATensors, Follower
 from zerotune.ema.decay import DecaySchedule, as_schedule, decay_of_update
 from zerotune.errors import EMAError, InvalidValueError
@@ -87,6 +88,8 @@ class EMAShadow(Readable):
         self._exchanged: set[tuple[str, int]] = set()
         """Key of the fragment and first element of each range that contains trained weights."""
         self._swapped = False
+        self._copied = False
+        """Whether the shadow has only copied weights so far."""
         self._steps = self._checked = 0
 
     def attach(self, source: Any) -> Self:
@@ -116,6 +119,7 @@ class EMAShadow(Readable):
         check_complete(master, tensors)
         self._tensors = tensors
         self._master = master
+        self._copied = True
         master.averages.add(self)
         return self
 
@@ -155,7 +159,8 @@ class EMAShadow(Readable):
 
         Raises:
             EMAError: The shadow is not attached, is swapped in, or moved away from the weights in
-                one of the first updates.
+                one of the first updates; its engine is closed; or it is attached to a bare model
+                that an engine trains.
         """
         update_together(self)
 
@@ -179,10 +184,12 @@ class EMAShadow(Readable):
         change again.
 
         Raises:
-            EMAError: The shadow is not attached, or is swapped in.
+            EMAError: The shadow is not attached, or is swapped in; its engine is closed; or it is
+                attached to a bare model that an engine trains.
         """
-        self._ready("step()", settled=False)
+        check_trains(self._ready("step()", settled=False))
         self._steps += 1
+        self._copied = False
         return self.update_of(self._steps)
 
     def update_of(self, step: int) -> ShadowUpdate | None:
@@ -265,6 +272,25 @@ class EMAShadow(Readable):
             apart, norm = sum(part[0] for part in parts), sum(part[1] for part in parts)
         return math.sqrt(apart / norm) if norm else math.sqrt(apart)
 
+    def check_stepped(self) -> None:
+        """Check that ``step`` has been called if the weights changed after the shadow copied them.
+
+        Functions that save or export the shadow call ``check_stepped``. Collective: every rank must
+        call it.
+
+        Raises:
+            EMAError: ``step`` has not been called since the shadow copied the weights, although the
+                weights have changed.
+        """
+        if self._copied and not self._swapped and self.distance() > _ROUNDING_STEP:
+            raise EMAError(
+                "the weights have changed since the shadow copied them, but ema.step() was not "
+                "called, so the shadow averages nothing",
+                key=self.name,
+                fix="call ema.step() after every applied optimizer step; if the weights were "
+                "loaded, call ema.begin_anew()",
+            )
+
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """Return ``steps`` and this rank's fragments, as views keyed by ``name[start:stop]``.
 
@@ -300,7 +326,7 @@ class EMAShadow(Readable):
             if saved.numel() != numel:
                 raise EMAError(f"has {saved.numel()} elements instead of {numel}", key=key)
             _fill(self._tensors, key, saved.view(-1))
-        self._steps = int(state["steps"])
+        self._steps, self._copied = int(state["steps"]), False
 
     @torch.no_grad()
     def begin_anew(self) -> None:
@@ -310,7 +336,7 @@ class EMAShadow(Readable):
             EMAError: The shadow is not attached, or is swapped in.
         """
         self._copy_weights(self._ready("begin_anew()"), self._tensors)
-        self._steps = self._checked = 0
+        self._steps, self._checked, self._copied = 0, 0, True
 
     @property
     def device(self) -> torch.device:
@@ -651,6 +677,23 @@ def _follows(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> bool:
     for update in updates:
         update.finish()
     return True
+
+
+def check_trains(master: MasterWeights) -> None:
+    """Check that the weights are those that a running engine or the caller updates."""
+    if master.closed:
+        raise EMAError(
+            "the engine is closed, so its weights no longer change",
+            key="ema.step()",
+            fix="call ema.step() before closing the engine; attach a new EMAShadow to a new engine",
+        )
+    if StartedEngine.trains(master.bare):
+        raise EMAError(
+            "is attached to a bare model that an engine now trains, and the engine updates its own "
+            "master weights",
+            key="EMAShadow",
+            fix="write ema = EMAShadow(decay=0.999).attach(engine) after zerotune.prepare",
+        )
 
 
 # -- Is the shadow complete?

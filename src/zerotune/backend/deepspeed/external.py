@@ -113,11 +113,13 @@ def _of_module(module: torch.nn.Module) -> MasterWeights:
                 fix="pass the engine that trains the module, not the module itself",
             )
     # Replicas hold the same weights, so nothing needs to be exchanged.
-    return MasterWeights(
+    master = MasterWeights(
         layout=ParameterLayout(module=module),
         group=ProcessGroup.alone(),
         device=next((p.device for p in module.parameters()), torch.device("cpu")),
     )
+    master.bare = frozenset(id(p) for p in module.parameters())
+    return master
 
 
 def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
@@ -437,6 +439,7 @@ class AttachedEngine(ZeROEngine):
         )
         self._verify(builder="the trainer")
         self._trained = frozenset(id(p) for p in self._module.parameters() if p.requires_grad)
+        self.resources.callback(setattr, self._master_weights, "closed", True)
         checked = self._wrapper.inner.register_step_pre_hook(self._before_optimizer)
         self.resources.callback(checked.remove)
         if plan.stage == 3:

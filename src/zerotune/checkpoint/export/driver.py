@@ -107,12 +107,14 @@ def meet(
     engine.group.agree((os.fspath(path), label, *map(str, arguments)), call)
     if weights is None or weights == "trained":
         return engine.master_weights
-    if not isinstance(weights, str) and hasattr(weights, "gather"):
-        return weights
     averages = list(engine.master_weights.averages)
     named = [each for each in averages if each.name == weights]
     if len(named) == 1:
-        return named[0]
+        weights = named[0]
+    if not isinstance(weights, str) and hasattr(weights, "gather"):
+        if hasattr(weights, "check_stepped"):
+            weights.check_stepped()
+        return weights
     names = ("trained", *sorted({each.name for each in averages}))
     raise InvalidValueError(
         f"{len(named)} EMAs with this name are attached to the engine"
