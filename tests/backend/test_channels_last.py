@@ -189,7 +189,7 @@ def test_a_flat_optimizer_refuses_weights_moved_to_channels_last() -> None:
 @ranks(1)
 def test_a_flat_optimizer_refuses_channels_last_weights_with_the_fix() -> None:
     messages = []
-    for arguments in ({"optimizer": "Lamb"}, {"stage": 0}, {"stage": 2}):
+    for arguments in ({"optimizer": "Lamb"}, {"stage": 0}, {"stage": 2}, {"stage": 3}):
         with pytest.raises(EngineError) as caught:
             begin(**arguments)
         messages.append(str(caught.value))

@@ -91,10 +91,20 @@ class Pipeline:
         (Path("models/sdxl"), "load_pretrained"),
         (Pipeline(), r"whole pipeline.*load_pretrained.*pipeline\.unet"),
         (3, "is not a torch"),
+        (torch.nn.Sequential(torch.nn.LazyLinear(2)), r"model\.0 = 'LazyLinear'.*no shape"),
+        (torch.nn.Sequential(torch.nn.Embedding(2, 2, sparse=True)), r"model\.0\.sparse.*False"),
     ],
 )
 def test_an_invalid_model_is_refused_with_the_way_to_make_one(model: Any, words: str) -> None:
     with pytest.raises(InvalidValueError, match=words):
+        zerotune.prepare(model=model, plan=PLAN)
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_compiled_module_is_refused_because_its_names_reach_the_exports(part: bool) -> None:
+    model: Any = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+    model = torch.nn.Sequential(model) if part else model
+    with pytest.raises(InvalidValueError, match="compile=True"):
         zerotune.prepare(model=model, plan=PLAN)
 
 

@@ -81,16 +81,17 @@ def is_torchao(parameter: torch.Tensor) -> bool:
 
 
 def check_model_dtype(model: torch.nn.Module, plan: ResolvedPlan) -> None:
-    """Raise an error if the plan trains in fp32 but would not cast bf16 or fp16 weights.
+    """Raise an error for weights in a dtype that the engine neither trains in nor casts.
 
-    DeepSpeed casts a model to bf16 or fp16 at every stage, but to fp32 only at stage 3. Below stage
-    3, an fp32 plan leaves half-precision weights as they are, and their layers fail on fp32 inputs
-    with "mat1 and mat2 must have the same dtype".
+    DeepSpeed and the host engine cast a model to bf16 or fp16, but to fp32 only from bf16 and fp16
+    at stage 3, which leaves float64 weights as they are. Layers whose weights stay as they are fail
+    with "mat1 and mat2 must have the same dtype". Complex weights would lose their imaginary parts.
 
     Args:
         model: The model.
         plan: The resolved plan.
     """
+    _check_wide(model, plan)
     if plan.precision != "fp32" or (plan.uses_deepspeed and plan.stage == 3):
         return
     half = {dtype: name for name, dtype in DTYPES.items() if name != "fp32"}
@@ -107,6 +108,25 @@ def check_model_dtype(model: torch.nn.Module, plan: ResolvedPlan) -> None:
         value=dtype,
         fix=f"load the model in float32 (torch_dtype=torch.float32, or model.float()){train}",
     )
+
+
+def _check_wide(model: torch.nn.Module, plan: ResolvedPlan) -> None:
+    casts = plan.uses_deepspeed and plan.precision != "fp32" and plan.stage != 3
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.is_complex():
+            fix = "train the real view of the weight (torch.view_as_real)"
+        elif parameter.dtype == torch.float64 and not casts:
+            fix = "write model.float()"
+        else:
+            continue
+        raise EngineError(
+            f"the plan trains in {plan.precision} and needs fp32 master weights",
+            key=f"model.{name}",
+            value=parameter.dtype,
+            fix=fix,
+        )
 
 
 # -- After the start: the running engine, compared with the plan.

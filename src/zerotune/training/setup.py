@@ -274,6 +274,7 @@ def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan:
 def check_model(model: Any) -> None:
     """Check that the model is a module that can be trained."""
     if isinstance(model, torch.nn.Module):
+        _check_whole(model)
         return
     value: Any = model if isinstance(model, str | os.PathLike) else type(model).__name__
     if isinstance(model, str | os.PathLike):
@@ -286,6 +287,35 @@ def check_model(model: Any) -> None:
     else:
         why, fix = "is not a torch.nn.Module", "pass the module to train"
     raise InvalidValueError(why, key="model", value=value, fix=fix)
+
+
+def _check_whole(model: torch.nn.Module) -> None:
+    """Check that no module is compiled by name, lazy, or trained with sparse gradients."""
+    for name, module in model.named_modules():
+        key, value = f"model.{name}" if name else "model", type(module).__name__
+        if "_orig_mod" in vars(module)["_modules"]:
+            raise InvalidValueError(
+                "torch.compile returned this module, which adds _orig_mod to the names of weights "
+                "in checkpoints and exports",
+                key=key,
+                value=value,
+                fix="pass the original module and compile=True, or write "
+                "module.forward = torch.compile(module.forward)",
+            )
+        if any(map(torch.nn.parameter.is_lazy, module.parameters(recurse=False))):
+            raise InvalidValueError(
+                "is a lazy module, whose weights have no shape yet",
+                key=key,
+                value=value,
+                fix="call the model once before you pass it",
+            )
+        if getattr(module, "sparse", None) is True and module.weight.requires_grad:
+            raise InvalidValueError(
+                "has sparse gradients, which no engine supports",
+                key=f"{key}.sparse",
+                value=True,
+                fix="write sparse=False",
+            )
 
 
 def check_objective(objective: Any, model: torch.nn.Module) -> None:

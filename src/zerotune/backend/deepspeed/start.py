@@ -158,8 +158,8 @@ def check_plan(plan: ResolvedPlan) -> None:
 def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
     """Raise an error for parameters that DeepSpeed cannot handle.
 
-    A parameter must not be 0-dimensional. At stage 3, a parameter must not be empty; below stage 3,
-    the elements of its last dimension must be contiguous.
+    A parameter must not be 0-dimensional, the elements of its last dimension must be contiguous,
+    and at stage 3 it must not be empty.
 
     Args:
         plan: The resolved plan.
@@ -172,10 +172,15 @@ def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
             what = "broadcast a parameter without dimensions"
             fix = "use a parameter with one element (torch.nn.Parameter(torch.tensor([x]))), or "
             fix += "train with the plain engine"
-        elif plan.stage != 3 and parameter.stride(-1) != 1:
-            value, what = parameter.stride(), "broadcast a parameter with a strided layout"
-            fix = "call model.to(memory_format=torch.contiguous_format) before building the "
-            fix += "engine, or train with the plain engine"
+        # At stage 0 in fp32, FusedAdam pairs weights and gradients of different memory orders.
+        elif parameter.stride(-1) != 1 or (plan.stage == 0 and not parameter.is_contiguous()):
+            value, what = parameter.stride(), "train a parameter with a strided layout"
+            fix = "before building the engine, call "
+            fix += (
+                "model.to(memory_format=torch.contiguous_format) if the weight is channels_last, "
+            )
+            fix += "or write parameter.data = parameter.data.contiguous() if it is transposed; or "
+            fix += "train with the plain engine"
         # Stages 0 to 2 leave an empty parameter as it is; at stage 3, gathering it fails, even if
         # it is frozen.
         elif plan.stage == 3 and math.prod(value) == 0:

@@ -80,7 +80,7 @@ KEY = "streamed"
 _OF_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")
 _STREAMED_STORAGES = {"nf4", "fp4"}
 """Quantization formats of a frozen base that can be streamed; all others use special tensors."""
-_CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+_CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class StreamEngine(CountingEngine):

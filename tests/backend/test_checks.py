@@ -1,0 +1,93 @@
+"""A model's dtypes are trained as they are, cast by the engine, or refused before the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import ranks
+from tests.support.runs import build
+from zerotune.errors import EngineError
+from zerotune.plan.model import DeepSpeedPlan
+
+pytestmark = pytest.mark.deepspeed
+
+
+def begin(dtype: torch.dtype, stage: int | None, precision: str, engine: Any = None) -> Any:
+    torch.manual_seed(0)
+    plan = DeepSpeedPlan.build(
+        stage=stage or 0,
+        offload="cpu" if engine == "host" else "none",
+        precision=precision,
+        micro_batch_size=2,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-2}},
+    )
+    model = torch.nn.Linear(4, 4).to(dtype)
+    return build(model, plan, deepspeed=stage is not None, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "precision"),
+    [
+        (torch.float64, None, "fp32"),
+        (torch.float64, 2, "fp32"),
+        (torch.float64, 3, "bf16"),
+        (torch.complex64, None, "fp32"),
+        (torch.complex64, 2, "bf16"),
+    ],
+)
+@ranks(1)
+def test_weights_that_no_engine_casts_are_refused(
+    dtype: torch.dtype, stage: int | None, precision: str
+) -> None:
+    with pytest.raises(EngineError, match=rf"model\.weight = {dtype}.*fp32 master weights"):
+        begin(dtype, stage, precision)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "host"])
+@ranks(1)
+def test_float64_weights_train_where_the_engine_casts_them(engine: str) -> None:
+    weights = []
+    for dtype in (torch.float32, torch.float64):
+        with begin(dtype, 2, "bf16", engine) as running:
+            loss = running(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean()
+            running.backward(loss)
+            running.step()
+            weights.append({name: full.clone() for name, full in running.master_weights.gather()})
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@ranks(1)
+def test_a_permuted_weight_is_trained_in_its_own_order_or_refused(stage: int) -> None:
+    class Permuted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            generator = torch.Generator().manual_seed(0)
+            stored = torch.randn(4, 8, 8, generator=generator).permute(1, 0, 2)
+            self.weight = torch.nn.Parameter(stored)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight.tanh().sum((0, 1))
+
+    plan = DeepSpeedPlan.build(
+        stage=stage, precision="fp32", micro_batch_size=2, gradient_clipping=0,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
+    )  # fmt: skip
+    if stage == 0:
+        with pytest.raises(EngineError, match=r"model\.weight = \(8, 64, 1\).*strided"):
+            build(Permuted(), plan)
+        return
+    reference, x = Permuted(), torch.randn(2, 8)
+    ordinary = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0)
+    with build(Permuted(), plan) as engine:
+        for _ in range(2):
+            ordinary.zero_grad()
+            reference(x).square().mean().backward()
+            ordinary.step()
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        ((_, mine),) = engine.master_weights.gather()
+    torch.testing.assert_close(mine, reference.weight.detach(), rtol=0, atol=1e-6)
