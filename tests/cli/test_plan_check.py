@@ -111,6 +111,14 @@ def test_values_that_a_run_fills_in_are_not_errors(check):
     assert "[error]" not in out
 
 
+def test_automatic_warmup_is_not_reported_as_no_warmup(check):
+    names = ("warmup_num_steps", "warmup_min_lr", "warmup_max_lr")
+    scheduler = {"type": "WarmupLR", "params": dict.fromkeys(names, "auto")}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
+    config = {**CLEAN, "optimizer": optimizer, "scheduler": scheduler}
+    assert check(config, "--strict") == (0, "ds.json: nothing to report at 1 process\n", "")
+
+
 @pytest.mark.parametrize("content", ["{", '{"a": 1,, }', "\x00"])
 def test_an_unreadable_file_gives_status_2(check, content):
     status, out, err = check(content)

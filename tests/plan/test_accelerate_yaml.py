@@ -361,7 +361,7 @@ def test_malformed_yaml_gives_line_and_column(read, text, error, line):
 @pytest.mark.parametrize(
     ("text", "error", "key"),
     [
-        ("distributed_type: MULTI_GPU", InvalidValueError, "deepspeed_config"),
+        ("distributed_type: MULTI_GPU", InvalidValueError, "distributed_type"),
         ("deepspeed_config:", InvalidValueError, "deepspeed_config"),
         ("- 1", InvalidValueError, None),
         ("deepspeed_config: {zero_stag: 2}", UnknownKeyError, "deepspeed_config.zero_stag"),

@@ -153,6 +153,11 @@ class TestSize:
         with pytest.raises(PlanFileError, match=r"larger than 16\.00 MiB"):
             DeepSpeedPlan.from_json("/dev/zero")
 
+    def test_a_pipe_that_nothing_writes_to_is_refused(self, tmp_path):
+        os.mkfifo(tmp_path / "ds.json")
+        with pytest.raises(PlanFileError, match="is a pipe"):
+            DeepSpeedPlan.from_json(tmp_path / "ds.json")
+
     def test_a_file_with_too_many_values_is_refused(self, tmp_path):
         file = tmp_path / "ds.json"
         file.write_text('{"_note": ["a,b", ' + "1.5," * 900_000 + "2]}")

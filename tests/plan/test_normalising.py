@@ -4,6 +4,7 @@ import pytest
 
 from zerotune.errors import PlanConflictError, PlanError
 from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.model import ZeroSection
 
 
 def normalised(config):
@@ -131,9 +132,20 @@ def test_legacy_offload_beside_a_conflicting_section_is_refused():
     assert caught.value.key == "zero_optimization.cpu_offload"
 
 
-def test_legacy_offload_beside_an_agreeing_section_is_dropped():
-    config = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}
-    assert normalised(config)[0] == {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+@pytest.mark.parametrize("legacy", [True, False])
+def test_legacy_offload_beside_its_section_is_refused_as_deepspeed_does(legacy):
+    config = {"zero_optimization": {"cpu_offload": legacy, "offload_optimizer": {"device": "cpu"}}}
+    with pytest.raises(PlanConflictError, match="DeepSpeed rejects a file with both"):
+        normalised(config)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("legacy", [True, False])
+def test_deepspeed_refuses_legacy_offload_beside_its_section(legacy):
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    with pytest.raises(AssertionError, match="together"):
+        DeepSpeedZeroConfig(cpu_offload=legacy, offload_optimizer={"device": "cpu"})
 
 
 def test_an_enabled_removed_section_is_kept_for_the_rules_to_refuse():
@@ -145,3 +157,51 @@ def test_a_legacy_value_of_the_wrong_type_is_named():
     with pytest.raises(PlanError) as caught:
         DeepSpeedPlan.from_dict({"zero_optimization": {"cpu_offload": [1]}})
     assert caught.value.key == "zero_optimization.cpu_offload"
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"aio": {"thread_count": 2}}, "aio.thread_count"),
+        ({"optimizer": {"name": "AdamW"}}, "optimizer.name"),
+        (
+            {"zero_optimization": {"stage3_param_persitance_threshold": 5}},
+            "zero_optimization.stage3_param_persitance_threshold",
+        ),
+    ],
+)
+def test_a_spelling_that_deepspeed_does_not_read_is_no_documented_one(config, key):
+    (decision,) = DeepSpeedPlan.from_dict(config).decisions
+    assert (decision.key, decision.severity) == (key, "warning")
+    assert "DeepSpeed does not read this key" in decision.reason
+
+
+@pytest.mark.deepspeed
+def test_deepspeed_reads_the_other_spellings_of_its_keys():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    names = {*fields, *(field.alias for field in fields.values())}
+    assert {name for name in ZeroSection.aliases if name not in names} == ZeroSection.unread
+
+
+def test_a_device_that_deepspeed_rejects_is_reported_as_such():
+    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}}
+    (decision,) = DeepSpeedPlan.from_dict(config).decisions
+    assert (decision.before, decision.after) == ("gpu", "none")
+    assert decision.reason == "DeepSpeed rejects this spelling"
+
+
+@pytest.mark.parametrize("section", [{"enabled": False}, False, None])
+def test_a_removed_section_is_a_warning_even_if_it_is_disabled(section):
+    (decision,) = DeepSpeedPlan.from_dict({"amp": section}).decisions
+    assert (decision.severity, decision.after) == ("warning", None)
+    assert "DeepSpeed 0.19 rejects the key even if disabled" in decision.reason
+
+
+@pytest.mark.deepspeed
+def test_deepspeed_rejects_a_removed_section_even_if_it_is_disabled():
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    with pytest.raises(DeepSpeedConfigError, match="AMP"):
+        DeepSpeedConfig({"train_batch_size": 1, "amp": {"enabled": False}})

@@ -84,10 +84,21 @@ def test_a_trainers_yaml_may_name_its_configuration_file(tmp_path, key):
 
 
 def test_an_accelerate_yaml_without_its_block_is_refused_as_such(tmp_path):
-    text = "distributed_type: MULTI_GPU\ngradient_clipping: 1.0\n"
+    text = "distributed_type: DEEPSPEED\ngradient_clipping: 1.0\n"
     with pytest.raises(InvalidValueError) as caught:
         DeepSpeedPlan.load(written(tmp_path, "a.yaml", text))
     assert caught.value.key == "deepspeed_config"
+
+
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "FSDP"])
+def test_a_file_for_other_training_gets_no_advice_that_accelerate_would_ignore(tmp_path, kind):
+    text = f"distributed_type: {kind}\nmixed_precision: bf16\n"
+    with pytest.raises(InvalidValueError, match="without DeepSpeed") as caught:
+        DeepSpeedPlan.load(written(tmp_path, "a.yaml", text))
+    assert caught.value.key == "distributed_type"
+    assert "choose DeepSpeed" in caught.value.fix
+    assert "add a deepspeed_config block" not in caught.value.fix
+    assert ("FULL_SHARD" in caught.value.fix) == (kind == "FSDP")
 
 
 def test_hjson_is_recognised_and_the_error_shows_the_conversion(tmp_path):

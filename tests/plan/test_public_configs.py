@@ -167,10 +167,6 @@ def test_parameter_offload_below_stage_3_gives_a_warning():
         ({"cpu_offload": True}, {"offload_optimizer": {"device": "cpu"}}),
         ({"cpu_offload_params": True}, {"offload_param": {"device": "cpu"}}),
         (
-            {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}},
-            {"offload_optimizer": {"device": "cpu"}},
-        ),
-        (
             {"stage3_gather_fp16_weights_on_model_save": True},
             {"stage3_gather_16bit_weights_on_model_save": True},
         ),

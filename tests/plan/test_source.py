@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.errors import PlanSyntaxError
-from zerotune.plan.source import key_lines, parse_json
+from zerotune.plan.source import _Json, key_lines, parse_json
 
 JSON_VALUES = st.recursive(
     st.none()
@@ -142,3 +142,19 @@ def test_a_byte_order_mark_is_skipped():
 
 def test_a_surrogate_pair_is_read_as_one_character():
     assert parse_json('"\\ud83d\\ude00"', source="x")[0] == "\U0001f600"
+
+
+def test_line_breaks_are_counted_once_however_many_keys_there_are():
+    scanned = 0
+
+    class Text(str):
+        def count(self, part, start=0, end=None):
+            nonlocal scanned
+            end = len(self) if end is None else end
+            scanned += end - start
+            return super().count(part, start, end)
+
+    text = "{\n" + ",\n".join(f'"k{number}": {number}' for number in range(500)) + "\n}"
+    lines = dict(_Json(Text(text), "ds.json").key_lines())
+    assert lines == {f"k{number}": number + 2 for number in range(500)}
+    assert scanned <= len(text)

@@ -286,6 +286,7 @@ def _draw_chart(
 
 _ASSUMED_LR: Final = 1e-4
 _ASSUMED_STEPS: Final = 10_000
+_ASSUMED_WARMUP: Final = 100
 
 
 class _Check(Below):
@@ -445,7 +446,7 @@ def _open_run(plan: DeepSpeedPlan) -> Any:
     return RunFacts(
         lr=_ASSUMED_LR if optimizer.get("lr", AUTO) == AUTO else None,
         total_steps=_ASSUMED_STEPS if automatic else None,
-        warmup_steps=0 if automatic else None,
+        warmup_steps=_ASSUMED_WARMUP if automatic else None,
     )
 
 

@@ -120,7 +120,15 @@ def translate(
         folder: Folder in which a relative ``deepspeed_config_file`` is looked up first.
         spelled: Names of keys to show in messages, if they differ from the keys in ``content``.
     """
-    block = content.get(BLOCK)
+    block, written = content.get(BLOCK), content.get("distributed_type")
+    if block is None and isinstance(written, str) and written.upper() != "DEEPSPEED":
+        raise InvalidValueError(
+            f"{source} configures training without DeepSpeed",
+            key="distributed_type",
+            value=written,
+            fix="choose DeepSpeed in `accelerate config`"
+            + ("; zero_stage 3 shards like FULL_SHARD" if written.upper() == "FSDP" else ""),
+        )
     if not isinstance(block, Mapping):
         raise InvalidValueError(
             f"{source} has no DeepSpeed settings",

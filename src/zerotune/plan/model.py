@@ -324,6 +324,8 @@ class Choice(Kind):
     choices: tuple[str, ...]
     synonyms: Mapping[str, str] = attrs.field(factory=dict)
     """Choice that each synonym stands for; synonyms are in lower case."""
+    respelt: str = "a different spelling"
+    """Reason to report if the value is not spelt like the choice."""
     null: str | None = None
     """Choice that ``null`` stands for; if ``None``, ``null`` leaves the key unset."""
     unoffered: tuple[str, ...] = ()
@@ -346,7 +348,7 @@ class Choice(Kind):
         if isinstance(word, str):
             word = self.synonyms.get(word, word)
         self.check(word, key)
-        return word, None if word == value else "written as DeepSpeed spells it"
+        return word, None if word == value else self.respelt
 
     def _fix(self) -> str:
         return "write one of " + ", ".join(
@@ -545,6 +547,8 @@ class Section:
 
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other spellings of modelled keys."""
+    unread: ClassVar[frozenset[str]] = frozenset()
+    """Spellings among ``aliases`` that DeepSpeed ignores or rejects."""
     passed_through: ClassVar[frozenset[str]] = frozenset()
     """Keys that DeepSpeed knows and zerotune keeps unchecked in ``extra``."""
 
@@ -640,10 +644,11 @@ def _own_copy(value: Any) -> Any:
 def _check_extra(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, Mapping):
         raise InvalidValueError("must be a mapping", key=attribute.name, value=value)
-    for key in value:
-        if key in {field.name for field in modelled(type(instance))}:
+    for field in modelled(type(instance)) if value else ():
+        if field.name in value:
+            key = field.name
             raise InvalidValueError(
-                "is a regular field", key=str(key), fix=f"pass {key}=… as an argument, not in extra"
+                "is a regular field", key=key, fix=f"pass {key}=… as an argument, not in extra"
             )
 
 
@@ -823,12 +828,12 @@ def _canonical_key(
             value=raw[written],
             fix=f"remove {written!r}",
         )
-    log.decide(
-        key=join(key, written),
-        before=written,
-        after=name,
-        reason=f"DeepSpeed's documented spelling of this key is {name!r}",
-    )
+    if written in cls.unread:
+        why = f"DeepSpeed does not read this key; zerotune reads it as {name!r}"
+        log.decide(join(key, written), written, name, why, "warning")
+    else:
+        why = f"DeepSpeed's documented spelling of this key is {name!r}"
+        log.decide(join(key, written), written, name, why)
     return name
 
 
@@ -966,6 +971,14 @@ ZERO_ALIASES: Final = {
     "stage3_param_persitence_threshold": "stage3_param_persistence_threshold",
 }
 """Other names that DeepSpeed accepts for a setting, and misspellings found in public files."""
+MISSPELT_ZERO: Final = frozenset(
+    {
+        "stage3_param_persitance_threshold",
+        "stage3_param_persistance_threshold",
+        "stage3_param_persitence_threshold",
+    }
+)
+"""Keys of ``ZERO_ALIASES`` that DeepSpeed rejects."""
 
 OFFLOAD: Final = frozenset({"super_offload", "cpuadam_cores_perc"})
 BF16: Final[frozenset[str]] = frozenset()
@@ -1121,8 +1134,9 @@ class _Translating:
             if isinstance(value, Mapping):
                 off = value.get("enabled", bool(value)) is False
             if off:
-                why = f"DeepSpeed 0.19 removed {what}; the disabled key is dropped"
-                self.log.decide(join(self.path, key), self.section.pop(key), None, why)
+                why = f"dropped; DeepSpeed 0.19 rejects the key even if disabled: it removed {what}"
+                path = join(self.path, key)
+                self.log.decide(path, self.section.pop(key), None, why, "warning")
 
     def _boolean_zero(self) -> None:
         value = self.section.get("zero_optimization")
@@ -1181,16 +1195,14 @@ class _Translating:
     def _legacy_offload(self, key: str, modern: str) -> None:
         value = self.section.pop(key)
         enabled = value is not None and Boolean(auto=False).read(value, f"{self.path}.{key}")[0]
-        current = self.section.get(modern)
-        device = current.get("device") if isinstance(current, Mapping) else None
-        if enabled and current is not None and device != "cpu":
+        if modern in self.section:
             raise PlanConflictError(
-                f"requests CPU offload, but {modern} sets the device {device!r}",
+                f"is the deprecated form of {modern}, and DeepSpeed rejects a file with both",
                 key=f"{self.path}.{key}",
                 value=value,
-                fix=f"remove {key}, and set the device in {modern}",
+                fix=f"remove {key}",
             )
-        if enabled and current is None:
+        if enabled:
             self.section[modern] = {"device": "cpu"}
         self.log.decide(
             key=f"{self.path}.{key}",
@@ -1257,7 +1269,12 @@ class OffloadSection(Section):
     passed_through: ClassVar[frozenset[str]] = OFFLOAD
 
     device: str | None = setting(
-        Choice(choices=(*OFFLOAD_DEVICES, "auto"), synonyms=_DEVICE_SYNONYMS, null="none")
+        Choice(
+            choices=(*OFFLOAD_DEVICES, "auto"),
+            synonyms=_DEVICE_SYNONYMS,
+            respelt="DeepSpeed rejects this spelling",
+            null="none",
+        )
     )
     """``"none"``, ``"cpu"`` (host memory) or ``"nvme"`` (files; stage 3 only)."""
     nvme_path: str | None = setting(Folder())
@@ -1292,6 +1309,7 @@ class ZeroSection(Section):
 
     passed_through: ClassVar[frozenset[str]] = ZERO
     aliases: ClassVar[Mapping[str, str]] = ZERO_ALIASES
+    unread: ClassVar[frozenset[str]] = MISSPELT_ZERO
 
     stage: int | Auto | None = setting(Integer(maximum=3))
     """What is partitioned: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
@@ -1408,6 +1426,7 @@ class OptimizerSection(Section):
 
     passed_through: ClassVar[frozenset[str]] = OPTIMIZER
     aliases: ClassVar[Mapping[str, str]] = {"name": "type", "parameters": "params"}
+    unread: ClassVar[frozenset[str]] = frozenset(aliases)
 
     type: str | None = setting(Text())
     params: Mapping[str, Any] | None = setting(Free())
@@ -1420,6 +1439,7 @@ class SchedulerSection(Section):
     """``scheduler`` as written; ``zerotune.optim`` resolves it."""
 
     aliases: ClassVar[Mapping[str, str]] = {"name": "type", "parameters": "params"}
+    unread: ClassVar[frozenset[str]] = frozenset(aliases)
 
     type: str | None = setting(Text())
     params: Mapping[str, Any] | None = setting(Free())
@@ -1433,6 +1453,7 @@ class AioSection(Section):
 
     passed_through: ClassVar[frozenset[str]] = AIO
     aliases: ClassVar[Mapping[str, str]] = {"thread_count": "intra_op_parallelism"}
+    unread: ClassVar[frozenset[str]] = frozenset(aliases)
 
     block_size: int | Auto | None = setting(Integer(minimum=1))
     """Bytes of one request."""

@@ -332,7 +332,8 @@ SETTING_RULES: Final = (
         {_OPTIMIZER: active, _PARAM: active},
         stages=(0,),
         summary="Nothing is offloaded at stage 0.",
-        reason="DeepSpeed ignores offload at stage 0, so the section is removed",
+        reason="at stage 0 DeepSpeed leaves the weights on the device and builds an optimizer for "
+        "the CPU, which rejects them, so the section is removed",
         fix="set zero_optimization.stage to 2 to offload",
         after=None,
     ),
@@ -1165,6 +1166,12 @@ _LARGE_BUCKET: Final = 512 * 1024**2
 """Minimum bytes of reduce buckets for a note; ``"auto"`` uses a tenth."""
 
 
+_TWO_BUCKETS: Final = {
+    True: ", because overlap_comm needs two buckets",
+    False: ", because zerotune turns overlap_comm on for offload, which needs two buckets",
+}
+
+
 @rule(
     "stage-auto",
     "warning",
@@ -1381,7 +1388,7 @@ def large_bucket(case: Case, this: Rule) -> Findings:
             "zero_optimization.reduce_bucket_size",
             size,
             cost=format_size(cost),
-            doubled=", because overlap_comm needs two buckets" if buckets == 2 else "",
+            doubled=_TWO_BUCKETS[zero.overlap_comm is True] if buckets == 2 else "",
         )
 
 

@@ -220,6 +220,7 @@ class _Json:
         # Prefix of the paths inside each open bracket; ``None`` in a list.
         open_ones: list[str | None] = []
         below: str | None = ""
+        line, counted = 1, 0
         for match in _TOKENS.finditer(_without_escapes(plain)):
             written = plain[match.start() : match.end()]
             if written in ("{", "["):
@@ -229,7 +230,9 @@ class _Json:
                 open_ones.pop()
             elif match["colon"] and open_ones[-1] is not None:
                 path = open_ones[-1] + json.loads(written.rstrip(": \t\r\n"))
-                yield path, self._line_and_column(match.start())[0]
+                line += self.text.count("\n", counted, match.start())
+                counted = match.start()
+                yield path, line
                 below = f"{path}."
 
     def error(self, at: int, reason: str, fix: str) -> PlanSyntaxError:
@@ -461,6 +464,13 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
     name = key or "file"
     try:
         largest = _LARGEST_FILE
+        if path.is_fifo():
+            raise PlanFileError(
+                "is a pipe, and reading it may wait for ever",
+                key=name,
+                value=str(path),
+                fix="save the configuration in a file",
+            )
         with path.open("rb") as file:
             content = file.read(largest + 1)
         _refuse_too_large(len(content), largest, str(path), name)

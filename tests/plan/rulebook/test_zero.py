@@ -142,6 +142,8 @@ def test_large_reduce_bucket(keys, bf16, cost):
     if cost is not None:
         assert cost in findings[0].reason
         assert ("two buckets" in findings[0].reason) == (cost in ("1.86 GiB", "3.73 GiB"))
+        chosen = "overlap_comm" not in keys and "two buckets" in findings[0].reason
+        assert ("zerotune turns overlap_comm on" in findings[0].reason) == chosen
     config["zero_optimization"]["reduce_bucket_size"] = 30_000_000
     assert find("large-reduce-bucket", config) == []
 
