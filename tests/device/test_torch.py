@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.device import on_device
 
@@ -66,3 +67,12 @@ def test_a_tensor_is_saved_and_loaded_with_its_device(tmp_path):
     torch.save(there, tmp_path / "tensor.pt")
     assert torch.load(tmp_path / "tensor.pt").device.type == "simdev"
     assert torch.load(tmp_path / "tensor.pt", map_location="cpu").tolist() == [0, 1, 2]
+
+
+@on_device(lateness=0.0)
+def test_work_that_runs_while_code_is_traced_is_not_part_of_the_trace():
+    there = torch.ones(4).pin_memory().to("simdev", non_blocking=True)
+    doubled = there * 2
+    with FakeTensorMode():
+        torch.simdev.synchronize()
+    assert doubled.tolist() == [2] * 4

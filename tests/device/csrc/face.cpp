@@ -166,6 +166,7 @@ void define_clock(py::module_& m) {
 
 PYBIND11_MODULE(simdev, m) {
   make_arena();
+  prepare();
   c10::SetAllocator(kType, &device_allocator());
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   m.def("seed_order", [](uint64_t seed, double lateness, size_t ahead) {

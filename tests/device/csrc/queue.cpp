@@ -1,5 +1,8 @@
 #include "queue.h"
 
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <deque>
@@ -26,6 +29,16 @@ std::function<void(const char*)> watcher;
 thread_local StreamId current = kDefaultStream;
 thread_local bool inside = false;
 
+// The state of a thread that only runs kernels: it neither traces code nor records gradients.
+const at::ThreadLocalState& plain_state() {
+  static const auto* instance = [] {
+    c10::NoGradGuard no_grad;
+    at::AutoDispatchBelowADInplaceOrView below;
+    return new at::ThreadLocalState();
+  }();
+  return *instance;
+}
+
 void push(StreamId stream, Task task) {
   queues[stream].push_back(std::move(task));
   ++pending;
@@ -40,6 +53,8 @@ void run_first(StreamId stream) {
   if (queue.empty()) queues.erase(stream);
   --pending;
   if (task.work) {
+    // The host may do anything meanwhile, such as trace code that the work is no part of.
+    const at::ThreadLocalStateGuard plain(plain_state());
     const bool before = inside;
     inside = true;
     try {
@@ -218,6 +233,8 @@ void drain(StreamId stream, const std::string& why) {
   count("drained: " + why);
   finish(stream, why);
 }
+
+void prepare() { plain_state(); }
 
 void settle() {
   Lock lock(mutex());

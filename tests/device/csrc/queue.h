@@ -43,6 +43,8 @@ StreamId current_stream();
 StreamId exchange_stream(StreamId stream);
 StreamId new_stream();
 
+// Before any work is queued, and before any code is traced.
+void prepare();
 void enqueue(StreamId stream, std::function<void()> work, const Cost& cost);
 // For the allocator's own work: it takes no time, and nothing else runs meanwhile.
 void append(StreamId stream, std::function<void()> work);
