@@ -137,7 +137,8 @@ class Case:
     """Whether the EMA is evaluated after every second step."""
     middle: str = ""
     """What happens after half of the steps: ``"resume"`` saves, and goes on in a new engine;
-    ``"exhaust"`` repeats a step that found no memory; ``"close"`` closes after a backward pass."""
+    ``"exhaust"`` repeats a step that found no memory; ``"drop"`` drops graphs of forward passes;
+    ``"close"`` closes after a backward pass."""
     ranks: int = 1
     steps: int = 4
 
@@ -342,6 +343,8 @@ def run(case: Case, seed: int, lateness: float, folder: Path) -> dict[str, Any]:
         else:
             if case.middle == "exhaust":
                 exhaust(case, engine)
+            elif case.middle == "drop":
+                losses += [loss_of(case, engine, 8).detach() for _ in range(2)]
             norms += advance(case, engine, ema, range(half, case.steps), losses)
             kept = contents(engine, ema)
     if case.middle == "resume":
@@ -416,6 +419,7 @@ def _matrix() -> Iterator[Case]:
         streamed("reentrant checkpointing", checkpointing="reentrant"),
         streamed("activation offload", checkpointing="offloaded"),
         streamed("activation offload, no clipping", checkpointing="offloaded", clipping=0.0),
+        streamed("activation offload, graphs dropped", checkpointing="offloaded", middle="drop"),
         streamed("split masters", streamed=split),
         streamed("split masters, bf16 moments", streamed=split, optimizer="AdamWBF16States"),
         streamed("split masters, 8-bit moments", streamed=split, optimizer="AdamW8BitStates"),
@@ -502,6 +506,8 @@ def _matrix() -> Iterator[Case]:
         zero(2, "no offload", offload="none"),
         zero(2, "no offload, EMA on the device", offload="none", ema="device", swapped_in=True),
         zero(2, "no offload, activation offload", offload="none", checkpointing="offloaded"),
+        zero(2, "no offload, activation offload, graphs dropped", offload="none",
+             checkpointing="offloaded", middle="drop"),
         zero(3, "no offload", offload="none"),
         zero(3, "CPU offload"),
         zero(3, "CPU offload, hidden", hidden=True),

@@ -254,8 +254,7 @@ class StreamTransfers:
 
     def release(self, stored: Stored) -> None:
         """Return the block to the pool; copies that reuse it run later on the side stream."""
-        # The device tensor may be dropped at the same time, and its memory reused.
-        self._computation().wait_event(stored.event)
+        # A copy that still runs may read device memory that is reused. Nobody needs what it copies.
         if stored.buffer is not None:
             self.pool.give(stored.buffer)
 

@@ -1,8 +1,7 @@
 #include "queue.h"
 
-#include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <deque>
@@ -29,12 +28,11 @@ std::function<void(const char*)> watcher;
 thread_local StreamId current = kDefaultStream;
 thread_local bool inside = false;
 
-// The state of a thread that only runs kernels: it neither traces code nor records gradients.
-const at::ThreadLocalState& plain_state() {
+// How a thread dispatches that only runs kernels: it neither traces, casts nor records gradients.
+const c10::impl::LocalDispatchKeySet& plain_dispatch() {
   static const auto* instance = [] {
-    c10::NoGradGuard no_grad;
     at::AutoDispatchBelowADInplaceOrView below;
-    return new at::ThreadLocalState();
+    return new c10::impl::LocalDispatchKeySet(c10::impl::tls_local_dispatch_key_set());
   }();
   return *instance;
 }
@@ -53,8 +51,9 @@ void run_first(StreamId stream) {
   if (queue.empty()) queues.erase(stream);
   --pending;
   if (task.work) {
-    // The host may do anything meanwhile, such as trace code that the work is no part of.
-    const at::ThreadLocalStateGuard plain(plain_state());
+    // The host may do anything meanwhile, such as trace code that the work is no part of. (Setting
+    // the thread's whole state would need Python's lock, whose owner may wait for this mutex.)
+    const c10::impl::ForceDispatchKeyGuard plain(plain_dispatch());
     const bool before = inside;
     inside = true;
     try {
@@ -234,7 +233,7 @@ void drain(StreamId stream, const std::string& why) {
   finish(stream, why);
 }
 
-void prepare() { plain_state(); }
+void prepare() { plain_dispatch(); }
 
 void settle() {
   Lock lock(mutex());
