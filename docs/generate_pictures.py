@@ -173,6 +173,8 @@ def _draw_panel(
     axis.set_yticks(range(len(names)), names, fontsize=fontsize)
     axis.set_ylim(len(names), -MARGIN)
     axis.margins(x=0.12)
+    if not most:
+        axis.set_xlim(0, 1)
     axis.tick_params(axis="x", labelsize=8)
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
