@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from tests.support.ranks import RanksFailed, free_port, on_a_machine, ranks, run_ranks
@@ -48,6 +49,24 @@ def test_a_launchers_environment_is_parsed() -> None:
 def test_an_incomplete_launcher_environment_raises_an_error_naming_the_missing_variables() -> None:
     variables = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE")}
     with pytest.raises(EngineError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
+        Launch.from_environment(variables)
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_that_srun_or_mpi_start_without_a_rendezvous_are_refused(name: str) -> None:
+    with pytest.raises(EngineError, match=rf"{name} = '2'.*torchrun .*--nproc-per-node=2"):
+        Launch.from_environment({name: "2"})
+    assert Launch.from_environment({name: "1"}) == Launch()
+    assert Launch.from_environment(TORCHRUN | {name: "2"}).world_size == 2
+
+
+@ranks(1)
+def test_processes_of_srun_are_accepted_in_a_group_that_the_script_created() -> None:
+    variables = {"SLURM_STEP_NUM_TASKS": "2"}
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    assert Launch.from_environment(variables) == Launch()
+    dist.destroy_process_group()
+    with pytest.raises(EngineError, match="train alone"):
         Launch.from_environment(variables)
 
 

@@ -37,6 +37,8 @@ from zerotune.errors import (
 T = TypeVar("T")
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TASKS: Final = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables in which ``srun`` and MPI's launchers write the number of processes they start."""
 _DEFAULT_TIMEOUT_S = 600.0
 _SETTLING_S: Final = 2.0
 """Seconds that a process may take to end after its connections are closed."""
@@ -92,6 +94,7 @@ class Launch:
         # `accelerate launch` with one process, and many notebooks, set some of these variables
         # without requesting a process group; only RANK or WORLD_SIZE requests one.
         if "RANK" not in given and "WORLD_SIZE" not in given:
+            _check_single(variables)
             return cls()
         missing = [name for name in _TORCHRUN if name not in given]
         if missing:
@@ -120,6 +123,24 @@ class Launch:
                 fix="let the launcher set RANK and WORLD_SIZE",
             )
         return launch
+
+
+def _check_single(variables: Mapping[str, str]) -> None:
+    """Check that srun or MPI started no other process, which would train alone and save as well."""
+    if dist.is_available() and dist.is_initialized():
+        return
+    for name in _TASKS:
+        count = variables.get(name, "1")
+        if count not in ("0", "1"):
+            raise EngineError(
+                f"{count} processes were started without RANK and MASTER_ADDR, so each would train "
+                "alone and write the same files",
+                key=name,
+                value=count,
+                fix="start one launcher per machine, which starts the processes (srun "
+                f"--ntasks-per-node=1 torchrun --nnodes=1 --nproc-per-node={count} train.py), or "
+                f"unset {name} to train in this process alone",
+            )
 
 
 def rank_and_world_size() -> tuple[int, int]:
