@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +65,43 @@ def in_turn(places: tuple[Case, ...]) -> list[list[float]]:
 def test_the_module_of_a_closed_engine_trains_under_the_next_engine() -> None:
     ((first, *_), (last, *_)) = (run_ranks(in_turn, places)[0] for places in (PLACES, PLACES[::-1]))
     assert first == pytest.approx(last, rel=5e-5)
+
+
+class Shift(torch.nn.Module):
+    """Returns its parameter, which DeepSpeed registers with the module that called it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+class Shifted(torch.nn.Module):
+    """A layer, and a parameter that another module returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.shift = torch.nn.Linear(8, 8), Shift()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.shift()
+
+
+@pytest.mark.deepspeed
+@ranks(1)
+def test_a_closed_engine_frees_its_model_and_leaves_deepspeed_as_it_was() -> None:
+    kept = []
+    for _ in range(2):
+        model = Shifted()
+        kept.append(weakref.ref(model))
+        with start(Case(stage=3), model) as engine:
+            engine.backward(engine(torch.ones(4, 8)).square().mean())
+            engine.step()
+        del model, engine
+        gc.collect()
+    assert [each() for each in kept] == [None, None]
 
 
 @pytest.mark.deepspeed

@@ -212,7 +212,13 @@ def embedded_accelerator(embedding: Any, given: Mapping[str, Any]) -> Any:
             decision.
     """
     arguments = embedding.accelerator_arguments()
-    handlers = [*(given.get("kwargs_handlers") or ()), *arguments.pop("kwargs_handlers", ())]
+    handlers = list(given.get("kwargs_handlers") or ())
+    for own in arguments.pop("kwargs_handlers", ()):
+        # accelerate accepts one handler of each class.
+        theirs = [each for each in handlers if isinstance(each, type(own))]
+        handlers += [] if theirs else [own]
+        for each in theirs:
+            each.backend = own.backend
     embedding.decide(
         *(
             _settled_otherwise(f"Accelerator.{name}", given[name], value)

@@ -798,6 +798,7 @@ def restored(module: torch.nn.Module, optimizer: Any, *, world_size: int) -> Ite
         reason = _too_large(module)
     weights = {} if reason is not None else dict(_whole_weights(module))
     yield
+    _forget(module)
     if reason is not None:
 
         def refuse(asked: torch.nn.Module, *_: Any) -> None:
@@ -814,6 +815,14 @@ def restored(module: torch.nn.Module, optimizer: Any, *, world_size: int) -> Ite
         _strip(parameter, _OF_PARAMETERS)
         parameter.data = whole
         parameter.grad = None
+
+
+def _forget(module: torch.nn.Module) -> None:
+    """Remove a model from the list that DeepSpeed keeps, and reads for the next engine's model."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    ended = set(module.modules())
+    FWD_MODULE_STACK[:] = [each for each in FWD_MODULE_STACK if each not in ended]
 
 
 def _free_gradients(optimizer: Any) -> None:
