@@ -89,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     runs = sum(each["runs"] for each in proven)
     print(f"{len(proven)} of {len(found)} cases give the same bits in every order ({runs} runs)")
     if wanted.output is not None:
+        wanted.output.mkdir(parents=True, exist_ok=True)
         write(found, wanted.output / "device.json")
     return int(len(proven) < len(found))
 
