@@ -21,7 +21,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from bench.virtual import HostThreads, in_virtual_time
 from tools.families import CONFIGURATIONS
 from zerotune.plan.memory.estimate import Workload
-from zerotune.plan.memory.time import CARDS, Rates, StepTime, catalogued_rates, step_traffic
+from zerotune.plan.memory.time import (
+    CARDS,
+    ON_CARD,
+    Rates,
+    StepTime,
+    catalogued_rates,
+    step_traffic,
+)
 from zerotune.plan.model import DeepSpeedPlan, Streaming
 from zerotune.platform import Platform
 
@@ -149,9 +156,9 @@ def seconds_on_card(
         watched.begin(BACKWARD)
         loss.backward()
     watched.begin(STEP)
-    kinds = ("products", "convolutions", "attention", "product_calls", "attention_calls")
     return {
-        where: sum(done[kind] / getattr(rates, kind) for kind in kinds)
+        where: sum(done[kind] / speed for kind, speed in ON_CARD.items()) / rates.products
+        + (done["product_calls"] + done["attention_calls"]) / rates.operators
         + done["moved"] / rates.device_memory
         for where, done in work.items()
     }

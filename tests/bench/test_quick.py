@@ -109,7 +109,7 @@ def test_the_prediction_benchmark_completes(tmp_path):
     for found in case["contestants"].values():
         phases = sum(found[f"{part}_seconds"]["median"] for part in ("forward", "backward"))
         assert 0 < phases < found["seconds"]["median"]
-    assert {"convolutions_fp32", "operators", "host_step"} <= set(case["facts"]["rates"])
+    assert {"products_fp32", "operators", "host_step"} <= set(case["facts"]["rates"])
 
 
 # tests/bench/test_large.py runs one of its cases in the suite.

@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import mmap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import attrs
@@ -18,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerotune.backend.accelerator import accelerator_of, current_accelerator
-from zerotune.backend.optimizers.classes import AdamW8BitStates
-from zerotune.backend.step.adams import stepper_of
 from zerotune.backend.step.kernel import AdamNumbers, load_host_step
 from zerotune.errors import PlatformError
 
@@ -92,14 +87,8 @@ class _Rates:
 
     def measured(self) -> Iterator[tuple[str, float]]:
         for suffix, dtype in (("_fp32", torch.float32), ("", torch.bfloat16)):
-            products = self._products(dtype)
-            attention = self._attention_rate(dtype)
-            yield f"products{suffix}", products
-            yield f"convolutions{suffix}", self._convolution_rate(dtype)
-            yield f"attention{suffix}", attention
+            yield f"products{suffix}", self._products(dtype)
             yield f"device_memory{suffix}", self._simple_rate(dtype)
-            yield f"product_calls{suffix}", self._product_calls(dtype, products)
-            yield f"attention_calls{suffix}", self._attention_calls(dtype, attention)
         if not self.on_cpu:
             there = torch.ones(max(1, int(32 * self.scale)) * _MIB // 4, device=self.device)
             here = torch.empty(there.shape, pin_memory=True)
@@ -107,10 +96,8 @@ class _Rates:
             yield "to_device", there.nbytes / self(lambda: there.copy_(here, non_blocking=True))
         on_host = attrs.evolve(self, device=torch.device("cpu"))
         yield "host_memory", copy_rate(scale=self.scale, now=self.now)
-        yield "new_memory", on_host._new_memory()
         yield "operators", self._operator_rate()
         yield "host_step", on_host._host_step()
-        yield "coded_step", on_host._coded_step()
 
     def _products(self, dtype: torch.dtype) -> float:
         rows, width = (8192, 1280) if not self.on_cpu else (256, 768)
@@ -127,32 +114,6 @@ class _Rates:
 
         flops = 3 * 2 * rows * sum(weight.numel() for weight in weights)
         return flops / self(_both_ways(forward, inputs, *weights))
-
-    def _convolution_rate(self, dtype: torch.dtype) -> float:
-        # Levels of a U-Net, each with half the side and twice the channels of the one above. On
-        # CPUs, torch uses different algorithms for a single image.
-        batches, channels, side = ((2,), 320, 128) if not self.on_cpu else ((1, 2), 64, 32)
-        channels = self.sized(channels)
-        forward = functools.partial(torch.nn.functional.conv2d, padding=1)
-        passes, flops = [], 0
-        for batch, k in itertools.product(batches, (1, 2, 4)):
-            here, c = side // k, channels * k
-            (image,) = self.randn(1, batch, c, here, here, dtype=dtype)
-            (weight,) = self.randn(1, c, c, 3, 3, dtype=dtype)
-            passes.append(_both_ways(forward, image, weight))
-            flops += 3 * 18 * c**2 * batch * here**2
-        return flops / self(lambda: [act() for act in passes])
-
-    def _attention_rate(self, dtype: torch.dtype) -> float:
-        heads, length, width = (64, 4096, 64) if not self.on_cpu else (8, 512, 64)
-        length = self.sized(length, least=64)
-        # The memory layout in models: the heads of a token are adjacent.
-        tokens = self.randn(3, 1, length, heads, width, dtype=dtype)
-        query, key, value = (each.transpose(1, 2) for each in tokens)
-        attend = torch.nn.functional.scaled_dot_product_attention
-        # The factor is 4 for the forward pass and 10 for the backward pass, which recomputes the
-        # first product.
-        return 14 * heads * length**2 * width / self(_both_ways(attend, query, key, value))
 
     def _simple_rate(self, dtype: torch.dtype) -> float:
         """Bytes per second of norms, activations and sums, in both passes."""
@@ -178,49 +139,13 @@ class _Rates:
         """Operators per second of modules with almost nothing to compute, in both passes."""
         nn = torch.nn
         kinds = nn.SiLU, lambda: nn.LayerNorm(4), lambda: nn.Unflatten(1, (2, 2)), nn.Flatten
-        model = nn.Sequential(*(kind() for _ in range(_SMALL_LAYERS) for kind in kinds))
-        seconds, names = self._small_layers(model, torch.ones(4, 4), torch.float32)
-        return len(names) / seconds
-
-    def _product_calls(self, dtype: torch.dtype, products: float) -> float:
-        """Products per second, counting only the time that they take besides arithmetic."""
-        # All shapes differ, as in a model: a CPU takes longer if every product has a new shape.
-        rows, widths = 256, range(64, 64 + 16 * (_SMALL_LAYERS + 1), 16)
-        layers = (torch.nn.Linear(*pair) for pair in itertools.pairwise(widths))
-        model = torch.nn.Sequential(*layers)
-        seconds, names = self._small_layers(model, torch.ones(rows, widths[0]), dtype)
-        flops = 6 * rows * sum(a * b for a, b in itertools.pairwise(widths))
-        calls = sum("mm" in name for name in names)
-        return calls / max(seconds - flops / products, _LEAST_CALL_SHARE * seconds)
-
-    def _attention_calls(self, dtype: torch.dtype, attention: float) -> float:
-        """Attention calls per second, likewise, on short sequences such as a text in each block."""
-        batch, heads, length, width = 2, 4, 64, 64
-        model = torch.nn.Sequential(*(_Attention() for _ in range(_SMALL_LAYERS)))
-        given = torch.ones(batch, heads, length, width)
-        seconds, _ = self._small_layers(model, given, dtype)
-        flops = 14 * batch * heads * length**2 * width * _SMALL_LAYERS
-        return 2 * _SMALL_LAYERS / max(seconds - flops / attention, _LEAST_CALL_SHARE * seconds)
-
-    def _small_layers(
-        self, model: torch.nn.Module, given: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[float, Sequence[str]]:
-        """Seconds for both passes of consecutive small layers, and the names of their operators."""
-        model, given = model.to(self.device, dtype), given.to(self.device, dtype)
+        layers = (kind() for _ in range(_SMALL_LAYERS) for kind in kinds)
+        model = nn.Sequential(*layers).to(self.device)
+        given = torch.ones(4, 4, device=self.device)
         act = _both_ways(lambda given, *_weights: model(given), given, *model.parameters())
         with _OperatorCounter() as counter:
             act()
-        return self(act), counter.names
-
-    def _new_memory(self) -> float:
-        size = 64 * _MIB
-
-        def write() -> None:
-            # Map memory from the system: the C library might reuse a block of this size.
-            block = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)
-            torch.frombuffer(block, dtype=torch.uint8).fill_(1)
-
-        return size / self(write)
+        return float(counter.begun) / self(act)
 
     def _host_step(self) -> float:
         count = self.sized(2**23, least=2**12)
@@ -242,24 +167,6 @@ class _Rates:
             op.step(numbers, weight=weight, exp_avg=first, exp_avg_sq=second, gradient=gradient)
 
         return 28 * count / self(step)
-
-    def _coded_step(self) -> float:
-        count = self.sized(2**21, least=2**12)
-        weight, gradient = torch.full((count,), 0.5), torch.randn(count)
-        parameter = torch.nn.Parameter(weight)
-        adam = AdamW8BitStates([parameter])
-        try:
-            stepper = stepper_of(adam)(op=load_host_step(), adam=adam)
-        except PlatformError:
-            # Without a compiler, no plan uses these moments.
-            return self._host_step() / 28
-
-        def step() -> None:
-            (group,) = adam.param_groups
-            begun = stepper.begin(parameter, gradient=gradient, group=group, factor=1.0, out=None)
-            begun.run(0, count)
-
-        return count / self(step)
 
 
 def _both_ways(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Callable[[], object]:
@@ -284,12 +191,11 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-        self.moved = 0
+        self.begun = self.moved = 0
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.names.append(func._opname)
+        self.begun += 1
         if moves_memory(func):
             leaves = tree_leaves((args, kwargs, result))
             self.moved += sum(one.nbytes for one in leaves if isinstance(one, torch.Tensor))
@@ -298,15 +204,6 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _SMALL_LAYERS: Final = 20
 """Number of consecutive small layers, so that their time exceeds the clock's error."""
-_LEAST_CALL_SHARE: Final = 0.05
-"""Smallest accepted share of time without arithmetic, since noise may give less."""
-
-
-class _Attention(torch.nn.Module):
-    """Self-attention of the input."""
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(given, given, given)
 
 
 def copy_rate(*, scale: float = 1.0, now: Callable[[], float] = time.perf_counter) -> float:

@@ -336,13 +336,12 @@ def _proof_rows(platform: Platform) -> list[tuple[str, str]]:
 
 
 def _rate_rows(rates: Rates) -> list[tuple[str, str]]:
-    arithmetic = ("products", "convolutions", "attention")
     rows = []
     for name in RATE_NAMES:
         rate = getattr(rates, name)
-        unit = "GFLOP/s" if name.startswith(arithmetic) else "GB/s"
+        unit = "GFLOP/s" if name.startswith("products") else "GB/s"
         value = f"{rate / 1e9:,.1f} {unit}"
-        if name == "operators" or "_calls" in name:
+        if name == "operators":
             value = f"{rate / 1e3:,.1f} thousand/s"
         label = "  in fp32" if name.endswith("_fp32") else name.replace("_", " ")
         rows.append((label, f"{value}, {rates.source(name)}"))

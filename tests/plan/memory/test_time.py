@@ -70,8 +70,21 @@ def test_every_family_has_arithmetic(name):
 
 def test_the_operations_of_sdxl_equal_the_published_figure():
     # 25.4 TFLOP per sample at 1024 x 1024, with gradient checkpointing.
-    _, time = timed(slow(products=1e12, convolutions=1e12, attention=1e12))
-    assert time.seconds == pytest.approx(25.4, rel=0.03)
+    facts = family("sdxl").arithmetic
+    found = sum(
+        getattr(each, kind).of(batch=1, pixels=1024**2)
+        for each in (facts.forward, facts.backward, facts.recomputed)
+        for kind in ("products", "convolutions", "attention")
+    )
+    assert found / 1e12 == pytest.approx(25.4, rel=0.03)
+
+
+def test_convolutions_and_attention_are_slower_than_products_on_a_card():
+    facts, size = family("sdxl").arithmetic, {"batch": 1, "pixels": 1024**2}
+    _, time = timed(slow(products=1e12), checkpointing=False)
+    others = sum(getattr(facts.forward, kind).of(**size) for kind in ("convolutions", "attention"))
+    expected = facts.forward.products.of(**size) + others / 0.75
+    assert time.phases["forward"] == pytest.approx(expected / 1e12)
 
 
 @pytest.mark.parametrize(
@@ -145,22 +158,24 @@ def test_the_step_time_equals_a_hand_calculation_of_its_lanes(parts, micro_batch
 
 def test_eight_bit_moments_are_bound_by_their_arithmetic_and_not_by_their_bytes():
     facts, seconds = as_facts("flux"), {}
-    for optimizer, coded in (
-        ("AdamWBF16States", 1e8), ("AdamW8BitStates", 1e8), ("AdamW8BitStates", 1e12),
-    ):  # fmt: skip
-        rates = slow(host_step=1e10, coded_step=coded)
+    for optimizer, cores in (
+        ("AdamWBF16States", 2),
+        ("AdamW8BitStates", 2),
+        ("AdamW8BitStates", 64),
+    ):
+        machine = attrs.evolve(CUDA, usable_cores=cores)
         plan = DeepSpeedPlan.build(
             stage=2, offload="cpu", precision="bf16", gradient_clipping=0.0,
             optimizer={"type": optimizer, "params": {}},
         )  # fmt: skip
-        resolved = plan.resolve(platform=CUDA, model=facts, streamed=True)
+        resolved = plan.resolve(platform=machine, model=facts, streamed=True)
         work = Workload(height=1024, width=1024)
-        time = resolved.estimate(work).step_time(rates)
-        seconds[optimizer, coded] = time.phases["optimizer"]
+        time = resolved.estimate(work).step_time(slow(host_step=1e10))
+        seconds[optimizer, cores] = time.phases["optimizer"]
     count = facts.trainable_numel
-    assert seconds["AdamW8BitStates", 1e8] == pytest.approx(count / 1e8, rel=1e-3)
-    assert seconds["AdamW8BitStates", 1e12] == pytest.approx(18.06 * count / 1e10, rel=1e-2)
-    assert seconds["AdamWBF16States", 1e8] == pytest.approx(22 * count / 1e10, rel=1e-3)
+    assert seconds["AdamW8BitStates", 2] == pytest.approx(75 * count / 1e10, rel=1e-3)
+    assert seconds["AdamW8BitStates", 64] == pytest.approx(18.06 * count / 1e10, rel=1e-2)
+    assert seconds["AdamWBF16States", 2] == pytest.approx(22 * count / 1e10, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -306,14 +321,9 @@ def counted():
 def test_each_precision_has_its_own_rates(precision, suffix, other):
     plan = DeepSpeedPlan.build(precision=precision, stage=2)
     estimate = plan.estimate(counted(), platform=CPU, batch=1, resolution=512)
-    for name, times in (("product_calls", 200), ("attention_calls", 20)):
-        assert estimate.step_time(slow(**{name + suffix: 100.0})).seconds == pytest.approx(
-            times / 100
-        )
-        assert estimate.step_time(slow(**{name + other: 100.0})).seconds < 1e-3
-    part = "device_memory"
-    assert estimate.step_time(slow(**{part + suffix: 1e9})).phases["forward"] > 1
-    assert estimate.step_time(slow(**{part + other: 1e9})).phases["forward"] < 1e-3
+    for part, rate in (("device_memory", 1e9), ("products", 1e11)):
+        assert estimate.step_time(slow(**{part + suffix: rate})).phases["forward"] > 1
+        assert estimate.step_time(slow(**{part + other: rate})).phases["forward"] < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -323,8 +333,9 @@ def test_deepspeeds_operators_per_parameter_take_time(stage, forward, backward):
     plan = DeepSpeedPlan.build(precision="fp32", stage=stage)
     estimate = plan.estimate(counted(), platform=CPU, batch=1, resolution=512)
     phases, count = estimate.step_time(slow(operators=1e3)).phases, len(counted().parameters)
-    assert phases["forward"] == pytest.approx(1 + forward * count / 1e3)
-    assert phases["backward"] == pytest.approx(1 + backward * count / 1e3)
+    # 110 product and attention calls of a pass take as long as four operators each.
+    assert phases["forward"] == pytest.approx(1.44 + forward * count / 1e3)
+    assert phases["backward"] == pytest.approx(1.44 + backward * count / 1e3)
 
 
 @pytest.mark.parametrize(
@@ -357,9 +368,9 @@ def test_gradients_of_each_pass_are_rewritten_on_a_cpu(stage, offload, accumulat
     )
     for platform, expected in ((CPU, nbytes), (CUDA, 0)):
         estimate = plan.estimate(counted(), platform=platform, batch=1, resolution=512)
-        parts = estimate.step_time(slow(new_memory=1e9)).parts
-        found = [p.seconds for p in parts if (p.phase, p.rate) == ("backward", "new_memory")]
-        assert sum(found) == pytest.approx(expected * N / 1e9)
+        parts = estimate.step_time(slow(host_memory=10e9)).parts
+        found = [p.seconds for p in parts if p.what == "memory allocated anew"]
+        assert found[:1] == pytest.approx([expected * N / 1e9] if expected else [])
 
 
 @pytest.mark.parametrize(("offload", "nbytes"), [("none", 12), ("cpu", 8)])
@@ -424,7 +435,7 @@ def test_measured_rates_are_used_only_on_their_hardware(tmp_path):
     assert known_rates(other, file=file) == catalogued_rates(other)
     _, time = timed(on_card, offload="cpu")
     assert time.sources["products"] == "measured"
-    assert time.origin.startswith("measured on this machine; catalogued: convolutions")
+    assert time.origin.startswith("measured on this machine; catalogued: device_memory")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}', "\x00"])

@@ -52,22 +52,6 @@ class Rates:
     two."""
     products_fp32: float = _rate_field()
     """The same in fp32."""
-    convolutions: float = _rate_field()
-    """FLOP/s of convolutions in bf16 or fp16."""
-    convolutions_fp32: float = _rate_field()
-    """The same in fp32."""
-    attention: float = _rate_field()
-    """FLOP/s of attention in bf16 or fp16."""
-    attention_fp32: float = _rate_field()
-    """The same in fp32."""
-    product_calls: float = _rate_field()
-    """Tiny matrix products per second in bf16 or fp16, one after another."""
-    product_calls_fp32: float = _rate_field()
-    """The same in fp32."""
-    attention_calls: float = _rate_field()
-    """Tiny attention operators per second in bf16 or fp16, forward and backward together."""
-    attention_calls_fp32: float = _rate_field()
-    """The same in fp32."""
     device_memory: float = _rate_field()
     """Bytes per second that norms, activations and sums in bf16 or fp16 read and write on the
     device. On processors that compute bf16 or fp16 element by element, the rate is lower than in
@@ -80,16 +64,10 @@ class Rates:
     """Bytes per second copied from page-locked memory to the device."""
     host_memory: float = _rate_field()
     """Bytes per second that a copy in host memory reads and writes."""
-    new_memory: float = _rate_field()
-    """Bytes per second written to newly allocated host memory for the first time."""
     operators: float = _rate_field()
-    """Operators other than matrix products and attention that are launched per second, one by
-    one."""
+    """Operators that are launched per second, one by one."""
     host_step: float = _rate_field()
     """Bytes per second that an optimizer in host memory reads and writes."""
-    coded_step: float = _rate_field()
-    """Weights that an optimizer in host memory updates per second with 8-bit moments, including
-    decoding and encoding."""
     disk_read: float = _rate_field()
     """Bytes per second read from swap files."""
     disk_write: float = _rate_field()
@@ -164,12 +142,10 @@ CARDS: Final = tuple(
 )
 """Cards with published figures. The figures for matrix products assume bf16 (fp16 on cards without
 bf16), fp32 accumulation and no sparsity."""
-_REACHED: Final = {"products": 0.6, "convolutions": 0.45, "attention": 0.45, "memory": 0.8}
+_REACHED: Final = {"products": 0.6, "memory": 0.8, "bus": 0.8}
 """Shares of the published figures that real models reach."""
-_BUS_REACHED: Final = 0.8
 _HOST: Final[Mapping[str, Any]] = {
     "host_memory": 40 * _GIGA,
-    "new_memory": 3 * _GIGA,
     "host_step": 30 * _GIGA,
     "operators": 2e5,
 }
@@ -178,16 +154,6 @@ _DISK: Final[Mapping[str, Any]] = {"disk_read": 3 * _GIGA, "disk_write": 1.5 * _
 """Rates of a mid-range NVMe disk."""
 _CORE: Final = 30 * _GIGA
 """fp32 floating-point operations per second of a core with AVX2."""
-_CODED_PER_CORE: Final = 0.4 * _GIGA
-"""Weights with 8-bit moments that a core updates per second."""
-
-
-_CALLS: Final = (
-    "product_calls", "product_calls_fp32", "attention_calls", "attention_calls_fp32",
-)  # fmt: skip
-_CALLS_ON_CARD: Final[Mapping[str, Any]] = dict.fromkeys(_CALLS, 2e5)
-"""Rates of tiny operators, since a kernel launch takes a few microseconds at any size."""
-_CALLS_ON_CORE: Final[Mapping[str, Any]] = dict.fromkeys(_CALLS, 2e4)
 
 
 def listed_card(name: str, memory: int) -> Card:
@@ -220,37 +186,23 @@ def catalogued_rates(platform: Platform) -> Rates:
     return Rates(
         products=card.low * _REACHED["products"] * _TERA,
         products_fp32=card.fp32 * _REACHED["products"] * _TERA,
-        convolutions=card.low * _REACHED["convolutions"] * _TERA,
-        convolutions_fp32=card.fp32 * _REACHED["convolutions"] * _TERA,
-        attention=card.low * _REACHED["attention"] * _TERA,
-        attention_fp32=card.fp32 * _REACHED["attention"] * _TERA,
-        **_CALLS_ON_CARD,
         device_memory=card.bandwidth * _REACHED["memory"] * _GIGA,
         device_memory_fp32=card.bandwidth * _REACHED["memory"] * _GIGA,
-        to_host=card.bus * _BUS_REACHED * _GIGA,
-        to_device=card.bus * _BUS_REACHED * _GIGA,
+        to_host=card.bus * _REACHED["bus"] * _GIGA,
+        to_device=card.bus * _REACHED["bus"] * _GIGA,
         **_HOST,
-        coded_step=_coded_step(platform),
         **_DISK,
         origin=origin,
     )
-
-
-def _coded_step(platform: Platform) -> float:
-    # One core is left for other work.
-    return _CODED_PER_CORE * max(1, platform.usable_cores - 1)
 
 
 def _of_processor(platform: Platform) -> Rates:
     fp32 = _CORE * platform.usable_cores
     low = fp32 * (2 if platform.native_bf16 else 0.2)
     return Rates(
-        products=low, products_fp32=fp32, convolutions=low, convolutions_fp32=fp32,
-        attention=low / 2, attention_fp32=fp32 / 2,
-        **_CALLS_ON_CORE,
+        products=low, products_fp32=fp32,
         device_memory=_HOST["host_memory"] / 2, device_memory_fp32=_HOST["host_memory"],
-        to_host=_HOST["host_memory"], to_device=_HOST["host_memory"], **_HOST,
-        coded_step=_coded_step(platform), **_DISK,
+        to_host=_HOST["host_memory"], to_device=_HOST["host_memory"], **_HOST, **_DISK,
         origin=f"catalogued for {platform.usable_cores} cores",
     )  # fmt: skip
 
@@ -852,11 +804,16 @@ def _computed(
     suffix = "_fp32" if case.element == 4 else ""
     # On the CPU accelerator, ranks share the cores.
     shared = _sharing(case) if case.on_cpu else 1
-    for name in ("products", "convolutions", "attention"):
-        rate, amount = f"{name}{suffix}", getattr(work, name).of(**size)
-        seconds = shared * times * amount / getattr(rates, rate)
+    relative = _ON_PROCESSOR[case.element] if case.on_cpu else ON_CARD
+    for name, speed in relative.items():
+        amount = getattr(work, name).of(**size) / speed
+        seconds = shared * times * amount / getattr(rates, f"products{suffix}")
         yield TimePart(
-            phase=phase, lane="device", what=f"{name} of {what}", seconds=seconds, rate=rate
+            phase=phase,
+            lane="device",
+            what=f"{name} of {what}",
+            seconds=seconds,
+            rate=f"products{suffix}",
         )
     yield TimePart(
         phase=phase,
@@ -866,15 +823,18 @@ def _computed(
         seconds=shared * times * work.operators / rates.operators,
         rate="operators",
     )
-    for name in ("product_calls", "attention_calls"):
-        rate = f"{name}{suffix}"
-        yield TimePart(
-            phase=phase,
-            lane="device",
-            what=f"{name.replace('_', ' ')} of {what}",
-            seconds=shared * times * getattr(work, name) / getattr(rates, rate),
-            rate=rate,
-        )
+    calls = work.product_calls + work.attention_calls
+    yield TimePart(
+        phase=phase,
+        lane="device",
+        what=f"product and attention calls of {what}",
+        seconds=shared
+        * times
+        * calls
+        * (_CALL[case.element] if case.on_cpu else 1)
+        / rates.operators,
+        rate="operators",
+    )
     nbytes = times * work.moved.of(**size) * case.element / 2
     yield TimePart(
         phase=phase,
@@ -885,11 +845,30 @@ def _computed(
     )
 
 
+ON_CARD: Final = {"products": 1.0, "convolutions": 0.75, "attention": 0.75}
+"""Rates of convolutions and attention on a card relative to that of matrix products."""
+_ON_PROCESSOR: Final[Mapping[int, Mapping[str, float]]] = {
+    2: {"products": 1.0, "convolutions": 0.8, "attention": 0.4},
+    4: {"products": 1.0, "convolutions": 1.1, "attention": 0.9},
+}
+"""The same on a processor, by bytes of a weight."""
+_CALL: Final[Mapping[int, int]] = {2: 10, 4: 4}
+"""Number of launched operators that take as long as one product or attention call on a processor,
+besides its arithmetic, by bytes of a weight."""
+_NEW_MEMORY: Final = 10
+"""Bytes that a copy in host memory reads and writes while one byte of newly allocated memory is
+written for the first time."""
+_CODED: Final = 75
+"""Bytes that an optimizer in host memory reads and writes while one core updates a weight with
+8-bit moments, including decoding and encoding."""
+
+
 def _sharing(case: Costing) -> int:
     return case.workload.ranks_per_machine or case.ranks
 
 
 _BUS: Final = frozenset({"to_host", "to_device"})
+_ANEW: Final = "memory allocated anew"
 _Moved = tuple[StepPhase, Lane, str, float, str]
 """Phase, lane, description, amount in units of the rate, and name of the rate."""
 
@@ -898,7 +877,7 @@ def _moved(case: Costing, estimate: MemoryEstimate, rates: Rates) -> Iterator[Ti
     ranks = _sharing(case)
     for phase, lane, what, nbytes, rate in _amounts(case, estimate):
         # The ranks of a machine share its memory and its disk.
-        shared = ranks if lane in ("host", "cores", "disk") or rate == "new_memory" else 1
+        shared = ranks if lane in ("host", "cores", "disk") or what == _ANEW else 1
         seconds = shared * nbytes / getattr(rates, rate)
         yield TimePart(phase=phase, lane=lane, what=what, seconds=seconds, rate=rate)
         if rate in _BUS:
@@ -928,11 +907,11 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     yield "backward", "device", "gradients put into buckets", _gradients_in_memory(case), memory
     yield "backward", "device", "gradient checks", _checked(case), memory
     yield "backward", "host", "gradients added up", traffic.added, "host_memory"
-    new = traffic.new_in_backward, traffic.new_in_step
-    yield "backward", "device", "memory allocated anew", new[0], "new_memory"
-    yield "optimizer", "host", "memory allocated anew", new[1], "new_memory"
+    new = _NEW_MEMORY * traffic.new_in_backward, _NEW_MEMORY * traffic.new_in_step
+    yield "backward", "device", _ANEW, new[0], "host_memory"
+    yield "optimizer", "host", _ANEW, new[1], "host_memory"
     yield "optimizer", "host", "the optimizer", traffic.optimizer + traffic.chain, "host_step"
-    yield "optimizer", "cores", "8-bit moments", _coded(case), "coded_step"
+    yield "optimizer", "cores", "8-bit moments", _coded(case), "host_step"
     yield "optimizer", "device", "the optimizer", traffic.on_device, "device_memory_fp32"
     yield "optimizer", "disk", "swap files read", swap.read, "disk_read"
     yield "optimizer", "disk", "swap files written", swap.written, "disk_write"
@@ -944,8 +923,11 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
 
 
 def _coded(case: Costing) -> float:
-    """Return the number of weights whose 8-bit moments are updated."""
-    return case.streamed.trained_total / case.ranks if case.codes_moments else 0.0
+    """Return the bytes of an optimizer step that takes as long as updating 8-bit moments."""
+    # One core is left for other work.
+    cores = max(1, case.resolved.platform.usable_cores - 1)
+    stepped = case.streamed.trained_total / case.ranks
+    return _CODED * stepped / cores if case.codes_moments else 0.0
 
 
 def _waiting(case: Costing) -> float:
