@@ -54,6 +54,8 @@ class Decision:
     """What to write instead; empty if there is nothing to change."""
     rule: str = ""
     """Id of the rule or step that created the record; empty for a choice."""
+    is_default: bool = attrs.field(default=False, eq=False, repr=False)
+    """Whether the value is DeepSpeed's own default, which reports count and do not list."""
     written: str | None = attrs.field(default=None, eq=False, repr=False)
     """Name of the setting in the user's file if it differs from ``key``."""
     error: ZeroTuneError | None = attrs.field(default=None, eq=False, repr=False)
@@ -183,7 +185,14 @@ class Log:
     mistakes: list[ZeroTuneError] = attrs.field(factory=list)
 
     def decide(
-        self, key: str, before: Any, after: Any, reason: str, severity: Severity = "note"
+        self,
+        key: str,
+        before: Any,
+        after: Any,
+        reason: str,
+        severity: Severity = "note",
+        *,
+        is_default: bool = False,
     ) -> None:
         """Record a decision.
 
@@ -193,10 +202,19 @@ class Log:
             after: The value that will be used; ``None`` if the setting is removed.
             reason: The reason, in one sentence.
             severity: ``"note"``, or ``"warning"`` if the choice is likely unwanted.
+            is_default: Whether the value is DeepSpeed's own default.
         """
-        written = name_of(key, self.names)
-        one = Decision(key=key, before=before, after=after, reason=reason, severity=severity)
-        self.decisions.append(attrs.evolve(one, written=written) if written else one)
+        self.decisions.append(
+            Decision(
+                key=key,
+                before=before,
+                after=after,
+                reason=reason,
+                severity=severity,
+                is_default=is_default,
+                written=name_of(key, self.names),
+            )
+        )
 
     def warn(self, key: str, reason: str, fix: str) -> None:
         """Record a warning; ``fix`` tells the user what to do.

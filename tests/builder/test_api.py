@@ -143,7 +143,7 @@ class TestPreview:
         reason = "DeepSpeed's own version chooses parameters by name"
         assert sum(reason in one["text"] for one in found["messages"]) == 1
         (other,) = messages(found, "zero_force_ds_cpu_optimizer")
-        assert "for the reason given at zero_allow_untested_optimizer" in other["text"]
+        assert "see the reason given at zero_allow_untested_optimizer" in other["text"]
 
     def test_muon_runs_for_a_model_without_a_family(self, client):
         config = {**PLAN, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}

@@ -463,7 +463,7 @@ def understand(state: FormState, machines: Machines) -> Preview:
     return Preview(
         plan=reading.plan,
         resolved=resolved,
-        messages=tuple(_merge_repeated_reasons(worst_first(messages))),
+        messages=tuple(worst_first(messages)),
         setup=setup,
         platform=form.platform,
         running_config=running_config,
@@ -673,30 +673,6 @@ def capabilities(
             }
         )
     return found
-
-
-_NEEDS: Final = " needs this value: "
-
-
-def _merge_repeated_reasons(messages: Iterable[Decision]) -> Iterator[Decision]:
-    """Replace a reason that an earlier warning gave with a reference to that warning's key.
-
-    Errors keep their reasons, because each is read next to its own field.
-    """
-    owners: dict[str, str] = {}
-    for message in messages:
-        if message.severity == "error":
-            yield message
-            continue
-        owner, needs, reason = message.reason.rpartition(_NEEDS)
-        before = owners.get(reason.casefold())
-        if before is not None and before != message.key:
-            start = f"{owner} needs this value, for" if needs else "For"
-            yield attrs.evolve(message, reason=f"{start} the reason given at {before}")
-            continue
-        if message.severity != "note":
-            owners.setdefault(reason.casefold(), message.key)
-        yield message
 
 
 # -- ``Fit my card``: the advice for a form, and the form of each candidate.

@@ -547,7 +547,7 @@ class Settling:
         implementation = implementation_of(entry, values, self.situation)
         params = self._constructor_arguments(implementation)
         self._record_name(implementation)
-        self._record_capability()
+        self._record_capability(implementation)
         return Settled(
             choice=attrs.evolve(implementation, params=params),
             entry=entry,
@@ -794,28 +794,19 @@ class Settling:
                 f"the name is an alias; {canonical} runs as {implementation.implementation} here",
             )
 
-    def _record_capability(self) -> None:
-        if "own implementation" in self.capability.reason:
-            self.log.decide(
-                "optimizer.implementation",
-                self.request.name.canonical,
-                f"zerotune's {self.request.name.canonical}",
-                self.capability.reason,
-            )
+    def _record_capability(self, implementation: OptimizerChoice) -> None:
+        name, why = self.request.name.canonical, self.capability.reason
         written = {
             "zero_allow_untested_optimizer": self.situation.allow_untested,
             "zero_force_ds_cpu_optimizer": self.situation.force_cpu,
         }
         for key, value in self.capability.config.items():
-            if written.get(key) == value:
-                continue
-            self.log.decide(
-                key,
-                written.get(key),
-                value,
-                f"{self.request.name.canonical} needs this value: {self.capability.reason}",
-                "warning",
-            )
+            if written.get(key) != value:
+                reason = f"{name} needs this value: {why}"
+                self.log.decide(key, written.get(key), value, reason, "warning")
+                why = f"see the reason given at {key}"
+        if implementation.source == "zerotune":
+            self.log.decide("optimizer.implementation", name, f"zerotune's {name}", why)
 
 
 def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:

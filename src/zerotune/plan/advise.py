@@ -91,14 +91,19 @@ class Candidate:
     shortfalls: Mapping[Place, int]
     """Missing bytes of device memory (per rank), and of host memory and NVMe (per machine); empty
     if the plan fits."""
-    reason: str
-    """Why the plan was chosen, not preferred, or rejected."""
+    reasons: tuple[str, ...]
+    """Why the plan was chosen or rejected; empty for a plan that fits but was not preferred."""
     activation_offload: bool = False
     """Whether host memory stores the inputs of recomputed blocks (``ActivationOffload``)."""
     time: StepTime | None = None
     """Predicted time of a step; ``None`` if the model's operation counts are unknown."""
     streamed: Streaming | None = None
     """Options for ``plan.resolve(streamed=...)``; ``None`` if weights are not streamed."""
+
+    @property
+    def reason(self) -> str:
+        """Why the plan was chosen, not preferred, or rejected, in words."""
+        return "; ".join(self.reasons) or "also fits, but offloads more or is slower"
 
     def __repr__(self) -> str:
         return f"<Candidate: {self.title}, {'fits' if self.fits else 'does not fit'}>"
@@ -286,13 +291,9 @@ LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
 """Layouts from least to most offload, ordered by stage within each level. Offload costs more time
 than partitioning, and recomputation costs less than either."""
 
-STREAMED, SPLIT = (layout.title for layout in STREAMING)
-
 _OPT_IN: Final = (
     "chosen only if streaming is requested; `zerotune doctor --prove` verifies its results"
 )
-ALSO_FITS: Final = "also fits, but offloads more or is slower"
-"""Default reason why a candidate that fits was not chosen."""
 _SUGGESTED_BASE: Final = "nf4"
 _SUGGESTED_RANK: Final = 16
 
@@ -433,7 +434,7 @@ def _choose(request: Request) -> Advice:
         first = next(one for one in fitting if one.time is not None and one.time.expected <= limit)
         if first is not fitting[0]:
             reason = "predicted to be the fastest that fits"
-    chosen = attrs.evolve(first, reason=f"{reason}{_without_clipping(first)}")
+    chosen = attrs.evolve(first, reasons=(reason, *_without_clipping(first)))
     listed = tuple(chosen if one is first else one for one in candidates)
     return Advice(budget=request.budget, chosen=chosen, candidates=listed)
 
@@ -441,15 +442,16 @@ def _choose(request: Request) -> Advice:
 def _eligible(request: Request, candidates: Iterable[Candidate]) -> list[Candidate]:
     """Return the candidates that may be chosen; inexact ones only if nothing else fits."""
     fitting = [one for one in candidates if one.fits and (request.streamed or one.streamed is None)]
-    return [one for one in fitting if one.title != SPLIT] or fitting
+    exact = [one for one in fitting if one.streamed is None or not one.streamed.split_masters]
+    return exact or fitting
 
 
-def _without_clipping(candidate: Candidate) -> str:
+def _without_clipping(candidate: Candidate) -> tuple[str, ...]:
     """Return the step time without clipping in words, for streamed weights."""
     time = candidate.time
     if candidate.streamed is None or time is None or time.schedule == "eager":
-        return ""
-    return f"; {time.eager_seconds:.2f} s with gradient_clipping 0"
+        return ()
+    return (f"{time.eager_seconds:.2f} s with gradient_clipping 0",)
 
 
 def _candidates(
@@ -609,13 +611,13 @@ def _judged(
         activation_offload=estimate.workload.activation_offload,
         fits=not shortfalls,
         shortfalls=shortfalls,
-        reason="; ".join(reasons) or ALSO_FITS,
+        reasons=tuple(reasons),
         time=step_time(estimate, request.rates),
         streamed=estimate.resolved.streaming,
     )
     if shortfalls or candidate.streamed is None or request.streamed:
         return candidate
-    return attrs.evolve(candidate, reason=f"{_OPT_IN}{_without_clipping(candidate)}")
+    return attrs.evolve(candidate, reasons=(_OPT_IN, *_without_clipping(candidate)))
 
 
 def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsError:

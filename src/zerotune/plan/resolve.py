@@ -676,7 +676,7 @@ def elements(value: Any) -> int:
 # version. A value in the plan takes precedence, unless the platform does not support it.
 
 
-DEEPSPEED_DEFAULT = "the default of DeepSpeed 0.19.8, set explicitly because defaults change"
+_DEEPSPEED_DEFAULT: Final = "the default of DeepSpeed 0.19.8, set explicitly because defaults change"
 
 _ALL = (1, 2, 3)
 _LOW = (1, 2)
@@ -704,13 +704,14 @@ class Filler(Log):
         return self.case.context.machine.accelerator
 
     def fill(
-        self, section: SectionT, path: str, name: str, chosen: Any, reason: str = DEEPSPEED_DEFAULT
+        self, section: SectionT, path: str, name: str, chosen: Any, reason: str | None = None
     ) -> SectionT:
-        """Set the key ``name`` to ``chosen`` if it is unset or "auto", and record a decision."""
+        """Set the key ``name`` if it is unset or "auto"; without a reason, to DeepSpeed's default."""
         written = getattr(section, name)
         if written is not None and written != AUTO:
             return section
-        self.decide(join(path, name), written, chosen, reason)
+        why = _DEEPSPEED_DEFAULT if reason is None else reason
+        self.decide(join(path, name), written, chosen, why, is_default=reason is None)
         return evolved(section, **{name: chosen})
 
     def force(
@@ -1026,11 +1027,11 @@ class Filler(Log):
         return plan
 
 
-_Choose = Callable[[Filler, ZeroSection], tuple[Any, str]]
+_Choose = Callable[[Filler, ZeroSection], tuple[Any, str | None]]
 
 
 def _always(value: Any) -> _Choose:
-    return lambda _filler, _zero: (value, DEEPSPEED_DEFAULT)
+    return lambda _filler, _zero: (value, None)
 
 
 def _sized(what: Callable[[ModelFacts | None], int], why: str) -> _Choose:
@@ -1072,7 +1073,7 @@ _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     ),
     "stage3_gather_16bit_weights_on_model_save": (
         _HIGH,
-        lambda _filler, _zero: (False, f"zerotune exports without gathering; {DEEPSPEED_DEFAULT}"),
+        lambda _filler, _zero: (False, f"zerotune exports without gathering; {_DEEPSPEED_DEFAULT}"),
     ),
     "stage3_module_granularity_threshold": (_HIGH, _always(0)),
     "memory_efficient_linear": (_HIGH, _always(True)),

@@ -15,7 +15,7 @@ from zerotune._util.table import Block, Line, Page, Table, plain_value
 from zerotune._util.text import common_unit, counted, format_size
 from zerotune.decisions import Decision, worst_first
 from zerotune.errors import UNSET
-from zerotune.plan.advise import ALSO_FITS, Advice, Budget, Candidate, machine_needs
+from zerotune.plan.advise import Advice, Budget, Candidate, machine_needs
 from zerotune.plan.memory.estimate import (
     PHASES,
     PLACES,
@@ -27,7 +27,6 @@ from zerotune.plan.memory.estimate import (
 )
 from zerotune.plan.memory.time import swap_traffic
 from zerotune.plan.model import AUTO, Context, DeepSpeedPlan, ResolvedPlan
-from zerotune.plan.resolve import DEEPSPEED_DEFAULT
 from zerotune.plan.rules import check_plan
 
 if TYPE_CHECKING:
@@ -202,8 +201,8 @@ def _record_data(records: Iterable[Decision], names: Sequence[str]) -> list[dict
 def shown_and_defaults(decisions: Iterable[Decision]) -> tuple[list[Decision], list[Decision]]:
     """Split ``decisions`` into those to show (warnings first) and DeepSpeed's defaults."""
     every = [decision for decision in decisions if decision.is_shown]
-    shown = [decision for decision in every if decision.reason != DEEPSPEED_DEFAULT]
-    defaults = [decision for decision in every if decision.reason == DEEPSPEED_DEFAULT]
+    shown = [decision for decision in every if not decision.is_default]
+    defaults = [decision for decision in every if decision.is_default]
     return worst_first(shown), defaults
 
 
@@ -825,14 +824,13 @@ def _candidates_table(candidates: Sequence[Candidate], *, chosen: Candidate) -> 
 
     Sentences that the report already contains are omitted.
     """
-    said = set(chosen.reason.split("; "))
+    said = set(chosen.reasons)
 
     def row(one: Candidate) -> tuple[str, ...]:
         state = "chosen" if one is chosen else "fits" if one.fits else "refused"
         missing = _shortfalls(one)
         lacks = [f"missing {_sizes(missing)}"] if missing else []
-        reasons = [] if one.reason == ALSO_FITS else one.reason.split("; ")
-        new = [each for each in reasons if each not in said]
+        new = [each for each in one.reasons if each not in said]
         said.update(new)
         why = "; ".join(lacks + new)
         return (
@@ -883,8 +881,6 @@ def _fastest_streamed(advice: Advice, fitting: Iterable[Candidate]) -> list[Cand
 
 
 def _title(candidate: Candidate) -> str:
-    if "checkpointing" in candidate.title:
-        return candidate.title
     kind = "with" if candidate.gradient_checkpointing else "without"
     offload = " and activation offload" if candidate.activation_offload else ""
     return f"{candidate.title}, {kind} checkpointing{offload}"

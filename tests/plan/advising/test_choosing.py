@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, NothingFitsError
-from zerotune.plan.advise import LEVELS, SPLIT, STREAMED, machine_needs
+from zerotune.plan.advise import LEVELS, STREAMING, machine_needs
 from zerotune.plan.memory.time import RATE_NAMES, Rates
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
 
 GIB = 2**30
+STREAMED, SPLIT = (layout.title for layout in STREAMING)
 
 
 def advise(vram, ram="128GiB", nvme=0, **options):

@@ -38,7 +38,7 @@ def candidate(title, *, stage, offload, device, host, fits=True, checkpointing=T
         estimate=estimate,
         fits=fits,
         gradient_checkpointing=checkpointing,
-        **{"shortfalls": {}, "reason": "", **more},
+        **{"shortfalls": {}, "reasons": (), **more},
     )
 
 
@@ -46,19 +46,19 @@ def candidate(title, *, stage, offload, device, host, fits=True, checkpointing=T
 def advice():
     resident = candidate(
         "ZeRO-0", stage=0, offload="none", device=42, host=0, fits=False,
-        shortfalls={"device": 30 * GIB}, reason="optimizer states stay on the device",
+        shortfalls={"device": 30 * GIB}, reasons=("optimizer states stay on the device",),
     )  # fmt: skip
     muon = candidate(
         "ZeRO-1", stage=1, offload="none", device=10, host=0, fits=False,
-        reason="this optimizer is not known to work at this stage",
+        reasons=("this optimizer is not known to work at this stage",),
     )  # fmt: skip
     chosen = candidate(
         "ZeRO-2, optimizer in host memory", stage=2, offload="cpu", device=9.25, host=43,
-        reason="the lowest stage that fits | *really*",
+        reasons=("the lowest stage that fits | *really*",),
     )  # fmt: skip
     slower = candidate(
         "ZeRO-3, optimizer in host memory, without checkpointing", stage=3,
-        offload="cpu", device=8, host=43, checkpointing=False, reason="slower " * 20,
+        offload="cpu", device=8, host=43, checkpointing=False, reasons=("slower " * 20,),
     )  # fmt: skip
     return Advice(
         budget=Budget(device=12 * GIB, host=64 * GIB),
