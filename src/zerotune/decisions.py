@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeVar, cast, get_args
 
 import attrs
 
-from zerotune.errors import PlanConflictError, ZeroTuneError, both_names, shorten
+from zerotune.errors import Edits, PlanConflictError, ZeroTuneError, both_names, shorten
 
 logger = logging.getLogger("zerotune")
 
@@ -52,6 +52,8 @@ class Decision:
     else."""
     fix: str = ""
     """What to write instead; empty if there is nothing to change."""
+    edits: tuple[Edits, ...] = attrs.field(default=(), eq=False, repr=False)
+    """Alternative changes that do what ``fix`` says."""
     rule: str = ""
     """Id of the rule or step that created the record; empty for a choice."""
     is_default: bool = attrs.field(default=False, eq=False, repr=False)
@@ -77,6 +79,7 @@ class Decision:
             reason=error.reason,
             severity=severity,
             fix=error.fix or "",
+            edits=error.edits,
             rule=rule,
             written=error.written,
             error=error,
@@ -107,7 +110,11 @@ class Decision:
         error = self.error
         if error is None:
             error = PlanConflictError(
-                self.reason, key=self.key, value=self.before, fix=self.fix or None
+                self.reason,
+                key=self.key,
+                value=self.before,
+                fix=self.fix or None,
+                edits=self.edits,
             )
         return error if self.written is None else error.called(self.written)
 

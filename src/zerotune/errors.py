@@ -35,7 +35,9 @@ raised, and its ``others`` contain the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
@@ -50,6 +52,40 @@ class _Unset:
 
 
 UNSET: Final = _Unset()
+
+Edits = Mapping[str, Any]
+"""Changes that together mend a plan: new values by the path of the setting. ``UNSET`` removes a
+setting, and an empty path means the setting at fault."""
+REMOVAL: Final[Edits] = {"": UNSET}
+"""Edits that remove the setting at fault."""
+
+
+def writes(*values: Any) -> tuple[Edits, ...]:
+    """Return the alternatives to write each of ``values`` for the setting at fault."""
+    return tuple({"": value} for value in values)
+
+
+def fix_of(alternatives: Iterable[Edits]) -> str:
+    """Return a sentence that says what to write instead, such as ``write 0 or "auto"``."""
+
+    def is_value(edits: Edits) -> bool:
+        return edits.keys() == {""} and edits[""] is not UNSET
+
+    def command(path: str, value: Any) -> str:
+        if value is UNSET:
+            return f"remove {path or 'this key'}"
+        shown = json.dumps(value)
+        return f"set {path} to {shown}" if path else f"write {shown}"
+
+    sentences: list[str] = []
+    for plain, group in groupby(alternatives, key=is_value):
+        if plain:
+            *others, last = (json.dumps(each[""]) for each in group)
+            sentences.append(f"write {', '.join(others)}{' or ' if others else ''}{last}")
+        else:
+            sentences += [" and ".join(map(command, each, each.values())) for each in group]
+    return ", or ".join(sentences)
+
 
 _LONGEST_VALUE = 120
 _LONGEST_NAME = 300
@@ -135,11 +171,13 @@ class ZeroTuneError(Exception):
         fix: What to write or do instead, or ``None``.
         others: Other errors found in the same input.
         rank: Rank on which the error occurred; ``None`` if it occurred in this process.
+        edits: Alternative changes that mend the plan; the default of ``fix`` says them.
         shell_fix: What to do on a command line, if ``fix`` is only possible in Python.
     """
 
     shell_fix: str | None = None
     written: str | None = None
+    edits: tuple[Edits, ...] = ()
     others: tuple[ZeroTuneError, ...] = ()
     rank: int | None = None
 
@@ -150,12 +188,14 @@ class ZeroTuneError(Exception):
         key: str | None = None,
         value: Any = UNSET,
         fix: str | None = None,
+        edits: Iterable[Edits] = (),
         shell_fix: str | None = None,
     ) -> None:
         self.key = key
         self.value = value
         self.reason = reason
-        self.fix = fix
+        self.edits = tuple(edits)
+        self.fix = fix_of(self.edits) if fix is None and self.edits else fix
         if shell_fix is not None:
             self.shell_fix = shell_fix
         super().__init__(self._message())

@@ -7,9 +7,12 @@ import copy
 import pytest
 
 from tests.builder.states import PLAN, state
+from zerotune.builder import repairs as module
 from zerotune.builder.forms import FormState
 from zerotune.builder.preview import Machines, understand
 from zerotune.builder.repairs import repairs
+from zerotune.decisions import Decision
+from zerotune.errors import ZeroTuneError
 from zerotune.plan.rules import all_rules
 from zerotune.platform import Platform
 
@@ -538,8 +541,55 @@ def mend_all(before, machines, found):
             assert (message.key, message.rule, message.fix) not in {
                 (one.key, one.rule, one.fix) for one in left
             }
-            touched = {edit.to or edit.path for edit in repair.edits}
+            touched = {edit.path for edit in repair.edits}
             assert not touched & {one.key for one in left if one.severity == "error"}
+
+
+def without_words(monkeypatch):
+    """Replace the reason and the fix of every error and decision by "x"."""
+    make_error, make_decision = ZeroTuneError.__init__, Decision.__init__
+
+    def error(self, _reason, **parts):
+        make_error(self, "x", **parts)
+        self.fix = "x" if self.fix else self.fix
+
+    def decision(self, **parts):
+        make_decision(self, **{**parts, "reason": "x", "fix": "x" if parts.get("fix") else ""})
+
+    monkeypatch.setattr(ZeroTuneError, "__init__", error)
+    monkeypatch.setattr(Decision, "__init__", decision)
+
+
+@pytest.mark.parametrize(("form", "platform"), [one.values[2:] for one in [*RULES, *READING]])
+def test_no_sentence_decides(monkeypatch, any_machine, form, platform):
+    def outcome():
+        before, machines, found = offered(form, platform, any_machine)
+        buttons = [(one.key, one.rule, one.after, each) for one, each in found]
+        return buttons, understand(before, machines).running_config
+
+    expected = outcome()
+    without_words(monkeypatch)
+    assert outcome() == expected
+
+
+def test_each_button_costs_one_preview(monkeypatch, any_machine):
+    previews = []
+
+    def counting(*arguments):
+        previews.append(understand(*arguments))
+        return previews[-1]
+
+    monkeypatch.setattr(module, "understand", counting)
+    config = {
+        **PLAN,
+        **zero(stage=1, offload_optimizer=CPU, offload_param=CPU, reduce_bucket_size=500_000_000),
+        **optimizer("OneBitAdam", lr="1e-4"),
+        **scheduler("WarmupLR", warmup_num_steps=20_000),
+    }
+    _, _, found = offered({"config": config, "launch": None, "setup": None}, None, any_machine)
+    buttons = sum(len(each) for _, each in found)
+    assert buttons >= 6
+    assert len(previews) == buttons
 
 
 def test_a_fix_that_would_overwrite_a_value_gets_no_button(any_machine):
@@ -554,5 +604,6 @@ def test_a_renamed_setting_keeps_its_value(any_machine):
     form = {"config": {**PLAN, **zero(stage=2, overlap_com=True)}, "launch": None, "setup": None}
     before, _, found = offered(form, None, any_machine)
     rename = next(one for _, each in found for one in each if one.label == "Rename to overlap_comm")
-    rename.edits[0].apply(before)
+    for edit in rename.edits:
+        edit.apply(before)
     assert before.config["zero_optimization"] == {"stage": 2, "overlap_comm": True}

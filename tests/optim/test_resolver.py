@@ -389,7 +389,9 @@ def test_using_zerotunes_own_implementation_is_a_recorded_decision(resolve, deci
         "zerotune",
     )
     (decision,) = decisions_for(resolution, "optimizer.implementation")
-    assert "has only a CUDA kernel" in decision.reason
+    assert decision.after == "zerotune's Lion"
+    (owner,) = decisions_for(resolution, decision.reason.split()[-1])
+    assert "has only a CUDA kernel" in owner.reason
 
 
 def test_an_optimizer_that_sets_its_own_rate_gets_no_schedule_unless_asked(resolve, monkeypatch):

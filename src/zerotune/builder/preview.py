@@ -29,7 +29,7 @@ from zerotune.builder.forms import (
 )
 from zerotune.builder.models import model_name
 from zerotune.decisions import Decision, worst_first
-from zerotune.errors import UNSET, InvalidValueError, NothingFitsError, ZeroTuneError
+from zerotune.errors import REMOVAL, UNSET, InvalidValueError, NothingFitsError, ZeroTuneError
 from zerotune.optim import OptimizerResolver
 from zerotune.optim.capability import Situation, installed_packages, missing_package
 from zerotune.optimizers.catalogue import OPTIMIZERS
@@ -138,7 +138,7 @@ class Setup:
                 "a quantized model can only be trained through LoRA adapters",
                 key="setup.base_dtype",
                 value=self.base_dtype,
-                fix="set setup.lora to 16, or remove setup.base_dtype",
+                edits=[{"setup.lora": 16}, REMOVAL],
             )
 
     @property

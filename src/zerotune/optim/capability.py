@@ -21,7 +21,7 @@ import attrs
 from zerotune._util.proc import installed_version
 from zerotune._util.text import did_you_mean, release_of
 from zerotune.decisions import Log
-from zerotune.errors import UnknownKeyError
+from zerotune.errors import REMOVAL, UNSET, Edits, UnknownKeyError, writes
 from zerotune.optimizers.catalogue import (
     ADAM,
     DEFAULT_OPTIMIZER,
@@ -203,6 +203,7 @@ class Situation:
                 "DeepSpeed swaps states as if they had the weights' size and dtype; with "
                 "8-bit states on NVMe the engine ran, but the loss did not decrease",
                 f"{entry.name} with offload to the CPU",
+                edits=[{"zero_optimization.offload_optimizer.device": "cpu"}],
             )
         if self.sharded:
             yield from self._obstacles_in_parts(entry)
@@ -220,11 +221,13 @@ class Situation:
                 "the optimizer keeps global values that depend on all weights, but stage 3 updates "
                 "one sub-group at a time",
                 f"{entry.name} at stage 2",
+                edits=[{"zero_optimization.stage": 2}],
             )
         elif entry.name == "Prodigy" and self.world_size > 1:
             yield _cannot(
                 "each rank would derive a different learning rate from its part of the weights",
                 "Prodigy at stage 0",
+                edits=[{"zero_optimization.stage": 0}],
             )
         if entry.name == "Adafactor":
             yield _cannot(
@@ -485,6 +488,8 @@ class Capability:
     """The required change, or why the optimizer cannot run."""
     alternative: str | None = None
     """The closest optimizer that can run, if this one cannot."""
+    edits: tuple[Edits, ...] = ()
+    """Changes that choose the alternative."""
     config: Mapping[str, Any] = attrs.field(factory=dict)
     """Top-level configuration keys that the optimizer requires, with their values."""
     implementation: str | None = None
@@ -534,8 +539,21 @@ TORCHAO_BLOCKS: Final = (
 )
 
 
-def _cannot(reason: str, alternative: str | None = DEFAULT_OPTIMIZER, **kwargs: Any) -> Capability:
-    return Capability(status="cannot", reason=reason, alternative=alternative, **kwargs)
+def _cannot(
+    reason: str,
+    alternative: str | None = DEFAULT_OPTIMIZER,
+    *,
+    edits: Collection[Edits] | None = None,
+    verified: bool = False,
+) -> Capability:
+    named = writes(alternative) if alternative else ()
+    return Capability(
+        status="cannot",
+        reason=reason,
+        alternative=alternative,
+        edits=named if edits is None else tuple(edits),
+        verified=verified,
+    )
 
 
 # -- Valid arguments of optimizers and schedules.
@@ -603,11 +621,13 @@ def reject_unknown(
             if accepted
             else f"remove it: {owner} accepts no arguments"
         )
+        renames = ({"": UNSET, f"{section}.{each}": value} for each in close)
         log.refuse(
             UnknownKeyError(
                 f"{owner} has no such argument",
                 key=f"{section}.{key}",
                 value=value,
                 fix=f"did you mean {' or '.join(close)}?" if close else there_are,
+                edits=[*renames, REMOVAL],
             )
         )

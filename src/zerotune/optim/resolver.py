@@ -28,11 +28,13 @@ from zerotune.decisions import (
     render_decisions,
 )
 from zerotune.errors import (
+    REMOVAL,
     UNSET,
     InvalidValueError,
     MissingDependencyError,
     OptimizerError,
     UnknownKeyError,
+    writes,
 )
 from zerotune.optim.capability import (
     CONFIGURATION_ONLY,
@@ -641,6 +643,7 @@ class Settling:
                 key=OPTIMIZER_TYPE,
                 value=name.written,
                 fix=f"use {capability.alternative}",
+                edits=capability.edits,
             )
         self.log.decide(OPTIMIZER_TYPE, name.written, DEFAULT_OPTIMIZER, self._why(), "warning")
         fallback = OptimizerName(canonical=DEFAULT_OPTIMIZER, written=name.written)
@@ -762,8 +765,8 @@ class Settling:
         # Without maximize, the weights would move in the opposite direction.
         if self.policy == "error" or parameter.name == "maximize":
             of_torch = parameter.only == ADAM and parameter.name in ("amsgrad", "maximize")
-            fix = "set torch_adam to true" if of_torch else "omit it"
-            raise OptimizerError(reason, key=key, value=value, fix=fix)
+            edits = {f"{OPTIMIZER}.torch_adam": True} if of_torch else REMOVAL
+            raise OptimizerError(reason, key=key, value=value, edits=[edits])
         self.filled.decide(key, value, None, reason, "warning")
 
     def _record_name(self, implementation: OptimizerChoice) -> None:
@@ -815,7 +818,7 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
             f"{entry.name} with nesterov needs momentum > 0 and dampening 0",
             key=f"{OPTIMIZER}.nesterov",
             value=True,
-            fix="set momentum to 0.9 and dampening to 0",
+            edits=[{f"{OPTIMIZER}.momentum": 0.9, f"{OPTIMIZER}.dampening": 0}],
         )
     if entry.name == "Rprop" and not values["etas"][0] < 1 < values["etas"][1]:
         raise InvalidValueError(
@@ -823,6 +826,7 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
             key=f"{OPTIMIZER}.etas",
             value=values["etas"],
             fix="write for example [0.5, 1.2]",
+            edits=writes([0.5, 1.2]),
         )
 
 
@@ -923,7 +927,7 @@ class ScheduleSettling:
                 "a resumed run continues the schedule, because the checkpoint contains the step",
                 key=f"{SCHEDULER}.last_batch_iteration",
                 value=start,
-                fix="omit it",
+                edits=[REMOVAL],
             )
         plain: dict[str, Any] = {}
         for key, value in params.items():
@@ -1163,7 +1167,7 @@ class Sources:
             raise OptimizerError(
                 f"{owner} needs this value, but neither the configuration nor the run sets it",
                 key=key,
-                **({"value": AUTO} if automatic else {}),
+                value=AUTO if automatic else UNSET,
                 fix=f"write a number, or pass RunFacts({fact}=…) to the run"
                 if fact
                 else "write a number",

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import attrs
 
 from zerotune._util.text import did_you_mean, squash
-from zerotune.errors import UNSET, InvalidValueError, OptimizerError
+from zerotune.errors import UNSET, InvalidValueError, OptimizerError, writes
 
 ParameterType = Literal["float", "int", "bool", "floats", "str", "any"]
 
@@ -837,6 +837,7 @@ def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None
         key="optimizer.params.max_grad_norm",
         value=params["max_grad_norm"],
         fix="move it to gradient_clipping at the top level",
+        edits=[{"": UNSET, "gradient_clipping": params["max_grad_norm"]}],
     )
 
 
@@ -933,6 +934,7 @@ def _unknown_optimizer(name: str, key: str) -> OptimizerError:
         key=key,
         value=name,
         fix=fix,
+        edits=writes(*close),
     )
 
 

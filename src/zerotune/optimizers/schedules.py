@@ -22,6 +22,7 @@ from zerotune.errors import (
     MissingDependencyError,
     OptimizerError,
     UnresolvedPlanError,
+    writes,
 )
 from zerotune.optimizers.catalogue import (
     Entry,
@@ -176,28 +177,32 @@ SCHEDULERS: Final[Mapping[str, SchedulerEntry]] = MappingProxyType(
 
 _BY_WORD: Final = {squash(name): name for name in SCHEDULERS}
 
-_CONSTANT: Final = "WarmupLR with warmup_num_steps 0, which keeps the learning rate constant"
-_COSINE: Final = "cosine or WarmupCosineLR"
+_Closest = tuple[tuple[str, ...], str]
+"""Names of schedules, and a remark."""
+_CONSTANT: Final = ("WarmupLR",), " with warmup_num_steps 0, which keeps the learning rate constant"
+_COSINES: Final = ("cosine", "WarmupCosineLR")
+_DECAY: Final = ("WarmupDecayLR",)
+_CYCLE: Final = ("OneCycle",)
 
-_FOREIGN: Final[Mapping[str, str]] = {
+_FOREIGN: Final[Mapping[str, _Closest]] = {
     "constantlr": _CONSTANT,
     "none": _CONSTANT,
-    "linearlr": 'WarmupLR with warmup_type "linear"',
-    "linearwithwarmup": 'WarmupDecayLR with warmup_type "linear"',
-    "polynomiallr": "WarmupDecayLR (power 1)",
-    "cosinewithwarmup": _COSINE,
-    "cosineannealing": _COSINE,
-    "cosineannealinglr": _COSINE,
-    "cosineannealingwarmrestarts": f"{_COSINE} (one cycle, no restart)",
-    "onecyclelr": "OneCycle",
-    "cycliclr": "OneCycle",
-    "steplr": "WarmupDecayLR",
-    "multisteplr": "WarmupDecayLR",
-    "exponentiallr": "WarmupDecayLR",
-    "piecewiseconstant": "WarmupDecayLR",
-    "reducelronplateau": "WarmupDecayLR (no schedule here depends on the loss)",
-    "lambdalr": "one of DeepSpeed's schedules",
-    "sequentiallr": "one of DeepSpeed's schedules",
+    "linearlr": (("WarmupLR",), ' with warmup_type "linear"'),
+    "linearwithwarmup": (_DECAY, ' with warmup_type "linear"'),
+    "polynomiallr": (_DECAY, " (power 1)"),
+    "cosinewithwarmup": (_COSINES, ""),
+    "cosineannealing": (_COSINES, ""),
+    "cosineannealinglr": (_COSINES, ""),
+    "cosineannealingwarmrestarts": (_COSINES, " (one cycle, no restart)"),
+    "onecyclelr": (_CYCLE, ""),
+    "cycliclr": (_CYCLE, ""),
+    "steplr": (_DECAY, ""),
+    "multisteplr": (_DECAY, ""),
+    "exponentiallr": (_DECAY, ""),
+    "piecewiseconstant": (_DECAY, ""),
+    "reducelronplateau": (_DECAY, " (no schedule here depends on the loss)"),
+    "lambdalr": ((), "one of DeepSpeed's schedules"),
+    "sequentiallr": ((), "one of DeepSpeed's schedules"),
 }
 """Schedule names of torch and transformers, with the closest schedule."""
 
@@ -231,12 +236,14 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
     if canonical is not None:
         return canonical
     if _word(name) in _FOREIGN:
+        names, remark = _FOREIGN[_word(name)]
         raise OptimizerError(
             "this is a schedule of torch or transformers, which DeepSpeed's engine does not step "
             "with ZeRO",
             key=key,
             value=name,
-            fix=f"write {_FOREIGN[_word(name)]}",
+            fix=f"write {' or '.join(names)}{remark}",
+            edits=writes(*names),
         )
     close = did_you_mean(name, SCHEDULERS)
     known = ", ".join(SCHEDULERS)
@@ -247,6 +254,7 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
         fix=f"did you mean {' or '.join(close)}? Known names: {known}"
         if close
         else f"use one of {known}",
+        edits=writes(*close),
     )
 
 

@@ -37,11 +37,15 @@ from zerotune._util.text import (
 )
 from zerotune.decisions import Decision, Log, Names, announce
 from zerotune.errors import (
+    REMOVAL,
+    UNSET,
+    Edits,
     InvalidValueError,
     PlanConflictError,
     UnknownKeyError,
     UnresolvedPlanError,
     ZeroTuneError,
+    writes,
 )
 from zerotune.optimizers.catalogue import (
     DEFAULT_OPTIMIZER,
@@ -87,6 +91,11 @@ class Kind(ABC):
     """Type of a setting: checks values, and converts written values to canonical form."""
 
     __slots__ = ()
+
+    @property
+    def suggestions(self) -> tuple[Any, ...]:
+        """Values to offer instead of an invalid one."""
+        return ()
 
     @abstractmethod
     def check(self, value: Any, key: str) -> None:
@@ -143,7 +152,8 @@ class _OrAuto(Kind):
 
     def _refused(self, why: str, key: str, value: Any, words: str) -> InvalidValueError:
         fix = f'write {words}, or "{AUTO}"' if self.auto else f"write {words}"
-        return InvalidValueError(why, key=key, value=value, fix=fix)
+        edits = writes(*self.suggestions, *([AUTO] if self.auto else []))
+        return InvalidValueError(why, key=key, value=value, fix=fix, edits=edits)
 
 
 @attrs.frozen(kw_only=True)
@@ -175,6 +185,16 @@ class Number(_OrAuto):
         number = as_number(value)
         self.check(value if number is None else number, key)
         return number, "a number written as text" if isinstance(value, str) else None
+
+    @property
+    def suggestions(self) -> tuple[Any, ...]:
+        """The bounds; a negative bound has a special meaning."""
+        bounds = (self.minimum if self.above is None else -1, self.maximum)
+        return tuple(
+            int(each) if each == int(each) else each
+            for each in bounds
+            if 0 <= each < _LARGEST_INTEGER
+        )
 
     @property
     def words(self) -> str:
@@ -288,6 +308,11 @@ class Boolean(_OrAuto):
     words: Mapping[str, bool] = _WORDS
     """Other spellings of booleans, and the value of each."""
 
+    @property
+    def suggestions(self) -> tuple[Any, ...]:
+        """Both values."""
+        return True, False
+
     def check(self, value: Any, key: str) -> None:
         """Accept a ``bool``, or ``"auto"`` if the setting allows it."""
         if isinstance(value, bool) or (self.auto and value == AUTO):
@@ -331,11 +356,19 @@ class Choice(Kind):
     unoffered: tuple[str, ...] = ()
     """Choices that are never suggested: they can be read, but are rejected later."""
 
+    @property
+    def suggestions(self) -> tuple[Any, ...]:
+        """The choices, unless they are to be suggested never."""
+        return tuple(choice for choice in self.choices if choice not in self.unoffered)
+
     def check(self, value: Any, key: str) -> None:
         """Accept a choice in its exact spelling."""
         if not isinstance(value, str) or value not in self.choices:
+            offered = self.suggestions
+            fix = f"write one of {', '.join(map(repr, offered))}"
+            edits = writes(*offered) if len(offered) <= _MOST_SUGGESTED else ()
             raise InvalidValueError(
-                "is not an allowed value", key=key, value=value, fix=self._fix()
+                "is not an allowed value", key=key, value=value, fix=fix, edits=edits
             )
 
     def read(self, value: Any, key: str) -> Reading:
@@ -350,10 +383,9 @@ class Choice(Kind):
         self.check(word, key)
         return word, None if word == value else self.respelt
 
-    def _fix(self) -> str:
-        return "write one of " + ", ".join(
-            repr(choice) for choice in self.choices if choice not in self.unoffered
-        )
+
+_MOST_SUGGESTED: Final = 4
+"""Maximum number of choices that edits offer; only the user can choose among more."""
 
 
 @attrs.frozen(kw_only=True)
@@ -731,12 +763,14 @@ def read_section(cls: type[SectionT], raw: Any, *, key: str, log: Log) -> Sectio
 
 def _require_object(raw: Any, key: str) -> None:
     if not isinstance(raw, Mapping):
-        form = '{"name": value, …}'
         stage = as_number(raw[0] if isinstance(raw, list) and len(raw) == 1 else raw)
-        if key == "zero_optimization" and stage in (0, 1, 2, 3):
-            form = f'{{"stage": {stage:.0f}}}'
+        meant = key == "zero_optimization" and stage is not None and stage in (0, 1, 2, 3)
         raise InvalidValueError(
-            "must be an object", key=key or None, value=raw, fix=f"write {form}"
+            "must be an object",
+            key=key or None,
+            value=raw,
+            fix=None if meant else 'write {"name": value, …}',
+            edits=writes({"stage": int(stage or 0)}) if meant else (),
         )
 
 
@@ -771,41 +805,52 @@ def passed_paths(plan: DeepSpeedPlan, *, unknown: bool = False) -> frozenset[str
 
 def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> UnknownKeyError:
     """Return the error for an unknown key; it suggests the most similar known keys."""
-    guesses = did_you_mean(name, sorted(known), count=2, by=str.lower)
-    at_top = _BELONG_BELOW.get(name) if path == name else None
+    section = path.removesuffix(name)
+    meant = _COMMON_MISTAKES.get(name) or tuple(
+        f"{section}{guess}" for guess in did_you_mean(name, sorted(known), count=2, by=str.lower)
+    )
     of_zero = {each.name for each in modelled(ZeroSection)} | ZeroSection.aliases.keys()
     if path == name and name in of_zero:
-        at_top = f"'zero_optimization.{name}'"
-    meant = at_top or _COMMON_MISTAKES.get(name) or " or ".join(repr(guess) for guess in guesses)
-    fix = f"did you mean {meant}?" if meant else "remove it, or check its spelling and its section"
+        meant = (f"zero_optimization.{name}",)
+    words = " or ".join(repr(each.removeprefix(section)) for each in meant)
+    fix = f"did you mean {words}?" if meant else "remove it, or check its spelling and its section"
+    edits: list[Edits] = [*({"": UNSET, each: value} for each in meant), REMOVAL]
     if path == "mixed_precision":
         precisions = [value] if value in ("bf16", "fp16") else ["bf16", "fp16"]
         fix = f"remove it, and set {' or '.join(f'{one}.enabled' for one in precisions)} to true"
+        edits = [{"": UNSET, f"{one}.enabled": True} for one in precisions]
     return UnknownKeyError(
-        "the key is unknown to DeepSpeed and zerotune", key=path, value=value, fix=fix
+        "the key is unknown to DeepSpeed and zerotune", key=path, value=value, fix=fix, edits=edits
     )
+
+
+def only_precision(name: str) -> Edits:
+    """Return the edits that train in one precision."""
+    return {f"{one}.enabled": one == name for one in ("bf16", "fp16")}
 
 
 def misplaced_key(path: str, value: Any, place: str) -> UnknownKeyError:
     """Return the error for a key that belongs to a different section."""
+    section, _, name = path.rpartition(".")
+    target = ".".join([*section.split(".")[:-1], place, name])
     return UnknownKeyError(
-        "DeepSpeed rejects this key here", key=path, value=value, fix=f"move it to {place}"
+        "DeepSpeed rejects this key here",
+        key=path,
+        value=value,
+        fix=f"move it to {place}",
+        edits=[{"": UNSET, target: value}],
     )
 
 
-_COMMON_MISTAKES = {
-    "max_grad_norm": "'gradient_clipping'",
-    "train_batch": "'train_batch_size'",
-    "monitor_config": "'tensorboard', 'wandb' or 'csv_monitor' at the top level",
-    "sequence_parallel": "'sequence_parallel_size'",
-    "learning_rate": "'optimizer.params.lr'",
-    "lr": "'optimizer.params.lr'",
+_COMMON_MISTAKES: Final[Mapping[str, tuple[str, ...]]] = {
+    "max_grad_norm": ("gradient_clipping",),
+    "train_batch": ("train_batch_size",),
+    "monitor_config": ("tensorboard", "wandb", "csv_monitor"),
+    "sequence_parallel": ("sequence_parallel_size",),
+    "learning_rate": ("optimizer.params.lr",),
+    "lr": ("optimizer.params.lr",),
+    "zero_stage": ("zero_optimization.stage",),
 }
-
-_BELONG_BELOW = {
-    "zero_stage": "'zero_optimization.stage'",
-}
-"""Keys wrongly written at the top level, and their right place; see also ``ZeroSection``."""
 
 
 def _canonical_key(
@@ -826,7 +871,7 @@ def _canonical_key(
             f"is set under two names, {written!r} and {name!r}",
             key=join(key, name),
             value=raw[written],
-            fix=f"remove {written!r}",
+            edits=[{join(key, written): UNSET}],
         )
     if written in cls.unread:
         why = f"DeepSpeed does not read this key; zerotune reads it as {name!r}"
@@ -846,7 +891,11 @@ def refuse_template(kind: Kind, value: Any, key: str) -> None:
         words = getattr(kind, "words", "")
         meant = words if isinstance(words, str) and words else "the value itself"
         raise InvalidValueError(
-            "is a template placeholder without a value", key=key, value=value, fix=f"write {meant}"
+            "is a template placeholder without a value",
+            key=key,
+            value=value,
+            fix=f"write {meant}",
+            edits=writes(*kind.suggestions),
         )
 
 
@@ -1168,7 +1217,7 @@ class _Translating:
                 "different value",
                 key=_SAVED_WHOLE,
                 value=value,
-                fix="remove this key",
+                edits=[REMOVAL],
             )
         self.section["zero_optimization"] = dict(zero) if written else {**zero, _GATHER: value}
         self.log.decide(
@@ -1201,6 +1250,7 @@ class _Translating:
                 key=f"{self.path}.{key}",
                 value=value,
                 fix=f"remove {key}",
+                edits=[REMOVAL],
             )
         if enabled:
             self.section[modern] = {"device": "cpu"}

@@ -20,7 +20,13 @@ import attrs
 
 from zerotune._util.text import is_number, release_of
 from zerotune.decisions import Decision, Log, Severity, precedence
-from zerotune.errors import InvalidValueError, PlanConflictError, PlanError, UnresolvedPlanError
+from zerotune.errors import (
+    InvalidValueError,
+    PlanConflictError,
+    PlanError,
+    UnresolvedPlanError,
+    writes,
+)
 from zerotune.plan.model import (
     AUTO,
     FP16_BESIDE,
@@ -45,6 +51,7 @@ from zerotune.plan.model import (
     ZeroSection,
     evolved,
     join,
+    only_precision,
 )
 from zerotune.platform.facts import CUDA, CUDA_ALLOCATORS
 
@@ -98,17 +105,19 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
         if rest == 0 and valid > 0
         else "no number of processes makes these three numbers consistent"
     )
-    changes = [f"{TRAIN} = {micro * accumulation * world_size}"]
+    changes = {TRAIN: micro * accumulation * world_size}
     if train % (micro * world_size) == 0:
-        changes.append(f"{ACCUMULATION} = {train // (micro * world_size)}")
+        changes[ACCUMULATION] = train // (micro * world_size)
     if train % (accumulation * world_size) == 0:
-        changes.append(f"{MICRO} = {train // (accumulation * world_size)}")
+        changes[MICRO] = train // (accumulation * world_size)
+    words = " or ".join(f"{key} = {value}" for key, value in changes.items())
     return PlanConflictError(
         f"{train} != {micro} ({MICRO}) x {accumulation} ({ACCUMULATION}) x {world_size}"
         f" (world size); {holds}",
         key=TRAIN,
         value=train,
-        fix=f'at world size {world_size} write {" or ".join(changes)}, or set {TRAIN} to "{AUTO}"',
+        fix=f'at world size {world_size} write {words}, or set {TRAIN} to "{AUTO}"',
+        edits=[*({key: value} for key, value in changes.items()), {TRAIN: AUTO}],
     )
 
 
@@ -182,13 +191,15 @@ class _Solving(Log):
         valid = [str(n) for n in range(1, most + 1) if per_rank % n == 0]
         listed = ", ".join(valid[:_MOST_LISTED])
         holds = f"it works at world size {listed}" if valid else "no world size works"
+        nearest = max(1, train // shared) * shared
         raise PlanConflictError(
             f"{train} is not divisible by {known} ({known_key}) x {self.world_size} "
             f"(world size); {holds}",
             key=TRAIN,
             value=train,
             fix=f"at world size {self.world_size} write a multiple of {shared}, such as"
-            f" {max(1, train // shared) * shared}, or change {known_key} or {wanted}",
+            f" {nearest}, or change {known_key} or {wanted}",
+            edits=writes(nearest),
         )
 
     def _fill_accumulation(self) -> int:
@@ -349,6 +360,7 @@ def _adapt(precision: str, who: str, platform: Platform, log: Log) -> str:
         key=f"{precision}.enabled",
         value=True,
         fix=f'use {" or ".join(possible)}, or "{AUTO}"',
+        edits=[*map(only_precision, possible), *writes(AUTO)],
     )
 
 
@@ -676,7 +688,9 @@ def elements(value: Any) -> int:
 # version. A value in the plan takes precedence, unless the platform does not support it.
 
 
-_DEEPSPEED_DEFAULT: Final = "the default of DeepSpeed 0.19.8, set explicitly because defaults change"
+_DEEPSPEED_DEFAULT: Final = (
+    "the default of DeepSpeed 0.19.8, set explicitly because defaults change"
+)
 
 _ALL = (1, 2, 3)
 _LOW = (1, 2)
@@ -706,7 +720,7 @@ class Filler(Log):
     def fill(
         self, section: SectionT, path: str, name: str, chosen: Any, reason: str | None = None
     ) -> SectionT:
-        """Set the key ``name`` if it is unset or "auto"; without a reason, to DeepSpeed's default."""
+        """Set a key that is unset or "auto"; without a reason, ``chosen`` is DeepSpeed's default."""
         written = getattr(section, name)
         if written is not None and written != AUTO:
             return section
@@ -811,6 +825,7 @@ class Filler(Log):
                 key=f"{path}.buffer_size",
                 value=written,
                 fix=f'write at least {need}, or "{AUTO}"',
+                edits=writes(need, AUTO),
             )
         size, why = need, f"elements of {what}"
         if swapping is None:
@@ -828,6 +843,7 @@ class Filler(Log):
                 key=f"{path}.buffer_count",
                 value=count,
                 fix=f'write at least {swapping.buffers}, or "{AUTO}"',
+                edits=writes(swapping.buffers, AUTO),
             )
         section = self.fill(
             section,

@@ -8,14 +8,23 @@ generated from ``RULES``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
 
 from zerotune._util.text import as_number, as_sentence, format_size, is_integer, is_number
 from zerotune.decisions import Decision, Log, Severity, name_of, raise_all, worst_first
-from zerotune.errors import UNSET, PlanConflictError, PlanError, ZeroTuneError
+from zerotune.errors import (
+    REMOVAL,
+    UNSET,
+    Edits,
+    PlanConflictError,
+    PlanError,
+    ZeroTuneError,
+    fix_of,
+    writes,
+)
 from zerotune.optimizers.catalogue import ONE_BIT, clipping_in_optimizer, entry_of
 from zerotune.optimizers.schedules import canonical_schedule
 from zerotune.plan import model as known_keys
@@ -29,7 +38,9 @@ from zerotune.plan.model import (
     SectionT,
     evolved,
     join,
+    misplaced_key,
     modelled,
+    only_precision,
     unknown_key,
 )
 from zerotune.plan.resolve import (
@@ -38,6 +49,7 @@ from zerotune.plan.resolve import (
     MICRO,
     NO_PREFETCH,
     OPTIMIZER_BUFFERS,
+    REDUCE_BUCKET,
     SUB_GROUP_NVME,
     Case,
     clipping,
@@ -81,6 +93,8 @@ class Rule:
     finding states its own reason."""
     fix: str
     """What to write instead, with the same placeholders as ``reason``."""
+    edits: tuple[Edits, ...]
+    """Alternative changes that do what ``fix`` says, if they are the same for each finding."""
     remark: str
     """Additional sentences for the documentation."""
     check: Callable[[Case, Rule], Findings] = attrs.field(repr=False)
@@ -111,7 +125,16 @@ class Rule:
             return []
         return list(self.check(case, self))
 
-    def finding(self, key: str, value: Any, /, *, after: Any = UNSET, **words: Any) -> Decision:
+    def finding(
+        self,
+        key: str,
+        value: Any,
+        /,
+        *,
+        after: Any = UNSET,
+        edits: Sequence[Edits] = (),
+        **words: Any,
+    ) -> Decision:
         """Return a finding about one setting.
 
         Args:
@@ -119,6 +142,7 @@ class Rule:
             value: Value of the setting in the plan.
             after: Value after resolution; ``None`` removes the setting, and the default is
                 ``value``.
+            edits: Alternative changes that mend the plan; by default those of the rule.
             **words: Values for the placeholders in ``reason`` and ``fix``, or texts that replace
                 ``reason`` and ``fix``.
         """
@@ -127,7 +151,8 @@ class Rule:
             before=value,
             after=value if after is UNSET else after,
             reason=words.get("reason") or self.reason.format(**words),
-            fix=words.get("fix") or self.fix.format(**words),
+            fix=words.get("fix") or self.fix.format(**words) or fix_of(edits),
+            edits=tuple(edits) or self.edits,
             severity=self.severity,
             rule=self.id,
         )
@@ -143,6 +168,7 @@ def rule(
     *,
     reason: str = "",
     fix: str = "",
+    edits: tuple[Edits, ...] = (),
     only_deepspeed: bool = True,
     left_to: str = "",
 ) -> Callable[[Callable[[Case, Rule], Findings]], Rule]:
@@ -156,7 +182,8 @@ def rule(
         severity: Severity of the findings; resolution raises errors, corrects what warnings report,
             and ignores notes.
         reason: Reason for a finding, with placeholders in braces for the values of the finding.
-        fix: What to write instead, with the same placeholders.
+        fix: What to write instead, with the same placeholders; by default what ``edits`` do.
+        edits: Alternative changes that mend the plan.
         only_deepspeed: Whether the rule applies only to runs with DeepSpeed.
         left_to: What handles a finding if resolution does not: ``"the optimizer"`` or ``"the choice
             of precision"``.
@@ -169,7 +196,8 @@ def rule(
             severity=severity,
             summary=summary,
             reason=reason,
-            fix=fix,
+            fix=fix or fix_of(edits),
+            edits=edits,
             remark=" ".join(remark.split()),
             check=function,
             only_deepspeed=only_deepspeed,
@@ -251,7 +279,8 @@ def setting_rule(
     *,
     summary: str,
     reason: str,
-    fix: str,
+    edits: tuple[Edits, ...],
+    fix: str = "",
     stages: tuple[int, ...] = (),
     when: Callable[[DeepSpeedPlan], bool] | None = None,
     remark: str = "",
@@ -268,7 +297,8 @@ def setting_rule(
             to report.
         summary: The mistake, in one sentence.
         reason: Reason for a finding; ``{stage}`` stands for the plan's stage.
-        fix: What to write instead.
+        edits: Alternative changes that mend the plan.
+        fix: What to write instead; by default what ``edits`` do.
         stages: ZeRO stages to which the rule applies; empty for all stages.
         when: Additional condition on the plan.
         remark: Additional sentences for the documentation.
@@ -292,7 +322,8 @@ def setting_rule(
         severity=severity,
         summary=summary,
         reason=reason,
-        fix=fix,
+        fix=fix or fix_of(edits),
+        edits=edits,
         remark=remark,
         check=check,
         only_deepspeed=only_deepspeed,
@@ -324,6 +355,9 @@ def _scales(plan: DeepSpeedPlan) -> bool:
 _ZERO_PATH: Final = "zero_optimization"
 _OPTIMIZER: Final = f"{_ZERO_PATH}.offload_optimizer"
 _PARAM: Final = f"{_ZERO_PATH}.offload_param"
+_STAGE: Final = f"{_ZERO_PATH}.stage"
+_RATIO: Final = f"{_OPTIMIZER}.ratio"
+_ON_CPU: Final = {f"{_OPTIMIZER}.device": "cpu"}
 
 SETTING_RULES: Final = (
     setting_rule(
@@ -334,7 +368,7 @@ SETTING_RULES: Final = (
         summary="Nothing is offloaded at stage 0.",
         reason="at stage 0 DeepSpeed leaves the weights on the device and builds an optimizer for "
         "the CPU, which rejects them, so the section is removed",
-        fix="set zero_optimization.stage to 2 to offload",
+        edits=({_STAGE: 2},),
         after=None,
     ),
     setting_rule(
@@ -344,7 +378,7 @@ SETTING_RULES: Final = (
         stages=(1, 2),
         summary="Parameters can be offloaded only at stage 3, which partitions them.",
         reason="DeepSpeed ignores offload_param at stage {stage}, so the section is removed",
-        fix="set zero_optimization.stage to 3 to offload parameters",
+        edits=({_STAGE: 3},),
         after=None,
     ),
     setting_rule(
@@ -356,27 +390,27 @@ SETTING_RULES: Final = (
         summary="Parameters are offloaded while the larger optimizer states stay on the device.",
         reason="the optimizer states stay on the device; in mixed precision they are six times "
         "as large as the parameters",
-        fix='set offload_optimizer.device to "cpu" to free more memory',
+        edits=(_ON_CPU,),
     ),
     setting_rule(
         "partial-offload-below-stage-3",
         "error",
-        {f"{_OPTIMIZER}.ratio": is_below(1)},
+        {_RATIO: is_below(1)},
         stages=(1, 2),
         summary="DeepSpeed supports an offload ratio below 1 only at stage 3.",
         reason="DeepSpeed can offload a part of the optimizer only at stage 3; the plan uses "
         "stage {stage}",
-        fix="set the ratio to 1.0, or zero_optimization.stage to 3",
+        edits=({_RATIO: 1.0}, {_STAGE: 3}),
     ),
     setting_rule(
         "partial-offload",
         "note",
-        {f"{_OPTIMIZER}.ratio": is_below(1)},
+        {_RATIO: is_below(1)},
         stages=(3,),
         summary="With an offload ratio below 1, torch's AdamW updates the weights on the device.",
         reason="torch's AdamW updates the part on the device, and DeepSpeed's AdamW updates the "
         "rest",
-        fix="set the ratio to 1.0 to use one implementation for all weights",
+        edits=({_RATIO: 1.0},),
         remark="The two implementations round differently. Without zerotune, torch's AdamW keeps "
         "its initial learning rate, and no checkpoint contains its states (``backup_optimizer``). "
         "zerotune gives both implementations the same groups and states.",
@@ -390,7 +424,7 @@ SETTING_RULES: Final = (
         "on NVMe.",
         reason="offload of the optimizer to NVMe needs stage 3; at stage {stage} DeepSpeed "
         "silently uses host memory",
-        fix='set zero_optimization.stage to 3, or the device to "cpu"',
+        edits=({_STAGE: 3}, _ON_CPU),
     ),
     setting_rule(
         "zero-plus-plus-below-stage-3",
@@ -404,7 +438,7 @@ SETTING_RULES: Final = (
         stages=(0, 1, 2),
         summary="ZeRO++ settings have no effect below stage 3.",
         reason="DeepSpeed ignores ZeRO++ at stage {stage}, so the key is removed",
-        fix="set zero_optimization.stage to 3, or remove the key",
+        edits=({_STAGE: 3}, REMOVAL),
         after=None,
     ),
     setting_rule(
@@ -414,7 +448,7 @@ SETTING_RULES: Final = (
         stages=(0, 1, 2),
         summary="The launcher's ``zero3_init_flag`` has no effect below stage 3.",
         reason="the flag requests partitioned parameters, which stage {stage} does not support",
-        fix="remove zero3_init_flag, or set zero_optimization.stage to 3",
+        edits=(REMOVAL, {_STAGE: 3}),
         remark="accelerate sets the flag to false with a warning.",
     ),
     setting_rule(
@@ -425,7 +459,7 @@ SETTING_RULES: Final = (
         summary="DeepSpeed 0.5.9 removed the original implementation of stage 1.",
         reason="DeepSpeed removed this implementation of stage 1, and raises an error if the key "
         "is set",
-        fix="remove this key",
+        edits=(REMOVAL,),
     ),
     setting_rule(
         "round-robin-gradients",
@@ -437,6 +471,7 @@ SETTING_RULES: Final = (
         reason="with several ranks DeepSpeed stores the master weights in another order than its "
         "own record of their places says, so EMAs, checkpoints and exports would read wrong values",
         fix="remove this key; training results are the same",
+        edits=(REMOVAL,),
         after=False,
     ),
     setting_rule(
@@ -448,7 +483,7 @@ SETTING_RULES: Final = (
         summary="At stages 2 and 3, DeepSpeed rejects scaling gradients before the reduction.",
         reason="at stage {stage} with reduce_scatter (the default), DeepSpeed rejects scaled "
         "gradients",
-        fix="remove this key, or set zero_optimization.reduce_scatter to false",
+        edits=(REMOVAL, {f"{_ZERO_PATH}.reduce_scatter": False}),
     ),
     setting_rule(
         "muon-reduce-scatter",
@@ -459,7 +494,7 @@ SETTING_RULES: Final = (
         summary="DeepSpeed's own Muon cannot use ``reduce_scatter``, the default, at stage 3.",
         reason="without zerotune, DeepSpeed fails at stage 3 with "
         '"Muon and reduce scatter cannot be used together"',
-        fix="set reduce_scatter to false, or zero_optimization.stage to 2",
+        edits=({f"{_ZERO_PATH}.reduce_scatter": False}, {_STAGE: 2}),
     ),
     setting_rule(
         "one-bit-optimizer",
@@ -469,7 +504,7 @@ SETTING_RULES: Final = (
         summary="DeepSpeed 0.19 removed the 1-bit optimizers, which never ran with ZeRO.",
         reason="DeepSpeed 0.19 removed the 1-bit optimizers, and older releases reject them with "
         "ZeRO",
-        fix='write "AdamW" (or "Lamb")',
+        edits=writes("AdamW", "Lamb"),
         remark="``OptimizerResolver`` replaces a 1-bit optimizer or raises an error, depending on "
         "its policy.",
     ),
@@ -482,6 +517,7 @@ SETTING_RULES: Final = (
         reason="DeepSpeed skips a step whose gradients overflow, and never lowers a fixed scale "
         "afterwards",
         fix="write 0 for dynamic loss scaling, or use bf16",
+        edits=(*writes(0), only_precision("bf16")),
     ),
     setting_rule(
         "dynamic-loss-scale",
@@ -490,7 +526,7 @@ SETTING_RULES: Final = (
         when=lambda plan: _scales(plan) and written_at(plan, "fp16.loss_scale") in (None, 0, AUTO),
         summary="A dynamic loss scale needs ``loss_scale_window`` and ``min_loss_scale`` above 0.",
         reason="DeepSpeed rejects the value 0 with a dynamic loss scale",
-        fix="write 1",
+        edits=writes(1),
         remark="It ignores both keys if fp16 is off or ``loss_scale`` is fixed.",
     ),
     setting_rule(
@@ -502,6 +538,7 @@ SETTING_RULES: Final = (
         summary='DeepSpeed rejects a warm-up of 0 steps ("must be a positive integer").',
         reason="DeepSpeed's warm-up must be a positive number of steps",
         fix="write 1, the shortest warm-up",
+        edits=writes(1),
         remark="``OptimizerResolver`` writes 1, and the learning rate starts at its peak.",
     ),
     setting_rule(
@@ -516,7 +553,7 @@ SETTING_RULES: Final = (
         summary="``LRRangeTest`` searches for a learning rate and does not train a usable model.",
         reason="LRRangeTest raises the learning rate until training diverges, to find the largest "
         "usable one",
-        fix='write "WarmupLR", "WarmupDecayLR" or "WarmupCosineLR" to train',
+        edits=writes("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
     ),
     setting_rule(
         "activation-checkpointing",
@@ -526,6 +563,7 @@ SETTING_RULES: Final = (
         reason="the section affects only models that call deepspeed.checkpointing; "
         "diffusers models call torch's checkpoint function",
         fix="remove activation_checkpointing, and call the model's enable_gradient_checkpointing()",
+        edits=(REMOVAL,),
     ),
 )
 """Rules without a function, in the order they are checked."""
@@ -551,7 +589,7 @@ def batch_triple(case: Case, this: Rule) -> Findings:
     "accumulation-set-twice",
     "warning",
     reason="{key} is also set, to {first}, and takes precedence",
-    fix="remove this key",
+    edits=(REMOVAL,),
     only_deepspeed=False,
 )
 def accumulation_twice(case: Case, this: Rule) -> Findings:
@@ -573,7 +611,9 @@ def world_size(case: Case, this: Rule) -> Findings:
     ranks = case.context.world_size
     # accelerate writes -1 for "as many as there are devices".
     if asked is not None and asked > 0 and asked != ranks:
-        yield this.finding("launch.num_processes", asked, asked=asked, world_size=ranks)
+        edits = ({"world_size": asked}, *writes(ranks))
+        key = "launch.num_processes"
+        yield this.finding(key, asked, edits=edits, asked=asked, world_size=ranks)
 
 
 @rule(
@@ -581,6 +621,7 @@ def world_size(case: Case, this: Rule) -> Findings:
     "note",
     reason="no batch size is set, so the micro batch size is 1",
     fix="write the batch size per GPU, such as 1",
+    edits=writes(1),
     only_deepspeed=False,
 )
 def micro_batch_unset(case: Case, this: Rule) -> Findings:
@@ -608,15 +649,17 @@ def offload_without_device(case: Case, this: Rule) -> Findings:
     for part in ("optimizer", "param"):
         section = offload_section(case.plan, part)
         if section is not None and section.device in (None, AUTO):
-            key = f"zero_optimization.offload_{part}.device"
-            yield this.finding(key, section.device, after="none")
+            place = f"zero_optimization.offload_{part}"
+            devices = ("cpu", "nvme") if case.plan.stage == 3 else ("cpu",)
+            edits = (*writes(*devices), {place: UNSET})
+            yield this.finding(f"{place}.device", section.device, after="none", edits=edits)
 
 
 @rule(
     "partial-offload-optimizer",
     "error",
     reason="DeepSpeed supports a ratio below 1 only for AdamW in host memory, not {what}",
-    fix='set the ratio to 1.0, or optimizer.type to "AdamW" and offload_optimizer.device to "cpu"',
+    edits=({_RATIO: 1.0}, {"optimizer.type": "AdamW", **_ON_CPU}),
 )
 def partial_offload_optimizer(case: Case, this: Rule) -> Findings:
     """An offload ratio below 1 works only with AdamW in host memory.
@@ -631,10 +674,10 @@ def partial_offload_optimizer(case: Case, this: Rule) -> Findings:
     name = plan.optimizer_name or (plan.optimizer and plan.optimizer.type)
     if section.device == "nvme" or name != "AdamW":
         what = "on NVMe" if section.device == "nvme" else f"for {name}"
-        yield this.finding("zero_optimization.offload_optimizer.ratio", ratio, what=what)
+        yield this.finding(_RATIO, ratio, what=what)
 
 
-_SUPER_OFFLOAD: Final = "zero_optimization.offload_optimizer.super_offload"
+_SUPER_OFFLOAD: Final = f"{_OPTIMIZER}.super_offload"
 
 
 @rule(
@@ -642,6 +685,7 @@ _SUPER_OFFLOAD: Final = "zero_optimization.offload_optimizer.super_offload"
     "error",
     reason="SuperOffload needs CUDA, but this platform trains on {accelerator}",
     fix="remove super_offload",
+    edits=(REMOVAL,),
 )
 def super_offload_accelerator(case: Case, this: Rule) -> Findings:
     """SuperOffload runs only on NVIDIA CUDA devices."""
@@ -667,7 +711,7 @@ def super_offload(case: Case, this: Rule) -> Findings:
             _SUPER_OFFLOAD,
             True,
             reason=f"SuperOffload needs stage 3; DeepSpeed ignores it at stage {stage}",
-            fix="set zero_optimization.stage to 3, or remove super_offload",
+            edits=({_STAGE: 3}, REMOVAL),
         )
     elif clips(case):
         yield this.finding(
@@ -675,7 +719,7 @@ def super_offload(case: Case, this: Rule) -> Findings:
             True,
             reason="SuperOffload overlaps CPU updates with the backward pass only without gradient "
             "clipping; with clipping, sub-groups are updated one by one after the backward pass",
-            fix="remove super_offload, or set gradient_clipping to 0",
+            edits=(REMOVAL, {CLIPPING: 0}),
         )
 
 
@@ -691,6 +735,7 @@ def _super_offloads(plan: DeepSpeedPlan) -> bool:
     "to each rank's {blocks} of buffers",
     fix="install torch 2.13, set DS_PIN_MEMORY_BACKEND=native, or set pin_memory to false if "
     "host memory is scarce",
+    edits=({f"{_OPTIMIZER}.pin_memory": False},),
 )
 def pinned_memory(case: Case, this: Rule) -> Findings:
     """Before torch 2.13, rounding of pinned memory wastes 16 GiB for SDXL at stage 2.
@@ -728,7 +773,7 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
     "warning",
     reason="without zerotune, DeepSpeed's Muon fails on weights with more than two dimensions, "
     "such as {wide}",
-    fix='write "AdamW"',
+    edits=writes("AdamW"),
 )
 def muon_convolutions(case: Case, this: Rule) -> Findings:
     """DeepSpeed's own Muon fails on convolution weights at stages 2 and 3.
@@ -745,7 +790,7 @@ def muon_convolutions(case: Case, this: Rule) -> Findings:
     "clipping-set-twice",
     "warning",
     reason="{key} is also set, to {first}, and takes precedence",
-    fix="remove this key",
+    edits=(REMOVAL,),
     only_deepspeed=False,
 )
 def clipping_twice(case: Case, this: Rule) -> Findings:
@@ -771,6 +816,7 @@ def clipping_in_the_optimizer(case: Case, this: Rule) -> Findings:
     reason="no gradient clipping is set, so gradients are clipped to a norm of 1.0; older "
     "DeepSpeed releases did not clip",
     fix="write a maximum norm, such as 1.0, or write 0 to disable clipping",
+    edits=writes(1.0, 0),
     only_deepspeed=False,
 )
 def clipping_unset(case: Case, this: Rule) -> Findings:
@@ -796,13 +842,15 @@ def precision_conflict(case: Case, this: Rule) -> Findings:
             True,
             reason="bf16.enabled is true too, but DeepSpeed accepts only one precision",
             fix="set fp16.enabled or bf16.enabled to false; bf16 needs no loss scaling",
+            edits=({"fp16.enabled": False}, {"bf16.enabled": False}),
         )
         return
+    asked = [name for name, enabled in written.items() if enabled is True]
     key, launched = "launch.mixed_precision", written_at(plan, "launch.mixed_precision")
     if launched == "fp8":
         reason = "zerotune does not train in fp8"
-        yield this.finding(key, launched, reason=reason, fix='write "bf16", "fp16" or "no"')
-    asked = [name for name, enabled in written.items() if enabled is True]
+        edits = writes(*asked) or writes("bf16", "fp16", "no")
+        yield this.finding(key, launched, reason=reason, edits=edits)
     refused = launched in written and written[launched] is False
     if launched in ("bf16", "fp16", "fp32") and (refused or (asked and asked != [launched])):
         says = f"{asked[0]}.enabled = true" if asked else f"{launched}.enabled = false"
@@ -812,6 +860,7 @@ def precision_conflict(case: Case, this: Rule) -> Findings:
             reason=f"contradicts {says} in the DeepSpeed configuration",
             fix="set both to the same precision, or remove mixed_precision from the launcher's "
             "file",
+            edits=(REMOVAL,),
         )
 
 
@@ -838,6 +887,7 @@ def precision_unsupported(case: Case, this: Rule) -> Findings:
     "warning",
     reason="DeepSpeed's CPU accelerator does not support fp16 on this machine, so bf16 is used",
     fix='write bf16, or "auto"',
+    edits=(only_precision("bf16"), *writes(AUTO)),
     left_to="the choice of precision",
 )
 def fp16_on_cpu(case: Case, this: Rule) -> Findings:
@@ -856,6 +906,7 @@ def fp16_on_cpu(case: Case, this: Rule) -> Findings:
     reason="this CPU has no bf16 arithmetic (AVX512_BF16, AMX), and emulated bf16 is many times "
     "slower than fp32",
     fix='set bf16.enabled to false or "auto", unless this run tests a bf16 configuration',
+    edits=({"bf16.enabled": False}, {"bf16.enabled": AUTO}),
     only_deepspeed=False,
 )
 def bf16_emulated(case: Case, this: Rule) -> Findings:
@@ -884,7 +935,7 @@ def bf16_master_weights(case: Case, this: Rule) -> Findings:
                 True,
                 reason="DeepSpeed supports low-precision master weights only at ZeRO stages 1 to 3 "
                 "with an offloaded optimizer",
-                fix='set offload_optimizer.device to "cpu", or remove this key',
+                edits=(_ON_CPU, REMOVAL),
             )
     if states and not written_at(plan, keys[0]):
         yield this.finding(
@@ -893,6 +944,7 @@ def bf16_master_weights(case: Case, this: Rule) -> Findings:
             reason="bf16_optimizer_states needs bf16_master_weights_and_grads too",
             fix="remove this key; the optimizer AdamWBF16States has bf16 moments and fp32 "
             "master weights",
+            edits=(REMOVAL,),
         )
     if all(asked):
         yield this.finding(
@@ -900,6 +952,7 @@ def bf16_master_weights(case: Case, this: Rule) -> Findings:
             True,
             reason=f"{keys[0]} is true too, but DeepSpeed accepts only one of the two keys",
             fix=f"remove {' or '.join(keys)}, whichever precision you do not train in",
+            edits=[{key: UNSET} for key in keys],
         )
 
 
@@ -941,7 +994,8 @@ def warmup_too_long(case: Case, this: Rule) -> Findings:
         if warmup is not None and warmup >= 1 and end is not None and warmup >= end:
             key, written = "scheduler.params.warmup_num_steps", params["warmup_num_steps"]
             tenth = max(1, int(end // 10))
-            yield this.finding(key, written, what=what, end=f"{end:g}", tenth=tenth)
+            edits, end_text = writes(tenth), f"{end:g}"
+            yield this.finding(key, written, edits=edits, what=what, end=end_text, tenth=tenth)
             return
 
 
@@ -949,7 +1003,7 @@ def warmup_too_long(case: Case, this: Rule) -> Findings:
     "scheduler-total",
     "warning",
     reason="the run has {run_steps} optimizer steps, so {effect}",
-    fix='write {run_steps}, or "auto"',
+    fix='write {run_steps} or "auto"',
     only_deepspeed=False,
 )
 def scheduler_total(case: Case, this: Rule) -> Findings:
@@ -977,7 +1031,8 @@ def scheduler_total(case: Case, this: Rule) -> Findings:
             effect += f" (total_num_steps seems to count {what}: {factor} x {run})"
             break
     key = "scheduler.params.total_num_steps"
-    yield this.finding(key, params["total_num_steps"], run_steps=run, effect=effect)
+    edits = writes(run, AUTO)
+    yield this.finding(key, params["total_num_steps"], edits=edits, run_steps=run, effect=effect)
 
 
 @rule(
@@ -1008,6 +1063,7 @@ def scheduler_cycle(case: Case, this: Rule) -> Findings:
             second=f"{down:g}",
             steps=run,
             half_the_run=max(1, run // 2),
+            edits=writes(max(1, run // 2)),
         )
 
 
@@ -1050,6 +1106,7 @@ def nvme_path_unset(case: Case, this: Rule) -> Findings:
     "error",
     reason="DeepSpeed requires one buffer each for the weight, the gradient and the two moments",
     fix=f'write at least {OPTIMIZER_BUFFERS}, or "{AUTO}"',
+    edits=writes(OPTIMIZER_BUFFERS, AUTO),
 )
 def nvme_optimizer_buffers(case: Case, this: Rule) -> Findings:
     """The swap pool of an optimizer with two moments needs at least four buffers."""
@@ -1074,7 +1131,7 @@ def nvme_pipeline_buffers(case: Case, this: Rule) -> Findings:
         return
     need = optimizer_buffers(section)
     if OPTIMIZER_BUFFERS <= written < need:
-        yield this.finding(_BUFFER_COUNT, written, need=need)
+        yield this.finding(_BUFFER_COUNT, written, need=need, edits=writes(need, AUTO))
 
 
 @rule(
@@ -1082,7 +1139,7 @@ def nvme_pipeline_buffers(case: Case, this: Rule) -> Findings:
     "warning",
     reason="the swap pool has {buffers} buffers, each as large as the largest sub-group in fp32, "
     "and uses {pool} of host memory on each rank",
-    fix=f'write {SUB_GROUP_NVME}, or "{AUTO}"',
+    edits=writes(SUB_GROUP_NVME, AUTO),
 )
 def nvme_sub_group_size(case: Case, this: Rule) -> Findings:
     """NVMe swap buffers use host memory: 4 bytes x buffers x elements of the largest sub-group.
@@ -1124,10 +1181,12 @@ def nvme_param_buffers(case: Case, this: Rule) -> Findings:
     written, gathered = integer(section.buffer_count), swapping.gathered(recomputed=True)
     if written and written < gathered and case.swaps_parameters(zero, case.plan.aio):
         key = "zero_optimization.offload_param.buffer_count"
-        yield this.finding(key, written, gathered=gathered, need=swapping.buffers)
+        need = swapping.buffers
+        edits = writes(need, AUTO)
+        yield this.finding(key, written, edits=edits, gathered=gathered, need=need)
 
 
-@rule("nvme-param-prefetch", "warning", reason=NO_PREFETCH, fix=f'write 0, or "{AUTO}"')
+@rule("nvme-param-prefetch", "warning", reason=NO_PREFETCH, edits=writes(0, AUTO))
 def nvme_param_prefetch(case: Case, this: Rule) -> Findings:
     """Prefetching parameters from NVMe fails in the second step.
 
@@ -1156,7 +1215,9 @@ def number_as_text(case: Case, this: Rule) -> Findings:
     for name in ("optimizer", "scheduler"):
         for key, value in (written_at(case.plan, f"{name}.params") or {}).items():
             if isinstance(value, str) and as_number(value) is not None:
-                yield this.finding(f"{name}.params.{key}", value, number=value.strip())
+                edits = writes(as_number(value))
+                path = f"{name}.params.{key}"
+                yield this.finding(path, value, edits=edits, number=value.strip())
 
 
 # -- Rules on ``zero_optimization``, on removed and on unknown keys.
@@ -1177,7 +1238,7 @@ _TWO_BUCKETS: Final = {
     "warning",
     reason="without zerotune, DeepSpeed silently trains at stage 0; zerotune chooses stage "
     "{chosen}",
-    fix="write 0, 1, 2 or 3",
+    edits=writes(0, 1, 2, 3),
 )
 def stage_auto(case: Case, this: Rule) -> Findings:
     """DeepSpeed reads a stage of ``"auto"`` as 0.
@@ -1194,7 +1255,7 @@ def stage_auto(case: Case, this: Rule) -> Findings:
     yield this.finding(key, AUTO, after=3 if three else 2, chosen=chosen)
 
 
-@rule("removed-section", "error", reason="DeepSpeed 0.19 removed {what}", fix="remove this key")
+@rule("removed-section", "error", reason="DeepSpeed 0.19 removed {what}", edits=(REMOVAL,))
 def removed_section(case: Case, this: Rule) -> Findings:
     """A section that DeepSpeed 0.19 removed is an error unless an older DeepSpeed is installed."""
     here = case.context.platform
@@ -1247,7 +1308,7 @@ _PARALLELISM_CONFIG: Final = {
     "error",
     reason="the key requests {value} {counted}, but zerotune supports only data parallelism, "
     "which its batch sizes assume",
-    fix="remove this key, or write 1",
+    edits=(REMOVAL, *writes(1)),
     only_deepspeed=False,
 )
 def parallelism(case: Case, this: Rule) -> Findings:
@@ -1294,8 +1355,7 @@ def passed_through(case: Case, this: Rule) -> Findings:
         for key, value in extra.items():
             path = join(prefix, key)
             if prefix.endswith("offload_param") and key not in keys:
-                reason, fix = "DeepSpeed rejects this key here", "move it to offload_optimizer"
-                yield this.finding(path, value, reason=reason, fix=fix)
+                yield this.refused(misplaced_key(path, value, "offload_optimizer"))
             elif key in keys:
                 for each in faults(value, keys[key], path):
                     yield attrs.evolve(each, rule=this.id)
@@ -1305,7 +1365,7 @@ def passed_through(case: Case, this: Rule) -> Findings:
     "gradient-norm",
     "error",
     reason="DeepSpeed accepts compute_grad_norm: false only with {needs}",
-    fix="remove this key",
+    edits=(REMOVAL,),
 )
 def gradient_norm(case: Case, this: Rule) -> Findings:
     """``compute_grad_norm: false`` needs stage 1 or 2, no clipping and no optimizer offload."""
@@ -1326,7 +1386,7 @@ def gradient_norm(case: Case, this: Rule) -> Findings:
     "gradient-sum",
     "error",
     reason="DeepSpeed does not support summed gradients {where}",
-    fix='remove this key, or write "mean"',
+    edits=(REMOVAL, *writes("mean")),
 )
 def gradient_sum(case: Case, this: Rule) -> Findings:
     """DeepSpeed cannot sum gradients over ranks at stage 3, with ZenFlow or with DeepCompile."""
@@ -1348,6 +1408,7 @@ def gradient_sum(case: Case, this: Rule) -> Findings:
     "error",
     reason="ZenFlow corrupts weights with more than two dimensions, such as {wide}",
     fix="remove zenflow",
+    edits=(REMOVAL,),
 )
 def zenflow(case: Case, this: Rule) -> Findings:
     """ZenFlow fails on convolution weights, or corrupts them.
@@ -1364,7 +1425,7 @@ def zenflow(case: Case, this: Rule) -> Findings:
     "large-reduce-bucket",
     "note",
     reason="the bucket uses {cost} of device memory{doubled}",
-    fix=f'write 30000000, or "{AUTO}"',
+    edits=writes(REDUCE_BUCKET, AUTO),
 )
 def large_bucket(case: Case, this: Rule) -> Findings:
     """A reduce bucket uses device memory; below stage 3, ``overlap_comm`` doubles the amount.

@@ -19,6 +19,7 @@ import attrs
 
 from zerotune._util.text import as_number, did_you_mean
 from zerotune.decisions import Decision
+from zerotune.errors import REMOVAL, UNSET, InvalidValueError, UnknownKeyError, writes
 from zerotune.plan.model import is_auto, join
 
 HANDLING: Final = "x-zerotune"
@@ -142,8 +143,10 @@ def passed_schema() -> Mapping[str, Any]:
 _REFUSED: Final = "DeepSpeed rejects this value"
 
 
-def _fault(path: str, value: Any, fix: str, reason: str = _REFUSED) -> Decision:
-    return Decision(key=path, before=value, after=value, reason=reason, fix=fix, severity="error")
+def _fault(path: str, value: Any, schema: Mapping[str, Any], reason: str = _REFUSED) -> Decision:
+    edits = writes(*_suggestions(schema))
+    fix = f"write {_words(schema)}"
+    return Decision.of(InvalidValueError(reason, key=path, value=value, fix=fix, edits=edits))
 
 
 def faults(value: Any, schema: Mapping[str, Any], path: str) -> list[Decision]:
@@ -158,7 +161,7 @@ def faults(value: Any, schema: Mapping[str, Any], path: str) -> list[Decision]:
         inside = [each for each in found if all(fault.key != path for fault in each)]
         if inside:
             return inside[0]
-    return [_fault(path, value, f"write {_words(schema)}")]
+    return [_fault(path, value, schema)]
 
 
 def _bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,12 +192,12 @@ def _faults(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Decisi
     else:
         allowed = True
     if not allowed:
-        yield _fault(path, value, f"write {_words(schema)}")
+        yield _fault(path, value, schema)
         return
     number = as_number(int(value) if isinstance(value, bool) else value)
     for keyword, (_, within) in _COMPARED.items():
         if keyword in schema and number is not None and not within(number, schema[keyword]):
-            yield _fault(path, value, f"write {_words(schema)}", "is outside DeepSpeed's range")
+            yield _fault(path, value, schema, "is outside DeepSpeed's range")
     yield from _faults_inside(value, schema, path)
 
 
@@ -209,9 +212,17 @@ def _faults_inside(value: Any, schema: Mapping[str, Any], path: str) -> Iterator
         if name in known:
             yield from faults(item, known[name], join(path, name))
         elif schema.get("additionalProperties") is False:
-            guesses = " or ".join(map(repr, did_you_mean(name, sorted(known), count=2)))
-            fix = f"did you mean {guesses}?" if guesses else "remove it"
-            yield _fault(join(path, name), item, fix, "DeepSpeed has no such key here")
+            guesses = did_you_mean(name, sorted(known), count=2)
+            words = " or ".join(map(repr, guesses))
+            yield Decision.of(
+                UnknownKeyError(
+                    "DeepSpeed has no such key here",
+                    key=join(path, name),
+                    value=item,
+                    fix=f"did you mean {words}?" if guesses else None,
+                    edits=[*({"": UNSET, join(path, each): item} for each in guesses), REMOVAL],
+                )
+            )
 
 
 def _is_of_type(value: Any, kind: str) -> bool:
@@ -240,6 +251,20 @@ _TYPE_WORDS: Final = {
     "object": "an object",
     "null": "null",
 }
+
+
+def _suggestions(schema: Mapping[str, Any]) -> list[Any]:
+    """Return values to offer instead of an invalid one; a negative bound has a special meaning."""
+    if "anyOf" in schema:
+        branches = ({**each, **_bounds(schema)} for each in schema["anyOf"])
+        return [value for each in branches for value in _suggestions(each)]
+    types = schema.get("type", ())
+    bounds = [schema[key] for key in ("minimum", "maximum") if schema.get(key, -1) >= 0]
+    if "integer" in types and "exclusiveMinimum" in schema:
+        bounds.append(schema["exclusiveMinimum"] + 1)
+    const = [schema["const"]] if "const" in schema else []
+    listed = dict.fromkeys(schema.get("enum", ()))
+    return [*const, *listed, *([True, False] if "boolean" in types else []), *bounds]
 
 
 def _words(schema: Mapping[str, Any]) -> str:
