@@ -143,7 +143,6 @@ RULES = [
     ),
     case(
         "bf16-master-weights",
-        "Set offload_optimizer.device to cpu",
         "Remove bf16.bf16_master_weights_and_grads",
         bf16={"enabled": True, "bf16_master_weights_and_grads": True},
         **zero(stage=2),
@@ -152,13 +151,6 @@ RULES = [
         "bf16-master-weights",
         "Remove bf16.bf16_optimizer_states",
         bf16={"enabled": True, "bf16_optimizer_states": True},
-    ),
-    case(
-        "bf16-master-weights",
-        "Remove bf16.bf16_master_weights_and_grads",
-        "Remove fp16.fp16_master_weights_and_grads",
-        bf16={"enabled": True, "bf16_master_weights_and_grads": True},
-        fp16={"enabled": False, "fp16_master_weights_and_grads": True},
     ),
     case(
         "scheduler-warmup-too-long",

@@ -230,14 +230,6 @@ def test_an_override_of_an_unknown_key_is_refused(resolve, key, message):
         resolve("AdamW", ADAMW, overrides={key: 1})
 
 
-def test_bf16_optimizer_states_become_an_argument_with_a_decision(resolve, decisions_for):
-    bf16 = {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}
-    resolution = resolve("AdamW", ADAMW, precision="bf16", bf16=bf16)
-    assert resolution.optimizer.params["fp32_optimizer_states"] is False
-    (decision,) = decisions_for(resolution, "optimizer.params.fp32_optimizer_states")
-    assert decision.after is False
-
-
 # --- names -------------------------------------------------------------------------------------
 
 

@@ -145,13 +145,23 @@ def test_only_adamw_in_host_memory_can_be_partially_offloaded(device, ratio, opt
     assert len(find("partial-offload-optimizer", config)) == error
 
 
-def test_low_precision_master_weights_need_offload():
-    config = {**zero(stage=2), "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
-    assert one("bf16-master-weights", config).key == "bf16.bf16_master_weights_and_grads"
-    config.update(zero(stage=2, offload_optimizer={"device": "cpu"}))
+@pytest.mark.parametrize(
+    "key",
+    [
+        "bf16.bf16_master_weights_and_grads",
+        "bf16.bf16_optimizer_states",
+        "fp16.fp16_master_weights_and_grads",
+    ],
+)
+def test_low_precision_master_weights_are_refused(key):
+    section, name = key.split(".")
+    config = {
+        **zero(stage=2, offload_optimizer={"device": "cpu"}),
+        section: {"enabled": True, name: True},
+    }
+    assert one("bf16-master-weights", config).key == key
+    config[section][name] = False
     assert find("bf16-master-weights", config) == []
-    config["bf16"] = {"enabled": True, "bf16_optimizer_states": True}
-    assert one("bf16-master-weights", config).key == "bf16.bf16_optimizer_states"
 
 
 def test_removed_sections_are_refused_where_deepspeed_refuses_them():

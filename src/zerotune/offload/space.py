@@ -150,9 +150,7 @@ class _SwapCounter:
         return self._files(part * element for part in parts)
 
     def optimizer(self) -> SwapFiles:
-        bf16, zero = self.resolved.plan.bf16, self.resolved.plan.zero_optimization
-        half = bf16 is not None and bf16.bf16_master_weights_and_grads is True
-        element = 2 if half else 4
+        zero = self.resolved.plan.zero_optimization
         size = None if zero is None else zero.sub_group_size
         numels = sub_groups(
             self.model, self.resolved.world_size, size if is_integer(size) else SUB_GROUP_NVME
@@ -160,9 +158,9 @@ class _SwapCounter:
         choice = self.resolved.optimizer
         name, params = (None, None) if choice is None else (choice.name, choice.params)
         states = math.ceil(entry_of(name).states_per_weight(params))
-        groups = self._files(numel * element for numel in numels)
+        groups = self._files(numel * 4 for numel in numels)
         parts = self.model.trainable_parts(self.resolved.world_size)
-        return groups.times(1 + states) + self._files(part * element for part in parts)
+        return groups.times(1 + states) + self._files(part * 4 for part in parts)
 
 
 def check_space(

@@ -70,8 +70,6 @@ class Situation:
     """``zero_allow_untested_optimizer`` in the configuration; ``None`` if not set."""
     force_cpu: bool | None = None
     """``zero_force_ds_cpu_optimizer`` in the configuration; ``None`` if not set."""
-    bf16_states: bool = False
-    """Whether ``bf16.bf16_optimizer_states`` stores the states in bf16."""
     packages: frozenset[str] | None = None
     """Installed optional packages; ``None`` means that all are assumed to be installed."""
     world_size: int = 1
@@ -94,7 +92,6 @@ class Situation:
             # The optimizer's tensors are in host memory, wherever the model computes.
             accelerator = "cpu"
         zero = resolved.plan.zero_optimization
-        bf16 = resolved.plan.bf16
         return cls(
             uses_deepspeed=resolved.uses_deepspeed,
             stage=resolved.stage,
@@ -110,9 +107,6 @@ class Situation:
                     "force_cpu": resolved.requested.zero_force_ds_cpu_optimizer,
                 }.items()
             },
-            bf16_states=resolved.precision == "bf16"
-            and bf16 is not None
-            and bf16.bf16_optimizer_states is True,
             packages=installed_packages(),
             world_size=resolved.world_size,
             zenflow=zero is not None and bool(zero.extra.get("zenflow")),

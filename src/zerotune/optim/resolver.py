@@ -541,10 +541,6 @@ class Settling:
         self._respell_decay()
         self.log.whole(self._complete)
         self._keep_decay_meaning()
-        if self.situation.bf16_states and self.filled.values.get("fp32_optimizer_states"):
-            # DeepSpeed makes the same change.
-            reason = "bf16.bf16_optimizer_states stores the states in bf16"
-            self.filled.change(OPTIMIZER, "fp32_optimizer_states", False, reason)
         entry, values = self.request.entry, self.filled.values
         implementation = implementation_of(entry, values, self.situation)
         params = self._constructor_arguments(implementation)

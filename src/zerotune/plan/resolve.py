@@ -720,7 +720,7 @@ class Filler(Log):
     def fill(
         self, section: SectionT, path: str, name: str, chosen: Any, reason: str | None = None
     ) -> SectionT:
-        """Set a key that is unset or "auto"; without a reason, ``chosen`` is DeepSpeed's default."""
+        """Set a key that is unset or "auto"; without a reason, to DeepSpeed's default."""
         written = getattr(section, name)
         if written is not None and written != AUTO:
             return section

@@ -530,6 +530,22 @@ SETTING_RULES: Final = (
         remark="It ignores both keys if fp16 is off or ``loss_scale`` is fixed.",
     ),
     setting_rule(
+        "bf16-master-weights",
+        "error",
+        {
+            "bf16.bf16_master_weights_and_grads": is_one(True),
+            "bf16.bf16_optimizer_states": is_one(True),
+            "fp16.fp16_master_weights_and_grads": is_one(True),
+        },
+        summary="Master weights must be fp32.",
+        reason="EMA, checkpoints and exports need fp32 master weights",
+        fix="remove this key; to save host memory, use NVMe offload or the optimizer "
+        "AdamWBF16States, whose moments are bf16",
+        edits=(REMOVAL,),
+        remark="DeepSpeed rounds without stochastic rounding, so it loses every update that is "
+        "smaller than a weight's last bit. Its bf16 states need bf16 master weights.",
+    ),
+    setting_rule(
         "scheduler-no-warmup",
         "warning",
         {"scheduler.params.warmup_num_steps": is_below(1)},
@@ -914,46 +930,6 @@ def bf16_emulated(case: Case, this: Rule) -> Findings:
     here = case.context.platform
     if here is not None and here.bf16 and not here.native_bf16 and case.plan.precision == "bf16":
         yield this.finding("bf16.enabled", True)
-
-
-@rule("bf16-master-weights", "error")
-def bf16_master_weights(case: Case, this: Rule) -> Findings:
-    """Low-precision master weights need ZeRO with the optimizer offloaded to the CPU.
-
-    Offload the optimizer, or do not request master weights in low precision. Master weights in bf16
-    may stay on the device if ``bf16_optimizer_states`` is enabled too.
-    """
-    plan = case.plan
-    states = written_at(plan, "bf16.bf16_optimizer_states") is True
-    keys = [f"{name}.{name}_master_weights_and_grads" for name in ("bf16", "fp16")]
-    asked = [written_at(plan, key) is True for key in keys]
-    for key in (key for key, value in zip(keys, asked, strict=True) if value):
-        stays = plan.offload_optimizer_device == "none" and not (states and key.startswith("bf16"))
-        if plan.stage == 0 or (stays and isinstance(plan.stage, int)):
-            yield this.finding(
-                key,
-                True,
-                reason="DeepSpeed supports low-precision master weights only at ZeRO stages 1 to 3 "
-                "with an offloaded optimizer",
-                edits=(_ON_CPU, REMOVAL),
-            )
-    if states and not written_at(plan, keys[0]):
-        yield this.finding(
-            "bf16.bf16_optimizer_states",
-            True,
-            reason="bf16_optimizer_states needs bf16_master_weights_and_grads too",
-            fix="remove this key; the optimizer AdamWBF16States has bf16 moments and fp32 "
-            "master weights",
-            edits=(REMOVAL,),
-        )
-    if all(asked):
-        yield this.finding(
-            keys[1],
-            True,
-            reason=f"{keys[0]} is true too, but DeepSpeed accepts only one of the two keys",
-            fix=f"remove {' or '.join(keys)}, whichever precision you do not train in",
-            edits=[{key: UNSET} for key in keys],
-        )
 
 
 # -- Rules on the learning-rate schedule and the length of the run.
@@ -1476,7 +1452,6 @@ RULES: Final = (
     precision_unsupported,
     fp16_on_cpu,
     bf16_emulated,
-    bf16_master_weights,
     warmup_too_long,
     scheduler_total,
     scheduler_cycle,

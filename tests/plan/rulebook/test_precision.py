@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.plan.rulebook.findings import find, one, read, zero
+from tests.plan.rulebook.findings import find, one, read
 from zerotune.errors import PlanConflictError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.platform import Platform
@@ -63,24 +63,6 @@ def test_bf16_emulated(platform, found):
 )
 def test_fp16_fixed_loss_scale(fp16, found):
     assert len(find("fp16-fixed-loss-scale", {"fp16": fp16})) == found
-
-
-def test_bf16_master_weights_stay_on_the_device_only_with_bf16_states():
-    section = {"enabled": True, "bf16_master_weights_and_grads": True}
-    config = {**zero(stage=2), "bf16": section}
-    assert find("bf16-master-weights", config)
-    section["bf16_optimizer_states"] = True
-    assert find("bf16-master-weights", config) == []
-    assert find("bf16-master-weights", {**zero(stage=0), "bf16": section})
-
-
-def test_master_weights_of_two_precisions():
-    config = {
-        **zero(stage=2, offload_optimizer={"device": "cpu"}),
-        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
-        "fp16": {"fp16_master_weights_and_grads": True},
-    }
-    assert "only one of the two keys" in one("bf16-master-weights", config).reason
 
 
 def test_a_launchers_fp8_gives_one_error():

@@ -127,7 +127,7 @@ def digests() -> dict[str, str | None]:
 
 
 def check_plan(plan: ResolvedPlan) -> None:
-    """Raise an error if a plan is incomplete, is not for DeepSpeed, or lacks fp32 master weights.
+    """Raise an error if a plan is incomplete or is not for DeepSpeed.
 
     Args:
         plan: The resolved plan.
@@ -140,19 +140,6 @@ def check_plan(plan: ResolvedPlan) -> None:
             fix="use PlainEngine, or build_engine, which selects the engine class",
         )
     chosen_optimizer(plan)
-    for precision, section in (("bf16", plan.plan.bf16), ("fp16", plan.plan.fp16)):
-        key = f"{precision}_master_weights_and_grads"
-        if section is not None and section.enabled is True and getattr(section, key) is True:
-            # DeepSpeed supports this setting, but without stochastic rounding, every update smaller
-            # than a weight's last bit is lost, also for EMAs and resumed runs.
-            raise EngineError(
-                "EMA, checkpoints and exports need fp32 master weights",
-                key=f"{precision}.{key}",
-                value=True,
-                fix="remove this key and bf16_optimizer_states; to save host memory, use the "
-                "optimizer AdamWBF16States (only moments in bf16) or "
-                'offload="nvme"',
-            )
 
 
 def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:

@@ -245,7 +245,6 @@ class OptimizerWrapper(ABC):
             "has_moe_layers",
             "zenflow",
             "torch_autocast_gradscaler",
-            "low_precision_master_weights_and_grads",
             "use_muon",
         ):
             if getattr(self.raw, name, None):

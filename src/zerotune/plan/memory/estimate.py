@@ -372,28 +372,11 @@ class Costing:
         return entry_of(plan.optimizer_name).states_per_weight(params)
 
     @property
-    def master_bytes(self) -> int:
-        """Bytes per master weight, and per gradient if the optimizer is offloaded."""
-        return 2 if self._low_precision("master_weights_and_grads") else 4
-
-    @property
     def codes_moments(self) -> bool:
         """Whether the optimizer stores moments as 8-bit codes, which take longer to update."""
         choice = self.resolved.optimizer
         name = self.resolved.plan.optimizer_name if choice is None else choice.name
         return "streamed weights" in entry_of(name).requires
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes per element of one optimizer state."""
-        bf16 = self.resolved.plan.bf16
-        return 2 if bf16 is not None and bf16.bf16_optimizer_states is True else 4
-
-    def _low_precision(self, what: str) -> bool:
-        bf16, fp16 = self.resolved.plan.bf16, self.resolved.plan.fp16
-        return (
-            bf16 is not None and bf16.enabled is True and getattr(bf16, f"bf16_{what}") is True
-        ) or (fp16 is not None and fp16.enabled is True and getattr(fp16, f"fp16_{what}") is True)
 
     @property
     def reduces_nothing(self) -> bool:
@@ -424,10 +407,10 @@ class Costing:
 
     def host_gradients(self, blocks: Iterable[float], pin: bool, note: str) -> Iterator[MemoryItem]:
         """Yield the host memory for gradients; ``blocks`` are numbers of elements."""
-        blocks, master = tuple(blocks), self.master_bytes
-        wide = [master * block for block in blocks]
+        blocks = tuple(blocks)
+        wide = [4 * block for block in blocks]
         # Beside a device, torch keeps the page-locked blocks that were replaced.
-        if not (self.reduces_nothing and self.on_cpu and self.element < master):
+        if not (self.reduces_nothing and self.on_cpu and self.element < 4):
             yield self.host("gradients", wide, pin, note=note)
             return
         yield self.host("gradients", wide, pin, INITIALIZATION, note)
@@ -678,22 +661,15 @@ def _on_device(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
 
 def _beside_offload(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[MemoryItem]:
     count, part, element, largest = case.trained, case.flat_part, case.element, case.largest
-    master = case.master_bytes
-    note = _share_of(case, "fp32" if master == 4 else "bf16")
-    yield case.host("master weights", [master * part], pin, note=note)
+    note = _share_of(case, "fp32")
+    yield case.host("master weights", [4 * part], pin, note=note)
     yield from case.host_gradients([part], pin, note)
     yield case.host(
         "staging", [element * part], pin, note="updated weights before the copy to the device"
     )
     yield case.host("staging", [element * largest], pin, note="one gradient")
-    yield case.item(
-        "optimizer states",
-        "host",
-        case.state_bytes * case.states * part,
-        TRAINING,
-        _share_of(case, "fp32" if case.state_bytes == 4 else "bf16"),
-    )
-    if (case.resolved.gradient_accumulation_steps or 1) > 1 and master == 4:
+    yield case.item("optimizer states", "host", 4 * case.states * part, TRAINING, note)
+    if (case.resolved.gradient_accumulation_steps or 1) > 1:
         yield case.host(
             "accumulated gradients",
             [element * parameter.numel / case.ranks for parameter in case.model.trainable],
@@ -752,7 +728,7 @@ def stage_3(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterato
         else:
             yield from _optimizer_in_files(case, zero, section)
     # Zero gradients of the largest sub-group, freed before the partition's gradients are created.
-    freed = case.master_bytes * _largest_group(case) - gradients
+    freed = 4 * _largest_group(case) - gradients
     place = case.device if device == "none" else "host"
     yield case.item("temporaries", place, max(0.0, freed), INITIALIZATION, "zero gradients")
 
@@ -875,18 +851,11 @@ def _optimizer_on_device(case: Costing) -> Iterator[MemoryItem]:
 
 
 def _optimizer_on_host(case: Costing, pin: bool) -> Iterator[MemoryItem]:
-    part, master = case.owned - sum(case.stays), case.master_bytes
-    note = "fp32" if master == 4 else "bf16"
+    part = case.owned - sum(case.stays)
     yield from _share_on_device(case)
-    yield case.item("master weights", "host", master * part, note=note)
-    yield from case.host_gradients(case.sub_groups[len(case.stays) :], pin, f"{note}, master's")
-    yield case.item(
-        "optimizer states",
-        "host",
-        case.state_bytes * case.states * part,
-        TRAINING,
-        "fp32" if case.state_bytes == 4 else "bf16",
-    )
+    yield case.item("master weights", "host", 4 * part, note="fp32")
+    yield from case.host_gradients(case.sub_groups[len(case.stays) :], pin, "fp32, master's")
+    yield case.item("optimizer states", "host", 4 * case.states * part, TRAINING, "fp32")
 
 
 def _share_on_device(case: Costing) -> Iterator[MemoryItem]:
@@ -1096,7 +1065,7 @@ def _on_host(case: Costing, blocks: list[float]) -> Iterator[MemoryItem]:
     yield locked("gradients", *_gradients_at_a_time(case, blocks))
     master, note = (2, "their low halves") if case.splits_masters else (4, "fp32")
     yield case.item("master weights", "host", master * count, note=_share_of(case, note))
-    nbytes = case.state_bytes * case.states * count
+    nbytes = 4 * case.states * count
     yield case.item("optimizer states", "host", nbytes, TRAINING, _share_of(case, ""))
 
 

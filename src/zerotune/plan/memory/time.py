@@ -416,14 +416,11 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
         # Within a hidden pass, the EMA need not read the master weight again.
         ema=(12 if _schedule(case) == "in turn" else 8) * owned if averaged else 0,
         ema_on_disk=_ema_on_disk(estimate),
-        ema_from_device=case.master_bytes * (stays if on_host else owned) if averaged else 0,
+        ema_from_device=4 * (stays if on_host else owned) if averaged else 0,
         swap=swap,
         chain=0 if one_pass or not on_host else round(_chain(case) * away),
         # Also, gradients are cast to fp32, read for their norm, and scaled; weights are cast.
-        on_device=round(
-            (_update(case) + 4 * case.master_bytes + 2 * case.element)
-            * (stays if on_host else owned)
-        ),
+        on_device=round((_update(case) + 16 + 2 * case.element) * (stays if on_host else owned)),
         new_in_backward=in_backward,
         new_in_step=in_step,
     )
@@ -462,7 +459,7 @@ def _hosted_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
         returned=back,
         weights=element * units.resident_trained,
         # Gradients stay in the weights' precision, and are first read for their norm.
-        optimizer=round((_update(case) - case.master_bytes + 2 * element - saved) * part),
+        optimizer=round((_update(case) - 4 + 2 * element - saved) * part),
         ema=round(8 * part) if _averaged_on_host(estimate) else 0,
         ema_on_disk=_ema_on_disk(estimate),
         swap=swap_traffic(estimate),
@@ -475,9 +472,9 @@ def _chain(case: Costing) -> float:
     # On the host each of these is a separate operator; memory is read before it is written.
     if case.checks_gradients:
         # Extremes and norm were computed as gradients arrived; a product and a cast remain.
-        return 4 * case.master_bytes + (2 * case.element if case.element == 2 else 0)
+        return 16 + (2 * case.element if case.element == 2 else 0)
     # Extremes for the overflow check, a norm, a product, copies, or the operators of torch's AdamW.
-    return 16 * case.master_bytes + (4 * case.element if case.element == 2 else 0)
+    return 64 + (4 * case.element if case.element == 2 else 0)
 
 
 _KEPT_BY_C: Final = 32 * 2**20
@@ -519,7 +516,7 @@ def _gradients(case: Costing) -> tuple[int, int, int]:
         # The device accumulates micro batches.
         return 0, 0, 4
     keeps = case.steps_in_one_pass and case.resolved.offload_optimizer == "cpu"
-    taken = element if keeps else case.master_bytes
+    taken = element if keeps else 4
     if case.resolved.stage == 3:
         return accumulated * element, accumulated * element, taken
     if accumulated == 1:
@@ -528,9 +525,8 @@ def _gradients(case: Costing) -> tuple[int, int, int]:
 
 
 def _update(case: Costing) -> float:
-    master, states = case.master_bytes, 2 * case.state_bytes * case.states
     separate = case.resolved.uses_deepspeed and (case.resolved.stage > 0 or case.element == 2)
-    return 3 * master + states + (case.element if separate else 0)
+    return 12 + 8 * case.states + (case.element if separate else 0)
 
 
 # -- Time of a training step: computation, transfers, and their overlap.
