@@ -64,7 +64,8 @@ def test_every_response_carries_the_security_headers(client):
         assert "frame-ancestors 'none'" in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"
-    assert client.get("/", headers={"host": "evil"}).headers["x-frame-options"] == "DENY"
+    refused = client.get("/", headers={"host": "evil"}).headers
+    assert "frame-ancestors 'none'" in refused["content-security-policy"]
 
 
 def test_the_page_loads_nothing_from_other_hosts(client):
@@ -102,13 +103,6 @@ class TestToken:
             "http://127.0.0.1:8265//evil.example/?token=s3cret", follow_redirects=False
         )
         assert not answer.headers.get("location", "/").startswith("//")
-
-    def test_a_query_with_too_many_fields_is_refused_with_a_message(self, client_of):
-        client = client_of(token="s3cret")
-        fields = "&".join(f"f{number}=1" for number in range(20))
-        answer = client.get(f"/?{fields}&token=s3cret", follow_redirects=False)
-        assert answer.status_code == 400
-        assert answer.json() == {"error": "a query may contain 20 fields at most"}
 
     def test_a_bearer_token_is_accepted(self, client_of):
         client = client_of(token="s3cret")

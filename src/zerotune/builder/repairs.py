@@ -89,10 +89,14 @@ class Repair:
 
     label: str
     edits: tuple[Edit, ...]
+    moves: bool
+    """Whether the second edit writes the value that the first removes, so the page may keep its
+    place."""
 
     def data(self) -> dict[str, Any]:
         """Return the repair as a JSON-serialisable dict."""
-        return {"label": self.label, "edits": [edit.data() for edit in self.edits]}
+        edits = [edit.data() for edit in self.edits]
+        return {"label": self.label, "edits": edits, "moves": self.moves}
 
 
 def repairs(preview: Preview, state: FormState, machines: Machines) -> list[list[Repair]]:
@@ -135,11 +139,12 @@ def _propose(
         there = [is_written(getattr(state, one.store), one.path) for one in located]
         removes = [one.value is UNSET for one in located]
         moves = removes == [True, False] and located[1].value is message.before
+        moves = moves and located[0].store == located[1].store
         absent = any(gone and not written for gone, written in zip(removes, there, strict=True))
         # A move must not overwrite a value.
         if located and not absent and not (moves and there[1]):
             label = _move_label(*located) if moves else _label(edits, located)
-            yield Repair(label=label, edits=located)
+            yield Repair(label=label, edits=located, moves=moves)
 
 
 def _is_effective(

@@ -805,16 +805,16 @@ def passed_paths(plan: DeepSpeedPlan, *, unknown: bool = False) -> frozenset[str
 
 def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> UnknownKeyError:
     """Return the error for an unknown key; it suggests the most similar known keys."""
-    section = path.removesuffix(name)
-    meant = _COMMON_MISTAKES.get(name) or tuple(
-        f"{section}{guess}" for guess in did_you_mean(name, sorted(known), count=2, by=str.lower)
-    )
+    meant = _COMMON_MISTAKES.get(name, ())
     of_zero = {each.name for each in modelled(ZeroSection)} | ZeroSection.aliases.keys()
     if path == name and name in of_zero:
         meant = (f"zero_optimization.{name}",)
-    words = " or ".join(repr(each.removeprefix(section)) for each in meant)
-    fix = f"did you mean {words}?" if meant else "remove it, or check its spelling and its section"
-    edits: list[Edits] = [*({"": UNSET, each: value} for each in meant), REMOVAL]
+    near = did_you_mean(name, sorted(known), count=2, by=str.lower)
+    words = " or ".join(map(repr, meant or near))
+    fix = f"did you mean {words}?" if words else "remove it, or check its spelling and its section"
+    section = path.removesuffix(name)
+    targets = meant or [f"{section}{each}" for each in near]
+    edits: list[Edits] = [*({"": UNSET, each: value} for each in targets), REMOVAL]
     if path == "mixed_precision":
         precisions = [value] if value in ("bf16", "fp16") else ["bf16", "fp16"]
         fix = f"remove it, and set {' or '.join(f'{one}.enabled' for one in precisions)} to true"

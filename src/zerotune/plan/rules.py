@@ -979,7 +979,7 @@ def warmup_too_long(case: Case, this: Rule) -> Findings:
     "scheduler-total",
     "warning",
     reason="the run has {run_steps} optimizer steps, so {effect}",
-    fix='write {run_steps} or "auto"',
+    fix='write {run_steps}, or "auto"',
     only_deepspeed=False,
 )
 def scheduler_total(case: Case, this: Rule) -> Findings:

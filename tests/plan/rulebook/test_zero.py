@@ -216,7 +216,7 @@ def test_parallelism_of_degree_one_is_accepted(config):
         ({"tensorboard": {"enable": True}}, "tensorboard.enable", "'enabled'"),
         ({"comms_logger": []}, "comms_logger", "an object"),
         ({"hybrid_engine": {"max_out_tokens": 0}}, "hybrid_engine.max_out_tokens", "more than 0"),
-        ({"timers": {"throughput": {"on": True}}}, "timers.throughput.on", "remove it"),
+        ({"timers": {"throughput": {"on": True}}}, "timers.throughput.on", "remove this key"),
         ({"communication_data_type": "int8"}, "communication_data_type", '"bf16"'),
         ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op", '"sum"'),
         (zero(zenflow={"topk_ratio": 2}), "zero_optimization.zenflow.topk_ratio", "less than 1"),

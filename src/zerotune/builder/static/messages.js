@@ -1,7 +1,7 @@
 // Shows each message next to its field, with repair buttons, and an index, errors first.
 
 import { all, byId, capital, el, fill, reach } from "./dom.js";
-import { changed, write } from "./state.js";
+import { changed, rename, write } from "./state.js";
 
 const WORD = { error: "Error", warning: "Warning", note: "Note" };
 
@@ -22,7 +22,9 @@ const button = (message, repair) => el("button", { type: "button", class: "repai
   "aria-label": `${repair.label}, for ${message.key}`, onclick: () => mend(message, repair) });
 
 function mend(message, repair) {
-  for (const { store, path, value } of repair.edits) write(store, path, value);
+  const [first, second] = repair.edits;
+  if (repair.moves) rename(first.store, first.path, second.path);
+  else for (const { store, path, value } of repair.edits) write(store, path, value);
   // The button disappears with the message, so the focus moves to its field.
   const holder = holderFor(message.key, holdersNow());
   (holder && controlOf(holder) || byId("summary-title")).focus({ preventScroll: true });

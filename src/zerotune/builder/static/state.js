@@ -41,6 +41,26 @@ function remove(here, [name, ...rest]) {
   }
 }
 
+// A key keeps its place among its neighbours under another name.
+export function rename(store, path, to) {
+  const value = read(store, path);
+  const [section, name] = split(path);
+  const [target, wanted] = split(to);
+  const here = section ? read(store, section) : state[store];
+  if (section !== target || !isObject(here)) {
+    write(store, path, undefined);
+    return write(store, to, value);
+  }
+  const entries = Object.entries(here).map(([key, item]) => [key === name ? wanted : key, item]);
+  for (const key of Object.keys(here)) delete here[key];
+  for (const [key, item] of entries) here[key] = item;
+}
+
+function split(path) {
+  const at = path.lastIndexOf(".");
+  return at < 0 ? ["", path] : [path.slice(0, at), path.slice(at + 1)];
+}
+
 export function replace(next) {
   for (const store of ["config", "launch", "setup"]) {
     state[store] = structuredClone(next[store] ?? {});

@@ -683,7 +683,7 @@ def _beside_offload(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[Mem
         )
     yield case.item("temporaries", case.device, element * largest, note="one gradient")
     # One pass takes gradients as they are.
-    cast = 0 if element == master or case.on_cpu or case.steps_in_one_pass else 4
+    cast = 0 if element == 4 or case.on_cpu or case.steps_in_one_pass else 4
     note = "copies of the largest gradient: fp64 for the norm" + ", fp32 for the host" * bool(cast)
     yield case.item("temporaries", case.device, (element + cast + 8) * largest, BACKWARD, note)
     # The backend flattens the weights on the host, which ``_as_loaded`` counts.
@@ -747,7 +747,7 @@ def _weights(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterat
         yield case.item("weights", case.device, total, note=note)
         # Freed before master weights are created.
         on_host = case.on_cpu or case.resolved.offload_optimizer == "cpu"
-        passing = total - on_host * case.master_bytes * case.owned
+        passing = total - on_host * 4 * case.owned
         note = "partitions on their way to one buffer"
         yield case.item("temporaries", "host", max(0.0, passing), INITIALIZATION, note)
         return
