@@ -179,7 +179,7 @@ FOR_FRONT_ENDS = {
     f"{_PLAN}.families": "as_facts model_family",
     f"{_PLAN}.advise": "Remedy",
     f"{_PLAN}.memory.estimate": "EMAPlace sample_size",
-    f"{_PLAN}.memory.time": "CARDS StepTime known_rates step_time",
+    f"{_PLAN}.memory.time": "CARDS StepTime card_platform known_rates step_time",
     f"{_PLAN}.text": "DURING FOREMOST Fit fits candidate_data describe estimate_data foremost "
     "rank_budget seconds_words shown_and_defaults subject",
     "zerotune.optim.capability": "Situation installed_packages missing_package",

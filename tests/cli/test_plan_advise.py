@@ -51,6 +51,19 @@ class TestWhenSomethingFits:
         sizes = {"device": 24 * GIB, "host": 128 * GIB, "nvme": 0}
         assert json.loads(capsys.readouterr().out)["budget"] == {**sizes, "reserve": 0.05}
 
+    def test_a_card_gives_its_memory_and_rates(self, capsys):
+        assert advise("--card", "3090", "--ram", "128", "--json") == 0
+        slow = json.loads(capsys.readouterr().out)
+        assert slow["budget"]["device"] == 24 * GIB
+        assert advise("--card", "RTX 4090", "--ram", "128") == 0
+        assert "catalogued for RTX 4090" in capsys.readouterr().out
+        assert advise("--card", "a100", "--vram", "40", "--ram", "128", "--json") == 0
+        assert json.loads(capsys.readouterr().out)["budget"]["device"] == 40 * GIB
+
+    def test_a_card_without_bf16_trains_in_another_precision(self, capsys):
+        assert advise("--card", "V100", "--ram", "128") == 0
+        assert "bf16" not in capsys.readouterr().out.partition("Chosen")[2].partition("\n")[0]
+
     def test_json_holds_budget_candidates_and_estimate(self, capsys):
         assert advise(*ROOMY, "--json") == 0
 
@@ -179,6 +192,21 @@ class TestMistakes:
 
         assert stopped.value.code == 2
         assert "usage: zerotune plan advise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("named", "why"), [("50", "names several listed cards"), ("GTX 970", "is not a listed card")]
+)
+def test_an_unknown_card_is_refused_with_the_names_of_cards(named, why, capsys):
+    assert advise("--card", named, "--ram", "64") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --card = '{named}': {why}. Fix: write one of ")
+    assert "RTX 5090" in said
+
+
+def test_the_ram_beside_a_card_is_read_from_this_machine(capsys):
+    advise("--card", "4090")
+    assert capsys.readouterr().err.startswith("zerotune: --ram not given: planning with this")
 
 
 def test_memory_that_is_not_given_is_read_from_this_machine(capsys):

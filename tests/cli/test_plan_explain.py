@@ -158,6 +158,15 @@ class TestForAModel:
         available = {one["place"]: one["available"] for one in data["fits"]}
         assert available == {"device": 24 * 1024**3, "host": 64 * 1024**3}
 
+    def test_a_card_gives_its_memory_and_rates(self, file, capsys):
+        options = ("--family", "sdxl", "--card", "3090", "--ram", "256")
+        assert explain(file(), *options) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "of 24.00 GiB" in said
+        assert "catalogued for RTX 3090" in said
+        assert explain(file(), *options, "--accelerator", "rocm") == 2
+        assert "--accelerator = 'rocm': contradicts --card 3090" in capsys.readouterr().err
+
     def test_markdown_shows_the_memory_per_rank(self, file, capsys):
         assert explain(file(), "--family", "sdxl", *MACHINE, "--markdown") == 0
 

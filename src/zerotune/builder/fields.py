@@ -284,8 +284,8 @@ def _card_field() -> Field:
     """Return the field for the card, which sets memory and rates."""
     options = [Option(label="another card", sets={"card": ""})]
     for card in CARDS:
-        label = f"{card.name}, {card.memory} GiB"
-        options.append(Option(label=label, sets={"card": label, "vram": str(card.memory)}))
+        sets = {"card": card.label, "vram": str(card.memory)}
+        options.append(Option(label=card.label, sets=sets))
     return Field(
         path="card",
         label="Card",

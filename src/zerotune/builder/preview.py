@@ -37,7 +37,7 @@ from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, Workload, plan_do
 from zerotune.plan.advise import Advice, Candidate, Remedy
 from zerotune.plan.families import as_facts, family_names, model_family
 from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate, sample_size
-from zerotune.plan.memory.time import CARDS, StepTime, known_rates, step_time
+from zerotune.plan.memory.time import CARDS, StepTime, card_platform, known_rates, step_time
 from zerotune.plan.model import AUTO, OFFLOAD_DEVICES, PRECISIONS, STORAGES, Context, ResolvedPlan
 from zerotune.plan.text import (
     DURING,
@@ -210,17 +210,15 @@ class Machines:
         """Return the machine that a setup describes."""
         if setup.this_machine:
             return self.this
-        platform = Platform.synthetic(
-            CUDA,
-            device_count=setup.world_size,
-            vram=setup.vram,
-            ram=setup.ram,
-            versions=self._versions,
-        )
+        described: dict[str, Any] = {
+            "device_count": setup.world_size,
+            "vram": setup.vram,
+            "ram": setup.ram,
+            "versions": self._versions,
+        }
         if setup.card is None:
-            return platform
-        named = (attrs.evolve(device, name=setup.card) for device in platform.devices)
-        return attrs.evolve(platform, devices=tuple(named))
+            return Platform.synthetic(CUDA, **described)
+        return card_platform(_CARDS[setup.card], **described)
 
     def sizes(self, setup: Setup) -> dict[str, int | None]:
         """Return sizes in bytes: memory per GPU, and RAM and swap space shared by all ranks."""
@@ -247,6 +245,7 @@ def _whole_number(value: Any, *, key: str, least: int = 1, most: int) -> int:
     )
 
 
+_CARDS: Final = {card.label: card for card in CARDS}
 _SETUP_READERS: Final[Mapping[str, Callable[..., Any]]] = {
     "family": partial(as_choice, choices=family_names()),
     "resolution": partial(_whole_number, least=8, most=16_384),
@@ -255,7 +254,7 @@ _SETUP_READERS: Final[Mapping[str, Callable[..., Any]]] = {
     "total_steps": partial(_whole_number, most=10**9),
     "lora": partial(_whole_number, most=4096),
     "base_dtype": partial(as_choice, choices=tuple(STORAGES)),
-    "card": partial(as_choice, choices=tuple(f"{card.name}, {card.memory} GiB" for card in CARDS)),
+    "card": partial(as_choice, choices=tuple(_CARDS)),
     "ema": partial(as_choice, choices=get_args(EMAPlace)),
     **dict.fromkeys(
         ("gradient_checkpointing", "activation_offload", "this_machine"),

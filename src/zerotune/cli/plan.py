@@ -186,6 +186,11 @@ def add_machine(parser: argparse.ArgumentParser, about: str = FROM_HERE) -> Any:
     """Add the options for the machine's memory, which ``sizes_of`` and ``machine_of`` read."""
     machine = parser.add_argument_group("machine", about)
     machine.add_argument(
+        "--card",
+        metavar="NAME",
+        help="GPU whose published rates and memory are used, such as 4090 or H100 PCIe",
+    )
+    machine.add_argument(
         "--vram", metavar="SIZE", help="memory of each device, such as 12 or 12GiB"
     )
     machine.add_argument("--ram", metavar="SIZE", help="memory of the host, such as 64 or 64GiB")
@@ -582,9 +587,7 @@ class _Explain(Below):
         return self._explain_cost(plan)
 
     def _explain_cost(self, plan: DeepSpeedPlan) -> int:
-        import attrs
-
-        from zerotune.plan.text import WIDTH, estimate_page, fits, rank_budget, resolved_page
+        from zerotune.plan.text import fits, rank_budget
         from zerotune.platform import detect_platform
 
         sizes: dict[str, int | None] = {**sizes_of(self.arguments)}
@@ -592,6 +595,8 @@ class _Explain(Below):
         if platform is None:
             platform = detect_platform(log=False)
             sizes = {"vram": platform.vram, "ram": platform.host_memory.limit, **sizes}
+        elif self.arguments.card is not None:
+            sizes = {"vram": platform.vram, **sizes}
         given = {name: getattr(self.arguments, name) for name in ("batch", "resolution", "frames")}
         estimate = plan.estimate(
             _estimated_model(self.arguments),
@@ -604,24 +609,45 @@ class _Explain(Below):
             **{name: value for name, value in given.items() if value is not None},
         )
         budget = rank_budget(_by_place(sizes), estimate)
-        every = fits(estimate, budget)
         _draw_chart(estimate, budget, self.arguments)
+        self._show_cost(estimate, budget)
+        return 0 if all(fit.fits for fit in fits(estimate, budget)) else 1
+
+    def _show_cost(self, estimate: MemoryEstimate, budget: RankBudget) -> None:
+        import attrs
+
+        from zerotune._util.table import Line, Page
+        from zerotune.plan.text import (
+            WIDTH,
+            estimate_page,
+            fits,
+            resolved_page,
+            time_data,
+            time_words,
+        )
+
+        time = estimate.step_time()
         if self.arguments.json:
+            every = fits(estimate, budget)
             print_json(
                 {
                     "resolved": estimate.resolved.summary(),
                     "estimate": estimate.to_dict(),
                     "fits": [{**attrs.asdict(fit), "fits": fit.fits} for fit in every],
+                    "time": None if time is None else time_data(time),
                 }
             )
-        elif self.arguments.markdown:
+            return
+        page = estimate_page(estimate, budget=budget)
+        if time is not None:
+            page = Page(blocks=(*page.blocks, Line(""), Line(time_words(time), indent=2)))
+        if self.arguments.markdown:
             print_text(estimate.resolved.explain_markdown())
-            print_text("\n" + estimate_page(estimate, budget=budget).markdown())
+            print_text("\n" + page.markdown())
         else:
             print_page(resolved_page(estimate.resolved))
             print_text("")
-            print_page(estimate_page(estimate, budget=budget), width=WIDTH)
-        return 0 if all(fit.fits for fit in every) else 1
+            print_page(page, width=WIDTH)
 
 
 def _by_place(sizes: Mapping[str, int | None]) -> dict[Place, int]:
@@ -633,10 +659,19 @@ def _by_place(sizes: Mapping[str, int | None]) -> dict[Place, int]:
 
 def _described_machine(arguments: argparse.Namespace) -> Platform | None:
     """Return the machine that the arguments describe; ``None`` if they describe none."""
+    from zerotune.plan.memory.time import card_named, card_platform
     from zerotune.platform import CUDA, Platform
 
     sizes: dict[str, Any] = sizes_of(arguments)
     sizes.pop("nvme", None)
+    if arguments.card is not None:
+        card = card_named(arguments.card, key="--card")
+        if arguments.accelerator not in (None, card.accelerator):
+            raise InvalidValueError(
+                f"contradicts --card {arguments.card}", key="--accelerator",
+                value=arguments.accelerator, fix="remove one of the two options",
+            )  # fmt: skip
+        return card_platform(card, device_count=arguments.world_size, **sizes)
     if arguments.accelerator is None and not sizes:
         return None
     return Platform.synthetic(
@@ -795,6 +830,8 @@ class _Advise(Below):
 def machine_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the machine to plan for; missing sizes are taken from this machine and printed."""
     machine: dict[str, Any] = {"nvme": 0, **sizes_of(arguments)}
+    if arguments.card is not None:
+        return _with_card(arguments, machine)
     if "vram" in machine and "ram" in machine:
         return machine
     from zerotune._util.text import format_size
@@ -807,3 +844,21 @@ def machine_of(arguments: argparse.Namespace) -> dict[str, Any]:
             tell(f"--{name} not given: planning {words or _ON_PROCESSOR}")
             machine[name] = size
     return {**machine, "platform": platform}
+
+
+def _with_card(arguments: argparse.Namespace, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the machine with the named card; RAM is by default this machine's, and printed."""
+    from zerotune._util.text import format_size
+    from zerotune.plan.memory.time import card_named, card_platform
+    from zerotune.platform import detect_platform
+
+    card = card_named(arguments.card, key="--card")
+    ram = machine.get("ram")
+    if ram is None:
+        ram = detect_platform(log=False).host_memory.limit
+        tell(f"--ram not given: planning with this machine's {format_size(ram)}")
+    vram = machine.get("vram", card.memory * 2**30)
+    platform = card_platform(
+        card, vram=vram, ram=ram, device_count=getattr(arguments, "world_size", None) or 1
+    )
+    return {**machine, "vram": vram, "ram": ram, "platform": platform}

@@ -151,6 +151,7 @@ class Platform:
         accelerator: Accelerator = "cpu",
         *,
         device_count: int = 1,
+        device_name: str | None = None,
         vram: int = 24 * GIB,
         ram: int = 64 * GIB,
         available_ram: int | None = None,
@@ -169,6 +170,8 @@ class Platform:
         Args:
             accelerator: Accelerator for training.
             device_count: Number of devices; ignored for ``"cpu"``.
+            device_name: Name of the devices, such as ``"RTX 4090"``, from which their rates are
+                known; by default a made-up name.
             vram: Memory of each device in bytes; ignored for ``"cpu"``.
             ram: RAM in bytes.
             available_ram: Available RAM in bytes; by default the smaller of ``ram`` and
@@ -191,7 +194,8 @@ class Platform:
         is_mac = accelerator == "mps"
         names = {"mps": "Apple GPU", "rocm": "ROCm device"}
         device = Device(
-            name=f"Synthetic {names.get(accelerator, f'{accelerator.upper()} device')}",
+            name=device_name
+            or f"Synthetic {names.get(accelerator, f'{accelerator.upper()} device')}",
             total_memory=vram,
             capability=(8, 9) if accelerator == "cuda" else None,
         )

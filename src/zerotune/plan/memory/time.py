@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import attrs
 
@@ -19,10 +19,7 @@ from zerotune.plan.memory.estimate import (
     offloads_activations,
 )
 from zerotune.plan.model import ArithmeticFacts, PassWork
-from zerotune.platform.facts import user_cache
-
-if TYPE_CHECKING:
-    from zerotune.platform import Platform
+from zerotune.platform.facts import Accelerator, Platform, user_cache
 
 # -- Speeds of a machine: measured on the machine, or catalogued for its card.
 
@@ -111,13 +108,34 @@ class Card:
     fp32: float
     bandwidth: float
     bus: float
+    bf16: bool = True
+    """Whether the card computes in bf16."""
+    accelerator: Accelerator = "cuda"
+
+    @property
+    def label(self) -> str:
+        """Name and memory, which together are unique."""
+        return f"{self.name}, {self.memory} GiB"
 
 
 CARDS: Final = tuple(
-    Card(name=name, memory=memory, low=low, fp32=fp32, bandwidth=bandwidth, bus=bus)
+    Card(
+        name=name,
+        memory=memory,
+        low=low,
+        fp32=fp32,
+        bandwidth=bandwidth,
+        bus=bus,
+        bf16=name not in ("V100", "T4"),
+        accelerator="rocm" if name == "MI300X" else "cuda",
+    )
     for name, memory, low, fp32, bandwidth, bus in (
         # An unlisted card counts as the first card with the nearest memory size.
+        ("B200", 180, 2250, 75, 8000, 64),
+        ("MI300X", 192, 1307, 163, 5300, 64),
         ("H200", 141, 989, 67, 4800, 64),
+        ("RTX PRO 6000", 96, 504, 126, 1792, 64),
+        ("H100 NVL", 94, 835, 60, 3900, 64),
         ("H100 PCIe", 80, 756, 51, 2000, 64),
         ("H100", 80, 989, 67, 3350, 64),
         ("A100", 80, 312, 19.5, 2000, 32),
@@ -132,6 +150,9 @@ CARDS: Final = tuple(
         ("L4", 24, 60, 30, 300, 16),
         ("A10", 24, 70, 31, 600, 32),
         ("RTX 4080", 16, 97, 49, 717, 32),
+        ("RTX 5080", 16, 113, 56, 960, 64),
+        ("RTX 5070 Ti", 16, 88, 44, 896, 64),
+        ("RTX 5060 Ti", 16, 47, 24, 448, 32),
         ("T4", 16, 65, 8, 320, 16),
         ("RTX 4070", 12, 58, 29, 504, 32),
         ("RTX 3060", 12, 25, 13, 360, 32),
@@ -166,6 +187,38 @@ def listed_card(name: str, memory: int) -> Card:
     """
     named = [card for card in CARDS if card.name in name]
     return min(named or CARDS, key=lambda one: abs(one.memory - memory))
+
+
+def card_named(text: str, *, key: str) -> Card:
+    """Return the listed card that a user names.
+
+    Args:
+        text: The card's name, or a part of it, such as ``"4090"``; upper and lower case are alike.
+        key: What the user wrote the name for, for errors.
+
+    Raises:
+        InvalidValueError: No listed card has this name, or several have it as a part of theirs.
+    """
+    wanted = text.casefold()
+    exact = [card for card in CARDS if card.name.casefold() == wanted]
+    found = exact or [card for card in CARDS if wanted and wanted in card.name.casefold()]
+    names = list(dict.fromkeys(card.name for card in found or CARDS))
+    if not found or len(names) > 1:
+        why = "names several listed cards" if found else "is not a listed card"
+        fix = f"write one of {', '.join(names)}"
+        raise InvalidValueError(why, key=key, value=text, fix=fix)
+    return found[0]
+
+
+def card_platform(card: Card, **described: Any) -> Platform:
+    """Return a machine with this card.
+
+    Args:
+        card: The card.
+        described: What else ``Platform.synthetic`` takes; ``vram`` is the card's by default.
+    """
+    described.setdefault("vram", card.memory * 2**30)
+    return Platform.synthetic(card.accelerator, device_name=card.name, bf16=card.bf16, **described)
 
 
 def catalogued_rates(platform: Platform) -> Rates:
