@@ -44,6 +44,8 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 SCRIPT_ON_ACCELERATE = """
 from accelerate import Accelerator
 
+# Another model than the one that ``engine`` trains.
+unet = type(unet).from_config(unet.config)
 accelerator, config = Accelerator(cpu=True), unet.config
 optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3)
 """
