@@ -79,7 +79,8 @@ MODES = {
 
 def modes_of(kind: Kind, act: Act) -> tuple[str, ...]:
     """Return the modes that differ for this kind and in which the act does something."""
-    waits = kind.offload == "cpu" and not kind.streamed and not kind.hosted
+    deepspeeds = kind.stage is not None and not kind.streamed and not kind.hosted
+    waits = kind.offload == "cpu" and deepspeeds
     names = tuple(MODES) if waits else ("default", "average")
     return tuple(name for name in names if MODES[name].ema or not act.needs_ema)
 

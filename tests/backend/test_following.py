@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backend.step.test_hidden_step import PLAIN, Web, begin, loss_of
+from tests.backend.step.test_hidden_step import Web, begin, loss_of
 from tests.support.ranks import ranks, run_ranks
 from zerotune.errors import EngineError
 
 pytestmark = pytest.mark.deepspeed
 
+PLAIN = None
+"""Stands for the plain engine in place of a ZeRO stage."""
 
-def trained_on(stage: int, what: str) -> str | None:
+
+def trained_on(stage: int | None, what: str) -> str | None:
     """Return the error of a run whose model is changed after the third step."""
     from zerotune.errors import EngineError
 

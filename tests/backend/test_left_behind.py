@@ -30,17 +30,16 @@ def small() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 8))
 
 
-def hidden(*, deepspeed: bool = True, timeout_s: float = 600.0) -> Any:
-    """Build an engine that steps in a thread: the host engine, or the plain one."""
+def hidden(*, timeout_s: float = 600.0) -> Any:
+    """Build an engine that steps in a thread: the host engine."""
     plan = DeepSpeedPlan.build(
-        stage=2 if deepspeed else 0,
+        stage=2,
         offload="cpu",
-        precision="bf16" if deepspeed else "fp32",
+        precision="bf16",
         micro_batch_size=2,
         optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
     )
-    how: dict[str, Any] = {"engine": "host"} if deepspeed else {"hidden": True}
-    return build(small(), plan, timeout_s=timeout_s, deepspeed=deepspeed, **how)
+    return build(small(), plan, timeout_s=timeout_s, engine="host")
 
 
 def train(engine: Any, steps: int = 2) -> None:
@@ -201,8 +200,8 @@ def test_closing_the_last_stage_3_engine_restores_torchs_linear() -> None:
 
 
 @ranks(1)
-def test_a_hidden_plain_engine_trains_after_a_stage_3_engine() -> None:
+def test_a_plain_engine_trains_after_a_stage_3_engine() -> None:
     with start(STAGE_3, small()) as engine:
         train(engine)
-    with hidden(deepspeed=False) as engine:
+    with start(PLAIN, small()) as engine:
         train(engine, 4)

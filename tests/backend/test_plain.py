@@ -1,11 +1,112 @@
-"""The plain engine's loss scale from a checkpoint."""
+"""The plain engine: torch alone, its loss scale, and results in fp32."""
 
 from __future__ import annotations
 
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
 import pytest
 import torch
 
+import zerotune
+from tests.support.ranks import ranks
+from tests.support.runs import PLAIN, build, start
 from zerotune.backend.plain import carried_scale
+from zerotune.plan.model import DeepSpeedPlan
+from zerotune.platform import detect_platform
+
+BF16 = attrs.evolve(PLAIN, precision="bf16", micro_batch=2)
+
+
+def small() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+
+
+class Named(torch.nn.Module):
+    """Return results in a dict, one of them not a floating-point number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"sample": (self.inner(x),), "index": x.argmax(-1)}
+
+
+@ranks(1)
+def test_the_plain_engine_trains_without_accelerate_and_deepspeed(monkeypatch):
+    for package in ("accelerate", "deepspeed"):
+        # Every further import fails.
+        monkeypatch.setitem(sys.modules, package, None)
+    with start(BF16, small()) as engine:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).square().mean())
+            assert engine.step().applied
+
+
+def test_only_embedding_and_trackers_use_accelerate():
+    package = Path(zerotune.__file__).parent
+    uses = re.compile(r"^\s*(from|import) accelerate\b|require_accelerate\(\)", re.MULTILINE)
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if uses.search(path.read_text())
+    }
+    assert found == {
+        "backend/deepspeed/external.py", "backend/trackers.py", "backend/upstream.py"
+    }  # fmt: skip
+
+
+@ranks(1)
+def test_the_forward_pass_computes_in_the_plans_precision_and_returns_fp32():
+    with (
+        start(BF16, Named()) as engine,
+        start(attrs.evolve(BF16, precision="fp32"), Named()) as wide,
+    ):
+        seen = []
+        engine.module.inner[0].register_forward_hook(lambda *call: seen.append(call[2].dtype))
+        x = torch.ones(2, 4)
+        trained = engine(x)
+        with engine.evaluating():
+            evaluated = engine(x)
+        assert seen == [torch.bfloat16] * 2
+        for found in (trained, evaluated):
+            assert found["sample"][0].dtype == torch.float32
+            assert found["index"].dtype == torch.int64
+        assert torch.equal(trained["sample"][0], evaluated["sample"][0])
+        assert not torch.equal(trained["sample"][0], wide(x)["sample"][0]), "each its own precision"
+        assert "bfloat16" in engine.explain()
+
+
+@ranks(1)
+def test_fp16_steps_are_skipped_until_the_loss_scale_fits():
+    plan = DeepSpeedPlan.build(
+        stage=0, precision="fp16", micro_batch_size=2, gradient_clipping=0.5,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-2}},
+    )  # fmt: skip
+    platform = attrs.evolve(detect_platform(log=False), fp16=True)
+    with build(small(), plan, platform=platform, deepspeed=False) as engine:
+        before = [p.detach().clone() for p in engine.module.parameters()]
+        scales, outcomes = [], []
+        for _ in range(10):
+            scales.append(engine.state.loss_scaler["scale"])
+            engine.backward(500 * engine(torch.ones(2, 4)).square().mean())
+            outcomes.append(engine.step())
+            if not outcomes[-1].applied:
+                assert not math.isfinite(outcomes[-1].grad_norm)
+                for old, new in zip(before, engine.module.parameters(), strict=True):
+                    assert torch.equal(old, new)
+        skipped = sum(not each.applied for each in outcomes)
+        assert 0 < skipped < 10
+        assert engine.state.skipped_steps == skipped
+        assert scales[skipped] == scales[0] / 2**skipped
+        # The norm is that of the unscaled gradients.
+        assert outcomes[-1].grad_norm < 1e4
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.support.ranks import ranks, run_ranks
-from zerotune.backend import plain
 from zerotune.backend import proof as proofs
+from zerotune.backend.deepspeed import wrapper
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.proof import (
     PATHS,
@@ -449,11 +449,8 @@ def test_copies_are_not_checked_where_training_uses_host_memory() -> None:
 
 
 def faulty_engines() -> list[Outcome]:
-    """Return the results of checks on plain engines whose step in one pass has a fault."""
-    platform = attrs.evolve(
-        detect_platform(log=False), deepspeed=Platform.synthetic(deepspeed=False).deepspeed
-    )
-    run = SlabStep.run
+    """Return the results of checks on engines whose step in one pass has a fault."""
+    platform, run = detect_platform(log=False), SlabStep.run
 
     def forgets_averages(self: Any, start: int, stop: int, averages: Any = ()) -> None:
         run(self, start, stop)
@@ -473,6 +470,7 @@ def faulty_engines() -> list[Outcome]:
     return outcomes
 
 
+@pytest.mark.deepspeed
 def test_planted_faults_of_a_hidden_step_are_detected() -> None:
     ((right, averages, part),) = run_ranks(faulty_engines)
     assert right.passed, right
@@ -483,15 +481,20 @@ def test_planted_faults_of_a_hidden_step_are_detected() -> None:
     assert "weight" in part.evidence, "the report has all that differs"
 
 
+@pytest.mark.deepspeed
 @ranks(1)
 def test_a_step_that_is_not_hidden_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def declined(*_: Any, **__: Any) -> Any:
         return None, ()
 
-    monkeypatch.setattr(plain, "take_over", declined)
-    alone = Platform.synthetic(deepspeed=False)
-    outcome = proving.run_check("training", alone)
+    monkeypatch.setattr(wrapper, "take_over", declined)
+    outcome = outcome_of("training")
     assert (outcome.passed, outcome.detail) == (False, "no step was hidden")
+
+
+def test_training_is_not_checked_without_deepspeed() -> None:
+    outcome = proving.run_check("training", Platform.synthetic(deepspeed=False))
+    assert (outcome.passed, "DeepSpeed" in outcome.detail) == (None, True)
 
 
 def faulty_host_engine() -> list[Outcome]:

@@ -69,7 +69,6 @@ def train(engine: Any, *steps: int) -> list[float]:
     [
         (PLAIN, "none", False),
         (PLAIN, "cpu", False),
-        (PLAIN, "cpu", True),
         (0, "none", False),
         (1, "none", False),
         (2, "none", False),

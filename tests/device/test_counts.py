@@ -103,9 +103,6 @@ WAITS = {
     evolved(ZERO_2, "plain", deepspeed=False, stage=0): {
         "forward": {}, "backward": {}, "step": {"blocking_download": 2},
     },
-    evolved(ZERO_2, "plain, hidden step", deepspeed=False, stage=0, hidden=True): {
-        "forward": {}, "backward": {}, "step": {"blocking_download": 2, "synchronize_stream": 1},
-    },
     # The norm alone decides whether the step is applied.
     evolved(ZERO_2, "plain, no offload", deepspeed=False, stage=0, offload="none"): {
         "forward": {}, "backward": {}, "step": {"item": 1},

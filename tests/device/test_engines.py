@@ -28,7 +28,7 @@ SAMPLE = (
     "streamed, compiled",
     "ZeRO-3, CPU offload of both",
     "ZeRO-3, CPU offload of both, out of memory",
-    "plain, offload, hidden, EMA in a file, swapped in",
+    "plain, offload, EMA in a file, swapped in",
 )
 
 

@@ -2706,7 +2706,8 @@ class DeepSpeedPlan(Readable, Section):
             deepspeed: ``False`` selects the plain engine.
             host_step: ``False`` uses DeepSpeed's own step for Adam in host memory.
             hidden: Whether Adam in host memory runs in a thread during the next forward pass; by
-                default only if this saves time. Results are bitwise equal.
+                default only if this saves time. Results are bitwise equal. The plain engine
+                completes every step at once.
             streamed: Whether to stream weights, that is, to keep them on the device only while they
                 are used; ``True``, or ``Streaming`` options. Results are bitwise equal to those of
                 ZeRO-2 with CPU offload. If streaming is not possible, DeepSpeed trains without it,

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.backend.step.test_host_step import digest, weights_of
 from tests.support.ranks import RanksFailed, ranks, run_ranks
 from tests.support.runs import build
-from zerotune.backend import plain
 from zerotune.backend.deepspeed.wrapper import HostStep
 from zerotune.backend.step import deferred, pending
 from zerotune.backend.step.adams import SlabStep
@@ -32,10 +31,8 @@ from zerotune.training.setup import build_engine
 pytestmark = pytest.mark.deepspeed
 
 SIDE = 6
-PLAIN = 0
-"""Stands for the plain engine in place of a ZeRO stage."""
 STEPS = int(os.environ.get("ZEROTUNE_HIDDEN_STEPS", "45"))
-"""Steps of the runs with delays (a third with the plain engine); 200 for a long run."""
+"""Steps of the runs with delays; 200 for a long run."""
 LEARNED = 0.5 if STEPS >= 200 else 0.7
 """Upper bound of the last loss, as a fraction of the first."""
 
@@ -71,35 +68,30 @@ class Web(torch.nn.Module):
 
 
 def begin(
-    stage: int, model: torch.nn.Module, *, precision: str = "bf16", hidden: bool | None,
+    stage: int | None, model: torch.nn.Module, *, precision: str = "bf16", hidden: bool | None,
     clipping: float = 0.5, accumulation: int = 1, groups: bool = False, persistent: int = 0,
-    optimizer: str = "AdamW", apart: bool = True, host_step: bool = True,
+    optimizer: str = "AdamW", host_step: bool = True,
 ) -> Any:  # fmt: skip
     from zerotune.optim import ParameterGroups
     from zerotune.optim.resolver import OptimizerResolver
     from zerotune.plan.model import DeepSpeedPlan
 
     plan = DeepSpeedPlan.build(
-        stage=stage, offload="cpu", precision=precision, micro_batch_size=2,
+        stage=stage or 0, offload="cpu", precision=precision, micro_batch_size=2,
         gradient_clipping=clipping, gradient_accumulation_steps=accumulation,
         optimizer={"type": optimizer, "params": {"lr": 2e-3, "weight_decay": 0.01}},
         scheduler={"type": "WarmupLR", "params": {
             "warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3, "warmup_num_steps": 9}},
         **({"stage3_param_persistence_threshold": persistent} if stage == 3 else {}),
     )  # fmt: skip
-    context = {"hidden": hidden, "deepspeed": stage != PLAIN, "host_step": host_step}
+    context = {"hidden": hidden, "deepspeed": stage is not None, "host_step": host_step}
     resolver = OptimizerResolver(groups=ParameterGroups.no_decay() if groups else None)
-    with pytest.MonkeyPatch.context() as patch:
-        # Keep the model's weights separate from the stepped ones, as on a device.
-        patch.setattr(plain, "_has_memory_of_its_own", lambda _: apart)
-        return build(model, plan, resolver=resolver, **context)
+    return build(model, plan, resolver=resolver, **context)
 
 
 def optimizer_of(engine: Any) -> Any:
     """Return the optimizer whose groups a schedule sets and which knows the pending step."""
-    return (
-        engine._torch_optimizer if engine.plan.stage == PLAIN else engine.deepspeed_engine.optimizer
-    )
+    return engine.deepspeed_engine.optimizer
 
 
 def batch(engine: Any, step: int) -> torch.Tensor:
@@ -220,22 +212,19 @@ def look(engine: Any, emas: Any, step: int) -> Any:
 @pytest.mark.parametrize(
     ("stage", "ranks"),
     [
-        (PLAIN, 1),
         (1, 1),
         *(pytest.param(stage, 1, marks=pytest.mark.nightly) for stage in (2, 3)),
         (3, 2),
     ],
 )
 def test_random_delays_do_not_change_losses_or_weights(stage, ranks):
-    steps = STEPS if stage != PLAIN or STEPS >= 200 else STEPS // 3
-    mine = run_ranks(long_run, stage, True, steps, world_size=ranks)
-    theirs = run_ranks(long_run, stage, False, steps, world_size=ranks)
+    mine = run_ranks(long_run, stage, True, STEPS, world_size=ranks)
+    theirs = run_ranks(long_run, stage, False, STEPS, world_size=ranks)
     for one, other in zip(mine, theirs, strict=True):
         for name in ("losses", "looks", "master", "ema"):
             assert one[name] == other[name], name
-        assert one["taken"]["zerotune-step"] > 5 * steps, "nothing was taken in the thread"
-        if steps == STEPS:
-            assert one["losses"][-1] < LEARNED * one["losses"][0], "nothing was learned"
+        assert one["taken"]["zerotune-step"] > 5 * STEPS, "nothing was taken in the thread"
+        assert one["losses"][-1] < LEARNED * one["losses"][0], "nothing was learned"
 
 
 def short_run(hidden: bool, averages: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -272,9 +261,6 @@ def both(averages: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("averages", "arguments"),
     [
-        (2, {"stage": PLAIN, "groups": True, "accumulation": 3}),
-        (1, {"stage": PLAIN, "precision": "fp32", "apart": False}),
-        (1, {"stage": PLAIN, "optimizer": "AdamWBF16States", "clipping": 0.0}),
         (0, {"stage": 1, "precision": "fp32", "clipping": 0.0}),
         (1, {"stage": 2, "accumulation": 3}),
         (2, {"stage": 2, "precision": "fp32", "groups": True}),
@@ -284,9 +270,6 @@ def both(averages: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         (1, {"stage": 3, "optimizer": "AdamWBF16States"}),
     ],
     ids=[
-        "plain groups accumulated",
-        "plain fp32 in one memory",
-        "plain bf16 states",
         "z1 fp32",
         "z2 accumulated",
         "z2 groups",
@@ -313,7 +296,7 @@ def test_groups_and_two_emas_match_the_usual_step():
             short_run(None, 2, {"stage": stage, "host_step": mine, **shared})
             for mine in (True, False)
         ]
-        for stage in [PLAIN, 2, 3]
+        for stage in [2, 3]
     ]:
         for name in ("losses", "norms", "master", "ema"):
             assert mine[name] == theirs[name], name
@@ -456,7 +439,7 @@ def test_a_pass_in_the_thread_leaves_one_core_to_the_forward_pass(threads, left)
     assert f"{len(os.sched_getaffinity(0))} hardware thread(s)" in reason
 
 
-@pytest.mark.parametrize("stage", [PLAIN, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 @ranks(1)
 def test_every_call_after_a_failed_step_raises_its_error(stage):
     import traceback
@@ -480,7 +463,7 @@ def test_every_call_after_a_failed_step_raises_its_error(stage):
             engine.discard,
             engine.master_weights.settle,
             lambda: list(engine.master_weights.read()),
-            *(() if stage == PLAIN else (engine.deepspeed_engine.optimizer.state_dict,)),
+            engine.deepspeed_engine.optimizer.state_dict,
             engine.close,
         ):
             try:
@@ -490,7 +473,7 @@ def test_every_call_after_a_failed_step_raises_its_error(stage):
                 seen.append("its own" if "fail" in frames else "another")
             else:
                 seen.append("nothing")
-    assert seen == ["its own"] * (7 if stage == PLAIN else 8)
+    assert seen == ["its own"] * 8
 
 
 def resumed(folder: Path, part: str) -> list[float]:
@@ -529,30 +512,6 @@ def test_a_run_killed_during_a_pass_resumes_bit_for_bit(tmp_path):
     (tmp_path / "whole").rename(tmp_path / "other")
     (tmp_path / "killed").rename(tmp_path / "whole")
     assert run_ranks(resumed, tmp_path, "resumed") == [whole]
-
-
-@ranks(1)
-def test_the_plain_engine_with_hidden_steps_resumes_bit_for_bit(tmp_path):
-    from zerotune.checkpoint import load_checkpoint, save_checkpoint
-    from zerotune.ema import EMAShadow
-
-    found = []
-    for part in ("whole", "resumed"):
-        engine = begin(PLAIN, Web(), hidden=True)
-        saved = {"ema": EMAShadow(decay=0.9).attach(engine)}
-        if part == "resumed":
-            load_checkpoint(tmp_path / "saved", engine=engine, shadows=saved)
-        for step in range(engine.state.global_step, 6):
-            engine.backward(loss_of(engine, step))
-            engine.step()
-            saved["ema"].step()
-            if step == 2 and part == "whole":
-                save_checkpoint(tmp_path / "saved", engine=engine, shadows=saved)
-        ema = [float(value.double().sum()) for value in saved["ema"].state_dict().values()]
-        found.append([digest(engine), weights_of(engine), *ema])
-        engine.close()
-    (whole, resumed) = found
-    assert whole == resumed
 
 
 def compiled(how: str) -> dict[str, Any]:
@@ -691,8 +650,7 @@ def disturbed(stage: int, hidden: bool | None, what: str, average: bool) -> list
     """Disturb a run once between two steps; return its losses and weights."""
     from zerotune.ema import EMAShadow
 
-    precision = "fp32" if stage == PLAIN else "bf16"
-    engine = begin(stage, Small(), hidden=hidden, precision=precision)
+    engine = begin(stage, Small(), hidden=hidden)
     ema = EMAShadow(decay=0.9).attach(engine) if average else None
     found: list[Any] = []
     slow = delayed(stage, engine.module) if hidden else in_small_parts()
@@ -715,7 +673,7 @@ def disturbed(stage: int, hidden: bool | None, what: str, average: bool) -> list
     return found
 
 
-@pytest.mark.parametrize("stage", [PLAIN, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 @ranks(1)
 def test_moved_or_frozen_weights_train_as_with_the_usual_step(stage):
     for what in (*MOVES, "freeze"):
@@ -775,7 +733,7 @@ def test_a_view_or_a_global_hook_prevents_deferring_the_step(how, reason):
 
 def compiled_outside(hidden: bool, how: str) -> dict[str, Any]:
     """Train with a model that the user compiled without telling the engine."""
-    engine = begin(PLAIN, Small(), hidden=hidden, precision="fp32")
+    engine = begin(2, Small(), hidden=hidden, precision="fp32")
     module = engine.module
     call = {
         "module": torch.compile(module, backend="eager"),

@@ -121,11 +121,10 @@ def same(
 ) -> list[dict[str, Any]]:
     """Assert that both steps give the same results; return those of the one pass, by rank."""
     found = run_ranks(both, case, drop, added_up, world_size=world_size)
-    usual = "DeepSpeed's" if case.deepspeed else "torch's fused"
     for one, other in found:
         assert one["decisions"] == ["one pass"]
         assert other["decisions"] == [
-            "AdamWBF16States' own" if case.optimizer == "AdamWBF16States" else usual
+            "AdamWBF16States' own" if case.optimizer == "AdamWBF16States" else "DeepSpeed's"
         ]
         assert one["explained"]
         for name in ("losses", "norms", "master", "ema", "model"):
@@ -184,50 +183,6 @@ def test_the_step_in_one_pass_equals_deepspeeds_own_when_accumulating_in_fp32(ca
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
 def test_the_step_in_one_pass_equals_deepspeeds_own_when_windows_are_discarded(case):
     same(case, drop=(1, 4))
-
-
-PLAIN = Case(deepspeed=False, offload="cpu", precision="bf16")
-
-
-def plainly(cases: list[tuple[Case, bool]]) -> list[list[dict[str, Any]]]:
-    """Run both steps under the plain engine; the first case also without offload."""
-    from zerotune.backend import plain
-
-    found = []
-    for case, apart in cases:
-        with pytest.MonkeyPatch.context() as patch:
-            # Pretend that the model has memory of its own.
-            patch.setattr(plain, "_has_memory_of_its_own", lambda _, apart=apart: apart)
-            found.append(both(case, (1,)))
-    found[0].append(train(attrs.evolve(cases[0][0], offload="none"), True, (1,)))
-    return found
-
-
-def same_plainly(cases: list[tuple[Case, bool]], world_size: int = 1) -> list[dict[str, Any]]:
-    """Assert that both steps give the same results; return all runs of the first case."""
-    for found in run_ranks(plainly, cases, world_size=world_size):
-        for (case, _), (mine, theirs, *_) in zip(cases, found, strict=True):
-            ours = case.optimizer == "AdamWBF16States"
-            assert mine["decisions"] == ["one pass"]
-            assert theirs["decisions"] == ["AdamWBF16States' own" if ours else "torch's fused"]
-            for name in ("losses", "norms", "master", "ema", "model"):
-                assert mine[name] == theirs[name], (case, name)
-    return found[0]
-
-
-def test_the_plain_engine_equals_torchs_fused_step():
-    mine, _, without = same_plainly([
-        (PLAIN, False),
-        (attrs.evolve(PLAIN, optimizer=L2, clipping=4.1), True),
-        (attrs.evolve(PLAIN, optimizer="AdamWBF16States", clipping=0.0), True),
-    ])  # fmt: skip
-    # torch's loop over tensors rounds square roots differently.
-    assert without["decisions"] == []
-    assert mine["losses"] == pytest.approx(without["losses"], rel=1e-4)
-
-
-def test_the_plain_engine_equals_torchs_fused_step_on_two_ranks():
-    same_plainly([(PLAIN, True)], world_size=2)
 
 
 @ranks(1)

@@ -389,14 +389,24 @@ class Costing:
     @property
     def steps_in_one_pass(self) -> bool:
         """Whether Adam in host memory updates weights and states in one pass."""
-        resolved, choice = self.resolved, self.resolved.optimizer
-        if not resolved.host_step or resolved.offload_optimizer == "none":
+        resolved = self.resolved
+        ours = resolved.uses_deepspeed and resolved.host_step
+        if not ours or resolved.offload_optimizer == "none":
             return False
-        if choice is not None:
-            plainly = not resolved.uses_deepspeed and choice.implementation in ADAM
-            return plainly or choice.implementation in _STEPPED_IN_ONE_PASS
+        if resolved.optimizer is not None:
+            return resolved.optimizer.implementation in _STEPPED_IN_ONE_PASS
         name = entry_of(resolved.plan.optimizer_name).name
         return name in ADAM or name in _STEPPED_IN_ONE_PASS
+
+    @property
+    def fuses_on_host(self) -> bool:
+        """Whether the plain engine updates an offloaded Adam with torch's fused kernel."""
+        resolved, choice = self.resolved, self.resolved.optimizer
+        if resolved.uses_deepspeed or resolved.offload_optimizer == "none":
+            return False
+        if choice is not None:
+            return choice.implementation in ADAM
+        return entry_of(resolved.plan.optimizer_name).name in ADAM
 
     @property
     def checks_gradients(self) -> bool:
@@ -552,7 +562,7 @@ def plain(case: Costing) -> Iterator[MemoryItem]:
         yield case.item(
             "temporaries", case.device, 4 * count, STEP, "torch updates all tensors at once"
         )
-    elif not case.steps_in_one_pass:
+    elif not case.fuses_on_host:
         yield case.item("temporaries", case.device, 12 * case.largest, STEP, "of the update")
 
 
@@ -571,7 +581,7 @@ def _plain_beside_the_device(case: Costing) -> Iterator[MemoryItem]:
         else:
             yield case.item(component, "host", 4 * count, note="fp32")
     yield case.item("optimizer states", "host", 4 * case.states * count, TRAINING, "fp32")
-    if not case.steps_in_one_pass:
+    if not case.fuses_on_host:
         yield case.item("temporaries", "host", 12 * case.largest, STEP, "of the update")
 
 

@@ -526,6 +526,9 @@ def _chain(case: Costing) -> float:
     if case.checks_gradients:
         # Extremes and norm were computed as gradients arrived; a product and a cast remain.
         return 16 + (2 * case.element if case.element == 2 else 0)
+    if case.fuses_on_host:
+        # A norm, where the weights are in host memory too, and a product.
+        return 4 * (2 + case.on_cpu)
     # Extremes for the overflow check, a norm, a product, copies, or the operators of torch's AdamW.
     return 64 + (4 * case.element if case.element == 2 else 0)
 
