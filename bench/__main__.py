@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ALL = (
-    "ema", "data", "memory", "checkpoint", "step", "overhead", "prediction", "stream",
+    "ema", "data", "memory", "checkpoint", "step", "overhead", "models", "prediction", "stream",
 )  # fmt: skip
 """From the shortest to the longest."""
 NAMES = (*ALL, "large")

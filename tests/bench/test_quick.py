@@ -55,6 +55,12 @@ def test_the_ema_benchmark_completes(tmp_path):
     assert {"memory copy", "EMAShadow", "diffusers EMAModel"} <= set(cases["update"]["contestants"])
 
 
+def test_the_benchmark_of_models_completes(tmp_path):
+    (case,) = measured("models", tmp_path).values()
+    assert case["facts"]["trained weights"] > 1e6
+    assert len(case["contestants"]) == 6
+
+
 def test_the_data_benchmark_completes(tmp_path):
     cases = measured("data", tmp_path)
     assert cases["pixels"]["facts"]["buckets"] > 1
