@@ -55,6 +55,7 @@ def test_the_ema_benchmark_completes(tmp_path):
     assert {"memory copy", "EMAShadow", "diffusers EMAModel"} <= set(cases["update"]["contestants"])
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_models_completes(tmp_path):
     (case,) = measured("models", tmp_path).values()
     assert case["facts"]["trained weights"] > 1e6
