@@ -81,6 +81,11 @@ VALUES = {
     "`half_the_run`": "half the number of optimizer steps in the run",
     "at least `need`": "at least the number that the pool needs",
     "`number`": "the number without quotes",
+    "`steps`": "the whole number",
+    "`divisor`": "a divisor of the number of ranks",
+    "Write `lr`, or": "Write the learning rate, or",
+    "`write`": "Correct the setting",
+    '"`name`"': "the name in DeepSpeed's spelling",
 }
 """Placeholders in fixes, and what they stand for."""
 

@@ -321,6 +321,25 @@ RULES = [
         "Write 1",
         **{**FP16, "fp16": {"enabled": True, "min_loss_scale": 0}},
     ),
+    case("optimizer-spelling", "Write AdamW", **optimizer("adamw_torch", lr=1e-4)),
+    case("scheduler-warmup-number", "Write 100", **scheduler("WarmupLR", warmup_num_steps=100.0)),
+    case(
+        "zenflow-without-offload",
+        "Set offload_optimizer.device to cpu",
+        "Remove zenflow",
+        **zero(stage=2, zenflow={"topk_ratio": 0.1}),
+    ),
+    case(
+        "hpz-partition-size",
+        "Write 2",
+        setup={"world_size": "8"},
+        **zero(stage=3, zero_hpz_partition_size=3),
+    ),
+    case(
+        "launcher-file",
+        "Write 0",
+        launch={"distributed_type": "DEEPSPEED", "num_processes": 1, "gpu_ids": 0},
+    ),
     case("scheduler-no-warmup", "Write 1", **scheduler("WarmupLR", warmup_num_steps=0)),
     case(
         "scheduler-range-test",
@@ -337,7 +356,11 @@ RULES = [
 ]
 """For each rule, forms that break it, and the labels of their buttons in order."""
 
-NOT_ON_THE_PAGE = {"unknown-key": "an unknown key is an error of reading"}
+NOT_ON_THE_PAGE = {
+    "unknown-key": "an unknown key is an error of reading",
+    "optimizer-lr-unset": "the form is no configuration that trained with DeepSpeed",
+    "scheduler-peak-unset": "the form is no configuration that trained with DeepSpeed",
+}
 WITHOUT_A_BUTTON = {
     "nvme-path-unset": "only the user knows a folder on a fast disk",
     "scheduler.params.cycle_min_lr": "only the user knows a rate that is written nowhere",

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from zerotune import cli
+from zerotune import DeepSpeedPlan, cli
+from zerotune.platform import Platform
 
 HEAVY = ("torch", "deepspeed", "accelerate", "numpy", "diffusers")
 CHILDREN = ("children_user", "children_system")
@@ -117,6 +118,26 @@ def test_automatic_warmup_is_not_reported_as_no_warmup(check):
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
     config = {**CLEAN, "optimizer": optimizer, "scheduler": scheduler}
     assert check(config, "--strict") == (0, "ds.json: nothing to report at 1 process\n", "")
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"optimizer": {"type": "adamw_torch", "params": {"lr": 1e-4}}}, "optimizer-spelling"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "scheduler-no"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1e3}}},
+            "scheduler-warm",
+        ),
+    ],
+)
+def test_what_only_deepspeed_refuses_fails_the_check_but_not_a_run(check, change, rule):
+    status, out, _ = check({**CLEAN, **change})
+    assert status == 1
+    assert f"{rule}" in next(line for line in out.splitlines() if line.startswith("[error]"))
+    plan = DeepSpeedPlan.from_dict({**CLEAN, **change})
+    assert [finding.severity for finding in plan.check()] == ["warning"]
+    plan.resolve(platform=Platform.synthetic("cuda"))
 
 
 @pytest.mark.parametrize("content", ["{", '{"a": 1,, }', "\x00"])

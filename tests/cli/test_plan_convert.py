@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.plan.accelerate_runs import launcher_refuses
 from zerotune import cli
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.write import launchable
@@ -51,6 +52,16 @@ def test_an_accelerate_yaml_states_its_number_of_processes(folder, capsys):
     assert "num_processes: 4\n" in capsys.readouterr().out
     assert cli.main(["plan", "convert", "a.yaml", "--to", "accelerate", *asked]) == 0
     assert "num_processes: 2\n" in capsys.readouterr().out, "what the file says stays"
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("around", ["num_processes: -1", "gpu_ids: 0", "gpu_ids: [0, 1]"])
+def test_a_file_that_accelerate_rejects_becomes_one_that_it_starts(folder, around):
+    text = f"{{distributed_type: deepspeed, {around}, deepspeed_config: {{zero_stage: 2}}}}"
+    (folder / "rejected.yaml").write_text(text)
+    assert launcher_refuses("rejected.yaml")
+    assert cli.main(["plan", "convert", "rejected.yaml", "--to", "accelerate", "-o", "x.yaml"]) == 0
+    assert not launcher_refuses("x.yaml")
 
 
 def test_accelerate_launch_starts_the_written_file(folder):

@@ -116,3 +116,16 @@ def _plain(value: Any) -> Any:
     if type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__"):
         return {name: _plain(each) for name, each in vars(value).items()}
     return value
+
+
+def launcher_refuses(file: str) -> bool:
+    """Return whether ``accelerate launch --config_file FILE`` fails before it starts a process."""
+    from accelerate.commands import launch
+
+    arguments = ["--config_file", file, "script.py"]
+    try:
+        with contextlib.redirect_stderr(None):
+            launch._validate_launch_command(launch.launch_command_parser().parse_args(arguments))
+    except (ValueError, AttributeError, TypeError):
+        return True
+    return False

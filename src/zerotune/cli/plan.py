@@ -322,7 +322,7 @@ class _Check(Below):
                 raise
             problems, status = [Decision.of(each, rule="file") for each in error.each()], 2
             names = {}
-        problems = worst_first(problems)
+        problems = worst_first(map(_as_refused, problems))
         counts = {name: sum(p.severity == name for p in problems) for name in SEVERITIES}
         # Read the file again for line numbers only if there is something to report.
         lines = self._key_lines(names) if problems and status == 1 else {}
@@ -407,6 +407,16 @@ class _Check(Below):
             for key in (setting, setting.rpartition(".")[0]) if name in lines else ():
                 lines.setdefault(key, lines[name])
         return lines
+
+
+def _as_refused(one: Decision) -> Decision:
+    """Return a finding as an error if DeepSpeed or accelerate refuses what zerotune accepts."""
+    import attrs
+
+    from zerotune.plan.rules import all_rules
+
+    refused = {each.id for each in all_rules() if each.refused_elsewhere}
+    return attrs.evolve(one, severity="error") if one.rule in refused else one
 
 
 def _line_of(one: Decision, lines: Mapping[str, int]) -> int | None:

@@ -76,6 +76,11 @@ def is_accelerate(content: Mapping[Any, Any]) -> bool:
     return BLOCK in content and ("distributed_type" in content or "compute_environment" in content)
 
 
+def device_list(ids: Any) -> str:
+    """Return ``gpu_ids`` as the text that accelerate's launcher needs, such as ``"0,1"``."""
+    return ",".join(map(str, ids if isinstance(ids, list) else [ids]))
+
+
 WITHOUT_DEEPSPEED = (
     "accelerate would train without DeepSpeed, so the plan uses stage 0, which neither partitions "
     "nor offloads"
@@ -466,7 +471,7 @@ _FILE_VARIABLE: Final = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _FIELDS_VARIABLE: Final = "ACCELERATE_CONFIG_DS_FIELDS"
 _PRECISION_VARIABLE: Final = "ACCELERATE_MIXED_PRECISION"
 _PARALLELISM: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"
-_FROM_ENVIRONMENT: Final = "the environment of accelerate"
+FROM_ENVIRONMENT: Final = "the environment of accelerate"
 
 _BLOCK_VARIABLES: Final = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
@@ -531,7 +536,7 @@ def translate_environment(environ: Mapping[str, str], log: Log) -> Translated:
     settings: dict[str, Any] = {"distributed_type": "DEEPSPEED", BLOCK: {**block, **launched}}
     if _PRECISION_VARIABLE in environ:
         settings["mixed_precision"] = environ[_PRECISION_VARIABLE]
-    found = translate(settings, log, source=_FROM_ENVIRONMENT, spelled=_SPELLED)
+    found = translate(settings, log, source=FROM_ENVIRONMENT, spelled=_SPELLED)
     return _with_parallelism(found, environ)
 
 

@@ -1539,7 +1539,7 @@ class LaunchSection(Section):
     num_machines: int | None = setting(Integer(minimum=1, auto=False))
     machine_rank: int | None = setting(Integer(auto=False))
     main_process_ip: str | None = setting(Text(empty=True))
-    main_process_port: int | None = setting(Integer(auto=False))
+    main_process_port: int | None = setting(Integer(maximum=65535, auto=False))
     gradient_accumulation_steps: int | Auto | None = setting(Integer(minimum=1))
     """Micro batches per optimizer step, set outside the DeepSpeed configuration."""
     gradient_clipping: float | Auto | None = setting(Number())

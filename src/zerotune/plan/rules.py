@@ -28,6 +28,7 @@ from zerotune.errors import (
 from zerotune.optimizers.catalogue import ONE_BIT, clipping_in_optimizer, entry_of
 from zerotune.optimizers.schedules import canonical_schedule
 from zerotune.plan import model as known_keys
+from zerotune.plan.accelerate import FROM_ENVIRONMENT, device_list
 from zerotune.plan.model import (
     AUTO,
     Context,
@@ -104,6 +105,9 @@ class Rule:
     """What handles a finding if resolution does not; see ``rule``."""
     stages: tuple[int, ...] = ()
     """ZeRO stages to which the rule applies; empty for all stages."""
+    refused_elsewhere: bool = False
+    """Whether DeepSpeed or accelerate refuses what zerotune accepts; ``plan check`` reports such
+    findings as errors."""
 
     @property
     def advice(self) -> str:
@@ -113,7 +117,8 @@ class Rule:
         fix, reason = (as_sentence(each.format_map(words)) for each in (self.fix, self.reason))
         # Without the values of a finding, a reason with placeholders only repeats the summary.
         reason = "" if "``" in reason else reason
-        return " ".join(filter(None, (fix, reason, self.remark)))
+        told = "`zerotune plan check` reports an error." if self.refused_elsewhere else ""
+        return " ".join(filter(None, (fix, reason, self.remark, told)))
 
     def __call__(self, plan: DeepSpeedPlan, context: Context) -> list[Decision]:
         """Return the findings of this rule for ``plan``."""
@@ -171,6 +176,7 @@ def rule(
     edits: tuple[Edits, ...] = (),
     only_deepspeed: bool = True,
     left_to: str = "",
+    refused_elsewhere: bool = False,
 ) -> Callable[[Callable[[Case, Rule], Findings]], Rule]:
     """Turn a function into a rule.
 
@@ -185,8 +191,9 @@ def rule(
         fix: What to write instead, with the same placeholders; by default what ``edits`` do.
         edits: Alternative changes that mend the plan.
         only_deepspeed: Whether the rule applies only to runs with DeepSpeed.
-        left_to: What handles a finding if resolution does not: ``"the optimizer"`` or ``"the choice
-            of precision"``.
+        left_to: What handles a finding if resolution does not: ``"the optimizer"``, ``"the choice
+            of precision"`` or ``"the launcher"``.
+        refused_elsewhere: Whether DeepSpeed or accelerate refuses what zerotune accepts.
     """
 
     def made(function: Callable[[Case, Rule], Findings]) -> Rule:
@@ -202,6 +209,7 @@ def rule(
             check=function,
             only_deepspeed=only_deepspeed,
             left_to=left_to,
+            refused_elsewhere=refused_elsewhere,
         )
 
     return made
@@ -260,6 +268,11 @@ def written_at(plan: DeepSpeedPlan, path: str) -> Any:
     return value
 
 
+def is_from_file(plan: DeepSpeedPlan) -> bool:
+    """Whether the plan was read from a configuration that may have trained with DeepSpeed."""
+    return plan.source not in ("code", "form")
+
+
 def set_twice(case: Case, this: Rule, key: str, places: tuple[str, ...]) -> Findings:
     """Yield a finding for each of ``places`` that contradicts the top-level ``key``."""
     first = getattr(case.plan, key)
@@ -287,6 +300,7 @@ def setting_rule(
     after: Any = UNSET,
     only_deepspeed: bool = True,
     left_to: str = "",
+    refused_elsewhere: bool = False,
 ) -> Rule:
     """Return a rule that checks the values of single settings.
 
@@ -305,6 +319,7 @@ def setting_rule(
         after: Value of the setting after resolution.
         only_deepspeed: Whether the rule applies only to runs with DeepSpeed.
         left_to: What handles a finding, as for ``rule``.
+        refused_elsewhere: Whether DeepSpeed or accelerate refuses what zerotune accepts.
     """
 
     def check(case: Case, this: Rule) -> Findings:
@@ -329,6 +344,7 @@ def setting_rule(
         only_deepspeed=only_deepspeed,
         left_to=left_to,
         stages=stages,
+        refused_elsewhere=refused_elsewhere,
     )
 
 
@@ -551,11 +567,22 @@ SETTING_RULES: Final = (
         {"scheduler.params.warmup_num_steps": is_below(1)},
         only_deepspeed=False,
         left_to="the optimizer",
+        refused_elsewhere=True,
         summary='DeepSpeed rejects a warm-up of 0 steps ("must be a positive integer").',
         reason="DeepSpeed's warm-up must be a positive number of steps",
         fix="write 1, the shortest warm-up",
         edits=writes(1),
         remark="``OptimizerResolver`` writes 1, and the learning rate starts at its peak.",
+    ),
+    setting_rule(
+        "zenflow-without-offload",
+        "error",
+        {f"{_ZERO_PATH}.zenflow": is_other()},
+        stages=(1, 2),
+        when=lambda plan: not active(offload_section(plan, "optimizer")),
+        summary="ZenFlow needs the optimizer in host memory.",
+        reason="DeepSpeed rejects ZenFlow without offload of the optimizer",
+        edits=(_ON_CPU, REMOVAL),
     ),
     setting_rule(
         "scheduler-range-test",
@@ -782,6 +809,51 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
 
 
 # -- Rules on the optimizer and on clipping.
+
+
+@rule(
+    "optimizer-spelling",
+    "warning",
+    reason="DeepSpeed rejects this spelling, which zerotune reads as {name}",
+    fix='write "{name}"',
+    left_to="the optimizer",
+    refused_elsewhere=True,
+)
+def optimizer_spelling(case: Case, this: Rule) -> Findings:
+    """DeepSpeed does not know a spelling such as ``adamw_torch`` of an optimizer that it has.
+
+    It knows its own optimizers in any case, and the class names of ``torch.optim``.
+    """
+    plan = case.plan
+    written, name = plan.optimizer.type if plan.optimizer else None, plan.optimizer_name
+    if written is None or name is None or name in ONE_BIT:
+        return
+    family = entry_of(name).family
+    same = written.lower() == name.lower() if family == "deepspeed" else written == name
+    if family in ("deepspeed", "torch") and not same:
+        yield this.finding("optimizer.type", written, edits=writes(name), name=name)
+
+
+@rule(
+    "optimizer-lr-unset",
+    "warning",
+    reason="DeepSpeed's default learning rate for {name} is 0.001, but zerotune's is {lr}{decay}",
+    fix="write {lr}, or 0.001 to train as DeepSpeed does",
+    left_to="the optimizer",
+)
+def optimizer_lr_unset(case: Case, this: Rule) -> Findings:
+    """Without ``lr``, Adam and AdamW train with another learning rate than in DeepSpeed.
+
+    Without any argument, the weight decay of AdamW differs too. Plans made in code have no finding.
+    """
+    params = written_at(case.plan, "optimizer.params") or {}
+    name = case.plan.optimizer_name if is_from_file(case.plan) and case.plan.optimizer else None
+    if name in ("Adam", "AdamW") and "lr" not in params and case.context.run.lr is None:
+        defaults = {each.name: each.default for each in entry_of(name).parameters}
+        lr, decay = defaults["lr"], defaults["weight_decay"]
+        more = "" if params or not decay else f", with a weight decay of {decay:g} instead of 0"
+        words = {"name": name, "lr": f"{lr:g}", "decay": more}
+        yield this.finding("optimizer.params.lr", None, edits=writes(lr, 1e-3), **words)
 
 
 @rule(
@@ -1043,6 +1115,49 @@ def scheduler_cycle(case: Case, this: Rule) -> Findings:
         )
 
 
+_DECAY_PEAK: Final = 1e-3
+"""Default ``warmup_max_lr`` of DeepSpeed's ``WarmupDecayLR``."""
+
+
+@rule(
+    "scheduler-peak-unset",
+    "warning",
+    reason=f"DeepSpeed's WarmupDecayLR peaks at {_DECAY_PEAK:g} if this key is missing, but "
+    "zerotune's peaks at the optimizer's learning rate",
+    fix=f"write {{lr}}, or {_DECAY_PEAK:g} to train as DeepSpeed does",
+    left_to="the optimizer",
+)
+def scheduler_peak_unset(case: Case, this: Rule) -> Findings:
+    """Without ``warmup_max_lr``, ``WarmupDecayLR`` has another peak than in DeepSpeed.
+
+    Plans made in code have no finding.
+    """
+    missing = is_from_file(case.plan) and "warmup_max_lr" not in schedule_params(case.plan)
+    lr = number(written_at(case.plan, "optimizer.params.lr"))
+    if schedule_name(case.plan) == "WarmupDecayLR" and missing and lr != _DECAY_PEAK:
+        shown = f'"{AUTO}"' if lr is None else f"{lr:g}"
+        edits = writes(AUTO if lr is None else lr, _DECAY_PEAK)
+        yield this.finding("scheduler.params.warmup_max_lr", None, edits=edits, lr=shown)
+
+
+@rule(
+    "scheduler-warmup-number",
+    "warning",
+    reason="DeepSpeed rejects a number of warm-up steps with a point, an exponent or quotes",
+    fix="write {steps}",
+    only_deepspeed=False,
+    left_to="the optimizer",
+    refused_elsewhere=True,
+)
+def scheduler_warmup_number(case: Case, this: Rule) -> Findings:
+    """DeepSpeed rejects a warm-up such as 1e3 or "100" ("must be a positive integer")."""
+    written = schedule_params(case.plan).get("warmup_num_steps")
+    steps = as_number(written)
+    if steps is not None and not is_integer(written) and steps == int(steps):
+        key = "scheduler.params.warmup_num_steps"
+        yield this.finding(key, written, edits=writes(int(steps)), steps=int(steps))
+
+
 # -- Rules on NVMe.
 
 
@@ -1196,7 +1311,63 @@ def number_as_text(case: Case, this: Rule) -> Findings:
                 yield this.finding(path, value, edits=edits, number=value.strip())
 
 
+@rule(
+    "launcher-file",
+    "warning",
+    reason="`accelerate launch` rejects {what}",
+    fix="{write}",
+    only_deepspeed=False,
+    left_to="the launcher",
+    refused_elsewhere=True,
+)
+def launcher_file(case: Case, this: Rule) -> Findings:
+    """``accelerate launch`` rejects settings that zerotune reads.
+
+    It needs ``distributed_type`` in capitals, ``num_processes``, and ``gpu_ids`` as text.
+    """
+    launch = case.plan.launch
+    kind = launch.distributed_type if launch else None
+    if launch is None or kind is None or kind.upper() != "DEEPSPEED":
+        return
+    ids, ranks = launch.extra.get("gpu_ids"), case.context.world_size
+    if kind != "DEEPSPEED":
+        key, words = (
+            "launch.distributed_type",
+            {"what": "this spelling", "write": "write DEEPSPEED"},
+        )
+        yield this.finding(key, kind, edits=writes("DEEPSPEED"), **words)
+    if launch.num_processes in (None, -1) and case.plan.source != FROM_ENVIRONMENT:
+        words = {
+            "what": "a file that does not set the number of processes",
+            "write": f"write the number of processes, such as {ranks}, or pass --num_processes",
+        }
+        key = "launch.num_processes"
+        yield this.finding(key, launch.num_processes, edits=writes(ranks), **words)
+    if ids is not None and not isinstance(ids, str):
+        text = device_list(ids)
+        words = {"what": "device numbers that are not text", "write": f'write "{text}"'}
+        yield this.finding("launch.gpu_ids", ids, edits=writes(text), **words)
+
+
 # -- Rules on ``zero_optimization``, on removed and on unknown keys.
+
+
+@rule(
+    "hpz-partition-size",
+    "error",
+    reason="DeepSpeed rejects partitions of {size} ranks, because {world_size} ranks cannot be "
+    "divided into them",
+    fix="write {divisor}",
+)
+def hpz_partition_size(case: Case, this: Rule) -> Findings:
+    """At stage 3, ``zero_hpz_partition_size`` must divide the number of ranks."""
+    zero, ranks = case.plan.zero_optimization, case.context.world_size
+    size = integer(zero.zero_hpz_partition_size) if zero else None
+    if case.plan.stage == 3 and size and ranks % min(size, ranks):
+        key = f"{_ZERO_PATH}.zero_hpz_partition_size"
+        divisor = next(each for each in range(size, 0, -1) if ranks % each == 0)
+        words = {"size": size, "world_size": ranks, "divisor": divisor}
+        yield this.finding(key, size, edits=writes(divisor), **words)
 
 
 _LARGE_BUCKET: Final = 512 * 1024**2
@@ -1444,6 +1615,8 @@ RULES: Final = (
     super_offload_accelerator,
     super_offload,
     pinned_memory,
+    optimizer_spelling,
+    optimizer_lr_unset,
     muon_convolutions,
     clipping_twice,
     clipping_in_the_optimizer,
@@ -1455,6 +1628,8 @@ RULES: Final = (
     warmup_too_long,
     scheduler_total,
     scheduler_cycle,
+    scheduler_peak_unset,
+    scheduler_warmup_number,
     nvme_path_unset,
     nvme_optimizer_buffers,
     nvme_pipeline_buffers,
@@ -1462,6 +1637,8 @@ RULES: Final = (
     nvme_param_buffers,
     nvme_param_prefetch,
     number_as_text,
+    launcher_file,
+    hpz_partition_size,
     stage_auto,
     removed_section,
     unknown_keys,

@@ -22,6 +22,7 @@ from zerotune.plan.accelerate import (
     LAUNCH_IN_BLOCK,
     OF_THE_SCRIPT,
     TOP_LEVEL,
+    device_list,
     is_accelerate,
 )
 from zerotune.plan.model import (
@@ -178,15 +179,15 @@ def launchable(plan: DeepSpeedPlan, *, processes: int = 1) -> DeepSpeedPlan:
     ``torchrun`` ignore the key.
 
     Args:
-        plan: The plan; returned unchanged if it sets ``num_processes``.
+        plan: The plan; returned unchanged if it sets ``num_processes`` to at least 1.
         processes: Number of processes if the plan does not set it.
     """
     launch = plan.launch or LaunchSection()
-    if launch.num_processes is not None:
+    if launch.num_processes not in (None, -1):
         return plan
     told = Decision(
         key="launch.num_processes",
-        before=None,
+        before=launch.num_processes,
         after=processes,
         reason="accelerate launch rejects a file without num_processes; --num_processes overrides "
         "the key",
@@ -514,6 +515,8 @@ class _Writer(Log):
                 block[key] = value
             elif key in TOP_LEVEL:
                 content[key] = "no" if (key, value) == ("mixed_precision", "fp32") else value
+                if key == "gpu_ids":
+                    content[key] = device_list(value)
             else:
                 refused[key] = value
         self._drop_rest(refused, "accelerate rejects it there")

@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.rulebook.findings import find, one, read, zero
-from zerotune.plan import ModelFacts, RunFacts
+from zerotune.optim.resolver import OptimizerResolver
+from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
+from zerotune.platform import Platform
 
 LINEAR = ModelFacts.from_shapes([("a.weight", (8, 8)), ("a.bias", (8,))])
 
@@ -61,3 +63,78 @@ def test_clipping_among_the_arguments_of_the_optimizer():
 
 def test_clipping_unset_says_what_happens():
     assert "norm of 1.0" in one("clipping-unset", {}).reason
+
+
+SPELLINGS = ["AdamW", "adamw", "ADAM", "Lion", "SGD", "RMSprop", "Adafactor"]
+REJECTED = [
+    "adamw_torch",
+    "AdamW_torch_fused",
+    "FusedAdam",
+    "DeepSpeedCPUAdam",
+    "torch.optim.AdamW",
+]
+
+
+@pytest.mark.parametrize("name", [*SPELLINGS, *REJECTED])
+def test_a_spelling_that_deepspeed_rejects(name):
+    findings = find("optimizer-spelling", {"optimizer": {"type": name, "params": {"lr": 1e-4}}})
+    assert bool(findings) == (name in REJECTED)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", [*SPELLINGS, *REJECTED])
+def test_deepspeed_rejects_the_same_spellings(name):
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    config = {"train_batch_size": 1, "optimizer": {"type": name, "params": {"lr": 1e-4}}}
+    read = DeepSpeedConfig(config).optimizer_name
+    assert DeepSpeedEngine._is_supported_optimizer(None, read) == (name in SPELLINGS)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "Prodigy", "AdamWBF16States", "OneBitAdam"])
+def test_the_spelling_of_an_optimizer_that_deepspeed_lacks_is_not_reported(name):
+    assert find("optimizer-spelling", {"optimizer": {"type": name}}) == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "decay"),
+    [
+        ({"type": "AdamW"}, True),
+        ({"type": "AdamW", "params": {}}, True),
+        ({"type": "AdamW", "params": {"betas": [0.9, 0.99]}}, False),
+        ({"type": "Adam", "params": {}}, False),
+    ],
+)
+def test_defaults_that_differ_from_deepspeeds(optimizer, decay):
+    plan = DeepSpeedPlan.from_dict({"optimizer": optimizer})
+    finding = one("optimizer-lr-unset", plan)
+    assert ("weight decay" in finding.reason) == decay
+    resolved = plan.resolve(platform=Platform.synthetic("cuda"))
+    ours = OptimizerResolver().previewed(resolved).optimizer.params
+    assert (ours["lr"], ours["weight_decay"]) == (1e-4, 0.01 if decay else 0.0)
+    assert "0.0001" in finding.reason
+
+
+@pytest.mark.deepspeed
+def test_the_defaults_that_deepspeeds_adam_has():
+    import inspect
+
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    for each in (DeepSpeedCPUAdam, FusedAdam):
+        defaults = inspect.signature(each).parameters
+        assert (defaults["lr"].default, defaults["weight_decay"].default) == (1e-3, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "run"),
+    [
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, {}),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, {}),
+        ({"optimizer": {"type": "AdamW"}}, {"lr": 1e-4}),
+        ({}, {}),
+    ],
+)
+def test_a_learning_rate_that_is_set_has_no_other_default(config, run):
+    assert find("optimizer-lr-unset", config, run=RunFacts(**run)) == []

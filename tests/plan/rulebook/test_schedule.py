@@ -94,3 +94,64 @@ def test_scheduler_cycle(params, run, found):
 def test_range_test():
     assert one("scheduler-range-test", schedule("LRRangeTest")).severity == "note"
     assert find("scheduler-range-test", schedule("WarmupLR")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "params", "fix"),
+    [
+        ("WarmupDecayLR", 1e-4, {}, "write 0.0001, or 0.001"),
+        ("WarmupDecayLR", "auto", {}, 'write "auto", or 0.001'),
+        ("WarmupDecayLR", 1e-3, {}, None),
+        ("WarmupDecayLR", 1e-4, {"warmup_max_lr": "auto"}, None),
+        ("WarmupDecayLR", 1e-4, {"warmup_max_lr": None}, None),
+        ("WarmupLR", 1e-4, {}, None),
+    ],
+)
+def test_a_schedule_that_peaks_elsewhere_in_deepspeed(name, lr, params, fix):
+    config = schedule(name, total_num_steps=1000, **params)
+    config["optimizer"]["params"]["lr"] = lr
+    findings = find("scheduler-peak-unset", config)
+    assert [fix in finding.fix for finding in findings] == [True] * (fix is not None)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("params", [{}, {"warmup_max_lr": 5e-5}])
+def test_the_peak_that_deepspeed_chooses(params):
+    import torch
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-4)
+    theirs = WarmupDecayLR(optimizer, total_num_steps=1000, **params).max_lrs
+    config = schedule("WarmupDecayLR", total_num_steps=1000, **params)
+    config["optimizer"]["params"]["lr"] = 1e-4
+    resolved = DeepSpeedPlan.from_dict(config).resolve(platform=Platform.synthetic("cuda"))
+    ours = OptimizerResolver().apply(resolved).scheduler.params["warmup_max_lr"]
+    assert bool(find("scheduler-peak-unset", config)) == (theirs != [ours])
+
+
+@pytest.mark.parametrize(
+    ("steps", "found"), [(1e3, 1), ("100", 1), (100, 0), ("auto", 0), (None, 0), (1.5, 0)]
+)
+def test_a_warmup_that_is_no_integer_in_json(steps, found):
+    findings = find("scheduler-warmup-number", schedule("WarmupLR", warmup_num_steps=steps))
+    assert len(findings) == found
+    if found:
+        assert findings[0].fix == f"write {int(float(steps))}"
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("steps", [1e3, "100", 100])
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_deepspeed_rejects_the_same_numbers_of_warmup_steps(name, steps):
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-4)
+    params = {} if name == "WarmupLR" else {"total_num_steps": 1000}
+    try:
+        getattr(lr_schedules, name)(optimizer, warmup_num_steps=steps, **params)
+        refused = False
+    except ValueError:
+        refused = True
+    config = schedule(name, warmup_num_steps=steps, **params)
+    assert bool(find("scheduler-warmup-number", config)) == refused

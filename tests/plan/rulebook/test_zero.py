@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
+from tests.plan.accelerate_runs import launcher_refuses
 from tests.plan.rulebook.findings import find, one, read, zero
 from zerotune.errors import PlanError
 from zerotune.plan import DeepSpeedPlan
@@ -299,3 +301,77 @@ def test_common_mistakes_get_a_fix_in_the_valid_form(config, fix):
         DeepSpeedPlan.from_dict(config)
     assert fix in str(caught.value)
     assert "?." not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "ranks", "fix"),
+    [
+        (3, 3, 8, "write 2"),
+        (3, 8, 12, "write 6"),
+        (3, 2, 8, None),
+        (3, 16, 8, None),
+        (3, 1, 8, None),
+        (3, "auto", 8, None),
+        (2, 3, 8, None),
+    ],
+)
+def test_secondary_partitions_divide_the_ranks(stage, size, ranks, fix):
+    config = zero(stage=stage, zero_hpz_partition_size=size)
+    findings = find("hpz-partition-size", config, world_size=ranks)
+    assert [finding.fix for finding in findings] == [fix] * (fix is not None)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(("size", "ranks"), [(3, 8), (8, 12), (2, 8), (16, 8)])
+def test_deepspeed_rejects_the_same_secondary_partitions(size, ranks):
+    from deepspeed.utils import groups
+
+    try:
+        groups._ensure_divisibility(ranks, min(size, ranks))
+        refused = False
+    except AssertionError:
+        refused = True
+    config = zero(stage=3, zero_hpz_partition_size=size)
+    assert bool(find("hpz-partition-size", config, world_size=ranks)) == refused
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "found"),
+    [(1, None, 1), (2, None, 1), (2, "none", 1), (2, "cpu", 0), (3, None, 0)],
+)
+def test_zenflow_needs_offload(stage, offload, found):
+    section = {"offload_optimizer": {"device": offload}} if offload else {}
+    config = zero(stage=stage, zenflow={"topk_ratio": 0.1}, **section)
+    assert len(find("zenflow-without-offload", config)) == found
+
+
+LAUNCHED = {"distributed_type": "DEEPSPEED", "num_processes": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "fix"),
+    [
+        ({"gpu_ids": 0}, "gpu_ids", 'write "0"'),
+        ({"gpu_ids": [0, 1]}, "gpu_ids", 'write "0,1"'),
+        ({"gpu_ids": "0,1"}, None, None),
+        ({"distributed_type": "deepspeed"}, "distributed_type", "write DEEPSPEED"),
+        ({"num_processes": None}, "num_processes", "such as 1,"),
+        ({"num_processes": -1}, "num_processes", "such as 1,"),
+        ({}, None, None),
+    ],
+)
+def test_settings_that_accelerates_launcher_rejects(tmp_path, changes, key, fix):
+    content = {**LAUNCHED, "deepspeed_config": {"zero_stage": 2}, **changes}
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(
+        yaml.safe_dump({key: each for key, each in content.items() if each is not None})
+    )
+    found = find("launcher-file", DeepSpeedPlan.load(file))
+    assert [finding.key for finding in found] == [f"launch.{key}"] * (key is not None)
+    assert all(fix in finding.fix for finding in found)
+    assert launcher_refuses(str(file)) == bool(found)
+
+
+def test_the_environment_of_a_started_process_needs_no_number_of_processes():
+    plan = DeepSpeedPlan.from_accelerate_environment({"ACCELERATE_USE_DEEPSPEED": "true"})
+    assert find("launcher-file", plan) == []
