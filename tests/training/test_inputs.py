@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler, StableDiffusionPipeline
@@ -105,6 +106,15 @@ def test_a_compiled_module_is_refused_because_its_names_reach_the_exports(part: 
     model: Any = torch.compile(torch.nn.Linear(2, 2), backend="eager")
     model = torch.nn.Sequential(model) if part else model
     with pytest.raises(InvalidValueError, match="compile=True"):
+        zerotune.prepare(model=model, plan=PLAN)
+
+
+def test_modules_to_save_are_refused_because_no_export_contains_them() -> None:
+    config = peft.LoraConfig(target_modules=["0"], modules_to_save=["1"])
+    model = peft.get_peft_model(
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), config
+    )
+    with pytest.raises(InvalidValueError, match=r"model\.1 \(modules_to_save\).*export_merged"):
         zerotune.prepare(model=model, plan=PLAN)
 
 

@@ -290,7 +290,7 @@ def check_model(model: Any) -> None:
 
 
 def _check_whole(model: torch.nn.Module) -> None:
-    """Check that no module is compiled by name, lazy, or trained with sparse gradients."""
+    """Check that no module is compiled, lazy, sparse, or wrapped by peft's modules_to_save."""
     for name, module in model.named_modules():
         key, value = f"model.{name}" if name else "model", type(module).__name__
         if "_orig_mod" in vars(module)["_modules"]:
@@ -308,6 +308,14 @@ def _check_whole(model: torch.nn.Module) -> None:
                 key=key,
                 value=value,
                 fix="call the model once before you pass it",
+            )
+        if type(module).__name__ == "ModulesToSaveWrapper":
+            raise InvalidValueError(
+                "peft wraps this module, and no export contains the weights that the wrapper trains",
+                key=f"{key} (modules_to_save)",
+                value=value,
+                fix="omit modules_to_save, call requires_grad_(True) on the module after adding "
+                "the adapters, and export with export_merged",
             )
         if getattr(module, "sparse", None) is True and module.weight.requires_grad:
             raise InvalidValueError(
