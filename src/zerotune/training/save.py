@@ -24,7 +24,7 @@ from zerotune.checkpoint.save import PendingCheckpoint
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.order import derive_seed
 from zerotune.diffusion.data.streams import RepeatedBatches
-from zerotune.errors import UNSET, CheckpointCorruptError, InvalidValueError
+from zerotune.errors import UNSET, CheckpointCorruptError, DataError, InvalidValueError
 from zerotune.training.events import Callback
 
 if TYPE_CHECKING:
@@ -253,6 +253,7 @@ def trainer_state(
             "seed": seed,
             "data": None if stream is None else stream.state_dict(),
             "generators": group.gather(generator_to_text(generator), purpose="save random numbers"),
+            "first_batches": group.gather(getattr(stream, "first", None), purpose="save the order"),
         }
     }
 
@@ -285,6 +286,8 @@ def resumed(
     ours, there = together(group, "find the checkpoint", outline)[group.rank]
     saved = {name: each for name, each in shadows.items() if ours or name in there}
     with moved(stream, ours and ours.data, group=group):
+        if ours and before == 0:
+            together(group, "compare the data", lambda: ours.check_order(stream, group))
         contents = load_checkpoint(path, engine=engine, shadows=saved)
     at = stream if ours and ours.data is not None else None
     decisions = contents.decisions + gone_on(before, engine, path, stream=at)
@@ -368,6 +371,8 @@ class TrainerState:
     stream."""
     generators: tuple[str, ...]
     """State of the objective's random number generator on each rank."""
+    first_batches: tuple[Any, ...] = ()
+    """Digest of each rank's first batch; ``None`` if the stream knows its order."""
 
     @classmethod
     def of(cls, state: Any) -> TrainerState:
@@ -375,6 +380,8 @@ class TrainerState:
         _check_entry("", state, dict)
         for name, kind in {"seed": int, "generators": list}.items():
             _check_entry(f".{name}", state.get(name, UNSET), kind)
+        first = state.get("first_batches", [])
+        _check_entry(".first_batches", first, list)
         for text in state["generators"]:
             try:
                 generator_from_text(torch.Generator(), text)
@@ -382,7 +389,28 @@ class TrainerState:
                 raise _bad_state(".generators", text) from None
         if not state["generators"] or "data" not in state:
             raise _bad_state(".data" if state["generators"] else ".generators", UNSET)
-        return cls(seed=state["seed"], data=state["data"], generators=tuple(state["generators"]))
+        return cls(
+            seed=state["seed"],
+            data=state["data"],
+            generators=tuple(state["generators"]),
+            first_batches=tuple(first),
+        )
+
+    def check_order(self, stream: BatchStream | None, group: ProcessGroup) -> None:
+        """Check that a stream read again began with this rank's first batch of the saved run."""
+        found = getattr(stream, "first", None)
+        if found is None or len(self.first_batches) != group.world_size:
+            return
+        if self.first_batches[group.rank] != found:
+            raise DataError(
+                "the first batch differs from that of the saved run, so a resumed run would repeat "
+                "some samples and leave out others",
+                key="data",
+                value=type(stream).__name__,
+                fix="give the loader's sampler and samples the same seed in every run "
+                "(DataLoader(generator=torch.Generator().manual_seed(0))), pass the dataset itself "
+                "as data, or start a new run from the weights (load_checkpoint)",
+            )
 
     def restore(
         self, generator: torch.Generator, *, step: int, group: ProcessGroup

@@ -311,7 +311,7 @@ def _check_whole(model: torch.nn.Module) -> None:
             )
         if type(module).__name__ == "ModulesToSaveWrapper":
             raise InvalidValueError(
-                "peft wraps this module, and no export contains the weights that the wrapper trains",
+                "peft wraps this module, which would rename its weights in checkpoints and exports",
                 key=f"{key} (modules_to_save)",
                 value=value,
                 fix="omit modules_to_save, call requires_grad_(True) on the module after adding "

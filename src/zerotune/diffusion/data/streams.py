@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkab
 
 import attrs
 import torch
+from torch.utils._pytree import tree_leaves
 
 from zerotune._util.text import whole
 from zerotune.backend.distributed import rank_and_world_size
@@ -26,6 +27,8 @@ T = TypeVar("T")
 _MOST_INT64: Final = 2**63 - 1
 _MOST_BATCHES: Final = 10**9
 """Larger than any valid position, because a resume skips batches one by one."""
+_COMPARED: Final = 1024
+"""Elements of each tensor of the first batch that a resumed run compares."""
 _LOOKED_AT: Final = 64
 _MOST_UNSIGNED: Final = 2.0
 """Maximum value of images without negative values. Standardised images and latents exceed it, but
@@ -628,7 +631,8 @@ class RepeatedBatches:
     """Endless batches from an iterable, such as a ``DataLoader``, a list or your own class.
 
     The iterable is restarted whenever it ends. A resumed run reads and discards the batches used
-    before the checkpoint, so an iterable that shuffles must reproduce its order.
+    before the checkpoint, so an iterable that shuffles must reproduce its order; otherwise, the
+    trainer refuses to resume.
 
     Args:
         batches: A restartable iterable over this rank's micro batches.
@@ -637,6 +641,8 @@ class RepeatedBatches:
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches = batches
         self._count = 0
+        self.first: str | None = None
+        """Digest of the first batch, which shows whether a resumed run reads the same order."""
         self._iterator: Iterator[Batch] | None = None
 
     @property
@@ -659,6 +665,8 @@ class RepeatedBatches:
                 value=type(self._batches).__name__,
                 fix="pass an iterable that can be restarted, such as a list instead of a generator",
             )
+        if self._count == 0:
+            self.first = _digest(batch)
         self._count += 1
         return batch
 
@@ -676,6 +684,12 @@ class RepeatedBatches:
         self._count, self._iterator = 0, None
         while self._count < count:
             next(self)
+
+
+def _digest(batch: Batch) -> str:
+    tensors = [each.detach() for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
+    few = [each.flatten()[:: max(1, each.numel() // _COMPARED)].tolist() for each in tensors]
+    return hashlib.sha256(repr(few).encode()).hexdigest()[:32]
 
 
 # -- Shared by all streams.
