@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.ranks import ranks
-from tests.support.runs import build
+from tests.support.ranks import ranks, run_ranks
+from tests.support.runs import Case, build, start
 from zerotune.errors import EngineError
 from zerotune.plan.model import DeepSpeedPlan
 
@@ -91,3 +92,21 @@ def test_a_permuted_weight_is_trained_in_its_own_order_or_refused(stage: int) ->
             engine.step()
         ((_, mine),) = engine.master_weights.gather()
     torch.testing.assert_close(mine, reference.weight.detach(), rtol=0, atol=1e-6)
+
+
+def _buffers(case: Case) -> tuple[list[float], int]:
+    torch.manual_seed(int(os.environ["RANK"]))
+    model = torch.nn.BatchNorm1d(4)
+    model.register_buffer("drawn", torch.randn(4), persistent=False)
+    with start(case, model) as engine:
+        said = [each for each in engine.decisions if each.key == "model.buffers"]
+        return model.drawn.tolist(), len(said)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(stage=1), Case(stage=3), Case(stage=2, offload="cpu", engine="host")], ids=str
+)
+def test_buffers_that_ranks_drew_differently_become_rank_0s(case: Case) -> None:
+    torch.manual_seed(0)
+    drawn = torch.randn(4).tolist()
+    assert run_ranks(_buffers, case, world_size=2) == [(drawn, 1), (drawn, 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import torch
 
+from zerotune._util.text import counted
+from zerotune.decisions import Decision
 from zerotune.errors import EngineError, InvalidValueError, VerificationError
 from zerotune.optimizers.catalogue import OptimizerChoice, SchedulerChoice
 from zerotune.optimizers.schedules import betas_at, lr_at
@@ -350,6 +353,45 @@ def check_alike(plan: ResolvedPlan, model: torch.nn.Module, group: ProcessGroup)
     }
     group.agree(parameters, "model", fix="build the same model on every rank")
     check_same_plan(plan, group)
+
+
+def share_buffers(model: torch.nn.Module, group: ProcessGroup) -> tuple[Decision, ...]:
+    """Copy rank 0's buffers to ranks whose buffers differ, as torch's DDP does. Collective.
+
+    Args:
+        model: The model.
+        group: Process group of all ranks.
+
+    Returns:
+        A decision that names the buffers that differed.
+    """
+    if group.world_size == 1:
+        return ()
+    mine = {name: each for name, each in model.named_buffers() if not each.is_meta}
+    digests = group.gather({name: _digest(each) for name, each in mine.items()}, purpose="compare")
+    differ = [
+        name for name in digests[0] if any(each.get(name) != digests[0][name] for each in digests)
+    ]
+    if not differ:
+        return ()
+    theirs = group.broadcast({name: mine[name].cpu() for name in differ if group.is_main})
+    for name in differ:
+        mine[name].data.copy_(theirs[name])
+    return (
+        Decision(
+            key="model.buffers",
+            before="different on each rank",
+            after="rank 0's",
+            reason=f"{counted(len(differ), 'buffer')} such as {differ[0]} differed; build the "
+            "model with the same seed on every rank",
+            severity="warning",
+        ),
+    )
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).digest()
 
 
 def check_same_plan(plan: ResolvedPlan, group: ProcessGroup) -> None:

@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from zerotune.backend.checks import Checks, RunningGroup, check_quantized, expected_groups
+from zerotune.backend.checks import (
+    Checks,
+    RunningGroup,
+    check_quantized,
+    expected_groups,
+    share_buffers,
+)
 from zerotune.backend.deepspeed.sharded import (
     doubtful_leaf_modules,
     leaf_modules,
@@ -326,6 +332,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         # The proof must run before this process allocates device memory.
         proven = prove_offload(plan, self._group)
         read = read_weights(deepspeed, plan, model)
+        shared = share_buffers(model, self._group)
         pinned = pin_exactly(plan)
         arguments = initialize_arguments(plan, model)
         self._expected_groups = expected_groups(
@@ -341,6 +348,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         self._host_step, stepping = self._wrapper.take_over_step(plan, self._group)
         self._decisions = (
             *read,
+            *shared,
             *((rounds,) if wide and plan.precision != "fp32" else ()),
             *proven,
             *pinned,

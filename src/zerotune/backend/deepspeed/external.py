@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from typing_extensions import override
 
-from zerotune.backend.checks import check_alike, expected_groups
+from zerotune.backend.checks import check_alike, expected_groups, share_buffers
 from zerotune.backend.deepspeed.engine import ZeROEngine
 from zerotune.backend.deepspeed.sharded import refuse_empty_tensors
 from zerotune.backend.deepspeed.start import check_plan, check_world, wrapper_of
@@ -439,6 +439,7 @@ class AttachedEngine(ZeROEngine):
             stepping += decided
         self._decisions = (
             *self._decided,
+            *share_buffers(self._module, self._group),
             *self._wrapper.correct(),
             *self._install_schedule(),
             *stepping,

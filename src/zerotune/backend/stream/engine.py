@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from zerotune._util.text import format_size
 from zerotune.backend.accelerator import accelerator_of
-from zerotune.backend.checks import DTYPES, Checks, RunningGroup, expected_groups
+from zerotune.backend.checks import DTYPES, Checks, RunningGroup, expected_groups, share_buffers
 from zerotune.backend.deepspeed.engine import replay_adam_steps
 from zerotune.backend.deepspeed.start import (
     compiling,
@@ -105,6 +105,7 @@ class StreamEngine(CountingEngine):
         self._device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
         proven = prove_offload(plan, self._group)
         bring_weights(model, dtype=DTYPES[plan.precision])
+        shared = share_buffers(model, self._group)
         self._cast(model)
         self._order = FlatOrder(
             _members(plan, named),
@@ -114,7 +115,7 @@ class StreamEngine(CountingEngine):
         needs = self._lay_out(model)
         self._build_optimizer(deepspeed, plan, named)
         self._stream(needs)
-        self._decisions = (*folder_decisions(), *proven, *self._describe())
+        self._decisions = (*shared, *folder_decisions(), *proven, *self._describe())
         self._checks().raise_if_failed(engine="zerotune")
         announce(self.decisions, rank=self._group.rank)
 
