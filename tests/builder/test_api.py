@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from importlib import metadata
 
 import pytest
 
 from tests.builder.states import PLAN, state
-from tests.support.ranks import ranks
 from zerotune._util.palette import COMPONENTS
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.write import launchable
@@ -350,27 +348,6 @@ def test_a_path_is_described_with_existence_and_free_space(client, root):
     (root / "file").write_text("")
     assert "a folder" in client.get("/api/path", params={"path": "file"}).json()["sentence"]
     assert client.get("/api/path").status_code == 422
-
-
-@pytest.mark.deepspeed
-@ranks(1)
-def test_the_schema_is_that_of_the_installed_deepspeed():
-    from zerotune.builder.fields import schema_data
-
-    found = schema_data()
-    assert found["version"] == metadata.version("deepspeed")
-    by_path = {each["path"]: each for each in found["parameters"]}
-    assert by_path["zero_optimization.stage3_model_persistence_threshold"]["default"] == {
-        "$int": str(2**63 - 1)
-    }
-    assert by_path["zero_optimization.ignore_unused_parameters"]["doc"]
-    assert not by_path.keys() & {each["path"] for each in found["fields"]}
-    assert "zero_optimization.reduce_bucket_size" in {each["path"] for each in found["fields"]}
-    assert "zero_optimization" not in by_path
-    gone = {each["path"]: each["reason"] for each in found["removed"]}
-    assert not gone.keys() & by_path.keys()
-    assert gone["nebula"] == "DeepSpeed 0.19 removed Nebula checkpointing"
-    assert "MiCS" in gone["zero_optimization.mics_shard_size"]
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "x/" + "b" * 300 + ".json", "c/" * 3000])

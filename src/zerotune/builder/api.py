@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from zerotune._util.text import format_size
-from zerotune.builder.fields import catalogue, schema_data
+from zerotune.builder.fields import catalogue
 from zerotune.builder.forms import (
     FormState,
     as_choice,
@@ -70,7 +70,6 @@ class Api:
         return [
             _get_route("/start", self._start),
             _get_route("/catalogue", lambda _: catalogue()),
-            _get_route("/schema", lambda _: schema_data()),
             _get_route("/machine", self._machine),
             _get_route("/optimizers", self._optimizers),
             _get_route("/path", self._path),

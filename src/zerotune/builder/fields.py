@@ -7,7 +7,7 @@ DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, Final, Literal
 
@@ -16,23 +16,19 @@ import attrs
 from zerotune._util.text import squash
 from zerotune.builder.forms import to_wire
 from zerotune.builder.models import MODEL_NAMES, model_name
-from zerotune.errors import UNSET, ZeroTuneError
+from zerotune.errors import UNSET
 from zerotune.optimizers.catalogue import BY_WORD, OPTIMIZERS, Parameter
 from zerotune.optimizers.schedules import SCHEDULERS
 from zerotune.plan.families import family_names, model_family
 from zerotune.plan.memory.time import CARDS
 from zerotune.plan.model import (
-    REMOVED,
-    REMOVED_ZERO,
     STORAGES,
-    ZERO_ALIASES,
     Boolean,
     ZeroSection,
     join,
     modelled,
 )
-from zerotune.plan.schema import Parameter as SchemaParameter
-from zerotune.plan.schema import attribute_docs, known_paths, schema_parameters
+from zerotune.plan.schema import attribute_docs
 
 ZERO: Final = "zero_optimization"
 
@@ -341,78 +337,3 @@ def _parameters(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
         }
         for each in parameters
     ]
-
-
-@cache
-def schema_data() -> dict[str, Any]:
-    """Return the installed DeepSpeed's parameters, or the reason why they are unavailable.
-
-    Importing DeepSpeed takes seconds, so the page calls this function only when the user opens the
-    advanced section.
-    """
-    from zerotune.backend.schema import plan_schema
-
-    try:
-        schema = plan_schema()
-    except ZeroTuneError as error:
-        removed = _removed_parameters(frozenset())
-        return {
-            "available": False,
-            "reason": str(error),
-            "parameters": [],
-            "fields": [],
-            "removed": removed,
-        }
-    known = known_paths(schema)
-    listed = [_schema_parameter(each) for each in schema_parameters(schema)]
-    fields = {field.path: field for field in _config_fields()}
-    parameters = [each for each in listed if each is not None and each["path"] not in fields]
-    return {
-        "available": True,
-        "version": schema["x-zerotune"]["deepspeed"],
-        "parameters": parameters,
-        "fields": [
-            {"path": path, "id": field.id, "label": field.label} for path, field in fields.items()
-        ],
-        "removed": _removed_parameters(known),
-    }
-
-
-def _config_fields() -> Iterator[Field]:
-    """Yield the fields that are stored in the configuration."""
-    pending = list(page_fields().values())
-    while pending:
-        each = pending.pop()
-        if isinstance(each, Field):
-            if each.store == "config":
-                yield each
-        elif isinstance(each, tuple):
-            pending.extend(each)
-
-
-def _removed_parameters(known: Collection[str]) -> list[dict[str, str]]:
-    """Return the parameters of older DeepSpeed releases that the installed one lacks."""
-    gone = {
-        **{key: f"DeepSpeed 0.19 removed {what}" for key, what in REMOVED.items()},
-        **{join(ZERO, key): f"DeepSpeed 0.19 removed {what}" for key, what in REMOVED_ZERO.items()},
-        **{
-            join(ZERO, old): f"another spelling of {join(ZERO, new)}"
-            for old, new in ZERO_ALIASES.items()
-        },
-    }
-    return [{"path": path, "reason": gone[path]} for path in sorted(gone) if path not in known]
-
-
-def _schema_parameter(each: SchemaParameter) -> dict[str, Any] | None:
-    # Sections take no value, and optimizers and schedules have their own part of the page.
-    if each.types == ("object",) or each.path.startswith(("optimizer.", "scheduler.")):
-        return None
-    return {
-        "path": each.path,
-        "types": list(each.types),
-        "default": to_wire(each.default),
-        "doc": _plain(each.doc),
-        "deprecated": each.deprecated,
-        "replaced_by": each.replaced_by,
-        "stages": list(each.stages),
-    }

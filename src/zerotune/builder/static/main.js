@@ -2,7 +2,6 @@
 
 import { get, post } from "./api.js";
 import { action, ask, byId, capital, fill, el, status } from "./dom.js";
-import { bindAdvanced, refreshAdvanced } from "./advanced.js";
 import { bindDialogs } from "./dialogs.js";
 import * as draft from "./draft.js";
 import { bind, placeholders, refresh } from "./form.js";
@@ -83,7 +82,6 @@ function load(next, messages, sentence, { label, further = false, file = false }
 function redraw() {
   refresh();
   refreshChoosers({ typed: false });
-  refreshAdvanced({ typed: false });
   schedule();
 }
 
@@ -140,12 +138,11 @@ async function start() {
     draft.begin(start);
     bind();
     bindResults(load);
-    bindAdvanced();
     bindDialogs(load, schedule);
     const restoreDraft = resume(start);
     bindHistory(restore);
     onChange(() => { refreshChoosers(); schedule(); });
-    onChange((source) => { if (!source) { refresh(); refreshAdvanced(); } });
+    onChange((source) => { if (!source) refresh(); });
     restoreDraft();
     byId("reset").addEventListener("click", () => reset(start.defaults));
     byId("status-close").addEventListener("click", () => status(""));
