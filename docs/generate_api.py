@@ -173,9 +173,9 @@ FOR_FRONT_ENDS = {
     f"{_PLAN}.source": "parse_any read_text tolerated with_named_files wrapper_of",
     f"{_PLAN}.read": "canonical_path plan_from_mapping read_partly read_whole",
     f"{_PLAN}.write": "format_of in_order launchable write_whole",
-    f"{_PLAN}.model": "AUTO OFFLOAD_DEVICES PRECISIONS STORAGES REMOVED REMOVED_ZERO ZERO_ALIASES "
-    "Boolean Context join modelled read_launch with_launch",
-    f"{_PLAN}.schema": "Parameter attribute_docs known_paths schema_parameters",
+    f"{_PLAN}.model": "AUTO OFFLOAD_DEVICES PRECISIONS STORAGES "
+    "Boolean Context join modelled only_precision read_launch with_launch",
+    f"{_PLAN}.schema": "attribute_docs",
     f"{_PLAN}.families": "as_facts model_family",
     f"{_PLAN}.advise": "Remedy",
     f"{_PLAN}.memory.estimate": "EMAPlace sample_size",

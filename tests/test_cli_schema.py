@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from tests.support.schema import schema_parameters
 from zerotune.backend import schema
 from zerotune.cli import main
-from zerotune.plan.schema import schema_parameters
 
 
 @pytest.mark.deepspeed

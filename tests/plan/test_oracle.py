@@ -13,9 +13,9 @@ import pytest
 from packaging.version import Version
 
 from tests.support.ranks import run_ranks
+from tests.support.schema import schema_parameters
 from zerotune.errors import ZeroTuneError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.schema import schema_parameters
 
 pytestmark = pytest.mark.deepspeed
 
