@@ -825,7 +825,11 @@ def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> Unk
 
 
 def only_precision(name: str) -> Edits:
-    """Return the edits that train in one precision."""
+    """Return the edits that train in one precision.
+
+    Args:
+        name: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+    """
     return {f"{one}.enabled": one == name for one in ("bf16", "fp16")}
 
 
