@@ -285,10 +285,6 @@ class Streamed(Ours):
     def run(self, steps: int) -> dict[str, Any]:
         return {**super().run(steps), "counts": attrs.asdict(self._engine.counts)}
 
-    def _backward(self) -> None:
-        self._shadow.expect_step()
-        super()._backward()
-
 
 class TrainStreamed(Contestant):
     """TrainStream, if it is installed and compiles, with the same clipping; it has no EMA."""

@@ -196,8 +196,6 @@ class Run:
         output = engine(**self._batch["inputs"], return_dict=False)[0]
         loss = mse_loss(output.float(), self._batch["target"])
         lap("forward")
-        for shadow in self._shadows.values():
-            shadow.expect_step()
         engine.backward(loss)
         lap("backward")
         engine.step()

@@ -126,7 +126,7 @@ class Slab:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from zerotune.backend.step.adams import HostAdam
-        from zerotune.backend.step.kernel import Average, load_host_step
+        from zerotune.backend.step.kernel import EMAPart, load_host_step
         from zerotune.backend.upstream import require_deepspeed
 
         require_deepspeed(accelerator="cpu")
@@ -134,7 +134,7 @@ class Slab:
         self._count = count = settings["parameters"]
         self._chain, self._pass = (_cpu_adam(count) for _ in range(2))
         self._host = HostAdam(op=load_host_step(), adam=self._pass)
-        self._average = Average
+        self._ema_part = EMAPart
         self._gradient = torch.randn(count).bfloat16()
         self._out = torch.empty(count, dtype=torch.bfloat16)
         self._shadows = [torch.randn(count) for _ in range(2)]
@@ -174,7 +174,7 @@ class Slab:
             factor=float(self._factor), out=self._out,
         )  # fmt: skip
         shadows = self._shadows[:averages]
-        step.run(0, self._count, [self._average(shadow=s, weight=1 - DECAY) for s in shadows])
+        step.run(0, self._count, [self._ema_part(tensor=s, weight=1 - DECAY) for s in shadows])
 
 
 def _cpu_adam(count: int) -> Any:

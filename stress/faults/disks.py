@@ -116,7 +116,7 @@ class Writer:
             bool(f.value.isfinite().all()) for f in self._trainer.engine.master_weights.read()
         ):
             raise Found("lost", f"the weights are spoiled; {said}")
-        everything(self._trainer.engine, self._trainer.averages.shadows["ema"])
+        everything(self._trainer.engine, self._trainer.emas.shadows["ema"])
 
     def _tidy(self) -> None:
         for path in self._disk.iterdir():

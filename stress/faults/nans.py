@@ -161,7 +161,7 @@ class Poisoned:
             "roll back": lambda: RollBackNonFinite(root=root, after=1, most=2),
         }[policy]()  # type: ignore[operator]
         trainer.fit(steps=3)
-        before = everything(trainer.engine, trainer.averages.shadows["ema"])
+        before = everything(trainer.engine, trainer.emas.shadows["ema"])
         self._place, self._armed, error = place, place not in ("weight", "moment"), None
         if place in ("weight", "moment"):
             self._poke(place)
@@ -179,7 +179,7 @@ class Poisoned:
         self, place: str, policy: str, before: dict[str, Any], error: Any, root: Path
     ) -> None:
         said = f"{place}, {policy}: {error}"
-        after = everything(self._trainer.engine, self._trainer.averages.shadows["ema"])
+        after = everything(self._trainer.engine, self._trainer.emas.shadows["ema"])
         # Collectives first: a failed check on one rank must not leave the others waiting.
         finite = self._trainer.engine.group.gather(self._weights_are_finite())
         skipped = self._trainer.engine.group.broadcast(self._told.steps)

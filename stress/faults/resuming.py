@@ -106,7 +106,7 @@ class Resumed:
 
     @staticmethod
     def _now(each: Trainer) -> dict[str, Any]:
-        found = everything(each.engine, each.averages.shadows["ema"])
+        found = everything(each.engine, each.emas.shadows["ema"])
         found["random"] = each._generator.get_state().tolist()
         found["data"] = None if each.stream is None else each.stream.state_dict()
         return found

@@ -62,8 +62,6 @@ def train(
         while (step := engine.state.global_step) < STEPS:
             loss = net_loss(engine, step, engine.group.rank)
             losses[step] = float(loss.detach())
-            for shadow in shadows.values():
-                shadow.expect_step()
             engine.backward(loss)
             engine.step()
             for shadow in shadows.values():

@@ -452,7 +452,7 @@ def faulty_engines() -> list[Outcome]:
     """Return the results of checks on engines whose step in one pass has a fault."""
     platform, run = detect_platform(log=False), SlabStep.run
 
-    def forgets_averages(self: Any, start: int, stop: int, averages: Any = ()) -> None:
+    def forgets_emas(self: Any, start: int, stop: int, averages: Any = ()) -> None:
         run(self, start, stop)
 
     def forgets_a_part(self: Any, start: int, stop: int, averages: Any = ()) -> None:
@@ -461,10 +461,10 @@ def faulty_engines() -> list[Outcome]:
             run(self, start, stop, averages)
 
     outcomes = []
-    for fault in (run, forgets_averages, forgets_a_part):
+    for fault in (run, forgets_emas, forgets_a_part):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SlabStep, "run", fault)
-            if fault is forgets_averages:  # also of parts that are done before the EMA comes
+            if fault is forgets_emas:  # also of parts that are done before the EMA comes
                 patch.setattr(PendingStep, "_catch_up", lambda *_: None)
             outcomes.append(proving.run_check("training", platform))
     return outcomes
@@ -506,13 +506,13 @@ def faulty_host_engine() -> list[Outcome]:
     outcomes = [outcome_of("training")]
     for resident in (True, False):
 
-        def forgets_averages(self: Any, resident: bool = resident) -> None:
+        def forgets_emas(self: Any, resident: bool = resident) -> None:
             if self.unit.resident is resident:
-                self.averages = []
+                self._ema_updates = []
             take(self)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(passes.UnitPass, "take", forgets_averages)
+            patch.setattr(passes.UnitPass, "take", forgets_emas)
             outcomes.append(outcome_of("training"))
     return outcomes
 

@@ -44,7 +44,7 @@ def test_plain_diffusers_loads_exported_models(name, world_size, tmp_path):
 def test_the_trainer_exports_the_ema_or_the_trained_weights(tmp_path):
     from zerotune import DeepSpeedPlan, Trainer
     from zerotune.ema import EMAShadow
-    from zerotune.training.averages import Averages
+    from zerotune.training.emas import TrainerEMAs
 
     folder, model = tmp_path, unet(1)
     plan = DeepSpeedPlan.build(stage=0, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
@@ -56,7 +56,7 @@ def test_the_trainer_exports_the_ema_or_the_trained_weights(tmp_path):
                 fragment.value.add_(1.0)
         trainer.export(folder / "ema")
         trainer.export(folder / "trained", weights="trained")
-        trainer.averages = Averages(None, engine=trainer.engine)
+        trainer.emas = TrainerEMAs(None, engine=trainer.engine)
         errors = [
             told(lambda: trainer.export(folder / "x", weights="ema")),
             told(lambda: trainer.export(folder / "x", weights="raw")),

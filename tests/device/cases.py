@@ -275,8 +275,6 @@ def advance(case: Case, engine: Any, ema: EMAShadow, steps: range, losses: list[
     """Train for these steps; append losses, which nobody waits for; return gradient norms."""
     norms = []
     for step in steps:
-        if engine.steps_in_backward:
-            ema.expect_step()
         for micro in range(case.accumulation):
             loss = loss_of(case, engine, 100 * step + micro)
             losses.append(loss.detach())

@@ -48,7 +48,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def needing_all(trainer: Trainer, root: Path) -> dict[str, Any]:
     """Return the operations that all ranks must call together."""
-    engine, ema = trainer.engine, trainer.averages.shadows["ema"]
+    engine, ema = trainer.engine, trainer.emas.shadows["ema"]
     background = SaveEveryInBackground(steps=1, root=root)
     return {
         "save": lambda: trainer.save(root / "step"),

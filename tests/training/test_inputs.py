@@ -35,7 +35,7 @@ from zerotune.errors import (
 from zerotune.plan.families import family_names
 from zerotune.plan.model import DeepSpeedPlan
 from zerotune.training import ProgressBar, SaveEvery, SkipNonFinite
-from zerotune.training.averages import as_ema
+from zerotune.training.emas import as_ema
 from zerotune.training.events import as_callbacks
 from zerotune.training.setup import as_plan, as_stream
 from zerotune.training.step import TrainStep, check_loss
@@ -354,7 +354,7 @@ def test_a_loaded_model_trains_under_its_plan_and_exports_as_a_pipeline(
         assert trainer.engine.plan.optimizer is not None
         assert trainer.engine.plan.optimizer.lr == 1e-3
         written = trainer.export(tmp_path / "out", weights=trainer.ema)
-        average = dict(trainer.averages.shadows["ema"].gather())
+        average = dict(trainer.emas.shadows["ema"].gather())
     read = StableDiffusionPipeline.from_pretrained(written)
     assert all(torch.equal(p.data, average[name]) for name, p in read.unet.named_parameters())
 

@@ -100,7 +100,7 @@ def in_a_thread() -> int:
 def shadows(running: Any) -> dict[str, torch.Tensor]:
     return {
         f"{name}/{key}": full.clone()
-        for name, shadow in running.averages.shadows.items()
+        for name, shadow in running.emas.shadows.items()
         for key, full in shadow.gather()
     }
 

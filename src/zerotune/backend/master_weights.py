@@ -419,22 +419,46 @@ class EMAInMemory(dict[str, torch.Tensor], EMATensors):
         return self[key][start:stop]
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Follower:
-    """An EMA of the weights, updated with ``tensor.lerp_(weights, weight)``."""
+@attrs.define(kw_only=True, eq=False)
+class EMAUpdate:
+    """One update of an EMA: ``ema.lerp_(weights, weight)``."""
 
     tensors: EMATensors
-    """The EMA; its ranges are contiguous and on the CPU."""
+    """The EMA."""
     weight: float
+    """Weight of the master weights; 1 minus the decay."""
+
+    @property
+    def joins_steps(self) -> bool:
+        """Whether an optimizer step in host memory can run the update."""
+        return self.tensors.device.type == "cpu"
+
+    @torch.no_grad()
+    def apply(self, fragment: Fragment) -> None:
+        """Update the part of the EMA that belongs to a fragment of the weights."""
+        for part, ema in self.tensors.ranges(fragment.address.key):
+            # Weights on the device are copied one by one to an EMA in host memory, and each copy
+            # makes the host wait. Such an EMA is limited by the copies' bytes, not by their number;
+            # if the device has room for 4 bytes per weight, a DeviceStore avoids both.
+            self.update(ema, fragment.value[part].to(ema.device))
+
+    def update(self, ema: torch.Tensor, weights: torch.Tensor) -> None:
+        """Update elements of the EMA.
+
+        Args:
+            ema: Elements of the EMA, 1-D.
+            weights: The same elements of the weights, on the same device.
+        """
+        ema.lerp_(weights, self.weight)
 
 
-class Average(Protocol):
-    """A named average of the weights, such as an EMA."""
+class EMA(Protocol):
+    """A named EMA of the weights."""
 
     name: str
 
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and the full averaged tensor of every trained parameter. Collective."""
+        """Yield the name and the full EMA tensor of every trained parameter. Collective."""
         ...
 
 
@@ -481,19 +505,16 @@ class MasterLayout(ABC):
     def begin_writing(self) -> None:  # noqa: B027 - others copy in the order of computation
         """Wait until neither a device nor another rank reads weights that will be written."""
 
-    def follow(self, followers: Sequence[Follower]) -> bool:  # noqa: ARG002 - of a step under way
-        """Update EMAs as part of a pending step; see ``MasterWeights.follow``.
+    def update_emas(self, updates: Sequence[EMAUpdate]) -> bool:  # noqa: ARG002 - of pending steps
+        """Add EMA updates to the pending optimizer step.
 
         Args:
-            followers: The EMAs to update.
+            updates: The updates; all can join steps.
 
         Returns:
-            Whether a pending step will update the EMAs.
+            Whether a pending step will run the updates.
         """
         return False
-
-    def expect(self, followers: Sequence[Follower]) -> None:  # noqa: B027 - of most layouts
-        """See ``MasterWeights.expect``."""
 
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:  # noqa: ARG002
         """Return a fragment's weights from the model, 1-D, in the model's compute dtype.
@@ -580,8 +601,8 @@ class MasterWeights:
         self._layout = layout
         self._group = group
         self._device = device
-        self.averages: WeakSet[Average] = WeakSet()
-        """Averages attached to these weights, by weak reference."""
+        self.emas: WeakSet[EMA] = WeakSet()
+        """EMAs attached to these weights, by weak reference."""
         self.closed = False
         """Whether the engine of these weights is closed."""
         self.bare: frozenset[int] = frozenset()
@@ -625,29 +646,22 @@ class MasterWeights:
         """
         self._layout.settle()
 
-    def expect(self, followers: Sequence[Follower]) -> None:
-        """Announce which EMAs the next step must update if it begins in the backward pass.
+    def update_emas(self, updates: Sequence[EMAUpdate]) -> None:
+        """Update EMAs of the weights, reading every fragment once.
 
-        The call has no effect on a step that begins later.
-
-        Args:
-            followers: The EMAs; pass the same ones to ``follow`` after the step.
-        """
-        self._layout.expect(followers)
-
-    def follow(self, followers: Sequence[Follower]) -> bool:
-        """Update EMAs as part of the pending optimizer step, which reads every weight anyway.
-
-        Call ``settle`` before reading the EMAs.
+        If the optimizer step is pending, the updates become part of it, because it reads every
+        weight anyway. Call ``settle`` before reading the EMAs.
 
         Args:
-            followers: The EMAs. An empty sequence announces that a later step may have EMAs to
+            updates: The updates. An empty sequence announces that a later step may have EMAs to
                 update.
-
-        Returns:
-            Whether the step will update the EMAs; ``False`` if no step is pending.
         """
-        return self._layout.follow(followers)
+        joins = all(update.joins_steps for update in updates)
+        if (joins and self._layout.update_emas(updates)) or not updates:
+            return
+        for fragment in self.read():
+            for update in updates:
+                update.apply(fragment)
 
     @torch.no_grad()
     def check_model(self, sample: int) -> None:
@@ -900,7 +914,7 @@ class ResidentLayout(MasterLayout):
 
 UNDER_WAY: Final = "zerotune_step"
 """Name of the attribute that marks ZeRO wrappers and optimizers whose step may still be pending
-after ``step`` returns. The value of this attribute has the methods ``settle`` and ``follow``."""
+after ``step`` returns. The attribute's value has the methods ``settle`` and ``update_emas``."""
 
 
 class SteppedLayout(MasterLayout):
@@ -915,9 +929,9 @@ class SteppedLayout(MasterLayout):
             stepping.settle()
 
     @override
-    def follow(self, followers: Sequence[Follower]) -> bool:
+    def update_emas(self, updates: Sequence[EMAUpdate]) -> bool:
         stepping = getattr(self._wrapper, UNDER_WAY, None)
-        return stepping is not None and bool(stepping.follow(followers))
+        return stepping is not None and bool(stepping.update_emas(updates))
 
 
 class ParameterLayout(SteppedLayout, ResidentLayout):

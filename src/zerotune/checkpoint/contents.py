@@ -163,10 +163,10 @@ class RankContents:
         counters: dict[str, Counters] = {}
         if owner:
             parts, counters = _optimized(engine)
-        averages: dict[str, Tensors] = {}
+        emas: dict[str, Tensors] = {}
         for name, shadow in shadows.items():
             state = shadow.state_dict()
-            averages[name] = state
+            emas[name] = state
             keys = [key for key in state if owner and key in addresses]
             if keys:
                 subject = Subject(kind="shadow", of=name)
@@ -180,7 +180,7 @@ class RankContents:
         return cls(
             parts=parts,
             counters=counters,
-            shadows=averages,
+            shadows=emas,
             others=others,
             metadata=metadata,
             rank=group.rank,

@@ -7,7 +7,7 @@ updates are verified: an error is raised if a shadow does not move closer to the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -20,7 +20,7 @@ from zerotune._util.table import Line, Page, Readable
 from zerotune._util.text import counted, disk_size, listing, whole
 from zerotune.backend.deepspeed.external import master_weights_of
 from zerotune.backend.engine import StartedEngine
-from zerotune.backend.master_weights import EMAInMemory, EMATensors, Follower
+from zerotune.backend.master_weights import EMAInMemory, EMATensors, EMAUpdate
 from zerotune.ema.decay import DecaySchedule, as_schedule, decay_of_update
 from zerotune.errors import EMAError, InvalidValueError
 
@@ -120,7 +120,7 @@ class EMAShadow(Readable):
         self._tensors = tensors
         self._master = master
         self._copied = True
-        master.averages.add(self)
+        master.emas.add(self)
         return self
 
     @property
@@ -147,7 +147,14 @@ class EMAShadow(Readable):
     def decay(self) -> float:
         """Decay of the latest update; 0.0 before the first update."""
         update = self._steps - self._steps % self._update_every
-        return self._decay_at(update) if update else 0.0
+        if not update:
+            return 0.0
+        return decay_of_update(
+            self._schedule,
+            step=update,
+            update_every=self._update_every,
+            start_after=self._start_after,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -164,24 +171,10 @@ class EMAShadow(Readable):
         """
         update_together(self)
 
-    def expect_step(self) -> None:
-        """Announce that ``step`` will be called if the next optimizer step is applied.
-
-        Call ``expect_step`` before the backward pass, as ``Trainer`` does. An engine that updates
-        weights during the backward pass then updates the shadow at the same time; other engines
-        ignore the call.
-
-        Raises:
-            EMAError: The shadow is not attached.
-        """
-        expect_together(self)
-
-    def begin_update(self) -> ShadowUpdate | None:
+    def count_step(self) -> EMAUpdate | None:
         """Count one optimizer step, and return the update that is due, or ``None``.
 
-        ``step`` calls ``begin_update`` and applies the update. Code that calls ``begin_update``
-        directly must apply the update to every fragment, and call ``finish`` before the weights
-        change again.
+        ``step`` calls ``count_step`` and applies the update.
 
         Raises:
             EMAError: The shadow is not attached, or is swapped in; its engine is closed; or it is
@@ -190,24 +183,19 @@ class EMAShadow(Readable):
         check_trains(self._ready("step()", settled=False))
         self._steps += 1
         self._copied = False
-        return self.update_of(self._steps)
-
-    def update_of(self, step: int) -> ShadowUpdate | None:
-        """Return the update that follows an optimizer step, or ``None`` if no update is due.
-
-        Args:
-            step: Optimizer step, counting from 1.
-        """
-        if step % self._update_every:
+        if self._steps % self._update_every:
             return None
-        decay, update = self._decay_at(step), step // self._update_every
+        update, weight = self._steps // self._update_every, 1.0 - self.decay
         # While a warm-up keeps the weights unchanged, an update proves nothing; verifying each
         # update would double the cost of a long warm-up.
         early = update <= _CHECKED_UPDATES or update & (update - 1) == 0
-        watched = early and self._checked < _CHECKED_UPDATES
-        return ShadowUpdate(
-            tensors=self._tensors, decay=decay, watched=watched, done=self._count_checked
-        )
+        if early and self._checked < _CHECKED_UPDATES:
+            return CheckedUpdate(tensors=self._tensors, weight=weight, shadow=self)
+        return EMAUpdate(tensors=self._tensors, weight=weight)
+
+    def count_checked(self) -> None:
+        """Count one verified update."""
+        self._checked += 1
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -380,9 +368,9 @@ class EMAShadow(Readable):
         master = master_weights_of(source)
         parts = {address.key for address in master.addresses}
         self._check_parts(set(self._tensors), parts, key="source")
-        self.source.averages.discard(self)
+        self.source.emas.discard(self)
         self._master = master
-        master.averages.add(self)
+        master.emas.add(self)
 
     @property
     def store(self) -> ShadowStore:
@@ -415,14 +403,6 @@ class EMAShadow(Readable):
             )
         return "\n".join(lines)
 
-    def _decay_at(self, step: int) -> float:
-        return decay_of_update(
-            self._schedule,
-            step=step,
-            update_every=self._update_every,
-            start_after=self._start_after,
-        )
-
     @staticmethod
     @torch.no_grad()
     def _copy_weights(master: MasterWeights, into: EMATensors) -> None:
@@ -435,9 +415,6 @@ class EMAShadow(Readable):
                     fix="report this as a bug, with the model's class and the plan",
                 )
             _fill(into, key, fragment.value)
-
-    def _count_checked(self, proved: bool) -> None:
-        self._checked += proved
 
     def _of(self, fragment: Fragment) -> torch.Tensor:
         return self._tensors[fragment.address.key]
@@ -535,10 +512,6 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         """Update all shadows after one applied optimizer step; see ``EMAShadow.step``."""
         update_together(*self._shadows.values())
 
-    def expect_step(self) -> None:
-        """Announce that ``step`` will be called; see ``EMAShadow.expect_step``."""
-        expect_together(*self._shadows.values())
-
     @property
     def shadows(self) -> tuple[EMAShadow, ...]:
         """All shadows, in the order in which they were passed."""
@@ -566,60 +539,45 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         return len(self._shadows)
 
 
-# -- One update, fragment by fragment; the caller iterates over the fragments.
+# -- Updates.
 
 
 @attrs.define(kw_only=True, eq=False)
-class ShadowUpdate:
-    """One update of a shadow, applied fragment by fragment.
+class CheckedUpdate(EMAUpdate):
+    """An update that is verified.
 
-    A watched update is verified: it must multiply the distance between shadow and weights by the
-    decay, up to rounding errors. The distance is that of the first elements of each fragment.
+    The update must multiply the distance between shadow and weights by the decay, up to rounding
+    errors. The distance is that of the first elements of each fragment.
     """
 
-    tensors: EMATensors
-    """Tensors of the shadow, keyed by fragment."""
-    decay: float
-    watched: bool
-    done: Callable[[bool], None]
-    """Function that ``finish`` calls; its argument says whether the update was verified."""
+    shadow: EMAShadow
     _before: float = attrs.field(default=0.0, init=False)
     _after: float = attrs.field(default=0.0, init=False)
     _norm: float = attrs.field(default=0.0, init=False)
     """Squares of both distances and of the weights."""
 
-    @torch.no_grad()
-    def take(self, fragment: Fragment) -> None:
-        """Update the part of the shadow that belongs to ``fragment``."""
-        for part, shadow in self.tensors.ranges(fragment.address.key):
-            # Weights on the device are copied one by one to an EMA in host memory, and each copy
-            # makes the host wait. Such an EMA is limited by the copies' bytes, not by their number;
-            # if the device has room for 4 bytes per weight, a DeviceStore avoids both.
-            value = fragment.value[part].to(shadow.device)
-            # Comparing all elements would take several times as long as the update.
-            sample = shadow[:_COMPARED_AT_ONCE], value[:_COMPARED_AT_ONCE]
-            if self.watched:
-                self._before += squared_distance(*sample)
-                self._norm += squared_norm(sample[1])
-            shadow.lerp_(value, 1.0 - self.decay)
-            if self.watched:
-                self._after += squared_distance(*sample)
-
     @property
-    def follower(self) -> Follower | None:
-        """The update in a form that an optimizer step can apply; ``None`` if that is impossible."""
-        if self.watched or self.tensors.device.type != "cpu":
-            return None
-        return Follower(tensors=self.tensors, weight=1.0 - self.decay)
+    @override
+    def joins_steps(self) -> bool:
+        return False
 
-    def finish(self) -> None:
-        """Verify a watched update.
+    @override
+    def update(self, ema: torch.Tensor, weights: torch.Tensor) -> None:
+        # Comparing all elements would take several times as long as the update.
+        sample = ema[:_COMPARED_AT_ONCE], weights[:_COMPARED_AT_ONCE]
+        self._before += squared_distance(*sample)
+        self._norm += squared_norm(sample[1])
+        super().update(ema, weights)
+        self._after += squared_distance(*sample)
+
+    def verify(self) -> None:
+        """Verify the update.
 
         An update cannot be verified if the weights have hardly moved, for example during a warm-up
         from learning rate zero.
         """
-        before, after = math.sqrt(self._before), math.sqrt(self._after)
-        allowed = self.decay * before + _ROUNDING_STEP * math.sqrt(self._norm)
+        before, after, decay = math.sqrt(self._before), math.sqrt(self._after), 1.0 - self.weight
+        allowed = decay * before + _ROUNDING_STEP * math.sqrt(self._norm)
         if not math.isfinite(after + before):
             raise EMAError(
                 "the weights or the shadow are not finite",
@@ -628,55 +586,29 @@ class ShadowUpdate:
             )
         if after > allowed:
             raise EMAError(
-                f"an update with decay {self.decay:.6g} changed the shadow's distance to the "
+                f"an update with decay {decay:.6g} changed the shadow's distance to the "
                 f"weights from {before:.4g} to {after:.4g}; expected at most {allowed:.4g}",
                 key="ema.step()",
                 fix="make sure that nothing else writes to the shadow or the weights during "
                 "the update",
             )
-        self.done(self.watched and allowed < before)
+        if allowed < before:
+            self.shadow.count_checked()
 
 
 def update_together(*shadows: EMAShadow) -> None:
     """Update several shadows of the same weights in one pass over the fragments.
 
-    If the optimizer's step is still running, the shadows are updated during that step.
+    If the optimizer's step is still pending, the updates become part of that step.
 
     Args:
         shadows: Shadows attached to the same engine or model.
     """
-    updates = [update for shadow in shadows if (update := shadow.begin_update()) is not None]
-    master = shadows[0].source
-    if _follows(master, updates):
-        return
-    for fragment in master.read() if updates else ():
-        for update in updates:
-            update.take(fragment)
+    updates = [update for shadow in shadows if (update := shadow.count_step()) is not None]
+    shadows[0].source.update_emas(updates)
     for update in updates:
-        update.finish()
-
-
-def expect_together(*shadows: EMAShadow) -> None:
-    """Announce one joint update of several shadows to the engine.
-
-    Args:
-        shadows: Shadows attached to the same engine or model.
-    """
-    updates = [u for s in shadows if (u := s.update_of(s.steps + 1)) is not None]
-    followers = [each for update in updates if (each := update.follower) is not None]
-    if len(followers) == len(updates):
-        shadows[0].source.expect(followers)
-
-
-def _follows(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> bool:
-    """Let a running optimizer step apply all updates; return ``False`` if this is impossible."""
-    followers = [each for update in updates if (each := update.follower) is not None]
-    # Also call follow without followers, to announce that later steps may have EMAs to update.
-    if len(followers) < len(updates) or not master.follow(followers):
-        return False
-    for update in updates:
-        update.finish()
-    return True
+        if isinstance(update, CheckedUpdate):
+            update.verify()
 
 
 def check_trains(master: MasterWeights) -> None:

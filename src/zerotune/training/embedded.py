@@ -299,11 +299,11 @@ class EmbeddedPlan(Closing):
         self._decided.extend(decisions)
         announce(decisions)
 
-    def register(self, *averages: Any) -> None:
+    def register(self, *emas: Any) -> None:
         """Attach EMAs to the engine, and include them in its checkpoints. Collective.
 
         Args:
-            averages: ``zerotune.ema.EMAModel`` objects, which may have been created before the
+            emas: ``zerotune.ema.EMAModel`` objects, which may have been created before the
                 engine, or attached ``EMAShadow`` objects.
 
         Raises:
@@ -311,7 +311,7 @@ class EmbeddedPlan(Closing):
             EMAError: An EMA was updated before it was attached to the engine, or belongs to a
                 different model.
         """
-        for each in averages:
+        for each in emas:
             if not isinstance(each, EMAModel | EMAShadow):
                 raise EngineError(
                     "cannot be saved with the engine",

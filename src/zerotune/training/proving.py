@@ -133,7 +133,6 @@ def train(platform: Platform, **settings: Any) -> dict[str, torch.Tensor]:
             x = torch.randn(4, _FEATURES, generator=generator).to(engine.device, engine.dtype)
             loss = engine(x).float().square().mean()
             found[f"loss {step}"] = loss.detach()
-            ema.expect_step()
             engine.backward(loss)
             engine.step()
             ema.step()

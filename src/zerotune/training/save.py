@@ -194,7 +194,7 @@ class SaveEveryInBackground(SaveEvery):
         pending = self._saver.save(
             step_folder(self._root, trainer.step),
             extra=trainer.extra_state(),
-            shadows=trainer.averages.shadows,
+            shadows=trainer.emas.shadows,
         )
         self._pending = trainer.step, pending
         self._since = time.monotonic()

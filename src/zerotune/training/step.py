@@ -90,8 +90,6 @@ class StepClock:
 class _Following(Protocol):
     def step(self) -> None: ...
 
-    def expect_step(self) -> None: ...
-
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """Move a batch to the engine's device; page-locked tensors are copied asynchronously."""
@@ -180,8 +178,6 @@ class TrainStep:
                 mean = self._mean(float(total) / count)
                 if not math.isfinite(mean):
                     return self._dropped(mean)
-                if self._ema is not None:
-                    self._ema.expect_step()
             with clock.phase("backward"):
                 engine.backward(loss)
                 del loss  # Frees its graph before the optimizer allocates memory.

@@ -40,7 +40,7 @@ from zerotune.training.activations import (
     recomputes,
     set_recomputing,
 )
-from zerotune.training.averages import EMA, Averages, as_ema
+from zerotune.training.emas import EMA, TrainerEMAs, as_ema
 from zerotune.training.events import Callback, as_callbacks
 from zerotune.training.memory import (
     Situation,
@@ -174,7 +174,7 @@ class Trainer(Closing, Readable):
         self.resources.push(self.engine)
         with self._starting():
             self.stream = as_stream(data, engine=self.engine, seed=seed, **_loading(options))
-            self.averages = Averages(ema, engine=self.engine)
+            self.emas = TrainerEMAs(ema, engine=self.engine)
             """The shadows by name, whatever kind of EMA was given."""
             self.running = Running(
                 self.engine,
@@ -265,7 +265,7 @@ class Trainer(Closing, Readable):
             # Calls every callback, even if another one fails.
             for callback in reversed(self.callbacks):
                 ends.callback(callback.on_fit_end, self)
-            shadows = self.averages.shadows.values()
+            shadows = self.emas.shadows.values()
             ends.enter_context(advising(lambda: self.running.situation(shadows)))
             with self.engine.group.naming("training"):
                 self._tell("on_fit_start", steps=goal.last_step)
@@ -303,7 +303,7 @@ class Trainer(Closing, Readable):
             path,
             engine=self.engine,
             extra=self.extra_state(),
-            shadows=self.averages.shadows,
+            shadows=self.emas.shadows,
             allow_not_finite=allow_not_finite,
         )
         self.note_saved(written, step=self.step)
@@ -351,7 +351,7 @@ class Trainer(Closing, Readable):
         self.decisions += resumed(
             path,
             engine=self.engine,
-            shadows=self.averages.shadows,
+            shadows=self.emas.shadows,
             stream=self.stream,
             generator=self._generator,
             seed=self._seed,
@@ -372,7 +372,7 @@ class Trainer(Closing, Readable):
             CheckpointError: No checkpoint is found at ``path``, or the checkpoint belongs to
                 another model.
         """
-        before, shadows = self.step, self.averages.shadows
+        before, shadows = self.step, self.emas.shadows
         contents = load_checkpoint(path, engine=self.engine, shadows=shadows, rng=False)
         back = rolled_back(before, self.step, reason, rank=self.engine.group.rank)
         self.decisions += contents.decisions + back
@@ -423,7 +423,7 @@ class Trainer(Closing, Readable):
             CheckpointError: The export cannot be written.
         """
         self._check_open("export")
-        what: dict[str, Any] = {"weights": self.averages.chosen(weights), "dtype": dtype}
+        what: dict[str, Any] = {"weights": self.emas.chosen(weights), "dtype": dtype}
         if trains_adapters(self.engine):
             return Path(export_adapters(path, engine=self.engine, **what))
         if self._loaded is not None and self._loaded.component is not None:
@@ -446,7 +446,7 @@ class Trainer(Closing, Readable):
         """
         self._check_open("sample")
         self.engine.group.barrier("drawing images")
-        return draw(self.engine, objective=self.objective, averages=self.averages, wanted=wanted)
+        return draw(self.engine, objective=self.objective, emas=self.emas, wanted=wanted)
 
     def report(self) -> Report:
         """Return this rank's report of the steps that this trainer took. Not collective."""
@@ -461,7 +461,7 @@ class Trainer(Closing, Readable):
             host_peak=host_peak(),
             device_peak=device_peak(self.engine.device),
             stopped=self._stopping.reason,
-            **self.running.measured(self.averages.shadows.values(), thorough=thorough),
+            **self.running.measured(self.emas.shadows.values(), thorough=thorough),
             **self._record.totals,
         )
 
@@ -480,8 +480,8 @@ class Trainer(Closing, Readable):
         parts = [self.engine.explain(*self.decisions)]
         if isinstance(self.stream, BucketStream) and (mixed := self.stream.explain()):
             parts.append(mixed)
-        if self.averages.shadows:
-            parts.append(self.averages.explain())
+        if self.emas.shadows:
+            parts.append(self.emas.explain())
         return "\n".join(parts)
 
     @override
@@ -511,7 +511,7 @@ class Trainer(Closing, Readable):
             objective=self.objective,
             stream=self.stream,
             generator=self._generator,
-            ema=self.averages,
+            ema=self.emas,
             non_finite=self.non_finite,
             clock=self.running.clock,
         )

@@ -29,7 +29,7 @@ from zerotune.training.setup import samples_by_name
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
     from zerotune.diffusion.data.streams import Batch
-    from zerotune.training.averages import Averages
+    from zerotune.training.emas import TrainerEMAs
     from zerotune.training.events import RunView, StepMetrics
 
 
@@ -190,7 +190,7 @@ class ValidationLoss(Validation):
     def measure(self, trainer: RunView) -> None:
         """Measure and log the loss. Collective."""
         size = self._batch_size or trainer.engine.plan.micro_batch_size
-        with trainer.averages.swapped_in(self._ema):
+        with trainer.emas.swapped_in(self._ema):
             loss = validation_loss(
                 trainer.objective,
                 trainer.engine,
@@ -265,7 +265,7 @@ class SampleOptions(TypedDict, total=False):
 
 
 def draw(
-    engine: Engine, *, objective: Any, averages: Averages, wanted: SampleOptions
+    engine: Engine, *, objective: Any, emas: TrainerEMAs, wanted: SampleOptions
 ) -> torch.Tensor:
     """Implementation of ``trainer.sample``."""
     options: dict[str, Any] = dict(wanted)
@@ -281,7 +281,7 @@ def draw(
                 value=None,
                 fix="pass a diffusers scheduler: sample(scheduler=...)",
             )
-    with averages.swapped_in(ema):
+    with emas.swapped_in(ema):
         return sample(
             engine,
             family=getattr(objective, "family", None),

@@ -32,7 +32,7 @@ def deviations() -> list[str]:
 def stepped(decoupled: bool, decay: float, dtype: torch.dtype, size: int) -> list[Any]:
     """Return name, the pass's result and the reference's, after several steps of both."""
     from zerotune.backend.step.adams import HostAdam
-    from zerotune.backend.step.kernel import Average, load_host_step
+    from zerotune.backend.step.kernel import EMAPart, load_host_step
 
     op = load_host_step()
     generator = torch.Generator().manual_seed(size)
@@ -54,7 +54,7 @@ def stepped(decoupled: bool, decay: float, dtype: torch.dtype, size: int) -> lis
         cut = size // 2 // 16 * 16
         for part in (slice(cut, size), slice(0, cut)):
             averages = [
-                Average(shadow=shadow[part], weight=weight)
+                EMAPart(tensor=shadow[part], weight=weight)
                 for shadow, weight in zip(shadows[0], weights, strict=True)
             ]
             begun.run(part.start, part.stop, averages)
@@ -157,7 +157,7 @@ def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> li
     """List what differs between AdamWBF16States and the pass, done in parts and in any order."""
     from zerotune.backend.optimizers.classes import AdamWBF16States
     from zerotune.backend.step.adams import HostBF16Adam, torch_rounds_alike
-    from zerotune.backend.step.kernel import Average, load_host_step
+    from zerotune.backend.step.kernel import EMAPart, load_host_step
 
     op = load_host_step()
     if not torch_rounds_alike(op):
@@ -187,7 +187,7 @@ def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> li
         ):
             for start in range(size // 3 * 2, -1, -max(size // 3, 1)):
                 stop = size if start == size // 3 * 2 else start + max(size // 3, 1)
-                average = Average(shadow=shadow[start:stop], weight=0.1)
+                average = EMAPart(tensor=shadow[start:stop], weight=0.1)
                 each.run(start, stop, [average])
         for (_, other), gradient in zip(pairs, gradients, strict=True):
             other.grad = gradient.float().mul_(factor)
@@ -250,7 +250,7 @@ def test_rounding_noise_depends_on_the_place_in_the_group_not_on_how_a_slab_is_c
 def test_a_stopped_group_is_cast_and_updates_emas_but_is_not_stepped(cut):
     from zerotune.backend.optimizers.client import STOPPED
     from zerotune.backend.step.adams import HostAdam
-    from zerotune.backend.step.kernel import Average, load_host_step
+    from zerotune.backend.step.kernel import EMAPart, load_host_step
 
     adam = cpu_adam(torch.randn(100), True, 0.01)
     host, (group,) = HostAdam(op=load_host_step(), adam=adam), adam.param_groups
@@ -261,7 +261,7 @@ def test_a_stopped_group_is_cast_and_updates_emas_but_is_not_stepped(cut):
         group[STOPPED] = stopped
         step = host.begin(slab, gradient=torch.randn(100), group=group, factor=1.0, out=out.zero_())
         for part in (slice(0, cut), slice(cut, 100)):
-            step.run(part.start, part.stop, [Average(shadow=shadow[part], weight=0.5)])
+            step.run(part.start, part.stop, [EMAPart(tensor=shadow[part], weight=0.5)])
         state = adam.state[slab]
         found.append([slab.data.clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()])
     assert all(map(torch.equal, *found))

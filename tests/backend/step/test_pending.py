@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerotune.backend.master_weights import EMAInMemory, Follower, FragmentAddress
+from zerotune.backend.master_weights import EMAInMemory, EMAUpdate, FragmentAddress
 from zerotune.backend.step.adams import WholeMasters
 from zerotune.backend.step.deferred import DeferredSteps
 from zerotune.backend.step.pending import PendingStep, ThreadedStep, Upload, divide
@@ -83,7 +83,7 @@ class Doubling:
         self.before()
         self.weight[start:stop] *= 2
         for average in averages:
-            average.shadow.lerp_(self.weight[start:stop], average.weight)
+            average.tensor.lerp_(self.weight[start:stop], average.weight)
 
 
 def pending(weight: torch.Tensor, before: Any = lambda: None) -> tuple[PendingStep, str]:
@@ -106,20 +106,24 @@ def test_emas_may_join_at_any_time_before_the_step_ends(when):
     def join() -> None:
         begun.append(None)
         if len(begun) == when:
-            assert step.follow([Follower(tensors=EMAInMemory({key: shadows[0]}), weight=0.25)])
+            assert step.update_emas(updates[:1])
         if len(begun) == 10 - when // 2:
-            assert step.follow([Follower(tensors=EMAInMemory({key: shadows[1]}), weight=0.75)])
+            assert step.update_emas(updates[1:])
 
     step, key = pending(weight, join)
+    updates = [
+        EMAUpdate(tensors=EMAInMemory({key: shadow}), weight=share)
+        for shadow, share in zip(shadows, (0.25, 0.75), strict=True)
+    ]
     if when == 0:
-        assert step.follow([Follower(tensors=EMAInMemory({key: shadows[0]}), weight=0.25)])
+        assert step.update_emas(updates[:1])
     step.settle()
     assert len(begun) == 10
     assert torch.equal(weight, 2 * torch.arange(40.0))
     follows = [when <= 10, True]
     for shadow, share, follow in zip(shadows, (0.25, 0.75), follows, strict=True):
         assert torch.equal(shadow, torch.lerp(torch.ones(40), weight, share if follow else 0.0))
-    assert not step.follow([]), "nobody can join what has been taken"
+    assert not step.update_emas([]), "nobody can join what has been taken"
 
 
 @pytest.mark.parametrize("landed_first", [False, True])
@@ -146,7 +150,7 @@ def test_a_late_ema_reads_weights_before_they_can_be_changed(landed_first):
     later = threading.Timer(0.2, go.put, [None])
     later.start()
     parts = {address.key: shadow[4 * i : 4 * i + 4] for i, address in enumerate(addresses)}
-    assert step.follow([Follower(tensors=EMAInMemory(parts), weight=0.5)])
+    assert step.update_emas([EMAUpdate(tensors=EMAInMemory(parts), weight=0.5)])
     first.data.clamp_(max=0.25)
     taker.join(60)
     step.settle()

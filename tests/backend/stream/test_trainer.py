@@ -77,7 +77,7 @@ def trainer(tmp_path: Path, wrong: str, policy: Any = None, streamed: Any = True
 
 
 def left(run: Trainer) -> dict[str, list[torch.Tensor]]:
-    return contents(run.engine, run.averages.shadows["ema"])
+    return contents(run.engine, run.emas.shadows["ema"])
 
 
 def same(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]]) -> bool:

@@ -35,8 +35,8 @@ from zerotune.backend.optimizers.classes import (
 from zerotune.backend.optimizers.client import STOPPED
 from zerotune.backend.step.kernel import (
     AdamNumbers,
-    Average,
     CodedMoment,
+    EMAPart,
     HostStepOp,
     TorchAdamNumbers,
     load_host_step,
@@ -147,7 +147,7 @@ with scalar code."""
 _ADAM_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 TORCH_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW)
 
-Vectors = Callable[[slice, Sequence[Average]], None]
+Vectors = Callable[[slice, Sequence[EMAPart]], None]
 Tail = Callable[[slice, torch.Tensor], None]
 Places = Sequence[tuple[int, int]]
 """For each contiguous run of elements: its start in the slab and its start in the group."""
@@ -170,27 +170,27 @@ class SlabStep:
     whole: int | None = None
     """Index of the first element for ``tail``; default: the first after the last whole vector."""
 
-    def run(self, start: int, stop: int, averages: Sequence[Average] = ()) -> None:
+    def run(self, start: int, stop: int, emas: Sequence[EMAPart] = ()) -> None:
         """Update a range of elements; each element must be updated exactly once per step.
 
         Args:
             start: First element.
             stop: Index one past the last element.
-            averages: EMAs of exactly these elements, to be updated as well.
+            emas: EMAs of exactly these elements, to be updated as well.
         """
         whole = self.masters.numel // VECTOR * VECTOR if self.whole is None else self.whole
         middle = max(start, min(stop, whole))
         if start < middle:
-            self.vectors(slice(start, middle), averages)
+            self.vectors(slice(start, middle), emas)
         if middle < stop:
             last = slice(middle, stop)
             weight = self.masters.read(last)
             self.tail(last, weight)
             self.masters.write(weight, last)
             # As stored, since an EMA that is added after this step reads no other.
-            weight = self.masters.read(last) if averages else weight
-            for average in averages:
-                average.shadow[middle - start :].lerp_(weight, average.weight)
+            weight = self.masters.read(last) if emas else weight
+            for ema in emas:
+                ema.tensor[middle - start :].lerp_(weight, ema.weight)
             if self.out is not None:
                 self.out[last].copy_(weight)
 
@@ -203,19 +203,19 @@ def no_step(masters: Masters, out: torch.Tensor | None = None) -> SlabStep:
         out: See ``SlabStep.out``; receives the weights even though no weight changes.
     """
 
-    def follow(part: slice, averages: Sequence[Average]) -> None:
-        if out is None and not averages:
+    def update_emas(part: slice, emas: Sequence[EMAPart]) -> None:
+        if out is None and not emas:
             return
         weight = masters.read(part)
-        for average in averages:
-            average.shadow[: part.stop - part.start].lerp_(weight, average.weight)
+        for ema in emas:
+            ema.tensor[: part.stop - part.start].lerp_(weight, ema.weight)
         if out is not None:
             out[part].copy_(weight)
 
     return SlabStep(
         masters=masters,
         out=out,
-        vectors=follow,
+        vectors=update_emas,
         tail=lambda _part, _weight: None,
         whole=masters.numel,
     )
@@ -367,13 +367,11 @@ class HostBF16Adam(Stepper):
                     first = max(start, part.start)
                     yield slice(first, min(stop, part.stop)), place + first - start
 
-        def vectors(part: slice, averages: Sequence[Average]) -> None:
+        def vectors(part: slice, emas: Sequence[EMAPart]) -> None:
             for each, place in runs(part):
                 inside = slice(each.start - part.start, each.stop - part.start)
-                followers = [attrs.evolve(a, shadow=a.shadow[inside]) for a in averages]
-                self._op.step(
-                    numbers, noise=key, position=place, averages=followers, **begun.at(each)
-                )
+                parts = [attrs.evolve(ema, tensor=ema.tensor[inside]) for ema in emas]
+                self._op.step(numbers, noise=key, position=place, emas=parts, **begun.at(each))
 
         def tail(part: slice, weight: torch.Tensor) -> None:
             for each, place in runs(part):
@@ -430,10 +428,10 @@ class Host8BitAdam(Stepper):
     def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
         numbers = _torch_numbers(begun)
 
-        def vectors(part: slice, averages: Sequence[Average]) -> None:
+        def vectors(part: slice, emas: Sequence[EMAPart]) -> None:
             tensors: dict[str, Any] = begun.at(part)
             tensors.update({name: _coded(begun.state, name, part) for name in _ADAM_MOMENTS})
-            self._op.step(numbers, averages=averages, **tensors)
+            self._op.step(numbers, emas=emas, **tensors)
 
         return vectors, lambda _part, _weight: None
 
@@ -489,7 +487,7 @@ class HostTorchAdam(Stepper):
             )  # fmt: skip
 
         return (
-            lambda part, averages: self._op.step(numbers, averages=averages, **begun.at(part)),
+            lambda part, emas: self._op.step(numbers, emas=emas, **begun.at(part)),
             tail,
         )
 
@@ -526,7 +524,7 @@ class HostAdam(Stepper):
                 )  # fmt: skip
 
         return (
-            lambda part, averages: self._op.step(numbers, averages=averages, **begun.at(part)),
+            lambda part, emas: self._op.step(numbers, emas=emas, **begun.at(part)),
             tail,
         )
 

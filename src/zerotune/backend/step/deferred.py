@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.distributed import ProcessGroup
-from zerotune.backend.master_weights import Follower, MasterLayout, trainable_parameters
+from zerotune.backend.master_weights import EMAUpdate, MasterLayout, trainable_parameters
 from zerotune.backend.optimizers.classes import AdamWBF16States
 from zerotune.backend.proof import why_disproven, why_unproven
 from zerotune.backend.step.adams import SlabStep, stepper_of, torch_rounds_alike
@@ -169,11 +169,11 @@ class DeferredSteps(ABC):
         if self._pending is pending:
             self._pending = None
 
-    def follow(self, followers: Sequence[Follower]) -> bool:
+    def update_emas(self, updates: Sequence[EMAUpdate]) -> bool:
         """Update EMAs together with the pending update.
 
         Args:
-            followers: The EMAs.
+            updates: The updates.
 
         Returns:
             Whether the pending update will include the EMAs; ``False`` if no update is pending.
@@ -185,7 +185,7 @@ class DeferredSteps(ABC):
             # EMAs must read the weights that other code has put in place meanwhile.
             self.settle()
             return False
-        if not pending.follow(followers):
+        if not pending.update_emas(updates):
             return False
         if self._thread is None:
             # The update was deferred only for these EMAs, and no thread runs it.
@@ -432,7 +432,7 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
         if unproven is not None:
             step.take_at_once(unproven)
         else:
-            after += ", or together with the averages"
+            after += ", or together with the EMAs"
         if plan.hidden_step is False:
             reason = "the plan was resolved with hidden=False"
         elif unproven is None:

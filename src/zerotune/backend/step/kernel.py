@@ -23,7 +23,7 @@ import attrs
 import torch
 
 from zerotune._util.files import write_atomically
-from zerotune.backend.master_weights import Follower
+from zerotune.backend.master_weights import EMAUpdate
 from zerotune.backend.ops import (
     BuildLock,
     OpState,
@@ -102,21 +102,21 @@ class TorchAdamNumbers:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Average:
-    """An EMA to update together with the weights: ``shadow.lerp_(weights, weight)``."""
+class EMAPart:
+    """Elements of an EMA to update with the weights: ``tensor.lerp_(weights, weight)``."""
 
-    shadow: torch.Tensor
-    """The EMA, an fp32 tensor, 1-D, contiguous, on the CPU."""
+    tensor: torch.Tensor
+    """The elements, fp32, 1-D, contiguous, on the CPU."""
     weight: float
 
 
-def average_ranges(
-    followers: Sequence[Follower], key: str, start: int, stop: int
-) -> Iterator[tuple[int, int, list[Average]]]:
-    """Divide elements of a fragment where an EMA on disk must be opened anew.
+def ema_parts(
+    updates: Sequence[EMAUpdate], key: str, start: int, stop: int
+) -> Iterator[tuple[int, int, list[EMAPart]]]:
+    """Divide elements of a fragment where an EMA in a file must be opened anew.
 
     Args:
-        followers: The EMAs to update with these elements.
+        updates: The updates of these elements.
         key: Key of the fragment.
         start: First element in the fragment.
         stop: Index one past the last element.
@@ -125,10 +125,16 @@ def average_ranges(
         First element, index one past the last element, and the EMAs of these elements, which are
         valid until the next iteration.
     """
-    edges = {edge for each in followers for edge in each.tensors.edges(key) if start < edge < stop}
+    edges = {edge for each in updates for edge in each.tensors.edges(key) if start < edge < stop}
     for first, last in pairwise((start, *sorted(edges), stop)):
-        opened = ((each.tensors.open(key, first, last), each.weight) for each in followers)
-        yield first, last, [Average(shadow=shadow, weight=weight) for shadow, weight in opened]
+        yield (
+            first,
+            last,
+            [
+                EMAPart(tensor=update.tensors.open(key, first, last), weight=update.weight)
+                for update in updates
+            ],
+        )
 
 
 def _structure(numbers: type[attrs.AttrsInstance]) -> type[ctypes.Structure]:
@@ -176,8 +182,8 @@ class CodedMoment:
     book: Codebook
 
 
-class _Average(ctypes.Structure):
-    _fields_ = [("shadow", ctypes.c_void_p), ("weight", ctypes.c_float)]
+class _EMA(ctypes.Structure):
+    _fields_ = [("tensor", ctypes.c_void_p), ("weight", ctypes.c_float)]
 
 
 class HostStepOp:
@@ -231,7 +237,7 @@ class HostStepOp:
         gradient: torch.Tensor,
         noise: int = 0,
         position: int = 0,
-        averages: Sequence[Average] = (),
+        emas: Sequence[EMAPart] = (),
         out: torch.Tensor | None = None,
     ) -> None:
         """Update weights, moments and EMAs, and cast the weights.
@@ -247,7 +253,7 @@ class HostStepOp:
             gradient: Gradient, fp32, bf16 or fp16.
             noise: 32-bit seed for stochastic rounding (``noise_key``).
             position: Index of the first element in the noise sequence.
-            averages: EMAs, each with the same number of elements as the weights.
+            emas: EMAs, each with the same number of elements as the weights.
             out: Tensor that receives the weights, cast to the tensor's dtype.
         """
         if isinstance(numbers, AdamNumbers):
@@ -266,8 +272,8 @@ class HostStepOp:
             noise,
             position,
         )
-        shadows = (_Average * max(len(averages), 1))(
-            *(_Average(average.shadow.data_ptr(), average.weight) for average in averages)
+        parts = (_EMA * max(len(emas), 1))(
+            *(_EMA(ema.tensor.data_ptr(), ema.weight) for ema in emas)
         )
         getattr(self._library, name)(
             ctypes.c_int64(gradient.numel()),
@@ -275,8 +281,8 @@ class HostStepOp:
             _pointer(gradient),
             ctypes.c_int32(_DTYPE_CODES[gradient.dtype]),
             ctypes.byref(structure(*attrs.astuple(numbers))),
-            ctypes.c_int32(len(averages)),
-            shadows,
+            ctypes.c_int32(len(emas)),
+            parts,
             _pointer(out),
             ctypes.c_int32(0 if out is None else _DTYPE_CODES[out.dtype]),
             ctypes.c_int32(self.threads),

@@ -22,9 +22,9 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
-from zerotune.backend.master_weights import Follower, FragmentAddress
+from zerotune.backend.master_weights import EMAUpdate, FragmentAddress
 from zerotune.backend.step.adams import SlabStep
-from zerotune.backend.step.kernel import Average, average_ranges
+from zerotune.backend.step.kernel import EMAPart, ema_parts
 from zerotune.errors import EngineError
 
 _LEAST: Final = 2**18
@@ -204,7 +204,7 @@ class PendingStep:
         self._waiting: list[SimpleQueue[None]] = []
         self._turn = threading.RLock()
         self._taking = False
-        self._followers: list[Follower] = []
+        self._updates: list[EMAUpdate] = []
         self._followed: dict[int, int] = {}
         self._sent: dict[int, Any] = {}
         self._over = False
@@ -239,11 +239,11 @@ class PendingStep:
             hold(tensor, name=name, step=self)
             self._awaited[id(tensor)] = cast(Awaited, tensor)
 
-    def follow(self, followers: Sequence[Follower]) -> bool:
+    def update_emas(self, updates: Sequence[EMAUpdate]) -> bool:
         """Update EMAs together with the weights.
 
         Args:
-            followers: The EMAs.
+            updates: The updates.
 
         Returns:
             Whether the step will update the EMAs; ``False`` once its last part has run.
@@ -251,7 +251,7 @@ class PendingStep:
         with self._lock:
             if self._over or self._error is not None:
                 return False
-            self._followers.extend(followers)
+            self._updates.extend(updates)
             released = {i for name in self._released for i in self._writers[name]}
         # Apply released weights to the EMAs now, since other code may change these weights later.
         self._bring(released)
@@ -347,9 +347,9 @@ class PendingStep:
         """Run a part, or apply a finished part to EMAs that were added later."""
         with self._turn:
             with self._lock:
-                followers = tuple(self._followers)
+                updates = tuple(self._updates)
             seen = self._followed.get(index)
-            if seen == len(followers) or self._failed:
+            if seen == len(updates) or self._failed:
                 return
             if self._taking:
                 raise EngineError(
@@ -361,13 +361,13 @@ class PendingStep:
             self._taking = True
             try:
                 if seen is None:
-                    sent = self._write(self._parts[index].pieces, followers)
+                    sent = self._write(self._parts[index].pieces, updates)
                 else:
                     sent = self._sent[index]
-                    self._catch_up(index, followers[seen:])
+                    self._catch_up(index, updates[seen:])
                 with self._lock:
                     self._sent[index] = sent
-                    self._followed[index] = len(followers)
+                    self._followed[index] = len(updates)
                     self._wake()
             except BaseException as error:
                 self.fail(error)
@@ -376,16 +376,16 @@ class PendingStep:
             finally:
                 self._taking = False
 
-    def _write(self, pieces: Sequence[Piece], followers: Sequence[Follower]) -> Any:
-        self._update(pieces, followers)
+    def _write(self, pieces: Sequence[Piece], updates: Sequence[EMAUpdate]) -> Any:
+        self._update(pieces, updates)
         with torch.no_grad():
             return self._upload.send(pieces)
 
     @torch.no_grad()
-    def _update(self, pieces: Sequence[Piece], followers: Sequence[Follower]) -> None:
+    def _update(self, pieces: Sequence[Piece], updates: Sequence[EMAUpdate]) -> None:
         for piece in pieces:
-            for start, stop, averages in _averages(piece, followers):
-                self._steps[piece.slab].run(start, stop, averages)
+            for start, stop, emas in _ema_parts(piece, updates):
+                self._steps[piece.slab].run(start, stop, emas)
 
     def _end(self) -> None:
         """Apply finished parts to EMAs that were added later; then accept no more EMAs."""
@@ -401,16 +401,16 @@ class PendingStep:
                     self._take(index)
 
     @torch.no_grad()
-    def _catch_up(self, index: int, followers: Sequence[Follower]) -> None:
+    def _catch_up(self, index: int, updates: Sequence[EMAUpdate]) -> None:
         for piece in self._parts[index].pieces:
-            for start, stop, averages in _averages(piece, followers):
+            for start, stop, emas in _ema_parts(piece, updates):
                 weight = self._steps[piece.slab].masters.read(slice(start, stop))
-                for average in averages:
-                    average.shadow.lerp_(weight, average.weight)
+                for ema in emas:
+                    ema.tensor.lerp_(weight, ema.weight)
 
     def _followed_by_all(self, index: int) -> bool:
         """Whether a part is done, including all EMAs."""
-        return self._followed.get(index) == len(self._followers)
+        return self._followed.get(index) == len(self._updates)
 
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -461,16 +461,16 @@ class ThreadedStep(PendingStep):
         self._wait_for(lambda: self._failed or all(map(self._followed_by_all, needed)))
 
 
-def _averages(
-    piece: Piece, followers: Sequence[Follower]
-) -> Iterator[tuple[int, int, list[Average]]]:
+def _ema_parts(
+    piece: Piece, updates: Sequence[EMAUpdate]
+) -> Iterator[tuple[int, int, list[EMAPart]]]:
     """Yield ranges of a piece in its slab, with the EMAs to update in each range."""
     if piece.key is None:
         yield piece.start, piece.stop, []
         return
     before, stop = piece.start - piece.offset, piece.offset + piece.numel
-    for first, last, averages in average_ranges(followers, piece.key, piece.offset, stop):
-        yield before + first, before + last, averages
+    for first, last, emas in ema_parts(updates, piece.key, piece.offset, stop):
+        yield before + first, before + last, emas
 
 
 # -- Tensors whose uses wait.

@@ -30,7 +30,7 @@ from zerotune.backend.engine import (
     naming_the_lost,
 )
 from zerotune.backend.master_weights import (
-    Follower,
+    EMAUpdate,
     FragmentAddress,
     MasterLayout,
     MasterWeights,
@@ -720,12 +720,8 @@ class StreamLayout(MasterLayout):
         return OptimizerStates(self._optimizer, self._slabs[slab].key, coder=self._coder)
 
     @override
-    def expect(self, followers: Sequence[Follower]) -> None:
-        self._steps.expect(followers)
-
-    @override
-    def follow(self, followers: Sequence[Follower]) -> bool:
-        return self._steps.follow(followers)
+    def update_emas(self, updates: Sequence[EMAUpdate]) -> bool:
+        return self._steps.update_emas(updates)
 
     @override
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:

@@ -1,8 +1,8 @@
 """``Passes``: one thread that updates units in host memory.
 
 Among units whose gradients are on the host, the unit that is needed soonest is updated first. An
-EMA that is added during a step is updated together with each pending unit. For units that are
-already updated, the EMA is updated afterwards.
+EMA update that is added during a step runs together with each pending unit. For units that are
+already updated, it runs afterwards.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from queue import SimpleQueue
 import attrs
 import torch
 
-from zerotune.backend.master_weights import Follower
+from zerotune.backend.master_weights import EMAUpdate
 from zerotune.backend.step.adams import SlabStep
-from zerotune.backend.step.kernel import HostStepOp, average_ranges
+from zerotune.backend.step.kernel import HostStepOp, ema_parts
 from zerotune.backend.stream.lanes import Copy
 from zerotune.backend.stream.units import Unit, UnitSlab
-
-Averages = list[Follower]
 
 
 class UnitPass:
@@ -32,7 +30,7 @@ class UnitPass:
     Args:
         unit: The unit.
         steps: Each of the unit's slabs with its ``SlabStep``, which has already begun.
-        averages: EMAs to update in this step; more may be appended later.
+        ema_updates: EMA updates of this step; more may be appended later.
         landed: Copy of the gradients to the host; ``None`` if they are already there.
         check: Function that is called once the gradients are on the host; returns whether to update
             the unit.
@@ -46,7 +44,7 @@ class UnitPass:
         *,
         unit: Unit,
         steps: Sequence[tuple[UnitSlab, SlabStep]],
-        averages: Averages,
+        ema_updates: list[EMAUpdate],
         landed: Copy | None,
         check: Callable[[], bool],
         written: Future[None],
@@ -55,8 +53,8 @@ class UnitPass:
     ) -> None:
         self.unit, self.rank, self._landed, self._check = unit, rank, landed, check
         self.views = views
-        self._steps, self.averages = steps, averages
-        self._followed = 0
+        self._steps, self._ema_updates = steps, ema_updates
+        self._emas_updated = 0
         # A copy of the previous step's weights may still be running.
         self._reading = unit.loading
         self.written = unit.written = written
@@ -74,7 +72,7 @@ class UnitPass:
     @property
     def is_complete(self) -> bool:
         """Whether the unit and all EMAs of its weights are updated."""
-        return self.written.done() and self._followed == len(self.averages)
+        return self.written.done() and self._emas_updated == len(self._ema_updates)
 
     def when_ready(self, call: Callable[[], None]) -> None:
         """Run ``call`` whenever a copy that the update waits for has completed."""
@@ -89,32 +87,32 @@ class UnitPass:
         Raises:
             BaseException: The copy of the gradients has failed.
         """
-        coming = self.averages[self._followed :]
+        updates = self._ema_updates[self._emas_updated :]
         if self.written.done():
-            self._catch_up(coming)
+            self._update_emas(updates)
         else:
             for copy in (self._landed, self._reading):
                 if copy is not None:
                     copy.finish()
             for slab, step in self._steps if self._check() else ():
-                _run(slab, step, coming)
-        self._followed += len(coming)
+                _run(slab, step, updates)
+        self._emas_updated += len(updates)
         if not self.written.done():
             self.written.set_result(None)
 
-    def _catch_up(self, coming: Averages) -> None:
+    def _update_emas(self, updates: Sequence[EMAUpdate]) -> None:
         for slab, step in self._steps:
             for part in slab.parts:
                 size = part.place.stop - part.offset
-                for start, stop, averages in average_ranges(coming, part.key, 0, size):
+                for start, stop, emas in ema_parts(updates, part.key, 0, size):
                     weight = step.masters.read(slice(part.offset + start, part.offset + stop))
-                    for average in averages:
-                        average.shadow.lerp_(weight, average.weight)
+                    for ema in emas:
+                        ema.tensor.lerp_(weight, ema.weight)
 
 
-def _run(slab: UnitSlab, step: SlabStep, coming: Averages) -> None:
+def _run(slab: UnitSlab, step: SlabStep, updates: Sequence[EMAUpdate]) -> None:
     has_singles = step.whole is None and any(part.singles for part in slab.parts)
-    if not coming and not has_singles:
+    if not updates and not has_singles:
         step.run(0, step.masters.numel)
         return
     # Padding between parameters stays zero. If it were updated with the last elements, it would
@@ -123,9 +121,9 @@ def _run(slab: UnitSlab, step: SlabStep, coming: Averages) -> None:
     for part in slab.parts:
         for run, is_single in part.runs() if has_singles else [(part.place, False)]:
             inside = run.start - part.offset, run.stop - part.offset
-            for start, stop, averages in average_ranges(coming, part.key, *inside):
+            for start, stop, emas in ema_parts(updates, part.key, *inside):
                 chosen = one_by_one if is_single else step
-                chosen.run(part.offset + start, part.offset + stop, averages)
+                chosen.run(part.offset + start, part.offset + stop, emas)
 
 
 class Passes:
@@ -146,8 +144,8 @@ class Passes:
         self._idle: list[SimpleQueue[None]] = []
         self._is_closing = False
         self._error: BaseException | None = None
-        self.averages: Averages = []
-        """Averages updated with the newest step."""
+        self.ema_updates: list[EMAUpdate] = []
+        """EMA updates of the newest step."""
         self._thread = threading.Thread(target=self._work, name="zerotune-passes", daemon=True)
         self._thread.start()
 
@@ -159,7 +157,7 @@ class Passes:
         """
         self._raise()
         with self._lock:
-            self._newest, self.averages = [], []
+            self._newest, self.ema_updates = [], []
 
     def submit(self, unit_pass: UnitPass) -> None:
         """Queue an update, which runs once its gradients are on the host.
@@ -202,11 +200,11 @@ class Passes:
         with self._lock, self._updating:
             yield
 
-    def follow(self, followers: Sequence[Follower]) -> bool:
-        """Update EMAs together with the newest step, if it is still pending.
+    def update_emas(self, updates: Sequence[EMAUpdate]) -> bool:
+        """Add EMA updates to the newest step, if it is still pending.
 
         Args:
-            followers: The EMAs to update.
+            updates: The updates.
 
         Returns:
             Whether a pending step will update the EMAs.
@@ -214,7 +212,7 @@ class Passes:
         with self._lock:
             if self._error is not None or all(each.is_complete for each in self._newest):
                 return False
-            self.averages.extend(followers)
+            self.ema_updates.extend(updates)
             late = [each for each in self._newest if each not in self._waiting]
             self._waiting.extend(late)
         self._signal()
@@ -241,7 +239,7 @@ class Passes:
         self._is_closing = True
         self._signal()
         self._thread.join()
-        self._newest, self.averages = [], []
+        self._newest, self.ema_updates = [], []
 
     def _signal(self) -> None:
         self._signals.put(None)

@@ -21,7 +21,7 @@ from typing import Any, cast
 import attrs
 import torch
 
-from zerotune.backend.master_weights import Follower
+from zerotune.backend.master_weights import EMAUpdate
 from zerotune.backend.step.adams import SplitMasters, stepper_of
 from zerotune.backend.step.kernel import HostStepOp
 from zerotune.backend.step.pending import hold, release
@@ -124,8 +124,6 @@ class StreamedSteps:
         self._is_last = False
         self._under_way = False
         self._tally = _Tally()
-        self._expected: list[Follower] = []
-        self._moved: list[Follower] = []
         self.is_spoiled = False
         """Whether a failed step has updated only some of the units."""
         self._lock = threading.RLock()
@@ -155,7 +153,6 @@ class StreamedSteps:
         Args:
             is_last: Whether the micro batch is the last one of its accumulation window.
         """
-        self._check_claimed()
         self._is_last = is_last
 
     def _arrived(self, unit: Unit, index: int, parameter: torch.Tensor) -> None:
@@ -277,7 +274,7 @@ class StreamedSteps:
                 self._gradients.give_back(window.place)
         self._windows = {unit: Window() for unit in self._units}
         self._under_way, self._tally = False, _Tally()
-        self._expected, self._moved, self.is_spoiled = [], [], False
+        self.is_spoiled = False
 
     def break_off(self) -> None:
         """Abandon the step of a failed backward pass, if any unit may have been updated."""
@@ -350,7 +347,6 @@ class StreamedSteps:
             if unit.resident:
                 self._hold(unit)
         self._under_way, self._tally = False, _Tally()
-        self._expected, self._moved = [], self._expected
         self.residency.rewind()
         if (reason := self._why_at_once()) is not None:
             self.at_once[reason] = None
@@ -395,7 +391,6 @@ class StreamedSteps:
         window.taken = True
         if not self._under_way:
             self.passes.begin_step()
-            self.passes.averages.extend(self._expected)
             self._under_way = True
         groups, views = self._adam.param_groups, _views_of(unit)
         steps = []
@@ -419,7 +414,7 @@ class StreamedSteps:
         unit_pass = UnitPass(
             unit=unit,
             steps=steps,
-            averages=self.passes.averages,
+            ema_updates=self.passes.ema_updates,
             check=partial(self._check, unit, window, self._tally),
             landed=window.landed,
             written=written,
@@ -469,41 +464,16 @@ class StreamedSteps:
             )
         self.passes.settle()
 
-    # -- EMAs.
-
-    def expect(self, followers: Sequence[Follower]) -> None:
-        """Announce EMAs that the next step must update from its first unit onwards.
+    def update_emas(self, updates: Sequence[EMAUpdate]) -> bool:
+        """Add EMA updates to the newest step.
 
         Args:
-            followers: The EMAs; pass the same ones to ``follow`` after the step.
-        """
-        self._check_claimed()
-        if self.is_eager and not self._under_way:
-            others = (f for f in self._expected if not any(map(partial(_is_same, f), followers)))
-            self._expected = [*others, *followers]
-
-    def follow(self, followers: Sequence[Follower]) -> bool:
-        """Update EMAs together with the newest step.
-
-        Args:
-            followers: The EMAs to update.
+            updates: The updates.
 
         Returns:
-            Whether a pending step updates the EMAs.
+            Whether a pending step will run the updates.
         """
-        if self._under_way:
-            return False
-        moved = [f for f in self._moved if any(map(partial(_is_same, f), followers))]
-        if not moved:
-            return self.passes.follow(followers)
-        if len(moved) < len(followers):
-            raise _other_averages()
-        self._moved = [f for f in self._moved if f not in moved]
-        return True
-
-    def _check_claimed(self) -> None:
-        if self._moved:
-            raise _other_averages()
+        return not self._under_way and self.passes.update_emas(updates)
 
     # -- Units that stay on the device.
 
@@ -567,19 +537,6 @@ class StreamedSteps:
                 release(member.parameter)
         self._held = []
         self._leaving.clear()
-
-
-def _is_same(one: Follower, other: Follower) -> bool:
-    return one.tensors is other.tensors and one.weight == other.weight
-
-
-def _other_averages() -> EngineError:
-    return EngineError(
-        "ema.expect_step() was called before a step, but ema.step() was not called after it",
-        key="ema.expect_step",
-        value="gradient_clipping=0",
-        fix="after each ema.expect_step(), call ema.step() once the optimizer step is applied",
-    )
 
 
 def _views_of(unit: Unit) -> int:

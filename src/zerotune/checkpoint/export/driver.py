@@ -107,15 +107,15 @@ def meet(
     engine.group.agree((os.fspath(path), label, *map(str, arguments)), call)
     if weights is None or weights == "trained":
         return engine.master_weights
-    averages = list(engine.master_weights.averages)
-    named = [each for each in averages if each.name == weights]
+    emas = list(engine.master_weights.emas)
+    named = [ema for ema in emas if ema.name == weights]
     if len(named) == 1:
         weights = named[0]
     if not isinstance(weights, str) and hasattr(weights, "gather"):
         if hasattr(weights, "check_stepped"):
             weights.check_stepped()
         return weights
-    names = ("trained", *sorted({each.name for each in averages}))
+    names = ("trained", *sorted({ema.name for ema in emas}))
     raise InvalidValueError(
         f"{len(named)} EMAs with this name are attached to the engine"
         if named

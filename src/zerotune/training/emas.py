@@ -38,7 +38,7 @@ def as_ema(ema: Any) -> EMA | None:
     )
 
 
-class Averages:
+class TrainerEMAs:
     """The EMA shadows of a trainer, by name.
 
     Args:
@@ -62,11 +62,6 @@ class Averages:
         """Update every shadow after an applied optimizer step."""
         if self._ema is not None:
             self._ema.step()
-
-    def expect_step(self) -> None:
-        """Announce that ``step`` will be called if the next optimizer step is applied."""
-        if self._ema is not None:
-            self._ema.expect_step()
 
     def named(self, name: str | bool | EMAShadow) -> EMAShadow | None:
         """Return an EMA.
