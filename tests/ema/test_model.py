@@ -14,7 +14,7 @@ from diffusers.training_utils import EMAModel as Theirs
 from tests.ema.test_shadow import move, weights
 from tests.support.models import HostileNet, tiny_unet
 from tests.support.ranks import ranks
-from tests.support.runs import Case, start
+from tests.support.runs import PLAIN, Case, start
 from zerotune.ema import EMAModel, FileStore
 from zerotune.errors import CollectiveError, EMAError, InvalidValueError
 
@@ -165,7 +165,7 @@ def test_to_moves_the_shadow_but_keeps_it_in_fp32(tmp_path):
     assert "in a file" in ema.shadow.explain(), "it is on the CPU already"
     ema.to("meta")
     assert ema.shadow.device.type == "meta"
-    with pytest.raises(InvalidValueError, match="keep the shadow unchanged"):
+    with pytest.raises(InvalidValueError, match="keep the EMA unchanged"):
         ema.to(dtype=torch.bfloat16)
 
 
@@ -249,16 +249,28 @@ def test_stored_params_are_visible_as_in_diffusers():
         ours.restore(model.parameters())
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_deprecated_keywords_mean_the_same_as_in_diffusers():
-    model = HostileNet()
-    ours, theirs = pair(model, max_value=0.8, min_value=0.1, device="cpu")
-    assert (ours.decay, ours.min_decay) == (theirs.decay, theirs.min_decay) == (0.8, 0.1)
-    assert ours.shadow.device.type == "cpu"
-    with pytest.warns(FutureWarning, match="deprecated in diffusers; use decay"):
-        EMAModel(model.parameters(), max_value=0.8)
-    with pytest.raises(InvalidValueError, match=r"EMAModel\(beta\).*no such argument"):
-        EMAModel(model.parameters(), beta=0.8)
+def test_follow_keeps_the_values_and_the_steps_of_the_ema():
+    model, twin = HostileNet(), HostileNet(seed=1)
+    ours, theirs = pair(model, decay=0.5)
+    for step, parameters in enumerate([model, model, twin, twin]):
+        move(parameters, seed=step)
+        if parameters is twin:
+            ours.follow(twin)
+        ours.step(parameters.parameters())
+        theirs.step(parameters.parameters())
+        assert_same(ours, theirs)
+    with pytest.raises(EMAError, match="parameters instead of 2"):
+        EMAModel(torch.nn.Linear(2, 2).parameters()).follow(model)
+
+
+@ranks(1)
+def test_an_ema_of_an_engine_refuses_other_parameters():
+    with start(PLAIN, HostileNet(0, scalar=False)) as engine:
+        ema = EMAModel(engine)
+        ema.follow(engine)
+        ema.step(engine.module.parameters())
+        with pytest.raises(EMAError, match="tracks the weights of an engine"):
+            ema.step(HostileNet(0, scalar=False).parameters())
 
 
 def test_without_decay_an_earlier_list_of_shadow_params_is_the_newest():

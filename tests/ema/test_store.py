@@ -101,19 +101,6 @@ def test_an_invalid_store_is_refused(place):
         EMAShadow(store=place)
 
 
-def test_follow_continues_with_a_reloaded_model():
-    model, twin = HostileNet(), HostileNet(seed=1)
-    ema = EMAShadow(decay=0.5).attach(model)
-    before = dict(ema.gather())
-    ema.follow(twin)
-    ema.step()
-    for name, full in ema.gather():
-        expected = before[name].lerp(weights(twin)[name], 0.5)
-        assert torch.equal(full, expected)
-    with pytest.raises(EMAError, match="does not match the weights"):
-        ema.follow(torch.nn.Linear(2, 2))
-
-
 def test_follow_leaves_the_shadow_in_its_store(tmp_path):
     model = torch.nn.Linear(3, 2)
     ema = EMAModel(model.parameters(), store=FileStore(folder=tmp_path))

@@ -354,24 +354,6 @@ class EMAShadow(Readable):
         """
         return self._attached(settled=False)
 
-    def follow(self, source: Any) -> None:
-        """Switch the shadow to other weights with the same names and shapes.
-
-        Args:
-            source: Source of the other weights, as in ``attach``; for example a reloaded model.
-
-        Raises:
-            EMAError: The shadow is not attached, is swapped in, or has different fragments; the
-                shadow is unchanged.
-        """
-        self._ready("follow()")
-        master = master_weights_of(source)
-        parts = {address.key for address in master.addresses}
-        self._check_parts(set(self._tensors), parts, key="source")
-        self.source.emas.discard(self)
-        self._master = master
-        master.emas.add(self)
-
     @property
     def store(self) -> ShadowStore:
         """Storage of the shadow."""

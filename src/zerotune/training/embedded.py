@@ -308,8 +308,7 @@ class EmbeddedPlan(Closing):
 
         Raises:
             EngineError: An object has an unsupported class, or no engine is attached yet.
-            EMAError: An EMA was updated before it was attached to the engine, or belongs to a
-                different model.
+            EMAError: An EMA belongs to a different model.
         """
         for each in emas:
             if not isinstance(each, EMAModel | EMAShadow):
