@@ -452,13 +452,13 @@ def faulty_engines() -> list[Outcome]:
     """Return the results of checks on engines whose step in one pass has a fault."""
     platform, run = detect_platform(log=False), SlabStep.run
 
-    def forgets_emas(self: Any, start: int, stop: int, averages: Any = ()) -> None:
+    def forgets_emas(self: Any, start: int, stop: int, emas: Any = ()) -> None:
         run(self, start, stop)
 
-    def forgets_a_part(self: Any, start: int, stop: int, averages: Any = ()) -> None:
+    def forgets_a_part(self: Any, start: int, stop: int, emas: Any = ()) -> None:
         # The kernels are compared with torch's before the step uses them, on few elements.
         if start or stop < 2000:
-            run(self, start, stop, averages)
+            run(self, start, stop, emas)
 
     outcomes = []
     for fault in (run, forgets_emas, forgets_a_part):
