@@ -14,6 +14,7 @@
     ├── OptimizerError (ValueError)  an optimizer or scheduler that cannot run
     ├── PlatformError (RuntimeError)
     ├── EngineError (RuntimeError)
+    │   ├── StepOrderError           a call that must not come now; names the next legal call
     │   ├── VerificationError        the running engine differs from the plan
     │   ├── UnsupportedEngineError   DeepSpeed lacks a required attribute
     │   └── CollectiveError          a rank is missing or disagrees
@@ -356,6 +357,10 @@ class PlatformError(ZeroTuneError, RuntimeError):
 
 class EngineError(ZeroTuneError, RuntimeError):
     """The training engine cannot be started or used."""
+
+
+class StepOrderError(EngineError):
+    """An engine's method was called out of order; ``fix`` names the next legal call."""
 
 
 class VerificationError(EngineError):

@@ -200,9 +200,12 @@ def test_invalid_trainer_arguments_are_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (torch.ones(2, requires_grad=True), r"shape \(2,\)': returns more than one number.*mean"),
-        (0.5, r"'float': does not return a tensor.*not loss\.item\(\)"),
-        (None, "'NoneType': does not return a tensor"),
+        (
+            torch.ones(2, requires_grad=True),
+            r"\(2,\)': the loss is more than one number.*mean",
+        ),
+        (0.5, r"'float': the loss is not a tensor.*not loss\.item\(\)"),
+        (None, "'NoneType': the loss is not a tensor"),
         (torch.ones(()), "does not depend on any weight.*without torch.no_grad"),
     ],
 )

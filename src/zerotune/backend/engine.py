@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import attrs
 
 from zerotune._util.closing import Closing
 from zerotune._util.proc import return_freed_memory
-from zerotune.errors import EngineError
+from zerotune.backend.step_state import Stage, StepState, fault_of, uninterrupted
+from zerotune.errors import EngineError, ZeroTuneError
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
 GONE: Final = "_zerotune_gone"
 """Name of the attribute that stores why a module lost its weights when its engine closed."""
-
-E = TypeVar("E", bound="Engine")
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @attrs.frozen(kw_only=True)
@@ -61,23 +57,6 @@ class EngineState:
     loss_scaler: dict[str, Any]
 
 
-def naming_the_lost(
-    method: Callable[Concatenate[E, P], R],
-) -> Callable[Concatenate[E, P], R]:
-    """Wrap an engine's method so that its errors name any rank lost during the call.
-
-    Args:
-        method: The method.
-    """
-
-    @functools.wraps(method)
-    def named(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.group.naming("training"):
-            return method(self, *args, **kwargs)
-
-    return named
-
-
 class Engine(Closing):
     """A model with its optimizer, running under a resolved plan.
 
@@ -91,8 +70,8 @@ class Engine(Closing):
     updates the weights at the end of an accumulation window. ``close`` releases the buffers and
     then closes ``resources``, which include the engine's process group.
 
-    A subclass sets the private attributes below when it starts, and then verifies the running
-    engine.
+    Each method asks the ``StepState`` whether it may be called now. A subclass sets the private
+    attributes below when it starts, and then verifies the running engine.
     """
 
     _plan: ResolvedPlan
@@ -106,8 +85,14 @@ class Engine(Closing):
     """Runs an Adam's steps in host memory in one pass; ``None`` without such an Adam."""
     _walked: tuple[tuple[str, torch.nn.Parameter], ...] = ()
     """Names and parameters at the last forward pass, since listing those of a U-Net takes 4 ms."""
-    _unfinished = False
-    """Whether a backward pass began after the last step."""
+    _sees_backward: ClassVar[bool] = True
+    """Whether all backward passes go through ``backward``."""
+    _guards_outputs: ClassVar[bool] = False
+    """Whether other backward passes must not even reach the model's outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._step_state = StepState()
 
     @property
     def plan(self) -> ResolvedPlan:
@@ -167,32 +152,76 @@ class Engine(Closing):
         later = () if self._host_step is None else self._host_step.decisions
         return (*self._decisions, *later)
 
-    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass.
 
-        At stage 3, weights are gathered layer by layer; the plain engine uses autocast.
+        At stage 3, weights are gathered layer by layer; with streamed weights, each unit is
+        uploaded before its module is called. The plain engine uses autocast.
         """
+        import torch
 
-    @abstractmethod
+        # Checkpointing repeats a call within the backward pass.
+        if torch._C._current_graph_task_id() != -1:
+            return self._forward(*args, **kwargs)
+        with self.group.naming("training"), uninterrupted():
+            if not torch.is_grad_enabled():
+                return self._forward(*args, **kwargs)
+            self._step_state.ask("forward")
+            self._check_before_forward()
+            outputs = self._forward(*args, **kwargs)
+            self._step_state.mark(outputs)
+            if self._guards_outputs:
+                self._step_state.guard(outputs)
+            return outputs
+
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate the loss of one micro batch, divided by the accumulation steps.
 
+        If the host engine streams weights and does not clip gradients, the last backward pass of an
+        accumulation window updates weights. If such a pass fails after some weights were updated,
+        the engine raises errors until a checkpoint is loaded.
+
         Args:
             loss: Scalar loss.
-        """
 
-    @abstractmethod
+        Raises:
+            StepOrderError: ``step`` has not been called since the last backward pass, the last pass
+                failed, or weights have changed since the loss was computed.
+            EngineError: The loss is not a scalar tensor with a graph.
+        """
+        self._step_state.ask("backward")
+        if (fault := fault_of(loss)) is not None:
+            reason, value, fix = fault
+            raise EngineError(f"the loss {reason}", key="engine.backward", value=value, fix=fix)
+        self._step_state.check_graph(loss)
+        self._check_before_backward()
+        passing = self._step_state.passing(self._after_failure)
+        with self.group.naming("training"), uninterrupted(), passing:
+            self._backward(loss)
+
     def step(self) -> StepOutcome:
         """Finish a micro batch; update the weights if it is the last of its accumulation window.
 
-        If a gradient is not finite, the step is skipped, even where DeepSpeed would not skip it.
+        If a gradient is not finite, the step is skipped, even where DeepSpeed would not skip it. If
+        some streamed weights were already updated in the backward pass, ``applied`` is true, the
+        norm is infinite, and the engine raises errors until ``load_state`` is called.
 
         Raises:
-            EngineError: ``backward`` has not been called since the last step.
+            StepOrderError: ``backward`` has not been called since the last step, or it failed.
         """
+        if self._sees_backward:
+            self._step_state.ask("step")
+        with self.group.naming("training"), uninterrupted():
+            try:
+                outcome = self._step()
+            except ZeroTuneError:
+                raise
+            except BaseException as error:
+                self._step_state.fail(Stage.BROKEN, error)
+                raise
+        self._step_state.end_micro_batch(boundary=outcome.boundary, applied=outcome.applied)
+        return outcome
 
-    @abstractmethod
     def discard(self) -> None:
         """Drop an accumulation window's gradients; call this instead of the window's last ``step``.
 
@@ -200,15 +229,53 @@ class Engine(Closing):
         step. Collective: every rank must drop the same window.
 
         Raises:
-            EngineError: A backward pass under DeepSpeed has not ended.
+            StepOrderError: A failed backward pass has updated weights or cannot be undone by
+                DeepSpeed, or the backward pass has begun the optimizer step.
         """
+        self._step_state.ask("discard")
+        with uninterrupted():
+            self._discard()
+            self._step_state.reset()
 
-    @abstractmethod
     def load_state(self, state: EngineState) -> None:
         """Restore counters, scheduler (including the learning rate) and loss scale from ``state``.
 
         Gradients of an unfinished accumulation window are dropped.
+
+        Raises:
+            StepOrderError: A failed backward pass cannot be undone by DeepSpeed.
         """
+        self._step_state.ask("load_state")
+        with uninterrupted():
+            self._load_state(state)
+            self._step_state.reset(loaded=True)
+
+    @abstractmethod
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward pass."""
+
+    @abstractmethod
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate a loss."""
+
+    @abstractmethod
+    def _step(self) -> StepOutcome:
+        """Finish a micro batch."""
+
+    @abstractmethod
+    def _discard(self) -> None:
+        """Drop the window's gradients, and count a skipped step."""
+
+    @abstractmethod
+    def _load_state(self, state: EngineState) -> None:
+        """Drop the window's gradients, and restore a state."""
+
+    def _after_failure(self) -> Stage:
+        """The stage after a failed backward pass."""
+        return Stage.BROKEN
+
+    def _check_before_backward(self) -> None:
+        """Check what must hold before a backward pass that updates weights."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -260,15 +327,6 @@ class Engine(Closing):
                     "trainable at the start may be frozen and unfrozen later",
                 )
 
-    def _check_backward(self) -> None:
-        """Check that a backward pass or the caller has set gradients before a step."""
-        if not self._unfinished and all(p.grad is None for p in self._module.parameters()):
-            raise EngineError(
-                "there are no gradients, because engine.backward was not called before this step",
-                key="engine.step",
-                fix="for every micro batch, call engine.backward(loss) and then engine.step()",
-            )
-
     @abstractmethod
     def _checks(self) -> Checks:
         """Comparison of the running engine with the plan."""
@@ -287,6 +345,8 @@ class StartedEngine(Engine):
         with self._starting():
             self._claim(model)
             self._start(model, plan, timeout_s)
+            self._step_state.watch(p for p in model.parameters() if p.requires_grad)
+        self.resources.callback(self._step_state.unwatch)
         self.resources.callback(setattr, self._master_weights, "closed", True)
         # The weights have been copied to their final place; at stage 3, copies one by one, in
         # blocks that training would not reuse.

@@ -21,7 +21,6 @@ from zerotune.backend.engine import (
     EngineState,
     StepOutcome,
     check_not_gone,
-    naming_the_lost,
 )
 from zerotune.backend.master_weights import (
     MasterWeights,
@@ -159,7 +158,7 @@ class PlainEngine(CountingEngine):
         )
 
     @override
-    def load_state(self, state: EngineState) -> None:
+    def _load_state(self, state: EngineState) -> None:
         self._zero_grad()
         self._count_from(state)
         if self._scheduler is not None:
@@ -168,11 +167,9 @@ class PlainEngine(CountingEngine):
             scaler.load_state_dict(carried_scale(state.loss_scaler, fresh=scaler.state_dict()))
 
     @override
-    @naming_the_lost
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._cast(self._module, *args, **kwargs)
-        self._check_before_forward()
         # Ranks sum their gradients in the backward pass of the last micro batch.
         whole = self._at_boundary or self._group.world_size == 1
         with nullcontext() if whole else self._wrapped.no_sync():
@@ -196,18 +193,14 @@ class PlainEngine(CountingEngine):
         )
 
     @override
-    @naming_the_lost
-    def backward(self, loss: torch.Tensor) -> None:
-        self._unfinished = True
+    def _backward(self, loss: torch.Tensor) -> None:
         loss = loss / self._plan.gradient_accumulation_steps
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         loss.backward()  # type: ignore[no-untyped-call]
 
     @override
-    @naming_the_lost
-    def step(self) -> StepOutcome:
-        self._check_backward()
+    def _step(self) -> StepOutcome:
         boundary, norm, applied = self._at_boundary, None, False
         if boundary:
             self._check_before_step(self._global_step)
@@ -219,13 +212,11 @@ class PlainEngine(CountingEngine):
             if applied and self._scheduler is not None:
                 self._scheduler.step()
         self._micro_step += 1
-        self._unfinished = False
         return StepOutcome(applied=applied, boundary=boundary, grad_norm=norm)
 
     @override
-    def discard(self) -> None:
+    def _discard(self) -> None:
         self._zero_grad()
-        self._unfinished = False
         self._count_discarded()
 
     @override

@@ -17,6 +17,7 @@ from zerotune._util.text import whole
 from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.distributed import together
 from zerotune.backend.engine import StepOutcome
+from zerotune.backend.step_state import fault_of
 from zerotune.checkpoint.folders import finite_checkpoint
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, TrainingError
@@ -265,25 +266,9 @@ def check_loss(loss: Any) -> None:
     Raises:
         TrainingError: The objective returned any other value.
     """
-    if not isinstance(loss, torch.Tensor):
-        why, fix = "does not return a tensor", "return the loss as a scalar tensor"
-        value: Any = type(loss).__name__
-        if isinstance(loss, float | int):
-            fix += ", not loss.item() or float(loss)"
-    elif loss.numel() != 1:
-        why, fix = "returns more than one number", "return loss.mean()"
-        value = f"a tensor of shape {tuple(loss.shape)}"
-    elif not loss.requires_grad:
-        why, value = (
-            ("returns a loss that does not depend on any weight"),
-            "a tensor without gradient",
-        )
-        fix = "compute the loss from the output of model(...), without torch.no_grad() or "
-        fix += "detach(), "
-        fix += "and train at least one weight"
-    else:
-        return
-    raise TrainingError(why, key="objective", value=value, fix=fix)
+    if (fault := fault_of(loss)) is not None:
+        reason, value, fix = fault
+        raise TrainingError(f"the loss {reason}", key="objective", value=value, fix=fix)
 
 
 # -- Policies for a NaN or infinite loss or gradient: raise, skip, or roll back.

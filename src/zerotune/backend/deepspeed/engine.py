@@ -46,7 +46,6 @@ from zerotune.backend.engine import (
     EngineState,
     StartedEngine,
     StepOutcome,
-    naming_the_lost,
 )
 from zerotune.backend.master_weights import MasterWeights, full_shape, gradient_norm
 from zerotune.backend.optimizers.classes import ShardAware
@@ -56,6 +55,7 @@ from zerotune.backend.optimizers.client import (
     scheduler_class,
 )
 from zerotune.backend.proof import prove_offload
+from zerotune.backend.step_state import Stage
 from zerotune.backend.stored import dtype_at_rest
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
@@ -74,10 +74,6 @@ class ZeROEngine(Engine):
     _engine: Any
     _wrapper: OptimizerWrapper
     _expected_groups: tuple[RunningGroup, ...]
-    _broken_by: str | None = None
-    """Name of the error in a backward pass after which DeepSpeed cannot continue."""
-    _unfinished = False
-    """Whether a micro batch has gradients for which ``step`` was not called."""
 
     def _verify(self, *, builder: str) -> None:
         """Find DeepSpeed's master weights, attach the optimizer, and compare engine and plan.
@@ -128,11 +124,11 @@ class ZeROEngine(Engine):
         )
 
     @override
-    def load_state(self, state: EngineState) -> None:
+    def _load_state(self, state: EngineState) -> None:
         self._master_weights.settle()
         engine = self._engine
-        if self._unfinished:
-            self.discard()
+        if self._step_state.is_open:
+            self._discard()
         engine.global_steps = state.global_step
         engine.micro_steps = state.micro_step
         engine.skipped_steps = state.skipped_steps
@@ -147,41 +143,24 @@ class ZeROEngine(Engine):
             self._host_step.replay(taken)
 
     @override
-    @naming_the_lost
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self._check_goes_on()
-            self._check_before_forward()
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
 
     @override
-    @naming_the_lost
-    def backward(self, loss: torch.Tensor) -> None:
-        self._check_goes_on()
-        self._unfinished = True
+    def _backward(self, loss: torch.Tensor) -> None:
         self._master_weights.settle()
         try:
             self._engine.backward(loss)
-        except BaseException as error:
-            self._broken_by = type(error).__name__ if self._plan.stage >= 2 else None
-            clear: EngineError | None = None
-            if isinstance(error, AssertionError):
-                clear = self._wrapper.refused()
-            elif isinstance(error, RuntimeError):
-                clear = self._strided()
+        except (AssertionError, RuntimeError) as error:
+            is_refused = isinstance(error, AssertionError)
+            clear = self._wrapper.refused() if is_refused else self._strided()
             if clear is not None:
                 raise clear from error
             raise
 
-    def _check_goes_on(self) -> None:
-        """Check that the last backward pass did not fail."""
-        if self._broken_by is not None:
-            raise EngineError(
-                f"the last backward pass failed with {self._broken_by}, and DeepSpeed still has "
-                "partially reduced gradients",
-                key="engine.backward",
-                fix="create a new engine, and resume from the last checkpoint",
-            )
+    @override
+    def _after_failure(self) -> Stage:
+        return Stage.LOST if self._plan.stage >= 2 else Stage.BROKEN
 
     def _strided(self) -> EngineError | None:
         """The error for weights whose memory order DeepSpeed does not support, if any."""
@@ -198,18 +177,15 @@ class ZeROEngine(Engine):
         return None
 
     @override
-    @naming_the_lost
-    def step(self) -> StepOutcome:
-        self._check_backward()
+    def _step(self) -> StepOutcome:
         boundary = bool(self._engine.is_gradient_accumulation_boundary())
         if boundary:
             self._check_before_step(self._engine.global_steps)
         norm = self._unchecked_norm() if boundary else None
         if norm is not None and not math.isfinite(norm):
-            self.discard()
+            self._discard()
             return StepOutcome(applied=False, boundary=True, grad_norm=norm)
         self._engine.step()
-        self._unfinished = False
         applied = boundary and bool(self._engine.was_step_applied())
         if boundary and norm is None:
             norm = self._engine.get_global_grad_norm()
@@ -222,8 +198,7 @@ class ZeROEngine(Engine):
         )
 
     @override
-    def discard(self) -> None:
-        self._check_goes_on()
+    def _discard(self) -> None:
         self._master_weights.settle()
         engine = self._engine
         self._wrapper.drop_gradients()
@@ -234,7 +209,6 @@ class ZeROEngine(Engine):
         engine.skipped_steps += 1
         engine.global_samples += engine.train_batch_size()
         engine._step_applied = False
-        self._unfinished = False
 
     def _unchecked_norm(self) -> float | None:
         """Gradient norm if DeepSpeed does not check gradients itself (stage 0 in fp32)."""
@@ -313,6 +287,8 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         MissingDependencyError: DeepSpeed is not installed.
         VerificationError: The engine that DeepSpeed built differs from the plan.
     """
+
+    _guards_outputs = True
 
     @override
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:

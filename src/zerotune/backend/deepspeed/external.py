@@ -398,6 +398,7 @@ class AttachedEngine(ZeROEngine):
         VerificationError: The engine differs from the plan; the error lists every difference.
     """
 
+    _sees_backward = False
     _checked_at = -1
     """Number of optimizer steps at the last check of the model."""
 
@@ -490,12 +491,7 @@ class AttachedEngine(ZeROEngine):
         return attrs.evolve(state, micro_step=closed if boundary else closed + 1)
 
     @override
-    def step(self) -> StepOutcome:
-        """Finish a micro batch; update the weights if it is the last of its accumulation window.
-
-        Raises:
-            EngineError: The trainer's ``backward`` has already run the optimizer step.
-        """
+    def _step(self) -> StepOutcome:
         if self._trainers_boundary is not None:
             raise EngineError(
                 "accelerator.backward has already taken this step; this call would take a second "
@@ -503,11 +499,7 @@ class AttachedEngine(ZeROEngine):
                 key="engine.step",
                 fix="remove this call, or call engine.backward instead of accelerator.backward",
             )
-        return super().step()
-
-    @override
-    def _check_backward(self) -> None:
-        """Do nothing: the engine does not see the trainer's backward pass."""
+        return super()._step()
 
     @property
     def _trainers_boundary(self) -> bool | None:

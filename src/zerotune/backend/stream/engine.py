@@ -27,7 +27,6 @@ from zerotune.backend.engine import (
     CountingEngine,
     EngineState,
     StepOutcome,
-    naming_the_lost,
 )
 from zerotune.backend.master_weights import (
     EMAUpdate,
@@ -54,6 +53,7 @@ from zerotune.backend.step.deferred import ROUNDS_OTHERWISE
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.step.pending import Awaited
 from zerotune.backend.step.uses import ForeignUses
+from zerotune.backend.step_state import Stage, StepState
 from zerotune.backend.stored import bring_weights
 from zerotune.backend.stream.gradients import GradientPool, Gradients, GradientsOfAll
 from zerotune.backend.stream.lanes import Lane
@@ -222,7 +222,9 @@ class StreamEngine(CountingEngine):
             foreign.wait_before_kernels({id(m.parameter) for unit in trained for m in unit.members})
         self._steps.refresh()
         self._steps.know_views()
-        layout = StreamLayout(units=trained, optimizer=self._adam, steps=self._steps)
+        layout = StreamLayout(
+            units=trained, optimizer=self._adam, steps=self._steps, state=self._step_state
+        )
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
 
     def _found_compiling(self) -> None:
@@ -287,7 +289,7 @@ class StreamEngine(CountingEngine):
         )
 
     @override
-    def load_state(self, state: EngineState) -> None:
+    def _load_state(self, state: EngineState) -> None:
         self._steps.forget_all()
         self._count_from(state)
         continue_schedule(self._scheduler, state.scheduler)
@@ -297,53 +299,30 @@ class StreamEngine(CountingEngine):
         self._steps.replay(taken)
 
     @override
-    @naming_the_lost
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward pass; each unit is uploaded before its module is called."""
-        if torch.is_grad_enabled():
-            self._steps.check_whole()
-            self._check_before_forward()
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._module(*args, **kwargs)
 
     @override
-    @naming_the_lost
-    def backward(self, loss: torch.Tensor) -> None:
-        """Back-propagate the loss of one micro batch, divided by the accumulation steps.
-
-        Without clipping, the last backward pass of an accumulation window updates the units'
-        weights. If a backward pass fails after some units were updated, the engine raises errors
-        until a checkpoint is loaded.
-
-        Args:
-            loss: Scalar loss.
-        """
-        self._steps.check_whole()
-        if self._at_boundary and self._steps.is_eager and not self._steps.under_way:
+    def _check_before_backward(self) -> None:
+        if self._at_boundary and self._steps.is_eager:
             self._check_before_step(self._global_step)
             self._call_hooks(_global_optimizer_pre_hooks, self._adam._optimizer_step_pre_hooks)
-        self._unfinished = True
         self._steps.begin_backward(is_last=self._at_boundary)
-        scaled: Any = loss / self._plan.gradient_accumulation_steps
-        try:
-            scaled.backward()
-            # Not autograd's callback, which also runs at the end of a reentrant checkpoint's pass.
-            self._steps.end_backward()
-        except BaseException:
-            self._steps.break_off()
-            raise
 
     @override
-    @naming_the_lost
-    def step(self) -> StepOutcome:
-        """Finish a micro batch; update the weights if it is the last of its accumulation window.
+    def _backward(self, loss: torch.Tensor) -> None:
+        scaled: Any = loss / self._plan.gradient_accumulation_steps
+        scaled.backward()
+        # Not autograd's callback, which also runs at the end of a reentrant checkpoint's pass.
+        self._steps.end_backward()
 
-        If a gradient is not finite, the step is skipped. If some units were already updated,
-        ``applied`` is true, the norm is infinite, and the engine raises errors until ``load_state``
-        is called.
-        """
-        self._check_backward()
+    @override
+    def _after_failure(self) -> Stage:
+        return self._steps.break_off()
+
+    @override
+    def _step(self) -> StepOutcome:
         boundary = self._at_boundary
-        self._unfinished = False
         self._micro_step += 1
         if not boundary:
             return StepOutcome(applied=False, boundary=False)
@@ -354,7 +333,8 @@ class StreamEngine(CountingEngine):
         if not math.isfinite(norm):
             dropped = self._steps.take_back()
             if not dropped:
-                self._steps.spoil()
+                self._steps.forget_all()
+                self._step_state.fail(Stage.SPOILED)
             self._skipped_steps += dropped
             return StepOutcome(applied=not dropped, boundary=True, grad_norm=norm)
         self._run_step(norm)
@@ -396,14 +376,8 @@ class StreamEngine(CountingEngine):
         super()._check_before_step(step)
 
     @override
-    def discard(self) -> None:
-        """Drop the current accumulation window's gradients; the window counts as a skipped step.
-
-        Raises:
-            EngineError: The backward pass has already updated some units.
-        """
+    def _discard(self) -> None:
         self._steps.forget()
-        self._unfinished = False
         self._count_discarded()
 
     @override
@@ -643,12 +617,19 @@ class StreamLayout(MasterLayout):
         units: The trained units.
         optimizer: Optimizer that updates the slabs.
         steps: Object that runs the updates.
+        state: The engine's state between steps.
     """
 
     def __init__(
-        self, *, units: Sequence[Unit], optimizer: torch.optim.Optimizer, steps: StreamedSteps
+        self,
+        *,
+        units: Sequence[Unit],
+        optimizer: torch.optim.Optimizer,
+        steps: StreamedSteps,
+        state: StepState,
     ) -> None:
         self._units, self._steps, self._optimizer = units, steps, optimizer
+        self._state = state
         coded = isinstance(optimizer, AdamW8BitStates)
         self._coder = Host8BitAdam(op=load_host_step(), adam=optimizer) if coded else None
         self._slabs = [slab for unit in units for slab in unit.slabs]
@@ -698,7 +679,7 @@ class StreamLayout(MasterLayout):
     @override
     @contextmanager
     def reading(self, slab: int) -> Iterator[Slab]:
-        self._steps.check_whole()
+        self._state.ask("read")
         yield self._opened(slab)
 
     @override

@@ -23,6 +23,7 @@ from zerotune._util.text import format_size
 from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.checks import check_alike
 from zerotune.backend.deepspeed.start import join
+from zerotune.backend.step_state import Stage
 from zerotune.backend.stream.engine import KEY, StreamEngine
 from zerotune.backend.stream.lanes import Copy
 from zerotune.backend.stream.passes import Passes
@@ -74,8 +75,9 @@ class SharedSteps(StreamedSteps):
         """Number of the current step, including dropped steps."""
 
     @override
-    def break_off(self) -> None:
-        """Do nothing, because the ranks are out of step and all of them must restart."""
+    def break_off(self) -> Stage:
+        """Return that the ranks are out of step, so all of them must restart."""
+        return Stage.LOST
 
     @override
     def _land(self, unit: Unit, came: Mapping[int, torch.Tensor], window: Window) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from zerotune.backend.stream.lanes import Lane
 from zerotune.backend.stream.units import Unit
 from zerotune.backend.stream.weights import Inside
+from zerotune.errors import EngineError
 
 _AHEAD: Final = 2
 """Number of units to prefetch."""
@@ -52,7 +53,8 @@ class _Call:
     units: Sequence[Unit]
     inputs: frozenset[tuple[int, int]]
     """Graph edges of the inputs whose gradients end the call."""
-    is_open: bool = False
+    task: int | None = None
+    """Backward pass in which the call was used last."""
     left: int = 0
     """Number of inputs whose gradients are missing."""
 
@@ -292,9 +294,18 @@ class Residency:
             _watch(tensor, partial(self._leave_backward, call, _edge(tensor)))
 
     def _enter_backward(self, call: _Call, _gradient: torch.Tensor) -> None:
-        if call.is_open:
+        if torch.is_grad_enabled():
+            raise EngineError(
+                "create_graph=True (a gradient penalty) needs all weights at once, but weights of "
+                "this model are on the device only while their module's pass runs",
+                key=f"model.{call.units[0].name}",
+                value="create_graph=True",
+                fix='train without streaming, such as with plan.resolve(engine="host")',
+            )
+        task = torch._C._current_graph_task_id()
+        if call.task == task:
             return
-        call.is_open = True
+        call.task = task
         # If many blocks share an input, such as a time embedding, its gradient is complete only at
         # the end of the backward pass.
         alone = {edge for edge in call.inputs if self._shared.get(edge, (None, 1))[1] == 1}
@@ -306,7 +317,7 @@ class Residency:
         self._use(call.units)
 
     def _leave_backward(self, call: _Call, edge: tuple[int, int], _gradient: torch.Tensor) -> None:
-        if edge in call.inputs and call.is_open:
+        if edge in call.inputs and call.task == torch._C._current_graph_task_id():
             call.left -= 1
             if call.left == 0:
                 for unit in call.units:

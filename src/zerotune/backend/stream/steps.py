@@ -26,12 +26,13 @@ from zerotune.backend.step.adams import SplitMasters, stepper_of
 from zerotune.backend.step.kernel import HostStepOp
 from zerotune.backend.step.pending import hold, release
 from zerotune.backend.step.uses import CALL_COMPILED, COMPILED, VIEWED, ForeignUses
+from zerotune.backend.step_state import Stage
 from zerotune.backend.stream.gradients import Gradients, Place
 from zerotune.backend.stream.lanes import Copy, Lane
 from zerotune.backend.stream.passes import Passes, UnitPass
 from zerotune.backend.stream.residency import Residency
 from zerotune.backend.stream.units import FlatOrder, Unit
-from zerotune.errors import EngineError
+from zerotune.errors import EngineError, StepOrderError
 from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
 
 
@@ -124,8 +125,6 @@ class StreamedSteps:
         self._is_last = False
         self._under_way = False
         self._tally = _Tally()
-        self.is_spoiled = False
-        """Whether a failed step has updated only some of the units."""
         self._lock = threading.RLock()
         self.residency = cast(Residency, None)
         """Set by the engine before the first forward pass."""
@@ -227,15 +226,15 @@ class StreamedSteps:
         """Drop the gradients of the accumulation window.
 
         Raises:
-            EngineError: Weights have already been updated with these gradients.
+            StepOrderError: Weights have already been updated with these gradients.
         """
         if not self.take_back():
-            raise EngineError(
+            raise StepOrderError(
                 "gradients cannot be discarded: without clipping, the backward pass has already "
                 "updated weights with them",
                 key="engine.discard",
                 value="gradient_clipping=0",
-                fix="enable gradient_clipping, or resume from the last checkpoint",
+                fix="call engine.step(); to be able to discard gradients, enable gradient_clipping",
             )
 
     def take_back(self) -> bool:
@@ -274,39 +273,22 @@ class StreamedSteps:
                 self._gradients.give_back(window.place)
         self._windows = {unit: Window() for unit in self._units}
         self._under_way, self._tally = False, _Tally()
-        self.is_spoiled = False
 
-    def break_off(self) -> None:
-        """Abandon the step of a failed backward pass, if any unit may have been updated."""
+    def break_off(self) -> Stage:
+        """Abandon the step of a failed backward pass, if any unit may have been updated.
+
+        Returns:
+            The engine's stage after the failure.
+        """
         if not self._under_way:
-            return
+            return Stage.BROKEN
         for window in self._windows.values():
             if window.landed is not None:
                 # The error that ended the pass is the one to raise.
                 with suppress(BaseException):
                     window.landed.finish()
-        self.spoil()
-
-    def spoil(self) -> None:
-        """Abandon a step that has updated some units and cannot update the rest."""
         self.forget_all()
-        self.is_spoiled = True
-
-    def check_whole(self) -> None:
-        """Check that all weights have taken the same number of steps.
-
-        Raises:
-            EngineError: A failed step has updated only some of the units.
-        """
-        if self.is_spoiled:
-            raise EngineError(
-                "only some weights have been updated: after updates had begun, the backward pass "
-                "failed or computed a gradient that is not finite",
-                key="engine",
-                value="gradient_clipping=0",
-                fix="resume from the last checkpoint; to avoid this, enable gradient_clipping, so "
-                "that no weight is updated before all gradients are known",
-            )
+        return Stage.SPOILED
 
     # -- Steps.
 

@@ -1,0 +1,299 @@
+"""``StepState``: where an engine is between two steps, and which calls may come next.
+
+::
+
+    IDLE ── backward ──> BACKWARD ── step, discard ──> IDLE
+              │                │
+              │ fails          │ fails
+              ▼                ▼
+            BROKEN ── discard ──> IDLE      no weight has moved
+            SPOILED ── load_state ──> IDLE  some weights have moved
+            LOST                            DeepSpeed or other ranks cannot go on
+
+Forward passes leave the state as it is. An accumulation window is open from its first backward pass
+to its last step. The state also knows which graphs are older than the newest weights, and notices
+backward passes that did not go through the engine.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from zerotune.errors import StepOrderError
+
+if TYPE_CHECKING:
+    import torch
+
+_MARK: Final = "zerotune"
+"""Key under which a graph's node stores the state and version of the weights that it used."""
+
+
+class Stage(enum.Enum):
+    """What has happened since the last step."""
+
+    IDLE = "no backward pass has been run since the last step"
+    BACKWARD = "engine.backward was called, but engine.step was not called after it"
+    BROKEN = "a backward pass or a step failed, so the accumulation window's gradients are partial"
+    SPOILED = (
+        "only some weights have been updated: after updates had begun, the backward pass failed "
+        "or computed a gradient that is not finite"
+    )
+    LOST = "a backward pass failed and left partially reduced gradients, which cannot be dropped"
+
+
+_LEGAL: Final = {
+    Stage.IDLE: {"forward", "backward", "discard", "load_state", "read"},
+    Stage.BACKWARD: {"forward", "step", "discard", "load_state", "read"},
+    Stage.BROKEN: {"discard", "load_state", "read"},
+    Stage.SPOILED: {"load_state"},
+    Stage.LOST: {"read"},
+}
+_NEXT: Final = {
+    Stage.IDLE: "for every micro batch, call engine.backward(loss) and then engine.step()",
+    Stage.BACKWARD: "call engine.step() after every engine.backward(loss), also within an "
+    "accumulation window; add several losses of one micro batch before engine.backward; to drop "
+    "the gradients, call engine.discard()",
+    Stage.BROKEN: "call engine.discard(), which drops the window's gradients, and go on with the "
+    "next batch",
+    Stage.SPOILED: "resume from the last checkpoint; to avoid this, enable gradient_clipping, so "
+    "that no weight is updated before all gradients are known",
+    Stage.LOST: "create a new engine, and resume from the last checkpoint",
+}
+
+
+class StepState:
+    """State of an engine between two steps; refuses calls that are out of order."""
+
+    def __init__(self) -> None:
+        self.stage = Stage.IDLE
+        self.is_open = False
+        """Whether the current accumulation window has gradients."""
+        self._version = 0
+        self._is_passing = False
+        self._why = ""
+        self._hooks: list[Any] = []
+
+    def ask(self, call: str) -> None:
+        """Check that a call may come next.
+
+        Args:
+            call: ``"forward"``, ``"backward"``, ``"step"``, ``"discard"``, ``"load_state"`` or
+                ``"read"``.
+
+        Raises:
+            StepOrderError: Another call must come first.
+        """
+        if call not in _LEGAL[self.stage]:
+            raise StepOrderError(
+                self.stage.value + self._why, key=f"engine.{call}", fix=_NEXT[self.stage]
+            )
+
+    @contextmanager
+    def passing(self, after_failure: Callable[[], Stage]) -> Iterator[None]:
+        """Run the engine's backward pass inside the block.
+
+        Args:
+            after_failure: Function that returns the stage to enter if the pass fails.
+        """
+        self._is_passing = self.is_open = True
+        try:
+            yield
+        except BaseException as error:
+            self.fail(after_failure(), error)
+            raise
+        finally:
+            self._is_passing = False
+        self.stage = Stage.BACKWARD
+
+    def fail(self, stage: Stage, error: BaseException | None = None) -> None:
+        """Enter a stage in which no further step may be taken.
+
+        Args:
+            stage: The stage.
+            error: The cause.
+        """
+        self.stage = stage
+        self._why = "" if error is None else f" ({type(error).__name__}: {str(error)[:200]})"
+
+    def end_micro_batch(self, *, boundary: bool, applied: bool) -> None:
+        """Record that ``step`` has returned.
+
+        Args:
+            boundary: Whether the accumulation window has ended.
+            applied: Whether the weights have changed.
+        """
+        self._version += applied
+        self.is_open = self.is_open and not boundary
+        if self.stage is Stage.BACKWARD:
+            self.stage = Stage.IDLE
+
+    def reset(self, *, loaded: bool = False) -> None:
+        """Record that the window's gradients have been dropped.
+
+        Args:
+            loaded: Whether the weights have been replaced too.
+        """
+        self.stage, self.is_open, self._why = Stage.IDLE, False, ""
+        self._version += loaded
+
+    # -- Graphs.
+
+    def mark(self, outputs: Any) -> None:
+        """Record which weights a forward pass has used.
+
+        Args:
+            outputs: The outputs of the pass, in any nested structure.
+        """
+        for tensor in _differentiable(outputs):
+            tensor.grad_fn.metadata[_MARK] = self, self._version
+
+    def guard(self, outputs: Any) -> None:
+        """Refuse every backward pass through outputs that does not go through the engine.
+
+        Args:
+            outputs: The outputs of a forward pass, in any nested structure.
+        """
+        for tensor in _differentiable(outputs):
+            hook = tensor.register_hook(self._check_passing)
+            # Before DeepSpeed's hook, which prepares its optimizer for the pass.
+            _call_first(hook, tensor._backward_hooks)
+
+    def check_graph(self, loss: torch.Tensor) -> None:
+        """Check that no weight has changed since the forward passes that a loss comes from.
+
+        Args:
+            loss: The loss.
+
+        Raises:
+            StepOrderError: The graph is older than the last step.
+        """
+        seen, ahead = set(), [loss.grad_fn]
+        while ahead:
+            node: Any = ahead.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            state, version = node.metadata.get(_MARK, (None, 0))
+            if state is not None and version != state._version:
+                raise StepOrderError(
+                    "the loss was computed before the last engine.step(), with weights that have "
+                    "changed since",
+                    key="engine.backward",
+                    fix="call the engine again on this batch, and pass the new loss; run forward "
+                    "pass, engine.backward and engine.step of a micro batch before the next one",
+                )
+            if state is not self:
+                ahead.extend(next_node for next_node, _ in node.next_functions)
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Notice gradients of parameters that come from other backward passes.
+
+        Args:
+            parameters: The trained parameters.
+        """
+        for each in parameters:
+            hook = each.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+            # Before the engine's own hooks, which take the gradient.
+            _call_first(hook, cast(Any, each)._post_accumulate_grad_hooks)
+            self._hooks.append(hook)
+
+    def unwatch(self) -> None:
+        """Remove the hooks that ``watch`` has registered."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        import torch
+
+        if not self._is_passing:
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.grad = None
+            error = _foreign()
+            if self.stage in (Stage.IDLE, Stage.BACKWARD):
+                self.is_open = True
+                self.fail(Stage.BROKEN, error)
+            raise error
+
+    def _check_passing(self, _gradient: torch.Tensor) -> None:
+        if not self._is_passing:
+            raise _foreign()
+
+
+def _foreign() -> StepOrderError:
+    return StepOrderError(
+        "a backward pass that did not go through this engine computes gradients of its weights",
+        key="engine.backward",
+        fix="call engine.backward(loss) instead of loss.backward() or torch.autograd.grad, once "
+        "per micro batch, with the sum of all losses; while another model is trained through this "
+        "one, freeze this one with engine.module.requires_grad_(False)",
+    )
+
+
+def _call_first(hook: Any, hooks: dict[int, Any]) -> None:
+    """Move a hook to the front; torch ignores the order of ``OrderedDict.move_to_end``."""
+    others = dict(hooks)
+    own = others.pop(hook.id)
+    hooks.clear()
+    hooks.update({hook.id: own, **others})
+
+
+def _differentiable(outputs: Any) -> list[Any]:
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    leaves = (each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor))
+    return [tensor for tensor in leaves if tensor.grad_fn is not None]
+
+
+def fault_of(loss: Any) -> tuple[str, Any, str] | None:
+    """Return why a value cannot be back-propagated, the value to show and the remedy.
+
+    Args:
+        loss: What was passed as the loss.
+
+    Returns:
+        ``None`` if the loss is a scalar tensor with a graph.
+    """
+    import torch
+
+    if not isinstance(loss, torch.Tensor):
+        fix = "pass the loss as a scalar tensor"
+        if isinstance(loss, float | int):
+            fix += ", not loss.item() or float(loss)"
+        return "is not a tensor", type(loss).__name__, fix
+    if loss.numel() != 1:
+        shape = f"a tensor of shape {tuple(loss.shape)}"
+        return "is more than one number", shape, "reduce it with loss.mean()"
+    if not loss.requires_grad:
+        fix = "compute the loss from the output of model(...), without torch.no_grad() or "
+        fix += "detach(), and train at least one weight"
+        return "does not depend on any weight", "a tensor without gradient", fix
+    return None
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Deliver Ctrl-C after the block instead of inside it; a second one interrupts at once."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[Any] = []
+
+    def keep(number: int, frame: Any) -> None:
+        came.append(frame)
+        if len(came) > 1:
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, keep)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if len(came) == 1:
+            before(signal.SIGINT, came[0])

@@ -1,0 +1,207 @@
+"""Calls out of order are refused by every kind of engine, with the next legal call."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backend.act_runs import MODES, begin
+from tests.backend.acts import KINDS, Net
+from tests.support.ranks import ranks
+from zerotune.errors import EngineError, StepOrderError
+
+# Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
+pytestmark = [pytest.mark.deepspeed, ranks(1)]
+
+IN_MEMORY = ("plain", "plain apart", "host", "streamed")
+"""Kinds of engines that can drop partial gradients."""
+SOME = (*IN_MEMORY, "z0", "z1", "z2 cpu", "z3")
+
+
+def start(kind: str) -> Any:
+    return begin(KINDS[kind], MODES["default"], Net())
+
+
+def loss_of(engine: Any, number: int = 0) -> torch.Tensor:
+    x = torch.randn(2, 16, 4, 4, generator=torch.Generator().manual_seed(number))
+    torch.manual_seed(number)
+    return engine(x.to(engine.dtype)).float().square().mean()
+
+
+def train(engine: Any, number: int) -> float | None:
+    engine.backward(loss_of(engine, number))
+    return engine.step().grad_norm
+
+
+def masters(engine: Any) -> list[torch.Tensor]:
+    return [value.clone() for _, value in engine.master_weights.gather()]
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(map(torch.equal, masters(one), masters(other)))
+
+
+def test_each_call_out_of_order_names_the_next_legal_call_and_the_run_goes_on():
+    for kind in SOME:
+        with start(kind) as engine, start(kind) as reference:
+            with pytest.raises(StepOrderError, match=r"engine\.backward\(loss\) and then"):
+                engine.step()
+            engine.backward(loss_of(engine))
+            with pytest.raises(StepOrderError, match="add several losses"):
+                engine.backward(loss_of(engine, 1))
+            with engine.evaluating():
+                loss_of(engine, 2)
+            engine.step()
+            train(reference, 0)
+            with pytest.raises(StepOrderError, match="no backward pass"):
+                engine.step()
+            assert train(engine, 3) == train(reference, 3), kind
+            assert same(engine, reference), kind
+
+
+def test_a_loss_that_cannot_be_back_propagated_is_refused_and_the_run_goes_on():
+    for kind in SOME:
+        with start(kind) as engine, start(kind) as reference:
+            for loss in (1.0, loss_of(engine) * torch.ones(3), loss_of(engine).detach()):
+                with pytest.raises(EngineError, match=r"engine\.backward.*the loss"):
+                    engine.backward(loss)
+            assert train(engine, 3) == train(reference, 3), kind
+
+
+def test_a_loss_from_before_the_last_step_is_refused_and_the_run_goes_on():
+    for kind in SOME:
+        with start(kind) as engine, start(kind) as reference:
+            old = loss_of(engine, 9)
+            train(engine, 0)
+            train(reference, 0)
+            with pytest.raises(StepOrderError, match="before the last"):
+                engine.backward(old + loss_of(engine, 1))
+            assert train(engine, 1) == train(reference, 1), kind
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_another_backward_pass_is_refused(kind):
+    with start(kind) as engine, start(kind) as reference:
+        train(engine, 0)
+        train(reference, 0)
+        with pytest.raises(StepOrderError, match=r"instead of loss\.backward"):
+            loss_of(engine, 1).backward()
+        if kind.startswith("z"):
+            # Refused before DeepSpeed has seen any gradient.
+            assert train(engine, 1) == train(reference, 1)
+            return
+        for call in (lambda: loss_of(engine), engine.step):
+            with pytest.raises(StepOrderError, match=r"engine\.discard\(\)"):
+                call()
+        engine.discard()
+        reference.discard()
+        assert train(engine, 2) == train(reference, 2)
+        engine.backward(loss_of(engine, 3))
+        with pytest.raises(StepOrderError, match=r"instead of loss\.backward"):
+            engine.module.scale.square().sum().backward()
+        with pytest.raises(StepOrderError, match=r"engine\.discard\(\)"):
+            engine.step()
+
+
+def failing(engine: Any) -> None:
+    """Raise an error in a backward pass after some gradients have been computed."""
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise MemoryError("no room")
+
+    def watch(_module: Any, _inputs: Any, out: torch.Tensor) -> None:
+        out.register_hook(fail)
+
+    hook = engine.module.norm.register_forward_hook(watch)
+    loss = loss_of(engine, 50)
+    hook.remove()
+    with pytest.raises(MemoryError):
+        engine.backward(loss)
+
+
+@pytest.mark.parametrize("kind", [*IN_MEMORY, "z0", "z1"])
+def test_nothing_of_a_failed_backward_pass_joins_the_next_step(kind):
+    with start(kind) as engine, start(kind) as reference:
+        train(engine, 0)
+        train(reference, 0)
+        failing(engine)
+        for call in (lambda: loss_of(engine), engine.step):
+            with pytest.raises(StepOrderError, match=r"MemoryError: no room.*engine\.discard\(\)"):
+                call()
+        engine.discard()
+        reference.discard()
+        assert train(engine, 1) == train(reference, 1)
+        assert same(engine, reference)
+
+
+@pytest.mark.parametrize("kind", ["z2", "z3"])
+def test_deepspeed_does_not_go_on_after_a_failed_backward_pass_at_stages_2_and_3(kind):
+    with start(kind) as engine:
+        failing(engine)
+        for call in (lambda: loss_of(engine), engine.step, engine.discard):
+            with pytest.raises(StepOrderError, match="create a new engine"):
+                call()
+
+
+def test_graphs_of_a_whole_window_and_two_engines_are_accepted():
+    with start("plain") as one, start("host") as other:
+        for engine in (one, other):
+            early = loss_of(engine, 0) + loss_of(engine, 1)
+            engine.backward(early)
+            later = loss_of(engine, 2)
+            engine.discard()
+            engine.backward(later)
+            assert engine.step().applied
+        trained = [p for p in one.module.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        x = torch.randn(2, 16, 4, 4)
+        other.backward(one(other(x.to(other.dtype)).float()).square().mean())
+        assert other.step().applied
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        assert train(one, 4)
+
+
+def test_streamed_weights_come_back_for_a_second_pass_and_refuse_a_graph_of_it():
+    with start("streamed") as engine, start("streamed") as reference:
+        x = torch.randn(2, 16, 4, 4).to(engine.dtype).requires_grad_()
+
+        def loss(of: Any) -> torch.Tensor:
+            torch.manual_seed(7)
+            return of(x).float().square().mean()
+
+        value = loss(engine)
+        (gradient,) = torch.autograd.grad(value, x, retain_graph=True)
+        engine.backward(value)
+        reference.backward(loss(reference))
+        assert gradient.abs().sum() > 0
+        assert engine.step().grad_norm == reference.step().grad_norm
+        with pytest.raises(EngineError, match=r"create_graph=True.*without streaming"):
+            torch.autograd.grad(loss(engine), x, create_graph=True)
+
+
+@pytest.mark.parametrize("kind", ["plain", "host", "streamed", "z2 cpu"])
+def test_an_interrupt_inside_a_call_is_delivered_after_it(kind):
+    def interrupt(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with start(kind) as engine, start(kind) as reference:
+        hook = engine.module.mix.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(engine, 0)
+        hook.remove()
+        handle = engine.module.norm.register_full_backward_hook(interrupt)
+        loss = loss_of(engine, 0)
+        handle.remove()
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss)
+        with pytest.raises(StepOrderError, match=r"engine\.step\(\)"):
+            engine.backward(loss_of(engine, 1))
+        engine.step()
+        train(reference, 0)
+        assert same(engine, reference)
