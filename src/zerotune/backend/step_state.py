@@ -118,7 +118,7 @@ class StepState:
             error: The cause.
         """
         self.stage = stage
-        self._why = "" if error is None else f" ({type(error).__name__}: {str(error)[:200]})"
+        self._why = "" if error is None else f" ({type(error).__name__}: {str(error)[:300]})"
 
     def end_micro_batch(self, *, boundary: bool, applied: bool) -> None:
         """Record that ``step`` has returned.
