@@ -129,11 +129,6 @@ class EMAShadow(Readable):
         return self._master is not None
 
     @property
-    def shadows(self) -> tuple[EMAShadow, ...]:
-        """A tuple that contains only this shadow, for compatibility with ``EMAShadows``."""
-        return (self,)
-
-    @property
     def swapped(self) -> bool:
         """Whether the model currently uses the EMA weights."""
         return self._swapped
@@ -493,11 +488,6 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
     def step(self) -> None:
         """Update all shadows after one applied optimizer step; see ``EMAShadow.step``."""
         update_together(*self._shadows.values())
-
-    @property
-    def shadows(self) -> tuple[EMAShadow, ...]:
-        """All shadows, in the order in which they were passed."""
-        return tuple(self._shadows.values())
 
     @property
     def nbytes(self) -> int:

@@ -63,16 +63,16 @@ class TrainerEMAs:
         if self._ema is not None:
             self._ema.step()
 
-    def named(self, name: str | bool | EMAShadow) -> EMAShadow | None:
-        """Return an EMA.
+    def named(self, name: Any) -> EMAShadow | None:
+        """Return an EMA, or ``None`` for the trained weights.
 
         Args:
-            name: An EMA's name or one of the trainer's EMAs; ``True`` selects the first EMA, and
-                ``False`` returns ``None``.
+            name: An EMA's name or one of the trainer's EMAs; ``True`` or ``None`` for the first
+                EMA, and ``False`` or ``"trained"`` for the trained weights.
         """
-        if name is False:
+        if name is False or (isinstance(name, str) and name == "trained"):
             return None
-        if name is True:
+        if name is True or name is None:
             return next(iter(self.shadows.values()), None)
         if isinstance(name, EMAShadow) and name in self.shadows.values():
             return name
@@ -85,18 +85,6 @@ class TrainerEMAs:
                 + ("" if self.shadows else "; or create Trainer(ema=EMAShadow(...))"),
             )
         return self.shadows[name]
-
-    def chosen(self, weights: Any) -> EMAShadow | None:
-        """Return the EMA to export.
-
-        Args:
-            weights: An EMA's name or one of the trainer's EMAs; ``None`` selects the first EMA, and
-                ``"trained"`` returns ``None``.
-        """
-        if weights is None or weights == "trained":
-            return self.named(weights is None)
-        known = isinstance(weights, str | EMAShadow)
-        return self.named(weights if known else type(weights).__name__)
 
     def swapped_in(self, name: str | bool) -> AbstractContextManager[None]:
         """Inside the block, replace the model's weights with EMA weights. Collective.

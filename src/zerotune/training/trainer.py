@@ -423,7 +423,7 @@ class Trainer(Closing, Readable):
             CheckpointError: The export cannot be written.
         """
         self._check_open("export")
-        what: dict[str, Any] = {"weights": self.emas.chosen(weights), "dtype": dtype}
+        what: dict[str, Any] = {"weights": self.emas.named(weights), "dtype": dtype}
         if trains_adapters(self.engine):
             return Path(export_adapters(path, engine=self.engine, **what))
         if self._loaded is not None and self._loaded.component is not None:
