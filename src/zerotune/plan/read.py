@@ -49,6 +49,7 @@ from zerotune.plan.source import (
     undashed,
     wrapper_of,
 )
+from zerotune.plan.trainer import TrainerSettings, flagged_precision, precision_flags
 
 _ENOUGH_KEYS = 3
 _ENOUGH_TO_JUDGE = 20
@@ -215,7 +216,7 @@ class _Wrapped:
     log: Log
 
     def plan(self, source: str, folder: Path | None) -> DeepSpeedPlan:
-        wrapper, written = self.wrapper, self.config[self.wrapper]
+        file, wrapper, written = source, self.wrapper, self.config[self.wrapper]
         beside: Mapping[Any, Any] = {}
         if isinstance(written, Mapping) and wrapper_of(written) == accelerate.FILE:
             written, beside = self._named_in_block(written)
@@ -246,6 +247,8 @@ class _Wrapped:
             )
         plan = plan_from_mapping(written, self.log, source=source, folder=inside or folder)
         plan = self.log.attempt(self._with_micro_batch, plan) or plan
+        settings = TrainerSettings(config=self.config, wrapper=wrapper, log=self.log)
+        plan = self.log.attempt(settings.fill, plan, file) or plan
         return with_launch(plan, read_launch({**beside, **self._launch_beside()}, self.log))
 
     def _launch_beside(self) -> dict[str, Any]:
@@ -256,8 +259,13 @@ class _Wrapped:
             if undashed(key) in TRAINER_KEYS and self.config[key] is not None
         ]
         names = {TRAINER_KEYS[undashed(key)]: key for key in settings}
-        self.log.names.update({f"launch.{name}": key for name, key in names.items()})
         values = {name: self.config[key] for name, key in names.items()}
+        precision = self.log.attempt(flagged_precision, self.config)
+        if precision is not None and "mixed_precision" not in values:
+            flags = precision_flags(self.config)
+            names["mixed_precision"] = flags.get(precision) or next(iter(flags.values()))
+            values["mixed_precision"] = precision
+        self.log.names.update({f"launch.{name}": key for name, key in names.items()})
         automatic = {name for name, value in values.items() if str(value).strip().lower() == AUTO}
         return {name: AUTO if name in automatic else value for name, value in values.items()}
 

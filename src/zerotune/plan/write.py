@@ -50,6 +50,7 @@ from zerotune.plan.source import (
     undashed,
     wrapper_of,
 )
+from zerotune.plan.trainer import flagged_precision, precision_flags
 
 # -- Atomic writing of files.
 
@@ -173,30 +174,28 @@ def _launch_settings(plan: DeepSpeedPlan, names: Collection[str]) -> frozenset[s
 
 
 def launchable(plan: DeepSpeedPlan, *, processes: int = 1) -> DeepSpeedPlan:
-    """Return the plan with ``num_processes``, for ``accelerate launch --config_file``.
+    """Return the plan with what ``accelerate launch --config_file`` needs.
 
-    accelerate's launcher rejects a file without ``num_processes``; DeepSpeed's launcher and
-    ``torchrun`` ignore the key.
+    accelerate's launcher rejects a file without ``num_processes``, or whose ``gpu_ids`` are not
+    text; DeepSpeed's launcher and ``torchrun`` ignore the keys.
 
     Args:
-        plan: The plan; returned unchanged if it sets ``num_processes`` to at least 1.
+        plan: The plan.
         processes: Number of processes if the plan does not set it.
     """
-    launch = plan.launch or LaunchSection()
-    if launch.num_processes not in (None, -1):
-        return plan
-    told = Decision(
-        key="launch.num_processes",
-        before=launch.num_processes,
-        after=processes,
-        reason="accelerate launch rejects a file without num_processes; --num_processes overrides "
-        "the key",
-    )
-    return attrs.evolve(
-        plan,
-        launch=attrs.evolve(launch, num_processes=processes),
-        decisions=(*plan.decisions, told),
-    )
+    launch, log = plan.launch or LaunchSection(), Log(decisions=[*plan.decisions])
+    ids = launch.extra.get("gpu_ids")
+    if ids is not None and not isinstance(ids, str):
+        log.decide("launch.gpu_ids", ids, device_list(ids), "accelerate launch needs text here")
+        launch = attrs.evolve(launch, extra={**launch.extra, "gpu_ids": device_list(ids)})
+    if launch.num_processes in (None, -1):
+        reason = (
+            "accelerate launch rejects a file without num_processes; --num_processes overrides "
+            "the key"
+        )
+        log.decide("launch.num_processes", launch.num_processes, processes, reason)
+        launch = attrs.evolve(launch, num_processes=processes)
+    return attrs.evolve(plan, launch=launch, decisions=log.decisions)
 
 
 def save_plan(
@@ -515,8 +514,6 @@ class _Writer(Log):
                 block[key] = value
             elif key in TOP_LEVEL:
                 content[key] = "no" if (key, value) == ("mixed_precision", "fp32") else value
-                if key == "gpu_ids":
-                    content[key] = device_list(value)
             else:
                 refused[key] = value
         self._drop_rest(refused, "accelerate rejects it there")
@@ -640,6 +637,15 @@ class _Writer(Log):
             if is_integer(micro) and as_number(content[key]) != micro:
                 self.decide(key, content[key], micro, reason)
                 content[key] = micro
+        flags = precision_flags(content)
+        if flags:
+            launched.pop("mixed_precision", None)
+            asked = "no" if self.plan.precision == "fp32" else self.plan.precision
+            before = flagged_precision(content)
+            if before != asked:
+                self.decide(", ".join(flags.values()), before, asked, reason)
+                same = AUTO if asked == AUTO else None
+                content.update({key: same or name == asked for name, key in flags.items()})
         for setting, new_key in _NEW_KEYS.items():
             if setting not in launched:
                 continue
