@@ -10,7 +10,7 @@ import torch
 
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Case, build, start
-from zerotune.errors import EngineError
+from zerotune.errors import CollectiveError, EngineError
 from zerotune.plan.model import DeepSpeedPlan
 
 pytestmark = pytest.mark.deepspeed
@@ -110,3 +110,31 @@ def test_buffers_that_ranks_drew_differently_become_rank_0s(case: Case) -> None:
     torch.manual_seed(0)
     drawn = torch.randn(4).tolist()
     assert run_ranks(_buffers, case, world_size=2) == [(drawn, 1), (drawn, 1)]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks(2)
+def test_ranks_that_call_modules_in_another_order_train_alike_or_are_refused(stage: int) -> None:
+    class Turned(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            called = (self.first, self.second)
+            for module in called if os.environ["RANK"] == "0" else called[::-1]:
+                x = module(x).tanh()
+            return x
+
+    with start(Case(stage=stage), Turned()) as engine:
+        loss = engine(torch.ones(4, 8)).square().mean()
+        if stage == 1:
+            engine.backward(loss)
+            engine.step()
+            return
+        wanted = (
+            r"order .*rank 0: 'second.weight', rank 1: 'first.weight'.*same order on every rank"
+        )
+        with pytest.raises(CollectiveError, match=wanted):
+            engine.backward(loss)

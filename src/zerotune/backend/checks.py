@@ -389,6 +389,32 @@ def share_buffers(model: torch.nn.Module, group: ProcessGroup) -> tuple[Decision
     )
 
 
+def check_same_order(loss: torch.Tensor, model: torch.nn.Module, group: ProcessGroup) -> None:
+    """Raise an error if ranks use weights in different orders. Collective.
+
+    At stage 2, DeepSpeed sums gradients over ranks in the order of their backward passes, so it
+    would add the gradients of different weights.
+
+    Args:
+        loss: This rank's loss, before its backward pass.
+        model: The model.
+        group: Process group of all ranks.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen, nodes, used = set(), [getattr(loss, "grad_fn", None)], []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = names.get(id(getattr(node, "variable", None)))
+        used += [] if name is None else [name]
+        nodes += [before for before, _ in node.next_functions]
+    fix = "call the same modules in the same order on every rank, with a factor of 0 if one has no "
+    fix += "input on a rank"
+    group.agree(dict(enumerate(used)), "order of the model's weights in backward", fix=fix)
+
+
 def _digest(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().tobytes()).digest()

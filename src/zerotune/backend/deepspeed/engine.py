@@ -22,6 +22,7 @@ from zerotune.backend.checks import (
     Checks,
     RunningGroup,
     check_quantized,
+    check_same_order,
     expected_groups,
     share_buffers,
 )
@@ -61,6 +62,8 @@ from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
 from zerotune.plan.model import ResolvedPlan
 
+_ORDER_EVERY: Final = 100
+"""Steps between two checks that the ranks use the model's weights in the same order."""
 _SCALER_FIELDS: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -148,6 +151,9 @@ class ZeROEngine(Engine):
 
     @override
     def _backward(self, loss: torch.Tensor) -> None:
+        mixes = self._group.world_size > 1 and self._plan.stage == 2
+        if mixes and self._engine.global_steps % _ORDER_EVERY == 0:
+            check_same_order(loss, self._module, self._group)
         self._master_weights.settle()
         try:
             self._engine.backward(loss)
