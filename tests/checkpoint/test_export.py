@@ -71,3 +71,47 @@ def test_the_trainer_exports_the_ema_or_the_trained_weights(tmp_path):
     assert all(torch.equal(trained[n], averaged[n] + 1) for n in trained if "conv_in" not in n)
     for error in errors:
         assert error.startswith("InvalidValueError: weights = ")
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [None, 2])
+@ranks(1)
+def test_a_schedule_free_optimizer_exports_its_average_and_trains_on(stage, tmp_path):
+    import schedulefree
+
+    from zerotune import DeepSpeedPlan, export_model, prepare
+
+    def layer():
+        torch.manual_seed(0)
+        return torch.nn.Linear(4, 4)
+
+    plan = DeepSpeedPlan.build(
+        stage=stage or 0,
+        precision="fp32",
+        micro_batch_size=2,
+        gradient_clipping=0,
+        optimizer={"type": "AdamWScheduleFree", "params": {"lr": 0.1, "betas": [0.8, 0.99]}},
+    )
+    reference = layer()
+    optimizer = schedulefree.AdamWScheduleFree(
+        reference.parameters(), lr=0.1, betas=(0.8, 0.99), weight_decay=0.0
+    )
+    optimizer.train()
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    with prepare(model=layer(), plan=plan, deepspeed=stage is not None) as engine:
+        for _ in range(4):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+            optimizer.zero_grad()
+            reference(x).square().mean().backward()
+            optimizer.step()
+        before = {name: full.clone() for name, full in engine.master_weights.gather()}
+        export_model(tmp_path / "x", engine=engine)
+        after = dict(engine.master_weights.gather())
+    optimizer.eval()
+    (file,) = (tmp_path / "x").glob("*.safetensors")
+    exported = load_file(file)
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(before[name], after[name])
+        torch.testing.assert_close(exported[name], parameter.detach(), rtol=0, atol=1e-5)
+        assert (exported[name] - before[name]).abs().max() > 1e-3

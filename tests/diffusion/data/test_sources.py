@@ -307,9 +307,11 @@ def test_images_of_every_mode_keep_their_brightness(tmp_path, photos):
     deep = Image.fromarray(np.asarray(gray).astype(np.uint16) * 257)
     deep.save(tmp_path / "sixteen.png")
     Image.fromarray(np.ones((4, 4), np.float32)).save(tmp_path / "float.tif")
+    Image.fromarray(np.asarray(gray).astype(np.int32)).save(tmp_path / "thirty-two.tif")
     source = ImageFolder(tmp_path)
-    assert [image.name for image in source.broken] == ["float.tif"]
+    assert [image.name for image in source.broken] == ["float.tif", "thirty-two.tif"]
     assert "floating-point" in source.broken[0].reason
+    assert "32 bits" in source.broken[1].reason
     images = {source.item(i).name: source.image(i) for i in range(len(source))}
     assert {image.mode for image in images.values()} == {"RGB"}
     assert np.array_equal(pixels(images["sixteen.png"]), pixels(gray))

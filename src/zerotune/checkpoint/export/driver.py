@@ -30,6 +30,7 @@ from zerotune.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
+    from zerotune.backend.master_weights import Fragment, MasterWeights
 
 SHARD_SIZE: Final = 10 * 2**30
 """Maximum bytes of tensor data per file, as in diffusers."""
@@ -106,7 +107,7 @@ def meet(
     engine.group.barrier(f"{purpose} {os.fspath(path)}", timeout_s=timeout_s)
     engine.group.agree((os.fspath(path), label, *map(str, arguments)), call)
     if weights is None or weights == "trained":
-        return engine.master_weights
+        return _trained(engine)
     emas = list(engine.master_weights.emas)
     named = [ema for ema in emas if ema.name == weights]
     if len(named) == 1:
@@ -124,6 +125,33 @@ def meet(
         value=label,
         fix=f"use one of {', '.join(map(repr, names))}, or pass an attached EMAShadow",
     )
+
+
+def _trained(engine: Engine) -> Gatherable:
+    """Return an engine's weights, or the average that a schedule-free optimizer makes of them."""
+    choice = engine.plan.optimizer
+    if choice is None or choice.name != "AdamWScheduleFree":
+        return engine.master_weights
+    weights = engine.master_weights
+    betas = dict.fromkeys(weights.parameters, choice.params["betas"])
+    for group in choice.groups:
+        betas |= dict.fromkeys(group.parameters, group.params.get("betas", choice.params["betas"]))
+    return _Averaged(weights=weights, betas=betas)
+
+
+@attrs.frozen(kw_only=True)
+class _Averaged:
+    """The weights of ``AdamWScheduleFree.eval()``, computed without changing those in training."""
+
+    _weights: MasterWeights = attrs.field(alias="weights")
+    _betas: Mapping[str, Sequence[float]] = attrs.field(alias="betas")
+
+    def gather(self) -> Named:
+        return self._weights.gather(self._average)
+
+    def _average(self, fragment: Fragment) -> torch.Tensor:
+        latest = fragment.states.get("z", fragment.value)
+        return fragment.value.lerp(latest, 1 - 1 / self._betas[fragment.address.name][0])
 
 
 def export_together(

@@ -311,9 +311,12 @@ def _eight_bits(image: Image) -> Image:
         import numpy as np
 
         values = np.asarray(image).astype(np.int64)
-        if values.min(initial=0) < 0 or values.max(initial=0) > 0xFFFF:
+        most = values.max(initial=0)
+        # Values of 8 bits in a 32-bit file are probably not 16-bit values that are all but black.
+        if values.min(initial=0) < 0 or most > 0xFFFF or (image.mode == "I" and 0 < most <= 0xFF):
             raise ValueError(
-                f"pixel values exceed 16 bits (mode {image.mode}), so the value of white is unknown"
+                f"pixels have 32 bits and values up to {most} (mode {image.mode}), so the value of "
+                "white is unknown"
             )
         gray: Image = pillow("Image").fromarray((values // 257).astype(np.uint8))
         return gray.convert("RGB")
