@@ -401,7 +401,7 @@ def check_same_order(loss: torch.Tensor, model: torch.nn.Module, group: ProcessG
         group: Process group of all ranks.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    seen, nodes, used = set(), [getattr(loss, "grad_fn", None)], []
+    seen, nodes, used = set(), [loss.grad_fn], []
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
