@@ -138,6 +138,7 @@ class Setup:
                 "a quantized model can only be trained through LoRA adapters",
                 key="setup.base_dtype",
                 value=self.base_dtype,
+                fix="set setup.lora to 16, or remove setup.base_dtype",
                 edits=[{"setup.lora": 16}, REMOVAL],
             )
 
