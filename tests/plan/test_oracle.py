@@ -42,8 +42,9 @@ def grid(schema):
         (True, False),
     )  # fmt: skip
     for stage, device, precision, operation, zero, scaling, deepcompile in chosen:
-        # With offload only the engine refuses this; no configuration class does.
-        key = "zero_optimization.compute_grad_norm" if "compute_grad_norm" in zero else ""
+        # Only the engine refuses these with and without offload; no configuration class does.
+        only_engine = "compute_grad_norm" in zero or ("zenflow" in zero and device == "none")
+        key = f"zero_optimization.{next(iter(zero))}" if only_engine else ""
         yield (
             key,
             {
