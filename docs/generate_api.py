@@ -62,7 +62,7 @@ RELATED = {
     "zerotune.plan.plan_document": {f"{_PLAN}.write": "PlanDocument SavedPlan"},
     "zerotune.optim.OptimizerResolver": {
         "zerotune.optim.resolver": "OptimizerResolution",
-        "zerotune.optim.capability": "Capability CapabilityTable",
+        "zerotune.optim.capability": "Capability",
         "zerotune.optimizers.catalogue": "OPTIMIZERS OptimizerEntry Parameter",
         "zerotune.optimizers.schedules": "SCHEDULERS SchedulerEntry",
     },

@@ -1,14 +1,14 @@
 """Write the table of optimizers, stages and offload into docs/optimizers.md.
 
-The package's table is the source. Run ``python docs/generate_optimizers.py``; a test fails if the
-page differs.
+``docs/results/capabilities.json`` is the source. Run ``python docs/generate_optimizers.py``; a test
+fails if the page differs.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from zerotune.optim.capability import CapabilityTable
+from tools.capability_table import CapabilityTable
 from zerotune.optimizers.catalogue import OPTIMIZERS
 
 PAGE = Path(__file__).with_name("optimizers.md")

@@ -3,7 +3,7 @@
 Each cell trains a small network (a convolution, a norm, linear layers) to recognise scikit-learn's
 digits. A cell works when its engine starts, verifies itself, moves the weights and lowers the loss;
 every other cell is recorded as "cannot", with the engine's message. The table goes into
-``src/zerotune/optim/data/capabilities.json``; ``python docs/generate_optimizers.py`` writes it into
+``docs/results/capabilities.json``; ``python docs/generate_optimizers.py`` writes it into
 the page.
 """
 
@@ -25,16 +25,14 @@ from typing import Any
 
 import torch
 
+from tools.capability_table import TABLE, CapabilityTable, Cell
 from zerotune.errors import ZeroTuneError
 from zerotune.optim import OptimizerResolver
-from zerotune.optim.capability import CapabilityTable, Cell
 from zerotune.optimizers.catalogue import OPTIMIZERS
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
 from zerotune.platform import detect_platform
 from zerotune.training.setup import build_engine
 
-ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "src" / "zerotune" / "optim" / "data" / "capabilities.json"
 PACKAGES = ("torch", "deepspeed", "mup", "prodigyopt", "schedulefree", "torchao", "bitsandbytes")
 
 STREAMED = frozenset({"AdamW8BitStates"})
@@ -55,10 +53,8 @@ PARAMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# An empty table: cells must not depend on the results of an earlier run.
 _RESOLVER = OptimizerResolver(
     on_unsupported="error",
-    table=CapabilityTable(),
     overrides={"scheduler.type": None},
     deepspeed_version=version("deepspeed"),
 )

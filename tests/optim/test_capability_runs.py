@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import ranks
-from zerotune.optim.capability import CapabilityTable
+from tools.capability_table import CapabilityTable
+from zerotune.optim.capability import Situation, capability_of
 from zerotune.optimizers.catalogue import OPTIMIZERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
@@ -28,6 +29,22 @@ def test_the_table_covers_every_cell_that_needs_no_package() -> None:
         for stage, offload in [(0, "none"), *((s, o) for s in (1, 2, 3) for o in ("none", "cpu"))]:
             for precision in ("fp32", "bf16"):
                 assert (name, stage, offload, precision) in table.cells
+
+
+def test_the_rules_agree_with_every_measured_cell() -> None:
+    table = CapabilityTable.stored()
+    for (name, *place), cell in table.cells.items():
+        stage, offload, precision = place
+        situation = Situation(
+            stage=stage,
+            offload=offload,
+            precision=precision,
+            accelerator=table.accelerator,
+            versions=table.versions,
+        )
+        answer = capability_of(OPTIMIZERS[name], situation)
+        assert answer.status == cell.outcome
+        assert answer.implementation in (None, cell.implementation)
 
 
 def test_a_table_round_trips() -> None:

@@ -668,7 +668,6 @@ def capabilities(
                 "reason": answer.reason,
                 "alternative": answer.alternative,
                 "implementation": answer.implementation,
-                "verified": answer.verified,
                 "missing": missing_package(entry, here),
             }
         )

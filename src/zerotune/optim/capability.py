@@ -1,18 +1,16 @@
 """Decide whether an optimizer can run in a given situation, and which class implements it.
 
 ``Situation`` contains everything that the decision depends on. ``implementation_of`` returns the
-class, the library that provides it and the decay mode. ``capability_of`` applies the rules; if they
-allow an optimizer that failed in a measurement (``data/capabilities.json``), the measurement takes
-precedence. ``check`` and ``reject_unknown`` validate arguments.
+class, the library that provides it and the decay mode. ``capability_of`` applies the rules, which a
+test compares with runs of the real engine (``docs/results/capabilities.json``). ``check`` and
+``reject_unknown`` validate arguments.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
-from importlib.resources import files
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -363,113 +361,10 @@ _OFFLOADED_CLASS: Final = {"Adagrad": "DeepSpeedCPUAdagrad", "Lion": "DeepSpeedC
 _RESIDENT_CLASS: Final = {"Adagrad": "Adagrad", "Lion": "FusedLion"}
 
 
-# -- The table of test runs. ``python -m tools.capabilities`` starts the real engine
-# for every name, stage, offload and precision, and trains a small network.
+# -- Whether an optimizer can run, and if not, why and which alternative is closest.
 
 
 Status = Literal["works", "works with", "cannot"]
-
-
-@attrs.frozen(kw_only=True)
-class Cell:
-    """Measured result for one optimizer with one combination of stage, offload and precision."""
-
-    name: str
-    """Canonical name."""
-    stage: int
-    offload: str
-    precision: str
-    outcome: Status
-    """Measured status; also ``"cannot"`` if the optimizer ran but some weights did not change or
-    the loss did not decrease."""
-    reason: str = ""
-    """Why the optimizer cannot run, as reported by the engine; empty if it can."""
-    implementation: str = ""
-    """Class that performed the update."""
-    first_loss: float | None = None
-    """Mean loss of the first three steps."""
-    last_loss: float | None = None
-    """Mean loss of the last three steps."""
-
-    @property
-    def key(self) -> tuple[str, int, str, str]:
-        """Tuple of name, stage, offload and precision."""
-        return self.name, self.stage, self.offload, self.precision
-
-
-def _cells_by_key(cells: Any) -> Mapping[tuple[str, int, str, str], Cell]:
-    return {cell.key: cell for cell in cells}
-
-
-@attrs.frozen(kw_only=True)
-class CapabilityTable:
-    """Measured results of optimizers, with the machine and the package versions."""
-
-    accelerator: str = "cpu"
-    """Accelerator in DeepSpeed's spelling."""
-    versions: Mapping[str, str] = attrs.field(factory=dict)
-    """Versions by package."""
-    platform: str = ""
-    """Operating system and processor."""
-    cells: Mapping[tuple[str, int, str, str], Cell] = attrs.field(
-        factory=dict, converter=_cells_by_key
-    )
-
-    @classmethod
-    def stored(cls) -> CapabilityTable:
-        """Return the table of measurements that zerotune ships."""
-        return _stored_table()
-
-    @classmethod
-    def from_json(cls, text: str) -> CapabilityTable:
-        """Parse the output of ``to_json``.
-
-        Args:
-            text: JSON text.
-        """
-        content = json.loads(text)
-        cells = [Cell(**cell) for cell in content.pop("cells")]
-        return cls(**content, cells=cells)
-
-    def to_json(self) -> str:
-        """Return the table as text, one cell per line, for readable diffs."""
-        head = {
-            "accelerator": self.accelerator,
-            "platform": self.platform,
-            "versions": dict(self.versions),
-        }
-        lines = [json.dumps(attrs.asdict(cell)) for _, cell in sorted(self.cells.items())]
-        body = ",\n  ".join(lines)
-        return f'{json.dumps(head, indent=1)[:-2]},\n "cells": [\n  {body}\n ]\n}}\n'
-
-    def find(self, name: str, situation: Situation) -> Cell | None:
-        """Return the cell for ``name`` in ``situation``; ``None`` if there is no measurement.
-
-        A measurement is valid for all patch releases of one minor DeepSpeed release.
-
-        Args:
-            name: Canonical name of the optimizer.
-            situation: Situation in which the optimizer runs.
-        """
-        if not situation.uses_deepspeed or situation.accelerator != self.accelerator:
-            return None
-        if not self._same_release(situation.versions.get("deepspeed")):
-            return None
-        return self.cells.get((name, situation.stage, situation.offload, situation.precision))
-
-    def _same_release(self, version: str | None) -> bool:
-        if version is None:
-            return True
-        return release_of(version)[:2] == release_of(self.versions.get("deepspeed", ""))[:2]
-
-
-@cache
-def _stored_table() -> CapabilityTable:
-    source = files("zerotune.optim") / "data" / "capabilities.json"
-    return CapabilityTable.from_json(source.read_text(encoding="utf-8"))
-
-
-# -- Whether an optimizer can run, and if not, why and which alternative is closest.
 
 
 @attrs.frozen(kw_only=True)
@@ -488,8 +383,6 @@ class Capability:
     """Top-level configuration keys that the optimizer requires, with their values."""
     implementation: str | None = None
     """Class that performs the update with default arguments; ``None`` for status ``"cannot"``."""
-    verified: bool = False
-    """Whether a run with the engine confirmed the result; ``False`` if only rules were applied."""
 
     @property
     def runs(self) -> bool:
@@ -497,21 +390,13 @@ class Capability:
         return self.status != "cannot"
 
 
-def capability_of(
-    entry: OptimizerEntry, situation: Situation, table: CapabilityTable | None = None
-) -> Capability:
+def capability_of(entry: OptimizerEntry, situation: Situation) -> Capability:
     """Return whether and how the optimizer that ``entry`` describes can run in ``situation``."""
     answer = next(situation._obstacles(entry), None) or situation._handed_over(entry)
-    if answer.runs:
-        name = implementation_of(entry, {}, situation).implementation
-        answer = attrs.evolve(answer, implementation=name)
-    cell = (CapabilityTable.stored() if table is None else table).find(entry.name, situation)
-    if cell is None:
+    if not answer.runs:
         return answer
-    if answer.runs and cell.outcome == "cannot":
-        return _cannot(f"a test run failed: {cell.reason}", verified=True)
-    # Test runs skip what a rule refuses, so a refusal is not verified.
-    return attrs.evolve(answer, verified=answer.runs)
+    name = implementation_of(entry, {}, situation).implementation
+    return attrs.evolve(answer, implementation=name)
 
 
 def missing_package(entry: OptimizerEntry, situation: Situation) -> str | None:
@@ -538,7 +423,6 @@ def _cannot(
     alternative: str | None = DEFAULT_OPTIMIZER,
     *,
     edits: Collection[Edits] | None = None,
-    verified: bool = False,
 ) -> Capability:
     named = writes(alternative) if alternative else ()
     return Capability(
@@ -546,7 +430,6 @@ def _cannot(
         reason=reason,
         alternative=alternative,
         edits=named if edits is None else tuple(edits),
-        verified=verified,
     )
 
 

@@ -41,7 +41,6 @@ from zerotune.optim.capability import (
     GROUP_RATES,
     LOW_BIT,
     Capability,
-    CapabilityTable,
     Situation,
     capability_of,
     check,
@@ -161,8 +160,6 @@ class OptimizerResolver:
     """Parameters that Muon updates; ignored by other optimizers."""
     platform: Platform | None = None
     """Machine that ``capability`` assumes; ``resolve`` uses the plan's machine instead."""
-    table: CapabilityTable | None = None
-    """Measured results; by default the table that ships with zerotune."""
     deepspeed_version: str | None = None
     """DeepSpeed release that ``capability`` assumes; by default the release in ``platform``."""
 
@@ -206,7 +203,6 @@ class OptimizerResolver:
                 overrides=asked.below(_OPTIMIZER_PARAMS),
                 suggestions=asked.suggestions(schedule),
                 policy=self.on_unsupported,
-                table=self.table,
             ).settled()
         )
         choice, grouping = group(settled, resolved)
@@ -319,7 +315,7 @@ class OptimizerResolver:
             accelerator=accelerator,
             versions=versions,
         )
-        return capability_of(OPTIMIZERS[normalise_optimizer_name(name)], situation, self.table)
+        return capability_of(OPTIMIZERS[normalise_optimizer_name(name)], situation)
 
     def _grouped(
         self, settled: Settled, resolved: ResolvedPlan
@@ -529,7 +525,6 @@ class Settling:
     """Arguments that override the request, even after a fallback."""
     suggestions: Mapping[str, Suggestion]
     policy: Policy
-    table: CapabilityTable | None = None
     log: Log = attrs.field(init=False, factory=Log)
     request: Request = attrs.field(init=False)
     """The request that can run here: ``asked``, or AdamW after a fallback."""
@@ -628,7 +623,7 @@ class Settling:
     def _find_runnable(self) -> None:
         """Fall back to AdamW if a different optimizer cannot run."""
         self.request, name = self.asked, self.asked.name
-        self.capability = capability = capability_of(self.asked.entry, self.situation, self.table)
+        self.capability = capability = capability_of(self.asked.entry, self.situation)
         if capability.runs:
             return
         if self.policy == "error" or self.asked.entry.family == "package":
@@ -644,7 +639,7 @@ class Settling:
         self.log.decide(OPTIMIZER_TYPE, name.written, DEFAULT_OPTIMIZER, self._why(), "warning")
         fallback = OptimizerName(canonical=DEFAULT_OPTIMIZER, written=name.written)
         self.request = attrs.evolve(self.asked, name=fallback, params=self._translate())
-        self.capability = capability_of(self.request.entry, self.situation, self.table)
+        self.capability = capability_of(self.request.entry, self.situation)
 
     def _why(self) -> str:
         name = self.asked.name.canonical
