@@ -8,6 +8,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,7 @@ def test_every_name_listed_in_a_stub_exists(package):
     assert len(module.__all__) == len(set(module.__all__))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = module.nothing
+
+
+def test_the_package_is_marked_as_typed():
+    assert resources.files("zerotune").joinpath("py.typed").is_file()

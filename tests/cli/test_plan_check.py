@@ -309,3 +309,48 @@ def test_a_file_that_is_too_large_is_refused(check):
     status, _, err = check("#" * (16 * 2**20 + 1))
     assert status == 2
     assert "is larger than 16.00 MiB" in err
+
+
+BROKEN = """{
+  "train_micro_batch_size_per_gpu": 2,
+  "zero_optimization": {
+    "stage": 2,
+    "reduce_bucket_size": -5
+  },
+  "gradient_clip": 1
+}"""
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("run.yaml", "learning_rate: 1e-4\ndeepspeed: ds.json\n"),
+        ("run.json", '{"seed": 1,\n "zero_optimization": 1, "deepspeed_config": "ds.json"}'),
+        (
+            "launch.yaml",
+            "{distributed_type: DEEPSPEED, num_processes: 1, deepspeed_config: {FILE: ds.json}}",
+        ),
+    ],
+)
+def test_errors_in_a_named_file_carry_its_name_and_line(tmp_path, capsys, name, content):
+    (tmp_path / "ds.json").write_text(BROKEN)
+    (tmp_path / name).write_text(content.replace("FILE", "deepspeed_config_file"))
+    assert cli.main(["plan", "check", str(tmp_path / name)]) == 1
+    out = capsys.readouterr().out
+    assert f"{tmp_path / 'ds.json'} line 5, read: zero_optimization.reduce_bucket_size" in out
+    assert f"{tmp_path / 'ds.json'} line 7, read: gradient_clip" in out
+    cli.main(["plan", "check", str(tmp_path / name), "--json"])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    errors = [each for each in findings if each["severity"] == "error"]
+    assert {(each["file"], each["line"]) for each in errors} == {
+        (str(tmp_path / "ds.json"), 5),
+        (str(tmp_path / "ds.json"), 7),
+    }
+
+
+def test_errors_in_a_part_of_a_trainers_file_carry_their_line(tmp_path, capsys):
+    (tmp_path / "run.json").write_text(f'{{"learning_rate": 1e-4,\n"deepspeed":\n{BROKEN}}}')
+    assert cli.main(["plan", "check", str(tmp_path / "run.json")]) == 1
+    out = capsys.readouterr().out
+    assert "[error] line 7, read: zero_optimization.reduce_bucket_size" in out
+    assert "[error] line 9, read: gradient_clip" in out

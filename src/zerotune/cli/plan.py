@@ -316,16 +316,16 @@ class _Check(Below):
 
         status = 1
         try:
-            problems, names = self._problems()
+            problems, plan = self._problems()
         except (PlanFileError, PlanSyntaxError) as error:
             if not self.arguments.json:
                 raise
             problems, status = [Decision.of(each, rule="file") for each in error.each()], 2
-            names = {}
+            plan = None
         problems = worst_first(map(_as_refused, problems))
         counts = {name: sum(p.severity == name for p in problems) for name in SEVERITIES}
         # Read the file again for line numbers only if there is something to report.
-        lines = self._key_lines(names) if problems and status == 1 else {}
+        lines = self._key_lines(plan) if problems and status == 1 else {}
         if self.arguments.json:
             print_json(
                 {
@@ -343,8 +343,8 @@ class _Check(Below):
             ranks = counted(self.arguments.world_size, "process", "processes")
             blocks = []
             for one in problems:
-                line = _line_of(one, lines)
-                place = "" if line is None else f"line {line}, "
+                file, line = _line_of(one, lines)
+                place = "" if line is None else f"{file and f'{file} '}line {line}, "
                 text = f"{place}{one.rule}: {_problem_text(one)}"
                 blocks.append(Line(text, mark=f"[{one.severity}]", style=one.severity))
             title = f"{self.arguments.file}: {summary or 'nothing to report'} at {ranks}"
@@ -354,8 +354,8 @@ class _Check(Below):
         failed = counts["error"] or (self.arguments.strict and counts["warning"])
         return status if failed else 0
 
-    def _problems(self) -> tuple[list[Decision], Mapping[str, str]]:
-        """Return the plan's problems, and the names that the file uses for its settings."""
+    def _problems(self) -> tuple[list[Decision], DeepSpeedPlan | None]:
+        """Return the problems, and the part of the plan that can be read."""
         import attrs
 
         from zerotune.decisions import Decision, raise_all
@@ -372,7 +372,7 @@ class _Check(Below):
         refused = [Decision.of(error, rule="read") for error in mistakes]
         world_size = _set_world_size(self.arguments, plan)
         if plan is None:
-            return refused, {}
+            return refused, None
         inspection = plan.inspect(
             RuleContext(world_size=world_size),
             settle=_settle_written,
@@ -390,23 +390,33 @@ class _Check(Below):
         keys = {problem.key for problem in problems}
         settled = (one for one in inspection.settled if one.severity == "warning")
         later = [*inspection.refusals, *(attrs.evolve(one, rule="optimizer") for one in settled)]
-        return [*problems, *(each for each in later if each.key not in keys)], plan.names
+        return [*problems, *(each for each in later if each.key not in keys)], plan
 
-    def _key_lines(self, names: Mapping[str, str]) -> Mapping[str, int]:
-        """Return the line of each key, and of each setting that the file names differently.
+    def _key_lines(self, plan: DeepSpeedPlan | None) -> Mapping[str, _Place]:
+        """Return the place of each key, and of each setting that the file names differently.
 
-        Args:
-            names: Names of the settings in the file, by path.
+        The configuration may be a part of the file, or a file that the file names.
         """
         from zerotune.plan.source import key_lines, read_text
 
         path = Path(self.arguments.file)
-        lines = key_lines(read_text(path), path)
-        for setting, name in names.items():
-            # accelerate has a single setting for some sections; its line stands for both.
-            for key in (setting, setting.rpartition(".")[0]) if name in lines else ():
-                lines.setdefault(key, lines[name])
-        return lines
+        lines = {key: ("", line) for key, line in key_lines(read_text(path), path).items()}
+        source = plan.source if plan is not None else str(path)
+        inside: dict[str, _Place] = {}
+        for key, place in lines.items():
+            wrapper, _, below = key.partition(".")
+            if source == f"{path} ({wrapper})":
+                inside[below] = place
+        if source != str(path) and Path(source).is_file():
+            found = key_lines(read_text(Path(source)), Path(source))
+            inside = {key: (source, line) for key, line in found.items()}
+        named = {**lines, **inside}
+        for setting, name in (plan.names if plan is not None else {}).items():
+            if name in lines:
+                named[setting] = lines[name]
+                # accelerate has a single setting for some sections; its line stands for both.
+                named.setdefault(setting.rpartition(".")[0], lines[name])
+        return named
 
 
 def _as_refused(one: Decision) -> Decision:
@@ -419,23 +429,31 @@ def _as_refused(one: Decision) -> Decision:
     return attrs.evolve(one, severity="error") if one.rule in refused else one
 
 
-def _line_of(one: Decision, lines: Mapping[str, int]) -> int | None:
-    """Return the line, counted from 1, of the syntax error or else of the key."""
-    of_key = lines.get(one.written or one.key, lines.get(one.key))
-    return getattr(one.error, "line", None) or of_key
+_Place = tuple[str, "int | None"]
+"""A file, or ``""`` for the checked file, and a line counted from 1."""
+
+
+def _line_of(one: Decision, lines: Mapping[str, _Place]) -> _Place:
+    """Return the place of the syntax error or else of the key."""
+    of_error = getattr(one.error, "line", None)
+    if of_error is not None:
+        return "", of_error
+    return lines.get(one.key) or lines.get(one.written or "") or ("", None)
 
 
 def _problem_text(one: Decision) -> str:
     return str(one if one.is_choice else one.as_error())
 
 
-def _problem_data(one: Decision, lines: Mapping[str, int]) -> dict[str, Any]:
+def _problem_data(one: Decision, lines: Mapping[str, _Place]) -> dict[str, Any]:
+    file, line = _line_of(one, lines)
     return {
         "severity": one.severity,
         "rule": one.rule,
         "key": one.key or None,
         "text": _problem_text(one),
-        "line": _line_of(one, lines),
+        "file": file or None,
+        "line": line,
         # Only syntax errors have a column.
         "column": getattr(one.error, "column", None),
     }
