@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.support.errors import error_of
@@ -214,6 +215,25 @@ def as_diffusers_writes_them(
         "losses": losses,
         "average": {name: average[name].numpy() for name in sorted(average)},
     }
+
+
+def on_an_engine(name: Any, folder: str, flags: tuple[str, ...]) -> dict[str, Any]:
+    """Run a script in diffusers' style on the host engine, or on DeepSpeed's."""
+    from tests.examples import diffusers_after as script
+    from zerotune.training import EmbeddedPlan
+
+    runs: list[EmbeddedPlan] = []
+
+    def embedded(**arguments: Any) -> EmbeddedPlan:
+        runs.append(EmbeddedPlan(engine=name, **arguments))
+        return runs[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "EmbeddedPlan", embedded)
+        seen = as_diffusers_writes_them("after", folder, *flags)
+    engine = runs[0].engine
+    seen |= {"engine": type(engine).__name__, "steps": engine.state.global_step}
+    return seen | {"explained": engine.explain()}
 
 
 def ended_as_diffusers_do(folder: str) -> dict[str, Any]:

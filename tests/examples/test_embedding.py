@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
+import math
 import os
 import re
 import subprocess
@@ -29,6 +30,7 @@ from tests.examples.embedded import (
     gone_on_in_a_trainer,
     new_trainer,
     objective,
+    on_an_engine,
     run_script,
     saved_by_accelerate,
     swapped_in_silence,
@@ -224,6 +226,86 @@ def test_saving_at_the_end_of_a_script_at_stage_3_writes_no_empty_tensors(world_
         assert seen["gathered"] == seen["exported"]
         assert seen["whole"] == (seen["is_main"] and "as exported")
         assert (0,) not in seen["exported"]
+
+
+# The digits fill three and a half batches of 512, so the second window ends before it is full.
+AT_THE_END = ("--train_batch_size", "512", "--gradient_accumulation_steps", "3")
+
+
+@engine_runs
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (1, ("--mixed_precision", "bf16", *AT_THE_END)),
+        pytest.param(2, ("--max_train_steps", str(BEFORE)), marks=pytest.mark.nightly),
+    ],
+)
+def test_the_host_engine_changes_no_bit_of_a_script(world_size, flags, tmp_path):
+    found = [
+        run_ranks(on_an_engine, name, str(tmp_path / name), flags, world_size=world_size)
+        for name in ("deepspeed", "host")
+    ]
+    for theirs, mine in zip(*found, strict=True):
+        assert theirs["engine"] == "AttachedEngine"
+        assert mine["engine"] == ("StreamEngine" if world_size == 1 else "SharedStreamEngine")
+        assert mine["losses"] == theirs["losses"]
+        assert mine["steps"] == theirs["steps"] == (2 if AT_THE_END[0] in flags else BEFORE)
+        for name, average in theirs["average"].items():
+            assert np.array_equal(mine["average"][name], average), name
+        for said in ("LambdaLR", "pre_hook"):
+            assert said in mine["explained"]
+
+
+@engine_runs
+@ranks(1)
+def test_a_script_on_the_host_engine_sees_norms_rates_and_skipped_steps(tmp_path):
+    from torch.utils.data import DataLoader
+
+    from tests.examples import diffusers_after as script
+    from zerotune.training import EmbeddedPlan
+
+    args = script.parse_args(["--gradient_accumulation_steps", "1"])
+    original = script.new_model()
+    with EmbeddedPlan(plan=script.CONFIG, run=args, engine="host") as run:
+        accelerator = run.accelerator()
+        optimizer = torch.optim.AdamW(original.parameters(), lr=1e-2)
+        loader = DataLoader(script.digits(), batch_size=4)
+        model, optimizer, loader = accelerator.prepare(original, optimizer, loader)
+        assert accelerator.unwrap_model(model) is original is run.engine.module
+        norms, skipped, batch = [], [], next(iter(loader))
+        for factor in (1.0, float("nan"), 1.0):
+            with accelerator.accumulate(model):
+                accelerator.backward(factor * script.loss_of(model, batch))
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+            skipped.append(accelerator.optimizer_step_was_skipped)
+        assert skipped == [False, True, False]
+        assert norms[0] > 0
+        assert not math.isfinite(norms[1])
+        assert optimizer.param_groups[0]["lr"] == run.engine.lr == pytest.approx(1e-2 * 2 / 5)
+        whole = accelerator.get_state_dict(model)
+        assert whole.keys() == original.state_dict().keys()
+        assert "already has an engine" in error_of(lambda: accelerator.prepare(model))
+        accelerator.save_state(str(tmp_path / "saved"))
+    assert verify_checkpoint(tmp_path / "saved").state.skipped_steps == 1
+
+
+@engine_runs
+@ranks(1)
+def test_deepspeed_runs_what_the_host_engine_cannot_and_a_decision_says_why():
+    from tests.examples import diffusers_after as script
+    from zerotune.training import EmbeddedPlan
+
+    config = {**script.CONFIG, "zero_optimization": {"stage": 1}}
+    model = script.new_model()
+    with EmbeddedPlan(plan=config, run=script.parse_args([]), engine="host") as run:
+        accelerator = run.accelerator()
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        assert type(run.engine).__name__ == "AttachedEngine"
+        explained = run.engine.explain()
+    assert "the optimizer is not in host memory" in explained
+    assert explained.count("AdamW(lr=0.001)") == 1, "each decision once"
 
 
 def test_accelerates_cpu_flag_requires_a_plan_for_the_cpu(monkeypatch):

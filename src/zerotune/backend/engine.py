@@ -389,6 +389,14 @@ class CountingEngine(StartedEngine):
         """Whether the current micro batch is the last of its accumulation window."""
         return (self._micro_step + 1) % self._plan.gradient_accumulation_steps == 0
 
+    def end_window(self) -> None:
+        """Make the current micro batch the last of its accumulation window.
+
+        Call ``end_window`` before the last forward pass of data that do not fill a window.
+        """
+        count = self._plan.gradient_accumulation_steps
+        self._micro_step += count - 1 - self._micro_step % count
+
     def _count_discarded(self) -> None:
         """Count the current window as a skipped step."""
         count = self._plan.gradient_accumulation_steps

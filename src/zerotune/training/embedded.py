@@ -6,8 +6,9 @@ import atexit
 import os
 from contextlib import ExitStack
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import attrs
 import torch
 
 from zerotune._util.closing import Closing
@@ -16,6 +17,7 @@ from zerotune.backend.deepspeed.external import (
     AttachedEngine,
     accelerate_optimizer,
     accelerator_arguments,
+    check_accelerate,
     deepspeed_engine_of,
     embedded_accelerator,
     loads_whole,
@@ -29,8 +31,10 @@ from zerotune.backend.deepspeed.start import (
     read_weights,
 )
 from zerotune.backend.distributed import Launch, deepspeed_groups, together
+from zerotune.backend.engine import Engine
 from zerotune.backend.ops import folder_decisions
 from zerotune.backend.stored import require_read
+from zerotune.backend.stream.engine import StreamEngine
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.checkpoint.contents import tied_names
 from zerotune.checkpoint.export.model import untrained
@@ -42,16 +46,18 @@ from zerotune.offload import OffloadManager
 from zerotune.plan.model import ModelFacts, RunFacts
 from zerotune.platform import detect_platform
 from zerotune.training.save import SHADOW_BEGINS, begun_anew, gone_on
-from zerotune.training.setup import PlanSource, as_plan, leased, settled
+from zerotune.training.setup import PlanSource, as_plan, leased, settled, start_hosted
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from pathlib import Path
 
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.model import ParameterFacts, ResolvedPlan
+    from zerotune.plan.model import EngineName, ParameterFacts, ResolvedPlan
     from zerotune.platform import Platform
 
+
+E = TypeVar("E", bound=Engine)
 
 _TRUE: Final = ("y", "yes", "t", "true", "on", "1")
 """Values of accelerate's environment variables that mean true."""
@@ -84,6 +90,8 @@ class EmbeddedPlan(Closing):
             script's parsed flags. The script's flags must have the same names as in diffusers'
             scripts.
         platform: The machine to run on; detected by default.
+        engine: ``"host"`` or ``"deepspeed"``, as in ``DeepSpeedPlan.resolve``, for the engine that
+            ``accelerator().prepare`` starts; ignored if ``plan`` is resolved.
         timeout_s: Timeout of collectives in seconds.
 
     Raises:
@@ -104,16 +112,17 @@ class EmbeddedPlan(Closing):
         offload: OffloadManager | None = None,
         run: RunFacts | Namespace | None = None,
         platform: Platform | None = None,
+        engine: EngineName | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__()
         self._timeout_s = timeout_s
-        self._engine: AttachedEngine | None = None
+        self._engine: Engine | None = None
         self._decided: list[Decision] = []
         self._shadows: dict[str, EMAShadow] = {}
         self._settled: ResolvedPlan | None = None
         self._plugin: Any = None
-        self._wanted, self._run = as_plan(plan), run
+        self._wanted, self._run, self._engine_name = as_plan(plan), run, engine
         self._resolver, self._offload = resolver, offload or OffloadManager()
         with self._starting():
             self._platform = platform or detect_platform()
@@ -164,6 +173,7 @@ class EmbeddedPlan(Closing):
             resolver=self._resolver,
             run=run if run is None or isinstance(run, RunFacts) else RunFacts.from_arguments(run),
             platform=self._platform,
+            engine=self._engine_name,
         )
 
     def settle(self, model: torch.nn.Module) -> None:
@@ -275,7 +285,9 @@ class EmbeddedPlan(Closing):
         """Return an ``accelerate.Accelerator`` that applies the plan to the script.
 
         The accelerator's ``prepare`` replaces the script's optimizer and schedule with those of the
-        plan, records these replacements as decisions, and attaches the engine. ``save_state`` and
+        plan, and records these replacements as decisions. It starts the host engine if this engine
+        runs the plan, and returns the model itself; otherwise it attaches DeepSpeed's engine.
+        ``accelerator.backward`` takes the optimizer steps of both. ``save_state`` and
         ``load_state`` write and read portable checkpoints, which contain each EMA passed to
         ``register_for_checkpointing``. Save and load hooks that the script registers are not
         called. ``get_state_dict`` returns the whole model on rank 0 at every stage. ``save_state``,
@@ -364,6 +376,35 @@ class EmbeddedPlan(Closing):
             whole |= {alias: whole[name] for alias, name in tied_names(engine.module).items()}
         return whole
 
+    def begin(self, model: torch.nn.Module) -> StreamEngine | None:
+        """Start the host engine, if it can run the plan, instead of DeepSpeed's. Collective.
+
+        ``accelerator.prepare`` calls ``begin``.
+
+        Args:
+            model: The model to train, in fp32.
+
+        Returns:
+            The engine; ``None`` if DeepSpeed runs the plan, for a reason recorded as a decision.
+
+        Raises:
+            EngineError: An engine is already attached, the model differs from the plan's model, or
+                the framework started a different number of processes.
+            VerificationError: The running engine differs from the plan.
+        """
+        if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            return None  # shard() has given the weights to DeepSpeed.
+        self._check_new(model)
+        check_accelerate(self.plan.world_size)
+        plan = attrs.evolve(self.plan, decisions=(*self.plan.decisions, *self._decided))
+        self._decided.clear()
+        started = start_hosted(model=model, plan=plan, timeout_s=self._timeout_s)
+        if isinstance(started, StreamEngine):
+            return self._adopt(started)
+        self._settled = started
+        refill_plugin(self._plugin, started)
+        return None
+
     def attach(self, engine: Any) -> AttachedEngine:
         """Verify and attach the engine that the framework initialised. Collective.
 
@@ -380,6 +421,24 @@ class EmbeddedPlan(Closing):
                 number of processes.
             VerificationError: The running engine differs from the plan.
         """
+        self._check_new(deepspeed_engine_of(engine).module)
+        return self._adopt(
+            AttachedEngine(
+                engine=engine,
+                plan=self.plan,
+                timeout_s=self._timeout_s,
+                decided=tuple(self._decided),
+            )
+        )
+
+    def _adopt(self, engine: E) -> E:
+        self._engine = engine
+        self.resources.callback(engine.close)
+        self._preparing.close()
+        return engine
+
+    def _check_new(self, module: torch.nn.Module) -> None:
+        """Check that no engine is attached, and that a model may be trained under the plan."""
         if self._engine is not None:
             raise EngineError(
                 "the plan already has an engine, and a plan can train only one model",
@@ -396,18 +455,6 @@ class EmbeddedPlan(Closing):
                 fix="start the script with torchrun, so that the number of processes is known "
                 "before the plan is resolved",
             )
-        self._check_model(deepspeed_engine_of(engine).module)
-        self._engine = AttachedEngine(
-            engine=engine,
-            plan=self.plan,
-            timeout_s=self._timeout_s,
-            decided=tuple(self._decided),
-        )
-        self.resources.callback(self._engine.close)
-        self._preparing.close()
-        return self._engine
-
-    def _check_model(self, module: torch.nn.Module) -> None:
         planned = {each.name: each for each in self._parameters}
         trained = {each.name: each for each in ModelFacts.from_module(module).parameters}
         differing = [
@@ -428,11 +475,11 @@ class EmbeddedPlan(Closing):
         )
 
     @property
-    def engine(self) -> AttachedEngine:
-        """The engine returned by ``attach``.
+    def engine(self) -> Engine:
+        """The engine returned by ``attach``, or started by ``accelerator.prepare``.
 
         Raises:
-            EngineError: ``attach`` has not been called.
+            EngineError: There is no engine yet.
         """
         if self._engine is None:
             raise EngineError(

@@ -220,17 +220,26 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
     if not plan.uses_deepspeed:
         require_other_engine(plan)
         return PlainEngine(model=model, plan=plan, timeout_s=timeout_s)
+    started = start_hosted(model=model, plan=plan, timeout_s=timeout_s)
+    if not isinstance(started, ResolvedPlan):
+        return started
+    require_other_engine(started)
+    return DeepSpeedEngine(model=model, plan=started, timeout_s=timeout_s)
+
+
+def start_hosted(
+    *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
+) -> StreamEngine | ResolvedPlan:
+    """Start the host engine, or return the plan that DeepSpeed runs instead. Collective."""
     obstacle = why_not_hosted(plan, model)
     if (plan.streamed or plan.engine == "host") and plan.world_size > 1:
         obstacle = why_not_together(plan, model, obstacle=obstacle, timeout_s=timeout_s)
-    if obstacle is None:
-        if plan.engine is None:
-            plan = plan.with_engine("host", "the proof of the host engine passed on this device")
-        hosts = StreamEngine if plan.world_size == 1 else SharedStreamEngine
-        return hosts(model=model, plan=plan, timeout_s=timeout_s)
-    plan = _without_host(plan, obstacle)
-    require_other_engine(plan)
-    return DeepSpeedEngine(model=model, plan=plan, timeout_s=timeout_s)
+    if obstacle is not None:
+        return _without_host(plan, obstacle)
+    if plan.engine is None:
+        plan = plan.with_engine("host", "the proof of the host engine passed on this device")
+    hosts = StreamEngine if plan.world_size == 1 else SharedStreamEngine
+    return hosts(model=model, plan=plan, timeout_s=timeout_s)
 
 
 def _without_host(plan: ResolvedPlan, obstacle: str) -> ResolvedPlan:

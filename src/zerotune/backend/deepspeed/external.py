@@ -12,6 +12,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from zerotune.backend.checks import check_alike, expected_groups, share_buffers
@@ -257,6 +258,8 @@ def _accelerator_class() -> Any:
                 )
             self.embedding.settle(models[0])
             planned = _planned(self, models[0], objects)
+            if (engine := self.embedding.begin(models[0])) is not None:
+                return _beside(self, engine, objects, planned)
             prepared = super().prepare(*planned, **options)
             together = prepared if isinstance(prepared, tuple) else (prepared,)
             self.embedding.attach(together[[each is models[0] for each in objects].index(True)])
@@ -287,7 +290,7 @@ def _accelerator_class() -> Any:
 
         def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
             """Return all full tensors of the model on rank 0, in the model's dtype. Collective."""
-            if deepspeed_engine_of(model) is not self.embedding.engine.deepspeed_engine:
+            if self.unwrap_model(model) is not self.embedding.engine.module:
                 return super().get_state_dict(model, unwrap=unwrap)
             return self.embedding.state_dict()
 
@@ -296,6 +299,57 @@ def _accelerator_class() -> Any:
             self.embedding.close()
 
     return EmbeddedAccelerator
+
+
+def _beside(accelerator: Any, engine: Any, objects: tuple[Any, ...], planned: list[Any]) -> Any:
+    """Prepare what a script passes together with a model that the host engine trains."""
+    # accelerate's backward and clip_grad_norm_ call this object.
+    accelerator.deepspeed_engine_wrapped = steps = _Steps(engine)
+    optimizer = require_accelerate().utils.DeepSpeedOptimizerWrapper(steps)
+    accelerator._models.append(engine.module)
+    accelerator._optimizers.append(optimizer)
+    for index, each in enumerate(objects):
+        if isinstance(each, torch.optim.Optimizer):
+            planned[index] = optimizer
+        elif isinstance(each, DataLoader):
+            planned[index] = accelerator.prepare_data_loader(each)
+    return planned[0] if len(planned) == 1 else tuple(planned)
+
+
+class _Steps:
+    """The host engine, for accelerate, which expects DeepSpeed's engine and its optimizer here.
+
+    In accelerate's ``DeepSpeedEngineWrapper``, ``backward`` takes the step too.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = self
+        self._engine = engine
+        self._outcome: StepOutcome | None = None
+
+    def backward(self, loss: torch.Tensor, *, sync_gradients: bool = True) -> None:
+        """Back-propagate; take the optimizer step if ``sync_gradients``."""
+        if sync_gradients:
+            # At the end of the data, accelerate takes a step before the window is full.
+            self._engine.end_window()
+        self._engine.backward(loss)
+        outcome = self._engine.step()
+        self._outcome = outcome if outcome.boundary else self._outcome
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step, before clipping."""
+        return None if self._outcome is None else self._outcome.grad_norm
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped."""
+        return self._outcome is not None and not self._outcome.applied
+
+    def destroy(self) -> None:
+        """Do nothing: ``EmbeddedPlan.close`` closes the engine."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine.optimizer, name)
 
 
 def _planned(accelerator: Any, model: torch.nn.Module, objects: tuple[Any, ...]) -> list[Any]:

@@ -263,6 +263,12 @@ class StreamEngine(CountingEngine):
         return DTYPES[self._plan.precision]
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the master weights, whose groups hold the learning rates."""
+        optimizer: torch.optim.Optimizer = self._adam
+        return optimizer
+
+    @property
     def counts(self) -> StreamCounts:
         """Upload and eviction counts since the engine started."""
         return self._residency.counts
