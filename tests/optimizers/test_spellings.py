@@ -89,7 +89,7 @@ PLACES = {
 def meaning(name, place):
     """Return findings, estimate, seconds and settled choice, without the spelling."""
     findings = check_plan(plan(name, **place), CONTEXT)
-    found = {finding.rule for finding in findings}
+    found = {finding.rule for finding in findings} - {"optimizer-spelling"}
     if any(finding.severity == "error" for finding in findings):
         return found, None
     resolved = plan(name, **place).resolve(platform=CUDA, model=MODEL)
