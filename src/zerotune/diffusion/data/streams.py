@@ -687,8 +687,9 @@ class RepeatedBatches:
 
 
 def _digest(batch: Batch) -> str:
-    tensors = [each.detach() for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
-    few = [each.flatten()[:: max(1, each.numel() // _COMPARED)].tolist() for each in tensors]
+    tensors = [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
+    strided = [each.detach().flatten() for each in tensors if each.layout is torch.strided]
+    few = [each[:: max(1, each.numel() // _COMPARED)].tolist() for each in strided]
     return hashlib.sha256(repr(few).encode()).hexdigest()[:32]
 
 
