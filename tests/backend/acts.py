@@ -66,7 +66,8 @@ BUCKETED: Final = frozenset({"z1", "z1 cpu", "z2", "z2 cpu"})
 OWN: Final = WHOLE - {"streamed"}
 """Kinds whose model weights are whole, and views of them real views."""
 PLAIN: Final = frozenset({"plain", "plain cpu", "plain apart"})
-DEEPSPEED: Final = ALL - PLAIN - {"host", "streamed"}
+HOSTED: Final = frozenset({"host", "streamed"})
+DEEPSPEED: Final = ALL - PLAIN - HOSTED
 """Kinds in which DeepSpeed's engine trains."""
 
 
@@ -247,26 +248,26 @@ def _(engine, model, context):
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-# -- Freezing.
+# -- Freezing. The host engine leaves frozen weights as they are, which ZeRO-2 does not.
 
 
-@act("freeze a part", at=(3,))
+@act("freeze a part", at=(3,), kinds=ALL - HOSTED)
 def _(engine, model, context):
     model.mix.requires_grad_(False)
 
 
-@act("freeze all but one", at=(3,))
+@act("freeze all but one", at=(3,), kinds=ALL - HOSTED)
 def _(engine, model, context):
     model.requires_grad_(False)
     model.out.requires_grad_(True)
 
 
-@act("freeze and unfreeze", at=(2, 4, 7, 9))
+@act("freeze and unfreeze", at=(2, 4, 7, 9), kinds=PLAIN)
 def _(engine, model, context):
     model.mix.requires_grad_(context.times % 2 == 1)
 
 
-@act("freeze between backward and step", at=(2, 4), moments=(BACKWARD,))
+@act("freeze between backward and step", at=(2, 4), moments=(BACKWARD,), kinds=PLAIN)
 def _(engine, model, context):
     model.twin.requires_grad_(context.times % 2 == 1)
 

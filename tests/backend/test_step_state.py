@@ -12,6 +12,7 @@ import torch
 from tests.backend.act_runs import MODES, begin
 from tests.backend.acts import KINDS, Net
 from tests.support.ranks import ranks
+from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError, StepOrderError
 
 # Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
@@ -205,3 +206,23 @@ def test_an_interrupt_inside_a_call_is_delivered_after_it(kind):
         engine.step()
         train(reference, 0)
         assert same(engine, reference)
+
+
+@pytest.mark.parametrize("kind", ["plain", "host", "z2"])
+def test_training_with_averaged_weights_is_refused(kind):
+    with start(kind) as engine, start(kind) as reference:
+        ema = EMAShadow(decay=0.5).attach(engine)
+        for each in (engine, reference):
+            train(each, 0)
+        ema.step()
+        for each in (engine, reference):
+            each.backward(loss_of(each, 1))
+        with ema.swapped_in():
+            with engine.evaluating():
+                loss_of(engine, 2)
+            with pytest.raises(StepOrderError, match="holds the weights of an EMA"):
+                engine.step()
+        assert engine.step().grad_norm == reference.step().grad_norm
+        with ema.swapped_in(), pytest.raises(StepOrderError, match=r"ema\.swapped_in"):
+            engine.backward(loss_of(engine, 2))
+        assert train(engine, 3) == train(reference, 3)

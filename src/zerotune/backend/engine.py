@@ -14,7 +14,7 @@ import attrs
 from zerotune._util.closing import Closing
 from zerotune._util.proc import return_freed_memory
 from zerotune.backend.step_state import Stage, StepState, fault_of, uninterrupted
-from zerotune.errors import EngineError, ZeroTuneError
+from zerotune.errors import EngineError, StepOrderError, ZeroTuneError
 
 if TYPE_CHECKING:
     import torch
@@ -194,6 +194,7 @@ class Engine(Closing):
             reason, value, fix = fault
             raise EngineError(f"the loss {reason}", key="engine.backward", value=value, fix=fix)
         self._step_state.check_graph(loss)
+        self._check_not_averaged("backward")
         self._check_before_backward()
         passing = self._step_state.passing(self._after_failure)
         with self.group.naming("training"), uninterrupted(), passing:
@@ -306,9 +307,18 @@ class Engine(Closing):
 
     def _check_before_step(self, step: int) -> None:
         """Check that every trainable parameter is optimized, and check a sample of weights."""
+        self._check_not_averaged("step")
         self._check_trained(self._walked or tuple(self._module.named_parameters()))
         self._walked = ()
         self._master_weights.check_model(step)
+
+    def _check_not_averaged(self, call: str) -> None:
+        if any(ema.swapped for ema in self._master_weights.emas):
+            raise StepOrderError(
+                "the model holds the weights of an EMA, so the step would be lost",
+                key=f"engine.{call}",
+                fix="leave the block of ema.swapped_in() before training goes on",
+            )
 
     def _check_before_forward(self) -> None:
         self._walked = tuple(self._module.named_parameters())
@@ -323,8 +333,7 @@ class Engine(Closing):
                     "started, so it would not be trained",
                     key=f"model.{name}",
                     value="requires_grad=True",
-                    fix="add or unfreeze the parameter before the engine starts; parameters "
-                    "trainable at the start may be frozen and unfrozen later",
+                    fix="add or unfreeze the parameter before the engine starts",
                 )
 
     @abstractmethod

@@ -457,6 +457,11 @@ class EMA(Protocol):
 
     name: str
 
+    @property
+    def swapped(self) -> bool:
+        """Whether the model currently uses the EMA weights."""
+        ...
+
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the full EMA tensor of every trained parameter. Collective."""
         ...

@@ -658,10 +658,6 @@ def disturbed(stage: int, hidden: bool | None, what: str, average: bool) -> list
         for step in range(10):
             if step == 3 and what in MOVES:
                 MOVES[what](engine.module)
-            if step == 3 and what == "freeze":
-                engine.module.second.requires_grad_(False)
-            if step == 6 and what == "freeze":
-                engine.module.second.requires_grad_(True)
             loss = loss_of(engine, step)
             found.append(float(loss.detach()))
             engine.backward(loss)
@@ -675,8 +671,8 @@ def disturbed(stage: int, hidden: bool | None, what: str, average: bool) -> list
 
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks(1)
-def test_moved_or_frozen_weights_train_as_with_the_usual_step(stage):
-    for what in (*MOVES, "freeze"):
+def test_moved_weights_train_as_with_the_usual_step(stage):
+    for what in MOVES:
         theirs = disturbed(stage, False, what, False)
         assert disturbed(stage, True, what, False) == theirs, what
         assert disturbed(stage, None, what, True) == theirs, what

@@ -16,6 +16,7 @@ import torch
 
 from tests.backend.stream.streaming import Run, advance, loss_of, make_model, start, train
 from tests.support.ranks import ranks
+from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError
 from zerotune.plan.model import Streaming
 
@@ -240,20 +241,36 @@ def test_reading_masters_during_a_step_that_began_in_the_backward_pass_is_refuse
         assert list(engine.master_weights.read())
 
 
-def test_weights_frozen_during_training_behave_as_at_zero_2():
-    def run(streamed: Any) -> Any:
-        with start(RUN, make_model(RUN), streamed=streamed) as engine:
-            kept = [advance(RUN, engine, range(2))]
-            engine.module.blocks[2].requires_grad_(False)
-            engine.module.blocks[3].a.weight.requires_grad_(False)
-            kept.append(advance(RUN, engine, range(2, 4)))
-            engine.module.requires_grad_(True)
-            kept.append(advance(RUN, engine, range(4, 6)))
-            return kept, expected(engine)
+@pytest.mark.parametrize("averaged", [False, True])
+def test_weights_frozen_during_training_do_not_move(averaged):
+    def masters() -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in engine.master_weights.gather()}
 
-    (mine, weights), (theirs, their_weights) = run(Streaming(window=2)), run(None)
-    assert mine == theirs
-    assert all(torch.equal(weights[name], their_weights[name]) for name in weights)
+    with start(RUN, make_model(RUN), streamed=Streaming(window=2)) as engine:
+        ema = EMAShadow(decay=0.5).attach(engine) if averaged else None
+        advance(RUN, engine, range(2))
+        engine.module.blocks[2].requires_grad_(False)
+        engine.module.blocks[3].a.weight.requires_grad_(False)
+        before = masters()
+        advance(RUN, engine, range(2, 4))
+        if ema is not None:
+            ema.step()
+        after = masters()
+        still = {name for name in before if torch.equal(before[name], after[name])}
+        frozen = ("blocks.2.", "blocks.3.a.weight")
+        assert still == {name for name in before if name.startswith(frozen)}
+        engine.module.requires_grad_(True)
+        advance(RUN, engine, range(4, 6))
+        later = masters()
+        assert not [name for name in after if torch.equal(after[name], later[name])]
+
+
+def test_deepspeed_refuses_to_freeze_weights_during_training():
+    with start(RUN, make_model(RUN), streamed=None) as engine:
+        advance(RUN, engine, range(2))
+        engine.module.blocks[2].requires_grad_(False)
+        with pytest.raises(EngineError, match=r"blocks\.2.*DeepSpeed would still update it"):
+            advance(RUN, engine, range(2, 4))
 
 
 def test_weights_frozen_from_the_start_cannot_be_unfrozen():

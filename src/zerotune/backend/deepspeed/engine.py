@@ -229,6 +229,20 @@ class ZeROEngine(Engine):
         return norm
 
     @override
+    def _check_before_step(self, step: int) -> None:
+        for name, parameter in self._module.named_parameters() if self._plan.stage else ():
+            if not parameter.requires_grad and id(parameter) in self._trained:
+                raise EngineError(
+                    "this parameter was frozen after the engine started, but DeepSpeed would "
+                    "still update it",
+                    key=f"model.{name}",
+                    value="requires_grad=False",
+                    fix="freeze the parameter before the engine starts, or set the learning rate "
+                    "of its parameter group to 0",
+                )
+        super()._check_before_step(step)
+
+    @override
     def _train(self, mode: bool) -> None:
         self._engine.train(mode)
 

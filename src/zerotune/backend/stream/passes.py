@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -21,7 +21,7 @@ from zerotune.backend.master_weights import EMAUpdate
 from zerotune.backend.step.adams import SlabStep
 from zerotune.backend.step.kernel import HostStepOp, ema_parts
 from zerotune.backend.stream.lanes import Copy
-from zerotune.backend.stream.units import Unit, UnitSlab
+from zerotune.backend.stream.units import Part, Unit, UnitSlab
 
 
 class UnitPass:
@@ -32,8 +32,8 @@ class UnitPass:
         steps: Each of the unit's slabs with its ``SlabStep``, which has already begun.
         ema_updates: EMA updates of this step; more may be appended later.
         landed: Copy of the gradients to the host; ``None`` if they are already there.
-        check: Function that is called once the gradients are on the host; returns whether to update
-            the unit.
+        check: Function that is called once the gradients are on the host; returns the parameters
+            that must stay as they are, or ``None`` if the whole unit must.
         written: Future that is done once the unit is updated.
         views: Number of views of the unit's weights in ``steps``.
         rank: Priority; updates with a lower rank run first.
@@ -46,7 +46,7 @@ class UnitPass:
         steps: Sequence[tuple[UnitSlab, SlabStep]],
         ema_updates: list[EMAUpdate],
         landed: Copy | None,
-        check: Callable[[], bool],
+        check: Callable[[], Collection[Part] | None],
         written: Future[None],
         views: int,
         rank: int,
@@ -94,8 +94,9 @@ class UnitPass:
             for copy in (self._landed, self._reading):
                 if copy is not None:
                     copy.finish()
-            for slab, step in self._steps if self._check() else ():
-                _run(slab, step, updates)
+            still = self._check()
+            for slab, step in () if still is None else self._steps:
+                _run(slab, step, updates, still or ())
         self._emas_updated += len(updates)
         if not self.written.done():
             self.written.set_result(None)
@@ -103,22 +104,32 @@ class UnitPass:
     def _update_emas(self, updates: Sequence[EMAUpdate]) -> None:
         for slab, step in self._steps:
             for part in slab.parts:
-                size = part.place.stop - part.offset
-                for start, stop, emas in ema_parts(updates, part.key, 0, size):
-                    weight = step.masters.read(slice(part.offset + start, part.offset + stop))
-                    for ema in emas:
-                        ema.tensor.lerp_(weight, ema.weight)
+                _average(part, step, updates)
 
 
-def _run(slab: UnitSlab, step: SlabStep, updates: Sequence[EMAUpdate]) -> None:
+def _average(part: Part, step: SlabStep, updates: Sequence[EMAUpdate]) -> None:
+    """Update the EMAs of weights that do not change any more."""
+    size = part.place.stop - part.offset
+    for start, stop, emas in ema_parts(updates, part.key, 0, size):
+        weight = step.masters.read(slice(part.offset + start, part.offset + stop))
+        for ema in emas:
+            ema.tensor.lerp_(weight, ema.weight)
+
+
+def _run(
+    slab: UnitSlab, step: SlabStep, updates: Sequence[EMAUpdate], still: Collection[Part]
+) -> None:
     has_singles = step.whole is None and any(part.singles for part in slab.parts)
-    if not updates and not has_singles:
+    if not updates and not has_singles and not still:
         step.run(0, step.masters.numel)
         return
     # Padding between parameters stays zero. If it were updated with the last elements, it would
     # extend them to whole vectors.
     one_by_one = attrs.evolve(step, whole=0)
     for part in slab.parts:
+        if part in still:
+            _average(part, step, updates)
+            continue
         for run, is_single in part.runs() if has_singles else [(part.place, False)]:
             inside = run.start - part.offset, run.stop - part.offset
             for start, stop, emas in ema_parts(updates, part.key, *inside):

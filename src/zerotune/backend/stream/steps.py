@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -31,7 +31,7 @@ from zerotune.backend.stream.gradients import Gradients, Place
 from zerotune.backend.stream.lanes import Copy, Lane
 from zerotune.backend.stream.passes import Passes, UnitPass
 from zerotune.backend.stream.residency import Residency
-from zerotune.backend.stream.units import FlatOrder, Unit
+from zerotune.backend.stream.units import FlatOrder, Part, Unit
 from zerotune.errors import EngineError, StepOrderError
 from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
 
@@ -390,6 +390,7 @@ class StreamedSteps:
                 ],
             )
             steps.append((slab, step))
+        frozen = [i for i in self._parts[unit] if not unit.members[i].parameter.requires_grad]
         written = self._to_be_written(unit)
         # Also on failure, so that no thread waits forever.
         written.add_done_callback(lambda _: self._gradients.give_back(place))
@@ -397,7 +398,7 @@ class StreamedSteps:
             unit=unit,
             steps=steps,
             ema_updates=self.passes.ema_updates,
-            check=partial(self._check, unit, window, self._tally),
+            check=partial(self._check, unit, window, self._tally, frozen),
             landed=window.landed,
             written=written,
             views=_views_of(unit) - views,
@@ -409,14 +410,21 @@ class StreamedSteps:
         """Future that is done once the next update of a unit is complete."""
         return Future()
 
-    def _check(self, unit: Unit, window: Window, tally: _Tally) -> bool:
-        """Zero missing gradients; return whether all gradients so far are finite."""
+    def _check(
+        self, unit: Unit, window: Window, tally: _Tally, frozen: Collection[int]
+    ) -> list[Part] | None:
+        """Zero missing gradients; return what must not move, or ``None`` if a gradient is NaN.
+
+        As in torch, a parameter moves if it has a gradient, or if ZeRO-2 would take zero for it.
+        """
         for index in self._parts[unit]:
             if index not in window.on_host:
                 self._gradient(unit, index, window).zero_()
         tally.is_finite = tally.is_finite and all(map(math.isfinite, window.squares.values()))
         tally.stepped += tally.is_finite
-        return tally.is_finite
+        if not tally.is_finite:
+            return None
+        return [self._parts[unit][i][1] for i in frozen if i not in window.on_host]
 
     def _factor(self, norm: float) -> float:
         """Clipping factor, rounded as in ZeRO-2."""
