@@ -1,0 +1,357 @@
+"""Random sequences of calls: every engine does what torch does, or refuses a call beforehand."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import attrs
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from tests.backend.act_runs import UNITS
+from tests.backend.acts import Net, Oops
+from tests.support.ranks import ranks
+from tests.support.runs import build
+from zerotune.ema import EMAShadow
+from zerotune.errors import EngineError, StepOrderError
+from zerotune.plan.model import DeepSpeedPlan, Streaming
+
+# Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
+pytestmark = [pytest.mark.deepspeed, ranks(1, timeout_s=6000)]
+
+SEED: Final = int(os.environ.get("ZEROTUNE_SEQUENCES_SEED", "40"))
+ADAM: Final = {"lr": 4e-3, "weight_decay": 0.01, "eps": 1e-3}
+NEAR: Final = 1e-4
+"""Largest difference of two weights; a lost or foreign gradient moves weights by up to 4e-3."""
+
+
+@attrs.frozen(kw_only=True)
+class Kind:
+    """A kind of engine, and in what it differs from the others."""
+
+    stage: int | None = None
+    offload: str = "cpu"
+    options: dict[str, Any] = attrs.field(factory=dict)
+    clipping: float = 0.5
+    is_lost: bool = False
+    """A failed backward pass ends the engine."""
+    is_eager: bool = False
+    """The last backward pass of a window moves weights."""
+    is_guarded: bool = False
+    """Refuses other backward passes before they begin."""
+    freezes: bool = True
+    counts_frozen: bool = False
+    """Steps are counted for frozen weights too."""
+
+
+STREAMING: Final = {"streamed": Streaming(units=UNITS, window=2)}
+KINDS: Final = {
+    "plain": Kind(offload="none"),
+    "host": Kind(stage=2, options={"engine": "host"}, counts_frozen=True),
+    "streamed": Kind(stage=2, options=STREAMING, counts_frozen=True),
+    "eager": Kind(stage=2, options=STREAMING, clipping=0.0, counts_frozen=True, is_eager=True),
+    "z0": Kind(stage=0, offload="none", is_guarded=True),
+    "z1": Kind(stage=1, offload="none", is_guarded=True, freezes=False),
+    "z2 cpu": Kind(stage=2, is_guarded=True, is_lost=True, freezes=False),
+    "z3": Kind(stage=3, offload="none", is_guarded=True, is_lost=True, freezes=False),
+}
+
+
+def start(kind: Kind, accumulation: int) -> Any:
+    plan = DeepSpeedPlan.build(
+        stage=kind.stage or 0, offload=kind.offload, micro_batch_size=2, precision="fp32",
+        gradient_clipping=kind.clipping, gradient_accumulation_steps=accumulation,
+        optimizer={"type": "AdamW", "params": ADAM},
+    )  # fmt: skip
+    return build(Net(), plan, deepspeed=kind.stage is not None, **kind.options)
+
+
+def batch(number: int) -> torch.Tensor:
+    torch.manual_seed(number)
+    return torch.randn(2, Net.CHANNELS, 4, 4)
+
+
+class Reference:
+    """Plain torch, and the states that an engine may be in."""
+
+    def __init__(self, kind: Kind, accumulation: int) -> None:
+        self.kind, self.accumulation = kind, accumulation
+        self.model = Net()
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.adam = torch.optim.AdamW(trained, **ADAM)
+        self.at = "idle"
+        self.micro = self.version = self.taken = 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.micro % self.accumulation == self.accumulation - 1
+
+    @property
+    def has_moved(self) -> bool:
+        return self.kind.is_eager and self.is_last and self.at == "backward"
+
+    @property
+    def is_frozen(self) -> bool:
+        return not self.model.mix.weight.requires_grad
+
+    def backward(self, number: int) -> None:
+        loss = self.model(batch(number)).square().mean()
+        (loss / self.accumulation).backward()
+        self.at = "backward"
+
+    def step(self) -> None:
+        if self.is_last:
+            if self.kind.clipping:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.kind.clipping)
+            self.adam.step()
+            self.adam.zero_grad()
+            self.taken += 1
+            self.version += 1
+            for p in self.adam.param_groups[0]["params"] if self.kind.counts_frozen else ():
+                if not p.requires_grad:
+                    zeros = torch.zeros_like(p)
+                    fresh = {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+                    self.adam.state[p] = (self.adam.state.get(p) or fresh) | {
+                        "step": torch.tensor(float(self.taken))
+                    }
+        self.micro += 1
+        self.at = "idle"
+
+    def discard(self) -> None:
+        self.adam.zero_grad()
+        self.micro = (self.micro // self.accumulation + 1) * self.accumulation
+        self.at = "idle"
+
+    def fail(self) -> None:
+        self.at = "lost" if self.kind.is_lost else "broken"
+        if self.kind.is_eager and self.is_last:
+            self.at = "spoiled"
+
+
+class Pair:
+    """An engine and its reference, which take the same calls."""
+
+    def __init__(self, name: str, accumulation: int) -> None:
+        self.name, self.kind = name, KINDS[name]
+        self.engine, self.torch = (make(self.kind, accumulation) for make in (start, Reference))
+        self.ema = EMAShadow(decay=0.5).attach(self.engine)
+        self.losses: list[tuple[Any, int, int]] = []
+        self.number = 0
+
+    def do(self, legal: bool, call: Callable[[], Any], *, raises: type[BaseException]) -> bool:
+        """Make a call that must succeed if it is legal; return whether it is."""
+        if legal:
+            call()
+        else:
+            with pytest.raises(raises):
+                call()
+        return legal
+
+    @property
+    def may_begin(self) -> bool:
+        return self.torch.at in ("idle", "backward")
+
+    def loss(self) -> Any:
+        self.number += 1
+        return self.engine(batch(self.number)).square().mean()
+
+    def forward(self) -> None:
+        def call() -> None:
+            self.losses.append((self.loss(), self.number, self.torch.version))
+
+        self.do(self.may_begin, call, raises=StepOrderError)
+
+    def backward(self, which: int = -1) -> None:
+        if self.losses:
+            loss, number, version = self.losses.pop(which)
+            legal = self.torch.at == "idle" and version == self.torch.version
+            if self.do(legal, lambda: self.engine.backward(loss), raises=StepOrderError):
+                self.torch.backward(number)
+
+    def backward_of_the_oldest(self) -> None:
+        self.backward(0)
+
+    def step(self) -> None:
+        legal = self.torch.at == "backward"
+        if legal and self.torch.is_last and self.torch.is_frozen and not self.kind.freezes:
+            self.do(False, self.engine.step, raises=EngineError)
+        elif self.do(legal, self.engine.step, raises=StepOrderError):
+            self.torch.step()
+
+    def train(self) -> None:
+        for call in (self.forward, self.backward, self.step):
+            call()
+
+    def discard(self) -> None:
+        legal = self.torch.at in ("idle", "backward", "broken") and not self.torch.has_moved
+        if self.do(legal, self.engine.discard, raises=StepOrderError):
+            self.torch.discard()
+
+    def foreign_backward(self) -> None:
+        if self.losses:
+            loss, _, _ = self.losses.pop()
+            self.do(False, loss.backward, raises=StepOrderError)
+            if not self.kind.is_guarded and self.may_begin:
+                self.torch.at = "broken"
+
+    def backward_of_a_part(self) -> None:
+        if self.kind.stage != 3:
+            self.do(False, self.engine.module.scale.sum().backward, raises=StepOrderError)
+            if self.may_begin:
+                self.torch.at = "broken"
+
+    def gradient_of_an_input(self) -> None:
+        x = batch(0).requires_grad_()
+        legal = self.may_begin and not self.kind.is_guarded
+        self.do(
+            legal,
+            lambda: torch.autograd.grad(self.engine(x).sum(), x),
+            raises=StepOrderError,
+        )
+
+    def bad_loss(self) -> None:
+        for loss in (1.0, torch.ones(2, requires_grad=True), torch.ones(())):
+            self.do(False, lambda loss=loss: self.engine.backward(loss), raises=EngineError)
+
+    def evaluate(self) -> None:
+        with self.engine.evaluating():
+            self.engine(batch(0))
+
+    @contextlib.contextmanager
+    def hooked(self, act: Callable[..., None], *, backward: bool) -> Iterator[None]:
+        def watch(_module: Any, _inputs: Any, out: torch.Tensor) -> None:
+            if out.requires_grad and backward:
+                out.register_hook(act)
+            elif not backward:
+                act()
+
+        hook = self.engine.module.norm.register_forward_hook(watch)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def failed_forward(self) -> None:
+        with self.hooked(oops, backward=False), pytest.raises((Oops, StepOrderError)):
+            self.loss()
+
+    def failed_backward(self) -> None:
+        if self.torch.at == "idle":
+            with self.hooked(oops, backward=True):
+                loss = self.loss()
+            with pytest.raises(Oops):
+                self.engine.backward(loss)
+            self.torch.fail()
+
+    def interrupted_forward(self) -> None:
+        raised = pytest.raises((KeyboardInterrupt, StepOrderError))
+        with self.hooked(interrupt, backward=False), raised:
+            self.loss()
+
+    def interrupted_backward(self) -> None:
+        if self.torch.at == "idle":
+            with self.hooked(interrupt, backward=True):
+                loss = self.loss()
+            with pytest.raises(KeyboardInterrupt):
+                self.engine.backward(loss)
+            self.torch.backward(self.number)
+
+    def freeze(self) -> None:
+        if self.kind.stage != 0 and self.torch.at == "idle":
+            self.losses.clear()
+            frozen = self.torch.is_frozen
+            for model in (self.torch.model, self.engine.module):
+                model.mix.requires_grad_(frozen)
+
+    def write(self) -> None:
+        if self.torch.at == "idle":
+            self.losses.clear()
+            with torch.no_grad(), self.engine.master_weights.editing() as fragments:
+                for fragment in fragments:
+                    fragment.value.mul_(0.9)
+            with torch.no_grad():
+                for p in self.torch.adam.param_groups[0]["params"]:
+                    p.mul_(0.9)
+
+    def train_with_the_average(self) -> None:
+        if self.torch.at == "idle":
+            with self.ema.swapped_in():
+                loss = self.loss()
+                self.do(False, lambda: self.engine.backward(loss), raises=StepOrderError)
+
+    def check(self) -> None:
+        """Compare the weights, which are whole in every state but two."""
+        if self.torch.at == "spoiled" or self.torch.has_moved:
+            with pytest.raises(EngineError):
+                list(self.engine.master_weights.read())
+            return
+        own = dict(self.torch.model.named_parameters())
+        for name, value in self.engine.master_weights.gather():
+            far = float((value - own[name]).abs().max())
+            assert far < NEAR, (name, far, self.torch.at)
+
+
+def oops(*_: Any) -> None:
+    raise Oops
+
+
+def interrupt(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+CALLS: Final = (
+    Pair.train, Pair.train, Pair.forward, Pair.backward, Pair.backward_of_the_oldest, Pair.step,
+    Pair.discard, Pair.foreign_backward, Pair.backward_of_a_part, Pair.gradient_of_an_input,
+    Pair.bad_loss, Pair.evaluate, Pair.failed_forward, Pair.failed_backward,
+    Pair.interrupted_forward, Pair.interrupted_backward, Pair.freeze, Pair.write,
+    Pair.train_with_the_average,
+)  # fmt: skip
+
+
+def play(name: str, accumulation: int, calls: list[str]) -> None:
+    """Make the calls, and compare the weights after each."""
+    pair = Pair(name, accumulation)
+    with contextlib.closing(pair.engine):
+        for call in calls:
+            getattr(pair, call)()
+            pair.check()
+            if pair.torch.at in ("lost", "spoiled"):
+                for refused in (pair.forward, pair.step, pair.discard):
+                    refused()
+                break
+
+
+def run(count: int) -> None:
+    print(f"ZEROTUNE_SEQUENCES_SEED={SEED}")
+    logging.disable(logging.WARNING)
+
+    @seed(SEED)
+    @settings(
+        max_examples=count, deadline=None, database=None, print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(
+        name=st.sampled_from(sorted(KINDS)),
+        accumulation=st.sampled_from([1, 2]),
+        calls=st.lists(st.sampled_from([c.__name__ for c in CALLS]), min_size=5, max_size=30),
+    )
+    def sequences(name: str, accumulation: int, calls: list[str]) -> None:
+        play(name, accumulation, calls)
+
+    sequences()
+
+
+def test_100_sequences_of_calls_do_what_torch_does_or_are_refused():
+    run(100)
+
+
+@pytest.mark.nightly
+def test_2000_sequences_of_calls_do_what_torch_does_or_are_refused():
+    run(2000)
