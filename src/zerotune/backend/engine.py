@@ -120,6 +120,11 @@ class Engine(Closing):
         return False
 
     @property
+    def _sums_in_place(self) -> bool:
+        """Whether the parameters' ``grad`` holds the gradients of an accumulation window."""
+        return False
+
+    @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
         """Dtype of the weights and of floating-point inputs in the forward pass.
@@ -354,7 +359,8 @@ class StartedEngine(Engine):
         with self._starting():
             self._claim(model)
             self._start(model, plan, timeout_s)
-            self._step_state.watch(p for p in model.parameters() if p.requires_grad)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            self._step_state.watch(trained, sums_in_place=self._sums_in_place)
         self.resources.callback(self._step_state.unwatch)
         self.resources.callback(setattr, self._master_weights, "closed", True)
         # The weights have been copied to their final place; at stage 3, copies one by one, in

@@ -133,6 +133,11 @@ class PlainEngine(CountingEngine):
 
     @property
     @override
+    def _sums_in_place(self) -> bool:
+        return True
+
+    @property
+    @override
     def dtype(self) -> torch.dtype:
         return torch.float32
 

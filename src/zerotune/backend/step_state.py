@@ -190,12 +190,15 @@ class StepState:
             if state is not self:
                 ahead.extend(next_node for next_node, _ in node.next_functions)
 
-    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Notice gradients of parameters that come from other backward passes.
+    def watch(self, parameters: Iterable[torch.Tensor], *, sums_in_place: bool) -> None:
+        """Drop gradients of parameters that come from other backward passes, with an error.
 
         Args:
             parameters: The trained parameters.
+            sums_in_place: Whether ``grad`` holds the gradients of the accumulation window, which
+                are then dropped too.
         """
+        self._sums_in_place = sums_in_place
         for each in parameters:
             hook = each.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
             # Before the engine's own hooks, which take the gradient.
@@ -214,8 +217,7 @@ class StepState:
             with torch._C.DisableTorchFunctionSubclass():
                 parameter.grad = None
             error = _foreign()
-            if self.stage in (Stage.IDLE, Stage.BACKWARD):
-                self.is_open = True
+            if self._sums_in_place and self.is_open and self.stage is not Stage.LOST:
                 self.fail(Stage.BROKEN, error)
             raise error
 

@@ -97,6 +97,11 @@ class ZeROEngine(Engine):
 
     @property
     @override
+    def _sums_in_place(self) -> bool:
+        return self._plan.stage < 2
+
+    @property
+    @override
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = self._engine.get_data_types()[0]
         return dtype
