@@ -316,10 +316,11 @@ def interrupt(*_: Any) -> None:
 
 
 CALLS: Final = (
-    Pair.train, Pair.train, Pair.forward, Pair.backward, Pair.backward_of_the_oldest, Pair.step,
+    Pair.train, Pair.train, Pair.train, Pair.train, Pair.freeze, Pair.freeze, Pair.forward,
+    Pair.backward, Pair.backward_of_the_oldest, Pair.step,
     Pair.discard, Pair.foreign_backward, Pair.backward_of_a_part, Pair.gradient_of_an_input,
     Pair.bad_loss, Pair.evaluate, Pair.failed_forward, Pair.failed_backward,
-    Pair.interrupted_forward, Pair.interrupted_backward, Pair.freeze, Pair.write,
+    Pair.interrupted_forward, Pair.interrupted_backward, Pair.write,
     Pair.train_with_the_average,
 )  # fmt: skip
 
