@@ -2643,6 +2643,14 @@ class DeepSpeedPlan(Readable, Section):
             PlanError: As in ``from_dict``.
             OptimizerError: The name of the optimizer is unknown.
         """
+        if "batch_size" in zero_overrides:
+            raise UnknownKeyError(
+                "is not an argument of build, which has one for each of two batch sizes",
+                key="batch_size",
+                value=zero_overrides["batch_size"],
+                fix="write micro_batch_size for samples per forward pass and rank, or "
+                "train_batch_size for samples per optimizer step",
+            )
         zero: dict[str, Any] = {"stage": stage}
         for key, device in (("offload_optimizer", offload), ("offload_param", offload_param)):
             Choice(choices=OFFLOAD_DEVICES).check(device, key)

@@ -22,7 +22,7 @@ from zerotune.backend.plain import PlainEngine
 from zerotune.backend.stream.engine import StreamEngine, require_other_engine, why_not_hosted
 from zerotune.backend.stream.ranks import SharedStreamEngine, why_not_together
 from zerotune.backend.trained_parts import TrainedParts
-from zerotune.decisions import announce
+from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data import BucketStream, DataStream, ImageTensors
 from zerotune.diffusion.data.sources import ImageSource
 from zerotune.diffusion.data.streams import BatchStream, BucketedDataset, RepeatedBatches
@@ -47,9 +47,9 @@ PlanSource: TypeAlias = (
 
 
 def prepare(
-    *,
     model: torch.nn.Module | Pretrained,
     plan: PlanSource | None = None,
+    *,
     resolver: OptimizerResolver | None = None,
     offload: OffloadManager | None = None,
     run: RunFacts | None = None,
@@ -125,6 +125,7 @@ def prepare(
         deepspeed=deepspeed,
         engine=engine,
     )
+    plan = _in_training_mode(model, plan)
     with ExitStack() as resources:
         compiled = None if wanted is None else Compiled(wanted, model=model, plan=plan)
         if compiled is not None:
@@ -137,6 +138,17 @@ def prepare(
             compiled.apply(started)
         started.resources.push(resources.pop_all())
     return started
+
+
+def _in_training_mode(model: torch.nn.Module, plan: ResolvedPlan) -> ResolvedPlan:
+    """Put a model in training mode; a decision records it if the model was not."""
+    if model.training:
+        return plan
+    model.train()
+    reason = "from_pretrained and eval() turn dropout off; call eval() after prepare to keep that"
+    switched = Decision(key="model", before="eval mode", after="training mode", reason=reason)
+    announce([switched])
+    return attrs.evolve(plan, decisions=(*plan.decisions, switched))
 
 
 def settled(
@@ -286,7 +298,10 @@ def check_model(model: Any) -> None:
         _check_whole(model)
         return
     value: Any = model if isinstance(model, str | os.PathLike) else type(model).__name__
-    if isinstance(model, str | os.PathLike):
+    if isinstance(model, type):
+        value, why = model.__name__, "is a class, not a model"
+        fix = f"create the model: {value}(…) or {value}.from_pretrained(FOLDER)"
+    elif isinstance(model, str | os.PathLike):
         why = "is a path to a model, not the model itself"
         fix = f"write loaded = zerotune.load_pretrained({os.fspath(model)!r}), then loaded.model"
     elif hasattr(model, "components") or hasattr(model, "save_pretrained"):
@@ -363,8 +378,12 @@ def check_objective(objective: Any, model: torch.nn.Module) -> None:
     )
 
 
+_LOSSES: Final = "torch.nn.modules.loss"
+
+
 def _check_callable(objective: Any) -> None:
-    if callable(objective) and not isinstance(objective, type):
+    of_torch = getattr(objective, "__module__", "") in ("torch.nn.functional", _LOSSES)
+    if callable(objective) and not isinstance(objective, type) and not of_torch:
         try:
             inspect.signature(objective).bind("model", "batch", "generator")
         except TypeError as error:
@@ -384,6 +403,10 @@ def _no_objective(objective: Any) -> InvalidValueError:
     name = objective.__name__ if isinstance(objective, type) else type(objective).__name__
     if isinstance(objective, type):
         why, fix = "is a class", f"create an instance: objective={name}(…)"
+    elif callable(objective):
+        name = getattr(objective, "__name__", name)
+        why = "compares two tensors, but an objective computes the loss of a batch"
+        fix = "write objective=DenoisingObjective() or FlowMatchingObjective(), or omit objective"
     elif hasattr(objective, "config") and hasattr(objective, "step"):
         why = "is a scheduler, not an objective"
         flow = "Flow" in name

@@ -223,8 +223,8 @@ class Trainer(Closing, Readable):
 
     def fit(
         self,
-        *,
         steps: int | None = None,
+        *,
         epochs: float | None = None,
         time_limit: float | timedelta | None = None,
     ) -> Report:

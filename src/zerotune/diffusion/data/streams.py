@@ -97,8 +97,27 @@ class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {name: tensor[index] for name, tensor in self._tensors.items()}
 
 
+_IMAGE_DIMS: Final = 4
+_MOST_CHANNELS: Final = 4
+"""Maximum number of channels of an image."""
+
+
 def check_float(images: torch.Tensor, *, key: str) -> None:
-    """Check that images are floating-point, not integers from 0 to 255."""
+    """Check that images are floating-point tensors (b, c, h, w), not integers from 0 to 255."""
+    if not isinstance(images, torch.Tensor):
+        raise DataError(
+            "images must be a tensor",
+            key=key,
+            value=type(images).__name__,
+            fix="convert an array with torch.from_numpy(images)",
+        )
+    if images.ndim == _IMAGE_DIMS and images.shape[-1] <= _MOST_CHANNELS < min(images.shape[1:3]):
+        raise DataError(
+            "images must have their channels before height and width: (b, c, h, w)",
+            key=key,
+            value=tuple(images.shape),
+            fix="write images.permute(0, 3, 1, 2)",
+        )
     if not images.is_floating_point():
         raise DataError(
             "images must be floating-point numbers in [-1, 1]",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -154,15 +154,33 @@ def to_model(value: Tensor, model: Denoiser) -> Tensor:
     return value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
 
 
+_CHANNELS: Final = "in_channels"
+_IMAGE_DIMS: Final = 4
+
+
 def call_diffusers_model(
     model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
 ) -> Tensor:
     """Call ``model(noisy, timesteps, **conditioning)`` and unwrap diffusers' output."""
-    output = model(
-        noisy.to(model.device, model.dtype),
-        timesteps.to(model.device),
-        **{name: to_model(value, model) for name, value in conditioning.items()},
-    )
+    try:
+        output = model(
+            noisy.to(model.device, model.dtype),
+            timesteps.to(model.device),
+            **{name: to_model(value, model) for name, value in conditioning.items()},
+        )
+    except RuntimeError as error:
+        config = getattr(getattr(model, "module", model), "config", None)
+        channels = getattr(config, _CHANNELS, None)
+        of_images = isinstance(channels, int) and noisy.ndim == _IMAGE_DIMS
+        if not of_images or noisy.shape[1] == channels:
+            raise
+        raise DataError(
+            f"the model takes {channels} channels, but the images have {noisy.shape[1]}",
+            key="batch['images']",
+            value=tuple(noisy.shape),
+            fix=f"give images of {channels} channels, or create the model with "
+            f"in_channels={noisy.shape[1]} and out_channels={noisy.shape[1]}",
+        ) from error
     return prediction_of(output, like=noisy)
 
 
