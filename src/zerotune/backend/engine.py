@@ -174,9 +174,7 @@ class Engine(Closing):
             self._step_state.ask("forward")
             self._check_before_forward()
             outputs = self._forward(*args, **kwargs)
-            self._step_state.mark(outputs)
-            if self._guards_outputs:
-                self._step_state.guard(outputs)
+            self._step_state.mark(outputs, guarded=self._guards_outputs)
             return outputs
 
     def backward(self, loss: torch.Tensor) -> None:

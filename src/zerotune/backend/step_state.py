@@ -143,25 +143,24 @@ class StepState:
 
     # -- Graphs.
 
-    def mark(self, outputs: Any) -> None:
+    def mark(self, outputs: Any, *, guarded: bool) -> None:
         """Record which weights a forward pass has used.
 
         Args:
             outputs: The outputs of the pass, in any nested structure.
+            guarded: Whether to refuse every backward pass through the outputs that does not go
+                through the engine.
         """
-        for tensor in _differentiable(outputs):
-            tensor.grad_fn.metadata[_MARK] = self, self._version
+        import torch
+        from torch.utils._pytree import tree_leaves
 
-    def guard(self, outputs: Any) -> None:
-        """Refuse every backward pass through outputs that does not go through the engine.
-
-        Args:
-            outputs: The outputs of a forward pass, in any nested structure.
-        """
-        for tensor in _differentiable(outputs):
-            hook = tensor.register_hook(self._check_passing)
-            # Before DeepSpeed's hook, which prepares its optimizer for the pass.
-            _call_first(hook, tensor._backward_hooks)
+        for tensor in (cast(Any, t) for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.metadata[_MARK] = self, self._version
+                if guarded:
+                    hook = tensor.register_hook(self._check_passing)
+                    # Before DeepSpeed's hook, which prepares its optimizer for the pass.
+                    _call_first(hook, tensor._backward_hooks)
 
     def check_graph(self, loss: torch.Tensor) -> None:
         """Check that no weight has changed since the forward passes that a loss comes from.
@@ -242,14 +241,6 @@ def _call_first(hook: Any, hooks: dict[int, Any]) -> None:
     own = others.pop(hook.id)
     hooks.clear()
     hooks.update({hook.id: own, **others})
-
-
-def _differentiable(outputs: Any) -> list[Any]:
-    import torch
-    from torch.utils._pytree import tree_leaves
-
-    leaves = (each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor))
-    return [tensor for tensor in leaves if tensor.grad_fn is not None]
 
 
 def fault_of(loss: Any) -> tuple[str, Any, str] | None:

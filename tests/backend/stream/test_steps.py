@@ -44,11 +44,11 @@ def begin(run: Run, streamed: Any = FEW) -> Any:
 def test_passes_begin_in_the_backward_pass_only_without_clipping(run, eager):
     with begin(run) as engine:
         loss = loss_of(run, engine, 0)
-        assert not engine._steps.under_way
+        assert not engine._steps._under_way
         engine.backward(loss)
-        assert engine._steps.under_way == eager
+        assert engine._steps._under_way == eager
         engine.step()
-        assert not engine._steps.under_way
+        assert not engine._steps._under_way
         assert ("in the backward pass" in engine.explain()) == eager
 
 
@@ -57,7 +57,7 @@ def test_no_pass_begins_before_the_last_micro_batch():
     with begin(run) as engine:
         for micro in range(2):
             engine.backward(loss_of(run, engine, micro))
-            assert not engine._steps.under_way
+            assert not engine._steps._under_way
             assert not engine.step().boundary
 
 

@@ -139,11 +139,6 @@ class StreamedSteps:
         """Whether updates begin during the backward pass."""
         return self._clipping <= 0 and self._in_backward
 
-    @property
-    def under_way(self) -> bool:
-        """Whether updates have begun although ``step`` has not been called yet."""
-        return self._under_way
-
     # -- Gradients.
 
     def begin_backward(self, *, is_last: bool) -> None:
