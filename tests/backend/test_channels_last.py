@@ -142,6 +142,7 @@ def test_weights_may_move_to_channels_last_and_back(optimizer: str, offload: str
     formats = [torch.contiguous_format, torch.channels_last]
     ema = EMAShadow(decay=0.5).attach(engine)
     for step in range(8):
+        engine.backward(engine(torch.ones(2, 3, 8, 8)).mean())
         for parameter, other in zip(
             engine.module.parameters(), reference.parameters(), strict=True
         ):
