@@ -39,7 +39,6 @@ _LANES: Final = {"compute": COMPUTE, "upload": IN, "download": OUT}
 PLANS: Final[Mapping[str, Mapping[str, Any]]] = {
     "streamed, clipped": {"clipping": 1.0, "streamed": Streaming()},
     "streamed, not clipped": {"clipping": 0.0, "streamed": Streaming()},
-    "ZeRO-2, hidden step": {"clipping": 1.0, "hidden": True, "engine": "deepspeed"},
     "host engine": {"clipping": 1.0, "engine": "host"},
 }
 _TINY_DIT: Final[Mapping[str, Any]] = {"num_attention_heads": 2, "attention_head_dim": 16}
@@ -215,7 +214,6 @@ class OnCard:
         torch.simdev.seed_order(0, 0.3, 3000)  # type: ignore[attr-defined]
         self._hosts = HostThreads(self._clock)
         self._model = build(self._name, narrow=True, device="cpu")
-        self._names = {id(one): name for name, one in self._model.named_parameters()}
         self._now = (1.0, 1.0, "")
         self._seen = 0
         self._copies: list[tuple[float, float, float]] = []
@@ -293,7 +291,7 @@ class OnCard:
         locked = {"zero_optimization.offload_optimizer.pin_memory": True}
         resolved = plan.with_overrides(locked | changes).resolve(
             platform=self._platform, model=model, world_size=1,
-            streamed=self._how.get("streamed", False), hidden=self._how.get("hidden"),
+            streamed=self._how.get("streamed", False),
             engine=self._how.get("engine"),
         )  # fmt: skip
         return OptimizerResolver().apply(resolved)
@@ -388,14 +386,10 @@ class OnCard:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        """Let the engine's copies, updates and reductions take as long as those of the large model.
+        """Let the engine's copies and updates take as long as those of the large model.
 
         What they are for is known only inside the engine.
         """
-        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Zero
-
-        from zerotune.backend.deepspeed.partitioned import PartitionedStep
-        from zerotune.backend.step import pending
         from zerotune.backend.step.adams import SlabStep
         from zerotune.backend.stream import residency
         from zerotune.backend.stream.passes import UnitPass
@@ -407,17 +401,11 @@ class OnCard:
             (StreamedSteps, "_take_squares", self._read),
             (UnitPass, "take", self._take),
             (SlabStep, "run", self._update),
-            (pending.Upload, "send", self._send),
-            (Zero, "process_gradients", self._bring),
-            (PartitionedStep, "_take_gradient", self._bring),
-            (Zero, "reduce_ipg_grads", self._reduce),
         )
         with contextlib.ExitStack() as stack:
             for owner, name, before in told:
                 both = _preceded(getattr(owner, name), before)
                 stack.enter_context(mock.patch.object(owner, name, both))
-            # Narrow weights are updated in as many parts as those of the large model.
-            stack.enter_context(mock.patch.object(pending, "_LEAST", 1))
             yield
 
     def _come(self, unit: Any) -> None:
@@ -475,15 +463,6 @@ class OnCard:
             seconds -= (edge - at) * speed
             at = edge
         return at + seconds - now
-
-    def _send(self, *_: Any) -> None:
-        self._clock.scale(copies=self._whole, label="")
-
-    def _bring(self, _owner: Any, parameter: Any, *_: Any) -> Any:
-        return self._as_large(self.ratio_of([self._names[id(parameter)]]), "gradients")
-
-    def _reduce(self, *_: Any, **__: Any) -> Any:
-        return self._as_large(self._whole, "gradients")
 
 
 def _preceded(call: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:

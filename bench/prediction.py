@@ -72,7 +72,7 @@ _TABLE: Final = (
     ("ZeRO-2, optimizer in RAM, SD3, fp32, EMA", _SD3, "fp32", _RAM2, {"ema": True}),
     ("ZeRO-2, optimizer in RAM, SD3, bf16", _SD3, "bf16", _RAM2, {}),
     ("ZeRO-2, optimizer in RAM, SD3, bf16, DeepSpeed's separate passes, clipping, EMA", _SD3,
-     "bf16", _RAM2 | _CLIPPED, {"ema": True, "host_step": False}),
+     "bf16", _RAM2 | _CLIPPED, {"ema": True, "engine": "deepspeed"}),
     ("ZeRO-3, SD3, fp32", _SD3, "fp32", {"stage": 3}, {}),
     ("ZeRO-3, optimizer and parameters in RAM, SD3, bf16, EMA", _SD3, "bf16",
      _RAM3 | {"offload_param": "cpu"}, {"ema": True}),
@@ -141,7 +141,7 @@ class Run:
             model=model,
             plan=resolved(
                 model, settings["plan"], batch=settings["batch"], deepspeed=deepspeed,
-                host_step=settings.get("host_step", True),
+                engine=settings.get("engine"),
             ),
             data=data, objective=loss, deepspeed=deepspeed, threads=1, callbacks=(self._last,),
             ema=EMAShadow(decay=0.999) if settings.get("ema") else None,

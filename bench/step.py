@@ -16,8 +16,8 @@ from bench.runner import Benchmark, Case, Goal, Measured, alternate, timed
 from bench.workers import Worker, alone, resolved, together
 
 CHAIN, PASS, COPY = "DeepSpeed's separate passes", "one pass", "memory copy"
-BY_HAND, THEIRS, OURS = "hand-written DeepSpeed", "zerotune, host_step=False", "zerotune"
-BEHIND, BEFORE = "zerotune, hidden=True", "zerotune, hidden=False"
+BY_HAND, THEIRS, OURS = "hand-written DeepSpeed", "zerotune, DeepSpeed's engine", "zerotune"
+BEHIND, BEFORE = "zerotune, host engine", "zerotune, DeepSpeed's own step"
 AVERAGES: Mapping[str, int] = {"": 0, ", one EMA": 1, ", two EMAs": 2}
 _RAM = {"offload": "cpu", "precision": "bf16"}
 PLANS: Mapping[str, Mapping[str, Any]] = {
@@ -199,9 +199,8 @@ def training(settings: Mapping[str, Any], _scratch: Path) -> Measured:
     """Measure training steps with an EMA, on a model of many weights and little arithmetic."""
     contestants: dict[str, tuple[type[_Loop], dict[str, Any]]] = {
         BY_HAND: (RawLoop, {}),
-        THEIRS: (EngineLoop, {"host_step": False}),
+        THEIRS: (EngineLoop, {"engine": "deepspeed"}),
         OURS: (EngineLoop, {}),
-        BEHIND: (EngineLoop, {"hidden": True}),
     }
     return _interleaved(contestants, settings)
 
@@ -209,8 +208,8 @@ def training(settings: Mapping[str, Any], _scratch: Path) -> Measured:
 def hidden(settings: Mapping[str, Any], _scratch: Path) -> Measured:
     """Measure how much of the step overlaps the next forward, if a device runs the forward."""
     contestants: dict[str, tuple[type[_Loop], dict[str, Any]]] = {
-        BEFORE: (SleepingLoop, {"hidden": False}),
-        BEHIND: (SleepingLoop, {"hidden": True}),
+        BEFORE: (SleepingLoop, {"engine": "deepspeed"}),
+        BEHIND: (SleepingLoop, {}),
     }
     found = _interleaved(contestants, settings)
     # Leave out the backward pass: its variation is larger than the difference.
@@ -295,11 +294,8 @@ class _Loop:
         return self._losses
 
     def _resolved(self) -> Any:
-        plan, host_step = self._settings["plan"], self._settings.get("host_step", True)
-        return resolved(
-            self._model, {**plan, "gradient_clipping": 1.0}, batch=2, host_step=host_step,
-            hidden=self._settings.get("hidden"),
-        )  # fmt: skip
+        plan = {**self._settings["plan"], "gradient_clipping": 1.0}
+        return resolved(self._model, plan, batch=2, engine=self._settings.get("engine"))
 
 
 class EngineLoop(_Loop):

@@ -237,16 +237,15 @@ class _Executor:
 @contextlib.contextmanager
 def in_virtual_time(hosts: HostThreads) -> Iterator[None]:
     """Let the engines' threads wait for each other in virtual time."""
-    from zerotune.backend.step import deferred, pending
     from zerotune.backend.stream import gradients, lanes, passes, steps
 
     threads = SimpleNamespace(
         **{**vars(threading), "Thread": _Thread, "Lock": _Lock, "RLock": _Lock}
     )
     replaced = (
-        (lanes, "ThreadPoolExecutor", _Executor), (deferred, "ThreadPoolExecutor", _Executor),
+        (lanes, "ThreadPoolExecutor", _Executor),
         (passes, "SimpleQueue", _Queue), (gradients, "SimpleQueue", _Queue),
-        (pending, "SimpleQueue", _Queue), (steps, "Future", _Future),
+        (steps, "Future", _Future),
         (passes, "threading", threads),
     )  # fmt: skip
     _Virtual.hosts = hosts

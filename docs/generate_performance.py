@@ -124,9 +124,10 @@ reference ran alternately. The brackets contain a 95 % confidence interval
 
 ONE_PASS = """\
 zerotune runs Adam, unscaling, clipping and every EMA in a single pass over host memory; DeepSpeed
-and a separate EMA need several passes. On a GPU, zerotune uses the single pass unless one of its
-checks (run at the first start or by `zerotune doctor --prove`) has failed on this GPU ([proven on
-this machine](diagnostics.md#proven-on-this-machine))."""
+and a separate EMA need several passes. On a GPU, the [host
+engine](engines.md#the-host-engine), which runs the single pass, is the default once its checks (run
+at the first start or by `zerotune doctor --prove`) have passed on this GPU ([proven on this
+machine](diagnostics.md#proven-on-this-machine))."""
 
 NOT_ON_A_GPU = """\
 No figure on this page was measured on a GPU. The costs of offload over a bus, the overlap with

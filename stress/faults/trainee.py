@@ -92,7 +92,7 @@ def plan_in_host_memory(kind: str, model: torch.nn.Module) -> ResolvedPlan:
     ).resolve(
         model=ModelFacts.from_module(model),
         world_size=1,
-        hidden=hidden,
+        engine="host" if hidden else None,
         deepspeed=deepspeed,
         streamed=kind in STREAMED and Streaming(units=("Linear",), window=2),
     )

@@ -1,6 +1,6 @@
 """Run an act on the model between training steps and judge the outcome.
 
-The oracle is the same run with the optimizer's own step (``host_step=False``) under the same act.
+The oracle is the same run in DeepSpeed's engine, or in the plain one, under the same act.
 Losses, recorded values, weights, moments and the EMA must be equal at the end, or one of our errors
 must be raised before training deviates.
 """
@@ -60,29 +60,18 @@ class Mode:
     """How steps are taken, and whether an EMA follows them."""
 
     name: str
-    hidden: bool | None = None
     ema: bool = False
-    host_step: bool = True
+    is_oracle: bool = False
+    """Whether DeepSpeed's engine trains, or the plain one."""
 
 
-ORACLE = Mode(name="oracle", ema=True, host_step=False)
-MODES = {
-    mode.name: mode
-    for mode in (
-        Mode(name="default"),
-        Mode(name="hidden", hidden=True),
-        Mode(name="average", ema=True),
-        Mode(name="hidden, average", hidden=True, ema=True),
-    )
-}
+ORACLE = Mode(name="oracle", ema=True, is_oracle=True)
+MODES = {mode.name: mode for mode in (Mode(name="default"), Mode(name="average", ema=True))}
 
 
-def modes_of(kind: Kind, act: Act) -> tuple[str, ...]:
-    """Return the modes that differ for this kind and in which the act does something."""
-    deepspeeds = kind.stage is not None and not kind.streamed and not kind.hosted
-    waits = kind.offload == "cpu" and deepspeeds
-    names = tuple(MODES) if waits else ("default", "average")
-    return tuple(name for name in names if MODES[name].ema or not act.needs_ema)
+def modes_of(act: Act) -> tuple[str, ...]:
+    """Return the modes in which the act does something."""
+    return tuple(name for name in MODES if MODES[name].ema or not act.needs_ema)
 
 
 @attrs.frozen(kw_only=True)
@@ -114,10 +103,6 @@ class Context:
         self.seen: list[Any] = []
         self.averaged: list[Any] = []
         self.kept: dict[str, Any] = {}
-        self.kept_gradients = (
-            not mode.host_step and kind.stage is not None and kind.offload == "cpu"
-        )
-        """Whether DeepSpeed itself keeps gradients from step to step."""
         self.resources = ExitStack()
         """Closed before the engine is."""
         self.predict: Callable[[Any, torch.Tensor], torch.Tensor] = lambda engine, x: engine(x)
@@ -167,22 +152,21 @@ def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
             "warmup_min_lr": 1e-4, "warmup_max_lr": 4e-3, "warmup_num_steps": 9}},
         **({"stage3_param_persistence_threshold": 20} if kind.stage == 3 else {}),
     )  # fmt: skip
-    context: dict[str, Any] = {"deepspeed": kind.stage is not None, "host_step": mode.host_step}
-    if kind.streamed and mode.host_step and isinstance(model, Net):
+    context: dict[str, Any] = {"deepspeed": kind.stage is not None}
+    if kind.streamed and not mode.is_oracle and isinstance(model, Net):
         context["streamed"] = Streaming(units=UNITS, window=2)
-    if kind.hosted and mode.host_step:
-        context["engine"] = "host"
+    elif kind.stage is not None:
+        context["engine"] = "host" if kind.hosted and not mode.is_oracle else "deepspeed"
     with pytest.MonkeyPatch.context() as patch:
         if kind.apart:
             # Keep the model's weights separate from the stepped ones, as on a device.
             patch.setattr(plain, "_has_memory_of_its_own", lambda _: True)
-        return build(model, plan, hidden=mode.hidden, **context)
+        return build(model, plan, **context)
 
 
 @contextmanager
 def slowed(near: Callable[[], float]) -> Iterator[Counter[str]]:
     """Cut steps into small parts that sleep in the thread; count parts by thread name."""
-    from zerotune.backend.step import pending
     from zerotune.backend.step.adams import SlabStep
 
     taken: Counter[str] = Counter()
@@ -191,17 +175,12 @@ def slowed(near: Callable[[], float]) -> Iterator[Counter[str]]:
     def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
         name = threading.current_thread().name
         taken[name.split("_")[0]] += 1
-        if name.startswith(("zerotune-step", "zerotune-passes")):
+        if name.startswith("zerotune-passes"):
             time.sleep(near())
         return run(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlabStep, "run", slow)
-        for name, value in (
-            ("_LEAST", 96),
-            ("_PARTS", 10**9),
-        ):
-            patch.setattr(pending, name, value)
         yield taken
 
 
@@ -219,7 +198,7 @@ def play(name: str, kind: Kind, mode: Mode, after: int = AFTER) -> Played:
             context.begin(model)
             for step in range(max(act.at) + 1 + after):
                 context.step = step
-                if not mode.host_step:
+                if mode.is_oracle:
                     states.append(state_of(context.engine))
                 one_step(act, context)
             context.resources.close()
@@ -242,7 +221,7 @@ def play(name: str, kind: Kind, mode: Mode, after: int = AFTER) -> Played:
         ema=ema,
         error=None if error is None else described(error),
         steps=context.step,
-        hidden=taken["zerotune-step"],
+        hidden=taken["zerotune-passes"],
     )
 
 
@@ -262,8 +241,6 @@ def one_step(act: Act, context: Context) -> None:
         context.engine.backward(loss)
         do(act, context, BACKWARD)
         context.engine.step()
-        if context.kept_gradients:
-            forget_gradients(context.engine)
         do(act, context, PENDING)
         if context.ema is not None:
             context.ema.step()
@@ -271,17 +248,6 @@ def one_step(act: Act, context: Context) -> None:
     except (Oops, KeyboardInterrupt) as error:
         context.look(type(error).__name__)
         context.engine.discard()
-
-
-def forget_gradients(engine: Any) -> None:
-    """Zero the gradients of parameters that get none in a window.
-
-    In host memory DeepSpeed steps them with the gradient of an earlier window; the one pass does
-    not (docs/engines.md).
-    """
-    for slab in engine.master_weights._layout.tensors:
-        if slab.grad is not None:
-            slab.grad.zero_()
 
 
 def moments_of(act: Act, step: int) -> tuple[str, ...]:
@@ -469,7 +435,7 @@ def cell(name: str, kind: Kind, modes: tuple[str, ...], after: int = AFTER) -> d
 
 def verdict(name: str, kind: Kind, mode: Mode, mine: list[Played], theirs: list[Played]) -> str:
     """Return the worst verdict of all ranks."""
-    if name == "nothing" and mode.hidden and not mine[0].hidden:
+    if name == "nothing" and (kind.hosted or kind.streamed) and not mine[0].hidden:
         return "FAIL nothing was hidden"
     ends = kind in map(KINDS.get, EVERY[name].ends)
     each = [
@@ -495,9 +461,7 @@ def main() -> int:
         random.Random(arguments.shuffle).shuffle(cells)
     bad = 0
     for name, kind in cells:
-        modes = tuple(
-            m for m in modes_of(KINDS[kind], EVERY[name]) if m in (arguments.mode or MODES)
-        )
+        modes = tuple(m for m in modes_of(EVERY[name]) if m in (arguments.mode or MODES))
         began = time.monotonic()
         for mode, verdict in cell(name, KINDS[kind], modes).items():
             bad += verdict.startswith("FAIL")

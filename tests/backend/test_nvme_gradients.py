@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start
-from zerotune.backend.deepspeed.sharded import split_aligned
+from zerotune.backend.deepspeed.mends import split_aligned
 
 ROWS, COLUMNS = 761, 760
 """Half of such a matrix exceeds 1 MiB, below which DeepSpeed swaps nothing."""
@@ -30,7 +30,7 @@ def train(case: Case, steps: int) -> dict[str, Any]:
         torch.nn.Linear(ROWS, COLUMNS),
         torch.nn.Linear(COLUMNS, 5),
     )
-    engine = start(case, model)
+    engine = start(attrs.evolve(case, engine="deepspeed"), model)
     losses = []
     for step in range(steps * case.accumulation):
         generator = torch.Generator().manual_seed(10 * step + engine.group.rank)

@@ -14,9 +14,8 @@ import psutil
 import pytest
 import torch
 
-from tests.support.ranks import ranks, run_ranks
+from tests.support.ranks import run_ranks
 from zerotune.backend import proof as proofs
-from zerotune.backend.deepspeed import wrapper
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.proof import (
     PATHS,
@@ -29,9 +28,6 @@ from zerotune.backend.proof import (
     proof_setting,
     store_proof,
 )
-from zerotune.backend.step import deferred
-from zerotune.backend.step.adams import SlabStep
-from zerotune.backend.step.pending import PendingStep
 from zerotune.backend.stream import engine as streaming
 from zerotune.backend.stream import passes
 from zerotune.backend.stream.engine import why_not_hosted
@@ -39,7 +35,7 @@ from zerotune.diffusion import activations
 from zerotune.diffusion.activations import ActivationOffload, WaitingTransfers, transfers_for
 from zerotune.errors import InvalidValueError, PlatformError
 from zerotune.optim import OptimizerResolver
-from zerotune.plan import DeepSpeedPlan, ModelFacts
+from zerotune.plan import DeepSpeedPlan
 from zerotune.platform import Platform, detect_platform
 from zerotune.training import proving
 
@@ -157,70 +153,6 @@ def test_the_file_of_a_failed_proof_contains_what_a_report_needs() -> None:
 # -- Defaults.
 
 
-def hides(
-    *, asked: bool | None = None, accelerator: str = "cuda", elsewhere: bool = False
-) -> tuple[Any, list[str]]:
-    """Return the decision on hiding a step on that device, and the calls it made."""
-    done: list[str] = []
-    step = SimpleNamespace(
-        why_at_once=lambda: None,
-        hide=lambda: done.append("hidden"),
-        take_at_once=lambda _reason: done.append("at once"),
-        group=SimpleNamespace(any=lambda flag, **_: flag or elsewhere),
-    )
-    plan = SimpleNamespace(platform=SimpleNamespace(accelerator=accelerator), hidden_step=asked)
-    decision = deferred.choose_when(step, plan)  # type: ignore[arg-type]
-    assert ("thread" in decision.after) == ("hidden" in done)
-    return decision, done
-
-
-def test_a_step_is_hidden_by_default_once_it_is_proven() -> None:
-    store_proof(passed())
-    decision, done = hides()
-    assert done == ["hidden"]
-    assert "the proof passed on this device" in decision.reason
-
-
-def test_an_unproven_step_is_neither_hidden_nor_deferred_by_default() -> None:
-    decision, done = hides()
-    assert done == ["at once"], "not even together with the averages, on a stream of its own"
-    assert "nothing is proven yet" in decision.reason
-    assert "zerotune doctor --prove" in decision.reason
-    assert "hidden=True" in decision.reason
-
-
-def test_a_step_whose_check_failed_is_not_hidden_and_its_decision_names_the_report() -> None:
-    store_proof(passed("page-locked copies", "copy 3 differs"))
-    decision, done = hides()
-    assert done == ["at once"]
-    assert "page-locked copies failed on this device (copy 3 differs)" in decision.reason
-    assert str(proof_path(CARD)) in decision.reason
-
-
-def test_if_one_rank_has_no_proof_no_rank_hides_its_steps() -> None:
-    store_proof(passed())
-    decision, done = hides(elsewhere=True)
-    assert done == ["at once"]
-    assert "another rank" in decision.reason
-
-
-def test_an_explicit_request_hides_an_unproven_step_and_the_decision_says_so() -> None:
-    decision, done = hides(asked=True)
-    assert done == ["hidden"]
-    assert "set in the plan, although unproven: nothing is proven yet" in decision.reason
-    store_proof(passed())
-    assert hides(asked=True)[0].reason == "set in the plan"
-    assert hides(asked=False)[1] == []
-
-
-def test_hiding_does_not_depend_on_a_proof_on_a_cpu() -> None:
-    decision, done = hides(accelerator="cpu")
-    assert done == []
-    assert "together with the averages" in decision.after
-    assert "use the same cores" in decision.reason
-    assert hides(accelerator="cpu", asked=True)[1] == ["hidden"]
-
-
 def test_activations_are_copied_asynchronously_only_if_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -259,34 +191,6 @@ def test_synchronous_activation_copies_give_the_same_gradients_and_a_decision() 
         "host, with synchronous copies",
         True,
     )
-
-
-def test_the_step_in_one_pass_is_used_unless_its_check_failed() -> None:
-    plan = DeepSpeedPlan.build(stage=2, precision="bf16", offload="cpu").resolve(
-        model=ModelFacts.from_shapes([("weight", (64, 64))])
-    )
-
-    step = SimpleNamespace(
-        why_at_once=lambda: "asked for",
-        take_at_once=lambda _reason: None,
-        settle_for_states=lambda: None,
-        hidden=False,
-    )
-
-    def chosen() -> tuple[Any, str]:
-        taken, decisions = deferred.take_over(
-            plan, ProcessGroup.alone(), adam=None, usual="its own", obstacle=None,
-            rounds_alike=None, make=lambda **_: step, reason="faster",  # type: ignore[arg-type]
-        )  # fmt: skip
-        return taken, decisions[0].reason
-
-    assert chosen() == (step, "faster")
-    store_proof(passed("page-locked copies", "has nothing to do with it"))
-    assert chosen() == (step, "faster")
-    store_proof(passed("training", "a weight differs"))
-    taken, reason = chosen()
-    assert taken is None
-    assert "training failed on this device (a weight differs)" in reason
 
 
 # -- The environment variable and the first start.
@@ -334,7 +238,7 @@ def test_a_failed_check_gives_a_warning_that_names_the_report(runs: Any) -> None
     runs.append(passed("page-locked copies", "copy 3 differs"))
     decision = start()
     assert decision.severity == "warning"
-    assert decision.after == "one pass"
+    assert decision.after == "nothing, plain paths"
     assert str(proof_path(CARD)) in decision.reason
 
 
@@ -357,7 +261,8 @@ def test_off_and_ask_run_no_proof(
     decision = start()
     assert (decision.after, says in decision.reason) == ("nothing, plain paths", True)
     store_proof(passed())
-    assert (hides()[1] == ["hidden"]) == (setting == "ask"), "off takes plain paths all the same"
+    unproven = proofs.why_unproven("host engine", accelerator="cuda")
+    assert (unproven is None) == (setting == "ask"), "off takes plain paths all the same"
     assert runs == []
 
 
@@ -448,50 +353,6 @@ def test_copies_are_not_checked_where_training_uses_host_memory() -> None:
     assert (outcome.passed, "host memory" in outcome.detail) == (None, True)
 
 
-def faulty_engines() -> list[Outcome]:
-    """Return the results of checks on engines whose step in one pass has a fault."""
-    platform, run = detect_platform(log=False), SlabStep.run
-
-    def forgets_emas(self: Any, start: int, stop: int, emas: Any = ()) -> None:
-        run(self, start, stop)
-
-    def forgets_a_part(self: Any, start: int, stop: int, emas: Any = ()) -> None:
-        # The kernels are compared with torch's before the step uses them, on few elements.
-        if start or stop < 2000:
-            run(self, start, stop, emas)
-
-    outcomes = []
-    for fault in (run, forgets_emas, forgets_a_part):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SlabStep, "run", fault)
-            if fault is forgets_emas:  # also of parts that are done before the EMA comes
-                patch.setattr(PendingStep, "_catch_up", lambda *_: None)
-            outcomes.append(proving.run_check("training", platform))
-    return outcomes
-
-
-@pytest.mark.deepspeed
-def test_planted_faults_of_a_hidden_step_are_detected() -> None:
-    ((right, averages, part),) = run_ranks(faulty_engines)
-    assert right.passed, right
-    assert averages.passed is False
-    assert "hidden step: EMA" in averages.detail
-    assert part.passed is False
-    assert "hidden step: loss" in part.detail
-    assert "weight" in part.evidence, "the report has all that differs"
-
-
-@pytest.mark.deepspeed
-@ranks(1)
-def test_a_step_that_is_not_hidden_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def declined(*_: Any, **__: Any) -> Any:
-        return None, ()
-
-    monkeypatch.setattr(wrapper, "take_over", declined)
-    outcome = outcome_of("training")
-    assert (outcome.passed, outcome.detail) == (False, "no step was hidden")
-
-
 def test_training_is_not_checked_without_deepspeed() -> None:
     outcome = proving.run_check("training", Platform.synthetic(deepspeed=False))
     assert (outcome.passed, "DeepSpeed" in outcome.detail) == (None, True)
@@ -569,8 +430,8 @@ def test_a_failed_compilation_is_no_failed_check(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(proving.CHECKS, "training", lambda *_: None)  # type: ignore[arg-type]
     proof = proving.prove()
     assert proof.failed == ()
-    assert "was not run" in str(proof.obstacle("hidden step"))
-    assert "no C++ compiler is installed" in str(proof.obstacle("hidden step"))
+    assert "was not run" in str(proof.obstacle("host engine"))
+    assert "no C++ compiler is installed" in str(proof.obstacle("host engine"))
 
 
 def test_engines_of_a_proof_start_no_proof_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -591,6 +452,5 @@ def test_a_gpu_proves_its_fast_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     (proof,) = run_ranks(proving.prove)
     assert proof.error is None
     assert proof.failed == (), proof
-    assert proof.obstacle("hidden step") is None
     assert proof.obstacle("host engine") is None
     assert proof.obstacle("activation offload") is None

@@ -48,7 +48,7 @@ def begin(stage: int, offload: str, *, hidden: bool, empty: bool = True) -> Any:
         gradient_clipping=0.5,
         optimizer={"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.01}},
     )
-    return build(model, plan, hidden=hidden, deepspeed=stage != PLAIN)
+    return build(model, plan, engine="host" if hidden else "deepspeed", deepspeed=stage != PLAIN)
 
 
 def train(engine: Any, *steps: int) -> list[float]:

@@ -19,7 +19,9 @@ def train(file: str, swap: str, steps: int = 2) -> dict[str, Any]:
     torch.manual_seed(0)
     model = tiny_unet()
     resolved = DeepSpeedPlan.load(file).resolve(
-        model=ModelFacts.from_module(model), world_size=int(os.environ.get("WORLD_SIZE", "1"))
+        model=ModelFacts.from_module(model),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        engine="deepspeed",
     )
     folders = {part: swap for part, folder in resolved.nvme_paths.items() if folder is None}
     engine = build_engine(

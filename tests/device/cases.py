@@ -114,7 +114,6 @@ class Case:
     deepspeed: bool = True
     overlap: bool | None = None
     """Whether DeepSpeed reduces gradients on another stream; ``None`` is DeepSpeed's default."""
-    hidden: bool | None = None
     precision: str = "bf16"
     autocast: bool = False
     """Whether the loop runs the model under autocast. The plain engine does so by itself, unless
@@ -227,7 +226,6 @@ def started(case: Case, folder: Path | None = None) -> Iterator[Any]:
         model=ModelFacts.from_module(model),
         world_size=case.ranks,
         deepspeed=case.deepspeed,
-        hidden=case.hidden,
         streamed=case.streamed or False,
         engine=case.engine,
     )
@@ -476,31 +474,13 @@ def _matrix() -> Iterator[Case]:
         zero(2, "CPU offload, resumed", middle="resume"),
         zero(2, "CPU offload, closed", middle="close"),
         zero(2, "CPU offload, fp32, autocast", precision="fp32", autocast=True),
-        zero(2, "CPU offload, hidden, compiled", hidden=True, compiled="aot_eager"),
-        zero(2, "CPU offload, hidden", hidden=True),
-        zero(2, "CPU offload, hidden, no clipping", hidden=True, clipping=0.0),
-        zero(2, "CPU offload, hidden, U-Net", hidden=True, family="unet"),
-        zero(2, "CPU offload, hidden, Flux", hidden=True, family="flux"),
-        zero(2, "CPU offload, hidden, skipped blocks", hidden=True, family="skipping", steps=8),
-        zero(2, "CPU offload, hidden, accumulation", hidden=True, accumulation=3),
-        zero(2, "CPU offload, hidden, checkpointing", hidden=True, checkpointing="on"),
-        zero(2, "CPU offload, hidden, bf16 moments", hidden=True, optimizer="AdamWBF16States"),
-        zero(2, "CPU offload, hidden, LoRA", hidden=True, lora=True),
         zero(2, "CPU offload, LoRA on nf4", lora=True, quantized="nf4", family="flux"),
-        zero(2, "CPU offload, hidden, EMA on the device", hidden=True, ema="device"),
-        zero(2, "CPU offload, hidden, EMA in a file", hidden=True, ema="file"),
-        zero(2, "CPU offload, hidden, EMA swapped in", hidden=True, swapped_in=True),
-        zero(2, "CPU offload, hidden, resumed", hidden=True, middle="resume"),
-        zero(2, "CPU offload, hidden, closed", hidden=True, middle="close"),
         zero(2, "CPU offload, activation offload", checkpointing="offloaded"),
         zero(2, "CPU offload, out of memory", middle="exhaust"),
         zero(2, "CPU offload, Flux", family="flux"),
         zero(0, "no offload", offload="none"),
         zero(1, "no offload", offload="none"),
         zero(1, "CPU offload"),
-        zero(1, "CPU offload, hidden", hidden=True),
-        zero(1, "CPU offload, hidden, accumulation", hidden=True, accumulation=3),
-        zero(1, "CPU offload, hidden, resumed", hidden=True, middle="resume"),
         zero(2, "no offload", offload="none"),
         zero(2, "no offload, EMA on the device", offload="none", ema="device", swapped_in=True),
         zero(2, "no offload, activation offload", offload="none", checkpointing="offloaded"),
@@ -508,7 +488,6 @@ def _matrix() -> Iterator[Case]:
              checkpointing="offloaded", middle="drop"),
         zero(3, "no offload", offload="none"),
         zero(3, "CPU offload"),
-        zero(3, "CPU offload, hidden", hidden=True),
         zero(3, "CPU offload of both", offload_param="cpu"),
         zero(3, "CPU offload of both, U-Net", offload_param="cpu", family="unet"),
         zero(3, "CPU offload of both, Flux", offload_param="cpu", family="flux"),

@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from tests.device import on_device
-from tests.device.cases import STREAMED, ZERO_2, Case, differences, run
-from zerotune.backend.deepspeed import partitioned
-from zerotune.backend.step.pending import StreamUpload
+from tests.device.cases import RESIDENT, STREAMED, ZERO_2, Case, differences, run
 from zerotune.backend.stream import passes
 from zerotune.backend.stream.gradients import GradientPool
 from zerotune.backend.stream.lanes import Copy, Lane
@@ -34,7 +32,6 @@ STREAM_EAGER = attrs.evolve(STREAM, clipping=0.0)
 FEW_BUFFERS = attrs.evolve(STREAM_EAGER, streamed=Streaming(window=2, gradient_buffers=1))
 OVERLAPPED = attrs.evolve(ZERO_2, steps=3, offload="none", overlap=True)
 OFFLOADED = attrs.evolve(STREAM, checkpointing="offloaded")
-HIDDEN = attrs.evolve(ZERO_2, steps=3, hidden=True)
 
 
 def computation_does_not_wait_for_an_upload(patch: pytest.MonkeyPatch) -> None:
@@ -81,21 +78,8 @@ def gradients_overwrite_gradients_that_are_not_used_yet(patch: pytest.MonkeyPatc
     patch.setattr(passes, "_run", update_later)
 
 
-def a_step_reads_norms_without_waiting(patch: pytest.MonkeyPatch) -> None:
-    def read(norms: dict[Any, torch.Tensor]) -> None:
-        for key, norm in norms.items():
-            target = torch.full((), 1.0, dtype=torch.float64, pin_memory=True)
-            norms[key] = target.copy_(norm, non_blocking=True)
-
-    patch.setattr(partitioned, "read_at_once", read)
-
-
 def memory_is_not_kept_for_another_stream(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "record_stream", lambda _tensor, _stream: None)
-
-
-def computation_does_not_wait_for_new_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StreamUpload, "receive", lambda _upload, _sent: None)
 
 
 def activations_are_freed_while_they_are_copied(patch: pytest.MonkeyPatch) -> None:
@@ -124,13 +108,12 @@ def activations_return_to_memory_in_use(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: tuple[tuple[Plant, Case], ...] = (
     (computation_does_not_wait_for_an_upload, STREAM),
+    (computation_does_not_wait_for_an_upload, attrs.evolve(RESIDENT, steps=3)),
     (copies_do_not_wait_for_computation, STREAM),
     (the_host_reads_gradients_before_they_have_landed, STREAM),
     (the_host_reads_gradients_before_they_have_landed, STREAM_EAGER),
     (gradients_overwrite_gradients_that_are_not_used_yet, FEW_BUFFERS),
-    (a_step_reads_norms_without_waiting, HIDDEN),
     (memory_is_not_kept_for_another_stream, OVERLAPPED),
-    (computation_does_not_wait_for_new_weights, HIDDEN),
     (activations_are_freed_while_they_are_copied, OFFLOADED),
     (the_backward_pass_does_not_wait_for_activations, OFFLOADED),
     (activations_are_copied_before_they_are_computed, OFFLOADED),

@@ -26,7 +26,7 @@ CASES = [
     (Case(stage=2, precision="bf16"), 1),
     (Case(stage=2, offload="cpu", precision="bf16"), 2),
     (Case(stage=3, overrides=PARTITIONED), 2),
-    (Case(stage=3, offload="cpu", precision="bf16", overrides=PERSISTENT), 1),
+    (Case(stage=3, offload="cpu", precision="bf16", overrides=PERSISTENT, engine="deepspeed"), 1),
 ]
 
 

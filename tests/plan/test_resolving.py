@@ -58,6 +58,15 @@ def test_the_requested_engine_is_recorded_and_shown(cuda, engine):
     assert said.reason in resolved.explain()
 
 
+def test_the_host_engine_is_the_default_on_a_cpu():
+    platform = Platform.synthetic("cpu", ram=2**36)
+    for keys in (OFFLOADED, {**OFFLOADED, "stage": 3, "offload_param": {"device": "cpu"}}):
+        resolved = resolve(zero(**keys), platform)
+        assert (resolved.is_hosted, resolved.is_resident) == (True, True)
+        assert not resolve(zero(**keys), platform, engine="deepspeed").is_hosted
+        assert not resolve(zero(**keys), platform, deepspeed=False).is_hosted
+
+
 def test_no_engine_is_chosen_before_the_start_unless_requested(cuda):
     resolved = resolve(zero(**OFFLOADED), cuda)
     assert resolved.engine is None
@@ -68,12 +77,13 @@ def test_no_engine_is_chosen_before_the_start_unless_requested(cuda):
     ("keys", "context", "reason"),
     [
         ({"stage": 2}, {}, "not in host memory"),
-        ({**OFFLOADED, "stage": 3}, {}, "partitions weights"),
+        ({**OFFLOADED, "stage": 3}, {"world_size": 2}, "partitions weights"),
+        ({**OFFLOADED, "stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, {},
+         "only a part of the optimizer"),
         ({**OFFLOADED, "stage": 3, "offload_param": {"device": "cpu"}}, {"streamed": False},
          "unless they are streamed"),
         ({"stage": 3, "offload_optimizer": {"device": "cpu"},
           "offload_param": {"device": "nvme", "nvme_path": "/x"}}, {}, "NVMe"),
-        (OFFLOADED, {"host_step": False}, "host_step=False"),
         ({**OFFLOADED, "zenflow": {"topk_ratio": 0.1}}, {}, "obeys zero_optimization.zenflow"),
     ],
     ids=str,

@@ -26,7 +26,11 @@ def main(output: Path) -> None:
         precision="fp32",
         micro_batch_size=4,
         optimizer={"type": "AdamW", "params": {"lr": 1e-2}},
-    ).resolve(model=ModelFacts.from_module(model), world_size=Launch.from_environment().world_size)
+    ).resolve(
+        model=ModelFacts.from_module(model),
+        world_size=Launch.from_environment().world_size,
+        engine="deepspeed",
+    )
     engine = build_engine(model=model, plan=OptimizerResolver().apply(plan))
     losses = []
     for _ in range(12):

@@ -20,7 +20,6 @@ install_importhook(get_config())
 on_cpu = torch.version.cuda is None and torch.version.hip is None
 
 with contextlib.suppress(ImportError):
-    from zerotune.backend.deepspeed.start import digests
     from zerotune.backend.ops import build_op, op_report
     from zerotune.backend.step.kernel import host_step_status, load_host_step
     from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
@@ -38,8 +37,6 @@ with contextlib.suppress(ImportError):
         import deepspeed.module_inject.auto_ep_layer
         import deepspeed.runtime.zero.muon.muon_optimizer
 
-        # Every engine compares these with the known digests.
-        digests()
         # Every engine with offload loads these, after checking ninja and compilers.
         if all(op.state == "built" for op in op_report() if op.name == "cpu_adam"):
             build_op("cpu_adam")

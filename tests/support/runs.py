@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
 from typing import Any
 
 import attrs
+import torch
 
 
 @attrs.frozen(kw_only=True)
@@ -25,7 +28,6 @@ class Case:
     lr: float = 1e-3
     streamed: Any = None
     engine: Any = None
-    hidden: bool | None = None
     overrides: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -79,7 +81,7 @@ def start(case: Case, model: Any) -> Any:
         },
         **dict(case.overrides),
     )
-    context = {"deepspeed": case.deepspeed, "streamed": case.streamed, "hidden": case.hidden}
+    context = {"deepspeed": case.deepspeed, "streamed": case.streamed}
     return build(model, plan, engine=case.engine, **context)
 
 
@@ -116,3 +118,24 @@ def train_unet(case: Case, steps: int, *, device: str = "cpu") -> list[float]:
         engine.step()
     engine.close()
     return losses
+
+
+def digest(engine: Any) -> str:
+    """Digest of the master weights and moments, the same for every engine. Collective."""
+    found: dict[str, Any] = {}
+    moments = (lambda fragment, n=n: fragment.states.get(n) for n in ("exp_avg", "exp_avg_sq"))
+    for index, source in enumerate((None, *moments)):
+        begun = source is None or any(f.states for f in engine.master_weights.read())
+        for name, value in engine.master_weights.gather(source) if begun else ():
+            found[f"{name} {index}"] = value.contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+
+
+def weights_of(engine: Any) -> str:
+    """Digest of the model's weights and buffers."""
+    found = hashlib.sha256()
+    # At stage 3, what is at rest; state_dict() refuses empty tensors.
+    named = itertools.chain(engine.module.named_parameters(), engine.module.named_buffers())
+    for name, value in named:
+        found.update(name.encode() + value.detach().float().numpy().tobytes())
+    return found.hexdigest()

@@ -47,7 +47,7 @@ def settled(request: dict[str, Any], folder: Path) -> Any:
         scheduler={"type": "WarmupLR", "params": constant},
         nvme_path=folder if "nvme" in request.values() else None,
         **request,
-    ).resolve(model=ModelFacts.from_module(model))
+    ).resolve(model=ModelFacts.from_module(model), engine="deepspeed")
     return OptimizerResolver().apply(plan), model
 
 

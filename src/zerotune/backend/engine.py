@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from zerotune.backend.checks import Checks
     from zerotune.backend.distributed import ProcessGroup
     from zerotune.backend.master_weights import MasterWeights
-    from zerotune.backend.step.deferred import DeferredSteps
     from zerotune.decisions import Decision
     from zerotune.plan.model import ResolvedPlan
 
@@ -81,8 +80,6 @@ class Engine(Closing):
     _decisions: tuple[Decision, ...] = ()
     _trained: frozenset[int] = frozenset()
     """Ids of the parameters that the optimizer updates."""
-    _host_step: DeferredSteps | None = None
-    """Runs an Adam's steps in host memory in one pass; ``None`` without such an Adam."""
     _walked: tuple[tuple[str, torch.nn.Parameter], ...] = ()
     """Names and parameters at the last forward pass, since listing those of a U-Net takes 4 ms."""
     _sees_backward: ClassVar[bool] = True
@@ -154,8 +151,7 @@ class Engine(Closing):
 
     @property
     def _engine_decisions(self) -> tuple[Decision, ...]:
-        later = () if self._host_step is None else self._host_step.decisions
-        return (*self._decisions, *later)
+        return self._decisions
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass.

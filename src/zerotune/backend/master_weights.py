@@ -917,29 +917,7 @@ class ResidentLayout(MasterLayout):
         """Do nothing: the parameters are the master weights."""
 
 
-UNDER_WAY: Final = "zerotune_step"
-"""Name of the attribute that marks ZeRO wrappers and optimizers whose step may still be pending
-after ``step`` returns. The attribute's value has the methods ``settle`` and ``update_emas``."""
-
-
-class SteppedLayout(MasterLayout):
-    """Layout for a ZeRO wrapper or optimizer whose step may be pending after ``step`` returns."""
-
-    _wrapper: Any
-
-    @override
-    def settle(self) -> None:
-        stepping = getattr(self._wrapper, UNDER_WAY, None)
-        if stepping is not None:
-            stepping.settle()
-
-    @override
-    def update_emas(self, updates: Sequence[EMAUpdate]) -> bool:
-        stepping = getattr(self._wrapper, UNDER_WAY, None)
-        return stepping is not None and bool(stepping.update_emas(updates))
-
-
-class ParameterLayout(SteppedLayout, ResidentLayout):
+class ParameterLayout(ResidentLayout):
     """Layout without partitioning: the plain engine, and DeepSpeed's stage 0 in fp32.
 
     Args:
@@ -957,7 +935,6 @@ class ParameterLayout(SteppedLayout, ResidentLayout):
         optimizer: torch.optim.Optimizer | None = None,
         masters: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        self._wrapper = optimizer
         named = trainable_parameters(module)
         self._pairs = list(zip(masters or (), (p for _, p in named), strict=masters is not None))
         super().__init__(

@@ -41,14 +41,11 @@ KEY: Final = "proof"
 VARIABLE: Final = "ZEROTUNE_PROOF"
 COMMAND: Final = "zerotune doctor --prove"
 Setting = Literal["first", "off", "ask", "always"]
-FastPath = Literal["one pass", "hidden step", "host engine", "activation offload"]
+FastPath = Literal["host engine", "activation offload"]
 
 _PROOF_FORMAT: Final = 2
-_ARITHMETIC: Final = ("bf16 rounding", "training")
 PATHS: Final[Mapping[FastPath, tuple[str, ...]]] = {
-    "one pass": _ARITHMETIC,
-    "hidden step": (*_ARITHMETIC, "page-locked copies"),
-    "host engine": (*_ARITHMETIC, "page-locked copies"),
+    "host engine": ("bf16 rounding", "training", "page-locked copies"),
     "activation offload": ("page-locked copies",),
 }
 """Names of the checks that each fast path requires."""
@@ -278,24 +275,6 @@ def why_unproven(path: FastPath, *, accelerator: str) -> str | None:
     return None if obstacle is None else "; ".join((obstacle, *_what_to_do(proof)))
 
 
-def why_disproven(path: FastPath, *, accelerator: str) -> str | None:
-    """Return why a check failed, for a fast path that is the default even without a proof.
-
-    Args:
-        path: The fast path.
-        accelerator: Kind of accelerator that the plan or the platform names.
-
-    Returns:
-        The reason; ``None`` if no check of the path has failed.
-    """
-    if proof_setting() == "off":
-        return None
-    proof = load_proof(Combination.here(accelerator))
-    if isinstance(proof, str) or not set(PATHS[path]) & set(proof.failed):
-        return None
-    return "; ".join((str(proof.obstacle(path)), *_what_to_do(proof)))
-
-
 def _what_to_do(proof: Proof) -> tuple[str, ...]:
     """Advice after a failure; empty if checks were only skipped."""
     if proof.failed:
@@ -316,7 +295,7 @@ def proof_decisions(accelerator: str) -> tuple[Decision, ...]:
     if on_cpu and (setting == "off" or proof == _NONE_YET):
         return ()
     if setting == "off" or isinstance(proof, str):
-        reason = why_unproven("hidden step", accelerator=accelerator) or ""
+        reason = why_unproven("host engine", accelerator=accelerator) or ""
         return (Decision(key=KEY, before=None, after="nothing, plain paths", reason=reason),)
     proven = [path for path in PATHS if proof.obstacle(path) is None]
     obstacles = dict.fromkeys(filter(None, (proof.obstacle(path) for path in PATHS)))

@@ -2703,8 +2703,6 @@ class DeepSpeedPlan(Readable, Section):
         world_size: int = 1,
         run: RunFacts | None = None,
         deepspeed: bool = True,
-        host_step: bool = True,
-        hidden: bool | None = None,
         streamed: bool | Streaming | None = None,
         engine: EngineName | None = None,
     ) -> ResolvedPlan:
@@ -2716,19 +2714,16 @@ class DeepSpeedPlan(Readable, Section):
             world_size: Number of ranks.
             run: Values from the training script, for ``"auto"`` and missing keys.
             deepspeed: ``False`` selects the plain engine.
-            host_step: ``False`` uses DeepSpeed's own step for Adam in host memory.
-            hidden: Whether Adam in host memory runs in a thread during the next forward pass; by
-                default only if this saves time. Results are bitwise equal. The plain engine
-                completes every step at once.
             streamed: Whether to stream weights, that is, to keep them on the device only while they
                 are used; ``True``, or ``Streaming`` options. Results are bitwise equal to those of
                 ZeRO-2 with CPU offload. If streaming is not possible, DeepSpeed trains without it,
                 and a decision gives the reason.
             engine: ``"host"`` runs an Adam in host memory in zerotune's host engine, with weights
                 on the device or streamed, and ``"deepspeed"`` in DeepSpeed's. By default, the
-                host engine runs where ``zerotune doctor --prove`` has verified it. Results are
-                bitwise equal. If the host engine cannot run the plan, DeepSpeed trains, and a
-                decision gives the reason.
+                host engine runs where it can, on an accelerator only if ``zerotune doctor
+                --prove`` has verified it. Results are bitwise equal to those of DeepSpeed's
+                ZeRO-2. If the host engine cannot run the plan, DeepSpeed trains, and a decision
+                gives the reason.
 
         Raises:
             PlanError: The plan cannot run here; the message names key, reason and fix.
@@ -2745,8 +2740,6 @@ class DeepSpeedPlan(Readable, Section):
 
         resolved = attrs.evolve(
             resolve(self, context),
-            host_step=host_step,
-            hidden_step=hidden,
             streamed=streamed,
             engine=engine,
         )
@@ -3163,17 +3156,12 @@ class ResolvedPlan(Readable):
     scheduler: SchedulerChoice | None = None
     """Schedule chosen by ``zerotune.optim``; ``None`` without a schedule, or before
     ``with_choices``."""
-    host_step: bool = True
-    """Whether Adam in host memory uses zerotune's single-pass step where possible."""
-    hidden_step: bool | None = None
-    """Whether Adam in host memory runs during the next forward pass; ``None``: only if this saves
-    time."""
     streamed: bool | Streaming | None = None
     """Whether weights are streamed; ``None``: only if ``zerotune doctor --prove`` has verified
     streaming."""
     engine: EngineName | None = attrs.field(default=None)
-    """Engine of an Adam in host memory: ``"host"`` or ``"deepspeed"``; ``None``: ``"host"`` only if
-    ``zerotune doctor --prove`` has verified the host engine."""
+    """Engine of an Adam in host memory: ``"host"`` or ``"deepspeed"``; ``None``: ``"host"`` if it
+    can run the plan, on an accelerator only if ``zerotune doctor --prove`` has verified it."""
 
     @engine.validator
     def _check_engine(self, _attribute: Any, value: Any) -> None:
@@ -3206,7 +3194,17 @@ class ResolvedPlan(Readable):
     @property
     def is_resident(self) -> bool:
         """Whether weights stay on the device if the host engine runs this plan."""
-        return not self.streamed and self.offload_param != "cpu"
+        # On a CPU, weights in host memory are on the device.
+        on_cpu = self.platform.accelerator == "cpu"
+        return not self.streamed and (on_cpu or self.offload_param != "cpu")
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether the host engine will run this plan; on an accelerator, if it was asked for."""
+        from zerotune.plan.resolve import host_obstacle
+
+        asked = self.streamed or self.engine == "host" or self.platform.accelerator == "cpu"
+        return bool(asked) and host_obstacle(self) is None
 
     @property
     def stage(self) -> int:

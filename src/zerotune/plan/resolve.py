@@ -27,6 +27,7 @@ from zerotune.errors import (
     UnresolvedPlanError,
     writes,
 )
+from zerotune.optimizers.catalogue import ADAM, OPTIMIZERS, OptimizerChoice
 from zerotune.plan.model import (
     AUTO,
     FP16_BESIDE,
@@ -1250,17 +1251,22 @@ def host_obstacle(resolved: ResolvedPlan) -> str | None:
         'the plan was resolved with engine="deepspeed"': resolved.engine == "deepspeed",
         f"only DeepSpeed supports {', '.join(several)}": bool(several),
         f"only DeepSpeed obeys {', '.join(others)}": bool(others),
+        **_optimizer_obstacles(resolved.optimizer),
         "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
         "DeepSpeed manages weights on NVMe": resolved.offload_param == "nvme",
+        "only a part of the optimizer is in host memory": _offload_ratio(resolved.plan) < 1,
         "DeepSpeed gathers weights in host memory, unless they are streamed": (
-            resolved.offload_param == "cpu" and resolved.streamed is False
+            resolved.offload_param == "cpu"
+            and resolved.streamed is False
+            and not resolved.is_resident
         ),
-        "only DeepSpeed partitions weights that stay on the device": (
-            resolved.is_resident and resolved.stage == 3
+        "only DeepSpeed partitions weights that stay on the devices of several ranks": (
+            resolved.is_resident and resolved.stage == 3 and resolved.world_size > 1
         ),
         "streaming needs stage 2 or 3": not resolved.is_resident and resolved.stage not in (2, 3),
-        "DeepSpeed removes the loss scale": resolved.precision == "fp16",
-        "the plan was resolved with host_step=False": not resolved.host_step,
+        "only DeepSpeed casts the model's inputs to fp16": (
+            resolved.precision == "fp16" and _casts_inputs(resolved.plan)
+        ),
         "the host engine accumulates gradients only in their own dtype": accumulated not in (
             None, resolved.precision,
         ),
@@ -1268,11 +1274,38 @@ def host_obstacle(resolved: ResolvedPlan) -> str | None:
     return next((reason for reason, holds in obstacles.items() if holds), None)
 
 
+def _optimizer_obstacles(choice: OptimizerChoice | None) -> dict[str, bool]:
+    if choice is None:
+        return {}
+    known = [name for name, entry in OPTIMIZERS.items() if entry.streams]
+    # torch's classes of the same names are run by DeepSpeed.
+    runs = choice.name in known and choice.implementation in {"DeepSpeedCPUAdam", *known} - ADAM
+    betas = {tuple(group.params.get("betas", ())) for group in choice.groups}
+    return {
+        f"the host engine cannot run {choice.implementation}; it runs {', '.join(known)}": not runs,
+        "only DeepSpeed keeps the moments in bf16": (
+            choice.params.get("fp32_optimizer_states", True) is False
+        ),
+        "parameter groups with different betas must be updated in order": len(betas) > 1,
+    }
+
+
+def _casts_inputs(plan: DeepSpeedPlan) -> bool:
+    return plan.fp16 is not None and plan.fp16.auto_cast is True
+
+
+def _offload_ratio(plan: DeepSpeedPlan) -> float:
+    section = plan.zero_optimization and plan.zero_optimization.offload_optimizer
+    return float(section.ratio) if section and isinstance(section.ratio, (int, float)) else 1.0
+
+
 def _left_to_deepspeed(plan: DeepSpeedPlan) -> list[str]:
     """Keys that are set and that the host engine does not read."""
     zero = plan.zero_optimization
     found = [key for key in plan.extra if key not in _SEVERAL_RANKS and key != "data_types"]
-    found += [f"zero_optimization.{key}" for key in (zero.extra if zero else ())]
+    found += [
+        f"zero_optimization.{key}" for key in (zero.extra if zero else ()) if key != LEAF_MODULE
+    ]
     if plan.wall_clock_breakdown:
         found.append("wall_clock_breakdown")
     return [key for key in found if not key.startswith("_")]

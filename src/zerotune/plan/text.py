@@ -262,7 +262,7 @@ def _resolved_rows(resolved: ResolvedPlan) -> list[Setting]:
 def _engine(resolved: ResolvedPlan) -> str:
     if not resolved.uses_deepspeed:
         return "plain engine (DeepSpeed is off)"
-    return "host engine" if resolved.engine == "host" else "DeepSpeed"
+    return "host engine" if resolved.is_hosted else "DeepSpeed"
 
 
 def describe_plan(plan: DeepSpeedPlan) -> str:

@@ -33,6 +33,7 @@ from zerotune.offload import OffloadManager
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.advise import Advice
 from zerotune.plan.model import DeepSpeedPlan, EngineName, ModelFacts, ResolvedPlan, RunFacts
+from zerotune.plan.resolve import host_obstacle
 from zerotune.platform import Platform, detect_platform
 from zerotune.training.memory import Situation, advising
 
@@ -244,22 +245,25 @@ def start_hosted(
 ) -> StreamEngine | ResolvedPlan:
     """Start the host engine, or return the plan that DeepSpeed runs instead. Collective."""
     obstacle = why_not_hosted(plan, model)
-    if (plan.streamed or plan.engine == "host") and plan.world_size > 1:
+    if host_obstacle(plan) is None and plan.world_size > 1:
         obstacle = why_not_together(plan, model, obstacle=obstacle, timeout_s=timeout_s)
     if obstacle is not None:
         return _without_host(plan, obstacle)
     if plan.engine is None:
-        plan = plan.with_engine("host", "the proof of the host engine passed on this device")
+        plan = plan.with_engine("host", _BY_DEFAULT)
     hosts = StreamEngine if plan.world_size == 1 else SharedStreamEngine
     return hosts(model=model, plan=plan, timeout_s=timeout_s)
+
+
+_BY_DEFAULT: Final = (
+    'the optimizer is an Adam in host memory; plan.resolve(engine="deepspeed") selects the other'
+)
 
 
 def _without_host(plan: ResolvedPlan, obstacle: str) -> ResolvedPlan:
     """The plan for DeepSpeed, with the reason where the host engine was wanted or might help."""
     asked = plan.streamed or plan.engine == "host"
-    # The device waits for the host's optimizer steps.
-    might = plan.platform.accelerator != "cpu" and plan.offload_optimizer == "cpu"
-    if not asked and not (might and plan.engine is None):
+    if not asked and (plan.engine is not None or plan.offload_optimizer != "cpu"):
         return plan
     streams = plan.streamed is not False and not plan.is_resident
     if streams:

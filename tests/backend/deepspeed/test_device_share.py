@@ -29,6 +29,7 @@ def case(ratio: float) -> Case:
     return Case(
         stage=3,
         precision="bf16",
+        engine="deepspeed",
         overrides=(("sub_group_size", SUB_GROUP), ("offload_optimizer", section)),
     )
 
@@ -116,7 +117,6 @@ def test_the_optimizers_share_on_the_device_follows_the_schedule_and_is_saved(
     assert raw["bytes"]["optimizer states"] == 0 < shared["bytes"]["optimizer states"]
     assert raw["losses"] != pytest.approx(whole["losses"], rel=2e-4), "the rate stays where it was"
     assert shared["steps"] == whole["steps"] == {STEPS}
-    assert shared["decisions"]["optimizer.step"] == "one pass"
     assert "zero_optimization.offload_optimizer.ratio" in shared["decisions"]
     assert shared["bytes"] == counted(shared)
 

@@ -135,7 +135,7 @@ def config(where: str, **changes: Any) -> dict[str, Any]:
 
 def begin(kind: str, recomputed: str, where: str, **changes: Any) -> Any:
     plan = DeepSpeedPlan.from_dict(config(where, **changes))
-    return build(TextModel(kind, recomputed), plan)
+    return build(TextModel(kind, recomputed), plan, engine="deepspeed")
 
 
 def train(kind: str, recomputed: str, where: str, **changes: Any) -> dict[str, Any]:

@@ -228,6 +228,7 @@ def start(
     deepspeed: bool = True,
     timeout_s: float = 600.0,
 ) -> Any:
+    """Start an engine: DeepSpeed's, unless weights are streamed or ``engine`` is the host's."""
     scheduler = {"type": "WarmupLR", "params": {
         "warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3, "warmup_num_steps": 9}}  # fmt: skip
     plan = DeepSpeedPlan.build(
@@ -239,7 +240,7 @@ def start(
     resolved = plan.resolve(
         model=ModelFacts.from_module(model),
         streamed=streamed,
-        engine=engine,
+        engine=engine or (None if streamed else "deepspeed"),
         deepspeed=deepspeed,
         world_size=Launch.from_environment().world_size,
     )

@@ -245,7 +245,6 @@ def resolved(streamed: Any = True, *, world_size: int = 1, **build: Any) -> Any:
     [
         ({"stage": 1}, "stage 2 or 3"),
         ({"offload": "none"}, "not in host memory"),
-        ({"precision": "fp16"}, "loss scale"),
     ],
     ids=str,
 )

@@ -67,7 +67,11 @@ def trainer(tmp_path: Path, wrong: str, policy: Any = None, streamed: Any = True
     batches = [{"x": torch.randn(4, 8, generator=chance)} for _ in range(2 * STEPS + 8)]
     return Trainer(
         model=model,
-        plan=PLAN.resolve(model=ModelFacts.from_module(model), streamed=streamed),
+        plan=PLAN.resolve(
+            model=ModelFacts.from_module(model),
+            streamed=streamed,
+            engine=None if streamed else "deepspeed",
+        ),
         data=batches,
         objective=Objective(wrong),
         ema=EMAShadow(decay=0.9),

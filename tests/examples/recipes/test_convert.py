@@ -30,7 +30,7 @@ pytestmark = pytest.mark.nightly
 
 def native(name: str, root: str, world_size: int) -> dict[str, Any]:
     """Train, save with DeepSpeed itself, and continue."""
-    case = attrs.evolve(PLANS[name], micro_batch=8 // world_size)
+    case = attrs.evolve(PLANS[name], micro_batch=8 // world_size, engine="deepspeed")
     engine = start(case, Net(0))
     ema = shadow_of(engine)
     train(engine, ema, 0, anywhere.BEFORE)

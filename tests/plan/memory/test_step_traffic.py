@@ -77,7 +77,8 @@ def test_gradients_for_states_on_nvme_leave_the_device_in_fp32():
 def test_without_a_gpu_there_is_no_bus_traffic():
     found = moved(3, "cpu", accelerator="cpu", precision="fp32")
     assert found.bus == 0
-    assert found.optimizer == (12 + 16 + 4) * 16
+    # The host engine aligns each of the two parameters to 256 elements.
+    assert found.optimizer == (12 + 16 + 4) * 512
 
 
 @pytest.mark.parametrize("deepspeed", [True, False])

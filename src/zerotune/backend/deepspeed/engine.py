@@ -64,7 +64,7 @@ from zerotune.plan.model import ResolvedPlan
 
 _ORDER_EVERY: Final = 100
 """Steps between two checks that the ranks use the model's weights in the same order."""
-_SCALER_FIELDS: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+SCALER_FIELDS: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class ZeROEngine(Engine):
@@ -120,7 +120,7 @@ class ZeROEngine(Engine):
     @override
     def state(self) -> EngineState:
         scheduler, scaler = self._engine.lr_scheduler, self._wrapper.scaler
-        fields = {name: getattr(scaler, name, None) for name in _SCALER_FIELDS}
+        fields = {name: getattr(scaler, name, None) for name in SCALER_FIELDS}
         return EngineState(
             global_step=self._engine.global_steps,
             micro_step=self._engine.micro_steps,
@@ -147,8 +147,6 @@ class ZeROEngine(Engine):
                 setattr(self._wrapper.scaler, name, value)
         taken = state.global_step - state.skipped_steps
         replay_adam_steps(self._wrapper.inner, taken)
-        if self._host_step is not None:
-            self._host_step.replay(taken)
 
     @override
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -345,8 +343,6 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
             # to measure a throughput that nobody reads.
             self._engine.tput_timer.config.synchronized = False
         self._wrapper = wrapper_of(self._engine)
-        improved = self._wrapper.improve()
-        self._host_step, stepping = self._wrapper.take_over_step(plan, self._group)
         self._decisions = (
             *read,
             *shared,
@@ -356,8 +352,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
             *built,
             *(doubtful_leaf_modules(plan, model) if plan.stage == 3 else ()),
             *self._wrapper.correct(),
-            *improved,
-            *stepping,
+            *self._wrapper.improve(),
         )
         self._verify(builder="DeepSpeed")
         if plan.stage == 3:
@@ -367,17 +362,13 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
 
     @override
     def _release(self) -> None:
-        try:
-            if self._host_step is not None:
-                self._host_step.close()
-        finally:
-            if self._plan.stage != 3:
-                self._destroy()
-            else:
-                with restored(self._module, self._wrapper.raw, world_size=self._group.world_size):
-                    self._destroy()
-                # Stage 3's attributes of parameters form reference cycles with a process group.
-                gc.collect()
+        if self._plan.stage != 3:
+            self._destroy()
+            return
+        with restored(self._module, self._wrapper.raw, world_size=self._group.world_size):
+            self._destroy()
+        # Stage 3's attributes of parameters form reference cycles with a process group.
+        gc.collect()
 
     def _destroy(self) -> None:
         self._engine.destroy()

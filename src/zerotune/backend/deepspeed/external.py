@@ -33,7 +33,6 @@ from zerotune.backend.optimizers.client import (
     own_scheduler,
     parameter_groups,
 )
-from zerotune.backend.proof import prove_offload
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError
@@ -487,17 +486,11 @@ class AttachedEngine(ZeROEngine):
         named = trainable_parameters(self._module)
         self._expected_groups = expected_groups(chosen_optimizer(plan), named, None)
         self._wrapper = wrapper_of(engine)
-        stepping: tuple[Decision, ...] = ()
-        if engine.global_steps == engine.micro_steps == 0:
-            stepping = prove_offload(plan, self._group)
-            self._host_step, decided = self._wrapper.take_over_step(plan, self._group)
-            stepping += decided
         self._decisions = (
             *self._decided,
             *share_buffers(self._module, self._group),
             *self._wrapper.correct(),
             *self._install_schedule(),
-            *stepping,
         )
         self._verify(builder="the trainer")
         self._trained = frozenset(id(p) for p in self._module.parameters() if p.requires_grad)
@@ -563,6 +556,4 @@ class AttachedEngine(ZeROEngine):
 
     @override
     def _release(self) -> None:
-        """Close only zerotune's step; the trainer destroys DeepSpeed's engine."""
-        if self._host_step is not None:
-            self._host_step.close()
+        """Do nothing: the trainer destroys DeepSpeed's engine."""

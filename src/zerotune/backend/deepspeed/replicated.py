@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -17,11 +17,6 @@ from zerotune.backend.master_weights import (
     whole,
 )
 from zerotune.decisions import Decision
-
-READS_KEY: Final = "optimizer.reads"
-CHECKER: Final = Upstream(
-    owner="deepspeed.runtime.utils.CheckOverflow", replaced=("has_overflow_serial",)
-)
 
 
 class Fp32Wrapper(OptimizerWrapper):
@@ -60,7 +55,6 @@ class HalfWrapper(OptimizerWrapper):
             owner="deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer",
             relied_on=("step", "refresh_fp32_params"),
         ),
-        CHECKER,
     )
     scaler_name = "loss_scale_config"
 
@@ -111,35 +105,6 @@ class HalfWrapper(OptimizerWrapper):
                 after=0,
                 reason="at stage 0 in half precision, DeepSpeed runs a step on zero gradients to "
                 "allocate its states; zerotune has undone this step, so training starts at step 0",
-            ),
-        )
-
-    @override
-    def improve(self) -> tuple[Decision, ...]:
-        """Make DeepSpeed's overflow check read one flag instead of one per parameter."""
-        before, checker = "per parameter", self.raw.overflow_checker
-        if (changed := CHECKER.changed()) is not None:
-            return (Decision(key=READS_KEY, before=before, after=before, reason=changed),)
-
-        def has_overflow_serial(parameters: Iterable[torch.nn.Parameter]) -> bool:
-            flags = [
-                torch.as_tensor(
-                    checker._has_inf_or_nan(parameter.grad.data, index),
-                    device=parameter.grad.device,
-                ).reshape(())
-                for index, parameter in enumerate(parameters)
-                if parameter.grad is not None
-            ]
-            return bool(flags) and bool(torch.stack(flags).any())
-
-        checker.has_overflow_serial = has_overflow_serial
-        return (
-            Decision(
-                key=READS_KEY,
-                before=before,
-                after="once per step",
-                reason="all overflow flags are read from the device in one transfer, whereas "
-                "DeepSpeed would wait for the device once per parameter; results are identical",
             ),
         )
 

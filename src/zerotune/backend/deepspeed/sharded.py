@@ -11,29 +11,26 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Final, cast
 
 import torch
-from torch.nn import functional
 from typing_extensions import override
 
 from zerotune._util.text import format_size
 from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.checks import DTYPES
+from zerotune.backend.deepspeed.mends import HOOKS, align_swapped_gradients, changed, zero_unused
 from zerotune.backend.deepspeed.releasing import (
     RELEASING,
     WeightReleases,
     explain_missing_buffers,
 )
 from zerotune.backend.deepspeed.wrapper import (
-    HostStep,
     OptimizerWrapper,
     Upstream,
     clear,
-    read_at_once,
 )
 from zerotune.backend.engine import GONE, gone
 from zerotune.backend.master_weights import (
@@ -41,11 +38,9 @@ from zerotune.backend.master_weights import (
     MasterLayout,
     OptimizerStates,
     Slab,
-    SteppedLayout,
     check_master,
     full_shape,
 )
-from zerotune.backend.step.adams import SlabStep
 from zerotune.backend.stored import make_room, stored_weight, waiting
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
@@ -54,27 +49,8 @@ from zerotune.plan.resolve import LEAF_CLASSES, LEAF_MODULE
 from zerotune.platform import detect_platform
 
 _STAGE_3: Final = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
-_SCATTER: Final = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
-"""A private method of stage 3, under its mangled name."""
-STEP: Final = Upstream(
-    owner=_STAGE_3,
-    replaced=(
-        "step",
-        "_optimizer_step",
-        "_post_step",
-        "_get_norm_groups",
-        "_offload_grad_partition_at_boundary",
-        "_reassign_or_swap_out_partitioned_parameters",
-        "unscale_and_clip_grads",
-        _SCATTER,
-    ),
-)
-SWAPPER: Final = Upstream(
-    owner="deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper",
-    relied_on=("_swap_out_gradients", "is_swappable_tensor"),
-    replaced=("_adjust_for_misaligned_lengths",),
-)
 LEAF_KEY: Final = f"zero_optimization.{LEAF_MODULE}"
+GATHERED_KEY: Final = "zero_optimization.gathered_weights"
 _WRITTEN_BEHIND: Final = "async_swap_out"
 """Key of DeepSpeed's pipelined swapper for a sub-group that is still being written."""
 _OF_PARAMETERS: Final = frozenset(
@@ -110,7 +86,7 @@ _SHARE: Final = 0.9
 """Largest fraction of free host memory for weights restored from NVMe."""
 
 
-class ShardedLayout(SteppedLayout):
+class ShardedLayout(MasterLayout):
     """Layout of stage 3: parameters are split over all ranks, and sub-groups may be on NVMe."""
 
     def __init__(self, *, module: torch.nn.Module, wrapper: Any, rank: int) -> None:
@@ -213,196 +189,6 @@ class ShardedLayout(SteppedLayout):
             persistent[0].all_gather(persistent)
 
 
-class ShardedStep(HostStep):
-    """Fused step of stage 3, with one slab (flat tensor) per sub-group, in memory or on NVMe."""
-
-    upstream = STEP
-
-    settles_first = (
-        "get_full_hp_param",
-        "get_local_fp32_param",
-        "load_state_dict",
-        "offload_states",
-        "reload_states",
-        "set_full_hp_param",
-        "set_local_hp_param",
-        "state_dict",
-        "step",
-    )
-
-    @override
-    def why_at_once(self) -> str | None:
-        if any(self._swaps(index) for index in range(len(self._slabs))):
-            return "DeepSpeed reads the states from NVMe during the step"
-        if any(flat is None for flat in self._wrapper.fp16_partitioned_groups_flat):
-            return "DeepSpeed writes the weights to NVMe during the step"
-        if not all(self._steps(index) for index in range(len(self._slabs))):
-            return "DeepSpeed runs the step for the part of the optimizer on the device"
-        return super().why_at_once()
-
-    @override
-    def install(self) -> None:
-        super().install()
-        wrapper = self._wrapper
-        self._factor = 1.0
-        self._cast: int | None = None
-        self._waits = False
-        self._begun: list[SlabStep] = []
-        self._shrink_gradients()
-        mine = {
-            "_post_step": self._post_step,
-            "_offload_grad_partition_at_boundary": self._take_gradient,
-            "_get_norm_groups": self._norm_groups,
-            "unscale_and_clip_grads": self._keep_factor,
-            "_optimizer_step": self._step,
-            "_reassign_or_swap_out_partitioned_parameters": self._reassign,
-            _SCATTER: self._scatter,
-        }
-        self._originals = {name: getattr(wrapper, name) for name in mine}
-        for name, method in mine.items():
-            setattr(wrapper, name, method)
-
-    @property
-    @override
-    def _slabs(self) -> Sequence[Any]:
-        return cast(Sequence[Any], self._wrapper.fp32_partitioned_groups_flat)
-
-    @override
-    def _swaps(self, index: int) -> bool:
-        return bool(self._wrapper._swappable_optimizer_subgroup(index))
-
-    @override
-    def _steps(self, index: int) -> bool:
-        return bool(self._wrapper.subgroup_to_device[index] == "cpu")
-
-    @override
-    def _members(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        wrapper = self._wrapper
-        for index, parameters in enumerate(wrapper.fp16_groups):
-            if self._swaps(index):
-                continue
-            for parameter in parameters:
-                _, offset, numel = wrapper.grad_position[wrapper.get_param_id(parameter)]
-                yield parameter, self._slabs[index].grad.narrow(0, offset, numel)
-
-    def _take_gradient(
-        self, param: torch.nn.Parameter, grad_buffer: torch.Tensor, gradients: Any, offsets: Any
-    ) -> None:
-        """Copy a gradient to its buffer and compute its norm."""
-        self.settle()
-        wrapper = self._wrapper
-        key = wrapper.get_param_id(param)
-        index, offset, _ = wrapper.grad_position[key]
-        if self._swaps(index):
-            self._originals["_offload_grad_partition_at_boundary"](
-                param, grad_buffer, gradients, offsets
-            )
-            return
-        source = grad_buffer.view(-1)
-        into = self._slabs[index].grad.narrow(0, offset, source.numel())
-        together = source.device.type == "cpu" and source.dtype == into.dtype
-        wrapper.norm_for_param_grads[key] = self._norm_of(source, into=into if together else None)
-        if not together:
-            into.copy_(source.to(into.dtype), non_blocking=True)
-
-    def _scatter(self, params: list[torch.nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
-        """On a single rank, return gradients directly; DeepSpeed would copy and exchange them."""
-        wrapper = self._wrapper
-        ranks = self._home.dist.get_world_size(group=wrapper._get_param_partition_group(params[0]))
-        same = dtype == wrapper.dtype == wrapper.gradient_accumulation_dtype
-        if ranks > 1 or not same or wrapper.gradient_predivide_factor != 1.0:
-            scattered: list[torch.Tensor] = self._originals[_SCATTER](params, dtype)
-            return scattered
-        return [cast(torch.Tensor, param.grad).reshape(-1) for param in params]
-
-    def _norm_groups(self) -> Any:
-        read_at_once(self._wrapper.norm_for_param_grads)
-        self._forget_unused()
-        return self._originals["_get_norm_groups"]()
-
-    def _keep_factor(self, sub_group: int, total_norm: torch.Tensor) -> None:
-        """Store DeepSpeed's clipping factor instead of multiplying the gradients by it."""
-        wrapper = self._wrapper
-        if not self._steps(sub_group):
-            self._originals["unscale_and_clip_grads"](sub_group, total_norm)
-            return
-        scale = wrapper.loss_scale
-        if wrapper.clip_grad > 0.0:
-            clip = ((total_norm / wrapper.loss_scale) + 1e-6) / wrapper.clip_grad
-            scale = torch.clamp(clip, min=1.0) * wrapper.loss_scale
-        self._factor = float(1.0 / scale)
-
-    def _step(self, sub_group: int) -> None:
-        wrapper = self._wrapper
-        slab, adam = self._slabs[sub_group], wrapper.optimizer
-        group = adam.param_groups[wrapper.sub_group_to_group_id[sub_group]]
-        out = wrapper.fp16_partitioned_groups_flat[sub_group]
-        # If the low-precision weights are on a device or on NVMe, DeepSpeed writes them.
-        here = out is not None and self._is_here(out)
-        if sub_group == 0:
-            self._begun, self._waits = [], self._may_wait()
-        if not self._steps(sub_group):
-            self._cast = None
-            self._originals["_optimizer_step"](sub_group)
-            return
-
-        def run(_adam: torch.optim.Optimizer) -> None:
-            self._adam.rewind()
-            step = self._adam.begin(
-                slab,
-                gradient=slab.grad,
-                group=group,
-                factor=self._factor,
-                out=out.data if here else None,
-            )
-            if self._waits:
-                self._begun.append(step)
-            else:
-                step.run(0, slab.numel())
-
-        group["params"] = [slab]
-        try:
-            torch.optim.Optimizer.profile_hook_step(run)(adam)
-        finally:
-            group["params"] = []
-        self._cast = sub_group if here and not self._waits else None
-
-    def _post_step(self, timer_names: Any) -> None:
-        if self._waits:
-            begun, self._begun, self._waits = self._begun, [], False
-            sources: list[torch.Tensor | None] = []
-            targets: list[torch.Tensor | None] = []
-            for step, flat in zip(begun, self._wrapper.fp16_partitioned_groups_flat, strict=True):
-                here = step.out is not None
-                sources.append(None if here else step.masters.read())
-                targets.append(None if here else flat.data.view(-1))
-            for index in range(len(begun)):
-                self._wrapper._unflatten_partitioned_parameters(index)
-            self._launch(begun, self._upload(sources, targets))
-        self._originals["_post_step"](timer_names)
-
-    @override
-    def _written(self) -> Mapping[str, torch.Tensor]:
-        return {
-            name: parameter.ds_tensor  # type: ignore[attr-defined]
-            for name, parameter in self._parameters.items()
-        }
-
-    @override
-    def _wanted_first(self) -> Collection[str]:
-        whole = {id(parameter) for parameter in self._wrapper.persistent_parameters}
-        return {name for name, parameter in self._parameters.items() if id(parameter) in whole}
-
-    def _reassign(self, sub_group: int) -> None:
-        if self._waits:
-            return
-        written, self._cast = self._cast == sub_group, None
-        if written:
-            self._wrapper._unflatten_partitioned_parameters(sub_group)
-        else:
-            self._originals["_reassign_or_swap_out_partitioned_parameters"](sub_group)
-
-
 class ShardedWrapper(OptimizerWrapper):
     """Adapter for ``DeepSpeedZeroOptimizer_Stage3``."""
 
@@ -433,11 +219,12 @@ class ShardedWrapper(OptimizerWrapper):
                 "_zero_init_param",
             ),
         ),
-        SWAPPER,
-        STEP,
+        Upstream(
+            owner="deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper",
+            relied_on=("_swap_out_gradients", "is_swappable_tensor"),
+        ),
         *RELEASING,
     )
-    step_kind = ShardedStep
 
     @override
     def _find_layout(self) -> MasterLayout:
@@ -479,19 +266,32 @@ class ShardedWrapper(OptimizerWrapper):
     @override
     def correct(self) -> tuple[Decision, ...]:
         untouched = self.engine.global_steps == self.engine.micro_steps == 0
+        module = self.engine.module
         return (
             *(self._reduce_by_parameter() if untouched else ()),
             *self._release_by_gradient(),
             *align_swapped_gradients(self.engine),
+            *((zero_unused(self.raw, self.layout, module),) if self.raw.offload_optimizer else ()),
         )
 
     def _release_by_gradient(self) -> tuple[Decision, ...]:
-        WeightReleases(self.raw)
         explain_missing_buffers(self.engine.module)
+        before = "until the gradients of their module's inputs have come"
+        if (untested := changed(HOOKS)) is not None:
+            return (
+                Decision(
+                    key=GATHERED_KEY,
+                    before=before,
+                    after=before,
+                    reason=f"{untested}, so zerotune leaves the release of weights to DeepSpeed",
+                    severity="warning",
+                ),
+            )
+        WeightReleases(self.raw)
         return (
             Decision(
-                key="zero_optimization.gathered_weights",
-                before="until the gradients of their module's inputs have come",
+                key=GATHERED_KEY,
+                before=before,
                 after="until their own gradients have come",
                 reason="DeepSpeed keeps weights gathered until the backward pass ends if their "
                 "module's inputs need no gradient, as for a text embedding, and gathers the "
@@ -587,91 +387,6 @@ def _count_as_torch(adam: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> No
                 state["step"] = torch.as_tensor(float(state["step"]), device=device)
 
 
-def align_swapped_gradients(engine: Any) -> tuple[Decision, ...]:
-    """Make steps read the right gradients from NVMe.
-
-    DeepSpeed 0.19.8 uses direct I/O to read a swapped gradient into the sub-group's buffer, at the
-    gradient's offset. If the offset is not a multiple of the sector size, the read fails, and
-    DeepSpeed ignores the error. The optimizer then silently uses stale data for every unaligned
-    gradient of at least 1 MiB. Likewise for a weight that got no gradient: DeepSpeed reads nothing
-    or the gradient of an earlier step, and the buffer may contain another weight's gradient.
-
-    Args:
-        engine: DeepSpeed's engine.
-    """
-    raw = engine.optimizer
-    swapper = getattr(raw, "optimizer_swapper", None)
-    if swapper is None:
-        return ()
-    reason = (
-        "only aligned parts of gradients are swapped, and the few remaining elements stay in host "
-        "memory, because DeepSpeed reads unaligned gradients back incorrectly; zeros are swapped "
-        "for weights without a gradient, which DeepSpeed would update with other gradients"
-    )
-    if (changed := SWAPPER.changed()) is None:
-        swapper._adjust_for_misaligned_lengths = partial(split_aligned, swapper)
-        raw._get_norm_groups = partial(_after_swapping_zeros, raw, raw._get_norm_groups)
-    else:
-        reason = f"{changed}, so zerotune leaves gradient swapping to DeepSpeed, which may read "
-        reason += "unaligned and missing gradients back incorrectly, as release 0.19.8 does"
-    return (
-        Decision(
-            key="zero_optimization.offload_optimizer.device",
-            before="nvme",
-            after="nvme",
-            reason=reason,
-            severity="note" if changed is None else "warning",
-        ),
-    )
-
-
-def _after_swapping_zeros(raw: Any, get_norm_groups: Callable[[], Any]) -> Any:
-    """Swap out zeros for weights that got no gradient before the step swaps gradients in."""
-    for index, parameters in enumerate(raw.fp16_groups):
-        for parameter in parameters if raw._swappable_optimizer_subgroup(index) else ():
-            key = raw.get_param_id(parameter)
-            if key not in raw.norm_for_param_grads:
-                _, offset, numel = raw.grad_position[key]
-                raw.optimizer_swapper.swap_out_gradients(
-                    parameter=raw.fp32_partitioned_groups_flat[index],
-                    gradient_offsets=[offset],
-                    gradient_tensors=[torch.zeros(numel, dtype=raw.optimizer_swapper.dtype)],
-                )
-    return get_norm_groups()
-
-
-def split_aligned(
-    swapper: Any, tensors: list[torch.Tensor], offsets: list[int]
-) -> tuple[list[torch.Tensor], list[int]]:
-    """Divide gradients into parts that are swapped and parts that stay in memory.
-
-    The function replaces ``OptimizerSwapper._adjust_for_misaligned_lengths``, which aligns only the
-    end of a gradient.
-
-    Args:
-        swapper: DeepSpeed's swapper, which defines the alignment and the smallest size of a swapped
-            gradient.
-        tensors: Gradients, 1-D.
-        offsets: Offset of each gradient in the sub-group.
-
-    Returns:
-        All parts, and their offsets in the sub-group.
-    """
-    unit = swapper.numel_alignment
-    parts: list[torch.Tensor] = []
-    places: list[int] = []
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        length = tensor.numel()
-        head = min(-offset % unit, length) if swapper.is_swappable_tensor(tensor=tensor) else length
-        body = (length - head) // unit * unit
-        cuts = ((0, head), (head, body), (head + body, length - head - body))
-        for start, size in cuts:
-            if size:
-                parts.append(tensor.narrow(0, start, size))
-                places.append(offset + start)
-    return parts, places
-
-
 def leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules that DeepSpeed has marked as leaf modules."""
     return [module for module in model.modules() if getattr(module, "_z3_leaf", False) is True]
@@ -721,23 +436,6 @@ def _leaf_classes(plan: ResolvedPlan) -> list[str]:
     written: Any = None if zero is None else zero.extra.get(LEAF_MODULE)
     classes = written.get("classes", ()) if isinstance(written, dict) else ()
     return [classes] if isinstance(classes, str) else [str(name) for name in classes]
-
-
-_linear: Final[list[Any]] = []
-"""``torch.nn.functional.linear`` from before stage 3, once per open engine."""
-
-
-@contextmanager
-def lending_linear() -> Iterator[None]:
-    """After the last engine ends, restore torch's ``linear`` function, which DeepSpeed replaces."""
-    _linear.append(_linear[0] if _linear else functional.linear)
-    try:
-        yield
-    finally:
-        before = _linear.pop()
-        # Keep a later replacement by other code.
-        if not _linear and functional.linear.__module__.startswith("deepspeed."):
-            functional.linear = before
 
 
 def refuse_empty_tensors(engine: Any) -> list[Any]:

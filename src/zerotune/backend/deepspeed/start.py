@@ -19,9 +19,10 @@ import torch
 from zerotune._util.proc import held
 from zerotune.backend.accelerator import accelerator_of, current_accelerator
 from zerotune.backend.checks import DTYPES, check_alike, check_model_dtype
-from zerotune.backend.deepspeed.partitioned import PartitionedWrapper, flat_through_host
+from zerotune.backend.deepspeed.mends import lending_linear
+from zerotune.backend.deepspeed.partitioned import PartitionedWrapper
 from zerotune.backend.deepspeed.replicated import Fp32Wrapper, HalfWrapper
-from zerotune.backend.deepspeed.sharded import ShardedWrapper, lending_linear, shard_from_host
+from zerotune.backend.deepspeed.sharded import ShardedWrapper, shard_from_host
 from zerotune.backend.deepspeed.wrapper import OptimizerWrapper, Upstream
 from zerotune.backend.distributed import (
     Launch,
@@ -116,11 +117,6 @@ def check_upstream(deepspeed: ModuleType) -> None:
             value=deepspeed.__version__,
             fix="install the newest DeepSpeed that zerotune's documentation lists as tested",
         )
-
-
-def digests() -> dict[str, str | None]:
-    """Return digests of the methods that zerotune replaces in DeepSpeed, by dotted name."""
-    return {name: each for upstream in UPSTREAM for name, each in upstream.digests.items()}
 
 
 # -- The start.
@@ -329,7 +325,7 @@ def initialize(
         resources: Exit stack for the cleanup that DeepSpeed's engine does not do itself.
 
     Returns:
-        DeepSpeed's engine, and decisions about where ops are compiled and weights are stored.
+        DeepSpeed's engine, and decisions about where ops are compiled.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     device = torch.device(accelerator.current_device_name())
@@ -341,7 +337,6 @@ def initialize(
         with (
             compiling(plan),
             deepspeed_groups.making(),
-            flat_through_host(deepspeed, plan, device=device) as built,
         ):
             if plan.stage == 3:
                 shard_from_host(deepspeed, arguments["model"], plan, device=device)
@@ -362,7 +357,7 @@ def initialize(
             fix="change the setting that the message names; if an op could not be built, run "
             "`zerotune doctor`",
         ) from error
-    return engine, (*folder_decisions(), *built)
+    return engine, folder_decisions()
 
 
 # -- Page-locked host memory without rounding up.

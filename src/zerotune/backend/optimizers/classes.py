@@ -444,12 +444,24 @@ class AdamWBF16States(AdamWStates):
         """Update every parameter that has a gradient."""
         loss = None if closure is None else closure()
         self._noise.rewind()
-        for index, group in enumerate(self.param_groups):
+        indices = {id(group): index for index, group in enumerate(self._groups)}
+        for group in self.param_groups:
             for p in group["params"]:
                 # Another rank may have all of a small parameter, which leaves an empty tensor here.
                 if p.grad is not None and p.numel():
-                    self._update(p, p.grad, group, index)
+                    self._update(p, p.grad, group, indices[id(group)])
         return loss
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        # DeepSpeed shortens ``param_groups`` to one group per step.
+        self._groups = list(self.param_groups)
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._groups = list(self.param_groups)
 
     def _update(
         self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], index: int

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from zerotune.backend.step.pending import land
+from zerotune.backend.step.awaited import land
 
 CALL_COMPILED: Final = (
     "a module's __call__ is compiled, and its guards read the weights before zerotune can wait; "

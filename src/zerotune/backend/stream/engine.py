@@ -17,11 +17,19 @@ from typing_extensions import override
 
 from zerotune._util.text import format_size
 from zerotune.backend.accelerator import accelerator_of
-from zerotune.backend.checks import DTYPES, Checks, RunningGroup, expected_groups, share_buffers
-from zerotune.backend.deepspeed.engine import replay_adam_steps
+from zerotune.backend.checks import (
+    DTYPES,
+    Checks,
+    RunningGroup,
+    check_quantized,
+    expected_groups,
+    share_buffers,
+)
+from zerotune.backend.deepspeed.engine import SCALER_FIELDS, replay_adam_steps
 from zerotune.backend.deepspeed.start import (
     compiling,
     join_checked,
+    pin_exactly,
 )
 from zerotune.backend.engine import (
     CountingEngine,
@@ -49,9 +57,8 @@ from zerotune.backend.optimizers.client import (
 )
 from zerotune.backend.proof import prove_offload, why_unproven
 from zerotune.backend.step.adams import Host8BitAdam, SplitMasters, torch_rounds_alike
-from zerotune.backend.step.deferred import ROUNDS_OTHERWISE
+from zerotune.backend.step.awaited import Awaited
 from zerotune.backend.step.kernel import load_host_step
-from zerotune.backend.step.pending import Awaited
 from zerotune.backend.step.uses import ForeignUses
 from zerotune.backend.step_state import Stage, StepState
 from zerotune.backend.stored import bring_weights
@@ -71,7 +78,6 @@ from zerotune.backend.stream.units import (
 from zerotune.backend.stream.weights import StreamedWeight, release_weight, stream_weight
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, OptimizerError, PlatformError
-from zerotune.optimizers.catalogue import OPTIMIZERS, entry_of
 from zerotune.plan.memory.estimate import gradient_buffers
 from zerotune.plan.model import RESIDENT_UNITS, ModelFacts, ResolvedPlan, Streaming, pins
 from zerotune.plan.resolve import host_obstacle
@@ -80,6 +86,7 @@ KEY = "streamed"
 _OF_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")
 _STREAMED_STORAGES = {"nf4", "fp4"}
 """Quantization formats of a frozen base that can be streamed; all others use special tensors."""
+_ROUNDS_OTHERWISE = "this build of torch rounds differently from the op host_step"
 _CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -102,11 +109,14 @@ class StreamEngine(CountingEngine):
         deepspeed, self._group, named = join_checked(
             plan, model, self.resources, timeout_s=timeout_s
         )
+        check_quantized(model, plan)
+        pinned = pin_exactly(plan)
         self._device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
         proven = prove_offload(plan, self._group)
         bring_weights(model, dtype=DTYPES[plan.precision])
         shared = share_buffers(model, self._group)
         self._cast(model)
+        self._scaler = _loss_scaler(deepspeed, plan)
         self._order = FlatOrder(
             _members(plan, named),
             sizes={name: parameter.numel() for name, parameter in named},
@@ -115,7 +125,7 @@ class StreamEngine(CountingEngine):
         needs = self._lay_out(model)
         self._build_optimizer(deepspeed, plan, named)
         self._stream(needs)
-        self._decisions = (*shared, *folder_decisions(), *proven, *self._describe())
+        self._decisions = (*shared, *folder_decisions(), *proven, *pinned, *self._describe())
         self._checks().raise_if_failed(engine="zerotune")
         announce(self.decisions, rank=self._group.rank)
 
@@ -133,8 +143,14 @@ class StreamEngine(CountingEngine):
             memory=self._memory,
             split=self._streaming.split_masters,
             resident=RESIDENT_UNITS if self._plan.is_resident else 1,
+            in_place=self._plan.is_resident and self._computes_on_host,
         )
         return needs
+
+    @property
+    def _computes_on_host(self) -> bool:
+        """Whether the model can compute with the weights in host memory."""
+        return accelerator_of(self._device).is_host
 
     @property
     def _can_lock(self) -> bool:
@@ -198,7 +214,8 @@ class StreamEngine(CountingEngine):
             gradients=self._make_gradients(trained),
             lane=self._lanes[1],
             clipping=self._plan.gradient_clipping,
-            in_backward=not stays,
+            # An overflow in fp16 must leave all weights as they are.
+            in_backward=not stays and self._scaler is None,
             foreign=foreign,
             spare=streams is not None,
         )
@@ -291,13 +308,20 @@ class StreamEngine(CountingEngine):
             micro_step=self._micro_step,
             skipped_steps=self._skipped_steps,
             scheduler={} if self._scheduler is None else dict(self._scheduler.state_dict()),
-            loss_scaler={},
+            loss_scaler={
+                name: getattr(self._scaler, name)
+                for name in SCALER_FIELDS
+                if hasattr(self._scaler, name)
+            },
         )
 
     @override
     def _load_state(self, state: EngineState) -> None:
         self._steps.forget_all()
         self._count_from(state)
+        for name, value in state.loss_scaler.items():
+            if hasattr(self._scaler, name):
+                setattr(self._scaler, name, value)
         continue_schedule(self._scheduler, state.scheduler)
         taken = state.global_step - state.skipped_steps
         # DeepSpeed's op updates the last elements of a group and counts its own steps.
@@ -317,7 +341,7 @@ class StreamEngine(CountingEngine):
 
     @override
     def _backward(self, loss: torch.Tensor) -> None:
-        scaled: Any = loss / self._plan.gradient_accumulation_steps
+        scaled: Any = loss / self._plan.gradient_accumulation_steps * self._scale
         scaled.backward()
         # Not autograd's callback, which also runs at the end of a reentrant checkpoint's pass.
         self._steps.end_backward()
@@ -334,8 +358,11 @@ class StreamEngine(CountingEngine):
             return StepOutcome(applied=False, boundary=False)
         if not self._steps.is_eager:
             self._check_before_step(self._global_step)
+        scale = self._scale
         norm = self._steps.norm()
         self._global_step += 1
+        if self._scaler is not None:
+            self._scaler.update_scale(not math.isfinite(norm))
         if not math.isfinite(norm):
             dropped = self._steps.take_back()
             if not dropped:
@@ -343,16 +370,24 @@ class StreamEngine(CountingEngine):
                 self._step_state.fail(Stage.SPOILED)
             self._skipped_steps += dropped
             return StepOutcome(applied=not dropped, boundary=True, grad_norm=norm)
-        self._run_step(norm)
+        # Like DeepSpeed, unscale by the scale of the next step, even where it has just grown.
+        self._run_step(norm, self._scale)
         if self._scheduler is not None:
             self._scheduler.step()
-        return StepOutcome(applied=True, boundary=True, grad_norm=norm)
+        # In fp32, as DeepSpeed divides it.
+        unscaled = float(torch.tensor(norm) / scale)
+        return StepOutcome(applied=True, boundary=True, grad_norm=unscaled)
 
-    def _run_step(self, norm: float) -> None:
+    @property
+    def _scale(self) -> float:
+        """Factor of the losses, and thereby of the gradients."""
+        return 1.0 if self._scaler is None else float(self._scaler.loss_scale)
+
+    def _run_step(self, norm: float, scale: float) -> None:
         """Begin the step, and call the hooks registered on the optimizer."""
         if not self._steps.is_eager:
             self._call_hooks(_global_optimizer_pre_hooks, self._adam._optimizer_step_pre_hooks)
-        self._steps.step(norm)
+        self._steps.step(norm, scale)
         after = _global_optimizer_post_hooks, self._adam._optimizer_step_post_hooks
         if any(after):
             self._steps.settle()
@@ -498,6 +533,20 @@ class StreamEngine(CountingEngine):
         return checks
 
 
+def _loss_scaler(deepspeed: Any, plan: ResolvedPlan) -> Any:
+    """DeepSpeed's loss scaler for fp16; ``None`` in other precisions."""
+    if plan.precision != "fp16":
+        return None
+    runtime = deepspeed.runtime
+    config = runtime.precision_config.get_float16_config(plan.to_deepspeed())
+    return runtime.fp16.loss_scaler.CreateLossScaler(
+        dtype=torch.float16,
+        static_loss_scale=config.loss_scale,
+        dynamic_scaling=config.loss_scale == 0,
+        dynamic_loss_args=config.dynamic_loss_scale_args(),
+    )
+
+
 def _nothing() -> None:
     """Let single uses of weights that stay on the device wait, instead of each forward pass."""
 
@@ -541,11 +590,7 @@ def _why_not_by_default(plan: ResolvedPlan) -> str | None:
     """Why the host engine does not run a plan that does not ask for it; ``None`` if it does."""
     asks = 'plan.resolve(engine="host")' if plan.is_resident else "plan.resolve(streamed=True)"
     if plan.platform.accelerator == "cpu":
-        return "host and device share the same memory"
-    if plan.world_size > 1:
-        return f"the host engine is not proven on several ranks; {asks} selects it"
-    if plan.hidden_step is not None:
-        return f"the plan was resolved with hidden={plan.hidden_step}"
+        return None
     unproven = why_unproven("host engine", accelerator=plan.platform.accelerator)
     return unproven and f"{unproven}; {asks} selects the host engine nevertheless"
 
@@ -563,12 +608,6 @@ def why_not_hosted(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     if not asked and (obstacle := _why_not_by_default(plan)) is not None:
         return obstacle
     choice = chosen_optimizer(plan)
-    if not entry_of(choice.name).streams:
-        known = ", ".join(name for name, entry in OPTIMIZERS.items() if entry.streams)
-        return f"the host engine cannot run {choice.implementation}; it runs {known}"
-    betas = {tuple(group.params.get("betas", ())) for group in choice.groups}
-    if len(betas) > 1:
-        return "parameter groups with different betas must be updated in order"
     if not plan.is_resident and (obstacle := _why_not_streamed(plan, model)) is not None:
         return obstacle
     try:
@@ -576,7 +615,7 @@ def why_not_hosted(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     except PlatformError as error:
         return f"the op host_step cannot be built: {error.reason}"
     if choice.implementation == AdamWBF16States.__name__ and not torch_rounds_alike(op):
-        return ROUNDS_OTHERWISE
+        return _ROUNDS_OTHERWISE
     return None
 
 

@@ -139,14 +139,14 @@ class SharedSteps(StreamedSteps):
         self._number += 1
 
     @override
-    def step(self, norm: float) -> None:
+    def step(self, norm: float, scale: float = 1.0) -> None:
         if not self.is_eager:
             for unit in self._units:
                 if unit.loading is not None:
                     unit.loading.finish()
             # All ranks have finished reading the old weights.
             self._meeting.meet("begin a step")
-        super().step(norm)
+        super().step(norm, scale)
         self._number += 1
 
     @override
@@ -185,6 +185,12 @@ class SharedStreamEngine(StreamEngine):
     @override
     def _can_lock(self) -> bool:
         return accelerator_of(self._device).registers_memory
+
+    @property
+    @override
+    def _computes_on_host(self) -> bool:
+        # One rank may write weights, such as those of an EMA, while another still uses them.
+        return False
 
     @override
     def _make_memory(self, *, pin: bool) -> HostMemory:

@@ -347,7 +347,8 @@ def _watch(tensor: Any, call: Callable[[torch.Tensor], None]) -> None:
 
 
 def _upload(unit: Unit) -> None:
-    unit.flat.copy_(unit.host, non_blocking=unit.host.is_pinned())
+    if not unit.in_place:
+        unit.flat.copy_(unit.host, non_blocking=unit.host.is_pinned())
 
 
 def _differentiated(tree: Any) -> list[torch.Tensor]:

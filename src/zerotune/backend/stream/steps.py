@@ -23,15 +23,15 @@ import torch
 
 from zerotune.backend.master_weights import EMAUpdate
 from zerotune.backend.step.adams import SplitMasters, stepper_of
+from zerotune.backend.step.awaited import hold, release
 from zerotune.backend.step.kernel import HostStepOp
-from zerotune.backend.step.pending import hold, release
 from zerotune.backend.step.uses import CALL_COMPILED, COMPILED, VIEWED, ForeignUses
 from zerotune.backend.step_state import Stage
 from zerotune.backend.stream.gradients import Gradients, Place
 from zerotune.backend.stream.lanes import Copy, Lane
 from zerotune.backend.stream.passes import Passes, UnitPass
 from zerotune.backend.stream.residency import Residency
-from zerotune.backend.stream.units import FlatOrder, Part, Unit
+from zerotune.backend.stream.units import FlatOrder, Part, Unit, UnitSlab
 from zerotune.errors import EngineError, StepOrderError
 from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
 
@@ -246,7 +246,7 @@ class StreamedSteps:
             if self._any_stepped():
                 return False
             for unit, window in self._windows.items():
-                for slab in unit.slabs if window.taken else ():
+                for slab in _stepped(unit) if window.taken else ():
                     self._adam.state[slab.key]["step"] -= 1
         self.forget_all()
         return True
@@ -309,13 +309,14 @@ class StreamedSteps:
             norms.append(torch.tensor(total.item() ** 0.5))
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
-    def step(self, norm: float) -> None:
+    def step(self, norm: float, scale: float = 1.0) -> None:
         """Begin all updates that have not begun yet, in the order of the next forward pass.
 
         Args:
             norm: Gradient norm; must be finite unless all updates have begun.
+            scale: Loss scale of the gradients and of their norm.
         """
-        factor, order = self._factor(norm), self._order_of_uses()
+        factor, order = self._factor(norm, scale), self._order_of_uses()
         ranks = {unit: rank for rank, unit in reversed(list(enumerate(order, start=1)))}
         for unit in sorted(self._units, key=lambda each: ranks.get(each, 0)):
             if not self._windows[unit].taken:
@@ -371,7 +372,7 @@ class StreamedSteps:
             self._under_way = True
         groups, views = self._adam.param_groups, _views_of(unit)
         steps = []
-        for slab in unit.slabs:
+        for slab in _stepped(unit):
             step = self._stepper.begin(
                 slab.key,
                 gradient=place.slabs[slab],
@@ -421,12 +422,12 @@ class StreamedSteps:
             return None
         return [self._parts[unit][i][1] for i in frozen if i not in window.on_host]
 
-    def _factor(self, norm: float) -> float:
-        """Clipping factor, rounded as in ZeRO-2."""
+    def _factor(self, norm: float, scale: float) -> float:
+        """Factor that unscales and clips gradients, rounded as in ZeRO-2."""
         if not self._clipping:
-            return 1.0
-        clip = ((torch.tensor(norm) / 1.0) + 1e-6) / self._clipping
-        return float(torch.ones(1).mul_(1.0 / torch.clamp(clip, min=1.0)))
+            return float(torch.ones(1).mul_(1.0 / scale))
+        clip = ((torch.tensor(norm) / scale) + 1e-6) / self._clipping
+        return float(torch.ones(1).mul_(1.0 / (torch.clamp(clip, min=1.0) * scale)))
 
     def replay(self, steps: int) -> None:
         """Continue as if ``steps`` optimizer steps had been taken."""
@@ -522,6 +523,11 @@ class StreamedSteps:
                 release(member.parameter)
         self._held = []
         self._leaving.clear()
+
+
+def _stepped(unit: Unit) -> Iterator[UnitSlab]:
+    """Slabs with weights of this rank; the others have no step counter after a resume."""
+    return (slab for slab in unit.slabs if slab.parts)
 
 
 def _views_of(unit: Unit) -> int:

@@ -184,6 +184,7 @@ class Unit:
         memory: Host memory for the weights.
         resident: Whether the weights stay on the device.
         split: Whether each master weight is stored as its bf16 weight and its low 16 bits.
+        in_place: Whether the model computes with the weights in host memory; the device is a CPU.
     """
 
     def __init__(
@@ -196,12 +197,17 @@ class Unit:
         memory: HostMemory,
         resident: bool = False,
         split: bool = False,
+        in_place: bool = False,
     ) -> None:
         self.name, self.resident = name, resident
         dtype = members[0][1].dtype
         self.members, self.numel = _laid_out(members, order)
         self.host = memory.weights(self.numel, dtype)
-        self.flat = torch.empty(self.numel, dtype=dtype, device=device)
+        # In fp32 these are the master weights, which writes to the model must not change.
+        self.in_place = in_place and dtype != torch.float32
+        self.flat = self.host
+        if not self.in_place:
+            self.flat = torch.empty(self.numel, dtype=dtype, device=device)
         for member in self.members:
             flat, parameter = self.flat[member.span], member.parameter
             memory.fill(self.host[member.span], parameter.data.reshape(-1))
@@ -210,8 +216,9 @@ class Unit:
         trained = self.members[0].group is not None
         self.slabs = tuple(self._slabs(order, memory, split)) if trained else ()
         self._storage = self.flat.untyped_storage()
-        self._storage.resize_(0)
-        self.is_here = False
+        if not self.in_place:
+            self._storage.resize_(0)
+        self.is_here = self.in_place
         """Whether the unit has memory on the device."""
         self.loaded: tuple[int, int] | None = None
         """Version of the weights that are on the device, or being copied there."""
@@ -339,6 +346,7 @@ def make_units(
     memory: HostMemory,
     split: bool = False,
     resident: int = 1,
+    in_place: bool = False,
 ) -> tuple[list[Unit], dict[torch.nn.Module, list[Unit]]]:
     """Divide a model's parameters into units, and move all remaining parameters to the device.
 
@@ -354,6 +362,7 @@ def make_units(
         memory: Host memory for the weights.
         split: See ``Unit``.
         resident: Largest number of resident units of each dtype.
+        in_place: See ``Unit``.
 
     Returns:
         All units, with resident ones last, and the streamed units that each module needs.
@@ -372,6 +381,7 @@ def make_units(
             memory=memory,
             resident=resident,
             split=split,
+            in_place=in_place,
         )
         units.append(unit)
         owner.update((id(p), unit) for p in parameters)

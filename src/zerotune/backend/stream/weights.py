@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import attrs
 import torch
 
-from zerotune.backend.step.pending import BESIDE_THE_CONTENT, OF_THE_SHAPE
+from zerotune.backend.step.awaited import BESIDE_THE_CONTENT, OF_THE_SHAPE
 from zerotune.errors import EngineError
 
 if TYPE_CHECKING:

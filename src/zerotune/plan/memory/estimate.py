@@ -37,6 +37,7 @@ from zerotune.plan.resolve import (
     AIO_BLOCK,
     Swapping,
     gathered_together,
+    host_obstacle,
     pins_exactly,
     sub_groups,
 )
@@ -267,12 +268,6 @@ class Costing:
     workload: Workload
 
     @property
-    def may_hide(self) -> bool:
-        """Whether the optimizer step may run during the next forward pass."""
-        wanted = self.resolved.hidden_step
-        return not self.on_cpu if wanted is None else wanted
-
-    @property
     def on_cpu(self) -> bool:
         """Whether the accelerator is the CPU, whose device memory is host memory."""
         return self.resolved.platform.accelerator == "cpu"
@@ -299,7 +294,7 @@ class Costing:
     def flattens_on_host(self) -> bool:
         """Whether weights are flattened in host memory before the copy to the device."""
         through = self.resolved.stage in (1, 2) and self.resolved.offload_optimizer != "none"
-        return through and self.resolved.uses_deepspeed and not self.on_cpu and not self.hosted
+        return through and self.steps_in_one_pass and not self.on_cpu and not self.hosted
 
     @cached_property
     def streaming(self) -> Streaming | None:
@@ -309,7 +304,14 @@ class Costing:
     @property
     def hosted(self) -> bool:
         """Whether the host engine runs the plan, whether or not weights are streamed."""
-        return self.streaming is not None or self.resolved.engine == "host"
+        return self.streaming is not None or self.resolved.is_hosted
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a model on the CPU computes with the host engine's weights in host memory."""
+        # In fp32, these are the master weights.
+        alone = self.on_cpu and self.ranks == 1 and self.element < 4
+        return alone and self.hosted and self.streaming is None
 
     @cached_property
     def streamed(self) -> StreamedFacts:
@@ -380,7 +382,7 @@ class Costing:
 
     @property
     def reduces_nothing(self) -> bool:
-        """Whether the one-pass Adam step skips the gradient reduction because there is one rank."""
+        """Whether the host engine skips the gradient reduction because there is one rank."""
         choice = self.resolved.optimizer
         settled = choice is not None and choice.implementation in _STEPPED_IN_ONE_PASS
         casts = not _CASTING_GRADIENTS.isdisjoint(self.resolved.plan.extra)
@@ -388,15 +390,12 @@ class Costing:
 
     @property
     def steps_in_one_pass(self) -> bool:
-        """Whether Adam in host memory updates weights and states in one pass."""
+        """Whether the host engine can run the plan, which updates everything in one pass."""
         resolved = self.resolved
-        ours = resolved.uses_deepspeed and resolved.host_step
-        if not ours or resolved.offload_optimizer == "none":
+        if host_obstacle(resolved) is not None:
             return False
-        if resolved.optimizer is not None:
-            return resolved.optimizer.implementation in _STEPPED_IN_ONE_PASS
         name = entry_of(resolved.plan.optimizer_name).name
-        return name in ADAM or name in _STEPPED_IN_ONE_PASS
+        return resolved.optimizer is not None or name in ADAM or name in _STEPPED_IN_ONE_PASS
 
     @property
     def fuses_on_host(self) -> bool:
@@ -696,8 +695,10 @@ def _beside_offload(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[Mem
     cast = 0 if element == 4 or case.on_cpu or case.steps_in_one_pass else 4
     note = "copies of the largest gradient: fp64 for the norm" + ", fp32 for the host" * bool(cast)
     yield case.item("temporaries", case.device, (element + cast + 8) * largest, BACKWARD, note)
-    # The backend flattens the weights on the host, which ``_as_loaded`` counts.
-    moving = element * largest if not case.on_cpu else element * part
+    moving = element * (part if case.on_cpu else count)
+    if case.flattens_on_host:
+        # The host engine copies weights to host memory, which ``_as_loaded`` counts.
+        moving = element * largest
     yield case.item(
         "temporaries", case.device, moving, INITIALIZATION, "weights being copied to one block"
     )
@@ -923,6 +924,7 @@ def gradient_buffers(resolved: ResolvedPlan, sizes: Collection[int]) -> tuple[in
     obstacles = {
         "updates start only when the norm of all gradients is known": resolved.gradient_clipping
         > 0,
+        "an overflow in fp16 must leave all weights as they are": resolved.precision == "fp16",
         "host memory accumulates the gradients of "
         "all micro batches": resolved.gradient_accumulation_steps > 1,
         f"{count} buffers of the largest unit's size would not save memory": (
@@ -997,6 +999,8 @@ def hosted(case: Costing) -> Iterator[MemoryItem]:
 
 def _resident(case: Costing) -> Iterator[MemoryItem]:
     nbytes, note = case.model.weight_bytes(case.element), _kept_in(case, case.resolved.precision)
+    if case.in_place:
+        nbytes -= case.element * case.trained
     yield case.item("weights", case.device, nbytes, note=note)
     each = case.streamed.resident_trained / RESIDENT_UNITS
     # A unit ends with the parameter that completes its size.
@@ -1070,11 +1074,15 @@ def _on_host(case: Costing, blocks: list[float]) -> Iterator[MemoryItem]:
 
     if case.ranks > 1:
         note = "the largest unit's gradients, summed over ranks"
-        yield case.item("staging", "host", element * max(units.trained, default=0), note=note)
+        yield case.item(
+            "staging", "host", element * max(units.trained, default=max(blocks)), note=note
+        )
     yield locked("weights", blocks, _share_of(case, case.resolved.precision))
     yield locked("gradients", *_gradients_at_a_time(case, blocks))
     master, note = (2, "their low halves") if case.splits_masters else (4, "fp32")
-    yield case.item("master weights", "host", master * count, note=_share_of(case, note))
+    if element < 4:
+        # Otherwise, the weights are the master weights.
+        yield case.item("master weights", "host", master * count, note=_share_of(case, note))
     nbytes = 4 * case.states * count
     yield case.item("optimizer states", "host", nbytes, TRAINING, _share_of(case, ""))
 

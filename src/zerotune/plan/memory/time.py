@@ -502,22 +502,29 @@ def _hosted_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
     written = round(case.streamed_capacity * trained / (units.total or 1))
     stepped = units.trained_total
     # Micro batches after the first are added up on the device.
-    # A split master weight contains the weight, which is not written a second time.
-    saved = 2 if case.splits_masters else 0
+    # A split or fp32 master weight contains the weight, which is not written a second time.
+    saved = 2 if case.splits_masters else 4 if element == 4 else 0
     back = (accumulated - 1) * element * stepped
     part = stepped / case.ranks
+    arriving = accumulated * element * stepped
+    new = accumulated * element * case.trained
+    uploaded = 0 if case.in_place else element * units.resident_trained
+    # Reads all ranks' gradients of this rank's share, and writes their sum.
+    added = round(arriving + accumulated * element * part) if case.ranks > 1 else 0
+    # On a CPU, a copy reads and writes host memory.
+    copied = 2 * (arriving + uploaded) if case.on_cpu else 0
     return StepTraffic(
-        gradients=accumulated * element * stepped,
-        parameters=2 * accumulated * absent + written,
-        returned=back,
-        weights=element * units.resident_trained,
+        gradients=0 if case.on_cpu else arriving,
+        parameters=0 if case.on_cpu else 2 * accumulated * absent + written,
+        returned=0 if case.on_cpu else back,
+        weights=0 if case.on_cpu else uploaded,
         # Gradients stay in the weights' precision, and are first read for their norm.
         optimizer=round((_update(case) - 4 + 2 * element - saved) * part),
         ema=round(8 * part) if _averaged_on_host(estimate) else 0,
         ema_on_disk=_ema_on_disk(estimate),
         swap=swap_traffic(estimate),
-        # Reads all ranks' gradients of this rank's share, and writes their sum.
-        added=round(accumulated * element * (stepped + part)) if case.ranks > 1 else 0,
+        added=added + copied,
+        new_in_backward=new if case.on_cpu and new > _KEPT_BY_C else 0,
     )
 
 
@@ -810,12 +817,13 @@ def _schedule(case: Costing) -> Schedule:
     """Return when Adam in host memory runs."""
     resolved = case.resolved
     if case.hosted:
-        in_backward = case.streaming is not None and not resolved.gradient_clipping
+        waits = resolved.gradient_clipping or resolved.precision == "fp16"
+        in_backward = case.streaming is not None and not waits
         return "eager" if in_backward else "hidden"
     in_files = "nvme" in (resolved.offload_optimizer, resolved.offload_param)
     alone = resolved.stage == 3 or case.ranks == 1
     steps = case.steps_in_one_pass and not in_files and not case.stays
-    return "hidden" if case.may_hide and alone and steps else "in turn"
+    return "hidden" if alone and steps and not case.on_cpu else "in turn"
 
 
 def _pass_parts(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator[TimePart]:
@@ -958,7 +966,7 @@ def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     yield "backward", "in", "gradients back to the device", traffic.returned, "to_device"
     yield "backward", "device", "gradients put into buckets", _gradients_in_memory(case), memory
     yield "backward", "device", "gradient checks", _checked(case), memory
-    yield "backward", "host", "gradients added up", traffic.added, "host_memory"
+    yield "backward", "host", "gradients copied and added up", traffic.added, "host_memory"
     new = _NEW_MEMORY * traffic.new_in_backward, _NEW_MEMORY * traffic.new_in_step
     yield "backward", "device", _ANEW, new[0], "host_memory"
     yield "optimizer", "host", _ANEW, new[1], "host_memory"
