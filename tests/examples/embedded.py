@@ -60,14 +60,15 @@ def run_script(name: str, steps: int, folder: str, zero: dict[str, Any], **more:
 
 def looking(save: Any, seen: dict[str, Any]) -> Any:
     def look_and_save(path: str, *, engine: Any, shadows: dict[str, Any]) -> Path:
-        deepspeed = engine.deepspeed_engine
+        deepspeed = getattr(engine, "deepspeed_engine", None)
         seen["ema_error"], seen["ema_steps"] = shadows["ema"].error(), shadows["ema"].steps
         seen["lr"], seen["steps"] = engine.lr, engine.state.global_step
-        seen["optimizer"] = type(deepspeed.basic_optimizer).__name__
+        optimizer = engine._adam if deepspeed is None else deepspeed.basic_optimizer
+        seen["optimizer"] = type(optimizer).__name__
         seen["partitioned"] = all(p.numel() == 0 for p in engine.module.parameters())
         seen["swap"] = {part: Path(at).is_dir() for part, at in engine.plan.nvme_paths.items()}
         seen["decisions"] = [str(decision) for decision in engine.decisions]
-        if deepspeed._is_gradient_accumulation_boundary is not None:
+        if getattr(deepspeed, "_is_gradient_accumulation_boundary", None) is not None:
             seen["second step"] = error_of(engine.step)
             deepspeed.set_gradient_accumulation_boundary(False)
             seen["open window"] = error_of(lambda: save(path, engine=engine, shadows=shadows))
