@@ -61,7 +61,9 @@ KINDS: Final = {
     "eager": Kind(stage=2, options=STREAMING, clipping=0.0, counts_frozen=True, is_eager=True),
     "z0": Kind(stage=0, offload="none", is_guarded=True, sums_in_place=True),
     "z1": Kind(stage=1, offload="none", is_guarded=True, freezes=False, sums_in_place=True),
-    "z2 cpu": Kind(stage=2, is_guarded=True, is_lost=True, freezes=False),
+    "z2 cpu": Kind(
+        stage=2, options={"engine": "deepspeed"}, is_guarded=True, is_lost=True, freezes=False
+    ),
     "z3": Kind(stage=3, offload="none", is_guarded=True, is_lost=True, freezes=False),
 }
 
