@@ -78,8 +78,8 @@ WAITS = {
     # A unit that stays on the device is uploaded as soon as it is updated.
     RESIDENT: {
         "forward": {},
-        "backward": {},
-        "step": {},
+        "backward": {"synchronize_event": 7},
+        "step": {"synchronize_event": 7, "blocking_download": 1},
     },
     evolved(ZERO_2, "plain", deepspeed=False, stage=0): {
         "forward": {}, "backward": {}, "step": {"blocking_download": 2},
