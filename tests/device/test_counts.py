@@ -81,8 +81,9 @@ WAITS = {
         "backward": {"synchronize_event": 7},
         "step": {"synchronize_event": 7, "blocking_download": 1},
     },
+    # Each of the 7 weights is copied back from memory that is not page-locked.
     evolved(ZERO_2, "plain", deepspeed=False, stage=0): {
-        "forward": {}, "backward": {}, "step": {"blocking_download": 2},
+        "forward": {}, "backward": {}, "step": {"blocking_download": 2, "blocking_upload": 7},
     },
     # The norm alone decides whether the step is applied.
     evolved(ZERO_2, "plain, no offload", deepspeed=False, stage=0, offload="none"): {
@@ -98,13 +99,13 @@ def check(name):
     case = BY_NAME[name]
     waits, counts, traffic = steps(case)
     assert waits == WAITS[case]
-    assert counts["download_bytes"] == pytest.approx(traffic.gradients, rel=0.01)
+    assert counts.get("download_bytes", 0) == pytest.approx(traffic.gradients, rel=0.01)
     uploaded = traffic.returned + traffic.parameters + traffic.weights
     if case.offload_param == "cpu":
         # Weights that fit stage3_max_live_parameters stay on the device between the passes.
         assert counts["upload_bytes"] < uploaded
     else:
-        assert counts["upload_bytes"] == pytest.approx(uploaded, rel=0.01, abs=2048)
+        assert counts.get("upload_bytes", 0) == pytest.approx(uploaded, rel=0.01, abs=2048)
 
 
 @pytest.mark.parametrize("name", SAMPLE)
