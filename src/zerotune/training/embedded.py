@@ -28,6 +28,7 @@ from zerotune.backend.deepspeed.start import (
     compiling,
     initialize_arguments,
     join,
+    place_of_weights,
     read_weights,
 )
 from zerotune.backend.distributed import Launch, deepspeed_groups, together
@@ -248,7 +249,8 @@ class EmbeddedPlan(Closing):
             model: The model to train, in fp32.
         """
         self.settle(model)
-        self.decide(*read_weights(self._deepspeed, self.plan, model))
+        where = place_of_weights(self._deepspeed, self.plan)
+        self.decide(*read_weights(self.plan, model, device=where))
         if self.plan.stage == 3:
             accelerator = self._deepspeed.accelerator.get_accelerator()
             device = torch.device(accelerator.current_device_name())

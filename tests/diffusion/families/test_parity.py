@@ -20,13 +20,14 @@ CHECKPOINTED, LORA_CHECKPOINTED = (
     Variant(lora=True, checkpointing=True),
 )
 
+GATHERED = Case(stage=3, offload="cpu", engine="deepspeed", overrides=WHOLE)
 RUNS = [
     ("sdxl", Case(stage=2, offload="cpu"), 2, [FULL, LORA_CHECKPOINTED]),
-    ("sdxl", Case(stage=3, offload="cpu", overrides=WHOLE), 1, [CHECKPOINTED]),
+    ("sdxl", GATHERED, 1, [CHECKPOINTED]),
     ("sd15", Case(stage=1), 1, [FULL]),
     ("sd3", Case(stage=3, overrides=WHOLE), 2, [CHECKPOINTED]),
     ("flux", Case(stage=1, offload="cpu"), 2, [FULL]),
-    ("flux", Case(stage=3, offload="cpu", overrides=WHOLE), 1, [LORA, CHECKPOINTED]),
+    ("flux", GATHERED, 1, [LORA, CHECKPOINTED]),
 ]
 IN_THE_SUITE = ("sd15-z1-none-none-fp32-1", "sd3-z3-none-none-fp32-2", "flux-z3-cpu-none-fp32-1")
 

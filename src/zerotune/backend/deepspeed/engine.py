@@ -38,6 +38,7 @@ from zerotune.backend.deepspeed.start import (
     initialize_arguments,
     join_checked,
     pin_exactly,
+    place_of_weights,
     read_weights,
     wrapper_of,
 )
@@ -330,7 +331,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         wide = any(dtype_at_rest(parameter) == torch.float32 for _, parameter in named)
         # The proof must run before this process allocates device memory.
         proven = prove_offload(plan, self._group)
-        read = read_weights(deepspeed, plan, model)
+        read = read_weights(plan, model, device=place_of_weights(deepspeed, plan))
         shared = share_buffers(model, self._group)
         pinned = pin_exactly(plan)
         arguments = initialize_arguments(plan, model)

@@ -43,7 +43,7 @@ from zerotune.backend.optimizers.client import (
     own_scheduler,
     parameter_groups,
 )
-from zerotune.backend.stored import bring_weights, check_has_weights, waiting
+from zerotune.backend.stored import bring_weights, check_has_weights, stored_weight, waiting
 from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError, PlatformError, UnsupportedEngineError
@@ -156,7 +156,10 @@ def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
             fix = "use a parameter with one element (torch.nn.Parameter(torch.tensor([x]))), or "
             fix += "train with the plain engine"
         # At stage 0 in fp32, FusedAdam pairs weights and gradients of different memory orders.
-        elif parameter.stride(-1) != 1 or (plan.stage == 0 and not parameter.is_contiguous()):
+        # Weights that are still in files will be contiguous.
+        elif stored_weight(parameter) is None and (
+            parameter.stride(-1) != 1 or (plan.stage == 0 and not parameter.is_contiguous())
+        ):
             value, what = parameter.stride(), "train a parameter with a strided layout"
             fix = "before building the engine, call "
             fix += (
@@ -245,34 +248,45 @@ def join_checked(
     return deepspeed, group, named
 
 
-def read_weights(
-    deepspeed: ModuleType, plan: ResolvedPlan, model: torch.nn.Module
-) -> tuple[Decision, ...]:
-    """Load weights that are still in files onto the device; at stage 3, partitioning loads them.
-
-    The weights are read in the plan's precision; bf16 and fp16 need half the memory of fp32.
-    Training results do not change, because DeepSpeed rounds weights to the plan's precision in any
-    case.
+def place_of_weights(deepspeed: ModuleType, plan: ResolvedPlan) -> str | None:
+    """Return DeepSpeed's device; ``None`` at stage 3, which reads weights as it partitions them.
 
     Args:
         deepspeed: The module.
         plan: The resolved plan.
+    """
+    if plan.stage == 3:
+        return None
+    return str(deepspeed.accelerator.get_accelerator().current_device_name())
+
+
+def read_weights(
+    plan: ResolvedPlan, model: torch.nn.Module, *, device: str | None
+) -> tuple[Decision, ...]:
+    """Load weights that are still in files.
+
+    The weights are read in the plan's precision; bf16 and fp16 need half the memory of fp32.
+    Training results do not change, because engines round weights to the plan's precision in any
+    case.
+
+    Args:
+        plan: The resolved plan.
         model: The model.
+        device: Device for the weights; ``None`` if they are read later.
     """
     count = len(waiting(model))
     if not count:
         return ()
     how = "each rank reads only its part of every tensor"
-    if plan.stage != 3:
-        how = "one tensor at a time is moved to the device"
-        device = deepspeed.accelerator.get_accelerator().current_device_name()
+    if device is not None:
+        how = f"one tensor at a time, to {torch.device(device).type}"
         bring_weights(model, dtype=DTYPES[plan.precision], device=device)
     return (
         Decision(
             key="model.weights",
             before="in their files",
             after=f"{count} tensors read in {plan.precision}; {how}",
-            reason=f"DeepSpeed converts weights to {plan.precision} in any case",
+            reason=f"the engine converts weights to {plan.precision} in any case",
         ),
     )
 

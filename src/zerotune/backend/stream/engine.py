@@ -30,6 +30,7 @@ from zerotune.backend.deepspeed.start import (
     compiling,
     join_checked,
     pin_exactly,
+    read_weights,
 )
 from zerotune.backend.engine import (
     CountingEngine,
@@ -61,7 +62,6 @@ from zerotune.backend.step.awaited import Awaited
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.step.uses import ForeignUses
 from zerotune.backend.step_state import Stage, StepState
-from zerotune.backend.stored import bring_weights
 from zerotune.backend.stream.gradients import GradientPool, Gradients, GradientsOfAll
 from zerotune.backend.stream.lanes import Lane
 from zerotune.backend.stream.passes import Passes
@@ -113,7 +113,7 @@ class StreamEngine(CountingEngine):
         pinned = pin_exactly(plan)
         self._device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
         proven = prove_offload(plan, self._group)
-        bring_weights(model, dtype=DTYPES[plan.precision])
+        read = read_weights(plan, model, device="cpu")
         shared = share_buffers(model, self._group)
         self._cast(model)
         self._scaler = _loss_scaler(deepspeed, plan)
@@ -125,7 +125,9 @@ class StreamEngine(CountingEngine):
         needs = self._lay_out(model)
         self._build_optimizer(deepspeed, plan, named)
         self._stream(needs)
-        self._decisions = (*shared, *folder_decisions(), *proven, *pinned, *self._describe())
+        self._decisions = (
+            *read, *shared, *folder_decisions(), *proven, *pinned, *self._describe(),
+        )  # fmt: skip
         self._checks().raise_if_failed(engine="zerotune")
         announce(self.decisions, rank=self._group.rank)
 
