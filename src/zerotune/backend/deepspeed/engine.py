@@ -235,7 +235,8 @@ class ZeROEngine(Engine):
     @override
     def _check_before_step(self, step: int) -> None:
         for name, parameter in self._module.named_parameters() if self._plan.stage else ():
-            if not parameter.requires_grad and id(parameter) in self._trained:
+            frozen = not parameter.requires_grad and id(parameter) in self._trained
+            if frozen and name not in self._names_at_rest():
                 raise EngineError(
                     "this parameter was frozen after the engine started, but DeepSpeed would "
                     "still update it",
@@ -245,6 +246,12 @@ class ZeROEngine(Engine):
                     "of its parameter group to 0",
                 )
         super()._check_before_step(step)
+
+    def _names_at_rest(self) -> frozenset[str]:
+        """Names of the parameters that steps leave as they are, since their learning rate is 0."""
+        running = self._engine.optimizer.param_groups
+        groups = zip(self._expected_groups, running, strict=False)
+        return frozenset().union(*(group.members for group, now in groups if not now["lr"]))
 
     @override
     def _train(self, mode: bool) -> None:
