@@ -29,7 +29,7 @@ class Sized:
     def __init__(self, nbytes, *, trained, resident=False):
         self.nbytes, self.trained, self.resident = nbytes, trained, resident
         self.is_here, self.loaded, self.loading, self.written = False, None, None, None
-        self.calls, self.version, self.moved = 0, 0, 0
+        self.calls, self.version, self.moved, self.in_place = 0, 0, 0, False
 
     @property
     def current(self):
