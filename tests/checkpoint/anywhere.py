@@ -33,7 +33,7 @@ PLANS = {
     "z0": Case(stage=0),
     "z1": Case(stage=1),
     "z2": Case(stage=2),
-    "z2-cpu": Case(stage=2, offload="cpu"),
+    "z2-cpu": Case(stage=2, offload="cpu", engine="deepspeed"),
     "host": Case(stage=2, offload="cpu", engine="host"),
     "streamed": Case(
         stage=2, offload="cpu", streamed=Streaming(units=("entry", "wide", "exit"), window=2)

@@ -37,7 +37,7 @@ CASES = [
     (Case(stage=0, precision="bf16"), 2),
     (Case(stage=1), 2),
     (Case(stage=2, precision="bf16", accumulation=2), 2),
-    (Case(stage=2, offload="cpu"), 1),
+    (Case(stage=2, offload="cpu", engine="deepspeed"), 1),
     (Case(stage=2, offload="cpu", precision="bf16"), 2),
     (Case(stage=2, offload="cpu", optimizer="AdamWBF16States", precision="bf16"), 2),
     (Case(stage=3, overrides=PARTITIONED), 2),

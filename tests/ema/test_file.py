@@ -273,7 +273,7 @@ def both_on_wrapper(case: Case, folder: str) -> None:
     assert found["slow"] == expected["slow"] != expected["memory"]
 
 
-BF16 = Case(stage=2, offload="cpu", precision="bf16")
+BF16 = Case(stage=2, offload="cpu", precision="bf16", engine="deepspeed")
 HIDDEN = Case(stage=2, offload="cpu", precision="bf16", engine="host")
 STAGE_3 = Case(stage=3, offload="cpu", overrides=(("sub_group_size", 100_000),))
 

@@ -86,8 +86,6 @@ def check(results: list[dict[str, Any]], *, zero: dict[str, Any], steps: int = B
         # A schedule stepped twice, or once per process, would give another rate.
         assert seen["lr"] == pytest.approx(1e-2 * steps / 5)
         assert seen["optimizer"] == ("DeepSpeedCPUAdam" if zero is CPU else "FusedAdam")
-        one_pass = any("optimizer.step" in decision for decision in seen["decisions"])
-        assert one_pass == (zero is CPU), "an engine that was initialized elsewhere takes it too"
         assert seen["partitioned"] == (zero["stage"] == 3)
 
 

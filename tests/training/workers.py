@@ -17,6 +17,8 @@ from zerotune import (
     MetricsFile,
     Trainer,
 )
+from zerotune.backend.stream.engine import StreamEngine
+from zerotune.plan.model import UNIT_ALIGNED
 from zerotune.training import Callback
 
 FAMILY = ClassConditional(null_label=10, dropout=0.2)
@@ -171,12 +173,16 @@ def memory(running: Trainer) -> dict[str, Any]:
         (fragment.value.nbytes, sum(state.nbytes for state in fragment.states.values()))
         for fragment in master.read()
     ]
+    sizes = [torch.Size(shape).numel() for shape in master.parameters.values()]
+    # The host engine aligns each parameter.
+    aligned = UNIT_ALIGNED if isinstance(running.engine, StreamEngine) else 1
     return {
         "parts": parts_during_a_step(running.report().estimate),
         "master weights": sum(value for value, _ in fragments),
         "optimizer states": sum(states for _, states in fragments),
         "EMA": running.ema.nbytes,
-        "elements": sum(torch.Size(shape).numel() for shape in master.parameters.values()),
+        "elements": sum(sizes),
+        "stored": sum(-(-size // aligned) * aligned for size in sizes),
     }
 
 

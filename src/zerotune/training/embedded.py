@@ -423,6 +423,7 @@ class EmbeddedPlan(Closing):
                 number of processes.
             VerificationError: The running engine differs from the plan.
         """
+        self._check_first()
         self._check_new(deepspeed_engine_of(engine).module)
         return self._adopt(
             AttachedEngine(
@@ -439,14 +440,17 @@ class EmbeddedPlan(Closing):
         self._preparing.close()
         return engine
 
-    def _check_new(self, module: torch.nn.Module) -> None:
-        """Check that no engine is attached, and that a model may be trained under the plan."""
+    def _check_first(self) -> None:
         if self._engine is not None:
             raise EngineError(
                 "the plan already has an engine, and a plan can train only one model",
                 key="EmbeddedPlan.attach",
                 fix="create one EmbeddedPlan per trained model",
             )
+
+    def _check_new(self, module: torch.nn.Module) -> None:
+        """Check that no engine is attached, and that a model may be trained under the plan."""
+        self._check_first()
         launched = Launch.from_environment()
         if launched.launched and launched.world_size != self.plan.world_size:
             raise EngineError(
