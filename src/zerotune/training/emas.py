@@ -67,12 +67,12 @@ class TrainerEMAs:
         """Return an EMA, or ``None`` for the trained weights.
 
         Args:
-            name: An EMA's name or one of the trainer's EMAs; ``True`` or ``None`` for the first
-                EMA, and ``False`` or ``"trained"`` for the trained weights.
+            name: An EMA's name or one of the trainer's EMAs; ``None`` for the first EMA, and
+                ``"trained"`` for the trained weights.
         """
-        if name is False or (isinstance(name, str) and name == "trained"):
+        if isinstance(name, str) and name == "trained":
             return None
-        if name is True or name is None:
+        if name is None:
             return next(iter(self.shadows.values()), None)
         if isinstance(name, EMAShadow) and name in self.shadows.values():
             return name
@@ -92,7 +92,8 @@ class TrainerEMAs:
         Args:
             name: Name of an EMA, ``True`` for the first EMA, or ``False`` for the trained weights.
         """
-        shadow = self.named(name)
+        asked = (None if name else "trained") if isinstance(name, bool) else name
+        shadow = self.named(asked)
         return nullcontext() if shadow is None else shadow.swapped_in()
 
     def explain(self) -> str:
