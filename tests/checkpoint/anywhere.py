@@ -43,6 +43,7 @@ PLANS = {
         stage=3,
         offload="cpu",
         offload_param="cpu",
+        engine="deepspeed",
         overrides=(("sub_group_size", 100_000), _WHOLE),
     ),
     "z3-nvme": Case(

@@ -36,7 +36,7 @@ PLACES = [
     Case(stage=0),
     *(Case(stage=stage, offload=where) for stage in (1, 2) for where in ("none", "cpu")),
     Case(stage=3, overrides=(WHOLE,)),
-    Case(stage=3, offload="cpu", offload_param="cpu", overrides=(WHOLE,)),
+    Case(stage=3, offload="cpu", offload_param="cpu", engine="deepspeed", overrides=(WHOLE,)),
 ]
 MODELS = {
     "unet": Adapted(),

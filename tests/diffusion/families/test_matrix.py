@@ -33,8 +33,9 @@ pytestmark = [
 ]
 
 PLACES = [
-    Case(stage=stage, offload=where, overrides=WHOLE if stage == 3 else ())
-    for stage, where in itertools.product((1, 2, 3), ("none", "cpu"))
+    *(Case(stage=stage, offload=where) for stage in (1, 2) for where in ("none", "cpu")),
+    Case(stage=3, overrides=WHOLE),
+    Case(stage=3, offload="cpu", engine="deepspeed", overrides=WHOLE),
 ]
 RUNS = [(f, case, ranks) for case, ranks, f in itertools.product(PLACES, (1, 2), MAKERS)]
 

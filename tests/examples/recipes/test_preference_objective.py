@@ -384,7 +384,7 @@ def test_pairs_keep_their_references(tmp_path):
 
 
 Z2 = Case(stage=2, offload="cpu")
-Z3 = Case(stage=3, offload="cpu", offload_param="cpu", overrides=(WHOLE,))
+Z3 = Case(stage=3, offload="cpu", offload_param="cpu", engine="deepspeed", overrides=(WHOLE,))
 STEPS = 4
 
 
