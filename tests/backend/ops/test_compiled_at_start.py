@@ -14,14 +14,14 @@ from tests.support.runs import build
 pytestmark = pytest.mark.deepspeed
 
 
-def started() -> bool:
+def started(engine: str = "deepspeed") -> bool:
     """Start an engine; return whether DeepSpeed loaded its shared-memory communication op."""
     import torch
 
     from zerotune import DeepSpeedPlan
 
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="fp32", optimizer="AdamW")
-    with build(torch.nn.Linear(8, 8), plan):
+    with build(torch.nn.Linear(8, 8), plan, engine=engine):
         from deepspeed.comm import comm
 
         return comm.cdb.shm_comm_op is not None
@@ -57,8 +57,11 @@ def test_an_engine_compiles_into_the_folder_of_its_environment_and_says_so(tmp_p
     assert FOLDER not in os.environ
 
 
+@pytest.mark.parametrize("engine", ["deepspeed", "host"])
 @ranks(1)
-def test_a_failed_start_names_a_lock_that_may_belong_to_another_machine(tmp_path: Path):
+def test_a_failed_start_names_a_lock_that_may_belong_to_another_machine(
+    tmp_path: Path, engine: str
+):
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
     lock.touch()
@@ -73,7 +76,7 @@ def test_a_failed_start_names_a_lock_that_may_belong_to_another_machine(tmp_path
     os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
     ops.filesystem_kind = lambda _folder: "nfs4"
     with pytest.raises(PlatformError) as refused:
-        started()
+        started(engine)
     message = str(refused.value)
     assert f"delete {lock}" in message
     assert "doctor" not in message

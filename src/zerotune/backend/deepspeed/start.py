@@ -312,19 +312,29 @@ def initialize_arguments(plan: ResolvedPlan, model: torch.nn.Module) -> dict[str
 
 @contextmanager
 def compiling(plan: ResolvedPlan) -> Iterator[None]:
-    """Inside the block, let DeepSpeed compile the plan's ops, and ignore stale build locks."""
+    """Inside the block, let DeepSpeed compile the plan's ops, and ignore stale build locks.
+
+    Raises:
+        PlatformError: An op is unavailable.
+    """
     communication: Any = importlib.import_module("deepspeed.comm.torch")
     build = communication.build_shm_op
-    with building():
-        if plan.world_size > 1:
-            yield
-            return
+    if plan.world_size == 1:
         # One process exchanges nothing through shared memory, and the op takes minutes to compile.
         communication.build_shm_op = lambda: None
-        try:
+    try:
+        with building():
             yield
-        finally:
-            communication.build_shm_op = build
+    except Exception as error:
+        # DeepSpeed's optimizers hide a PlatformError behind "failed to build/load".
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, PlatformError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None or cause is error:
+            raise
+        raise cause from error
+    finally:
+        communication.build_shm_op = build
 
 
 def initialize(
@@ -358,12 +368,6 @@ def initialize(
     except PlatformError:
         raise  # An op is unavailable; the error names the fix.
     except (AssertionError, ValueError, RuntimeError, TypeError, AttributeError) as error:
-        # DeepSpeed's optimizers hide a PlatformError behind "failed to build/load".
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, PlatformError):
-            cause = cause.__cause__ or cause.__context__
-        if cause is not None:
-            raise cause from error
         raise EngineError(
             f"DeepSpeed {deepspeed.__version__} rejected the plan "
             f"({type(error).__name__}: {str(error).strip() or 'no message'})",
