@@ -19,7 +19,7 @@ from zerotune.plan.memory.estimate import (
     offloads_activations,
 )
 from zerotune.plan.model import ArithmeticFacts, PassWork
-from zerotune.platform.facts import Accelerator, Platform, user_cache
+from zerotune.platform.facts import CUDA, Accelerator, Platform, user_cache
 
 # -- Speeds of a machine: measured on the machine, or catalogued for its card.
 
@@ -110,7 +110,7 @@ class Card:
     bus: float
     bf16: bool = True
     """Whether the card computes in bf16."""
-    accelerator: Accelerator = "cuda"
+    accelerator: Accelerator = CUDA
 
     @property
     def label(self) -> str:
@@ -127,7 +127,7 @@ CARDS: Final = tuple(
         bandwidth=bandwidth,
         bus=bus,
         bf16=name not in ("V100", "T4"),
-        accelerator="rocm" if name == "MI300X" else "cuda",
+        accelerator="rocm" if name == "MI300X" else CUDA,
     )
     for name, memory, low, fp32, bandwidth, bus in (
         # An unlisted card counts as the first card with the nearest memory size.
