@@ -22,7 +22,7 @@ class Acts:
         # CPU offload twice, since its steps are most often still pending.
         kinds = sorted(ACTS[name].kinds)
         kind = chance.choice([*kinds, *(each for each in kinds if KINDS[each].offload == "cpu")])
-        modes = modes_of(KINDS[kind], ACTS[name])
+        modes = modes_of(ACTS[name])
         for mode, verdict in cell(name, KINDS[kind], modes).items():
             if verdict.startswith("FAIL"):
                 kind_of_fault = "hung" if "no result within" in verdict else "lost"

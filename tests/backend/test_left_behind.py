@@ -22,7 +22,9 @@ from zerotune.plan.model import DeepSpeedPlan
 
 pytestmark = pytest.mark.deepspeed
 
-STAGE_3 = Case(stage=3, offload="cpu", precision="bf16")
+STAGE_2 = Case(stage=2, offload="cpu", engine="deepspeed")
+STAGE_3 = Case(stage=3, offload="cpu", precision="bf16", engine="deepspeed")
+HOST = Case(stage=2, offload="cpu", engine="host")
 
 
 def small() -> torch.nn.Module:
@@ -97,14 +99,14 @@ def in_a_group(call: Callable[[], Any]) -> Any:
     return call()
 
 
-@pytest.mark.parametrize("case", [PLAIN, Case(stage=2, offload="cpu"), STAGE_3, None], ids=str)
+@pytest.mark.parametrize("case", [PLAIN, STAGE_2, STAGE_3, HOST, None], ids=str)
 def test_closed_engines_leave_no_thread_descriptor_or_group_on_two_ranks(case: Case | None) -> None:
     for found in run_ranks(partial(in_a_group, partial(counts, case)), world_size=2):
         assert found[0] == found[1] == found[2]
         assert found[0][2] == 1
 
 
-@pytest.mark.parametrize("case", [PLAIN, Case(stage=2, offload="cpu"), STAGE_3], ids=str)
+@pytest.mark.parametrize("case", [PLAIN, STAGE_2, STAGE_3, HOST], ids=str)
 def test_closed_engines_leave_no_thread_descriptor_or_group(case: Case) -> None:
     (found,) = run_ranks(counts, case)
     assert found[0] == found[1] == found[2]

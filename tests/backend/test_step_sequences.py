@@ -343,6 +343,8 @@ def play(name: str, accumulation: int, calls: list[str]) -> None:
 def run(count: int) -> None:
     print(f"ZEROTUNE_SEQUENCES_SEED={SEED}")
     logging.disable(logging.WARNING)
+    # A shell without job control ignores SIGINT in background jobs, and so in this process.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     @seed(SEED)
     @settings(

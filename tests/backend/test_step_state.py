@@ -190,6 +190,9 @@ def test_streamed_weights_come_back_for_a_second_pass_and_refuse_a_graph_of_it()
 
 @pytest.mark.parametrize("kind", ["plain", "host", "streamed", "z2 cpu"])
 def test_an_interrupt_inside_a_call_is_delivered_after_it(kind):
+    # A shell without job control ignores SIGINT in background jobs, and so in this process.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def interrupt(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -118,7 +118,7 @@ def swap_behind_the_back(what: str) -> str:
 
     deepspeed.initialize = initialize
     try:
-        start(Case(stage=2, offload="cpu"), torch.nn.Linear(3, 3))
+        start(Case(stage=2, offload="cpu", engine="deepspeed"), torch.nn.Linear(3, 3))
     except VerificationError as error:
         return str(error)
     finally:

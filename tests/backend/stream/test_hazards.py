@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -111,8 +112,9 @@ def test_stepping_before_the_last_micro_batch_is_detected(monkeypatch):
         original(self, is_last=True)
 
     monkeypatch.setattr(steps.StreamedSteps, "begin_backward", begin)
-    with pytest.raises(Exception, match="the backward pass uses this module again"):
-        streamed(EAGER)
+    # The second micro batch is not the window's last, before which the master weights are read.
+    with pytest.raises(EngineError, match="the backward pass uses this module again"):
+        streamed(attrs.evolve(EAGER, accumulation=3))
 
 
 def test_not_fetching_weights_again_after_a_step_is_detected(monkeypatch):
