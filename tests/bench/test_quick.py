@@ -90,7 +90,6 @@ def test_the_checkpoint_benchmark_completes(tmp_path):
 def test_the_step_benchmark_completes(tmp_path):
     cases = measured("step", tmp_path)
     assert len(cases["step alone"]["contestants"]) == 7
-    assert cases["ZeRO-2 with EMA"]["facts"]["losses are equal bit for bit"]
 
 
 # test_virtual.py rehearses one plan in each run of the suite.
