@@ -56,7 +56,7 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], int]] = {
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    rounds = {"rounds": 2, "steps": 1} if quick else {"rounds": 15, "steps": 3}
+    rounds = {"rounds": 2, "steps": 1} if quick else {"rounds": 9, "steps": 3}
     found = []
     for name, (config, rank) in list(MODELS.items())[: 1 if quick else None]:
         for clipping in (1.0,) if quick or rank else (1.0, 0.0):

@@ -195,12 +195,15 @@ def test_the_error_shown_on_the_page_equals_the_output_of_the_command(
 @pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=lambda page: page.name)
 def test_the_speed_up_on_the_page_equals_the_measured_one(page):
     measured = (DOCS / "performance.md").read_text()
-    row = r"^\| a training step with an EMA, ZeRO-{} \| hand-written DeepSpeed \| ([\d.]+) "
-    two, three = (
-        float(re.search(row.format(stage), measured, re.MULTILINE)[1]) for stage in (2, 3)
+    row = r"^\| a step with an EMA, {} \| DeepSpeed, same configuration \| ([\d.]+) "
+    transformer, unet = (
+        float(re.search(row.format(model), measured, re.MULTILINE)[1])
+        for model in ("transformer like SD3's", "U-Net like SDXL's")
     )
     told = " ".join(page.read_text().split())
-    assert f"takes {two:.2f} (ZeRO-2) and {three:.2f} (ZeRO-3) of the time" in told
+    expected = f"{transformer:.2f} (a transformer like SD3's) and {unet:.2f} (a U-Net like SDXL's)"
+    assert f"takes {expected} of the CPU time" in told
+
 
 
 def known_figures():
