@@ -205,7 +205,6 @@ def test_the_speed_up_on_the_page_equals_the_measured_one(page):
     assert f"takes {expected} of the CPU time" in told
 
 
-
 def known_figures():
     """Return page, pattern with the figure, and the figure according to code or results."""
     records = json.loads((DOCS / "results" / "versions.json").read_text())
