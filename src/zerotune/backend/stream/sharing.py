@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import copy
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import torch
@@ -68,8 +68,8 @@ class SharedMemory(Closable):
         try:
             if not group.is_main:
                 self._fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-            self._map = mmap.mmap(self._fd, self._nbytes)
-        except OSError as error:
+            self._map = self._mapped(shared=True)
+        except (OSError, RuntimeError) as error:
             raise EngineError(
                 "this rank cannot share memory with rank 0",
                 key="engine",
@@ -109,10 +109,14 @@ class SharedMemory(Closable):
         current_accelerator().register_memory(tensor)
         self._locked.append(tensor)
 
-    def apart(self) -> mmap.mmap:
+    def apart(self) -> Any:
         """Return a private, copy-on-write mapping of the shared memory."""
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        return mmap.mmap(self._fd, self._nbytes, flags=mmap.MAP_PRIVATE, prot=access)
+        return self._mapped(shared=False)
+
+    def _mapped(self, *, shared: bool) -> Any:
+        """Map the memory; unlike an ``mmap``, the result keeps no descriptor open."""
+        file = f"/proc/self/fd/{self._fd}"
+        return torch.from_file(file, shared=shared, size=self._nbytes, dtype=torch.uint8).numpy()
 
     @property
     def is_open(self) -> bool:
@@ -152,7 +156,7 @@ class SharedHostMemory(HostMemory, Closable):
         self._memory = SharedMemory(group, nbytes=nbytes)
         self._places: dict[int, int] = {}
         self._at = 0
-        self._apart: mmap.mmap | None = None
+        self._apart: Any = None
 
     @classmethod
     def of_model(
