@@ -234,17 +234,21 @@ class ZeROEngine(Engine):
 
     @override
     def _check_before_step(self, step: int) -> None:
-        for name, parameter in self._module.named_parameters() if self._plan.stage else ():
-            frozen = not parameter.requires_grad and id(parameter) in self._trained
-            if frozen and name not in self._names_at_rest():
-                raise EngineError(
-                    "this parameter was frozen after the engine started, but DeepSpeed would "
-                    "still update it",
-                    key=f"model.{name}",
-                    value="requires_grad=False",
-                    fix="freeze the parameter before the engine starts, or set the learning rate "
-                    "of its parameter group to 0",
-                )
+        frozen = [
+            name
+            for name, parameter in (self._module.named_parameters() if self._plan.stage else ())
+            if not parameter.requires_grad and id(parameter) in self._trained
+        ]
+        moved = set(frozen) - self._names_at_rest() if frozen else ()
+        if moved:
+            raise EngineError(
+                "this parameter was frozen after the engine started, but DeepSpeed would still "
+                "update it",
+                key=f"model.{min(moved)}",
+                value="requires_grad=False",
+                fix="freeze the parameter before the engine starts, or set the learning rate of "
+                "its parameter group to 0",
+            )
         super()._check_before_step(step)
 
     def _names_at_rest(self) -> frozenset[str]:
