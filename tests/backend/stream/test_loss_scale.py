@@ -11,6 +11,7 @@ import torch
 from tests.backend.stream.streaming import Run, contents, differences, loss_of, make_model
 from tests.support.ranks import ranks
 from zerotune.backend.engine import EngineState
+from zerotune.backend.step.kernel import HostStepOp, load_host_step
 from zerotune.ema import EMAShadow
 from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan.model import DeepSpeedPlan, Streaming
@@ -39,6 +40,11 @@ def start(clipping: float, scaling: dict[str, Any], **how: Any) -> Any:
         return build_engine(model=make_model(RUN), plan=OptimizerResolver().apply(resolved))
 
 
+def needs_fp16() -> None:
+    if not load_host_step().knows(torch.float16):
+        pytest.skip("the compiler of the op host_step does not support fp16")
+
+
 def train(clipping: float, scaling: dict[str, Any], **how: Any) -> dict[str, Any]:
     kept: dict[str, Any] = {"losses": [], "norms": [], "applied": []}
     with start(clipping, scaling, **how) as engine:
@@ -61,6 +67,7 @@ def train(clipping: float, scaling: dict[str, Any], **how: Any) -> dict[str, Any
     ("clipping", "scaling"), [(0.5, GROWING), (0.0, GROWING), (0.5, {"loss_scale": 768.0})]
 )
 def test_losses_and_skipped_steps_are_those_of_deepspeed(clipping, scaling):
+    needs_fp16()
     theirs = train(clipping, scaling, engine="deepspeed")
     assert (theirs["engine"], theirs["dtype"]) == ("DeepSpeedEngine", torch.float16)
     skipped = [index for index, applied in enumerate(theirs["applied"]) if not applied]
@@ -72,7 +79,16 @@ def test_losses_and_skipped_steps_are_those_of_deepspeed(clipping, scaling):
         assert (mine["applied"], mine["state"]) == (theirs["applied"], theirs["state"])
 
 
+def test_deepspeed_trains_where_the_kernels_cannot_read_fp16(monkeypatch):
+    knows = HostStepOp.knows
+    monkeypatch.setattr(HostStepOp, "knows", lambda op, d: d != torch.float16 and knows(op, d))
+    with start(0.5, GROWING) as engine:
+        assert type(engine).__name__ == "DeepSpeedEngine"
+        assert "does not support fp16" in engine.explain()
+
+
 def test_the_loss_scale_is_resumed():
+    needs_fp16()
     with start(0.5, GROWING) as engine:
         scale = engine.state.loss_scaler
         assert scale["cur_scale"] == 2.0**22

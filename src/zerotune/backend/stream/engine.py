@@ -616,6 +616,8 @@ def why_not_hosted(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
         op = load_host_step()
     except PlatformError as error:
         return f"the op host_step cannot be built: {error.reason}"
+    if not op.knows(DTYPES[plan.precision]):
+        return f"the compiler of the op host_step does not support {plan.precision}"
     if choice.implementation == AdamWBF16States.__name__ and not torch_rounds_alike(op):
         return _ROUNDS_OTHERWISE
     return None
