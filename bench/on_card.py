@@ -376,15 +376,6 @@ class OnCard:
         self._clock.scale(*self._now)
 
     @contextlib.contextmanager
-    def _as_large(self, ratio: float, label: str) -> Iterator[None]:
-        """Let device work of the main thread take time by how many weights it is for."""
-        before, self._now = self._now, (ratio, ratio, label)
-        self._clock.scale(*self._now)
-        yield
-        self._now = before
-        self._clock.scale(*before)
-
-    @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         """Let the engine's copies and updates take as long as those of the large model.
 

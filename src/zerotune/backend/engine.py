@@ -307,7 +307,7 @@ class Engine(Closing):
     def _check_before_step(self, step: int) -> None:
         """Check that every trainable parameter is optimized, and check a sample of weights."""
         self._check_not_averaged("step")
-        self._check_trained(self._walked or tuple(self._module.named_parameters()))
+        self._check_trained(self._named())
         self._walked = ()
         self._master_weights.check_model(step)
 
@@ -318,6 +318,10 @@ class Engine(Closing):
                 key=f"engine.{call}",
                 fix="leave the block of ema.swapped_in() before training goes on",
             )
+
+    def _named(self) -> tuple[tuple[str, torch.nn.Parameter], ...]:
+        """Names and parameters, from the last forward pass where there was one."""
+        return self._walked or tuple(self._module.named_parameters())
 
     def _check_before_forward(self) -> None:
         self._walked = tuple(self._module.named_parameters())

@@ -31,14 +31,14 @@ from zerotune.backend.master_weights import (
 )
 from zerotune.backend.optimizers.classes import AdamWBF16States
 from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
-from zerotune.backend.step.adams import TORCH_ADAMS
 from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.decisions import announce
 from zerotune.errors import EngineError
 from zerotune.plan.model import ResolvedPlan, pins
 
+_TORCH_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW)
 _ELEMENT_BY_ELEMENT: Final = (
-    *TORCH_ADAMS,
+    *_TORCH_ADAMS,
     AdamWBF16States,
     torch.optim.Adagrad,
     torch.optim.NAdam,
@@ -403,7 +403,7 @@ def _lay_alike(adam: torch.optim.Optimizer, *_: Any) -> None:
 
 def _fuse(adam: torch.optim.Optimizer) -> None:
     """Enable torch's fused Adam step unless the user chose a different implementation."""
-    if type(adam) not in TORCH_ADAMS:
+    if type(adam) not in _TORCH_ADAMS:
         return
     for group in adam.param_groups:
         others = ("fused", "foreach", "capturable", "differentiable")

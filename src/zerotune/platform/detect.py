@@ -33,8 +33,8 @@ Read = Callable[[str], "str | None"]
 
 OLDEST_DEEPSPEED: Final = "0.19.8"
 """Oldest DeepSpeed release that supports all features; ``pyproject.toml`` sets the same minimum.
-With 0.19.3, swapping to NVMe aborts the process, and host memory is up to 28 % above the estimate.
-In releases up to 0.19.7, the optimizer step cannot run in one pass over memory."""
+With 0.19.3, swapping to NVMe aborts the process, and host memory is up to 28 % above the
+estimate."""
 
 _DEEPSPEED_ACCELERATORS: Final = (
     "cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu",

@@ -236,7 +236,7 @@ class ZeROEngine(Engine):
     def _check_before_step(self, step: int) -> None:
         frozen = [
             name
-            for name, parameter in (self._module.named_parameters() if self._plan.stage else ())
+            for name, parameter in (self._named() if self._plan.stage else ())
             if not parameter.requires_grad and id(parameter) in self._trained
         ]
         moved = set(frozen) - self._names_at_rest() if frozen else ()

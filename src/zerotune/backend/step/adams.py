@@ -17,8 +17,6 @@ from typing import Any, Final
 
 import attrs
 import torch
-from torch.optim.adam import adam as torch_adam
-from torch.optim.adamw import adamw as torch_adamw
 from typing_extensions import override
 
 from zerotune.backend.optimizers.classes import (
@@ -145,7 +143,6 @@ VECTOR: Final = 16
 """Number of elements in the widest SIMD vector; DeepSpeed and torch update the remaining elements
 with scalar code."""
 _ADAM_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-TORCH_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW)
 
 Vectors = Callable[[slice, Sequence[EMAPart]], None]
 Tail = Callable[[slice, torch.Tensor], None]
@@ -446,52 +443,6 @@ def _coded(state: Mapping[str, Any], name: str, part: slice | None = None) -> Co
     )
 
 
-class HostTorchAdam(Stepper):
-    """Stepper whose results are bit-identical to the fused ``torch.optim.Adam`` or ``AdamW``.
-
-    Results of torch's for-loop implementation differ, because its square roots are not correctly
-    rounded.
-    """
-
-    @staticmethod
-    def obstacle(adam: torch.optim.Optimizer) -> str | None:
-        """Return why this stepper does not support ``adam``; ``None`` if it does."""
-        if type(adam) not in TORCH_ADAMS:
-            return f"{type(adam).__name__} is neither Adam nor AdamW"
-        names = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
-        found = [name for group in adam.param_groups for name in names if group.get(name)]
-        return f"{found[0]} is enabled" if found else None
-
-    @override
-    def _count(self, state: dict[str, Any]) -> int:
-        step = state.setdefault("step", torch.tensor(0.0))
-        taken = int(step)
-        step += 1
-        return taken
-
-    @override
-    def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
-        flat, group = begun.flat, begun.group
-        decoupled, (beta1, beta2) = isinstance(self._adam, torch.optim.AdamW), group["betas"]
-        numbers = _torch_numbers(begun, decoupled=decoupled)
-        update = torch_adamw if decoupled else torch_adam
-
-        def tail(part: slice, weight: torch.Tensor) -> None:
-            update(
-                [weight], [begun.scaled_gradient(part)],
-                [flat["exp_avg"][part]], [flat["exp_avg_sq"][part]], [],
-                [torch.full((), float(begun.taken))],
-                fused=True, foreach=False, amsgrad=False, maximize=False,
-                lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
-                weight_decay=group["weight_decay"],
-            )  # fmt: skip
-
-        return (
-            lambda part, emas: self._op.step(numbers, emas=emas, **begun.at(part)),
-            tail,
-        )
-
-
 class HostAdam(Stepper):
     """Stepper whose results are bit-identical to those of ``DeepSpeedCPUAdam``."""
 
@@ -554,7 +505,7 @@ class HostAdam(Stepper):
 
 
 def stepper_of(adam: torch.optim.Optimizer) -> type[Stepper]:
-    """Return the stepper class for DeepSpeed's, zerotune's or torch's Adam.
+    """Return the stepper class for DeepSpeed's or zerotune's Adam.
 
     Args:
         adam: The optimizer.
@@ -563,7 +514,7 @@ def stepper_of(adam: torch.optim.Optimizer) -> type[Stepper]:
         return HostBF16Adam
     if isinstance(adam, AdamW8BitStates):
         return Host8BitAdam
-    return HostAdam if type(adam).__name__ == "DeepSpeedCPUAdam" else HostTorchAdam
+    return HostAdam
 
 
 class BetaPowers:
@@ -597,13 +548,13 @@ class BetaPowers:
         return self._powers
 
 
-def _torch_numbers(begun: _Begun, *, decoupled: bool = True) -> TorchAdamNumbers:
+def _torch_numbers(begun: _Begun) -> TorchAdamNumbers:
     group, step = begun.group, begun.taken + 1
     (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
     return TorchAdamNumbers(
         factor=begun.factor,
-        decay=1.0 - lr * decay if decoupled else 1.0,
-        l2=0.0 if decoupled else decay,
+        decay=1.0 - lr * decay,
+        l2=0.0,
         first=1.0 - beta1,
         beta2=beta2,
         second=1.0 - beta2,
@@ -641,29 +592,6 @@ def torch_rounds_alike(op: HostStepOp) -> bool:
     begun = _Begun(flat=flat, group=group, index=0, taken=6, factor=1.0, places=[(0, 0)], state={})
     op.step(_torch_numbers(begun), noise=noise_key(6, 0), **flat)
     return all(map(torch.equal, theirs, (weight, *moments)))
-
-
-def torch_rounds_alike_in_fp32(op: HostStepOp) -> bool:
-    """Return whether torch's fused Adam and AdamW round exactly like the compiled kernels.
-
-    Args:
-        op: The compiled op.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for kind in TORCH_ADAMS:
-        start, *gradients = torch.randn(4, 64 * VECTOR + 5, generator=generator).unbind()
-        theirs, mine = (torch.nn.Parameter(start.clone()) for _ in range(2))
-        fused = kind([theirs], lr=1e-3, weight_decay=0.01, fused=True)
-        stepped = kind([mine], lr=1e-3, weight_decay=0.01)
-        stepper, group = HostTorchAdam(op=op, adam=stepped), stepped.param_groups[0]
-        for gradient in gradients:
-            theirs.grad = gradient * 0.3
-            fused.step()
-            begun = stepper.begin(mine, gradient=gradient, group=group, factor=0.3, out=None)
-            begun.run(0, mine.numel())
-        if not torch.equal(theirs.data, mine.data):
-            return False
-    return True
 
 
 def _fp32(value: float) -> float:
