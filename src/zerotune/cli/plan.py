@@ -857,36 +857,24 @@ class _Advise(Below):
 
 def machine_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the machine to plan for; missing sizes are taken from this machine and printed."""
-    machine: dict[str, Any] = {"nvme": 0, **sizes_of(arguments)}
-    if arguments.card is not None:
-        return _with_card(arguments, machine)
-    if "vram" in machine and "ram" in machine:
-        return machine
-    from zerotune._util.text import format_size
-    from zerotune.platform import detect_platform
-
-    platform = detect_platform(log=False)
-    for name, size in (("ram", platform.host_memory.limit), ("vram", platform.vram)):
-        if name not in machine:
-            words = f"with this machine's {format_size(size)}" if size is not None else None
-            tell(f"--{name} not given: planning {words or _ON_PROCESSOR}")
-            machine[name] = size
-    return {**machine, "platform": platform}
-
-
-def _with_card(arguments: argparse.Namespace, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the machine with the named card; RAM is by default this machine's, and printed."""
     from zerotune._util.text import format_size
     from zerotune.plan.memory.time import card_named, card_platform
     from zerotune.platform import detect_platform
 
-    card = card_named(arguments.card, key="--card")
-    ram = machine.get("ram")
-    if ram is None:
-        ram = detect_platform(log=False).host_memory.limit
-        tell(f"--ram not given: planning with this machine's {format_size(ram)}")
-    vram = machine.get("vram", card.memory * 2**30)
-    platform = card_platform(
-        card, vram=vram, ram=ram, device_count=getattr(arguments, "world_size", None) or 1
-    )
-    return {**machine, "vram": vram, "ram": ram, "platform": platform}
+    machine: dict[str, Any] = {"nvme": 0, **sizes_of(arguments)}
+    card = None if arguments.card is None else card_named(arguments.card, key="--card")
+    if card is not None:
+        machine.setdefault("vram", card.memory * 2**30)
+    platform = None
+    if not {"vram", "ram"} <= set(machine):
+        platform = detect_platform(log=False)
+        for name, size in (("ram", platform.host_memory.limit), ("vram", platform.vram)):
+            if name not in machine:
+                words = f"with this machine's {format_size(size)}" if size is not None else None
+                tell(f"--{name} not given: planning {words or _ON_PROCESSOR}")
+                machine[name] = size
+    if card is not None:
+        sizes = {"vram": machine["vram"], "ram": machine["ram"]}
+        count = getattr(arguments, "world_size", None) or 1
+        platform = card_platform(card, device_count=count, **sizes)
+    return machine if platform is None else {**machine, "platform": platform}
