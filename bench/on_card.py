@@ -221,7 +221,7 @@ class OnCard:
         self._updated, self._label = self._whole, ""
 
     def _prepare(self) -> None:
-        from zerotune.backend.stream.units import find_units
+        from zerotune.backend.host.units import find_units
 
         large = build(self._name)
         numel = {name: one.numel() for name, one in large.named_parameters()}
@@ -381,10 +381,10 @@ class OnCard:
 
         What they are for is known only inside the engine.
         """
+        from zerotune.backend.host import residency
+        from zerotune.backend.host.passes import UnitPass
+        from zerotune.backend.host.steps import StreamedSteps
         from zerotune.backend.step.adams import SlabStep
-        from zerotune.backend.stream import residency
-        from zerotune.backend.stream.passes import UnitPass
-        from zerotune.backend.stream.steps import StreamedSteps
 
         told: Sequence[tuple[Any, str, Callable[..., Any]]] = (
             (residency, "_upload", self._come),

@@ -237,7 +237,7 @@ class _Executor:
 @contextlib.contextmanager
 def in_virtual_time(hosts: HostThreads) -> Iterator[None]:
     """Let the engines' threads wait for each other in virtual time."""
-    from zerotune.backend.stream import gradients, lanes, passes, steps
+    from zerotune.backend.host import gradients, lanes, passes, steps
 
     threads = SimpleNamespace(
         **{**vars(threading), "Thread": _Thread, "Lock": _Lock, "RLock": _Lock}

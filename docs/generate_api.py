@@ -33,7 +33,7 @@ BELOW = {
         "engine.Engine",
         "deepspeed.engine.DeepSpeedEngine",
         "plain.PlainEngine",
-        "stream.engine.StreamEngine",
+        "host.engine.HostEngine",
         "deepspeed.external.AttachedEngine",
         "master_weights.MasterWeights",
     ),

@@ -950,7 +950,7 @@ def _(engine, model, context):
     handle.remove()
 
 
-# Streamed weights discard the window (tests/backend/stream/test_steps.py), which DeepSpeed cannot.
+# Streamed weights discard the window (tests/backend/host/test_steps.py), which DeepSpeed cannot.
 @act("an exception in backward", kinds=ALL - {"host", "streamed"})
 def _(engine, model, context):
     def hook(*_):

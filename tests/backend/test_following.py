@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backend.stream.test_hidden import Web, begin, loss_of
+from tests.backend.host.test_hidden import Web, begin, loss_of
 from tests.support.ranks import ranks, run_ranks
 from zerotune.errors import EngineError
 

@@ -17,6 +17,9 @@ import torch
 from tests.support.ranks import run_ranks
 from zerotune.backend import proof as proofs
 from zerotune.backend.distributed import ProcessGroup
+from zerotune.backend.host import engine as streaming
+from zerotune.backend.host import passes
+from zerotune.backend.host.engine import why_not_hosted
 from zerotune.backend.proof import (
     PATHS,
     VARIABLE,
@@ -28,9 +31,6 @@ from zerotune.backend.proof import (
     proof_setting,
     store_proof,
 )
-from zerotune.backend.stream import engine as streaming
-from zerotune.backend.stream import passes
-from zerotune.backend.stream.engine import why_not_hosted
 from zerotune.diffusion import activations
 from zerotune.diffusion.activations import ActivationOffload, WaitingTransfers, transfers_for
 from zerotune.errors import InvalidValueError, PlatformError

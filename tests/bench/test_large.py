@@ -39,7 +39,7 @@ def test_a_scaled_training_resumes_exactly_and_exports_every_tensor(tmp_path, ca
     (case,) = result["cases"]
     facts, found = case["facts"], case["contestants"]
     assert "failed" not in facts
-    assert facts["engine"] == "StreamEngine"
+    assert facts["engine"] == "HostEngine"
     assert facts["resumed exactly"]
     assert facts["export of ema weights"] == "686 tensors, all finite"
     for quantity in ("disk_bytes", "checkpoint_bytes"):

@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from tests.backend.stream.streaming import FAMILIES as TESTED
-from tests.backend.stream.streaming import FIRST, TARGETS, Web, web_batch
+from tests.backend.host.streaming import FAMILIES as TESTED
+from tests.backend.host.streaming import FIRST, TARGETS, Web, web_batch
 from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow

@@ -16,9 +16,9 @@ import torch
 
 from tests.device import on_device
 from tests.device.cases import RESIDENT, STREAMED, ZERO_2, Case, differences, run
-from zerotune.backend.stream import passes
-from zerotune.backend.stream.gradients import GradientPool
-from zerotune.backend.stream.lanes import Copy, Lane
+from zerotune.backend.host import passes
+from zerotune.backend.host.gradients import GradientPool
+from zerotune.backend.host.lanes import Copy, Lane
 from zerotune.diffusion.activations import StreamTransfers
 from zerotune.plan.model import Streaming
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.device import on_device
+from zerotune.backend.host import lanes
 from zerotune.backend.proof import PATHS, Combination
-from zerotune.backend.stream import lanes
 from zerotune.platform import Platform
 from zerotune.platform.facts import GIB
 from zerotune.training import proving

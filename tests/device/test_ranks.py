@@ -26,7 +26,7 @@ def test_gradients_of_no_streaming_rank_make_the_host_wait(tmp_path):
     with torch.simdev.places_of_waits() as places:
         run(BY_NAME["streamed, 2 ranks"], 1, 0.02, tmp_path)
     downloads = {where for cause, where in places if cause == "blocking_download"}
-    assert not {where for where in downloads if where.startswith("zerotune.backend.stream")}
+    assert not {where for where in downloads if where.startswith("zerotune.backend.host")}
 
 
 @pytest.mark.deepspeed

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backend.stream import streaming
-from tests.backend.stream.streaming import Run, loss_of, make_model
+from tests.backend.host import streaming
+from tests.backend.host.streaming import Run, loss_of, make_model
 from tests.ema.engines import fingerprint, train
 from tests.ema.test_shadow import move, weights
 from tests.support.models import HostileNet, WideNet

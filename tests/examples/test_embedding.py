@@ -245,7 +245,7 @@ def test_the_host_engine_changes_no_bit_of_a_script(world_size, flags, tmp_path)
     ]
     for theirs, mine in zip(*found, strict=True):
         assert theirs["engine"] == "AttachedEngine"
-        assert mine["engine"] == ("StreamEngine" if world_size == 1 else "SharedStreamEngine")
+        assert mine["engine"] == ("HostEngine" if world_size == 1 else "SharedHostEngine")
         assert mine["losses"] == theirs["losses"]
         assert mine["steps"] == theirs["steps"] == (2 if AT_THE_END[0] in flags else BEFORE)
         for name, average in theirs["average"].items():

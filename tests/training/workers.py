@@ -17,7 +17,7 @@ from zerotune import (
     MetricsFile,
     Trainer,
 )
-from zerotune.backend.stream.engine import StreamEngine
+from zerotune.backend.host.engine import HostEngine
 from zerotune.plan.model import UNIT_ALIGNED
 from zerotune.training import Callback
 
@@ -175,7 +175,7 @@ def memory(running: Trainer) -> dict[str, Any]:
     ]
     sizes = [torch.Size(shape).numel() for shape in master.parameters.values()]
     # The host engine aligns each parameter.
-    aligned = UNIT_ALIGNED if isinstance(running.engine, StreamEngine) else 1
+    aligned = UNIT_ALIGNED if isinstance(running.engine, HostEngine) else 1
     return {
         "parts": parts_during_a_step(running.report().estimate),
         "master weights": sum(value for value, _ in fragments),

@@ -22,7 +22,7 @@ import attrs
 import torch
 
 from zerotune.backend.deepspeed.sharded import named_leaf_modules
-from zerotune.backend.stream.units import find_units
+from zerotune.backend.host.units import find_units
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError, VerificationError
 

@@ -33,9 +33,9 @@ from zerotune.backend.deepspeed.start import (
 )
 from zerotune.backend.distributed import Launch, deepspeed_groups, together
 from zerotune.backend.engine import Engine
+from zerotune.backend.host.engine import HostEngine
 from zerotune.backend.ops import folder_decisions
 from zerotune.backend.stored import require_read
-from zerotune.backend.stream.engine import StreamEngine
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.checkpoint.contents import tied_names
 from zerotune.checkpoint.export.model import untrained
@@ -378,7 +378,7 @@ class EmbeddedPlan(Closing):
             whole |= {alias: whole[name] for alias, name in tied_names(engine.module).items()}
         return whole
 
-    def begin(self, model: torch.nn.Module) -> StreamEngine | None:
+    def begin(self, model: torch.nn.Module) -> HostEngine | None:
         """Start the host engine, if it can run the plan, instead of DeepSpeed's. Collective.
 
         ``accelerator.prepare`` calls ``begin``.
@@ -401,7 +401,7 @@ class EmbeddedPlan(Closing):
         plan = attrs.evolve(self.plan, decisions=(*self.plan.decisions, *self._decided))
         self._decided.clear()
         started = start_hosted(model=model, plan=plan, timeout_s=self._timeout_s)
-        if isinstance(started, StreamEngine):
+        if isinstance(started, HostEngine):
             return self._adopt(started)
         self._settled = started
         refill_plugin(self._plugin, started)

@@ -18,10 +18,10 @@ import torch
 
 from zerotune._util.proc import environment
 from zerotune.backend.accelerator import accelerator_for, accelerator_of
+from zerotune.backend.host.engine import HostEngine
 from zerotune.backend.proof import VARIABLE, Combination, Outcome, Proof, describe_error
 from zerotune.backend.step.adams import torch_rounds_alike
 from zerotune.backend.step.kernel import load_host_step
-from zerotune.backend.stream.engine import StreamEngine
 from zerotune.ema import EMAShadow
 from zerotune.errors import MissingDependencyError, PlatformError
 from zerotune.optim import OptimizerResolver
@@ -134,7 +134,7 @@ def train(platform: Platform, **settings: Any) -> dict[str, torch.Tensor]:
             engine.backward(loss)
             engine.step()
             ema.step()
-        if settings.get("engine") == "host" and not isinstance(engine, StreamEngine):
+        if settings.get("engine") == "host" and not isinstance(engine, HostEngine):
             raise DifferenceError("the host engine did not run")
         if settings.get("streamed") and not engine.counts.evicted:
             raise DifferenceError("no weight was streamed")

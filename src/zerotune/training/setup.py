@@ -18,9 +18,9 @@ from zerotune.backend.checks import check_same_plan
 from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.backend.deepspeed.engine import DeepSpeedEngine
 from zerotune.backend.distributed import ProcessGroup, rank_and_world_size
+from zerotune.backend.host.engine import HostEngine, require_other_engine, why_not_hosted
+from zerotune.backend.host.ranks import SharedHostEngine, why_not_together
 from zerotune.backend.plain import PlainEngine
-from zerotune.backend.stream.engine import StreamEngine, require_other_engine, why_not_hosted
-from zerotune.backend.stream.ranks import SharedStreamEngine, why_not_together
 from zerotune.backend.trained_parts import TrainedParts
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data import BucketStream, DataStream, ImageTensors
@@ -222,8 +222,8 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
         timeout_s: Timeout of collectives in seconds.
 
     Returns:
-        A ``PlainEngine`` if the plan was resolved without DeepSpeed; a ``StreamEngine``, or on
-        several ranks a ``SharedStreamEngine``, if weights are streamed; otherwise a
+        A ``PlainEngine`` if the plan was resolved without DeepSpeed; a ``HostEngine``, or on
+        several ranks a ``SharedHostEngine``, if weights are streamed; otherwise a
         ``DeepSpeedEngine``.
 
     Raises:
@@ -242,7 +242,7 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
 
 def start_hosted(
     *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
-) -> StreamEngine | ResolvedPlan:
+) -> HostEngine | ResolvedPlan:
     """Start the host engine, or return the plan that DeepSpeed runs instead. Collective."""
     obstacle = why_not_hosted(plan, model)
     if host_obstacle(plan) is None and plan.world_size > 1:
@@ -251,7 +251,7 @@ def start_hosted(
         return _without_host(plan, obstacle)
     if plan.engine is None:
         plan = plan.with_engine("host", _BY_DEFAULT)
-    hosts = StreamEngine if plan.world_size == 1 else SharedStreamEngine
+    hosts = HostEngine if plan.world_size == 1 else SharedHostEngine
     return hosts(model=model, plan=plan, timeout_s=timeout_s)
 
 

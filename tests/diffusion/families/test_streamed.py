@@ -1,6 +1,6 @@
 """Streamed weights train every family's tiny model to the same bits as ZeRO-2 with CPU offload.
 
-``tests/backend/stream/test_parity`` has a sample for the default suite, and all combinations.
+``tests/backend/host/test_parity`` has a sample for the default suite, and all combinations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import attrs
 import pytest
 import torch
 
-from tests.backend.stream.streaming import contents, delays, differences
+from tests.backend.host.streaming import contents, delays, differences
 from tests.diffusion.families.training import EXPERTS, LR, MICRO, Variant, data_of
 from tests.support import declared_pipelines, pipelines
 from tests.support.ranks import ranks
@@ -79,5 +79,5 @@ def test_streamed_training_equals_zero_2_bit_for_bit_for_every_family(folders, n
         theirs = train(loaded, variant, case)
         with delays(len(name)):
             mine = train(loaded, variant, attrs.evolve(case, streamed=streamed))
-        assert (theirs["engine"], mine["engine"]) == ("DeepSpeedEngine", "StreamEngine")
+        assert (theirs["engine"], mine["engine"]) == ("DeepSpeedEngine", "HostEngine")
         assert not differences(theirs, mine), str(variant)

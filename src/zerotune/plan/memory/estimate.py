@@ -902,7 +902,7 @@ def _optimizer_in_files(
 
 # -- Memory of the host engine: some or all units on the device, everything in host memory.
 #
-# From the code of ``zerotune.backend.stream``, and counted in its passes on the CPU.
+# From the code of ``zerotune.backend.host``, and counted in its passes on the CPU.
 
 
 GRADIENTS_UNDER_WAY: Final = 2

@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from tests.backend.stream.streaming import Run, contents, differences, loss_of, make_model
+from tests.backend.host.streaming import Run, contents, differences, loss_of, make_model
 from tests.support.ranks import ranks
 from zerotune.backend.engine import EngineState
 from zerotune.backend.step.kernel import HostStepOp, load_host_step
@@ -74,7 +74,7 @@ def test_losses_and_skipped_steps_are_those_of_deepspeed(clipping, scaling):
     assert (len(skipped) > 2) is ("loss_scale" not in scaling)
     for streamed in (None, Streaming(window=2)):
         mine = train(clipping, scaling, streamed=streamed)
-        assert mine["engine"] == "StreamEngine"
+        assert mine["engine"] == "HostEngine"
         assert not differences(mine, theirs)
         assert (mine["applied"], mine["state"]) == (theirs["applied"], theirs["state"])
 

@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from tests.backend.stream.streaming import (
+from tests.backend.host.streaming import (
     Run,
     Web,
     advance,
@@ -19,9 +19,9 @@ from tests.backend.stream.streaming import (
     train,
 )
 from tests.support.ranks import ranks
-from zerotune.backend.stream import passes
-from zerotune.backend.stream.gradients import GradientPool, GradientsOfAll
-from zerotune.backend.stream.units import FlatOrder, HostMemory, find_units, make_units
+from zerotune.backend.host import passes
+from zerotune.backend.host.gradients import GradientPool, GradientsOfAll
+from zerotune.backend.host.units import FlatOrder, HostMemory, find_units, make_units
 from zerotune.plan.model import Streaming
 
 # Each test needs its own process: DeepSpeed keeps state of its first engine until the end.

@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from tests.backend.stream.streaming import (
+from tests.backend.host.streaming import (
     Run,
     advance,
     contents,
@@ -18,9 +18,9 @@ from tests.backend.stream.streaming import (
     start,
 )
 from tests.support.ranks import ranks
+from zerotune.backend.host import passes, steps
+from zerotune.backend.host.engine import why_not_hosted
 from zerotune.backend.step.kernel import HostStepOp
-from zerotune.backend.stream import passes, steps
-from zerotune.backend.stream.engine import why_not_hosted
 from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
@@ -293,7 +293,7 @@ def test_prepare_starts_the_stream_engine_from_a_resolved_plan():
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16", micro_batch_size=2)
     resolved = plan.resolve(model=ModelFacts.from_module(model), streamed=Streaming(window=2))
     with zerotune.prepare(model=model, plan=resolved) as engine:
-        assert type(engine).__name__ == "StreamEngine"
+        assert type(engine).__name__ == "HostEngine"
         assert advance(run, engine, range(2))["losses"]
         assert "6 units" in engine.explain()
 

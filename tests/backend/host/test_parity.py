@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.backend.stream.streaming import Run, differences, train
+from tests.backend.host.streaming import Run, differences, train
 from tests.support.ranks import ranks
 from zerotune.plan.model import Streaming
 
@@ -73,7 +73,7 @@ def check_resident(run: Run, *stages: int) -> None:
     for stage in stages:
         theirs = train(run, engine="deepspeed", stage=stage)
         mine = train(run, engine="host", stage=stage, seed=stage)
-        assert (theirs["engine"], mine["engine"]) == ("DeepSpeedEngine", "StreamEngine")
+        assert (theirs["engine"], mine["engine"]) == ("DeepSpeedEngine", "HostEngine")
         assert not differences(theirs, mine), stage
         assert mine["resident"] > 0
         assert not mine["units"]
@@ -97,7 +97,7 @@ def check(run: Run, *windows: int) -> None:
     for window in windows:
         streamed = Streaming(window=window, gradient_buffers=window)
         mine = train(run, streamed=streamed, seed=window)
-        assert mine["engine"] == "StreamEngine"
+        assert mine["engine"] == "HostEngine"
         assert not differences(theirs, mine), window
         counts = mine["counts"]
         assert counts.fetched > 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerotune.backend.stream.lanes import Lane
+from zerotune.backend.host.lanes import Lane
 
 DEVICE = torch.device("cpu")
 

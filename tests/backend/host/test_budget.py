@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 import torch
 
-from zerotune.backend.stream.lanes import Lane
-from zerotune.backend.stream.residency import Residency
+from zerotune.backend.host.lanes import Lane
+from zerotune.backend.host.residency import Residency
 from zerotune.plan.families import as_facts
 from zerotune.plan.memory.estimate import Costing, Workload, estimate_resolved
 from zerotune.plan.memory.time import step_traffic

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backend.stream.streaming import Web, contents
+from tests.backend.host.streaming import Web, contents
 from tests.support.ranks import ranks
 from zerotune import EMAShadow, Trainer
 from zerotune.checkpoint import latest_checkpoint, save_checkpoint
@@ -96,7 +96,7 @@ def test_a_streamed_model_and_its_ema_equal_those_of_zero_2(tmp_path):
         with trainer(tmp_path / str(bool(streamed)), "", streamed=streamed) as run:
             run.fit(steps=STEPS)
             kept.append(left(run))
-            assert type(run.engine).__name__ == ("StreamEngine" if streamed else "DeepSpeedEngine")
+            assert type(run.engine).__name__ == ("HostEngine" if streamed else "DeepSpeedEngine")
     assert same(*kept)
 
 

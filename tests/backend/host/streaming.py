@@ -345,7 +345,7 @@ def delays(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
-    from zerotune.backend.stream import lanes, passes
+    from zerotune.backend.host import lanes, passes
 
     chance, lock = random.Random(seed), threading.Lock()
 

@@ -24,7 +24,7 @@ from zerotune.backend.step.awaited import BESIDE_THE_CONTENT, OF_THE_SHAPE
 from zerotune.errors import EngineError
 
 if TYPE_CHECKING:
-    from zerotune.backend.stream.units import Member, Unit
+    from zerotune.backend.host.units import Member, Unit
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -21,17 +21,17 @@ from typing import Any, cast
 import attrs
 import torch
 
+from zerotune.backend.host.gradients import Gradients, Place
+from zerotune.backend.host.lanes import Copy, Lane
+from zerotune.backend.host.passes import Passes, UnitPass
+from zerotune.backend.host.residency import Residency
+from zerotune.backend.host.units import FlatOrder, Part, Unit, UnitSlab
 from zerotune.backend.master_weights import EMAUpdate
 from zerotune.backend.step.adams import SplitMasters, stepper_of
 from zerotune.backend.step.awaited import hold, release
 from zerotune.backend.step.kernel import HostStepOp
 from zerotune.backend.step.uses import CALL_COMPILED, COMPILED, VIEWED, ForeignUses
 from zerotune.backend.step_state import Stage
-from zerotune.backend.stream.gradients import Gradients, Place
-from zerotune.backend.stream.lanes import Copy, Lane
-from zerotune.backend.stream.passes import Passes, UnitPass
-from zerotune.backend.stream.residency import Residency
-from zerotune.backend.stream.units import FlatOrder, Part, Unit, UnitSlab
 from zerotune.errors import EngineError, StepOrderError
 from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
 

@@ -14,7 +14,7 @@ from zerotune.errors import EngineError
 from zerotune.plan.model import UNIT_ALIGNED, outermost_modules, repeated_modules
 
 if TYPE_CHECKING:
-    from zerotune.backend.stream.lanes import Copy
+    from zerotune.backend.host.lanes import Copy
 
 
 NamedModules = list[tuple[str, torch.nn.Module]]

@@ -26,7 +26,7 @@ from zerotune._util.closing import Closable
 from zerotune._util.proc import ENDED
 from zerotune.backend.accelerator import current_accelerator
 from zerotune.backend.distributed import LOOK_S, ProcessGroup, together
-from zerotune.backend.stream.units import HostMemory, Unit
+from zerotune.backend.host.units import HostMemory, Unit
 from zerotune.errors import CollectiveError, EngineError
 from zerotune.plan.model import UNIT_ALIGNED
 

@@ -37,6 +37,20 @@ from zerotune.backend.engine import (
     EngineState,
     StepOutcome,
 )
+from zerotune.backend.host.gradients import GradientPool, Gradients, GradientsOfAll
+from zerotune.backend.host.lanes import Lane
+from zerotune.backend.host.passes import Passes
+from zerotune.backend.host.residency import HostCounts, Residency
+from zerotune.backend.host.steps import StreamedSteps
+from zerotune.backend.host.units import (
+    FlatOrder,
+    HostMemory,
+    Member,
+    Unit,
+    find_units,
+    make_units,
+)
+from zerotune.backend.host.weights import StreamedWeight, release_weight, stream_weight
 from zerotune.backend.master_weights import (
     EMAUpdate,
     FragmentAddress,
@@ -62,20 +76,6 @@ from zerotune.backend.step.awaited import Awaited
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.step.uses import ForeignUses
 from zerotune.backend.step_state import Stage, StepState
-from zerotune.backend.stream.gradients import GradientPool, Gradients, GradientsOfAll
-from zerotune.backend.stream.lanes import Lane
-from zerotune.backend.stream.passes import Passes
-from zerotune.backend.stream.residency import Residency, StreamCounts
-from zerotune.backend.stream.steps import StreamedSteps
-from zerotune.backend.stream.units import (
-    FlatOrder,
-    HostMemory,
-    Member,
-    Unit,
-    find_units,
-    make_units,
-)
-from zerotune.backend.stream.weights import StreamedWeight, release_weight, stream_weight
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, OptimizerError, PlatformError
 from zerotune.plan.memory.estimate import gradient_buffers
@@ -90,7 +90,7 @@ _ROUNDS_OTHERWISE = "this build of torch rounds differently from the op host_ste
 _CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class StreamEngine(CountingEngine):
+class HostEngine(CountingEngine):
     """An ``Engine`` that keeps all weights in host memory and only a few blocks on the device.
 
     Args:
@@ -241,7 +241,7 @@ class StreamEngine(CountingEngine):
             foreign.wait_before_kernels({id(m.parameter) for unit in trained for m in unit.members})
         self._steps.refresh()
         self._steps.know_views()
-        layout = StreamLayout(
+        layout = HostLayout(
             units=trained, optimizer=self._adam, steps=self._steps, state=self._step_state
         )
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
@@ -288,7 +288,7 @@ class StreamEngine(CountingEngine):
         return optimizer
 
     @property
-    def counts(self) -> StreamCounts:
+    def counts(self) -> HostCounts:
         """Upload and eviction counts since the engine started."""
         return self._residency.counts
 
@@ -638,7 +638,7 @@ def _why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
 
 
 def require_other_engine(plan: ResolvedPlan) -> None:
-    """Raise an error if only ``StreamEngine`` supports the plan's optimizer.
+    """Raise an error if only ``HostEngine`` supports the plan's optimizer.
 
     Args:
         plan: The resolved plan.
@@ -659,7 +659,7 @@ def require_other_engine(plan: ResolvedPlan) -> None:
 # -- The master weights of streamed units: one slab per unit and parameter group.
 
 
-class StreamLayout(MasterLayout):
+class HostLayout(MasterLayout):
     """Layout of the host-memory master weights of a model whose weights are streamed.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backend.stream.streaming import (
+from tests.backend.host.streaming import (
     Run,
     advance,
     differences,
@@ -18,7 +18,7 @@ from tests.backend.stream.streaming import (
     train,
 )
 from tests.support.ranks import ranks
-from zerotune.backend.stream import passes
+from zerotune.backend.host import passes
 from zerotune.errors import OptimizerError
 from zerotune.plan.model import Streaming
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.backend.stream.streaming import Run, advance, contents, make_model, start
+from tests.backend.host.streaming import Run, advance, contents, make_model, start
 from tests.support.codes import encode
 from tests.support.ranks import ranks
 from zerotune.backend.optimizers.classes import codebook

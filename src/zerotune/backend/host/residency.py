@@ -20,9 +20,9 @@ import attrs
 import torch
 from torch.utils._pytree import tree_leaves
 
-from zerotune.backend.stream.lanes import Lane
-from zerotune.backend.stream.units import Unit
-from zerotune.backend.stream.weights import Inside
+from zerotune.backend.host.lanes import Lane
+from zerotune.backend.host.units import Unit
+from zerotune.backend.host.weights import Inside
 from zerotune.errors import EngineError
 
 _AHEAD: Final = 2
@@ -31,7 +31,7 @@ _NEVER: Final = 2**62
 
 
 @attrs.define(kw_only=True)
-class StreamCounts:
+class HostCounts:
     """Uploads and evictions of units since the engine started, and the units' device memory."""
 
     fetched: int = 0
@@ -87,7 +87,7 @@ class Residency:
     ) -> None:
         self._streamed = [unit for unit in units if not unit.resident]
         self._capacity, self._lane, self._hurry, self._before = capacity, lane, hurry, before
-        self.counts = StreamCounts()
+        self.counts = HostCounts()
         self._lock = threading.RLock()
         self.inside = Inside()
         """Calls of units that the current thread is executing."""

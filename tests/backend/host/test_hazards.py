@@ -9,9 +9,9 @@ import attrs
 import pytest
 import torch
 
-from tests.backend.stream.streaming import Run, differences, train
+from tests.backend.host.streaming import Run, differences, train
 from tests.support.ranks import ranks
-from zerotune.backend.stream import lanes, passes, residency, steps, units
+from zerotune.backend.host import lanes, passes, residency, steps, units
 from zerotune.errors import EngineError
 from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
 from zerotune.plan.model import Streaming

@@ -14,7 +14,7 @@ import attrs
 import pytest
 import torch
 
-from tests.backend.stream.streaming import Run, advance, loss_of, make_model, start, train
+from tests.backend.host.streaming import Run, advance, loss_of, make_model, start, train
 from tests.support.ranks import ranks
 from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError
@@ -67,7 +67,7 @@ def test_every_reader_gets_the_newest_weight_of_every_unit(reader):
 
 
 def test_readers_right_after_a_step_wait_for_its_pass(monkeypatch):
-    from zerotune.backend.stream import passes
+    from zerotune.backend.host import passes
 
     original = passes.UnitPass.take
 
@@ -292,4 +292,4 @@ def test_a_closed_engine_leaves_an_ordinary_model_with_all_its_weights():
     out.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     again = train(RUN, streamed=True)
-    assert again["engine"] == "StreamEngine"
+    assert again["engine"] == "HostEngine"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backend.stream import streaming
-from tests.backend.stream.streaming import (
+from tests.backend.host import streaming
+from tests.backend.host.streaming import (
     Run,
     advance,
     differences,
@@ -25,8 +25,8 @@ from tests.backend.stream.streaming import (
     train,
 )
 from tests.support.ranks import RanksFailed, on_a_machine, ranks, run_ranks
-from zerotune.backend.stream import ranks as shared
-from zerotune.backend.stream.sharing import Meeting
+from zerotune.backend.host import ranks as shared
+from zerotune.backend.host.sharing import Meeting
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.checkpoint.export.model import export_model
 from zerotune.ema import EMAShadow
@@ -93,7 +93,7 @@ def test_streaming_on_two_ranks_equals_zero_2_bit_for_bit(monkeypatch, run):
     monkeypatch.setattr(streaming, "make_model", differing)
     mine = train(run, streamed=STREAMED, seed=3)
     theirs = train(run)
-    assert (mine["engine"], theirs["engine"]) == ("SharedStreamEngine", "DeepSpeedEngine")
+    assert (mine["engine"], theirs["engine"]) == ("SharedHostEngine", "DeepSpeedEngine")
     assert not differences(theirs, mine)
     assert mine["counts"].evicted
 
@@ -102,7 +102,7 @@ def test_streaming_on_two_ranks_equals_zero_2_bit_for_bit(monkeypatch, run):
 @ranks(2)
 def test_weights_on_the_devices_of_two_ranks_equal_zero_2_bit_for_bit(run):
     mine, theirs = train(run, engine="host", seed=3), train(run)
-    assert (mine["engine"], theirs["engine"]) == ("SharedStreamEngine", "DeepSpeedEngine")
+    assert (mine["engine"], theirs["engine"]) == ("SharedHostEngine", "DeepSpeedEngine")
     assert not mine["units"]
     assert not differences(theirs, mine)
 
@@ -125,7 +125,7 @@ LONG = [
 @ranks(2, timeout_s=900)
 def test_streaming_on_two_ranks_equals_zero_2_bit_for_bit_over_twenty_steps(run, streamed):
     mine, theirs = train(run, streamed=streamed, seed=3), train(run)
-    assert (mine["engine"], theirs["engine"]) == ("SharedStreamEngine", "DeepSpeedEngine")
+    assert (mine["engine"], theirs["engine"]) == ("SharedHostEngine", "DeepSpeedEngine")
     assert not differences(theirs, mine)
 
 

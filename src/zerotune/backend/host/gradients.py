@@ -10,7 +10,7 @@ import attrs
 import torch
 from typing_extensions import override
 
-from zerotune.backend.stream.units import HostMemory, Unit, UnitSlab
+from zerotune.backend.host.units import HostMemory, Unit, UnitSlab
 
 
 @attrs.frozen(eq=False)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.backend.stream.streaming import Run, Web, flux, make_model, qwen, start, unet
+from tests.backend.host.streaming import Run, Web, flux, make_model, qwen, start, unet
 from tests.support.ranks import ranks
-from zerotune.backend.stream.units import FlatOrder, HostMemory, find_units, make_units
+from zerotune.backend.host.units import FlatOrder, HostMemory, find_units, make_units
 from zerotune.errors import EngineError, InvalidValueError
 from zerotune.plan.families import family
 from zerotune.plan.model import UNIT_ALIGNED, Streaming

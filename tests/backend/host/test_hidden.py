@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.ranks import RanksFailed, ranks, run_ranks
 from tests.support.runs import build, digest, weights_of
+from zerotune.backend.host import lanes
+from zerotune.backend.host.passes import UnitPass
 from zerotune.backend.step.adams import SlabStep
-from zerotune.backend.stream import lanes
-from zerotune.backend.stream.passes import UnitPass
 
 pytestmark = pytest.mark.deepspeed
 

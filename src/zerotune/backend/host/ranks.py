@@ -1,4 +1,4 @@
-"""``SharedStreamEngine``: several ranks on one machine share one copy of the weights.
+"""``SharedHostEngine``: several ranks on one machine share one copy of the weights.
 
 Each rank streams the weights in host memory to its own device. When the gradients of a unit reach
 host memory, each rank sums its share of them and updates the same share of the weights. Every
@@ -23,11 +23,10 @@ from zerotune._util.text import format_size
 from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.checks import check_alike
 from zerotune.backend.deepspeed.start import join
-from zerotune.backend.step_state import Stage
-from zerotune.backend.stream.engine import KEY, StreamEngine
-from zerotune.backend.stream.lanes import Copy
-from zerotune.backend.stream.passes import Passes
-from zerotune.backend.stream.sharing import (
+from zerotune.backend.host.engine import KEY, HostEngine
+from zerotune.backend.host.lanes import Copy
+from zerotune.backend.host.passes import Passes
+from zerotune.backend.host.sharing import (
     DROPPED,
     END,
     STEP,
@@ -35,8 +34,9 @@ from zerotune.backend.stream.sharing import (
     SharedHostMemory,
     WrittenByAll,
 )
-from zerotune.backend.stream.steps import StreamedSteps, Window
-from zerotune.backend.stream.units import HostMemory, Unit
+from zerotune.backend.host.steps import StreamedSteps, Window
+from zerotune.backend.host.units import HostMemory, Unit
+from zerotune.backend.step_state import Stage
 from zerotune.decisions import Decision
 from zerotune.plan.model import ResolvedPlan
 
@@ -175,10 +175,10 @@ class SharedSteps(StreamedSteps):
         super().refresh()
 
 
-class SharedStreamEngine(StreamEngine):
-    """A ``StreamEngine`` on several ranks of one machine.
+class SharedHostEngine(HostEngine):
+    """A ``HostEngine`` on several ranks of one machine.
 
-    The arguments are those of ``StreamEngine``.
+    The arguments are those of ``HostEngine``.
     """
 
     @property
@@ -246,7 +246,7 @@ class SharedStreamEngine(StreamEngine):
 def why_not_together(
     plan: ResolvedPlan, model: torch.nn.Module, *, obstacle: str | None, timeout_s: float
 ) -> str | None:
-    """Return why ``SharedStreamEngine`` cannot run; all ranks get the same result. Collective.
+    """Return why ``SharedHostEngine`` cannot run; all ranks get the same result. Collective.
 
     Args:
         plan: A resolved plan for several ranks.

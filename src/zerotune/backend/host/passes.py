@@ -17,11 +17,11 @@ from queue import SimpleQueue
 import attrs
 import torch
 
+from zerotune.backend.host.lanes import Copy
+from zerotune.backend.host.units import Part, Unit, UnitSlab
 from zerotune.backend.master_weights import EMAUpdate
 from zerotune.backend.step.adams import SlabStep
 from zerotune.backend.step.kernel import HostStepOp, ema_parts
-from zerotune.backend.stream.lanes import Copy
-from zerotune.backend.stream.units import Part, Unit, UnitSlab
 
 
 class UnitPass:

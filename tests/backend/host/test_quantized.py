@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from tests.backend.stream.streaming import (
+from tests.backend.host.streaming import (
     FAMILIES,
     Run,
     add_adapters,
@@ -22,8 +22,8 @@ from tests.backend.stream.streaming import (
 )
 from tests.support.needs import needs
 from tests.support.ranks import ranks
-from zerotune.backend.stream import engine as engines
-from zerotune.backend.stream.engine import why_not_hosted
+from zerotune.backend.host import engine as engines
+from zerotune.backend.host.engine import why_not_hosted
 from zerotune.ema import EMAShadow
 from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
