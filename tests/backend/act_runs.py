@@ -141,7 +141,6 @@ class Context:
 
 def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
     """Build an engine of this kind."""
-    from zerotune.backend import plain
     from zerotune.plan.model import DeepSpeedPlan, Streaming
 
     plan = DeepSpeedPlan.build(
@@ -157,11 +156,7 @@ def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
         context["streamed"] = Streaming(units=UNITS, window=2)
     elif kind.stage is not None:
         context["engine"] = "host" if kind.hosted and not mode.is_oracle else "deepspeed"
-    with pytest.MonkeyPatch.context() as patch:
-        if kind.apart:
-            # Keep the model's weights separate from the stepped ones, as on a device.
-            patch.setattr(plain, "_has_memory_of_its_own", lambda _: True)
-        return build(model, plan, **context)
+    return build(model, plan, **context)
 
 
 @contextmanager

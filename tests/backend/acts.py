@@ -34,8 +34,6 @@ class Kind:
     stage: int | None
     """``None``: the plain engine."""
     offload: str = "cpu"
-    apart: bool = False
-    """The plain engine's optimizer steps weights that are separate from the model's."""
     streamed: bool = False
     """Weights pass through a window; the optimizer's own step is that of the plan without it."""
     hosted: bool = False
@@ -45,8 +43,6 @@ class Kind:
 
 KINDS: Final = {
     "plain": Kind(stage=None, offload="none"),
-    "plain cpu": Kind(stage=None),
-    "plain apart": Kind(stage=None, apart=True),
     "z0": Kind(stage=0, offload="none"),
     "z1": Kind(stage=1, offload="none"),
     "z2": Kind(stage=2, offload="none"),
@@ -65,7 +61,7 @@ BUCKETED: Final = frozenset({"z1", "z1 cpu", "z2", "z2 cpu"})
 """Kinds whose backward pass fails if no parameter trained from the start gets a gradient."""
 OWN: Final = WHOLE - {"streamed"}
 """Kinds whose model weights are whole, and views of them real views."""
-PLAIN: Final = frozenset({"plain", "plain cpu", "plain apart"})
+PLAIN: Final = frozenset({"plain"})
 HOSTED: Final = frozenset({"host", "streamed"})
 DEEPSPEED: Final = ALL - PLAIN - HOSTED
 """Kinds in which DeepSpeed's engine trains."""

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.deepspeed
 SEED = int(os.environ.get("ZEROTUNE_ACTS_SEED", "28"))
 PENDING = ("host", "streamed")
 """Kinds of engines that can leave a step pending."""
-TESTED = ("plain apart", "z1 cpu", "z2 cpu", "z3 cpu", *PENDING)
+TESTED = ("plain", "z1 cpu", "z2 cpu", "z3 cpu", *PENDING)
 """Kinds of engines that share the acts among them."""
 SHORT = 2
 """Steps after the last act, where each act is done in a single configuration."""

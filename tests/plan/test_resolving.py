@@ -64,7 +64,7 @@ def test_the_host_engine_is_the_default_on_a_cpu():
         resolved = resolve(zero(**keys), platform)
         assert (resolved.is_hosted, resolved.is_resident) == (True, True)
         assert not resolve(zero(**keys), platform, engine="deepspeed").is_hosted
-        assert not resolve(zero(**keys), platform, deepspeed=False).is_hosted
+        assert not resolve(zero(stage=2), platform, deepspeed=False).is_hosted
 
 
 def test_no_engine_is_chosen_before_the_start_unless_requested(cuda):
@@ -98,10 +98,16 @@ def test_a_plan_that_the_host_engine_cannot_run_gets_a_warning_with_the_reason(
     assert reason in said.reason
 
 
-def test_the_plain_engine_replaces_the_requested_host_engine(cuda):
-    resolved = resolve(zero(**OFFLOADED), cuda, engine="host", deepspeed=False)
-    said = decision(resolved, "engine")
-    assert (said.before, said.after, said.severity) == ("host", "plain", "warning")
+@pytest.mark.parametrize(
+    ("config", "engine", "after"),
+    [({}, "host", "plain"), (OFFLOADED, "host", "host"), (OFFLOADED, "deepspeed", "host")],
+)
+def test_without_deepspeed_only_an_optimizer_in_host_memory_runs_on_the_host_engine(
+    cuda, config, engine, after
+):
+    resolved = resolve(zero(**config), cuda, engine=engine, deepspeed=False)
+    assert decision(resolved, "engine").after == after
+    assert resolved.is_hosted == (after == "host")
 
 
 def test_weights_are_not_streamed_in_deepspeeds_engine(cuda):
@@ -446,7 +452,7 @@ def test_deepspeed_can_be_switched_off(cuda):
     assert warnings(resolve(BF16, cuda, deepspeed=False)) == []
 
 
-def test_the_plain_engine_keeps_its_optimizer_in_host_memory(cuda, no_deepspeed):
+def test_a_plan_without_deepspeed_keeps_its_optimizer_in_host_memory(cuda, no_deepspeed):
     config = zero(stage=2, offload_optimizer={"device": "cpu"})
     resolved = resolve(config, cuda, deepspeed=False)
     assert (resolved.stage, resolved.offload_optimizer) == (0, "cpu")
@@ -454,12 +460,13 @@ def test_the_plain_engine_keeps_its_optimizer_in_host_memory(cuda, no_deepspeed)
     assert decision(resolved, "zero_optimization").before == {"stage": 2}
     kept = decision(resolved, "zero_optimization.offload_optimizer")
     assert (kept.after, kept.severity) == ("cpu", "note")
-    # macOS has one memory; loss scaling is undone on the device; files need ZeRO-3.
-    assert resolve(config, no_deepspeed).offload_optimizer == "none"
     half = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
-    fp16 = resolve({**config, **half}, cuda, deepspeed=False)
-    assert fp16.offload_optimizer == "none"
-    assert "zero_optimization.offload_optimizer" in warnings(fp16)
+    assert resolve({**config, **half}, cuda, deepspeed=False).offload_optimizer == "cpu"
+    # macOS has one memory; the host engine's steps are those of Adam; files need ZeRO-3.
+    assert resolve(config, no_deepspeed).offload_optimizer == "none"
+    lion = resolve({**config, "optimizer": {"type": "Lion"}}, cuda, deepspeed=False)
+    assert lion.offload_optimizer == "none"
+    assert "zero_optimization.offload_optimizer" in warnings(lion)
     files = zero(stage=3, offload_optimizer={"device": "nvme", "nvme_path": "/swap"})
     assert resolve(files, cuda, deepspeed=False).offload_optimizer == "none"
 

@@ -923,7 +923,6 @@ class ParameterLayout(ResidentLayout):
     Args:
         module: The model.
         optimizer: Optimizer of the master weights; ``None`` for a module outside any engine.
-        masters: One master weight per trainable parameter; default: the parameters themselves.
     """
 
     replicated = True
@@ -933,28 +932,17 @@ class ParameterLayout(ResidentLayout):
         *,
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
-        masters: Sequence[torch.Tensor] | None = None,
     ) -> None:
         named = trainable_parameters(module)
-        self._pairs = list(zip(masters or (), (p for _, p in named), strict=masters is not None))
         super().__init__(
             optimizer=optimizer,
-            slabs=[parameter for _, parameter in named] if masters is None else list(masters),
+            slabs=[parameter for _, parameter in named],
             addresses=tuple(
                 whole(name, parameter, slab=index, offset=0)
                 for index, (name, parameter) in enumerate(named)
             ),
             order=tuple((name, tuple(parameter.shape)) for name, parameter in named),
         )
-
-    @override
-    def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
-        return self._pairs[address.slab][1].data.reshape(-1) if self._pairs else None
-
-    @override
-    def refresh(self) -> None:
-        for master, parameter in self._pairs:
-            parameter.data.copy_(master.data)
 
 
 def whole(name: str, parameter: torch.nn.Parameter, *, slab: int, offset: int) -> FragmentAddress:

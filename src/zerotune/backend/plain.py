@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +18,7 @@ from zerotune.backend.checks import DTYPES, Checks, check_alike, check_model_dty
 from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.backend.engine import (
     CountingEngine,
+    Engine,
     EngineState,
     StepOutcome,
     check_not_gone,
@@ -34,11 +35,11 @@ from zerotune.backend.optimizers.client import build_client_optimizer, chosen_op
 from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.decisions import announce
 from zerotune.errors import EngineError
-from zerotune.plan.model import ResolvedPlan, pins
+from zerotune.plan.model import ResolvedPlan
 
-_TORCH_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW)
 _ELEMENT_BY_ELEMENT: Final = (
-    *_TORCH_ADAMS,
+    torch.optim.Adam,
+    torch.optim.AdamW,
     AdamWBF16States,
     torch.optim.Adagrad,
     torch.optim.NAdam,
@@ -46,17 +47,52 @@ _ELEMENT_BY_ELEMENT: Final = (
     torch.optim.SGD,
 )
 """Optimizers whose result does not depend on the memory order of the weights."""
-_ALIGNED: Final = 16
-"""Alignment in elements (64 bytes) of a parameter in a block of host memory."""
 
 
-class PlainEngine(CountingEngine):
+class Autocasting(Engine):
+    """An engine whose weights are in fp32, and whose forward passes run under autocast."""
+
+    @property
+    @override
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def autocast_dtype(self) -> torch.dtype:
+        """Dtype of matrix products in the forward pass."""
+        return DTYPES[self._plan.precision]
+
+    def _under_autocast(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward pass under autocast, and return its result in fp32."""
+        if self._plan.precision == "fp32":
+            return module(*args, **kwargs)
+        with self._autocast():
+            output = module(*args, **kwargs)
+        half = self.autocast_dtype
+        return tree_map_only(
+            torch.Tensor, lambda each: each.float() if each.dtype == half else each, output
+        )
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self._plan.precision != "fp32"
+        return torch.autocast(
+            self.device.type, dtype=self.autocast_dtype if enabled else None, enabled=enabled
+        )
+
+    def _check_autocast(self, checks: Checks) -> None:
+        with self._autocast():
+            running = torch.float32
+            if torch.is_autocast_enabled(self.device.type):
+                running = torch.get_autocast_dtype(self.device.type)
+        checks.equal("precision.autocast", str(self.autocast_dtype), str(running))
+
+
+class PlainEngine(Autocasting, CountingEngine):
     """An ``Engine`` without ZeRO: the parameters are the fp32 master weights.
 
     For bf16 and fp16, the forward pass runs under autocast and returns fp32, and the weights stay
-    in fp32. With several processes, the engine uses ``DistributedDataParallel``. With optimizer
-    offload, the model's fp32 weights are on the device; a second fp32 copy and the moments are in
-    host memory, where torch's optimizer updates them.
+    in fp32. With several processes, the engine uses ``DistributedDataParallel``. A plan with its
+    optimizer in host memory runs in ``PlainHostEngine`` instead.
 
     Args:
         model: The model, in fp32; moved to the device in place.
@@ -68,21 +104,13 @@ class PlainEngine(CountingEngine):
         VerificationError: The engine differs from the plan.
     """
 
-    _host: HostWeights | None = None
     _scaler: torch.amp.GradScaler | None = None
 
     @override
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
         choice = chosen_optimizer(plan)
-        check_not_gone(model)
-        check_has_weights(model)
         self._plan, self._module = plan, model
-        self._device = _device(plan)
-        backend = accelerator_of(self._device).communication_backend
-        self._group = ProcessGroup(backend=backend, timeout_s=timeout_s)
-        self.resources.callback(self._group.close)
-        check_model_dtype(model, plan)
-        check_alike(plan, model, self._group)
+        self._device, self._group = join_plain(plan, model, self.resources, timeout_s=timeout_s)
         bring_weights(model, device=self._device)
         model.to(self._device)
         named = require_trainable(model)
@@ -91,40 +119,19 @@ class PlainEngine(CountingEngine):
             self._wrapped = DistributedDataParallel(model)
         if plan.precision == "fp16":
             self._scaler = torch.amp.GradScaler(self._device.type)
-        named = self._place(named, plan)
-        self._parameters = [master for _, master in named]
+        self._parameters = [parameter for _, parameter in named]
         self._torch_optimizer = build_client_optimizer(choice, named)
-        if plan.offload_optimizer != "none":
-            _fuse(self._torch_optimizer)
         is_any_order_right = isinstance(self._torch_optimizer, _ELEMENT_BY_ELEMENT)
         prepare = _lay_alike if is_any_order_right else partial(_check_contiguous, named)
         prepare(self._torch_optimizer)
         self._torch_optimizer.register_step_pre_hook(prepare)
         self._expected_groups = expected_groups(choice, named, self._torch_optimizer)
-        layout = ParameterLayout(
-            module=model,
-            optimizer=self._torch_optimizer,
-            masters=None if self._host is None else self._parameters,
-        )
+        layout = ParameterLayout(module=model, optimizer=self._torch_optimizer)
         schedule = curve(plan)
         self._scheduler = None if schedule is None else schedule(self._torch_optimizer)
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
         self._checks().raise_if_failed(engine="torch")
         announce(self.decisions, rank=self._group.rank)
-
-    def _place(self, named: Named, plan: ResolvedPlan) -> Named:
-        """Return the master weights by name, in host memory if the plan offloads the optimizer."""
-        if plan.offload_optimizer != "cpu" or not _has_memory_of_its_own(self.device):
-            return named
-        zero = plan.plan.zero_optimization
-        self._host = HostWeights(
-            named,
-            pin=zero is not None and pins(zero.offload_optimizer),
-            # With several ranks, gradients are complete only after the all-reduce.
-            early=lambda: self._at_boundary and self._group.world_size == 1,
-        )
-        self.resources.callback(self._host.close)
-        return self._host.named
 
     @property
     @override
@@ -135,16 +142,6 @@ class PlainEngine(CountingEngine):
     @override
     def _sums_in_place(self) -> bool:
         return True
-
-    @property
-    @override
-    def dtype(self) -> torch.dtype:
-        return torch.float32
-
-    @property
-    def autocast_dtype(self) -> torch.dtype:
-        """Dtype of matrix products in the forward pass."""
-        return DTYPES[self._plan.precision]
 
     @property
     @override
@@ -174,28 +171,11 @@ class PlainEngine(CountingEngine):
     @override
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._cast(self._module, *args, **kwargs)
+            return self._under_autocast(self._module, *args, **kwargs)
         # Ranks sum their gradients in the backward pass of the last micro batch.
         whole = self._at_boundary or self._group.world_size == 1
         with nullcontext() if whole else self._wrapped.no_sync():
-            return self._cast(self._wrapped, *args, **kwargs)
-
-    def _cast(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward pass under autocast, and return its result in fp32."""
-        if self._plan.precision == "fp32":
-            return module(*args, **kwargs)
-        with self._autocast():
-            output = module(*args, **kwargs)
-        half = self.autocast_dtype
-        return tree_map_only(
-            torch.Tensor, lambda each: each.float() if each.dtype == half else each, output
-        )
-
-    def _autocast(self) -> torch.autocast:
-        enabled = self._plan.precision != "fp32"
-        return torch.autocast(
-            self._device.type, dtype=self.autocast_dtype if enabled else None, enabled=enabled
-        )
+            return self._under_autocast(self._wrapped, *args, **kwargs)
 
     @override
     def _backward(self, loss: torch.Tensor) -> None:
@@ -232,22 +212,18 @@ class PlainEngine(CountingEngine):
         """Clip gradients and, if they are finite, update the weights; return the norm."""
         if self._scaler is not None:
             self._scaler.unscale_(self._torch_optimizer)
-        total = self._host.collect() if self._host is not None else gradient_norm(self._parameters)
+        total = gradient_norm(self._parameters)
         norm, limit = float(total), self._plan.gradient_clipping
         if math.isfinite(norm):
             if limit > 0:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, limit, total)
             self._torch_optimizer.step()
-            if self._host is not None:
-                self._host.upload()
         if self._scaler is not None:
             self._scaler.update()
         return norm
 
     def _zero_grad(self) -> None:
         self._torch_optimizer.zero_grad()
-        if self._host is not None:
-            self._host.forget()
 
     @override
     def _checks(self) -> Checks:
@@ -259,104 +235,31 @@ class PlainEngine(CountingEngine):
             steps_taken=self._global_step - self._skipped_steps,
             groups=self._expected_groups,
         )
-        with self._autocast():
-            running = torch.float32
-            if torch.is_autocast_enabled(self._device.type):
-                running = torch.get_autocast_dtype(self._device.type)
-        checks.equal("precision", str(self.autocast_dtype), str(running))
-        if self._plan.offload_optimizer == "cpu":
-            places = {
-                p.device.type for g in self._torch_optimizer.param_groups for p in g["params"]
-            }
-            checks.equal("offload_optimizer.device", "cpu", ", ".join(sorted(places)))
+        self._check_autocast(checks)
         checks.equal("world_size", self._plan.world_size, self._group.world_size)
         return checks
 
 
-class HostWeights:
-    """fp32 master weights in host memory for a model on a device.
-
-    Gradients are copied to the host during the backward pass. All gradient norms are read from the
-    device with one synchronisation per step.
+def join_plain(
+    plan: ResolvedPlan, model: torch.nn.Module, resources: ExitStack, *, timeout_s: float
+) -> tuple[torch.device, ProcessGroup]:
+    """Select this rank's device, join the process group, and check the model. Collective.
 
     Args:
-        named: Names and parameters, fp32.
-        pin: Whether to page-lock the memory.
-        early: Function that returns whether a gradient may be copied as soon as it is accumulated.
+        plan: A plan that was resolved without DeepSpeed.
+        model: The model.
+        resources: Exit stack for everything that must be closed when training ends.
+        timeout_s: Seconds after which a collective raises an error.
     """
-
-    def __init__(self, named: Named, *, pin: bool, early: Callable[[], bool]) -> None:
-        sizes = [-(-p.numel() // _ALIGNED) * _ALIGNED for _, p in named]
-        weights, gradients = (torch.zeros(sum(sizes), pin_memory=pin) for _ in range(2))
-        self._parameters = [parameter for _, parameter in named]
-        self._early = early
-        self._gradients: list[torch.Tensor] = []
-        self._norms: dict[int, torch.Tensor] = {}
-        self.named: Named = []
-        """The master weights, which the optimizer updates, with the parameters' names."""
-        at = 0
-        for (name, parameter), size in zip(named, sizes, strict=True):
-            part = slice(at, at + parameter.numel())
-            # In the same memory order, such as channels_last, but without gaps.
-            strides = torch.empty_like(parameter, device="meta").stride()
-            master = torch.nn.Parameter(weights[part].as_strided(parameter.shape, strides))
-            master.data.copy_(parameter.data)
-            # mup's optimizers read the widths that mup has stored on parameters.
-            vars(master).update(vars(parameter))
-            self.named.append((name, master))
-            self._gradients.append(gradients[part].as_strided(parameter.shape, strides))
-            at += size
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(self._added_up, index)
-            )
-            for index, parameter in enumerate(self._parameters)
-        ]
-
-    def collect(self) -> torch.Tensor:
-        """Copy all remaining gradients to the host, and return the fp32 norm of all gradients."""
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                self._take(index)
-        for index, (_, master) in enumerate(self.named):
-            master.grad = self._gradients[index] if index in self._norms else None
-        norms = [self._norms[index] for index in sorted(self._norms)]
-        if not norms:
-            return torch.zeros(())
-        # Reading the norm also waits for the gradients' copies, which run on the same stream.
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms)).cpu()
-        return norm
-
-    def forget(self) -> None:
-        """Drop all gradients, including those still on the device."""
-        self._norms.clear()
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def upload(self) -> None:
-        """Copy the master weights to the device."""
-        for (_, master), parameter in zip(self.named, self._parameters, strict=True):
-            parameter.data.copy_(master.data)
-
-    def close(self) -> None:
-        """Stop copying gradients."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _added_up(self, index: int, _parameter: torch.Tensor) -> None:
-        if self._early():
-            self._take(index)
-
-    @torch.no_grad()
-    def _take(self, index: int) -> None:
-        parameter, room = self._parameters[index], self._gradients[index]
-        gradient = cast(torch.Tensor, parameter.grad)
-        if index in self._norms:
-            # A second backward pass within one window.
-            gradient = gradient + room.to(gradient.device)
-        self._norms[index] = torch.linalg.vector_norm(gradient)
-        room.copy_(gradient, non_blocking=room.is_pinned())
-        parameter.grad = None
+    check_not_gone(model)
+    check_has_weights(model)
+    device = _device(plan)
+    backend = accelerator_of(device).communication_backend
+    group = ProcessGroup(backend=backend, timeout_s=timeout_s)
+    resources.callback(group.close)
+    check_model_dtype(model, plan)
+    check_alike(plan, model, group)
+    return device, group
 
 
 def _device(plan: ResolvedPlan) -> torch.device:
@@ -368,10 +271,6 @@ def _device(plan: ResolvedPlan) -> torch.device:
     device = torch.device(device.type, launch.local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device.index)
     return device
-
-
-def _has_memory_of_its_own(device: torch.device) -> bool:
-    return not accelerator_of(device).is_host
 
 
 def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -399,16 +298,6 @@ def _lay_alike(adam: torch.optim.Optimizer, *_: Any) -> None:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         if parameter.grad is not None and parameter.grad.stride() != strides:
             parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
-
-
-def _fuse(adam: torch.optim.Optimizer) -> None:
-    """Enable torch's fused Adam step unless the user chose a different implementation."""
-    if type(adam) not in _TORCH_ADAMS:
-        return
-    for group in adam.param_groups:
-        others = ("fused", "foreach", "capturable", "differentiable")
-        if all(not group.get(name) for name in others):
-            group["fused"] = True
 
 
 def carried_scale(saved: Mapping[str, Any], *, fresh: Mapping[str, Any]) -> dict[str, Any]:

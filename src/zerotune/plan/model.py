@@ -3204,7 +3204,7 @@ class ResolvedPlan(Readable):
         from zerotune.plan.resolve import host_obstacle
 
         asked = self.streamed or self.engine == "host" or self.platform.accelerator == "cpu"
-        return bool(asked) and host_obstacle(self) is None
+        return bool(asked or not self.uses_deepspeed) and host_obstacle(self) is None
 
     @property
     def stage(self) -> int:

@@ -27,7 +27,7 @@ from zerotune.errors import (
     UnresolvedPlanError,
     writes,
 )
-from zerotune.optimizers.catalogue import ADAM, OPTIMIZERS, OptimizerChoice
+from zerotune.optimizers.catalogue import ADAM, OPTIMIZERS, OptimizerChoice, entry_of
 from zerotune.plan.model import (
     AUTO,
     FP16_BESIDE,
@@ -1178,8 +1178,8 @@ def filled(requested: DeepSpeedPlan, plan: DeepSpeedPlan, case: Case, log: Log) 
     """
     context = case.context
     precision, why = case.precision
-    if not context.uses_deepspeed and precision == "fp16":
-        plan = _without_host_optimizer(plan, log)
+    if not context.uses_deepspeed:
+        plan = _without_unknown_host_optimizer(plan, log)
     filler = Filler(
         case=case, stage=int(plan.stage), aio=plan.aio, decisions=[*log.decisions, *why]
     )
@@ -1203,7 +1203,8 @@ def with_engine(resolved: ResolvedPlan) -> ResolvedPlan:
         if resolved.engine is None:
             return resolved
         if not resolved.uses_deepspeed:
-            return resolved.with_engine(None, str(obstacle))
+            reason = "requested" if resolved.engine == "host" else _NO_DEEPSPEED
+            return resolved.with_engine(None if obstacle else "host", obstacle or reason)
         if resolved.engine == "host" and obstacle is not None:
             return resolved.with_engine("deepspeed", obstacle)
         return resolved.with_engine(resolved.engine, "requested")
@@ -1242,12 +1243,13 @@ _SEVERAL_RANKS: Final = frozenset(
 
 def host_obstacle(resolved: ResolvedPlan) -> str | None:
     """Return why the host engine cannot run a plan; ``None`` if nothing prevents it."""
+    if not resolved.uses_deepspeed:
+        return _plain_obstacle(resolved)
     written = resolved.plan.to_dict()
     accumulated = written.get("data_types", {}).get("grad_accum_dtype")
     several = _SEVERAL_RANKS & written.keys() if resolved.world_size > 1 else ()
     others = _left_to_deepspeed(resolved.plan) if resolved.is_resident else ()
     obstacles = {
-        "the plan was resolved without DeepSpeed": not resolved.uses_deepspeed,
         'the plan was resolved with engine="deepspeed"': resolved.engine == "deepspeed",
         f"only DeepSpeed supports {', '.join(several)}": bool(several),
         f"only DeepSpeed obeys {', '.join(others)}": bool(others),
@@ -1288,6 +1290,30 @@ def _optimizer_obstacles(choice: OptimizerChoice | None) -> dict[str, bool]:
         ),
         "parameter groups with different betas must be updated in order": len(betas) > 1,
     }
+
+
+_NO_DEEPSPEED: Final = "the plan was resolved without DeepSpeed"
+_OTHER_STEPS: Final = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
+"""Options of torch's Adam with which the host engine's results would not be those of torch."""
+
+
+def _plain_obstacle(resolved: ResolvedPlan) -> str | None:
+    """Why the host engine cannot run a plan without DeepSpeed; ``None`` if nothing prevents it."""
+    choice = resolved.optimizer
+    obstacles = {
+        _NO_DEEPSPEED: bool(resolved.streamed),
+        "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
+    }
+    if choice is not None:
+        known = choice.package is None and choice.implementation in _STEPPED_PLAINLY
+        chosen = [name for name in _OTHER_STEPS if choice.params.get(name)]
+        obstacles[f"{_PLAIN_NEEDS}, not {choice.implementation}"] = not known
+        obstacles[f"the host engine does not support {', '.join(chosen)}"] = bool(chosen)
+    return next((reason for reason, holds in obstacles.items() if holds), None)
+
+
+_STEPPED_PLAINLY: Final = frozenset({*ADAM, "AdamWBF16States"})
+_PLAIN_NEEDS: Final = "without DeepSpeed, the host engine runs Adam, AdamW and AdamWBF16States"
 
 
 def _casts_inputs(plan: DeepSpeedPlan) -> bool:
@@ -1341,8 +1367,8 @@ def _for_plain_engine(
             key=_HOST_OPTIMIZER,
             before=host.device,
             after=host.device,
-            reason="the plain engine keeps and updates the whole optimizer in the host memory of "
-            "every process, because it partitions nothing",
+            reason="the host engine needs no DeepSpeed; the ranks of a machine share one copy of "
+            "the master weights and moments",
         )
     return attrs.evolve(
         plan,
@@ -1367,16 +1393,15 @@ def _host_optimizer(zero: ZeroSection | None, platform: Platform) -> OffloadSect
     return OffloadSection(device="cpu", pin_memory=pin and on_device)
 
 
-def _without_host_optimizer(plan: DeepSpeedPlan, log: Log) -> DeepSpeedPlan:
-    zero = plan.zero_optimization
-    if zero is None or zero.offload_optimizer is None:
+def _without_unknown_host_optimizer(plan: DeepSpeedPlan, log: Log) -> DeepSpeedPlan:
+    zero, name = plan.zero_optimization, entry_of(plan.optimizer_name).name
+    if zero is None or zero.offload_optimizer is None or name in _STEPPED_PLAINLY:
         return plan
     log.decide(
         key=_HOST_OPTIMIZER,
         before=zero.offload_optimizer.device,
         after=None,
-        reason="the plain engine unscales fp16 gradients on the device, so the optimizer "
-        "stays on the device too; bf16 needs no loss scale",
+        reason=f"{_PLAIN_NEEDS}, so the states of {name} stay on the device",
         severity="warning",
     )
     return attrs.evolve(plan, zero_optimization=None)

@@ -261,7 +261,8 @@ def _resolved_rows(resolved: ResolvedPlan) -> list[Setting]:
 
 def _engine(resolved: ResolvedPlan) -> str:
     if not resolved.uses_deepspeed:
-        return "plain engine (DeepSpeed is off)"
+        name = "host engine, fp32 weights" if resolved.is_hosted else "plain engine"
+        return f"{name} (DeepSpeed is off)"
     return "host engine" if resolved.is_hosted else "DeepSpeed"
 
 
@@ -278,7 +279,7 @@ def describe(resolved: ResolvedPlan) -> str:
     """Describe the plan ``resolved`` in one line."""
     parts = [f"ZeRO-{resolved.stage}" if resolved.stage else "no partitioning"]
     if not resolved.uses_deepspeed:
-        parts = ["plain engine"]
+        parts = ["host engine" if resolved.is_hosted else "plain engine"]
     if resolved.streamed:
         parts = ["weights streamed"]
     if resolved.offload_optimizer != "none":

@@ -19,6 +19,7 @@ from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.backend.deepspeed.engine import DeepSpeedEngine
 from zerotune.backend.distributed import ProcessGroup, rank_and_world_size
 from zerotune.backend.host.engine import HostEngine, require_other_engine, why_not_hosted
+from zerotune.backend.host.plain import PlainHostEngine, SharedPlainHostEngine
 from zerotune.backend.host.ranks import SharedHostEngine, why_not_together
 from zerotune.backend.plain import PlainEngine
 from zerotune.backend.trained_parts import TrainedParts
@@ -222,46 +223,54 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
         timeout_s: Timeout of collectives in seconds.
 
     Returns:
-        A ``PlainEngine`` if the plan was resolved without DeepSpeed; a ``HostEngine``, or on
-        several ranks a ``SharedHostEngine``, if weights are streamed; otherwise a
-        ``DeepSpeedEngine``.
+        A ``HostEngine`` if it can run the plan (on several ranks a ``SharedHostEngine``, and
+        without DeepSpeed a ``PlainHostEngine``); otherwise a ``DeepSpeedEngine``, or a
+        ``PlainEngine`` if the plan was resolved without DeepSpeed.
 
     Raises:
         EngineError: The engine cannot run the plan.
         VerificationError: The running engine differs from the plan.
     """
-    if not plan.uses_deepspeed:
-        require_other_engine(plan)
-        return PlainEngine(model=model, plan=plan, timeout_s=timeout_s)
     started = start_hosted(model=model, plan=plan, timeout_s=timeout_s)
     if not isinstance(started, ResolvedPlan):
         return started
     require_other_engine(started)
-    return DeepSpeedEngine(model=model, plan=started, timeout_s=timeout_s)
+    kind = DeepSpeedEngine if plan.uses_deepspeed else PlainEngine
+    return kind(model=model, plan=started, timeout_s=timeout_s)
 
 
 def start_hosted(
     *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
 ) -> HostEngine | ResolvedPlan:
-    """Start the host engine, or return the plan that DeepSpeed runs instead. Collective."""
+    """Start the host engine, or return the plan that another engine runs instead. Collective."""
     obstacle = why_not_hosted(plan, model)
     if host_obstacle(plan) is None and plan.world_size > 1:
         obstacle = why_not_together(plan, model, obstacle=obstacle, timeout_s=timeout_s)
     if obstacle is not None:
         return _without_host(plan, obstacle)
     if plan.engine is None:
-        plan = plan.with_engine("host", _BY_DEFAULT)
-    hosts = HostEngine if plan.world_size == 1 else SharedHostEngine
+        plan = plan.with_engine("host", _BY_DEFAULT if plan.uses_deepspeed else _WITHOUT)
+    hosts = _HOSTS[plan.uses_deepspeed, plan.world_size > 1]
     return hosts(model=model, plan=plan, timeout_s=timeout_s)
 
 
+_HOSTS: Final[Mapping[tuple[bool, bool], type[HostEngine]]] = {
+    (True, False): HostEngine,
+    (True, True): SharedHostEngine,
+    (False, False): PlainHostEngine,
+    (False, True): SharedPlainHostEngine,
+}
+"""By whether DeepSpeed is used, and whether there are several ranks."""
+_WITHOUT: Final = "the optimizer is an Adam in host memory, and DeepSpeed is off"
 _BY_DEFAULT: Final = (
     'the optimizer is an Adam in host memory; plan.resolve(engine="deepspeed") selects the other'
 )
 
 
 def _without_host(plan: ResolvedPlan, obstacle: str) -> ResolvedPlan:
-    """The plan for DeepSpeed, with the reason where the host engine was wanted or might help."""
+    """The plan for another engine, with the reason where the host engine was wanted."""
+    if not plan.uses_deepspeed:
+        return _on_the_device(plan, obstacle) if plan.offload_optimizer == "cpu" else plan
     asked = plan.streamed or plan.engine == "host"
     if not asked and (plan.engine is not None or plan.offload_optimizer != "cpu"):
         return plan
@@ -272,6 +281,22 @@ def _without_host(plan: ResolvedPlan, obstacle: str) -> ResolvedPlan:
         plan = plan.with_engine("deepspeed", obstacle)
     announce(plan.decisions[-1:])
     return plan
+
+
+def _on_the_device(plan: ResolvedPlan, obstacle: str) -> ResolvedPlan:
+    decision = Decision(
+        key="zero_optimization.offload_optimizer",
+        before="cpu",
+        after=None,
+        reason=f"{obstacle}; the optimizer stays on the device",
+        severity="warning",
+    )
+    announce((decision,))
+    return attrs.evolve(
+        plan,
+        plan=attrs.evolve(plan.plan, zero_optimization=None),
+        decisions=(*plan.decisions, decision),
+    )
 
 
 # -- Checking and converting arguments of ``Trainer`` and ``prepare`` before anything starts.

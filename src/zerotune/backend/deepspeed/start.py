@@ -404,7 +404,7 @@ def pin_exactly(
     """
     zero = plan.plan.zero_optimization
     sections = (zero.offload_optimizer, zero.offload_param) if zero is not None else ()
-    rounds = plan.platform.accelerator in CUDA_ALLOCATORS and plan.uses_deepspeed
+    rounds = plan.platform.accelerator in CUDA_ALLOCATORS
     if not rounds or not any(map(pins, sections)):
         return ()
     environ = os.environ if environ is None else environ

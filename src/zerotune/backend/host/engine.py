@@ -1,15 +1,16 @@
-"""Training with streamed weights, which are on the device only while they are used.
+"""``HostEngine``: weights, gradients and an Adam in host memory, updated unit by unit.
 
 The engine runs a DeepSpeed plan, and its results equal those of ZeRO-2 with the optimizer in host
-memory.
+memory. Weights stay on the device, or are there only while they are used (streamed).
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -63,9 +64,9 @@ from zerotune.backend.master_weights import (
 from zerotune.backend.ops import folder_decisions
 from zerotune.backend.optimizers.classes import AdamW8BitStates, AdamWBF16States
 from zerotune.backend.optimizers.client import (
-    CLASSES,
     chosen_optimizer,
     continue_schedule,
+    optimizer_factory,
     own_scheduler,
     parameter_groups,
     scheduler_class,
@@ -91,7 +92,7 @@ _CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class HostEngine(CountingEngine):
-    """An ``Engine`` that keeps all weights in host memory and only a few blocks on the device.
+    """An ``Engine`` whose master weights are in host memory; weights are resident or streamed.
 
     Args:
         model: The model, in fp32, on any device.
@@ -103,33 +104,58 @@ class HostEngine(CountingEngine):
         VerificationError: The engine differs from the plan.
     """
 
+    _orders: ClassVar[type[FlatOrder]] = FlatOrder
+    _scaler_fields: ClassVar[tuple[str, ...]] = SCALER_FIELDS
+    _unscales_first: ClassVar[bool] = False
+    """Whether gradients are unscaled by the scale of their loss, as torch does it."""
+
     @override
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
         self._plan, self._module, self._timeout_s = plan, model, timeout_s
-        deepspeed, self._group, named = join_checked(
-            plan, model, self.resources, timeout_s=timeout_s
-        )
+        named = self._join(model, plan)
         check_quantized(model, plan)
         pinned = pin_exactly(plan)
-        self._device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
-        proven = prove_offload(plan, self._group)
-        read = read_weights(plan, model, device="cpu")
+        read = self._read(model, plan)
         shared = share_buffers(model, self._group)
         self._cast(model)
-        self._scaler = _loss_scaler(deepspeed, plan)
-        self._order = FlatOrder(
+        self._scaler: Any = self._make_scaler()
+        self._order = self._orders(
             _members(plan, named),
             sizes={name: parameter.numel() for name, parameter in named},
             world_size=self._group.world_size,
         )
         needs = self._lay_out(model)
-        self._build_optimizer(deepspeed, plan, named)
+        self._build_optimizer(plan, named)
         self._stream(needs)
-        self._decisions = (
-            *read, *shared, *folder_decisions(), *proven, *pinned, *self._describe(),
-        )  # fmt: skip
+        self._decisions = (*read, *shared, *folder_decisions(), *pinned, *self._describe())
         self._checks().raise_if_failed(engine="zerotune")
         announce(self.decisions, rank=self._group.rank)
+
+    def _join(self, model: torch.nn.Module, plan: ResolvedPlan) -> Named:
+        """Join the process group, select the device, and check plan and model. Collective."""
+        deepspeed, self._group, named = join_checked(
+            plan, model, self.resources, timeout_s=self._timeout_s
+        )
+        self._device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
+        return named
+
+    def _read(self, model: torch.nn.Module, plan: ResolvedPlan) -> tuple[Decision, ...]:
+        """Load weights that are still in files. Collective."""
+        proven = prove_offload(plan, self._group)
+        return (*read_weights(plan, model, device="cpu"), *proven)
+
+    def _make_scaler(self) -> Any:
+        """DeepSpeed's loss scaler for fp16; ``None`` in other precisions."""
+        if self._plan.precision != "fp16":
+            return None
+        runtime: Any = importlib.import_module("deepspeed").runtime
+        config = runtime.precision_config.get_float16_config(self._plan.to_deepspeed())
+        return runtime.fp16.loss_scaler.CreateLossScaler(
+            dtype=torch.float16,
+            static_loss_scale=config.loss_scale,
+            dynamic_scaling=config.loss_scale == 0,
+            dynamic_loss_args=config.dynamic_loss_scale_args(),
+        )
 
     def _lay_out(self, model: torch.nn.Module) -> Any:
         """Divide the parameters into units; return the units that each module needs."""
@@ -170,7 +196,7 @@ class HostEngine(CountingEngine):
             if parameter.dtype in _CASTABLE:
                 parameter.data = parameter.data.to(self.dtype)
 
-    def _build_optimizer(self, deepspeed: Any, plan: ResolvedPlan, named: Named) -> None:
+    def _build_optimizer(self, plan: ResolvedPlan, named: Named) -> None:
         choice = chosen_optimizer(plan)
         slabs = [slab for unit in self._units for slab in unit.slabs]
         groups: list[dict[str, Any]] = []
@@ -179,25 +205,25 @@ class HostEngine(CountingEngine):
             masters = [slab.key for slab in slabs if slab.group == index]
             groups.append({"params": masters, **own})
         self._expected_groups = expected_groups(choice, named, None)
-        own_kind = CLASSES.get(choice.implementation)
-        if own_kind is not None:
-            self._adam: Any = own_kind(groups, **choice.params)
-            self._scheduler = self._make_scheduler(deepspeed, plan)
-            return
-        params = {name: choice.params[name] for name in _OF_ADAM if name in choice.params}
-        with compiling(plan):
-            self._adam = deepspeed.ops.adam.DeepSpeedCPUAdam(
-                groups, **params, adamw_mode=choice.weight_decay_mode != "l2"
-            )
-        self._scheduler = self._make_scheduler(deepspeed, plan)
+        if choice.source == "deepspeed":
+            params = {name: choice.params[name] for name in _OF_ADAM if name in choice.params}
+            kind: Any = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+            with compiling(plan):
+                self._adam: Any = kind(
+                    groups, **params, adamw_mode=choice.weight_decay_mode != "l2"
+                )
+        else:
+            self._adam = optimizer_factory(choice)(groups, **choice.params)
+        self._scheduler = self._make_scheduler(plan)
 
-    def _make_scheduler(self, deepspeed: Any, plan: ResolvedPlan) -> Any:
+    def _make_scheduler(self, plan: ResolvedPlan) -> Any:
         if plan.scheduler is None:
             return None
         own = own_scheduler(plan)
         if own is not None:
             return own(self._adam)
-        kind = getattr(deepspeed.runtime.lr_schedules, plan.scheduler.name)
+        schedules = importlib.import_module("deepspeed.runtime.lr_schedules")
+        kind = getattr(schedules, plan.scheduler.name)
         return kind(self._adam, **plan.to_deepspeed()["scheduler"]["params"])
 
     def _stream(self, needs: Any) -> None:
@@ -216,6 +242,7 @@ class HostEngine(CountingEngine):
             gradients=self._make_gradients(trained),
             lane=self._lanes[1],
             clipping=self._plan.gradient_clipping,
+            factor=self._factor,
             # An overflow in fp16 must leave all weights as they are.
             in_backward=not stays and self._scaler is None,
             foreign=foreign,
@@ -245,6 +272,14 @@ class HostEngine(CountingEngine):
             units=trained, optimizer=self._adam, steps=self._steps, state=self._step_state
         )
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
+
+    @staticmethod
+    def _factor(norm: float, scale: float, clipping: float) -> float:
+        """Factor that unscales and clips gradients, rounded as in ZeRO-2."""
+        if not clipping:
+            return float(torch.ones(1).mul_(1.0 / scale))
+        clip = ((torch.tensor(norm) / scale) + 1e-6) / clipping
+        return float(torch.ones(1).mul_(1.0 / (torch.clamp(clip, min=1.0) * scale)))
 
     def _found_compiling(self) -> None:
         self._steps.compiling()
@@ -312,7 +347,7 @@ class HostEngine(CountingEngine):
             scheduler={} if self._scheduler is None else dict(self._scheduler.state_dict()),
             loss_scaler={
                 name: getattr(self._scaler, name)
-                for name in SCALER_FIELDS
+                for name in self._scaler_fields
                 if hasattr(self._scaler, name)
             },
         )
@@ -321,9 +356,9 @@ class HostEngine(CountingEngine):
     def _load_state(self, state: EngineState) -> None:
         self._steps.forget_all()
         self._count_from(state)
-        for name, value in state.loss_scaler.items():
-            if hasattr(self._scaler, name):
-                setattr(self._scaler, name, value)
+        for name in self._scaler_fields:
+            if name in state.loss_scaler and hasattr(self._scaler, name):
+                setattr(self._scaler, name, state.loss_scaler[name])
         continue_schedule(self._scheduler, state.scheduler)
         taken = state.global_step - state.skipped_steps
         # DeepSpeed's op updates the last elements of a group and counts its own steps.
@@ -372,8 +407,8 @@ class HostEngine(CountingEngine):
                 self._step_state.fail(Stage.SPOILED)
             self._skipped_steps += dropped
             return StepOutcome(applied=not dropped, boundary=True, grad_norm=norm)
-        # Like DeepSpeed, unscale by the scale of the next step, even where it has just grown.
-        self._run_step(norm, self._scale)
+        # DeepSpeed unscales by the scale of the next step, even where it has just grown.
+        self._run_step(norm, scale if self._unscales_first else self._scale)
         if self._scheduler is not None:
             self._scheduler.step()
         # In fp32, as DeepSpeed divides it.
@@ -445,12 +480,15 @@ class HostEngine(CountingEngine):
                 release_weight(member)
             unit.give_back(self._memory)
 
+    @property
+    def _bits(self) -> str:
+        return "results are bit-identical to ZeRO-2 with CPU offload"
+
     def _describe(self) -> tuple[Decision, ...]:
         streamed = [unit for unit in self._units if not unit.resident]
         total = sum(unit.nbytes for unit in streamed)
         eager = "in the backward pass" if self._steps.is_eager else "after the gradient norm"
-        split = self._streaming.split_masters
-        bits = "results are bit-identical to ZeRO-2 with CPU offload"
+        split, bits = self._streaming.split_masters, self._bits
         if isinstance(self._adam, AdamW8BitStates):
             bits = "only this engine supports these 8-bit moments"
         elif isinstance(self._adam, AdamWBF16States) and self._group.world_size > 1:
@@ -528,25 +566,11 @@ class HostEngine(CountingEngine):
         running = None if self._scheduler is None else type(self._scheduler).__name__
         checks.equal("scheduler.type", scheduler_class(plan), running)
         dtypes = {str(unit.host.dtype) for unit in self._units if unit.slabs}
-        checks.equal("precision", str(DTYPES[plan.precision]), ", ".join(sorted(dtypes)))
+        checks.equal("precision", str(self.dtype), ", ".join(sorted(dtypes)))
         places = {slab.key.device.type for unit in self._units for slab in unit.slabs}
         checks.equal("offload_optimizer.device", "cpu", ", ".join(sorted(places)))
         checks.equal("world_size", plan.world_size, self._group.world_size)
         return checks
-
-
-def _loss_scaler(deepspeed: Any, plan: ResolvedPlan) -> Any:
-    """DeepSpeed's loss scaler for fp16; ``None`` in other precisions."""
-    if plan.precision != "fp16":
-        return None
-    runtime = deepspeed.runtime
-    config = runtime.precision_config.get_float16_config(plan.to_deepspeed())
-    return runtime.fp16.loss_scaler.CreateLossScaler(
-        dtype=torch.float16,
-        static_loss_scale=config.loss_scale,
-        dynamic_scaling=config.loss_scale == 0,
-        dynamic_loss_args=config.dynamic_loss_scale_args(),
-    )
 
 
 def _nothing() -> None:
@@ -591,7 +615,7 @@ def _capacity(streaming: Streaming, units: list[Unit]) -> int:
 def _why_not_by_default(plan: ResolvedPlan) -> str | None:
     """Why the host engine does not run a plan that does not ask for it; ``None`` if it does."""
     asks = 'plan.resolve(engine="host")' if plan.is_resident else "plan.resolve(streamed=True)"
-    if plan.platform.accelerator == "cpu":
+    if plan.platform.accelerator == "cpu" or not plan.uses_deepspeed:
         return None
     unproven = why_unproven("host engine", accelerator=plan.platform.accelerator)
     return unproven and f"{unproven}; {asks} selects the host engine nevertheless"
@@ -610,16 +634,29 @@ def why_not_hosted(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
     if not asked and (obstacle := _why_not_by_default(plan)) is not None:
         return obstacle
     choice = chosen_optimizer(plan)
+    if not plan.uses_deepspeed and (obstacle := _strided_weight(model)) is not None:
+        return obstacle
     if not plan.is_resident and (obstacle := _why_not_streamed(plan, model)) is not None:
         return obstacle
     try:
         op = load_host_step()
     except PlatformError as error:
         return f"the op host_step cannot be built: {error.reason}"
-    if not op.knows(DTYPES[plan.precision]):
+    if plan.uses_deepspeed and not op.knows(DTYPES[plan.precision]):
         return f"the compiler of the op host_step does not support {plan.precision}"
     if choice.implementation == AdamWBF16States.__name__ and not torch_rounds_alike(op):
         return _ROUNDS_OTHERWISE
+    return None
+
+
+def _strided_weight(model: torch.nn.Module) -> str | None:
+    """The obstacle of weights in another memory order, which units would make contiguous."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.is_contiguous():
+            return (
+                f"{name} is not contiguous; call model.to(memory_format=torch.contiguous_format) "
+                "before building the engine"
+            )
     return None
 
 

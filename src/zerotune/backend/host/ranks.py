@@ -36,6 +36,7 @@ from zerotune.backend.host.sharing import (
 )
 from zerotune.backend.host.steps import StreamedSteps, Window
 from zerotune.backend.host.units import HostMemory, Unit
+from zerotune.backend.plain import join_plain
 from zerotune.backend.step_state import Stage
 from zerotune.decisions import Decision
 from zerotune.plan.model import ResolvedPlan
@@ -258,8 +259,11 @@ def why_not_together(
         The reason; ``None`` if the engine can run.
     """
     with ExitStack() as resources:
-        _, group = join(plan.platform, resources, timeout_s=timeout_s)
-        check_alike(plan, model, group)
+        if plan.uses_deepspeed:
+            _, group = join(plan.platform, resources, timeout_s=timeout_s)
+            check_alike(plan, model, group)
+        else:
+            _, group = join_plain(plan, model, resources, timeout_s=timeout_s)
         found = group.gather((obstacle, ProcessIdentity.current()), purpose="compare the ranks")
         apart = group.any(not all(process.visible() for _, process in found))
     said = next((each for each, _ in found if each is not None), None)

@@ -79,6 +79,8 @@ class StreamedSteps:
         lane: Lane for copies from the device.
         passes: Object that runs the updates.
         clipping: Largest gradient norm; with 0, gradients are not clipped.
+        factor: Function of the norm, the loss scale and ``clipping`` that returns what gradients
+            are multiplied by.
         in_backward: Whether updates begin during the backward pass if gradients are not clipped.
         foreign: Lets code outside torch wait for updates in a model whose weights stay on the
             device; ``None`` if ``land_all`` is called before each forward pass.
@@ -95,12 +97,13 @@ class StreamedSteps:
         lane: Lane,
         passes: Passes,
         clipping: float,
+        factor: Callable[[float, float, float], float],
         in_backward: bool = True,
         foreign: ForeignUses | None = None,
     ) -> None:
         self._units, self._adam, self._op, self._gradients = units, adam, op, gradients
         self._lane, self.passes, self._clipping = lane, passes, clipping
-        self._in_backward, self._foreign = in_backward, foreign
+        self._in_backward, self._foreign, self._factor = in_backward, foreign, factor
         self._stepper = stepper_of(adam)(op=op, adam=adam)
         self._windows = {unit: Window() for unit in units}
         places = {m.name: (u, i) for u in units for i, m in enumerate(u.members)}
@@ -316,7 +319,8 @@ class StreamedSteps:
             norm: Gradient norm; must be finite unless all updates have begun.
             scale: Loss scale of the gradients and of their norm.
         """
-        factor, order = self._factor(norm, scale), self._order_of_uses()
+        factor = self._factor(norm, scale, self._clipping)
+        order = self._order_of_uses()
         ranks = {unit: rank for rank, unit in reversed(list(enumerate(order, start=1)))}
         for unit in sorted(self._units, key=lambda each: ranks.get(each, 0)):
             if not self._windows[unit].taken:
@@ -421,13 +425,6 @@ class StreamedSteps:
         if not tally.is_finite:
             return None
         return [self._parts[unit][i][1] for i in frozen if i not in window.on_host]
-
-    def _factor(self, norm: float, scale: float) -> float:
-        """Factor that unscales and clips gradients, rounded as in ZeRO-2."""
-        if not self._clipping:
-            return float(torch.ones(1).mul_(1.0 / scale))
-        clip = ((torch.tensor(norm) / scale) + 1e-6) / self._clipping
-        return float(torch.ones(1).mul_(1.0 / (torch.clamp(clip, min=1.0) * scale)))
 
     def replay(self, steps: int) -> None:
         """Continue as if ``steps`` optimizer steps had been taken."""

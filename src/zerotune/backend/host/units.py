@@ -532,6 +532,15 @@ class FlatOrder:
         """
         return int(self._places[name][1].start) + element
 
+    def numel(self, name: str) -> int:
+        """Return the number of elements of a trained parameter.
+
+        Args:
+            name: Name of the parameter.
+        """
+        place = self._places[name][1]
+        return int(place.stop - place.start)
+
     def fragments(self, name: str) -> Iterator[tuple[int, slice]]:
         """Yield each rank, and the part of a flattened parameter that the rank owns under ZeRO-2.
 

@@ -78,7 +78,7 @@ def build_client_optimizer(choice: OptimizerChoice, named: Named) -> torch.optim
         choice: The optimizer with its arguments and groups.
         named: Names and parameters of all trained parameters.
     """
-    factory = _optimizer_factory(choice)
+    factory = optimizer_factory(choice)
     groups = parameter_groups(choice, named)
     try:
         optimizer: torch.optim.Optimizer = factory(groups, **_with_tuples(choice.params))
@@ -103,7 +103,12 @@ def _with_tuples(params: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _optimizer_factory(choice: OptimizerChoice) -> Callable[..., Any]:
+def optimizer_factory(choice: OptimizerChoice) -> Callable[..., Any]:
+    """Return the class or function that creates an optimizer outside DeepSpeed.
+
+    Args:
+        choice: The optimizer.
+    """
     if choice.source == "zerotune":
         return CLASSES[choice.implementation]
     if choice.source == "package" and choice.package is not None:
@@ -223,9 +228,7 @@ def curve(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveSchedule
 
 def own_scheduler(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveScheduler] | None:
     """Return the scheduler factory for DeepSpeed; ``None`` if DeepSpeed's own class is used."""
-    if plan.scheduler is None or plan.scheduler.source == "deepspeed":
-        return None
-    return curve(plan)
+    return None if _is_deepspeeds(plan) else curve(plan)
 
 
 def continue_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
@@ -251,4 +254,11 @@ def scheduler_class(plan: ResolvedPlan) -> str | None:
     """Return the name of the schedule's class under DeepSpeed; ``None`` without a schedule."""
     if plan.scheduler is None:
         return None
-    return plan.scheduler.name if plan.scheduler.source == "deepspeed" else CurveScheduler.__name__
+    return plan.scheduler.name if _is_deepspeeds(plan) else CurveScheduler.__name__
+
+
+def _is_deepspeeds(plan: ResolvedPlan) -> bool:
+    """Whether DeepSpeed's own class runs the plan's schedule."""
+    return (
+        plan.uses_deepspeed and plan.scheduler is not None and plan.scheduler.source == "deepspeed"
+    )

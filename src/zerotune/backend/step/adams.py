@@ -17,6 +17,8 @@ from typing import Any, Final
 
 import attrs
 import torch
+from torch.optim.adam import adam as torch_adam
+from torch.optim.adamw import adamw as torch_adamw
 from typing_extensions import override
 
 from zerotune.backend.optimizers.classes import (
@@ -443,6 +445,43 @@ def _coded(state: Mapping[str, Any], name: str, part: slice | None = None) -> Co
     )
 
 
+class HostTorchAdam(Stepper):
+    """Stepper whose results are bit-identical to the fused ``torch.optim.Adam`` or ``AdamW``.
+
+    Results of torch's for-loop implementation differ, because its square roots are not correctly
+    rounded.
+    """
+
+    @override
+    def _count(self, state: dict[str, Any]) -> int:
+        step = state.setdefault("step", torch.tensor(0.0))
+        taken = int(step)
+        step += 1
+        return taken
+
+    @override
+    def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
+        flat, group = begun.flat, begun.group
+        decoupled, (beta1, beta2) = isinstance(self._adam, torch.optim.AdamW), group["betas"]
+        numbers = _torch_numbers(begun, decoupled=decoupled)
+        update = torch_adamw if decoupled else torch_adam
+
+        def tail(part: slice, weight: torch.Tensor) -> None:
+            update(
+                [weight], [begun.scaled_gradient(part)],
+                [flat["exp_avg"][part]], [flat["exp_avg_sq"][part]], [],
+                [torch.full((), float(begun.taken))],
+                fused=True, foreach=False, amsgrad=False, maximize=False,
+                lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )  # fmt: skip
+
+        return (
+            lambda part, emas: self._op.step(numbers, emas=emas, **begun.at(part)),
+            tail,
+        )
+
+
 class HostAdam(Stepper):
     """Stepper whose results are bit-identical to those of ``DeepSpeedCPUAdam``."""
 
@@ -505,7 +544,7 @@ class HostAdam(Stepper):
 
 
 def stepper_of(adam: torch.optim.Optimizer) -> type[Stepper]:
-    """Return the stepper class for DeepSpeed's or zerotune's Adam.
+    """Return the stepper class for DeepSpeed's, zerotune's or torch's Adam.
 
     Args:
         adam: The optimizer.
@@ -514,7 +553,7 @@ def stepper_of(adam: torch.optim.Optimizer) -> type[Stepper]:
         return HostBF16Adam
     if isinstance(adam, AdamW8BitStates):
         return Host8BitAdam
-    return HostAdam
+    return HostAdam if type(adam).__name__ == "DeepSpeedCPUAdam" else HostTorchAdam
 
 
 class BetaPowers:
@@ -548,13 +587,13 @@ class BetaPowers:
         return self._powers
 
 
-def _torch_numbers(begun: _Begun) -> TorchAdamNumbers:
+def _torch_numbers(begun: _Begun, *, decoupled: bool = True) -> TorchAdamNumbers:
     group, step = begun.group, begun.taken + 1
     (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
     return TorchAdamNumbers(
         factor=begun.factor,
-        decay=1.0 - lr * decay,
-        l2=0.0,
+        decay=1.0 - lr * decay if decoupled else 1.0,
+        l2=0.0 if decoupled else decay,
         first=1.0 - beta1,
         beta2=beta2,
         second=1.0 - beta2,

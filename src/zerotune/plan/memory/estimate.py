@@ -283,6 +283,16 @@ class Costing:
         return _ELEMENT[self.resolved.precision]
 
     @property
+    def unit_element(self) -> int:
+        """Bytes per weight of the host engine's units; without DeepSpeed, these are in fp32."""
+        return _ELEMENT[self.unit_precision]
+
+    @property
+    def unit_precision(self) -> str:
+        """Precision of the host engine's units."""
+        return self.resolved.precision if self.resolved.uses_deepspeed else "fp32"
+
+    @property
     def positions(self) -> int:
         """Size that activations scale with: image pixels times latent frames; 0 if unknown."""
         height, width, frames = self.workload.height, self.workload.width, self.workload.frames
@@ -310,7 +320,7 @@ class Costing:
     def in_place(self) -> bool:
         """Whether a model on the CPU computes with the host engine's weights in host memory."""
         # In fp32, these are the master weights.
-        alone = self.on_cpu and self.ranks == 1 and self.element < 4
+        alone = self.on_cpu and self.ranks == 1 and self.unit_element < 4
         return alone and self.hosted and self.streaming is None
 
     @cached_property
@@ -330,7 +340,7 @@ class Costing:
         """Bytes of device memory for streamed units."""
         if self.streaming is None:
             return 0
-        return self.streaming.capacity([self.element * one for one in self.streamed.units])
+        return self.streaming.capacity([self.unit_element * one for one in self.streamed.units])
 
     @property
     def ranks(self) -> int:
@@ -357,7 +367,8 @@ class Costing:
         """Number of elements of the master weights on this rank, with padding."""
         if self.resolved.stage == 3:
             return sum(self.model.trainable_parts(self.ranks))
-        return self.trained if self.resolved.stage == 0 else self.flat_part
+        whole = self.resolved.stage == 0 and not self.hosted
+        return self.trained if whole else self.flat_part
 
     @property
     def largest(self) -> int:
@@ -396,16 +407,6 @@ class Costing:
             return False
         name = entry_of(resolved.plan.optimizer_name).name
         return resolved.optimizer is not None or name in ADAM or name in _STEPPED_IN_ONE_PASS
-
-    @property
-    def fuses_on_host(self) -> bool:
-        """Whether the plain engine updates an offloaded Adam with torch's fused kernel."""
-        resolved, choice = self.resolved, self.resolved.optimizer
-        if resolved.uses_deepspeed or resolved.offload_optimizer == "none":
-            return False
-        if choice is not None:
-            return choice.implementation in ADAM
-        return entry_of(resolved.plan.optimizer_name).name in ADAM
 
     @property
     def checks_gradients(self) -> bool:
@@ -547,41 +548,24 @@ def plain(case: Costing) -> Iterator[MemoryItem]:
     """Yield the memory used by the plain engine: fp32 weights, and autocast in the forward pass."""
     count = case.trained
     yield case.item("weights", case.device, case.model.weight_bytes(4), note=_kept_in(case, "fp32"))
-    if case.resolved.precision != "fp32":
-        copied = 2 * (case.all_elements - case.model.quantized_numel)
-        yield case.item("weights", case.device, copied, BACKWARD, "copies that autocast keeps")
+    yield from _cast_copies(case)
     if case.ranks > 1:
         yield case.item("buckets", case.device, _DDP_BUCKETS * count, note="one copy of gradients")
-    if case.resolved.offload_optimizer == "cpu" and not case.on_cpu:
-        yield from _plain_beside_the_device(case)
-        return
     yield case.item("gradients", case.device, 4 * count, BACKWARD | STEP, "fp32")
     yield case.item("optimizer states", case.device, 4 * case.states * count, TRAINING, "fp32")
     if not case.on_cpu:
         yield case.item(
             "temporaries", case.device, 4 * count, STEP, "torch updates all tensors at once"
         )
-    elif not case.fuses_on_host:
+    else:
         yield case.item("temporaries", case.device, 12 * case.largest, STEP, "of the update")
 
 
-def _plain_beside_the_device(case: Costing) -> Iterator[MemoryItem]:
-    """Yield the plain engine's optimizer in host memory, whole on every rank."""
-    zero, count = case.resolved.plan.zero_optimization, case.trained
-    pin = zero is not None and pins(zero.offload_optimizer)
-    # During the backward pass, only gradients of one micro batch on one rank can be moved.
-    waits = case.ranks > 1 or (case.resolved.gradient_accumulation_steps or 1) > 1
-    kept = 4 * count if waits else 8 * case.largest
-    note = "fp32" if waits else "the two fp32 gradients that are being copied to the host"
-    yield case.item("gradients", case.device, min(kept, 4 * count), BACKWARD, note)
-    for component in ("master weights", "gradients"):
-        if pin:
-            yield case.pinned(component, [4 * count], note="fp32")
-        else:
-            yield case.item(component, "host", 4 * count, note="fp32")
-    yield case.item("optimizer states", "host", 4 * case.states * count, TRAINING, "fp32")
-    if not case.fuses_on_host:
-        yield case.item("temporaries", "host", 12 * case.largest, STEP, "of the update")
+def _cast_copies(case: Costing) -> Iterator[MemoryItem]:
+    """Yield the weights in half precision that autocast keeps until the end of the pass."""
+    if case.resolved.precision != "fp32":
+        copied = 2 * (case.all_elements - case.model.quantized_numel)
+        yield case.item("weights", case.device, copied, BACKWARD, "copies that autocast keeps")
 
 
 def stage_0(case: Costing) -> Iterator[MemoryItem]:
@@ -962,7 +946,7 @@ def with_gradients_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
     buffers, _ = gradient_buffers(resolved, units)
     if not buffers:
         return resolved
-    room = (usable - estimate.host) // math.ceil(case.element * max(units) / case.ranks)
+    room = (usable - estimate.host) // math.ceil(case.unit_element * max(units) / case.ranks)
     useful = BUFFERS_IN_BACKWARD + math.ceil(len(units) / _LEFT)
     kept = min(max(buffers + room, _LEAST_BUFFERS), max(useful, _LEAST_BUFFERS))
     decision = Decision(
@@ -984,7 +968,7 @@ def hosted(case: Costing) -> Iterator[MemoryItem]:
     if case.streaming is None:
         yield from _resident(case)
         return
-    units, element, precision = case.streamed, case.element, case.resolved.precision
+    units, element, precision = case.streamed, case.unit_element, case.resolved.precision
     resident = units.resident_trained + units.resident_frozen
     yield case.item(
         "weights", case.device, element * resident, note=f"{precision}, outside of units"
@@ -998,9 +982,12 @@ def hosted(case: Costing) -> Iterator[MemoryItem]:
 
 
 def _resident(case: Costing) -> Iterator[MemoryItem]:
-    nbytes, note = case.model.weight_bytes(case.element), _kept_in(case, case.resolved.precision)
+    element = case.unit_element
+    nbytes, note = case.model.weight_bytes(element), _kept_in(case, case.unit_precision)
+    if not case.resolved.uses_deepspeed:
+        yield from _cast_copies(case)
     if case.in_place:
-        nbytes -= case.element * case.trained
+        nbytes -= element * case.trained
     yield case.item("weights", case.device, nbytes, note=note)
     each = case.streamed.resident_trained / RESIDENT_UNITS
     # A unit ends with the parameter that completes its size.
@@ -1010,7 +997,7 @@ def _resident(case: Costing) -> Iterator[MemoryItem]:
 
 def _coming(case: Costing, elements: float) -> Iterator[MemoryItem]:
     """Yield the device memory of gradients that are copied to the host."""
-    element = case.element
+    element = case.unit_element
     nbytes = element * min(elements, case.streamed.trained_total)
     note = "unit gradients before the copy to the host"
     yield case.item("gradients", case.device, nbytes, BACKWARD, note)
@@ -1031,7 +1018,7 @@ def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
         return resolved
     case = Costing(resolved=resolved, model=resolved.model, workload=estimate.workload)
     others = estimate.device - case.streamed_capacity
-    total = case.element * case.streamed.total
+    total = case.unit_element * case.streamed.total
     memory = max(0, min(usable - others, total))
     decision = Decision(
         key="streamed.memory",
@@ -1049,7 +1036,7 @@ def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
 
 def _gradients_at_a_time(case: Costing, blocks: list[float]) -> tuple[list[float], str]:
     """Return the elements of each block of gradients in host memory, and a note."""
-    units, note = case.streamed, _share_of(case, case.resolved.precision)
+    units, note = case.streamed, _share_of(case, case.unit_precision)
     if case.streaming is None:
         return blocks, note
     buffers, _ = gradient_buffers(case.resolved, units.trained)
@@ -1060,7 +1047,7 @@ def _gradients_at_a_time(case: Costing, blocks: list[float]) -> tuple[list[float
 
 
 def _on_host(case: Costing, blocks: list[float]) -> Iterator[MemoryItem]:
-    zero, units, element = case.resolved.plan.zero_optimization, case.streamed, case.element
+    zero, units, element = case.resolved.plan.zero_optimization, case.streamed, case.unit_element
     pin = zero is not None and pins(zero.offload_optimizer) and not case.on_cpu
     count = units.trained_total / case.ranks
 
@@ -1077,7 +1064,7 @@ def _on_host(case: Costing, blocks: list[float]) -> Iterator[MemoryItem]:
         yield case.item(
             "staging", "host", element * max(units.trained, default=max(blocks)), note=note
         )
-    yield locked("weights", blocks, _share_of(case, case.resolved.precision))
+    yield locked("weights", blocks, _share_of(case, case.unit_precision))
     yield locked("gradients", *_gradients_at_a_time(case, blocks))
     master, note = (2, "their low halves") if case.splits_masters else (4, "fp32")
     if element < 4:

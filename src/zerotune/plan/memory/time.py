@@ -456,7 +456,6 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
     away = owned - stays
     passes = 2 * resolved.gradient_accumulation_steps
     averaged = _averaged_on_host(estimate)
-    uploaded = case.element if resolved.uses_deepspeed else 4
     one_pass = case.steps_in_one_pass
     in_backward, in_step = _allocated(case) if case.on_cpu else (0, 0)
     sums, returned, taken = _gradients(case)
@@ -464,7 +463,7 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
         gradients=sums * owned + taken * away if over_bus else 0,
         returned=returned * owned if over_bus else 0,
         parameters=passes * kept if params_away and not case.on_cpu else 0,
-        weights=uploaded * away if over_bus and not params_away else 0,
+        weights=case.element * away if over_bus and not params_away else 0,
         optimizer=round(_update(case) * away) if on_host else 0,
         # Within a hidden pass, the EMA need not read the master weight again.
         ema=(12 if _schedule(case) == "in turn" else 8) * owned if averaged else 0,
@@ -495,7 +494,7 @@ def _hosted_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
     The units that the forward pass used last are still on the device when the backward pass begins.
     After a step, units on the device are outdated and are copied again.
     """
-    units, element = case.streamed, case.element
+    units, element = case.streamed, case.unit_element
     accumulated = case.resolved.gradient_accumulation_steps
     trained = sum(units.trained)
     absent = element * units.total - case.streamed_capacity
@@ -533,9 +532,6 @@ def _chain(case: Costing) -> float:
     if case.checks_gradients:
         # Extremes and norm were computed as gradients arrived; a product and a cast remain.
         return 16 + (2 * case.element if case.element == 2 else 0)
-    if case.fuses_on_host:
-        # A norm, where the weights are in host memory too, and a product.
-        return 4 * (2 + case.on_cpu)
     # Extremes for the overflow check, a norm, a product, copies, or the operators of torch's AdamW.
     return 64 + (4 * case.element if case.element == 2 else 0)
 
@@ -575,9 +571,6 @@ def _allocated(case: Costing) -> tuple[int, int]:
 def _gradients(case: Costing) -> tuple[int, int, int]:
     """Return bytes per element: of sums to the host, of sums back, and for the optimizer."""
     accumulated, element = case.resolved.gradient_accumulation_steps, case.element
-    if not case.resolved.uses_deepspeed:
-        # The device accumulates micro batches.
-        return 0, 0, 4
     keeps = case.steps_in_one_pass and case.resolved.offload_optimizer == "cpu"
     taken = element if keeps else 4
     if case.resolved.stage == 3:
@@ -588,8 +581,9 @@ def _gradients(case: Costing) -> tuple[int, int, int]:
 
 
 def _update(case: Costing) -> float:
-    separate = case.resolved.uses_deepspeed and (case.resolved.stage > 0 or case.element == 2)
-    return 12 + 8 * case.states + (case.element if separate else 0)
+    wrapped = case.resolved.uses_deepspeed and (case.resolved.stage > 0 or case.element == 2)
+    written = case.unit_element if case.hosted or wrapped else 0
+    return 12 + 8 * case.states + written
 
 
 # -- Time of a training step: computation, transfers, and their overlap.
