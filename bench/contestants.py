@@ -19,9 +19,9 @@ from bench.memory import TINY
 from bench.workers import AnonPeak, alone, anon_bytes, load_libraries
 from tools.families import FLUX, SDXL
 from zerotune import DeepSpeedPlan, Platform, detect_platform
+from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import family, family_names
 from zerotune.plan.memory.estimate import Workload
-from zerotune.plan.model import ModelFacts
 
 SEED: Final = 0
 RATES: Final = "rates.json"

@@ -50,7 +50,7 @@ class Training:
     def resolved(self, plan: Any, facts: Any) -> Any:
         """Return the plan for a model of these facts on this machine."""
         from zerotune import OptimizerResolver, detect_platform
-        from zerotune.plan.model import Streaming
+        from zerotune.plan.context import Streaming
 
         found = plan.resolve(
             platform=detect_platform(log=False),
@@ -113,8 +113,8 @@ class Preparation:
     def _facts(self) -> Any:
         """Return shapes and activations; activations of a scaled model are negligible."""
         from bench.random_pipeline import empty_model
+        from zerotune.plan.facts import ModelFacts
         from zerotune.plan.families import family
-        from zerotune.plan.model import ModelFacts
 
         if self._training.scale == 1:
             return family(self._training.model)
@@ -145,7 +145,7 @@ class Run:
         from bench.contestants import sample_batch
         from bench.random_pipeline import configuration
         from zerotune.diffusion import LoRA, add_lora
-        from zerotune.plan.model import ModelFacts
+        from zerotune.plan.facts import ModelFacts
 
         torch.manual_seed(0)
         training = self._training

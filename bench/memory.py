@@ -131,7 +131,7 @@ class Run:
 
         from zerotune import DeepSpeedPlan, OptimizerResolver
         from zerotune.diffusion.facts import example_inputs
-        from zerotune.plan.model import ModelFacts
+        from zerotune.plan.facts import ModelFacts
         from zerotune.training.setup import build_engine
 
         plan = DeepSpeedPlan.build(

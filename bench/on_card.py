@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bench.virtual import HostThreads, in_virtual_time
 from tools.families import CONFIGURATIONS
+from zerotune.plan.context import Streaming
 from zerotune.plan.memory.estimate import Workload
 from zerotune.plan.memory.time import (
     CARDS,
@@ -29,7 +30,7 @@ from zerotune.plan.memory.time import (
     catalogued_rates,
     step_traffic,
 )
-from zerotune.plan.model import DeepSpeedPlan, Streaming
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
 GIB: Final = 2**30
@@ -305,7 +306,7 @@ class OnCard:
 
     def rehearse(self, *, warm_up: int = 3, steps: int = 2) -> Rehearsed:
         """Train; return a step's seconds, and what the lanes did."""
-        from zerotune.plan.model import ModelFacts
+        from zerotune.plan.facts import ModelFacts
         from zerotune.training.setup import build_engine
 
         clock, estimate = self._clock, self.estimate()

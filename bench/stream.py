@@ -151,7 +151,7 @@ class RealSteps:
     """Steps of ``Stack`` under an engine with the optimizer in host memory."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        from zerotune.plan.model import Streaming
+        from zerotune.plan.context import Streaming
         from zerotune.training.setup import build_engine
 
         torch.manual_seed(0)

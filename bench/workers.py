@@ -152,7 +152,7 @@ def alone() -> dict[str, str]:
 def resolved(model: Any, plan: Mapping[str, Any], *, batch: int, **how: Any) -> Any:
     """Resolve a plan with AdamW for a model on this machine; ``how`` is passed to ``resolve``."""
     from zerotune import DeepSpeedPlan, OptimizerResolver, detect_platform
-    from zerotune.plan.model import ModelFacts
+    from zerotune.plan.facts import ModelFacts
 
     adam = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}}
     built = DeepSpeedPlan.build(micro_batch_size=batch, optimizer=adam, **plan)

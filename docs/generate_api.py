@@ -47,18 +47,23 @@ BELOW = {
 _PLAN, _DATA, _MODELS = "zerotune.plan", "zerotune.diffusion.data", "zerotune.diffusion.models"
 RELATED = {
     "zerotune.plan.DeepSpeedPlan": {
-        f"{_PLAN}.model": "ResolvedPlan ZeroSection OffloadSection AioSection Bf16Section "
-        "Fp16Section OptimizerSection SchedulerSection LaunchSection",
-        f"{_PLAN}.advise": "Advice Budget Candidate",
+        f"{_PLAN}.plan": "ResolvedPlan Advice",
+        f"{_PLAN}.sections": "ZeroSection OffloadSection AioSection Bf16Section Fp16Section "
+        "OptimizerSection SchedulerSection LaunchSection",
+        f"{_PLAN}.advise": "Budget Candidate",
         f"{_PLAN}.diff": "PlanDifference Change",
         f"{_PLAN}.rules": "Finding Rule RuleContext all_rules",
         "zerotune.optimizers.catalogue": "OptimizerChoice SchedulerChoice",
     },
     "zerotune.plan.ModelFacts": {
-        f"{_PLAN}.model": "ParameterFacts ActivationFacts ActivationCost",
+        f"{_PLAN}.facts": "ParameterFacts",
+        f"{_PLAN}.work": "ActivationFacts ActivationCost",
         f"{_PLAN}.families": "family family_names",
     },
-    "zerotune.plan.Workload": {f"{_PLAN}.memory.estimate": "MemoryEstimate MemoryItem MemoryPeak"},
+    "zerotune.plan.Workload": {
+        f"{_PLAN}.plan": "MemoryEstimate",
+        f"{_PLAN}.memory.estimate": "MemoryItem MemoryPeak",
+    },
     "zerotune.plan.plan_document": {f"{_PLAN}.write": "PlanDocument SavedPlan"},
     "zerotune.optim.OptimizerResolver": {
         "zerotune.optim.resolver": "OptimizerResolution",
@@ -173,8 +178,13 @@ FOR_FRONT_ENDS = {
     f"{_PLAN}.source": "parse_any read_text tolerated with_named_files wrapper_of",
     f"{_PLAN}.read": "canonical_path plan_from_mapping read_partly read_whole",
     f"{_PLAN}.write": "format_of in_order launchable write_whole",
-    f"{_PLAN}.model": "AUTO OFFLOAD_DEVICES PRECISIONS STORAGES "
-    "Boolean Context join modelled only_precision read_launch with_launch",
+    f"{_PLAN}.values": "AUTO Boolean",
+    f"{_PLAN}.section": "join modelled",
+    f"{_PLAN}.sections": "OFFLOAD_DEVICES PRECISIONS only_precision",
+    f"{_PLAN}.facts": "STORAGES",
+    f"{_PLAN}.context": "Context",
+    f"{_PLAN}.settings": "read_launch with_launch",
+    f"{_PLAN}.plan": "raised",
     f"{_PLAN}.schema": "attribute_docs",
     f"{_PLAN}.families": "as_facts model_family",
     f"{_PLAN}.advise": "Remedy",

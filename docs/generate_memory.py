@@ -23,9 +23,9 @@ from zerotune._util.text import parse_size
 from zerotune.builder.models import model_name
 from zerotune.errors import NothingFitsError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.advise import Advice
 from zerotune.plan.families import family_names, model_family
 from zerotune.plan.memory.time import listed_card
+from zerotune.plan.plan import Advice
 from zerotune.platform import Platform
 
 TARGET = Path(__file__).parent / "fits.md"

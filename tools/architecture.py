@@ -26,7 +26,7 @@ PAGE: Final = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- {}: written by python -m tools.architecture -->", "<!-- end of {} -->"
 GIB: Final = 1 << 30
 INSIDE_PLAN: Final = (
-    "Inside the plan: values at the bottom; only their methods import what lies above them"
+    "Inside the plan: values below, what works on them above, plans with their verbs on top"
 )
 
 

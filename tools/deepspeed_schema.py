@@ -12,7 +12,7 @@ from typing import Any
 
 from zerotune.backend.schema import plan_schema
 from zerotune.plan import schema
-from zerotune.plan.model import OFFLOAD, ZERO
+from zerotune.plan.keys import OFFLOAD, ZERO
 from zerotune.plan.schema import HANDLING
 
 FILE = Path(schema.__file__).parent / "data" / "deepspeed.json"

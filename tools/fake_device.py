@@ -27,8 +27,8 @@ from tools.families import CONFIGURATIONS, FRAMES
 from zerotune.diffusion.activations import ActivationOffload, Loading, Stored, stored_strides
 from zerotune.diffusion.facts import example_inputs
 from zerotune.diffusion.passes import fuses_norm
+from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import family_names, model_family
-from zerotune.plan.model import ModelFacts
 
 Keeping = Literal["everything", "block inputs", "block inputs in RAM"]
 """Activations that a forward pass keeps for the backward pass."""

@@ -12,7 +12,8 @@ from tests.offload.engines import net_loss, plan_for, wide_net
 from zerotune import DeepSpeedPlan
 from zerotune.offload import OffloadManager
 from zerotune.plan import ModelFacts
-from zerotune.plan.model import ResolvedPlan, Streaming
+from zerotune.plan.context import Streaming
+from zerotune.plan.plan import ResolvedPlan
 
 STEPS = 4
 IN_HOST_MEMORY = {"plain": (False, False), "hidden": (True, True)}

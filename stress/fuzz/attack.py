@@ -24,6 +24,7 @@ from stress.fuzz.cases import KEYS, VALUES, Case
 from zerotune import OptimizerResolver, cli
 from zerotune.errors import ZeroTuneError
 from zerotune.plan import DeepSpeedPlan, RunFacts, plan_document
+from zerotune.plan.plan import raised
 from zerotune.plan.read import SHORT_NAMES, load_plan, read_partly
 from zerotune.platform import Platform
 
@@ -222,7 +223,7 @@ def _verbs(
 
 
 def _rest(file: Path) -> list[DeepSpeedPlan]:
-    plan, mistakes = read_partly(lambda log: load_plan(file, log))
+    plan, mistakes = read_partly(lambda log: raised(DeepSpeedPlan, load_plan(file, log)))
     if plan is None and not mistakes:
         raise AssertionError("neither a plan nor a mistake")
     return [] if plan is None else [plan]

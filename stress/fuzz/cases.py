@@ -15,19 +15,16 @@ from tests.plan.conftest import REFERENCE_A, REFERENCE_B, REFERENCE_C
 from tests.plan.styles import ACCELERATE, DEEPSPEED, SIMPLETUNER, TRAINERS
 from zerotune.optimizers.catalogue import OPTIMIZERS
 from zerotune.optimizers.schedules import SCHEDULERS
-from zerotune.plan.model import (
-    LAUNCH,
-    TOP_LEVEL,
-    ZERO,
+from zerotune.plan.keys import LAUNCH, TOP_LEVEL, ZERO
+from zerotune.plan.plan import DeepSpeedPlan
+from zerotune.plan.section import Section, modelled
+from zerotune.plan.sections import (
     AioSection,
     Bf16Section,
-    DeepSpeedPlan,
     Fp16Section,
     LaunchSection,
     OffloadSection,
-    Section,
     ZeroSection,
-    modelled,
 )
 
 LONGEST_KEPT: Final = 1000

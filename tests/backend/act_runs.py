@@ -141,7 +141,8 @@ class Context:
 
 def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
     """Build an engine of this kind."""
-    from zerotune.plan.model import DeepSpeedPlan, Streaming
+    from zerotune.plan.context import Streaming
+    from zerotune.plan.plan import DeepSpeedPlan
 
     plan = DeepSpeedPlan.build(
         stage=kind.stage or 0, offload=kind.offload, micro_batch_size=2, gradient_clipping=0.5,

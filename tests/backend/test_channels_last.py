@@ -14,7 +14,7 @@ from zerotune.backend.plain import PlainEngine
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError
-from zerotune.plan.model import DeepSpeedPlan
+from zerotune.plan.plan import DeepSpeedPlan
 
 pytestmark = pytest.mark.deepspeed
 

@@ -11,7 +11,7 @@ import torch
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Case, build, start
 from zerotune.errors import CollectiveError, EngineError
-from zerotune.plan.model import DeepSpeedPlan
+from zerotune.plan.plan import DeepSpeedPlan
 
 pytestmark = pytest.mark.deepspeed
 

@@ -15,7 +15,7 @@ from zerotune.errors import EngineError, VerificationError
 from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
 from zerotune.optimizers.catalogue import GroupChoice, OptimizerChoice, SchedulerChoice
 from zerotune.optimizers.schedules import lr_at
-from zerotune.plan.model import DeepSpeedPlan
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.training.setup import build_engine
 
 SCHEDULE = {

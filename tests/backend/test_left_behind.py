@@ -18,7 +18,7 @@ from tests.support.ranks import compile_io, ranks, run_ranks
 from tests.support.runs import PLAIN, Case, build, start
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.errors import CollectiveError, EngineError
-from zerotune.plan.model import DeepSpeedPlan
+from zerotune.plan.plan import DeepSpeedPlan
 
 pytestmark = pytest.mark.deepspeed
 

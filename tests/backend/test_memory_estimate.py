@@ -18,7 +18,7 @@ from tests.support.runs import PLAIN, Case, start
 from zerotune._util.proc import return_freed_memory
 from zerotune.diffusion.passes import fuses_norm
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.model import Streaming
+from zerotune.plan.context import Streaming
 
 pytestmark = [
     pytest.mark.deepspeed,

@@ -75,7 +75,7 @@ def test_deepspeeds_default_configuration_refuses_muon_at_stage_3() -> None:
 
 @ranks(1)
 def test_our_muon_orthogonalises_only_the_hidden_convolution_at_stage_3() -> None:
-    from zerotune.plan.model import DeepSpeedPlan
+    from zerotune.plan.plan import DeepSpeedPlan
 
     model = Net()
     plan = DeepSpeedPlan.build(
@@ -196,7 +196,7 @@ def test_our_muon_takes_an_orthogonal_step_where_deepspeeds_did_not(
     stage: int, offload: str
 ) -> None:
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.model import DeepSpeedPlan
+    from zerotune.plan.plan import DeepSpeedPlan
 
     model = Matrices()
     whole = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}

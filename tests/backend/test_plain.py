@@ -16,7 +16,7 @@ import zerotune
 from tests.support.ranks import ranks
 from tests.support.runs import PLAIN, build, start
 from zerotune.backend.plain import carried_scale
-from zerotune.plan.model import DeepSpeedPlan
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import detect_platform
 
 BF16 = attrs.evolve(PLAIN, precision="bf16", micro_batch=2)

@@ -27,7 +27,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("world_size", [1, 2])
 @ranks()
 def test_schedules_count_optimizer_steps_and_not_micro_batches(world_size: int) -> None:
-    from zerotune.plan.model import DeepSpeedPlan
+    from zerotune.plan.plan import DeepSpeedPlan
 
     found = {}
     for name, params in SCHEDULES.items():

@@ -13,8 +13,9 @@ from tests.support.ranks import run_ranks
 from tests.support.schema import known_paths, schema_parameters
 from zerotune.errors import UnknownKeyError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan import model as known_keys
-from zerotune.plan.model import Nested, OffloadSection, modelled
+from zerotune.plan import keys as known_keys
+from zerotune.plan.section import Nested, modelled
+from zerotune.plan.sections import OffloadSection
 
 GOLDEN = sorted((Path(__file__).parents[1] / "plan" / "golden").glob("*.json"))
 pytestmark = pytest.mark.deepspeed

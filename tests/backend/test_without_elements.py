@@ -14,7 +14,7 @@ from zerotune.checkpoint.export.model import ModelFolderReader, export_model
 from zerotune.checkpoint.load import load_checkpoint
 from zerotune.checkpoint.save import save_checkpoint
 from zerotune.ema import EMAModel, EMAShadow
-from zerotune.plan.model import DeepSpeedPlan
+from zerotune.plan.plan import DeepSpeedPlan
 
 pytestmark = pytest.mark.deepspeed
 

@@ -14,7 +14,9 @@ from zerotune.builder.forms import FormState, read_plan
 from zerotune.optimizers.catalogue import OPTIMIZERS
 from zerotune.optimizers.schedules import SCHEDULERS
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.model import TOP_LEVEL, ZERO, OffloadSection, ZeroSection, modelled
+from zerotune.plan.keys import TOP_LEVEL, ZERO
+from zerotune.plan.section import modelled
+from zerotune.plan.sections import OffloadSection, ZeroSection
 
 QUICK = settings(
     max_examples=25,

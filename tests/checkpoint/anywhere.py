@@ -19,7 +19,7 @@ from tests.checkpoint.runs import fingerprint, shadow_of, swapped_groups
 from tests.support.models import HostileNet
 from tests.support.runs import PLAIN, Case, start
 from zerotune.backend.distributed import Launch
-from zerotune.plan.model import Streaming
+from zerotune.plan.context import Streaming
 
 BEFORE, AFTER = 5, 20
 """Optimizer steps before the checkpoint and after it."""

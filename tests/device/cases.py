@@ -21,7 +21,9 @@ from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow
 from zerotune.ema.shadow import DeviceStore, FileStore, HostStore
 from zerotune.optim.resolver import OptimizerResolver
-from zerotune.plan.model import DeepSpeedPlan, EngineName, ModelFacts, Streaming
+from zerotune.plan.context import EngineName, Streaming
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 from zerotune.training.setup import build_engine
 

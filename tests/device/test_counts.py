@@ -10,9 +10,9 @@ from tests.device import on_device
 from tests.device.cases import Case, loss_of, started
 from zerotune.ema import DeviceStore, EMAShadow
 from zerotune.ema.shadow import HostStore
+from zerotune.plan.context import Streaming
 from zerotune.plan.memory.estimate import Workload
 from zerotune.plan.memory.time import step_traffic
-from zerotune.plan.model import Streaming
 
 pytestmark = pytest.mark.deepspeed
 

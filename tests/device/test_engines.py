@@ -10,7 +10,7 @@ import pytest
 
 from tests.device import on_device
 from tests.device.cases import CASES, STREAMED, ZERO_2, differences, run
-from zerotune.plan.model import Streaming
+from zerotune.plan.context import Streaming
 
 pytestmark = pytest.mark.deepspeed
 

@@ -20,7 +20,7 @@ from zerotune.backend.host import passes
 from zerotune.backend.host.gradients import GradientPool
 from zerotune.backend.host.lanes import Copy, Lane
 from zerotune.diffusion.activations import StreamTransfers
-from zerotune.plan.model import Streaming
+from zerotune.plan.context import Streaming
 
 pytestmark = pytest.mark.deepspeed
 

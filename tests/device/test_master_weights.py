@@ -8,7 +8,9 @@ import torch
 from tests.device import on_device
 from zerotune.errors import EngineError
 from zerotune.optim import OptimizerResolver
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
+from zerotune.plan.context import Streaming
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 from zerotune.platform.facts import GIB
 from zerotune.training.setup import build_engine

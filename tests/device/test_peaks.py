@@ -12,8 +12,9 @@ from bench.on_card import inputs_of, loss_of
 from tests.device import on_device
 from tools.families import CONFIGURATIONS
 from zerotune.optim.resolver import OptimizerResolver
+from zerotune.plan.context import Streaming
 from zerotune.plan.memory.estimate import CONTEXT, Workload
-from zerotune.plan.model import DeepSpeedPlan, Streaming
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 from zerotune.training.setup import build_engine
 

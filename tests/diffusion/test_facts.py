@@ -28,8 +28,8 @@ from zerotune.diffusion.models.declared import Flux
 from zerotune.diffusion.passes import activation_peak
 from zerotune.diffusion.passes import counting as counting_passes
 from zerotune.errors import InvalidValueError
+from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import family, family_names, family_of, model_family
-from zerotune.plan.model import ModelFacts
 
 UNET = {
     "_class_name": "UNet2DConditionModel",

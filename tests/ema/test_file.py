@@ -27,7 +27,7 @@ from zerotune.ema import EMAShadow, EMAShadows, FileStore
 from zerotune.ema import file as module
 from zerotune.ema.file import FileTensors
 from zerotune.errors import EMAError
-from zerotune.plan.model import Streaming
+from zerotune.plan.context import Streaming
 
 CHUNK = 2**14
 """Bytes; less than most weights of the test models, so that they are divided."""

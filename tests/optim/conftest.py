@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts, RunFacts
+from zerotune.plan.context import RunFacts
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
 VERSIONS = {"python": "3.11.9", "torch": "2.13.0", "deepspeed": "0.19.8"}

@@ -8,7 +8,8 @@ import pytest
 from zerotune.errors import InvalidValueError
 from zerotune.optim import OptimizerResolver, ParameterGroups
 from zerotune.optimizers.schedules import lr_at
-from zerotune.plan.model import ModelFacts, RunFacts
+from zerotune.plan.context import RunFacts
+from zerotune.plan.facts import ModelFacts
 
 
 @pytest.fixture

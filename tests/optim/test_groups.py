@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zerotune.errors import InvalidValueError, OptimizerError, UnknownKeyError
 from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
 from zerotune.optim.groups import matches
-from zerotune.plan.model import ModelFacts, ParameterFacts
+from zerotune.plan.facts import ModelFacts, ParameterFacts
 
 SHAPES = [
     ("unet.conv_in.weight", (8, 4, 3, 3)),

@@ -8,8 +8,7 @@ import sys
 from zerotune.optim import OptimizerResolver
 from zerotune.optimizers.catalogue import SchedulerChoice, normalise_optimizer_name
 from zerotune.optimizers.schedules import lr_at
-from zerotune.plan.model import DeepSpeedPlan
-from zerotune.plan.model import ModelFacts
+from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
 
 plan = DeepSpeedPlan.build(stage=2, offload="cpu", optimizer="Adam").resolve(

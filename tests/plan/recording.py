@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from zerotune.errors import ZeroTuneError
-from zerotune.plan import model
+from zerotune.plan import plan as facades
 from zerotune.plan import rules as resolving
 
 _recorded: set[str] = set()
 _resolve = resolving.resolve
-_render = model.ResolvedPlan.to_deepspeed
+_render = facades.ResolvedPlan.to_deepspeed
 
 
 def _rendering(plan: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def _resolving(*args: Any, **kwargs: Any) -> Any:
 
 def pytest_configure() -> None:
     resolving.resolve = _resolving
-    model.ResolvedPlan.to_deepspeed = _rendering
+    facades.ResolvedPlan.to_deepspeed = _rendering
 
 
 def pytest_unconfigure() -> None:

@@ -9,6 +9,7 @@ import pytest
 from zerotune import DeepSpeedPlan, OptimizerResolver, Platform, RunFacts
 from zerotune.errors import PlanError, PlanFileError
 from zerotune.plan.accelerate import OF_THE_SCRIPT
+from zerotune.plan.plan import raised
 from zerotune.plan.read import plan_from_mapping, read_partly
 from zerotune.plan.rules import RuleContext
 
@@ -151,13 +152,19 @@ def test_all_refusals_of_optimizer_and_schedule_are_reported():
     }  # fmt: skip
 
 
+def partly(config):
+    return read_partly(
+        lambda log: raised(DeepSpeedPlan, plan_from_mapping(config, log, source="dict"))
+    )
+
+
 @pytest.mark.parametrize("rest", [{}, {"gradient_accumulation_steps": 2}])
 def test_rules_are_applied_to_the_valid_rest(rest):
     config = {
         "train_batch_size": 7, "train_micro_batch_size_per_gpu": 3, **rest,
         "zero_optimization": {"stage": 2, "foo": 1, "offload_optimizer": {"device": "nvme"}},
     }  # fmt: skip
-    plan, mistakes = read_partly(lambda log: plan_from_mapping(config, log, source="dict"))
+    plan, mistakes = partly(config)
     assert [error.key for error in mistakes] == ["zero_optimization.foo"]
     found = inspected(plan, mistakes)
     assert {finding.key for finding in found.findings} == {
@@ -179,7 +186,7 @@ def test_rules_are_applied_to_the_valid_rest(rest):
     ],
 )  # fmt: skip
 def test_one_mistake_causes_no_others(config):
-    plan, mistakes = read_partly(lambda log: plan_from_mapping(config, log, source="dict"))
+    plan, mistakes = partly(config)
     assert len(mistakes) == 1
     found = inspected(plan, mistakes)
     assert (found.findings, found.refusals) == ((), ())

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.needs import needs
 from zerotune.plan import DeepSpeedPlan, ModelFacts
+from zerotune.plan.facts import BlockFacts
 from zerotune.plan.families import family
-from zerotune.plan.model import BlockFacts
 from zerotune.plan.resolve import leaf_blocks, max_live, prefetch_bucket
 from zerotune.platform import Platform
 

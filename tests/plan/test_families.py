@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from zerotune.errors import InvalidValueError
+from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import (
     as_facts,
     facts_from_json,
@@ -17,7 +18,6 @@ from zerotune.plan.families import (
     family_names,
     model_family,
 )
-from zerotune.plan.model import ModelFacts
 
 
 def test_the_facts_of_sdxl_equal_the_published_ones():

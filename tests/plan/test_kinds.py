@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError
-from zerotune.plan.model import Boolean, Choice, Folder, Free, Integer, Number, Text, check_json
+from zerotune.plan.values import Boolean, Choice, Folder, Free, Integer, Number, Text, check_json
 
 
 @pytest.mark.parametrize(

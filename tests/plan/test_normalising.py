@@ -4,7 +4,7 @@ import pytest
 
 from zerotune.errors import PlanConflictError, PlanError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.model import ZeroSection
+from zerotune.plan.sections import ZeroSection
 
 
 def normalised(config):

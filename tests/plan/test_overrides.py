@@ -4,8 +4,8 @@ import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanError, UnknownKeyError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.model import LaunchSection, ZeroSection
 from zerotune.plan.read import SHORT_NAMES
+from zerotune.plan.sections import LaunchSection, ZeroSection
 
 START = {
     "train_micro_batch_size_per_gpu": 1,

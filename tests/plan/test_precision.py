@@ -4,8 +4,8 @@ import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError
 from zerotune.plan import DeepSpeedPlan, RunFacts
-from zerotune.plan.model import LaunchSection
 from zerotune.plan.resolve import decide_precision
+from zerotune.plan.sections import LaunchSection
 from zerotune.platform import Platform
 
 CUDA = Platform.synthetic("cuda")

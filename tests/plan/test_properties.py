@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from zerotune.errors import PlanError
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
-from zerotune.plan import model as known_keys
-from zerotune.plan.model import (
+from zerotune.plan import keys as known_keys
+from zerotune.plan.rules import RuleContext, check_plan
+from zerotune.plan.section import modelled
+from zerotune.plan.sections import (
     AioSection,
     Bf16Section,
     Fp16Section,
     OffloadSection,
     OptimizerSection,
     ZeroSection,
-    modelled,
 )
-from zerotune.plan.rules import RuleContext, check_plan
 from zerotune.platform import Platform
 
 SLOW = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])

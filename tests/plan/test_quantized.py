@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.needs import needs
 from zerotune.plan import ModelFacts
-from zerotune.plan.model import ParameterFacts
+from zerotune.plan.facts import ParameterFacts
 
 torch = needs("torch", may_lack="what a plan knows of a model is asked of modules here")
 

@@ -15,7 +15,13 @@ from zerotune.errors import (
     UnknownKeyError,
 )
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.model import AioSection, Bf16Section, LaunchSection, OffloadSection, ZeroSection
+from zerotune.plan.sections import (
+    AioSection,
+    Bf16Section,
+    LaunchSection,
+    OffloadSection,
+    ZeroSection,
+)
 
 
 def test_reference_a_is_read_unchanged(reference_a):

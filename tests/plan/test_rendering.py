@@ -16,7 +16,7 @@ from tests.plan.conftest import ADAMW, REFERENCE_A, REFERENCE_B, REFERENCE_C, WA
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.optimizers.catalogue import OptimizerChoice, SchedulerChoice
 from zerotune.plan import DeepSpeedPlan, RunFacts
-from zerotune.plan.model import ResolvedPlan
+from zerotune.plan.plan import ResolvedPlan
 from zerotune.platform import Platform
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -6,7 +6,8 @@ import pytest
 from zerotune.errors import InvalidValueError, PlanConflictError, UnresolvedPlanError
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, rules
 from zerotune.plan import resolve as filling
-from zerotune.plan.model import AUTO, ZeroSection
+from zerotune.plan.sections import ZeroSection
+from zerotune.plan.values import AUTO
 from zerotune.platform import Platform
 from zerotune.platform.facts import DeepSpeedSupport
 

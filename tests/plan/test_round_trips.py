@@ -12,9 +12,9 @@ import zerotune.plan
 from tests.plan.test_properties import CONFIGS, JUNK, SCALARS, SLOW, names, plan_or_error
 from zerotune.errors import PlanError
 from zerotune.plan import DeepSpeedPlan, plan_document
-from zerotune.plan import model as known_keys
-from zerotune.plan.model import LaunchSection
+from zerotune.plan import keys as known_keys
 from zerotune.plan.read import SHORT_NAMES
+from zerotune.plan.sections import LaunchSection
 from zerotune.plan.source import parse_yaml
 
 LAUNCHES = st.dictionaries(

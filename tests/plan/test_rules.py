@@ -6,8 +6,8 @@ import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanError
 from zerotune.plan import DeepSpeedPlan, RunFacts
-from zerotune.plan.model import LaunchSection
 from zerotune.plan.rules import Finding, RuleContext, all_rules
+from zerotune.plan.sections import LaunchSection
 from zerotune.platform import Platform
 
 RULES = {rule.id: rule for rule in all_rules()}

@@ -9,7 +9,7 @@ import pytest
 from zerotune.errors import InvalidValueError
 from zerotune.optim import OptimizerResolver
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.model import RunFacts
+from zerotune.plan.context import RunFacts
 from zerotune.platform import Platform
 
 # Names and types as in diffusers' training scripts.

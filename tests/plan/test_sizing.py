@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from zerotune.plan import ModelFacts
 from zerotune.plan import resolve as sizing
-from zerotune.plan.model import ParameterFacts
+from zerotune.plan.facts import ParameterFacts
 
 SHAPES = st.lists(st.lists(st.integers(0, 400), max_size=3).map(tuple), min_size=1, max_size=30)
 

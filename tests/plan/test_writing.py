@@ -8,7 +8,7 @@ import pytest
 import zerotune.plan
 from zerotune.errors import InvalidValueError, PlanError, PlanFileError
 from zerotune.plan import DeepSpeedPlan, plan_document
-from zerotune.plan.model import LaunchSection, ZeroSection
+from zerotune.plan.sections import LaunchSection, ZeroSection
 
 NAMES = {name: getattr(zerotune.plan, name) for name in zerotune.plan.__all__}
 

@@ -12,7 +12,7 @@ import yaml
 from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan, plan_document
 from zerotune.plan.accelerate import OF_THE_SCRIPT
-from zerotune.plan.model import LaunchSection
+from zerotune.plan.sections import LaunchSection
 
 # Print what `accelerate launch` sets for a configuration file, and the configuration the script
 # gets.

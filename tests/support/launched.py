@@ -12,7 +12,8 @@ import torch
 
 from zerotune.backend.distributed import Launch
 from zerotune.optim.resolver import OptimizerResolver
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.training.setup import build_engine
 
 

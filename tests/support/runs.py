@@ -44,7 +44,7 @@ def build(
 ) -> Any:
     """Resolve the plan for this model and rank, and start an engine."""
     from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.model import ModelFacts
+    from zerotune.plan.facts import ModelFacts
     from zerotune.training.setup import build_engine
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -55,7 +55,7 @@ def build(
 
 def start(case: Case, model: Any) -> Any:
     """Start a verified engine for ``case``."""
-    from zerotune.plan.model import DeepSpeedPlan
+    from zerotune.plan.plan import DeepSpeedPlan
 
     optimizer = case.optimizer
     if isinstance(optimizer, str):

@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from zerotune.plan.model import join
 from zerotune.plan.schema import HANDLING
+from zerotune.plan.section import join
 
 
 @attrs.frozen(kw_only=True)

@@ -12,7 +12,7 @@ from tests.support.models import tiny_unet
 from tests.support.ranks import ranks
 from zerotune.diffusion import ActivationOffload, ClassConditional, FlowMatchingObjective
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.model import ActivationCost, ActivationFacts
+from zerotune.plan.work import ActivationCost, ActivationFacts
 from zerotune.platform import Platform
 from zerotune.platform.facts import GIB
 from zerotune.training import Trainer

@@ -33,7 +33,7 @@ from zerotune.errors import (
     ZeroTuneError,
 )
 from zerotune.plan.families import family_names
-from zerotune.plan.model import DeepSpeedPlan
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.training import ProgressBar, SaveEvery, SkipNonFinite
 from zerotune.training.emas import as_ema
 from zerotune.training.events import as_callbacks

@@ -15,7 +15,7 @@ from tests.training import diagnosed, workers
 from zerotune import ImageTensors
 from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.model import UNIT_ALIGNED
+from zerotune.plan.facts import UNIT_ALIGNED
 from zerotune.platform import Platform
 from zerotune.training import Trainer, activations
 from zerotune.training.activations import set_recomputing

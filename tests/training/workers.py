@@ -18,7 +18,7 @@ from zerotune import (
     Trainer,
 )
 from zerotune.backend.host.engine import HostEngine
-from zerotune.plan.model import UNIT_ALIGNED
+from zerotune.plan.facts import UNIT_ALIGNED
 from zerotune.training import Callback
 
 FAMILY = ClassConditional(null_label=10, dropout=0.2)

@@ -11,6 +11,7 @@ import html
 import io
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import singledispatch
 from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO
 
 import attrs
@@ -234,6 +235,18 @@ class Page:
             console.print(block.layout(), highlight=False, markup=False, emoji=False)
 
 
+@singledispatch
+def brief_of(value: object) -> str:
+    """Return a summary of ``value`` in one line; the room that reports its class registers it."""
+    raise NotImplementedError(type(value).__name__)
+
+
+@singledispatch
+def page_of(value: object) -> Page:
+    """Return the report of ``value``; the room that reports its class registers it."""
+    raise NotImplementedError(type(value).__name__)
+
+
 class Readable:
     """Base class of values with a one-line ``repr`` and a report for ``print`` and notebooks."""
 
@@ -241,11 +254,11 @@ class Readable:
 
     def brief(self) -> str:
         """Return a summary in one line."""
-        raise NotImplementedError
+        return brief_of(self)
 
     def page(self) -> Page:
         """Return the whole report."""
-        raise NotImplementedError
+        return page_of(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.brief()}>"

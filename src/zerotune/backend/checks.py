@@ -15,7 +15,8 @@ from zerotune.decisions import Decision
 from zerotune.errors import EngineError, InvalidValueError, VerificationError
 from zerotune.optimizers.catalogue import OptimizerChoice, SchedulerChoice
 from zerotune.optimizers.schedules import betas_at, lr_at
-from zerotune.plan.model import ModelFacts, ResolvedPlan
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.plan import ResolvedPlan
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup

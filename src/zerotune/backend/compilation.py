@@ -28,7 +28,7 @@ from zerotune.errors import EngineError, InvalidValueError, VerificationError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.plan.model import ResolvedPlan
+    from zerotune.plan.plan import ResolvedPlan
 
 KEY: Final = "compile"
 _OTHER_VARIANTS: Final = 8

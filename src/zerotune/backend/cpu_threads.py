@@ -27,7 +27,7 @@ from zerotune.platform.detect import (
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
-    from zerotune.plan.model import ResolvedPlan
+    from zerotune.plan.plan import ResolvedPlan
 
 VARIABLE: Final = "OMP_NUM_THREADS"
 KEY: Final = "threads"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
     from zerotune.backend.master_weights import MasterWeights
     from zerotune.decisions import Decision
-    from zerotune.plan.model import ResolvedPlan
+    from zerotune.plan.plan import ResolvedPlan
 
 GONE: Final = "_zerotune_gone"
 """Name of the attribute that stores why a module lost its weights when its engine closed."""

@@ -35,7 +35,7 @@ from zerotune.backend.optimizers.client import build_client_optimizer, chosen_op
 from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.decisions import announce
 from zerotune.errors import EngineError
-from zerotune.plan.model import ResolvedPlan
+from zerotune.plan.plan import ResolvedPlan
 
 _ELEMENT_BY_ELEMENT: Final = (
     torch.optim.Adam,

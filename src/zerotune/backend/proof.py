@@ -33,7 +33,7 @@ from zerotune.backend.accelerator import accelerator_for
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError
-from zerotune.plan.model import ResolvedPlan
+from zerotune.plan.plan import ResolvedPlan
 from zerotune.platform.detect import MachineProbe, first_line
 from zerotune.platform.facts import user_cache
 

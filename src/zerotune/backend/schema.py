@@ -26,10 +26,10 @@ from typing import Any, Final
 from zerotune.backend.upstream import require_deepspeed
 from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan import model as kinds
-from zerotune.plan.model import Nested, Section, modelled
+from zerotune.plan import values as kinds
 from zerotune.plan.resolve import stages_of
 from zerotune.plan.schema import HANDLING, attribute_docs
+from zerotune.plan.section import Nested, Section, modelled
 from zerotune.platform import detect_platform
 
 Schema = dict[str, Any]
@@ -395,7 +395,7 @@ def with_auto(schema: Schema) -> Schema:
 
 
 def of_kind(kind: Any) -> Schema:
-    """Return the schema of a setting, given its type in ``zerotune.plan.model``.
+    """Return the schema of a setting, given its type in ``zerotune.plan.values``.
 
     Args:
         kind: The type, such as an ``Integer`` or a ``Choice``.

@@ -49,7 +49,7 @@ from zerotune.errors import (
     PlanSyntaxError,
     ZeroTuneError,
 )
-from zerotune.plan.model import OFFLOAD_DEVICES, PRECISIONS
+from zerotune.plan.sections import OFFLOAD_DEVICES, PRECISIONS
 
 logger = logging.getLogger("zerotune")
 

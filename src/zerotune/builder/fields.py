@@ -19,16 +19,13 @@ from zerotune.builder.models import MODEL_NAMES, model_name
 from zerotune.errors import UNSET
 from zerotune.optimizers.catalogue import BY_WORD, OPTIMIZERS, Parameter
 from zerotune.optimizers.schedules import SCHEDULERS
+from zerotune.plan.facts import STORAGES
 from zerotune.plan.families import family_names, model_family
 from zerotune.plan.memory.time import CARDS
-from zerotune.plan.model import (
-    STORAGES,
-    Boolean,
-    ZeroSection,
-    join,
-    modelled,
-)
 from zerotune.plan.schema import attribute_docs
+from zerotune.plan.section import join, modelled
+from zerotune.plan.sections import ZeroSection
+from zerotune.plan.values import Boolean
 
 ZERO: Final = "zero_optimization"
 

@@ -18,8 +18,9 @@ from zerotune._util.text import json_of
 from zerotune.decisions import Log
 from zerotune.errors import InvalidValueError, ZeroTuneError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.model import read_launch, with_launch
+from zerotune.plan.plan import raised
 from zerotune.plan.read import plan_from_mapping, read_partly
+from zerotune.plan.settings import read_launch, with_launch
 from zerotune.plan.source import wrapper_of
 from zerotune.plan.write import in_order
 
@@ -203,7 +204,7 @@ def read_plan(state: FormState) -> Reading:
                 fix="open this configuration as a file",
             )
         plan = plan_from_mapping(state.config, log, source="form")
-        return with_launch(plan, read_launch(state.launch, log))
+        return raised(DeepSpeedPlan, with_launch(plan, read_launch(state.launch, log)))
 
     plan, errors = read_partly(read)
     return Reading(plan=None if errors else plan, partial_plan=plan, errors=errors)

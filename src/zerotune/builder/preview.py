@@ -34,11 +34,14 @@ from zerotune.optim import OptimizerResolver
 from zerotune.optim.capability import Situation, installed_packages, missing_package
 from zerotune.optimizers.catalogue import OPTIMIZERS
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, Workload, plan_document
-from zerotune.plan.advise import Advice, Candidate, Remedy
+from zerotune.plan.advise import Candidate, Remedy
+from zerotune.plan.context import Context
+from zerotune.plan.facts import STORAGES
 from zerotune.plan.families import as_facts, family_names, model_family
-from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate, sample_size
+from zerotune.plan.memory.estimate import EMAPlace, sample_size
 from zerotune.plan.memory.time import CARDS, StepTime, card_platform, known_rates, step_time
-from zerotune.plan.model import AUTO, OFFLOAD_DEVICES, PRECISIONS, STORAGES, Context, ResolvedPlan
+from zerotune.plan.plan import Advice, MemoryEstimate, ResolvedPlan, raised
+from zerotune.plan.sections import OFFLOAD_DEVICES, PRECISIONS
 from zerotune.plan.text import (
     DURING,
     FOREMOST,
@@ -53,6 +56,7 @@ from zerotune.plan.text import (
     shown_and_defaults,
     subject,
 )
+from zerotune.plan.values import AUTO
 from zerotune.plan.write import in_order, launchable
 from zerotune.platform import CUDA, Platform, detect_platform
 
@@ -527,7 +531,7 @@ class _Form:
             # A plan that cannot run has no choices or assumptions to report.
             return None, [*messages, *notable_decisions(plan.decisions, findings=found.findings)]
         notable = notable_decisions(found.resolved.decisions, findings=found.findings)
-        return found.resolved, [*messages, *assumed, *notable]
+        return raised(ResolvedPlan, found.resolved), [*messages, *assumed, *notable]
 
     def _model(self) -> ModelFacts | None:
         setup = self.setup

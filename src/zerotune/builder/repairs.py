@@ -19,8 +19,8 @@ from zerotune.builder.forms import FormState, is_written, to_wire
 from zerotune.builder.preview import Machines, Preview, understand
 from zerotune.decisions import Decision
 from zerotune.errors import REMOVAL, UNSET, Edits
-from zerotune.plan.model import PRECISIONS, only_precision
 from zerotune.plan.read import canonical_path
+from zerotune.plan.sections import PRECISIONS, only_precision
 
 MAX_BUTTONS: Final = 4
 """Maximum number of buttons per finding."""

@@ -26,6 +26,7 @@ from zerotune.errors import (
     ZeroTuneError,
 )
 from zerotune.plan import DeepSpeedPlan, plan_document
+from zerotune.plan.plan import raised
 from zerotune.plan.read import plan_from_mapping, read_whole
 from zerotune.plan.source import parse_any, read_text, tolerated, with_named_files, wrapper_of
 from zerotune.plan.write import format_of, launchable
@@ -183,7 +184,8 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
 
     def read(log: Log) -> DeepSpeedPlan:
         tolerated(sentences, name, log)
-        return plan_from_mapping(content, log, source=name, folder=folder)
+        plan = plan_from_mapping(content, log, source=name, folder=folder)
+        return raised(DeepSpeedPlan, plan)
 
     try:
         plan = read_whole(read)

@@ -45,7 +45,7 @@ from zerotune.errors import (
     CheckpointError,
     CheckpointMismatchError,
 )
-from zerotune.plan.model import Streaming
+from zerotune.plan.context import Streaming
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine, EngineState

@@ -35,7 +35,7 @@ class _ConvertCheckpoint(Below):
 
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
-        from zerotune.plan.model import PRECISIONS
+        from zerotune.plan.sections import PRECISIONS
 
         _add_path(parser)
         parser.add_argument(

@@ -22,8 +22,8 @@ from zerotune.cli.plan import (
 from zerotune.errors import DataError, InvalidValueError, PlanFileError
 
 if TYPE_CHECKING:
-    from zerotune.plan.advise import Advice
     from zerotune.plan.families import ModelFamily
+    from zerotune.plan.plan import Advice
 
 NAME: Final = "init"
 SUMMARY: Final = "Write a training script and its plan, for a model, a GPU and a folder of images."

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from zerotune.decisions import Decision
     from zerotune.errors import NothingFitsError
     from zerotune.plan import DeepSpeedPlan
-    from zerotune.plan.advise import Advice
     from zerotune.plan.families import ModelFamily
-    from zerotune.plan.memory.estimate import MemoryEstimate, Place
-    from zerotune.plan.model import ResolvedPlan
+    from zerotune.plan.memory.estimate import Place
+    from zerotune.plan.plan import Advice, MemoryEstimate, ResolvedPlan
     from zerotune.plan.text import RankBudget
     from zerotune.platform import Platform
 
@@ -117,8 +116,8 @@ def _set_world_size(arguments: argparse.Namespace, plan: DeepSpeedPlan | None) -
 def _add_workload(
     parser: argparse.ArgumentParser, world_size: int | None = 1, about: str = "processes; default 1"
 ) -> None:
+    from zerotune.plan.facts import STORAGES
     from zerotune.plan.memory.estimate import EMAPlace
-    from zerotune.plan.model import STORAGES
 
     group = parser.add_argument_group("workload")
     group.add_argument(
@@ -140,7 +139,8 @@ def _add_workload(
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     """Add the training options of ``advise``."""
-    from zerotune.plan.model import AUTO, PRECISIONS
+    from zerotune.plan.sections import PRECISIONS
+    from zerotune.plan.values import AUTO
 
     training = parser.add_argument_group("training")
     _add_sample(training)
@@ -360,11 +360,12 @@ class _Check(Below):
 
         from zerotune.decisions import Decision, raise_all
         from zerotune.plan import read
+        from zerotune.plan.plan import DeepSpeedPlan, raised
         from zerotune.plan.rules import RuleContext
         from zerotune.platform import CUDA, Platform
 
         plan, mistakes = read.read_partly(
-            lambda log: read.load_plan(self.arguments.file, log),
+            lambda log: raised(DeepSpeedPlan, read.load_plan(self.arguments.file, log)),
             also_known=self.arguments.also_known,
         )
         if any(isinstance(error, PlanFileError | PlanSyntaxError) for error in mistakes):
@@ -471,7 +472,7 @@ def _settle_written(resolved: ResolvedPlan) -> ResolvedPlan:
 def _open_run(plan: DeepSpeedPlan) -> Any:
     """Return a run with assumed values for what the plan leaves to the script."""
     from zerotune.plan import RunFacts
-    from zerotune.plan.model import AUTO
+    from zerotune.plan.values import AUTO
 
     optimizer = (plan.optimizer.params if plan.optimizer else None) or {}
     scheduler = (plan.scheduler.params if plan.scheduler else None) or {}

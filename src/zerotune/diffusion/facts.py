@@ -33,16 +33,15 @@ from zerotune.diffusion.passes import (
     sizes_only,
 )
 from zerotune.errors import InvalidValueError, MissingDependencyError
+from zerotune.plan.facts import ModelFacts, latent_frames
 from zerotune.plan.families import ModelFamily, facts_from_json, facts_to_json, family_of
-from zerotune.plan.model import (
+from zerotune.plan.work import (
     SMALLEST_OFFLOADED,
     ActivationCost,
     ActivationFacts,
     Amount,
     ArithmeticFacts,
-    ModelFacts,
     PassWork,
-    latent_frames,
 )
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from zerotune.backend.stored import bring_weights, standing_in
 from zerotune.backend.trained_parts import TrainedParts, components
 from zerotune.decisions import Decision, announce
 from zerotune.errors import CheckpointMismatchError, InvalidValueError, MissingDependencyError
-from zerotune.plan.model import ATTENTION_PROJECTIONS, ModelFacts
+from zerotune.plan.facts import ATTENTION_PROJECTIONS, ModelFacts
 
 if TYPE_CHECKING:
     from peft import PeftConfig

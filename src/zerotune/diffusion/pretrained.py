@@ -92,7 +92,7 @@ from zerotune.diffusion.objective import (
     FlowMatchingObjective,
 )
 from zerotune.errors import CheckpointCorruptError, InvalidValueError, MissingDependencyError
-from zerotune.plan.model import DeepSpeedPlan, ResolvedPlan
+from zerotune.plan.plan import DeepSpeedPlan, ResolvedPlan
 from zerotune.platform.detect import first_line
 
 if TYPE_CHECKING:

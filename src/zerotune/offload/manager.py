@@ -41,7 +41,7 @@ from zerotune.offload.root import (
 from zerotune.offload.space import check_space, fit_host_memory, swap_needs
 
 if TYPE_CHECKING:
-    from zerotune.plan.model import ResolvedPlan
+    from zerotune.plan.plan import ResolvedPlan
 
 _Directories = tuple[SwapDirectory, ...]
 Share = Callable[[str], str]

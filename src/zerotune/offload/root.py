@@ -19,10 +19,11 @@ from zerotune._util.text import disk_size, json_of
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import OffloadError
 from zerotune.offload.lease import making_in
-from zerotune.plan.model import AUTO, evolved
+from zerotune.plan.section import evolved
+from zerotune.plan.values import AUTO
 
 if TYPE_CHECKING:
-    from zerotune.plan.model import ResolvedPlan
+    from zerotune.plan.plan import ResolvedPlan
 
 Target = Literal["param", "optimizer"]
 """Kind of swapped data: parameters or optimizer states."""

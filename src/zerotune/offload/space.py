@@ -17,11 +17,13 @@ from zerotune.offload.lease import FoundLease, find_lease, find_leases
 from zerotune.offload.root import SwapRoot, Target
 from zerotune.optimizers.catalogue import entry_of
 from zerotune.plan.memory.estimate import PHASES, Workload
-from zerotune.plan.model import AUTO, evolved
 from zerotune.plan.resolve import SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
+from zerotune.plan.section import evolved
+from zerotune.plan.values import AUTO
 
 if TYPE_CHECKING:
-    from zerotune.plan.model import ModelFacts, ResolvedPlan
+    from zerotune.plan.facts import ModelFacts
+    from zerotune.plan.plan import ResolvedPlan
 
 
 _ALIGNMENT: Final = 1024

@@ -29,7 +29,7 @@ from zerotune.optimizers.catalogue import (
     Parameter,
     WeightDecay,
 )
-from zerotune.plan.model import (
+from zerotune.plan.values import (
     Anything,
     Boolean,
     Choice,
@@ -44,7 +44,7 @@ from zerotune.plan.model import (
 from zerotune.platform.facts import CUDA
 
 if TYPE_CHECKING:
-    from zerotune.plan.model import ResolvedPlan
+    from zerotune.plan.plan import ResolvedPlan
 
 
 @attrs.frozen(kw_only=True)

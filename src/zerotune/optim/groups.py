@@ -18,7 +18,7 @@ from zerotune.decisions import Decision, Log, raise_all
 from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.optim.capability import check, reject_unknown
 from zerotune.optimizers.catalogue import GroupChoice, OptimizerChoice, OptimizerEntry
-from zerotune.plan.model import ModelFacts, ParameterFacts
+from zerotune.plan.facts import ModelFacts, ParameterFacts
 
 REGEX: Final = "re:"
 """Prefix of regular expressions; every other pattern is a glob or a subtree."""

@@ -85,15 +85,12 @@ from zerotune.optimizers.schedules import (
     plot_curve,
     schedule_curve,
 )
-from zerotune.plan.model import (
-    AUTO,
-    RunFacts,
-    is_auto,
-)
+from zerotune.plan.context import RunFacts
 from zerotune.plan.read import SHORT_NAMES, settings_by_path
+from zerotune.plan.values import AUTO, is_auto
 
 if TYPE_CHECKING:
-    from zerotune.plan.model import ResolvedPlan
+    from zerotune.plan.plan import ResolvedPlan
     from zerotune.platform import Platform
 
 

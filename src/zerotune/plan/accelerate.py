@@ -16,19 +16,12 @@ import attrs
 
 from zerotune.decisions import Log
 from zerotune.errors import UNSET, InvalidValueError, PlanConflictError, ZeroTuneError
-from zerotune.plan import model as known_keys
-from zerotune.plan.model import (
-    AUTO,
-    Choice,
-    DeepSpeedPlan,
-    Integer,
-    LaunchSection,
-    modelled,
-    read_launch,
-    refuse_template,
-    unknown_key,
-)
+from zerotune.plan import keys as known_keys
+from zerotune.plan.section import Section, modelled, unknown_key
+from zerotune.plan.sections import LaunchSection
+from zerotune.plan.settings import Settings, read_launch
 from zerotune.plan.source import read_named, tolerated
+from zerotune.plan.values import AUTO, Choice, Integer, refuse_template
 
 BLOCK = "deepspeed_config"
 FILE = "deepspeed_config_file"
@@ -382,7 +375,7 @@ class _Translation:
         for key, value in self.around.items():
             name = key if isinstance(key, str) else repr(key)
             if f"launch.{name}" not in passed:
-                self.log.refuse(unknown_key(name, value, name, known))
+                self.log.refuse(unknown_key(Settings, name, value, name, known))
                 continue
             kept[key] = value
             if name not in TOP_LEVEL:
@@ -442,7 +435,9 @@ def _merge(merged: dict[str, Any], key: Any, value: Any, log: Log) -> None:
             "has a key that is not text", key=BLOCK, value=key, fix="put it in quotes"
         )
     if key not in plan_keys() and key not in log.also_known:
-        raise unknown_key(key, value, f"{BLOCK}.{key}", known_keys.ACCELERATE_BLOCK | plan_keys())
+        raise unknown_key(
+            Section, key, value, f"{BLOCK}.{key}", known_keys.ACCELERATE_BLOCK | plan_keys()
+        )
     if key in merged and merged[key] != value:
         raise PlanConflictError(
             "is set under accelerate's key and under DeepSpeed's key, with different values",
@@ -455,8 +450,8 @@ def _merge(merged: dict[str, Any], key: Any, value: Any, log: Log) -> None:
 
 def plan_keys() -> frozenset[str]:
     """Return all top-level keys of a DeepSpeed configuration, including aliases."""
-    names = {attribute.name for attribute in modelled(DeepSpeedPlan)}
-    return frozenset(names | DeepSpeedPlan.passed_through | DeepSpeedPlan.aliases.keys())
+    names = {attribute.name for attribute in modelled(Settings)}
+    return frozenset(names | Settings.passed_through | Settings.aliases.keys())
 
 
 # -- Reading the environment that ``accelerate launch`` sets for a script.
@@ -554,7 +549,7 @@ def _with_parallelism(found: Translated, environ: Mapping[str, str]) -> Translat
     return attrs.evolve(found, launch=attrs.evolve(found.launch, extra=extra))
 
 
-def missing_folders(plan: DeepSpeedPlan, log: Log) -> None:
+def missing_folders(plan: Settings, log: Log) -> None:
     """Record a warning for each swap folder that the environment variables do not name."""
     zero = plan.zero_optimization
     sections = {

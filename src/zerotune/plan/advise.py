@@ -7,19 +7,20 @@ from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import attrs
-from typing_extensions import override
 
-from zerotune._util.table import Page, Readable
+from zerotune._util.table import Readable
 from zerotune._util.text import format_size, is_number, parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, NothingFitsError
 from zerotune.optimizers.catalogue import OPTIMIZERS, entry_of
+from zerotune.plan.context import Context, Streaming
+from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import as_facts, frozen_beside
 from zerotune.plan.memory.estimate import (
     PLACES,
     Costing,
     EMAPlace,
-    MemoryEstimate,
+    Estimate,
     Phase,
     Place,
     Workload,
@@ -30,18 +31,11 @@ from zerotune.plan.memory.estimate import (
     with_units_kept,
 )
 from zerotune.plan.memory.time import Rates, StepTime, known_rates, step_time
-from zerotune.plan.model import (
-    Context,
-    DeepSpeedPlan,
-    ModelFacts,
-    OffloadSection,
-    OptimizerSection,
-    ResolvedPlan,
-    Streaming,
-    ZeroSection,
-)
 from zerotune.plan.resolve import with_engine
+from zerotune.plan.resolved import Resolved
 from zerotune.plan.rules import resolve
+from zerotune.plan.sections import OffloadSection, OptimizerSection, ZeroSection
+from zerotune.plan.settings import Settings
 from zerotune.platform.facts import CUDA, DISCRETE
 
 if TYPE_CHECKING:
@@ -84,8 +78,8 @@ class Candidate:
 
     title: str
     """Layout in words, such as ``"ZeRO-2, optimizer in host memory"``."""
-    plan: DeepSpeedPlan
-    estimate: MemoryEstimate
+    plan: Settings
+    estimate: Estimate
     gradient_checkpointing: bool
     fits: bool
     shortfalls: Mapping[Place, int]
@@ -110,7 +104,7 @@ class Candidate:
 
 
 @attrs.frozen(kw_only=True, repr=False)
-class Advice(Readable):
+class Advised(Readable):
     """The plan chosen by ``DeepSpeedPlan.advise``, with all candidates."""
 
     budget: Budget
@@ -119,17 +113,17 @@ class Advice(Readable):
     """All plans that were considered, from least to most offload."""
 
     @property
-    def plan(self) -> DeepSpeedPlan:
+    def plan(self) -> Settings:
         """The advised plan."""
         return self.chosen.plan
 
     @property
-    def estimate(self) -> MemoryEstimate:
+    def estimate(self) -> Estimate:
         """Memory estimate of the advised plan."""
         return self.chosen.estimate
 
     @property
-    def resolved(self) -> ResolvedPlan:
+    def resolved(self) -> Resolved:
         """The advised plan, resolved for the given machine."""
         return self.chosen.estimate.resolved
 
@@ -185,40 +179,8 @@ class Advice(Readable):
             "nvme": self.budget.nvme - needs["nvme"],
         }
 
-    @override
-    def brief(self) -> str:
-        """Summarise the choice in one line."""
-        from zerotune.plan import text
 
-        return f"{text.describe(self.resolved)}; of {len(self.candidates)} candidates"
-
-    @override
-    def page(self) -> Page:
-        """Return a report of the choice, its reason and up to five candidates."""
-        from zerotune.plan import text
-
-        return text.advice_page(self, most=text.FOREMOST)
-
-    def explain(self) -> str:
-        """Return the choice, its reason, the free memory and all candidates as text."""
-        from zerotune.plan import text
-
-        return text.advice_page(self).text(text.WIDTH)
-
-    def explain_markdown(self) -> str:
-        """Return ``explain`` as Markdown."""
-        from zerotune.plan import text
-
-        return text.advice_page(self).markdown()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the advice as a JSON-serialisable dict; sizes are in bytes."""
-        from zerotune.plan import text
-
-        return text.advice_data(self)
-
-
-def machine_needs(estimate: MemoryEstimate) -> dict[Place, int]:
+def machine_needs(estimate: Estimate) -> dict[Place, int]:
     """Return the bytes that a plan needs: device memory per rank, and RAM and NVMe per machine."""
     ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
     return {
@@ -319,7 +281,7 @@ class Request:
     budget: Budget
     world_size: int
     workload: Workload
-    plan: DeepSpeedPlan
+    plan: Settings
     """Settings other than the layout: precision, optimizer, accumulation …"""
     rates: Rates
     """Speeds of the machine."""
@@ -335,7 +297,7 @@ class Request:
 
 
 def advise(
-    plan: DeepSpeedPlan,
+    plan: Settings,
     model: ModelFacts | str | Any,
     context: Context,
     *,
@@ -354,7 +316,7 @@ def advise(
     rates: Rates | None,
     prefer: Preference,
     streamed: bool,
-) -> Advice:
+) -> Advised:
     """Choose a plan as ``DeepSpeedPlan.advise`` does."""
     if prefer not in PREFERENCES:
         raise InvalidValueError(
@@ -422,7 +384,7 @@ _ALIKE: Final = 1.05
 cases of `bench prediction`, the error of the prediction was larger."""
 
 
-def _choose(request: Request) -> Advice:
+def _choose(request: Request) -> Advised:
     candidates = list(_candidates(request))
     fitting = _eligible(request, candidates)
     if not fitting:
@@ -436,7 +398,7 @@ def _choose(request: Request) -> Advice:
             reason = "predicted to be the fastest that fits"
     chosen = attrs.evolve(first, reasons=(reason, *_without_clipping(first)))
     listed = tuple(chosen if one is first else one for one in candidates)
-    return Advice(budget=request.budget, chosen=chosen, candidates=listed)
+    return Advised(budget=request.budget, chosen=chosen, candidates=listed)
 
 
 def _eligible(request: Request, candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -480,7 +442,7 @@ def _candidates(
                 yield candidate
 
 
-def _fill_both(request: Request, estimate: MemoryEstimate) -> MemoryEstimate:
+def _fill_both(request: Request, estimate: Estimate) -> Estimate:
     """Estimate streamed weights with as many units and gradient buffers as fit."""
     work = estimate.workload
     kept = with_units_kept(estimate, request.budget.usable("device"))
@@ -489,7 +451,7 @@ def _fill_both(request: Request, estimate: MemoryEstimate) -> MemoryEstimate:
     return estimate_resolved(with_gradients_kept(estimate_resolved(kept, work), usable), work)
 
 
-def _as_laid_out(layout: Layout, resolved: Mapping[Layout, ResolvedPlan]) -> bool:
+def _as_laid_out(layout: Layout, resolved: Mapping[Layout, Resolved]) -> bool:
     """Whether resolution has kept the streaming options of ``layout``."""
     streaming = resolved[layout].streaming
     if streaming is None:
@@ -497,7 +459,7 @@ def _as_laid_out(layout: Layout, resolved: Mapping[Layout, ResolvedPlan]) -> boo
     return streaming.split_masters == layout.splits
 
 
-def _resolved(request: Request, layout: Layout, plan: DeepSpeedPlan) -> ResolvedPlan:
+def _resolved(request: Request, layout: Layout, plan: Settings) -> Resolved:
     resolved = resolve(plan, request.context)
     if not layout.streams:
         return resolved
@@ -505,9 +467,7 @@ def _resolved(request: Request, layout: Layout, plan: DeepSpeedPlan) -> Resolved
     return with_engine(attrs.evolve(resolved, streamed=streaming))
 
 
-def _fill_device(
-    request: Request, layout: Layout, estimate: MemoryEstimate
-) -> tuple[DeepSpeedPlan, MemoryEstimate]:
+def _fill_device(request: Request, layout: Layout, estimate: Estimate) -> tuple[Settings, Estimate]:
     """Return the plan with as many optimizer sub-groups on the device as fit, at least one.
 
     Args:
@@ -521,7 +481,7 @@ def _fill_device(
     each = 4 * (2 + case.states)
     usable = request.budget.usable("device")
 
-    def keeping(kept: int) -> tuple[DeepSpeedPlan, MemoryEstimate]:
+    def keeping(kept: int) -> tuple[Settings, Estimate]:
         # The middle of the ratios that keep this many, so that rounding cannot change the number.
         ratio = round(max(0.0, 1 - (kept + 0.5) / len(groups)), 4)
         plan = _laid_out(request, layout, ratio=ratio)
@@ -568,7 +528,7 @@ def _sensible(request: Request, layout: Layout) -> bool:
     return True
 
 
-def _laid_out(request: Request, layout: Layout, *, ratio: float | None = None) -> DeepSpeedPlan:
+def _laid_out(request: Request, layout: Layout, *, ratio: float | None = None) -> Settings:
     def section(device: str, ratio: float | None = None) -> OffloadSection | None:
         if device == "none":
             return None
@@ -589,8 +549,8 @@ def _laid_out(request: Request, layout: Layout, *, ratio: float | None = None) -
 def _judged(
     request: Request,
     layout: Layout,
-    plan: DeepSpeedPlan,
-    estimate: MemoryEstimate,
+    plan: Settings,
+    estimate: Estimate,
 ) -> Candidate:
     needs = machine_needs(estimate)
     shortfalls: dict[Place, int] = {

@@ -13,7 +13,7 @@ import attrs
 
 from zerotune._util.palette import ALARM, FAINT, INK, PAPER, ROOM, component_colours, empty_figure
 from zerotune.errors import InvalidValueError
-from zerotune.plan.memory.estimate import MemoryEstimate
+from zerotune.plan.memory.estimate import Estimate
 from zerotune.plan.text import (
     PLACE_NAMES,
     RankBudget,
@@ -93,7 +93,7 @@ class Panel:
 
 
 def plot_memory(
-    estimate: MemoryEstimate, path: str | os.PathLike[str], *, budget: RankBudget | None = None
+    estimate: Estimate, path: str | os.PathLike[str], *, budget: RankBudget | None = None
 ) -> Path:
     """Draw peak device, host and NVMe memory as stacked bars in a PNG, PDF or SVG file.
 
@@ -125,13 +125,13 @@ def plot_memory(
     return write_whole(path, content.getvalue())
 
 
-def memory_heading(estimate: MemoryEstimate) -> str:
+def memory_heading(estimate: Estimate) -> str:
     """Return the heading for a chart of ``estimate``."""
     return f"Memory per rank: {describe(estimate.resolved)}\n{subject(estimate)}"
 
 
 def memory_panels(
-    estimate: MemoryEstimate,
+    estimate: Estimate,
     *,
     budget: RankBudget | None = None,
     measured: RankBudget | None = None,

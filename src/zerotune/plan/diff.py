@@ -11,8 +11,10 @@ import attrs
 from zerotune._util.table import Line, Page
 from zerotune.errors import InvalidValueError
 from zerotune.optimizers.catalogue import OptimizerChoice, SchedulerChoice
-from zerotune.plan.model import DeepSpeedPlan, ResolvedPlan, join
-from zerotune.plan.resolve import written
+from zerotune.plan.render import written
+from zerotune.plan.resolved import Resolved
+from zerotune.plan.section import join
+from zerotune.plan.settings import Settings
 
 ChangeKind = Literal["added", "removed", "changed"]
 KINDS: Final[tuple[ChangeKind, ...]] = get_args(ChangeKind)
@@ -103,7 +105,7 @@ class PlanDifference:
         return {"before": self.before, "after": self.after, "changes": changes}
 
 
-def diff_plans(before: DeepSpeedPlan, after: DeepSpeedPlan) -> PlanDifference:
+def diff_plans(before: Settings, after: Settings) -> PlanDifference:
     """Return the differences between two unresolved plans."""
     _check_kind(before, after)
     return PlanDifference(
@@ -113,7 +115,7 @@ def diff_plans(before: DeepSpeedPlan, after: DeepSpeedPlan) -> PlanDifference:
     )
 
 
-def diff_resolved(before: ResolvedPlan, after: ResolvedPlan) -> PlanDifference:
+def diff_resolved(before: Resolved, after: Resolved) -> PlanDifference:
     """Compare configuration, engine, optimizer and schedule of two resolved plans.
 
     Reasons are not compared. Plans with unresolved values can be compared too.
@@ -137,14 +139,14 @@ def _check_kind(before: object, after: object) -> None:
         )
 
 
-def _settings_of_plan(plan: DeepSpeedPlan) -> dict[str, Any]:
+def _settings_of_plan(plan: Settings) -> dict[str, Any]:
     settings = plan.to_dict()
     if plan.launch is not None:
         settings["launch"] = plan.launch.to_dict()
     return settings
 
 
-def _settings_that_run(resolved: ResolvedPlan) -> dict[str, Any]:
+def _settings_that_run(resolved: Resolved) -> dict[str, Any]:
     settings = written(resolved)
     settings["world_size"] = resolved.world_size
     settings["uses_deepspeed"] = resolved.uses_deepspeed

@@ -14,26 +14,9 @@ from zerotune._util.text import did_you_mean, is_integer
 from zerotune.decisions import Decision, Log
 from zerotune.errors import InvalidValueError, PlanConflictError, ZeroTuneError
 from zerotune.plan import accelerate
-from zerotune.plan.model import (
-    AUTO,
-    PRECISION_SYNONYMS,
-    PRECISIONS,
-    Choice,
-    DeepSpeedPlan,
-    Integer,
-    LaunchSection,
-    Nested,
-    Section,
-    ZeroSection,
-    is_auto,
-    join,
-    modelled,
-    normalise_top_level,
-    passed_paths,
-    read_launch,
-    read_section,
-    with_launch,
-)
+from zerotune.plan.section import Nested, Section, join, modelled, read_section
+from zerotune.plan.sections import PRECISION_SYNONYMS, PRECISIONS, LaunchSection, ZeroSection
+from zerotune.plan.settings import Settings, SettingsT, passed_paths, read_launch, with_launch
 from zerotune.plan.source import (
     INIT_FLAG,
     MICRO_KEYS,
@@ -49,7 +32,9 @@ from zerotune.plan.source import (
     undashed,
     wrapper_of,
 )
+from zerotune.plan.spelled import normalise_top_level
 from zerotune.plan.trainer import TrainerSettings, flagged_precision, precision_flags
+from zerotune.plan.values import AUTO, Choice, Integer, is_auto
 
 _ENOUGH_KEYS = 3
 _ENOUGH_TO_JUDGE = 20
@@ -86,11 +71,11 @@ _JSON_KINDS: Final = {type(None): "null", bool: "a boolean", str: "a string", li
 
 
 def read_whole(
-    read: Callable[[Log], DeepSpeedPlan],
+    read: Callable[[Log], SettingsT],
     *,
     also_known: Collection[str] = (),
     decisions: Iterable[Decision] = (),
-) -> DeepSpeedPlan:
+) -> SettingsT:
     """Read a plan and its decisions; raise all mistakes as one error.
 
     Args:
@@ -103,8 +88,8 @@ def read_whole(
 
 
 def read_partly(
-    read: Callable[[Log], DeepSpeedPlan], *, also_known: Collection[str] = ()
-) -> tuple[DeepSpeedPlan | None, tuple[ZeroTuneError, ...]]:
+    read: Callable[[Log], SettingsT], *, also_known: Collection[str] = ()
+) -> tuple[SettingsT | None, tuple[ZeroTuneError, ...]]:
     """Return the valid part of a plan (``None`` if nothing is valid), and all mistakes.
 
     Args:
@@ -116,11 +101,11 @@ def read_partly(
     return plan and _signed(plan, log), tuple(log.mistakes)
 
 
-def _signed(plan: DeepSpeedPlan, log: Log) -> DeepSpeedPlan:
+def _signed(plan: SettingsT, log: Log) -> SettingsT:
     return attrs.evolve(plan, decisions=log.decisions, names=dict(log.names))
 
 
-def load_plan(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
+def load_plan(path: str | os.PathLike[str], log: Log) -> Settings:
     """Read a file as ``DeepSpeedPlan.load`` does; its suffix determines the format."""
     yaml = Path(path).suffix.lower() in (".yaml", ".yml")
     return plan_from_yaml(path, log) if yaml else plan_from_json(Path(path), log)
@@ -128,7 +113,7 @@ def load_plan(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
 
 def plan_from_mapping(
     config: Any, log: Log, *, source: str, folder: Path | None = None
-) -> DeepSpeedPlan:
+) -> Settings:
     """Read a configuration as ``DeepSpeedPlan.from_dict`` does.
 
     Args:
@@ -160,7 +145,7 @@ def plan_from_mapping(
             reason="DeepSpeed does not know this key, which is a setting for the launcher",
         )
         launch = read_launch({INIT_FLAG: value}, log)
-    plan = read_section(DeepSpeedPlan, raw, key="", log=log)
+    plan = read_section(Settings, raw, key="", log=log)
     return with_launch(attrs.evolve(plan, source=source), launch)
 
 
@@ -191,7 +176,7 @@ def _refuse_something_else(config: Mapping[Any, Any], source: str, log: Log) -> 
     )
 
 
-def plan_from_json(path_or_text: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
+def plan_from_json(path_or_text: str | os.PathLike[str], log: Log) -> Settings:
     """Read JSON as ``DeepSpeedPlan.from_json`` does."""
     if isinstance(path_or_text, str) and path_or_text.lstrip("\ufeff \t\r\n").startswith(
         ("{", "//", "/*", "#", "[")
@@ -215,7 +200,7 @@ class _Wrapped:
     """Key of the configuration in the file."""
     log: Log
 
-    def plan(self, source: str, folder: Path | None) -> DeepSpeedPlan:
+    def plan(self, source: str, folder: Path | None) -> Settings:
         file, wrapper, written = source, self.wrapper, self.config[self.wrapper]
         beside: Mapping[Any, Any] = {}
         if isinstance(written, Mapping) and wrapper_of(written) == accelerate.FILE:
@@ -288,7 +273,7 @@ class _Wrapped:
         )
         return block[accelerate.FILE], beside
 
-    def _with_micro_batch(self, plan: DeepSpeedPlan) -> DeepSpeedPlan:
+    def _with_micro_batch(self, plan: Settings) -> Settings:
         """Read a trainer's batch size as samples per pass and rank."""
         written = next(
             (
@@ -329,7 +314,7 @@ class _Wrapped:
 
 def plan_from_settings(
     content: Mapping[Any, Any], log: Log, *, source: str, folder: Path | None = None
-) -> DeepSpeedPlan:
+) -> Settings:
     """Read settings from ``accelerate config``.
 
     Args:
@@ -341,7 +326,7 @@ def plan_from_settings(
     return _translated(accelerate.translate(content, log, source=source, folder=folder), log)
 
 
-def plan_from_yaml(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
+def plan_from_yaml(path: str | os.PathLike[str], log: Log) -> Settings:
     """Read an accelerate YAML as ``DeepSpeedPlan.from_yaml`` does."""
     file = Path(path)
     content = parse_yaml(read_text(file), source=str(file))
@@ -362,7 +347,7 @@ def plan_from_yaml(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
     return read(content, log, source=str(file), folder=file.parent)
 
 
-def plan_from_environment(environ: Mapping[str, str] | None, log: Log) -> DeepSpeedPlan:
+def plan_from_environment(environ: Mapping[str, str] | None, log: Log) -> Settings:
     """Read environment variables as ``DeepSpeedPlan.from_accelerate_environment`` does."""
     environ = os.environ if environ is None else environ
     plan = _translated(accelerate.translate_environment(environ, log), log)
@@ -370,7 +355,7 @@ def plan_from_environment(environ: Mapping[str, str] | None, log: Log) -> DeepSp
     return plan
 
 
-def _translated(found: accelerate.Translated, log: Log) -> DeepSpeedPlan:
+def _translated(found: accelerate.Translated, log: Log) -> Settings:
     plan = plan_from_mapping(found.config, log, source=found.source, folder=found.folder)
     return with_launch(plan, found.launch)
 
@@ -378,20 +363,20 @@ def _translated(found: accelerate.Translated, log: Log) -> DeepSpeedPlan:
 # -- A plan that is written and read again.
 
 
-def normalised_plan(plan: DeepSpeedPlan) -> DeepSpeedPlan:
+def normalised_plan(plan: Settings) -> Settings:
     """Return the plan in canonical spelling, as ``DeepSpeedPlan.normalised`` does."""
     launched = plan.launch.to_dict() if plan.launch else {}
     return _again(plan, plan.to_dict(), launched, plan.decisions)
 
 
 def _again(
-    plan: DeepSpeedPlan,
+    plan: Settings,
     config: Mapping[str, Any],
     launched: Mapping[str, Any],
     decisions: Iterable[Decision],
     also_known: Collection[str] = (),
-) -> DeepSpeedPlan:
-    def read(log: Log) -> DeepSpeedPlan:
+) -> Settings:
+    def read(log: Log) -> Settings:
         launch = read_launch(launched, log)
         return with_launch(plan_from_mapping(config, log, source=plan.source), launch)
 
@@ -447,8 +432,8 @@ Places = Callable[[str, Any], Iterable[tuple[str, Any]]]
 
 
 def override_plan(
-    plan: DeepSpeedPlan, overrides: Mapping[str, Any], *, also_known: Collection[str] = ()
-) -> DeepSpeedPlan:
+    plan: Settings, overrides: Mapping[str, Any], *, also_known: Collection[str] = ()
+) -> Settings:
     """Change settings of a plan as ``DeepSpeedPlan.with_overrides`` does.
 
     Args:
@@ -511,7 +496,7 @@ def _flattened(overrides: Mapping[Any, Any], prefix: str, depth: int) -> Iterato
             yield path, value
 
 
-def _places_of(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, Any]]:
+def _places_of(plan: Settings, name: str, value: Any) -> list[tuple[str, Any]]:
     """Return the settings that a name stands for, for ``settings_by_path``."""
     if name == _NVME_PATH:
         devices = {"optimizer": plan.offload_optimizer_device, "param": plan.offload_param_device}
@@ -556,7 +541,7 @@ def _path_of(name: str, value: Any) -> str:
 def canonical_path(path: str) -> str:
     """Return ``path`` with every name in canonical spelling, as in ``bf16`` for ``bfloat16``."""
     first, _, rest = path.partition(".")
-    cls: type[Section] | None = LaunchSection if first == _LAUNCH and rest else DeepSpeedPlan
+    cls: type[Section] | None = LaunchSection if first == _LAUNCH and rest else Settings
     parts = path.split(".")
     done = [parts.pop(0)] if cls is LaunchSection else []
     for part in parts:

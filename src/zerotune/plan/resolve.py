@@ -8,10 +8,9 @@ estimates call the same functions. Resolution calls ``prepared``, applies the co
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -27,33 +26,32 @@ from zerotune.errors import (
     UnresolvedPlanError,
     writes,
 )
-from zerotune.optimizers.catalogue import ADAM, OPTIMIZERS, OptimizerChoice, entry_of
-from zerotune.plan.model import (
-    AUTO,
+from zerotune.optimizers.catalogue import entry_of
+from zerotune.plan.context import Context, RunFacts, Streaming
+from zerotune.plan.facts import UNET_BLOCKS, BlockFacts, ModelFacts, ParameterFacts
+from zerotune.plan.render import automatic_paths
+from zerotune.plan.resolved import (
+    LEAF_MODULE,
+    NO_DEEPSPEED,
+    PLAIN_NEEDS,
+    STEPPED_PLAINLY,
+    Resolved,
+    host_obstacle,
+)
+from zerotune.plan.section import Section, SectionT, evolved, join
+from zerotune.plan.sections import (
     FP16_BESIDE,
     PRECISION_SYNONYMS,
     PRECISIONS,
-    UNET_BLOCKS,
     AioSection,
     Bf16Section,
-    BlockFacts,
-    Choice,
-    Context,
-    DeepSpeedPlan,
     Fp16Section,
-    ModelFacts,
     OffloadSection,
-    ParameterFacts,
-    ResolvedPlan,
-    RunFacts,
-    Section,
-    SectionT,
-    Streaming,
     ZeroSection,
-    evolved,
-    join,
     only_precision,
 )
+from zerotune.plan.settings import Settings
+from zerotune.plan.values import AUTO, Choice
 from zerotune.platform.facts import CUDA, CUDA_ALLOCATORS
 
 if TYPE_CHECKING:
@@ -86,9 +84,7 @@ class Batch:
     accumulation: int
 
 
-def solve_batch(
-    plan: DeepSpeedPlan, *, run: RunFacts, world_size: int
-) -> tuple[Batch, list[Decision]]:
+def solve_batch(plan: Settings, *, run: RunFacts, world_size: int) -> tuple[Batch, list[Decision]]:
     """Complete the batch sizes of ``plan`` for ``world_size``.
 
     Numbers in the plan always take precedence. A missing number is computed from the two others,
@@ -126,7 +122,7 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
 class _Solving(Log):
     """Computation of the batch sizes, with its decisions."""
 
-    plan: DeepSpeedPlan
+    plan: Settings
     run: RunFacts
     world_size: int
 
@@ -238,7 +234,7 @@ class Clipping(NamedTuple):
     reason: str
 
 
-def clipping_sources(plan: DeepSpeedPlan, run: RunFacts) -> list[tuple[Any, str]]:
+def clipping_sources(plan: Settings, run: RunFacts) -> list[tuple[Any, str]]:
     """Return all clipping settings with their sources; the first number takes precedence."""
     params = (plan.optimizer.params if plan.optimizer else None) or {}
     said = precedence(
@@ -250,7 +246,7 @@ def clipping_sources(plan: DeepSpeedPlan, run: RunFacts) -> list[tuple[Any, str]
     return said if beside is None else [*said, (beside, "optimizer.params.max_grad_norm")]
 
 
-def clipping(plan: DeepSpeedPlan, run: RunFacts) -> Clipping:
+def clipping(plan: Settings, run: RunFacts) -> Clipping:
     """Return the maximum gradient norm, and the reason for the value."""
     for value, who in clipping_sources(plan, run):
         if is_number(value):
@@ -265,7 +261,7 @@ _RUN_KIND = Choice(choices=(*PRECISIONS, AUTO), synonyms=PRECISION_SYNONYMS)
 
 
 def decide_precision(
-    plan: DeepSpeedPlan, *, run: RunFacts, platform: Platform
+    plan: Settings, *, run: RunFacts, platform: Platform
 ) -> tuple[str, list[Decision]]:
     """Return the training precision, ``"bf16"``, ``"fp16"`` or ``"fp32"``, with its decisions.
 
@@ -326,7 +322,7 @@ _FP16_DEFAULTS: dict[str, Any] = {
 }
 
 
-def _enabled(plan: DeepSpeedPlan) -> dict[str, Any]:
+def _enabled(plan: Settings) -> dict[str, Any]:
     return {
         "bf16": plan.bf16.enabled if plan.bf16 else None,
         "fp16": plan.fp16.enabled if plan.fp16 else None,
@@ -372,7 +368,7 @@ def _adapt(precision: str, who: str, platform: Platform, log: Log) -> str:
 class Case:
     """A plan and its context, with derived values that are computed once."""
 
-    plan: DeepSpeedPlan
+    plan: Settings
     context: Context
 
     @cached_property
@@ -757,7 +753,7 @@ class Filler(Log):
         self.decide(join(path, name), before, None, reason, severity=severity)
         return evolved(section, **{name: None})
 
-    def _fill_precision(self, plan: DeepSpeedPlan) -> tuple[Bf16Section, Fp16Section]:
+    def _fill_precision(self, plan: Settings) -> tuple[Bf16Section, Fp16Section]:
         """Return the ``bf16`` and ``fp16`` sections with every key set."""
         precision, _ = self.case.precision
         bf16 = attrs.evolve(plan.bf16 or Bf16Section(), enabled=precision == "bf16")
@@ -998,7 +994,7 @@ class Filler(Log):
             section = self.fill(section, path, name, value)
         return section
 
-    def filled_in(self, plan: DeepSpeedPlan) -> DeepSpeedPlan:
+    def filled_in(self, plan: Settings) -> Settings:
         """Return ``plan`` with every key set."""
         context = self.case.context
         batch, why = self.case.batch
@@ -1110,11 +1106,6 @@ def stages_of(name: str) -> tuple[int, ...]:
 _OFFLOAD_STAGES = {"offload_optimizer": _ALL, "offload_param": _HIGH}
 
 
-LEAF_MODULE: Final = "leaf_module"
-"""Key of ``zero_optimization`` for leaf modules. Its value is ``{"classes": […]}``; with an empty
-list there are no leaf modules."""
-
-
 # -- Rounding of page-locked host memory.
 #
 # torch rounds each page-locked block up to a power of two, so that 9.6 GiB use 16. Newer releases
@@ -1145,7 +1136,7 @@ def pins_exactly(platform: Platform) -> bool:
 # -- The steps of resolution: remove unused sections, then fill in every key.
 
 
-def prepared(requested: DeepSpeedPlan, context: Context, log: Log) -> Case:
+def prepared(requested: Settings, context: Context, log: Log) -> Case:
     """Return the context, and the plan without the sections that the engine does not use.
 
     Args:
@@ -1166,7 +1157,7 @@ def prepared(requested: DeepSpeedPlan, context: Context, log: Log) -> Case:
     return Case(plan=requested, context=context)
 
 
-def filled(requested: DeepSpeedPlan, plan: DeepSpeedPlan, case: Case, log: Log) -> ResolvedPlan:
+def filled(requested: Settings, plan: Settings, case: Case, log: Log) -> Resolved:
     """Return the resolved plan with every key set.
 
     Args:
@@ -1183,7 +1174,7 @@ def filled(requested: DeepSpeedPlan, plan: DeepSpeedPlan, case: Case, log: Log) 
     filler = Filler(
         case=case, stage=int(plan.stage), aio=plan.aio, decisions=[*log.decisions, *why]
     )
-    return ResolvedPlan(
+    return (requested.resolved_as or Resolved)(
         requested=requested,
         plan=filler.filled_in(plan),
         platform=context.machine,
@@ -1196,14 +1187,14 @@ def filled(requested: DeepSpeedPlan, plan: DeepSpeedPlan, case: Case, log: Log) 
     )
 
 
-def with_engine(resolved: ResolvedPlan) -> ResolvedPlan:
+def with_engine(resolved: Resolved) -> Resolved:
     """Record the requested engine; if it cannot run the plan, choose another with the reason."""
     obstacle, asked = host_obstacle(resolved), resolved.streamed
     if not asked:
         if resolved.engine is None:
             return resolved
         if not resolved.uses_deepspeed:
-            reason = "requested" if resolved.engine == "host" else _NO_DEEPSPEED
+            reason = "requested" if resolved.engine == "host" else NO_DEEPSPEED
             return resolved.with_engine(None if obstacle else "host", obstacle or reason)
         if resolved.engine == "host" and obstacle is not None:
             return resolved.with_engine("deepspeed", obstacle)
@@ -1226,120 +1217,7 @@ def with_engine(resolved: ResolvedPlan) -> ResolvedPlan:
     )
 
 
-_SEVERAL_RANKS: Final = frozenset(
-    {
-        "communication_data_type",
-        "expert_parallel",
-        "gradient_allreduce_op",
-        "gradient_predivide_factor",
-        "pipeline",
-        "prescale_gradients",
-        "sequence_parallel_size",
-        "tensor_parallel",
-    }
-)
-"""Keys for which the host engine on several ranks supports only the defaults."""
-
-
-def host_obstacle(resolved: ResolvedPlan) -> str | None:
-    """Return why the host engine cannot run a plan; ``None`` if nothing prevents it."""
-    if not resolved.uses_deepspeed:
-        return _plain_obstacle(resolved)
-    written = resolved.plan.to_dict()
-    accumulated = written.get("data_types", {}).get("grad_accum_dtype")
-    several = _SEVERAL_RANKS & written.keys() if resolved.world_size > 1 else ()
-    others = _left_to_deepspeed(resolved.plan) if resolved.is_resident else ()
-    obstacles = {
-        'the plan was resolved with engine="deepspeed"': resolved.engine == "deepspeed",
-        f"only DeepSpeed supports {', '.join(several)}": bool(several),
-        f"only DeepSpeed obeys {', '.join(others)}": bool(others),
-        **_optimizer_obstacles(resolved.optimizer),
-        "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
-        "DeepSpeed manages weights on NVMe": resolved.offload_param == "nvme",
-        "only a part of the optimizer is in host memory": _offload_ratio(resolved.plan) < 1,
-        "DeepSpeed gathers weights in host memory, unless they are streamed": (
-            resolved.offload_param == "cpu"
-            and resolved.streamed is False
-            and not resolved.is_resident
-        ),
-        "only DeepSpeed partitions weights that stay on the devices of several ranks": (
-            resolved.is_resident and resolved.stage == 3 and resolved.world_size > 1
-        ),
-        "streaming needs stage 2 or 3": not resolved.is_resident and resolved.stage not in (2, 3),
-        "only DeepSpeed casts the model's inputs to fp16": (
-            resolved.precision == "fp16" and _casts_inputs(resolved.plan)
-        ),
-        "the host engine accumulates gradients only in their own dtype": accumulated not in (
-            None, resolved.precision,
-        ),
-    }  # fmt: skip
-    return next((reason for reason, holds in obstacles.items() if holds), None)
-
-
-def _optimizer_obstacles(choice: OptimizerChoice | None) -> dict[str, bool]:
-    if choice is None:
-        return {}
-    known = [name for name, entry in OPTIMIZERS.items() if entry.streams]
-    # torch's classes of the same names are run by DeepSpeed.
-    runs = choice.name in known and choice.implementation in {"DeepSpeedCPUAdam", *known} - ADAM
-    betas = {tuple(group.params.get("betas", ())) for group in choice.groups}
-    return {
-        f"the host engine cannot run {choice.implementation}; it runs {', '.join(known)}": not runs,
-        "only DeepSpeed keeps the moments in bf16": (
-            choice.params.get("fp32_optimizer_states", True) is False
-        ),
-        "parameter groups with different betas must be updated in order": len(betas) > 1,
-    }
-
-
-_NO_DEEPSPEED: Final = "the plan was resolved without DeepSpeed"
-_OTHER_STEPS: Final = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
-"""Options of torch's Adam with which the host engine's results would not be those of torch."""
-
-
-def _plain_obstacle(resolved: ResolvedPlan) -> str | None:
-    """Why the host engine cannot run a plan without DeepSpeed; ``None`` if nothing prevents it."""
-    choice = resolved.optimizer
-    obstacles = {
-        _NO_DEEPSPEED: bool(resolved.streamed),
-        "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
-    }
-    if choice is not None:
-        known = choice.package is None and choice.implementation in _STEPPED_PLAINLY
-        chosen = [name for name in _OTHER_STEPS if choice.params.get(name)]
-        obstacles[f"{_PLAIN_NEEDS}, not {choice.implementation}"] = not known
-        obstacles[f"the host engine does not support {', '.join(chosen)}"] = bool(chosen)
-    return next((reason for reason, holds in obstacles.items() if holds), None)
-
-
-_STEPPED_PLAINLY: Final = frozenset({*ADAM, "AdamWBF16States"})
-_PLAIN_NEEDS: Final = "without DeepSpeed, the host engine runs Adam, AdamW and AdamWBF16States"
-
-
-def _casts_inputs(plan: DeepSpeedPlan) -> bool:
-    return plan.fp16 is not None and plan.fp16.auto_cast is True
-
-
-def _offload_ratio(plan: DeepSpeedPlan) -> float:
-    section = plan.zero_optimization and plan.zero_optimization.offload_optimizer
-    return float(section.ratio) if section and isinstance(section.ratio, (int, float)) else 1.0
-
-
-def _left_to_deepspeed(plan: DeepSpeedPlan) -> list[str]:
-    """Keys that are set and that the host engine does not read."""
-    zero = plan.zero_optimization
-    found = [key for key in plan.extra if key not in _SEVERAL_RANKS and key != "data_types"]
-    found += [
-        f"zero_optimization.{key}" for key in (zero.extra if zero else ()) if key != LEAF_MODULE
-    ]
-    if plan.wall_clock_breakdown:
-        found.append("wall_clock_breakdown")
-    return [key for key in found if not key.startswith("_")]
-
-
-def _for_plain_engine(
-    plan: DeepSpeedPlan, platform: Platform, *, asked: bool, log: Log
-) -> DeepSpeedPlan:
+def _for_plain_engine(plan: Settings, platform: Platform, *, asked: bool, log: Log) -> Settings:
     support = platform.deepspeed
     reasons = ("DeepSpeed is disabled",) if asked else (support.reason, support.fix)
     why = "; ".join(filter(None, reasons))
@@ -1393,21 +1271,21 @@ def _host_optimizer(zero: ZeroSection | None, platform: Platform) -> OffloadSect
     return OffloadSection(device="cpu", pin_memory=pin and on_device)
 
 
-def _without_unknown_host_optimizer(plan: DeepSpeedPlan, log: Log) -> DeepSpeedPlan:
+def _without_unknown_host_optimizer(plan: Settings, log: Log) -> Settings:
     zero, name = plan.zero_optimization, entry_of(plan.optimizer_name).name
-    if zero is None or zero.offload_optimizer is None or name in _STEPPED_PLAINLY:
+    if zero is None or zero.offload_optimizer is None or name in STEPPED_PLAINLY:
         return plan
     log.decide(
         key=_HOST_OPTIMIZER,
         before=zero.offload_optimizer.device,
         after=None,
-        reason=f"{_PLAIN_NEEDS}, so the states of {name} stay on the device",
+        reason=f"{PLAIN_NEEDS}, so the states of {name} stay on the device",
         severity="warning",
     )
     return attrs.evolve(plan, zero_optimization=None)
 
 
-def without_inactive_offload(plan: DeepSpeedPlan) -> DeepSpeedPlan:
+def without_inactive_offload(plan: Settings) -> Settings:
     """Return ``plan`` without the sections that offload nothing."""
     zero = plan.zero_optimization
     if zero is None:
@@ -1417,125 +1295,3 @@ def without_inactive_offload(plan: DeepSpeedPlan) -> DeepSpeedPlan:
         if section is not None and section.device == "none":
             zero = evolved(zero, **{name: None})
     return attrs.evolve(plan, zero_optimization=zero)
-
-
-# -- The dict for DeepSpeed.
-
-
-_ZERO_TESTED = frozenset(
-    {
-        "Adam",
-        "AdamW",
-        "FusedAdam",
-        "DeepSpeedCPUAdam",
-        "Adagrad",
-        "DeepSpeedCPUAdagrad",
-        "DeepSpeedCPULion",
-        "FusedLion",
-        "MuonWithAuxAdam",
-    }
-)
-"""Class names in ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS`` 0.19.8."""
-
-_KEEPS_AUTO = (
-    "data_types.keep_in_fp32_modules",
-    "pipeline.",
-    "autotuning.",
-    "zero_optimization.zenflow.",
-    "_",
-)
-"""Prefixes of pass-through keys for which DeepSpeed accepts ``"auto"`` as a value."""
-
-
-def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
-    """Return the configuration for DeepSpeed.
-
-    Args:
-        resolved: The plan.
-        folders: ``False`` omits the swap folders, which may then be missing from the plan.
-    """
-    config = written(resolved)
-    for part, folder in resolved.nvme_paths.items():
-        section = config["zero_optimization"][f"offload_{part}"]
-        if not folders:
-            section.pop("nvme_path", None)
-        elif folder is None:
-            raise UnresolvedPlanError(
-                "NVMe offload needs a folder for its swap files",
-                key=f"zero_optimization.offload_{part}.nvme_path",
-                fix="write a path, or use zerotune.offload.OffloadManager, which creates a folder",
-            )
-    for path in automatic_paths(config):
-        raise UnresolvedPlanError(
-            'is still "auto" in the rendered configuration',
-            key=path,
-            value=AUTO,
-            fix="call zerotune.optim.OptimizerResolver().apply(resolved_plan) to resolve the value"
-            if path.startswith(("optimizer", "scheduler"))
-            else "write a value; zerotune has no automatic value for this key",
-        )
-    return config
-
-
-def written(resolved: ResolvedPlan) -> dict[str, Any]:
-    """Return the configuration as ``render`` does, but keep unresolved values."""
-    config = resolved.plan.to_dict()
-    _render_choices(resolved, config)
-    return {key: value for key, value in config.items() if not key.startswith("_")}
-
-
-def automatic_paths(value: Any, path: str = "") -> list[str]:
-    """Return the paths of all ``"auto"`` values inside ``value``, in order."""
-    if value == AUTO and isinstance(value, str):
-        return [] if path.startswith(_KEEPS_AUTO) else [path]
-    if isinstance(value, Mapping):
-        return [
-            found
-            for key, item in value.items()
-            if _may_be_automatic(item)
-            for found in automatic_paths(item, f"{path}.{key}" if path else str(key))
-        ]
-    if isinstance(value, list | tuple):
-        return [
-            found
-            for index, item in enumerate(value)
-            if _may_be_automatic(item)
-            for found in automatic_paths(item, f"{path}[{index}]")
-        ]
-    return []
-
-
-def _may_be_automatic(value: Any) -> bool:
-    # Fast, because most values in long lists cannot be automatic and need no path.
-    return value == AUTO if isinstance(value, str) else isinstance(value, Mapping | list | tuple)
-
-
-def _render_choices(resolved: ResolvedPlan, config: dict[str, Any]) -> None:
-    optimizer = resolved.optimizer
-    if optimizer is None:
-        return
-    config.pop("optimizer", None)
-    config.pop("scheduler", None)
-    if optimizer.source == "deepspeed":
-        written = resolved.plan.optimizer
-        kept = dict(written.extra) if written else {}
-        config["optimizer"] = {
-            "type": optimizer.name,
-            "params": copy.deepcopy(dict(optimizer.params)),
-            **kept,
-        }
-    if resolved.scheduler is not None and resolved.scheduler.source == "deepspeed":
-        config["scheduler"] = {
-            "type": resolved.scheduler.name,
-            "params": copy.deepcopy(dict(resolved.scheduler.params)),
-        }
-    if not resolved.uses_deepspeed:
-        return
-    client = optimizer.source != "deepspeed"
-    untested = client or optimizer.implementation not in _ZERO_TESTED
-    written_untested = resolved.requested.zero_allow_untested_optimizer is True
-    config["zero_allow_untested_optimizer"] = untested or written_untested
-    # By default, DeepSpeed rejects any optimizer but its own under offload.
-    config["zero_force_ds_cpu_optimizer"] = (
-        False if client else config.get("zero_force_ds_cpu_optimizer", True)
-    )

@@ -27,23 +27,9 @@ from zerotune.errors import (
 )
 from zerotune.optimizers.catalogue import ONE_BIT, clipping_in_optimizer, entry_of
 from zerotune.optimizers.schedules import canonical_schedule
-from zerotune.plan import model as known_keys
+from zerotune.plan import keys as known_keys
 from zerotune.plan.accelerate import FROM_ENVIRONMENT, device_list
-from zerotune.plan.model import (
-    AUTO,
-    Context,
-    DeepSpeedPlan,
-    OffloadSection,
-    ResolvedPlan,
-    Section,
-    SectionT,
-    evolved,
-    join,
-    misplaced_key,
-    modelled,
-    only_precision,
-    unknown_key,
-)
+from zerotune.plan.context import Context
 from zerotune.plan.resolve import (
     ACCUMULATION,
     CLIPPING,
@@ -63,7 +49,20 @@ from zerotune.plan.resolve import (
     rehearses_in_bf16,
     without_inactive_offload,
 )
+from zerotune.plan.resolved import Resolved
 from zerotune.plan.schema import faults, passed_schema
+from zerotune.plan.section import (
+    Section,
+    SectionT,
+    evolved,
+    join,
+    misplaced_key,
+    modelled,
+    unknown_key,
+)
+from zerotune.plan.sections import OffloadSection, only_precision
+from zerotune.plan.settings import Settings
+from zerotune.plan.values import AUTO
 from zerotune.platform.facts import CUDA_ALLOCATORS
 
 Finding = Decision
@@ -120,7 +119,7 @@ class Rule:
         told = "`zerotune plan check` reports an error." if self.refused_elsewhere else ""
         return " ".join(filter(None, (fix, reason, self.remark, told)))
 
-    def __call__(self, plan: DeepSpeedPlan, context: Context) -> list[Decision]:
+    def __call__(self, plan: Settings, context: Context) -> list[Decision]:
         """Return the findings of this rule for ``plan``."""
         return self.find(Case(plan=plan, context=context))
 
@@ -218,7 +217,7 @@ def rule(
 # -- Questions about a plan that several groups of rules ask.
 
 
-def offload_section(plan: DeepSpeedPlan, part: str) -> OffloadSection | None:
+def offload_section(plan: Settings, part: str) -> OffloadSection | None:
     """Return the section ``offload_optimizer`` or ``offload_param`` as written."""
     section: OffloadSection | None = getattr(plan.zero_optimization, f"offload_{part}", None)
     return section
@@ -229,7 +228,7 @@ def active(section: OffloadSection | None) -> bool:
     return section is not None and section.device not in (None, "none", AUTO)
 
 
-def zero_extra(plan: DeepSpeedPlan, key: str) -> Any:
+def zero_extra(plan: Settings, key: str) -> Any:
     """Return an unmodelled key of ``zero_optimization``, or ``None`` if it is not set."""
     zero = plan.zero_optimization
     return zero.extra.get(key) if zero else None
@@ -256,7 +255,7 @@ def wide_weight(case: Case) -> str | None:
     return next((each.name for each in trained if len(each.shape) > 2), None)
 
 
-def written_at(plan: DeepSpeedPlan, path: str) -> Any:
+def written_at(plan: Settings, path: str) -> Any:
     """Return the value at a path, or ``None`` if it is not set."""
     value: Any = plan
     for name in path.split("."):
@@ -268,7 +267,7 @@ def written_at(plan: DeepSpeedPlan, path: str) -> Any:
     return value
 
 
-def is_from_file(plan: DeepSpeedPlan) -> bool:
+def is_from_file(plan: Settings) -> bool:
     """Whether the plan was read from a configuration that may have trained with DeepSpeed."""
     return plan.source not in ("code", "form")
 
@@ -295,7 +294,7 @@ def setting_rule(
     edits: tuple[Edits, ...],
     fix: str = "",
     stages: tuple[int, ...] = (),
-    when: Callable[[DeepSpeedPlan], bool] | None = None,
+    when: Callable[[Settings], bool] | None = None,
     remark: str = "",
     after: Any = UNSET,
     only_deepspeed: bool = True,
@@ -364,7 +363,7 @@ def is_below(limit: float) -> Callable[[Any], bool]:
     return lambda value: is_number(value) and value < limit
 
 
-def _scales(plan: DeepSpeedPlan) -> bool:
+def _scales(plan: Settings) -> bool:
     return plan.fp16 is not None and plan.fp16.enabled is True
 
 
@@ -766,7 +765,7 @@ def super_offload(case: Case, this: Rule) -> Findings:
         )
 
 
-def _super_offloads(plan: DeepSpeedPlan) -> bool:
+def _super_offloads(plan: Settings) -> bool:
     section = offload_section(plan, "optimizer")
     return section is not None and active(section) and section.extra.get("super_offload") is True
 
@@ -1011,12 +1010,12 @@ _CYCLE_DEFAULT: Final = 2000
 """``cycle_first_step_size`` of DeepSpeed's ``OneCycle``."""
 
 
-def schedule_params(plan: DeepSpeedPlan) -> Mapping[str, Any]:
+def schedule_params(plan: Settings) -> Mapping[str, Any]:
     """Return the arguments of the schedule as written."""
     return (plan.scheduler.params if plan.scheduler else None) or {}
 
 
-def schedule_name(plan: DeepSpeedPlan) -> str | None:
+def schedule_name(plan: Settings) -> str | None:
     """Return the canonical name of the schedule; ``None`` if it is unset or unknown."""
     name = plan.scheduler.type if plan.scheduler else None
     return canonical_schedule(name) if name else None
@@ -1166,7 +1165,7 @@ _LARGE_POOL: Final = 4 * 1024**3
 _BUFFER_COUNT: Final = "zero_optimization.offload_optimizer.buffer_count"
 
 
-def swap_buffers(plan: DeepSpeedPlan) -> int | None:
+def swap_buffers(plan: Settings) -> int | None:
     """Return ``buffer_count`` if it is set and an optimizer with two moments is swapped."""
     section = offload_section(plan, "optimizer")
     if plan.stage != 3 or section is None or section.device != "nvme":
@@ -1426,10 +1425,10 @@ def unknown_keys(case: Case, this: Rule) -> Findings:
     Correct the spelling. Keys that begin with an underscore are kept as comments.
     """
     plan = case.plan
-    known = {attribute.name for attribute in modelled(DeepSpeedPlan)} | plan.passed_through
+    known = {attribute.name for attribute in modelled(Settings)} | plan.passed_through
     for key, value in plan.extra.items():
         if key not in plan.passed_through and not key.startswith("_") and plan.source == "code":
-            yield this.refused(unknown_key(key, value, key, known))
+            yield this.refused(unknown_key(Settings, key, value, key, known))
 
 
 _PARALLEL: Final = {
@@ -1666,7 +1665,7 @@ def all_rules() -> tuple[Rule, ...]:
     return RULES
 
 
-def check_plan(plan: DeepSpeedPlan, context: Context) -> tuple[Decision, ...]:
+def check_plan(plan: Settings, context: Context) -> tuple[Decision, ...]:
     """Return all findings of the rules: errors first, then in the order of the rules."""
     return _findings(Case(plan=plan, context=context), RULES)
 
@@ -1679,7 +1678,7 @@ def _findings(case: Case, rules: tuple[Rule, ...]) -> tuple[Decision, ...]:
     return tuple(worst_first(findings))
 
 
-def resolve(requested: DeepSpeedPlan, context: Context) -> ResolvedPlan:
+def resolve(requested: Settings, context: Context) -> Resolved:
     """Resolve a plan: apply every rule once, then fill in all values."""
     log = Log(decisions=[*requested.decisions])
     case = prepared(requested, context, log)
@@ -1689,7 +1688,7 @@ def resolve(requested: DeepSpeedPlan, context: Context) -> ResolvedPlan:
     return filled(requested, _repaired(case, REPAIRS, log), case, log)
 
 
-def _repaired(case: Case, rules: tuple[Rule, ...], log: Log) -> DeepSpeedPlan:
+def _repaired(case: Case, rules: tuple[Rule, ...], log: Log) -> Settings:
     """Return the plan with the corrections of the rules; raise their errors."""
     plan, findings = case.plan, _findings(case, rules)
     raise_all([finding.as_error() for finding in findings if finding.severity == "error"])
@@ -1720,7 +1719,7 @@ class Inspection:
     """Findings of the rules, errors first."""
     refusals: tuple[Decision, ...] = ()
     """Errors of later steps; ``rule`` names the step, ``"resolve"`` or ``"optimizer"``."""
-    resolved: ResolvedPlan | None = None
+    resolved: Resolved | None = None
     """The resolved plan; ``None`` if there is an error."""
     settled: tuple[Decision, ...] = ()
     """Decisions about the optimizer and the schedule."""
@@ -1743,11 +1742,11 @@ class Inspection:
 
 
 def inspect(
-    plan: DeepSpeedPlan,
+    plan: Settings,
     context: Context,
     *,
     resolve_in: Context | None,
-    settle: Callable[[ResolvedPlan], ResolvedPlan],
+    settle: Callable[[Any], Resolved],
     mistakes: Collection[ZeroTuneError] = (),
 ) -> Inspection:
     """Return all findings about a plan, as ``DeepSpeedPlan.inspect`` does."""
@@ -1774,11 +1773,11 @@ def inspect(
 
 
 def _settled_apart(
-    plan: DeepSpeedPlan, context: Context, settle: Callable[[ResolvedPlan], ResolvedPlan]
+    plan: Settings, context: Context, settle: Callable[[Any], Resolved]
 ) -> Iterator[Decision]:
     """Yield errors of optimizer and schedule that hold in any plan."""
-    both = DeepSpeedPlan(optimizer=plan.optimizer, scheduler=plan.scheduler)
-    for alone in (both, DeepSpeedPlan(scheduler=plan.scheduler)):
+    both = Settings(optimizer=plan.optimizer, scheduler=plan.scheduler)
+    for alone in (both, Settings(scheduler=plan.scheduler)):
         try:
             settle(resolve(alone, context))
         except ZeroTuneError as error:

@@ -18,7 +18,8 @@ from typing import Any, Final
 from zerotune._util.text import as_number, did_you_mean
 from zerotune.decisions import Decision
 from zerotune.errors import REMOVAL, UNSET, InvalidValueError, UnknownKeyError, writes
-from zerotune.plan.model import is_auto, join
+from zerotune.plan.section import join
+from zerotune.plan.values import is_auto
 
 HANDLING: Final = "x-zerotune"
 """Schema keyword that describes how zerotune handles a key."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,23 +12,26 @@ import attrs
 from typing_extensions import override
 
 from zerotune._util.palette import ROOM, component_colours
-from zerotune._util.table import Block, Line, Page, Table, plain_value
+from zerotune._util.table import Block, Line, Page, Table, brief_of, page_of, plain_value
 from zerotune._util.text import common_unit, counted, format_size
 from zerotune.decisions import Decision, worst_first
 from zerotune.errors import UNSET
-from zerotune.plan.advise import Advice, Budget, Candidate, machine_needs
+from zerotune.plan.advise import Advised, Budget, Candidate, machine_needs
+from zerotune.plan.context import Context
 from zerotune.plan.memory.estimate import (
     PHASES,
     PLACES,
-    MemoryEstimate,
+    Estimate,
     MemoryItem,
     Phase,
     Place,
     Workload,
 )
 from zerotune.plan.memory.time import swap_traffic
-from zerotune.plan.model import AUTO, Context, DeepSpeedPlan, ResolvedPlan
+from zerotune.plan.resolved import Resolved
 from zerotune.plan.rules import check_plan
+from zerotune.plan.settings import Settings
+from zerotune.plan.values import AUTO
 
 if TYPE_CHECKING:
     from zerotune.plan.memory.time import StepTime
@@ -56,9 +60,7 @@ _WHERE = {
 }
 
 
-def plan_page(
-    plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
-) -> Page:
+def plan_page(plan: Settings, *, world_size: int = 1, platform: Platform | None = None) -> Page:
     """Return a report of a plan: errors, settings, changes made on reading, and findings."""
     findings = check_plan(plan, Context(world_size=world_size, platform=platform))
     errors = [one for one in findings if one.severity == "error"]
@@ -97,7 +99,7 @@ def _unless_refused(label: str, value: str, errors: Sequence[Decision]) -> str:
     return "refused, see the errors" if refused else value
 
 
-def resolved_page(resolved: ResolvedPlan, further: Iterable[Decision] = ()) -> Page:
+def resolved_page(resolved: Resolved, further: Iterable[Decision] = ()) -> Page:
     """Return a report of a resolved plan: settings, and all decisions with reasons.
 
     Args:
@@ -114,7 +116,7 @@ def resolved_page(resolved: ResolvedPlan, further: Iterable[Decision] = ()) -> P
     )
 
 
-def running_page(resolved: ResolvedPlan, decisions: Iterable[Decision]) -> Page:
+def running_page(resolved: Resolved, decisions: Iterable[Decision]) -> Page:
     """Return a short report of a running plan: settings and warnings."""
     shown, _ = shown_and_defaults(decisions)
     return Page(
@@ -127,7 +129,7 @@ def running_page(resolved: ResolvedPlan, decisions: Iterable[Decision]) -> Page:
     )
 
 
-def resolved_markdown(resolved: ResolvedPlan) -> str:
+def resolved_markdown(resolved: Resolved) -> str:
     """Return ``resolved_page`` and the findings of the rules as Markdown."""
     findings = check_plan(resolved.requested, resolved.context)
     page = resolved_page(resolved)
@@ -140,7 +142,7 @@ def _settings_table(settings: list[Setting]) -> Table:
     return Table(rows=tuple(settings), widths=(_LABEL_WIDTH,), gap=1)
 
 
-def _decision_lines(decisions: Iterable[Decision], asked: DeepSpeedPlan) -> Iterator[Block]:
+def _decision_lines(decisions: Iterable[Decision], asked: Settings) -> Iterator[Block]:
     shown, defaults = shown_and_defaults(decisions)
     overruled = [one for one in shown if _overrules(one, asked)]
     for title, group in (
@@ -159,7 +161,7 @@ def _decision_lines(decisions: Iterable[Decision], asked: DeepSpeedPlan) -> Iter
         )
 
 
-def _overrules(one: Decision, asked: DeepSpeedPlan) -> bool:
+def _overrules(one: Decision, asked: Settings) -> bool:
     """Whether the decision changes a value that the user wrote, or is a warning."""
     if one.severity != "note" or one.written is not None or one in asked.decisions:
         return True
@@ -206,7 +208,7 @@ def shown_and_defaults(decisions: Iterable[Decision]) -> tuple[list[Decision], l
     return worst_first(shown), defaults
 
 
-def _asked_rows(plan: DeepSpeedPlan) -> list[Setting]:
+def _asked_rows(plan: Settings) -> list[Setting]:
     """Return the requested settings as pairs of a label and a value in words."""
     return [
         ("ZeRO stage", f"{plan.stage}: {_PARTITIONED[plan.stage]}"),
@@ -220,7 +222,7 @@ def _asked_rows(plan: DeepSpeedPlan) -> list[Setting]:
     ]
 
 
-def _resolved_rows(resolved: ResolvedPlan) -> list[Setting]:
+def _resolved_rows(resolved: Resolved) -> list[Setting]:
     """Return the resolved settings as pairs of a label and a value in words."""
     stage = resolved.stage
     batch = (
@@ -259,14 +261,14 @@ def _resolved_rows(resolved: ResolvedPlan) -> list[Setting]:
     return rows
 
 
-def _engine(resolved: ResolvedPlan) -> str:
+def _engine(resolved: Resolved) -> str:
     if not resolved.uses_deepspeed:
         name = "host engine, fp32 weights" if resolved.is_hosted else "plain engine"
         return f"{name} (DeepSpeed is off)"
     return "host engine" if resolved.is_hosted else "DeepSpeed"
 
 
-def describe_plan(plan: DeepSpeedPlan) -> str:
+def describe_plan(plan: Settings) -> str:
     """Summarise the requested settings in one line."""
     optimizer = "" if plan.optimizer is None else f", {_shown(plan.optimizer.type)}"
     return (
@@ -275,7 +277,7 @@ def describe_plan(plan: DeepSpeedPlan) -> str:
     )
 
 
-def describe(resolved: ResolvedPlan) -> str:
+def describe(resolved: Resolved) -> str:
     """Describe the plan ``resolved`` in one line."""
     parts = [f"ZeRO-{resolved.stage}" if resolved.stage else "no partitioning"]
     if not resolved.uses_deepspeed:
@@ -290,7 +292,7 @@ def describe(resolved: ResolvedPlan) -> str:
 
 
 def plan_data(
-    plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
+    plan: Settings, *, world_size: int = 1, platform: Platform | None = None
 ) -> dict[str, Any]:
     """Return the requested settings as a JSON-serialisable dict."""
     findings = check_plan(plan, Context(world_size=world_size, platform=platform))
@@ -320,7 +322,7 @@ _RESOLVED: Final = (
 )
 
 
-def resolved_data(resolved: ResolvedPlan) -> dict[str, Any]:
+def resolved_data(resolved: Resolved) -> dict[str, Any]:
     """Return the resolved settings as a JSON-serialisable dict."""
     choice, schedule = resolved.optimizer, resolved.scheduler
     return {
@@ -331,7 +333,7 @@ def resolved_data(resolved: ResolvedPlan) -> dict[str, Any]:
     }
 
 
-def _asked_batch(plan: DeepSpeedPlan) -> str:
+def _asked_batch(plan: Settings) -> str:
     micro = _shown(plan.train_micro_batch_size_per_gpu, "?")
     accumulation = _shown(plan.gradient_accumulation_steps, "?")
     product = f"micro {micro} x accumulation {accumulation} x world size"
@@ -355,7 +357,7 @@ def _ranks(world_size: int) -> str:
     return "1 process" if world_size == 1 else f"{world_size} processes"
 
 
-def _swap_folder(resolved: ResolvedPlan, part: str) -> str:
+def _swap_folder(resolved: Resolved, part: str) -> str:
     if part not in resolved.nvme_paths:
         return ""
     return f" under {resolved.nvme_paths[part] or 'a leased folder'}"
@@ -401,7 +403,7 @@ class Fit:
         rest = f"{left / size:.2f} free" if left >= 0 else f"over by {-left / size:.2f}"
         return f"{self.needed / size:.2f} of {self.available / size:.2f} {name}, {rest}"
 
-    def _html_bar(self, estimate: MemoryEstimate, words: str) -> str:
+    def _html_bar(self, estimate: Estimate, words: str) -> str:
         full = max(self.needed, self.available or 0, 1)
         held = merged(estimate.peak(self.place).items)
         colours = component_colours(name for name, _ in held)
@@ -420,7 +422,7 @@ class Fit:
         )
 
 
-def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fit, ...]:
+def fits(estimate: Estimate, budget: RankBudget | None = None) -> tuple[Fit, ...]:
     """Compare peak device, host and NVMe memory of ``estimate`` with ``budget``.
 
     Memory that is neither used nor limited is left out. ``budget`` has bytes per rank; a missing
@@ -434,7 +436,7 @@ def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fi
     return tuple(fit for fit in every if fit.needed or fit.available)
 
 
-def estimate_unit(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[str, int]:
+def estimate_unit(estimate: Estimate, budget: RankBudget | None = None) -> tuple[str, int]:
     """Return the unit for all sizes of an estimate: its name, and its size in bytes."""
     return common_unit(fit.needed for fit in fits(estimate, budget))
 
@@ -443,11 +445,11 @@ def estimate_unit(estimate: MemoryEstimate, budget: RankBudget | None = None) ->
 class MemoryTable(Table):
     """Table of peak device, host and NVMe memory with budgets; notebooks show a chart instead."""
 
-    estimate: MemoryEstimate
+    estimate: Estimate
     budget: RankBudget | None = None
 
     @classmethod
-    def of(cls, estimate: MemoryEstimate, budget: RankBudget | None = None) -> MemoryTable:
+    def of(cls, estimate: Estimate, budget: RankBudget | None = None) -> MemoryTable:
         """Build the table from ``estimate``, with ``budget`` in bytes per rank.
 
         Args:
@@ -510,7 +512,7 @@ _PLANNED: Final = (
 )
 
 
-def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
+def estimate_data(estimate: Estimate) -> dict[str, Any]:
     """Return ``estimate`` as a JSON-serialisable dict; sizes are in bytes per rank."""
     resolved, model = estimate.resolved, estimate.resolved.model
     return {
@@ -532,7 +534,7 @@ def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
     }
 
 
-def estimate_page(estimate: MemoryEstimate, *, budget: RankBudget | None = None) -> Page:
+def estimate_page(estimate: Estimate, *, budget: RankBudget | None = None) -> Page:
     """Return a report of peak device, host and NVMe memory, and of their components.
 
     Args:
@@ -557,13 +559,13 @@ def estimate_page(estimate: MemoryEstimate, *, budget: RankBudget | None = None)
     return Page(blocks=(*blocks, *(Line(note, mark="note:") for note in estimate.notes)))
 
 
-def describe_estimate(estimate: MemoryEstimate) -> str:
+def describe_estimate(estimate: Estimate) -> str:
     """Summarise peak device, host and NVMe memory in one line."""
     needs = [(place, estimate.peak(place).nbytes) for place in PLACES]
     return f"{describe(estimate.resolved)}: {_sizes(pair for pair in needs if pair[1])} per rank"
 
 
-def subject(estimate: MemoryEstimate) -> str:
+def subject(estimate: Estimate) -> str:
     """Name the model and the workload of ``estimate`` in one line."""
     model = estimate.resolved.model
     workload = describe_workload(estimate.workload)
@@ -575,7 +577,7 @@ def subject(estimate: MemoryEstimate) -> str:
     return f"{model.name} ({count} parameters), {workload}"
 
 
-def peak_words(estimate: MemoryEstimate, place: Place) -> str:
+def peak_words(estimate: Estimate, place: Place) -> str:
     """Return a phrase, for the end of a sentence, that says when memory use peaks."""
     if len(set(_totals(estimate, place).values())) == 1:
         return "at any time"
@@ -599,7 +601,7 @@ def describe_workload(workload: Workload) -> str:
     return ", ".join(parts)
 
 
-def _held_at(estimate: MemoryEstimate, place: Place) -> dict[str, Any]:
+def _held_at(estimate: Estimate, place: Place) -> dict[str, Any]:
     peak = estimate.peak(place)
     return {
         "peak": peak.nbytes,
@@ -616,16 +618,16 @@ def _held_at(estimate: MemoryEstimate, place: Place) -> dict[str, Any]:
     }
 
 
-def _totals(estimate: MemoryEstimate, place: Place) -> dict[Phase, int]:
+def _totals(estimate: Estimate, place: Place) -> dict[Phase, int]:
     return {phase: sum(item.nbytes for item in estimate.at(place, phase)) for phase in PHASES}
 
 
-def _all_at(estimate: MemoryEstimate, place: Place) -> list[MemoryItem]:
+def _all_at(estimate: Estimate, place: Place) -> list[MemoryItem]:
     items = [item for item in estimate.items if item.place == place]
     return sorted(items, key=lambda item: -item.nbytes)
 
 
-def _place_blocks(estimate: MemoryEstimate, place: Place) -> Iterator[Block]:
+def _place_blocks(estimate: Estimate, place: Place) -> Iterator[Block]:
     unit, size = estimate_unit(estimate)
     peak = estimate.peak(place)
     yield Line(
@@ -639,7 +641,7 @@ def _place_blocks(estimate: MemoryEstimate, place: Place) -> Iterator[Block]:
         yield Line(f"by phase, {unit}: {by_phase}", indent=2)
 
 
-def _items_table(estimate: MemoryEstimate, place: Place) -> Table:
+def _items_table(estimate: Estimate, place: Place) -> Table:
     """Return the components of a place at its peak, largest first, then those of other phases."""
     _, size = estimate_unit(estimate)
     peak = estimate.peak(place)
@@ -674,7 +676,7 @@ FOREMOST: Final = 5
 _GIB: Final = 1024**3
 
 
-def advice_data(advice: Advice) -> dict[str, Any]:
+def advice_data(advice: Advised) -> dict[str, Any]:
     """Return the advice as a JSON-serialisable dict; sizes are in bytes."""
     return {
         "fits": True,
@@ -735,7 +737,7 @@ def seconds_words(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
 
 
-def advice_page(advice: Advice, *, most: int | None = None) -> Page:
+def advice_page(advice: Advised, *, most: int | None = None) -> Page:
     """Return a report of advice: the choice with its reason, free memory, and other candidates.
 
     Args:
@@ -808,7 +810,7 @@ def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
     return rank_budget({**budget, **usable}, candidate.estimate)
 
 
-def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
+def rank_budget(budget: Sizes, estimate: Estimate) -> RankBudget:
     """Return the bytes that one rank may use; ranks of a machine share its RAM and NVMe.
 
     Args:
@@ -851,7 +853,7 @@ def _candidates_table(candidates: Sequence[Candidate], *, chosen: Candidate) -> 
     )
 
 
-def foremost(advice: Advice, most: int) -> tuple[Candidate, ...]:
+def foremost(advice: Advised, most: int) -> tuple[Candidate, ...]:
     """Select at most ``most`` candidates of ``advice``, in order of preference.
 
     The selection contains the chosen candidate, other candidates that fit, and the candidate that
@@ -871,7 +873,7 @@ def foremost(advice: Advice, most: int) -> tuple[Candidate, ...]:
     return tuple(one for one in advice.candidates if any(one is other for other in kept))
 
 
-def _fastest_streamed(advice: Advice, fitting: Iterable[Candidate]) -> list[Candidate]:
+def _fastest_streamed(advice: Advised, fitting: Iterable[Candidate]) -> list[Candidate]:
     """Return the fastest candidate with streamed weights, if it is faster than the choice."""
 
     def seconds(one: Candidate) -> float:
@@ -887,7 +889,7 @@ def _title(candidate: Candidate) -> str:
     return f"{candidate.title}, {kind} checkpointing{offload}"
 
 
-def places_of(sizes: Budget | MemoryEstimate) -> dict[Place, int]:
+def places_of(sizes: Budget | Estimate) -> dict[Place, int]:
     """Bytes by place."""
     return {"device": sizes.device, "host": sizes.host, "nvme": sizes.nvme}
 
@@ -899,3 +901,15 @@ def _shortfalls(candidate: Candidate) -> list[tuple[Place, int]]:
 
 def _sizes(sizes: Iterable[tuple[Place, int]]) -> str:
     return ", ".join(f"{PLACE_NAMES[place]} {format_size(size)}" for place, size in sizes)
+
+
+brief_of.register(Settings, describe_plan)
+brief_of.register(Resolved, lambda one: f"{describe(one)}; {len(one.decisions)} decisions")
+brief_of.register(Estimate, describe_estimate)
+brief_of.register(
+    Advised, lambda one: f"{describe(one.resolved)}; of {len(one.candidates)} candidates"
+)
+page_of.register(Settings, plan_page)
+page_of.register(Resolved, resolved_page)
+page_of.register(Estimate, estimate_page)
+page_of.register(Advised, partial(advice_page, most=FOREMOST))

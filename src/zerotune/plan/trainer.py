@@ -15,8 +15,10 @@ from zerotune._util.text import as_number
 from zerotune.decisions import Log
 from zerotune.errors import OptimizerError, PlanConflictError, PlanError
 from zerotune.optimizers.catalogue import DEFAULT_OPTIMIZER, parse_optimizer_name
-from zerotune.plan.model import AUTO, DeepSpeedPlan, OptimizerSection, is_auto
+from zerotune.plan.sections import OptimizerSection
+from zerotune.plan.settings import Settings
 from zerotune.plan.source import MICRO_KEYS, TRAINER_KEYS, WRAPPERS, undashed
+from zerotune.plan.values import AUTO, is_auto
 
 _BETAS: Final = {"adam_beta1": 0.9, "adam_beta2": 0.999}
 _PLACES: Final = {
@@ -74,7 +76,7 @@ class TrainerSettings:
     """Key of the DeepSpeed configuration."""
     log: Log
 
-    def fill(self, plan: DeepSpeedPlan, source: str) -> DeepSpeedPlan:
+    def fill(self, plan: Settings, source: str) -> Settings:
         """Return the plan with the trainer's values, and report the settings that are not read.
 
         Args:
@@ -127,8 +129,8 @@ class TrainerSettings:
         return OptimizerSection(type=name, params=params)
 
     def _filled(
-        self, plan: DeepSpeedPlan, name: str, values: dict[str, tuple[str, Any]], read: set[str]
-    ) -> DeepSpeedPlan:
+        self, plan: Settings, name: str, values: dict[str, tuple[str, Any]], read: set[str]
+    ) -> Settings:
         """Fill ``"auto"`` in the optimizer or the scheduler; numbers take precedence."""
         section = getattr(plan, name)
         params = dict(section.params or {}) if section else {}
@@ -151,7 +153,7 @@ class TrainerSettings:
                 self.log.decide(path, value, written, why, "warning")
         return attrs.evolve(plan, **{name: attrs.evolve(section, params=params)} if params else {})
 
-    def _report(self, plan: DeepSpeedPlan, read: set[str], source: str) -> None:
+    def _report(self, plan: Settings, read: set[str], source: str) -> None:
         """Report the settings that the plan does not contain."""
         left = {
             key: value

@@ -25,19 +25,10 @@ from zerotune.plan.accelerate import (
     device_list,
     is_accelerate,
 )
-from zerotune.plan.model import (
-    AUTO,
-    FP16_BESIDE,
-    PRECISIONS,
-    STARTING,
-    Bf16Section,
-    DeepSpeedPlan,
-    LaunchSection,
-    as_tuple,
-    evolved,
-    modelled,
-    passed_paths,
-)
+from zerotune.plan.keys import STARTING
+from zerotune.plan.section import evolved, modelled
+from zerotune.plan.sections import FP16_BESIDE, PRECISIONS, Bf16Section, LaunchSection
+from zerotune.plan.settings import Settings, SettingsT, passed_paths
 from zerotune.plan.source import (
     INIT_FLAG,
     MICRO_KEYS,
@@ -51,6 +42,7 @@ from zerotune.plan.source import (
     wrapper_of,
 )
 from zerotune.plan.trainer import flagged_precision, precision_flags
+from zerotune.plan.values import AUTO, as_tuple
 
 # -- Atomic writing of files.
 
@@ -110,7 +102,7 @@ class SavedPlan:
 
 
 def plan_document(
-    plan: DeepSpeedPlan,
+    plan: Settings,
     format: str = "deepspeed",  # noqa: A002
     *,
     existing: Path | None = None,
@@ -155,7 +147,7 @@ def plan_document(
     )
 
 
-def _launch_settings(plan: DeepSpeedPlan, names: Collection[str]) -> frozenset[str]:
+def _launch_settings(plan: Settings, names: Collection[str]) -> frozenset[str]:
     """Return the launch settings that ``names`` names, each with or without ``launch.``."""
     settings = {name: name.strip().removeprefix("launch.") for name in as_texts(names)}
     written = plan.launch.to_dict() if plan.launch else {}
@@ -173,7 +165,7 @@ def _launch_settings(plan: DeepSpeedPlan, names: Collection[str]) -> frozenset[s
     return frozenset(settings.values())
 
 
-def launchable(plan: DeepSpeedPlan, *, processes: int = 1) -> DeepSpeedPlan:
+def launchable(plan: SettingsT, *, processes: int = 1) -> SettingsT:
     """Return the plan with what ``accelerate launch --config_file`` needs.
 
     accelerate's launcher rejects a file without ``num_processes``, or whose ``gpu_ids`` are not
@@ -199,7 +191,7 @@ def launchable(plan: DeepSpeedPlan, *, processes: int = 1) -> DeepSpeedPlan:
 
 
 def save_plan(
-    plan: DeepSpeedPlan,
+    plan: Settings,
     path: str | os.PathLike[str],
     *,
     format: str | None = None,  # noqa: A002
@@ -298,7 +290,7 @@ _LAUNCHER_SETTINGS: Final = STARTING | {
 class _Writer(Log):
     """Conversion of a plan to a format, with its decisions."""
 
-    plan: DeepSpeedPlan
+    plan: Settings
     lossy: frozenset[str] = frozenset()
     like: Mapping[str, Any] = attrs.field(factory=dict)
 
@@ -720,7 +712,7 @@ _LONGEST_LAID_OUT: Final = 100_000
 """Longer values are not split into lines, because splitting copies them several times."""
 
 
-def python_expression(plan: DeepSpeedPlan, *, width: int = _LINE_WIDTH) -> str:
+def python_expression(plan: Settings, *, width: int = _LINE_WIDTH) -> str:
     """Return Python code that recreates ``plan``; ``DeepSpeedPlan`` is the only name it needs."""
     known = sorted(passed_paths(plan, unknown=True))
 

@@ -21,19 +21,13 @@ from zerotune.diffusion.data.streams import BucketedDataset
 from zerotune.diffusion.facts import example_inputs, frames_per_latent, latent_scale
 from zerotune.diffusion.passes import CALLS, KINDS, Pass, both_passes, counting
 from zerotune.errors import InvalidValueError, ZeroTuneError
-from zerotune.plan.model import (
-    ActivationCost,
-    ActivationFacts,
-    Amount,
-    ArithmeticFacts,
-    PassWork,
-    latent_frames,
-)
+from zerotune.plan.facts import latent_frames
+from zerotune.plan.work import ActivationCost, ActivationFacts, Amount, ArithmeticFacts, PassWork
 from zerotune.training.memory import expected_memory, host_now
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.plan.advise import Advice
+    from zerotune.plan.plan import Advice
 
 _CLIP_DIMENSIONS: Final = 4
 """Channels, frames, height and width."""

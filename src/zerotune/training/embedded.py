@@ -44,7 +44,8 @@ from zerotune.decisions import Decision, announce
 from zerotune.ema import EMAModel, EMAShadow
 from zerotune.errors import EngineError
 from zerotune.offload import OffloadManager
-from zerotune.plan.model import ModelFacts, RunFacts
+from zerotune.plan.context import RunFacts
+from zerotune.plan.facts import ModelFacts
 from zerotune.platform import detect_platform
 from zerotune.training.save import SHADOW_BEGINS, begun_anew, gone_on
 from zerotune.training.setup import PlanSource, as_plan, leased, settled, start_hosted
@@ -54,7 +55,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.model import EngineName, ParameterFacts, ResolvedPlan
+    from zerotune.plan.context import EngineName
+    from zerotune.plan.facts import ParameterFacts
+    from zerotune.plan.plan import ResolvedPlan
     from zerotune.platform import Platform
 
 

@@ -22,15 +22,16 @@ from zerotune._util.text import format_size
 from zerotune.backend.accelerator import accelerator_for, accelerator_of, current_accelerator
 from zerotune.errors import NothingFitsError, OutOfMemoryError, PlanError
 from zerotune.plan.memory.estimate import CONTEXT, EMAPlace, Workload
-from zerotune.plan.model import AUTO, DeepSpeedPlan
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.plan.text import DURING
+from zerotune.plan.values import AUTO
 from zerotune.plan.write import python_expression
 from zerotune.platform import detect_platform
 
 if TYPE_CHECKING:
-    from zerotune.plan.advise import Advice
-    from zerotune.plan.memory.estimate import MemoryEstimate, Place
-    from zerotune.plan.model import ActivationFacts, ArithmeticFacts, ResolvedPlan
+    from zerotune.plan.memory.estimate import Place
+    from zerotune.plan.plan import Advice, MemoryEstimate, ResolvedPlan
+    from zerotune.plan.work import ActivationFacts, ArithmeticFacts
 
 
 _TRIAL_BYTES: Final = 16 * 2**20

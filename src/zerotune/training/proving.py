@@ -25,7 +25,9 @@ from zerotune.backend.step.kernel import load_host_step
 from zerotune.ema import EMAShadow
 from zerotune.errors import MissingDependencyError, PlatformError
 from zerotune.optim import OptimizerResolver
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
+from zerotune.plan.context import Streaming
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform, detect_platform
 from zerotune.training.setup import build_engine
 

@@ -28,8 +28,9 @@ from zerotune.plan.text import DURING, PLACE_NAMES, time_data
 from zerotune.training.events import PHASES, Callback
 
 if TYPE_CHECKING:
-    from zerotune.plan.memory.estimate import MemoryEstimate, MemoryItem
+    from zerotune.plan.memory.estimate import MemoryItem
     from zerotune.plan.memory.time import StepTime
+    from zerotune.plan.plan import MemoryEstimate
     from zerotune.training.events import RunView, StepMetrics
 
 

@@ -32,9 +32,10 @@ from zerotune.diffusion.pretrained import Pretrained
 from zerotune.errors import DataError, InvalidValueError
 from zerotune.offload import OffloadManager
 from zerotune.optim import OptimizerResolver
-from zerotune.plan.advise import Advice
-from zerotune.plan.model import DeepSpeedPlan, EngineName, ModelFacts, ResolvedPlan, RunFacts
-from zerotune.plan.resolve import host_obstacle
+from zerotune.plan.context import EngineName, RunFacts
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.plan import Advice, DeepSpeedPlan, ResolvedPlan
+from zerotune.plan.resolved import host_obstacle
 from zerotune.platform import Platform, detect_platform
 from zerotune.training.memory import Situation, advising
 

@@ -31,7 +31,7 @@ from zerotune.diffusion.objective import FlowMatchingObjective
 from zerotune.diffusion.pretrained import Pretrained
 from zerotune.ema import FileStore
 from zerotune.errors import CheckpointNotFiniteError, DataError, TrainingError
-from zerotune.plan.advise import Advice
+from zerotune.plan.plan import Advice
 from zerotune.plan.text import describe, running_page
 from zerotune.training.activations import (
     Activations,
@@ -75,8 +75,9 @@ if TYPE_CHECKING:
     from zerotune.offload import OffloadManager
     from zerotune.optim import OptimizerResolver
     from zerotune.optimizers.catalogue import GroupChoice
-    from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate
-    from zerotune.plan.model import RunFacts
+    from zerotune.plan.context import RunFacts
+    from zerotune.plan.memory.estimate import EMAPlace
+    from zerotune.plan.plan import MemoryEstimate
     from zerotune.platform import Platform
     from zerotune.training.events import StepMetrics
 

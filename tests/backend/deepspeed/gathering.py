@@ -14,7 +14,7 @@ import torch
 from tests.support.ranks import free_port
 from zerotune.backend.deepspeed.releasing import WeightReleases
 from zerotune.diffusion.passes import sizes_only
-from zerotune.plan.model import ModelFacts
+from zerotune.plan.facts import ModelFacts
 from zerotune.plan.resolve import AIO_BLOCK, Swapping, gathered_together
 
 PASSES = 2

@@ -14,7 +14,8 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start, unet_loss
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
 pytestmark = pytest.mark.deepspeed

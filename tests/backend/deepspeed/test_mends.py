@@ -81,7 +81,8 @@ def swapping(folder: str | None, pipelined: bool) -> dict[str, Any]:
     """Train at stage 3 with sub-groups on NVMe, editing one of them between steps."""
     from zerotune.ema import EMAShadow
     from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+    from zerotune.plan.facts import ModelFacts
+    from zerotune.plan.plan import DeepSpeedPlan
     from zerotune.training.setup import build_engine
 
     torch.manual_seed(0)

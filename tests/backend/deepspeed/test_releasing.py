@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.ranks import free_port, run_ranks
 from tests.support.runs import build
 from zerotune.errors import EngineError
-from zerotune.plan.model import DeepSpeedPlan
+from zerotune.plan.plan import DeepSpeedPlan
 
 WIDTH = 1032
 """Half of such a square matrix exceeds 1 MiB in bf16: DeepSpeed swaps nothing smaller."""

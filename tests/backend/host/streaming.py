@@ -20,7 +20,9 @@ from zerotune.backend.distributed import Launch
 from zerotune.ema import EMAShadow
 from zerotune.optim import ParameterGroups
 from zerotune.optim.resolver import OptimizerResolver
-from zerotune.plan.model import DeepSpeedPlan, EngineName, ModelFacts, Streaming
+from zerotune.plan.context import EngineName, Streaming
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.training.setup import build_engine
 
 BATCH = 2

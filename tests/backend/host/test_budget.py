@@ -13,10 +13,11 @@ import torch
 
 from zerotune.backend.host.lanes import Lane
 from zerotune.backend.host.residency import Residency
+from zerotune.plan.context import Streaming
 from zerotune.plan.families import as_facts
 from zerotune.plan.memory.estimate import Costing, Workload, estimate_resolved
 from zerotune.plan.memory.time import step_traffic
-from zerotune.plan.model import DeepSpeedPlan, Streaming
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
 GIB = 2**30

@@ -22,7 +22,7 @@ from tests.support.ranks import ranks
 from zerotune.backend.host import passes
 from zerotune.backend.host.gradients import GradientPool, GradientsOfAll
 from zerotune.backend.host.units import FlatOrder, HostMemory, find_units, make_units
-from zerotune.plan.model import Streaming
+from zerotune.plan.context import Streaming
 
 # Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]

@@ -13,8 +13,8 @@ from tests.backend.host.streaming import Run, differences, train
 from tests.support.ranks import ranks
 from zerotune.backend.host import lanes, passes, residency, steps, units
 from zerotune.errors import EngineError
+from zerotune.plan.context import Streaming
 from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
-from zerotune.plan.model import Streaming
 
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
 

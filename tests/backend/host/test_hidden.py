@@ -72,7 +72,7 @@ def begin(
     """Start the host engine, whose steps are hidden, or DeepSpeed's."""
     from zerotune.optim import ParameterGroups
     from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.model import DeepSpeedPlan
+    from zerotune.plan.plan import DeepSpeedPlan
 
     plan = DeepSpeedPlan.build(
         stage=stage or 0, offload="cpu", precision=precision, micro_batch_size=2,

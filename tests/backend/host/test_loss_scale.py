@@ -14,7 +14,8 @@ from zerotune.backend.engine import EngineState
 from zerotune.backend.step.kernel import HostStepOp, load_host_step
 from zerotune.ema import EMAShadow
 from zerotune.optim.resolver import OptimizerResolver
-from zerotune.plan.model import DeepSpeedPlan, Streaming
+from zerotune.plan.context import Streaming
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import detect_platform
 from zerotune.training.setup import build_engine
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.backend.host.streaming import Run, differences, train
 from tests.support.ranks import ranks
-from zerotune.plan.model import Streaming
+from zerotune.plan.context import Streaming
 
 # Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]

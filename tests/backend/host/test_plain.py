@@ -15,7 +15,7 @@ from zerotune.backend.host.plain import LossScale, PlainHostEngine
 from zerotune.backend.plain import PlainEngine
 from zerotune.backend.step import kernel
 from zerotune.errors import PlatformError
-from zerotune.plan.model import DeepSpeedPlan
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import detect_platform
 
 

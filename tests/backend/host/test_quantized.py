@@ -26,7 +26,9 @@ from zerotune.backend.host import engine as engines
 from zerotune.backend.host.engine import why_not_hosted
 from zerotune.ema import EMAShadow
 from zerotune.optim.resolver import OptimizerResolver
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
+from zerotune.plan.context import Streaming
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.plan import DeepSpeedPlan
 
 # Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]

@@ -31,7 +31,7 @@ from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.checkpoint.export.model import export_model
 from zerotune.ema import EMAShadow
 from zerotune.errors import CollectiveError, EngineError
-from zerotune.plan.model import Streaming
+from zerotune.plan.context import Streaming
 
 pytestmark = pytest.mark.deepspeed
 

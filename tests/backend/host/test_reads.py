@@ -18,7 +18,7 @@ from tests.backend.host.streaming import Run, advance, loss_of, make_model, star
 from tests.support.ranks import ranks
 from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError
-from zerotune.plan.model import Streaming
+from zerotune.plan.context import Streaming
 
 # Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]

@@ -20,7 +20,7 @@ from tests.backend.host.streaming import (
 from tests.support.ranks import ranks
 from zerotune.backend.host import passes
 from zerotune.errors import OptimizerError
-from zerotune.plan.model import Streaming
+from zerotune.plan.context import Streaming
 
 # Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]

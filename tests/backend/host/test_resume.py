@@ -19,7 +19,7 @@ from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.checkpoint.manifest import Manifest
 from zerotune.ema import EMAShadow
 from zerotune.errors import CheckpointCorruptError
-from zerotune.plan.model import Streaming
+from zerotune.plan.context import Streaming
 
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
 

@@ -23,7 +23,9 @@ from zerotune.backend.host.engine import why_not_hosted
 from zerotune.backend.step.kernel import HostStepOp
 from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
+from zerotune.plan.context import Streaming
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
 # Each test needs its own process: DeepSpeed keeps state of its first engine until the end.

@@ -13,7 +13,9 @@ from tests.support.ranks import ranks
 from zerotune import EMAShadow, Trainer
 from zerotune.checkpoint import latest_checkpoint, save_checkpoint
 from zerotune.errors import EngineError, TrainingError
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
+from zerotune.plan.context import Streaming
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.training import RollBackNonFinite, SaveEvery, SkipNonFinite
 from zerotune.training.step import RaiseNonFinite
 

@@ -11,8 +11,9 @@ from tests.backend.host.streaming import Run, Web, flux, make_model, qwen, start
 from tests.support.ranks import ranks
 from zerotune.backend.host.units import FlatOrder, HostMemory, find_units, make_units
 from zerotune.errors import EngineError, InvalidValueError
+from zerotune.plan.context import Streaming
+from zerotune.plan.facts import UNIT_ALIGNED
 from zerotune.plan.families import family
-from zerotune.plan.model import UNIT_ALIGNED, Streaming
 
 
 def names(model: torch.nn.Module, named: tuple[str, ...] = ()) -> list[str]:

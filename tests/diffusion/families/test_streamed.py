@@ -20,7 +20,7 @@ from tests.support.runs import Case, start
 from zerotune.diffusion import load_pretrained
 from zerotune.diffusion.lora import LoRA, add_lora
 from zerotune.ema import EMAShadow
-from zerotune.plan.model import Streaming
+from zerotune.plan.context import Streaming
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.nightly, ranks(1, timeout_s=900)]
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, NothingFitsError
 from zerotune.plan.advise import LEVELS, STREAMING, machine_needs
+from zerotune.plan.facts import ModelFacts
 from zerotune.plan.memory.time import RATE_NAMES, Rates
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
 GIB = 2**30

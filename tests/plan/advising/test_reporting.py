@@ -6,8 +6,9 @@ import attrs
 import pytest
 
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.advise import Advice, Budget, Candidate
-from zerotune.plan.memory.estimate import MemoryEstimate, MemoryItem, Workload
+from zerotune.plan.advise import Budget, Candidate
+from zerotune.plan.memory.estimate import MemoryItem, Workload
+from zerotune.plan.plan import Advice, MemoryEstimate
 from zerotune.plan.text import (
     advice_data,
     advice_page,

@@ -8,16 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
+from zerotune.plan.context import Streaming
+from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import family
 from zerotune.plan.families.__init__ import as_facts
 from zerotune.plan.memory.estimate import Workload, power_of_two, sides, with_gradients_kept
-from zerotune.plan.model import (
-    ActivationCost,
-    ActivationFacts,
-    DeepSpeedPlan,
-    ModelFacts,
-    Streaming,
-)
+from zerotune.plan.plan import DeepSpeedPlan
+from zerotune.plan.work import ActivationCost, ActivationFacts
 from zerotune.platform import Platform
 
 GIB = 2**30

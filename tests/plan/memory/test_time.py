@@ -8,6 +8,7 @@ import attrs
 import pytest
 
 from zerotune.errors import InvalidValueError
+from zerotune.plan.context import Streaming
 from zerotune.plan.families import as_facts, family, family_names
 from zerotune.plan.memory.estimate import Workload
 from zerotune.plan.memory.time import (
@@ -21,7 +22,7 @@ from zerotune.plan.memory.time import (
     step_traffic,
     store_rates,
 )
-from zerotune.plan.model import DeepSpeedPlan, Streaming
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
 GIB = 2**30

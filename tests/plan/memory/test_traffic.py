@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from zerotune.errors import InvalidValueError
+from zerotune.plan.facts import ModelFacts
 from zerotune.plan.memory.time import SwapTraffic
-from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
 MODEL = ModelFacts.from_shapes([(f"{i}.weight", (1536, 1536)) for i in range(12)])

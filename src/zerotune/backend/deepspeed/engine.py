@@ -61,7 +61,7 @@ from zerotune.backend.step_state import Stage
 from zerotune.backend.stored import dtype_at_rest
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
-from zerotune.plan.model import ResolvedPlan
+from zerotune.plan.plan import ResolvedPlan
 
 _ORDER_EVERY: Final = 100
 """Steps between two checks that the ranks use the model's weights in the same order."""

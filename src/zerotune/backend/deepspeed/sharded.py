@@ -44,8 +44,9 @@ from zerotune.backend.master_weights import (
 from zerotune.backend.stored import make_room, stored_weight, waiting
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
-from zerotune.plan.model import ResolvedPlan
-from zerotune.plan.resolve import LEAF_CLASSES, LEAF_MODULE
+from zerotune.plan.plan import ResolvedPlan
+from zerotune.plan.resolve import LEAF_CLASSES
+from zerotune.plan.resolved import LEAF_MODULE
 from zerotune.platform import detect_platform
 
 _STAGE_3: Final = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"

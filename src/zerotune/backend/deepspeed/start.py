@@ -47,8 +47,9 @@ from zerotune.backend.stored import bring_weights, check_has_weights, stored_wei
 from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError, PlatformError, UnsupportedEngineError
-from zerotune.plan.model import ResolvedPlan, pins
+from zerotune.plan.plan import ResolvedPlan
 from zerotune.plan.resolve import SETTING, THRESHOLD
+from zerotune.plan.sections import pins
 from zerotune.platform import Platform
 from zerotune.platform.facts import CUDA_ALLOCATORS
 

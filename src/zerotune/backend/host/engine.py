@@ -79,9 +79,12 @@ from zerotune.backend.step.uses import ForeignUses
 from zerotune.backend.step_state import Stage, StepState
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, OptimizerError, PlatformError
+from zerotune.plan.context import Streaming
+from zerotune.plan.facts import RESIDENT_UNITS, ModelFacts
 from zerotune.plan.memory.estimate import gradient_buffers
-from zerotune.plan.model import RESIDENT_UNITS, ModelFacts, ResolvedPlan, Streaming, pins
-from zerotune.plan.resolve import host_obstacle
+from zerotune.plan.plan import ResolvedPlan
+from zerotune.plan.resolved import host_obstacle
+from zerotune.plan.sections import pins
 
 KEY = "streamed"
 _OF_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")

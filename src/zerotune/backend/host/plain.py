@@ -22,7 +22,7 @@ from zerotune.backend.plain import Autocasting, join_plain
 from zerotune.backend.step.adams import VECTOR
 from zerotune.backend.stored import bring_weights
 from zerotune.decisions import Decision
-from zerotune.plan.model import ResolvedPlan
+from zerotune.plan.plan import ResolvedPlan
 
 _HALF: Final = (torch.bfloat16, torch.float16)
 

@@ -39,7 +39,7 @@ from zerotune.backend.host.units import HostMemory, Unit
 from zerotune.backend.plain import join_plain
 from zerotune.backend.step_state import Stage
 from zerotune.decisions import Decision
-from zerotune.plan.model import ResolvedPlan
+from zerotune.plan.plan import ResolvedPlan
 
 
 class SharedPasses(Passes):

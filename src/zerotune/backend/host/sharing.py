@@ -28,7 +28,7 @@ from zerotune.backend.accelerator import current_accelerator
 from zerotune.backend.distributed import LOOK_S, ProcessGroup, together
 from zerotune.backend.host.units import HostMemory, Unit
 from zerotune.errors import CollectiveError, EngineError
-from zerotune.plan.model import UNIT_ALIGNED
+from zerotune.plan.facts import UNIT_ALIGNED
 
 _PAUSE_S: Final = 20e-6, 1e-3
 """Shortest and longest pause in seconds between two reads of a counter."""

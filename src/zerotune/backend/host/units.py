@@ -11,7 +11,7 @@ import torch
 
 from zerotune.backend.step.adams import VECTOR, Masters, SplitMasters, WholeMasters
 from zerotune.errors import EngineError
-from zerotune.plan.model import UNIT_ALIGNED, outermost_modules, repeated_modules
+from zerotune.plan.facts import UNIT_ALIGNED, outermost_modules, repeated_modules
 
 if TYPE_CHECKING:
     from zerotune.backend.host.lanes import Copy

@@ -13,7 +13,7 @@ from zerotune.backend.optimizers.classes import AdamW8BitStates, AdamWBF16States
 from zerotune.errors import EngineError, MissingDependencyError, OptimizerError
 from zerotune.optimizers.catalogue import OptimizerChoice, SchedulerChoice
 from zerotune.optimizers.schedules import betas_at, lr_at
-from zerotune.plan.model import ResolvedPlan
+from zerotune.plan.plan import ResolvedPlan
 
 CLASSES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     kind.__name__: kind for kind in (AdamWBF16States, AdamW8BitStates, Lion, Lamb, Muon)

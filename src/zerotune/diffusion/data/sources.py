@@ -33,7 +33,7 @@ from zerotune.diffusion.data.images import (
     why,
 )
 from zerotune.errors import DataError
-from zerotune.plan.model import check_letters
+from zerotune.plan.values import check_letters
 from zerotune.platform.facts import user_cache
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from zerotune.errors import DataError
-from zerotune.plan.model import latent_frames
+from zerotune.plan.facts import latent_frames
 
 _PATCH: Final = 2
 """Side of the patches that a VAE with batch normalisation (Flux.2's) folds into channels."""

@@ -36,7 +36,7 @@ from zerotune.diffusion.models.latents import LatentSpace, Packing, Tokens, Unpa
 from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineModel, pipeline_class
 from zerotune.diffusion.noise_schedule import drawing_scheduler
 from zerotune.errors import DataError, InvalidValueError
-from zerotune.plan.model import latent_frames
+from zerotune.plan.facts import latent_frames
 
 if TYPE_CHECKING:
     from typing_extensions import Self

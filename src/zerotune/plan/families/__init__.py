@@ -15,15 +15,8 @@ import attrs
 
 from zerotune._util.text import did_you_mean
 from zerotune.errors import InvalidValueError
-from zerotune.plan.model import (
-    ActivationCost,
-    ActivationFacts,
-    ArithmeticFacts,
-    BlockFacts,
-    ModelFacts,
-    ParameterFacts,
-    PassWork,
-)
+from zerotune.plan.facts import BlockFacts, ModelFacts, ParameterFacts
+from zerotune.plan.work import ActivationCost, ActivationFacts, ArithmeticFacts, PassWork
 
 _FOLDER: Final = Path(__file__).parent
 _SUFFIX: Final = ".json"

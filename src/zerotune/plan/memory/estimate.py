@@ -12,40 +12,24 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, get_args
 
 import attrs
-from typing_extensions import override
 
-from zerotune._util.table import Page, Readable
+from zerotune._util.table import Readable
 from zerotune._util.text import format_size, is_integer
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.optimizers.catalogue import ADAM, entry_of
+from zerotune.plan.context import Context, Streaming
+from zerotune.plan.facts import RESIDENT_UNITS, ModelFacts, StreamedFacts
 from zerotune.plan.families import ModelFamily, as_facts, frozen_beside, model_family
-from zerotune.plan.model import (
-    RESIDENT_UNITS,
-    AioSection,
-    Context,
-    DeepSpeedPlan,
-    ModelFacts,
-    OffloadSection,
-    ResolvedPlan,
-    StreamedFacts,
-    Streaming,
-    ZeroSection,
-    pins,
-)
-from zerotune.plan.resolve import (
-    AIO_BLOCK,
-    Swapping,
-    gathered_together,
-    host_obstacle,
-    pins_exactly,
-    sub_groups,
-)
+from zerotune.plan.resolve import AIO_BLOCK, Swapping, gathered_together, pins_exactly, sub_groups
+from zerotune.plan.resolved import Resolved, host_obstacle
 from zerotune.plan.rules import resolve
+from zerotune.plan.sections import AioSection, OffloadSection, ZeroSection, pins
+from zerotune.plan.settings import Settings
 from zerotune.platform.facts import DISCRETE
 
 if TYPE_CHECKING:
-    from zerotune.plan.memory.time import Rates, StepTime, SwapTraffic
+    pass
 
 EMAPlace = Literal["none", "host", "device", "nvme"]
 
@@ -128,10 +112,10 @@ class MemoryPeak:
 
 
 @attrs.frozen(kw_only=True, repr=False)
-class MemoryEstimate(Readable):
-    """Memory that a resolved plan needs per rank, by component; see ``DeepSpeedPlan.estimate``."""
+class Estimate(Readable):
+    """Memory that a plan needs per rank, by component; ``MemoryEstimate`` adds the verbs."""
 
-    resolved: ResolvedPlan
+    resolved: Resolved
     """The estimated plan."""
     workload: Workload
     """Batch size, resolution and options that the estimate assumes."""
@@ -181,54 +165,6 @@ class MemoryEstimate(Readable):
             _total(item for item in self.at("host", phase) if item.pinned) for phase in PHASES
         )
 
-    @property
-    def swap_traffic(self) -> SwapTraffic:
-        """Bytes that one rank reads from and writes to swap files in one optimizer step."""
-        from zerotune.plan.memory.time import swap_traffic
-
-        return swap_traffic(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the estimate as a JSON-serialisable dict, in bytes per rank."""
-        from zerotune.plan import text
-
-        return text.estimate_data(self)
-
-    @override
-    def brief(self) -> str:
-        """Summarise peak device, host and NVMe memory in one line."""
-        from zerotune.plan import text
-
-        return text.describe_estimate(self)
-
-    @override
-    def page(self) -> Page:
-        """Return a report of peak device, host and NVMe memory, and of their components."""
-        from zerotune.plan import text
-
-        return text.estimate_page(self)
-
-    def explain(self) -> str:
-        """Describe peak device, host and NVMe memory and their components as text."""
-        from zerotune.plan import text
-
-        return text.estimate_page(self).text(text.WIDTH)
-
-    def step_time(self, rates: Rates | None = None) -> StepTime | None:
-        """Predict the time of an optimizer step.
-
-        Args:
-            rates: Speeds of the machine; by default those measured by ``zerotune doctor --rates``,
-                or else catalogued speeds.
-
-        Returns:
-            The time; ``None`` if the model's operation counts (``ModelFacts.arithmetic``) or the
-            image size are unknown.
-        """
-        from zerotune.plan.memory.time import known_rates, step_time
-
-        return step_time(self, rates or known_rates(self.resolved.platform))
-
 
 def _total(items: Iterable[MemoryItem]) -> int:
     return sum(item.nbytes for item in items)
@@ -263,7 +199,7 @@ _ELEMENT: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 class Costing:
     """A plan, a model and a workload, with the quantities that the formulas use."""
 
-    resolved: ResolvedPlan
+    resolved: Resolved
     model: ModelFacts
     workload: Workload
 
@@ -894,7 +830,7 @@ GRADIENTS_UNDER_WAY: Final = 2
 pass."""
 
 
-def gradient_buffers(resolved: ResolvedPlan, sizes: Collection[int]) -> tuple[int, str]:
+def gradient_buffers(resolved: Resolved, sizes: Collection[int]) -> tuple[int, str]:
     """Return the number of gradient buffers that streamed units share in host memory.
 
     Args:
@@ -931,7 +867,7 @@ _LEFT: Final = 4
 share of the time of both passes."""
 
 
-def with_gradients_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
+def with_gradients_kept(estimate: Estimate, usable: int) -> Resolved:
     """Return a streaming plan with as many gradient buffers as fit in host memory and save time.
 
     Args:
@@ -1006,7 +942,7 @@ def _coming(case: Costing, elements: float) -> Iterator[MemoryItem]:
         yield case.item("temporaries", case.device, 2 * element * case.largest, BACKWARD, note)
 
 
-def with_units_kept(estimate: MemoryEstimate, usable: int) -> ResolvedPlan:
+def with_units_kept(estimate: Estimate, usable: int) -> Resolved:
     """Return a streaming plan with as many units on the device as fit.
 
     Args:
@@ -1084,7 +1020,7 @@ RUNTIME: Final = GIB
 
 
 def estimate_plan(
-    plan: DeepSpeedPlan,
+    plan: Settings,
     model: ModelFacts | str | Any,
     context: Context,
     *,
@@ -1098,7 +1034,7 @@ def estimate_plan(
     model_in_memory: bool,
     lora: int | None,
     base_dtype: str | None,
-) -> MemoryEstimate:
+) -> Estimate:
     """Estimate the memory of a plan, as ``DeepSpeedPlan.estimate`` does."""
     facts = as_facts(model, lora=lora, base_dtype=base_dtype)
     if batch is not None:
@@ -1120,7 +1056,7 @@ def estimate_plan(
     )
 
 
-def estimate_resolved(resolved: ResolvedPlan, workload: Workload) -> MemoryEstimate:
+def estimate_resolved(resolved: Resolved, workload: Workload) -> Estimate:
     """Estimate the memory of a resolved plan by component.
 
     Args:
@@ -1137,7 +1073,7 @@ def estimate_resolved(resolved: ResolvedPlan, workload: Workload) -> MemoryEstim
     case = Costing(resolved=resolved, model=model, workload=workload)
     items = [item for item in _items(case) if item.nbytes > 0]
     items.extend(item for item in _as_loaded(case, items) if item.nbytes > 0)
-    return MemoryEstimate(
+    return (resolved.estimated_as or Estimate)(
         resolved=resolved, workload=workload, items=tuple(items), notes=tuple(_notes(case))
     )
 

@@ -14,11 +14,11 @@ from zerotune.errors import InvalidValueError
 from zerotune.plan.memory.estimate import (
     BUFFERS_IN_BACKWARD,
     Costing,
-    MemoryEstimate,
+    Estimate,
     gradient_buffers,
     offloads_activations,
 )
-from zerotune.plan.model import ArithmeticFacts, PassWork
+from zerotune.plan.work import ArithmeticFacts, PassWork
 from zerotune.platform.facts import CUDA, Accelerator, Platform, user_cache
 
 # -- Speeds of a machine: measured on the machine, or catalogued for its card.
@@ -360,7 +360,7 @@ class SwapTraffic:
         return self.read / read_rate + self.written / write_rate
 
 
-def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
+def swap_traffic(estimate: Estimate) -> SwapTraffic:
     """Compute the swap traffic per step from the sizes of swap files; 0 without NVMe offload."""
     weights = optimizer = 0
     for item in estimate.items:
@@ -434,7 +434,7 @@ class StepTraffic:
         return self.gradients + self.ema_from_device + returned
 
 
-def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
+def step_traffic(estimate: Estimate) -> StepTraffic:
     """Return the bytes that one rank moves in one optimizer step.
 
     Args:
@@ -478,17 +478,17 @@ def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
     )
 
 
-def _averaged_on_host(estimate: MemoryEstimate) -> bool:
+def _averaged_on_host(estimate: Estimate) -> bool:
     # An EMA on disk has chunks in host memory.
     return any(item.component == "EMA" and item.place == "host" for item in estimate.items)
 
 
-def _ema_on_disk(estimate: MemoryEstimate) -> int:
+def _ema_on_disk(estimate: Estimate) -> int:
     items = estimate.items
     return sum(one.nbytes for one in items if one.component == "EMA" and one.place == "nvme")
 
 
-def _hosted_traffic(case: Costing, estimate: MemoryEstimate) -> StepTraffic:
+def _hosted_traffic(case: Costing, estimate: Estimate) -> StepTraffic:
     """Return the traffic of the host engine.
 
     The units that the forward pass used last are still on the device when the backward pass begins.
@@ -768,7 +768,7 @@ class StepTime:
         return f"{self.rates.origin}; catalogued: {', '.join(catalogued)}"
 
 
-def step_time(estimate: MemoryEstimate, rates: Rates) -> StepTime | None:
+def step_time(estimate: Estimate, rates: Rates) -> StepTime | None:
     """Predict the time of one optimizer step.
 
     Args:
@@ -927,7 +927,7 @@ _Moved = tuple[StepPhase, Lane, str, float, str]
 """Phase, lane, description, amount in units of the rate, and name of the rate."""
 
 
-def _moved(case: Costing, estimate: MemoryEstimate, rates: Rates) -> Iterator[TimePart]:
+def _moved(case: Costing, estimate: Estimate, rates: Rates) -> Iterator[TimePart]:
     ranks = _sharing(case)
     for phase, lane, what, nbytes, rate in _amounts(case, estimate):
         # The ranks of a machine share its memory and its disk.
@@ -946,7 +946,7 @@ def _moved(case: Costing, estimate: MemoryEstimate, rates: Rates) -> Iterator[Ti
             )
 
 
-def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
+def _amounts(case: Costing, estimate: Estimate) -> Iterator[_Moved]:
     traffic, waiting = step_traffic(estimate), _waiting(case)
     half, swap = traffic.parameters / 2, traffic.swap
     memory = "host_memory" if case.on_cpu else "device_memory_fp32"

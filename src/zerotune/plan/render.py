@@ -1,0 +1,132 @@
+"""The configuration of a resolved plan as a dict for DeepSpeed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from zerotune.errors import UnresolvedPlanError
+from zerotune.plan.resolved import Resolved
+from zerotune.plan.values import AUTO
+
+if TYPE_CHECKING:
+    pass
+
+_ZERO_TESTED = frozenset(
+    {
+        "Adam",
+        "AdamW",
+        "FusedAdam",
+        "DeepSpeedCPUAdam",
+        "Adagrad",
+        "DeepSpeedCPUAdagrad",
+        "DeepSpeedCPULion",
+        "FusedLion",
+        "MuonWithAuxAdam",
+    }
+)
+"""Class names in ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS`` 0.19.8."""
+
+_KEEPS_AUTO = (
+    "data_types.keep_in_fp32_modules",
+    "pipeline.",
+    "autotuning.",
+    "zero_optimization.zenflow.",
+    "_",
+)
+"""Prefixes of pass-through keys for which DeepSpeed accepts ``"auto"`` as a value."""
+
+
+def render(resolved: Resolved, *, folders: bool = True) -> dict[str, Any]:
+    """Return the configuration for DeepSpeed.
+
+    Args:
+        resolved: The plan.
+        folders: ``False`` omits the swap folders, which may then be missing from the plan.
+    """
+    config = written(resolved)
+    for part, folder in resolved.nvme_paths.items():
+        section = config["zero_optimization"][f"offload_{part}"]
+        if not folders:
+            section.pop("nvme_path", None)
+        elif folder is None:
+            raise UnresolvedPlanError(
+                "NVMe offload needs a folder for its swap files",
+                key=f"zero_optimization.offload_{part}.nvme_path",
+                fix="write a path, or use zerotune.offload.OffloadManager, which creates a folder",
+            )
+    for path in automatic_paths(config):
+        raise UnresolvedPlanError(
+            'is still "auto" in the rendered configuration',
+            key=path,
+            value=AUTO,
+            fix="call zerotune.optim.OptimizerResolver().apply(resolved_plan) to resolve the value"
+            if path.startswith(("optimizer", "scheduler"))
+            else "write a value; zerotune has no automatic value for this key",
+        )
+    return config
+
+
+def written(resolved: Resolved) -> dict[str, Any]:
+    """Return the configuration as ``render`` does, but keep unresolved values."""
+    config = resolved.plan.to_dict()
+    _render_choices(resolved, config)
+    return {key: value for key, value in config.items() if not key.startswith("_")}
+
+
+def automatic_paths(value: Any, path: str = "") -> list[str]:
+    """Return the paths of all ``"auto"`` values inside ``value``, in order."""
+    if value == AUTO and isinstance(value, str):
+        return [] if path.startswith(_KEEPS_AUTO) else [path]
+    if isinstance(value, Mapping):
+        return [
+            found
+            for key, item in value.items()
+            if _may_be_automatic(item)
+            for found in automatic_paths(item, f"{path}.{key}" if path else str(key))
+        ]
+    if isinstance(value, list | tuple):
+        return [
+            found
+            for index, item in enumerate(value)
+            if _may_be_automatic(item)
+            for found in automatic_paths(item, f"{path}[{index}]")
+        ]
+    return []
+
+
+def _may_be_automatic(value: Any) -> bool:
+    # Fast, because most values in long lists cannot be automatic and need no path.
+    return value == AUTO if isinstance(value, str) else isinstance(value, Mapping | list | tuple)
+
+
+def _render_choices(resolved: Resolved, config: dict[str, Any]) -> None:
+    optimizer = resolved.optimizer
+    if optimizer is None:
+        return
+    config.pop("optimizer", None)
+    config.pop("scheduler", None)
+    if optimizer.source == "deepspeed":
+        written = resolved.plan.optimizer
+        kept = dict(written.extra) if written else {}
+        config["optimizer"] = {
+            "type": optimizer.name,
+            "params": copy.deepcopy(dict(optimizer.params)),
+            **kept,
+        }
+    if resolved.scheduler is not None and resolved.scheduler.source == "deepspeed":
+        config["scheduler"] = {
+            "type": resolved.scheduler.name,
+            "params": copy.deepcopy(dict(resolved.scheduler.params)),
+        }
+    if not resolved.uses_deepspeed:
+        return
+    client = optimizer.source != "deepspeed"
+    untested = client or optimizer.implementation not in _ZERO_TESTED
+    written_untested = resolved.requested.zero_allow_untested_optimizer is True
+    config["zero_allow_untested_optimizer"] = untested or written_untested
+    # By default, DeepSpeed rejects any optimizer but its own under offload.
+    config["zero_force_ds_cpu_optimizer"] = (
+        False if client else config.get("zero_force_ds_cpu_optimizer", True)
+    )

@@ -1,0 +1,370 @@
+"""The resolved plan as a value: nothing automatic, for one platform, world size and model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import attrs
+
+from zerotune._util.table import Readable
+from zerotune.decisions import Decision
+from zerotune.errors import InvalidValueError, UnresolvedPlanError
+from zerotune.optimizers.catalogue import ADAM, OPTIMIZERS, OptimizerChoice, SchedulerChoice
+from zerotune.plan.context import Context, EngineName, RunFacts, Streaming
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.section import evolved
+from zerotune.plan.sections import OffloadSection
+from zerotune.plan.settings import Settings
+from zerotune.plan.values import AUTO, as_tuple
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from zerotune.platform import Platform
+
+
+@attrs.frozen(kw_only=True, repr=False)
+class Resolved(Readable):
+    """A fully resolved plan; ``ResolvedPlan`` adds the verbs."""
+
+    estimated_as: ClassVar[type[Any] | None] = None
+    """Class of the memory estimate, if not ``Estimate``."""
+
+    requested: Settings
+    """The plan as the user wrote it."""
+    plan: Settings
+    """The requested plan with every relevant key set explicitly. Only the parameters of
+    ``optimizer`` and ``scheduler`` may still be ``"auto"``; ``zerotune.optim`` resolves them and
+    calls ``with_choices``."""
+    platform: Platform
+    """The machine the plan was resolved for."""
+    world_size: int
+    """Number of ranks."""
+    model: ModelFacts | None
+    """Facts of the model; its shapes determine the buffer sizes."""
+    run: RunFacts
+    """Values from the training script."""
+    uses_deepspeed: bool
+    """``True`` if DeepSpeed trains, ``False`` if the plain engine does."""
+    precision: str
+    """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
+    decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
+    """All decisions, beginning with those made while the configuration was read."""
+    optimizer: OptimizerChoice | None = None
+    """Optimizer chosen by ``zerotune.optim``; ``None`` before ``with_choices``."""
+    scheduler: SchedulerChoice | None = None
+    """Schedule chosen by ``zerotune.optim``; ``None`` without a schedule, or before
+    ``with_choices``."""
+    streamed: bool | Streaming | None = None
+    """Whether weights are streamed; ``None``: only if ``zerotune doctor --prove`` has verified
+    streaming."""
+    engine: EngineName | None = attrs.field(default=None)
+    """Engine of an Adam in host memory: ``"host"`` or ``"deepspeed"``; ``None``: ``"host"`` if it
+    can run the plan, on an accelerator only if ``zerotune doctor --prove`` has verified it."""
+
+    @engine.validator
+    def _check_engine(self, _attribute: Any, value: Any) -> None:
+        if value not in (None, "host", "deepspeed"):
+            raise InvalidValueError(
+                "is not an engine",
+                key="engine",
+                value=value,
+                fix='write "host" or "deepspeed"; deepspeed=False selects the plain engine',
+            )
+
+    @property
+    def context(self) -> Context:
+        """Context for rules and estimates."""
+        return Context(
+            world_size=self.world_size,
+            platform=self.platform,
+            model=self.model,
+            run=self.run,
+            uses_deepspeed=self.uses_deepspeed,
+        )
+
+    @property
+    def streaming(self) -> Streaming | None:
+        """Streaming options; ``None`` if weights are not streamed."""
+        if isinstance(self.streamed, Streaming):
+            return self.streamed
+        return Streaming() if self.streamed else None
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether weights stay on the device if the host engine runs this plan."""
+        # On a CPU, weights in host memory are on the device.
+        on_cpu = self.platform.accelerator == "cpu"
+        return not self.streamed and (on_cpu or self.offload_param != "cpu")
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether the host engine will run this plan; on an accelerator, if it was asked for."""
+        asked = self.streamed or self.engine == "host" or self.platform.accelerator == "cpu"
+        return bool(asked or not self.uses_deepspeed) and host_obstacle(self) is None
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage; 0 for the plain engine."""
+        stage = self.plan.stage
+        return int(stage) if self.uses_deepspeed else 0
+
+    @property
+    def offload_optimizer(self) -> str:
+        """Device of ``offload_optimizer``: ``"none"``, ``"cpu"`` or ``"nvme"``."""
+        return self.plan.offload_optimizer_device
+
+    @property
+    def offload_param(self) -> str:
+        """Device of ``offload_param``: ``"none"``, ``"cpu"`` or ``"nvme"``."""
+        return self.plan.offload_param_device
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples per forward pass and rank."""
+        return _integer(self.plan.train_micro_batch_size_per_gpu, "train_micro_batch_size_per_gpu")
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Forward passes per optimizer step."""
+        return _integer(self.plan.gradient_accumulation_steps, "gradient_accumulation_steps")
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step across all ranks."""
+        return _integer(self.plan.train_batch_size, "train_batch_size")
+
+    @property
+    def gradient_clipping(self) -> float:
+        """Maximum global L2 norm of the gradient; 0.0 disables clipping."""
+        value = self.plan.gradient_clipping
+        if value is None or isinstance(value, str):
+            raise _unresolved("gradient_clipping", value)
+        return float(value)
+
+    @property
+    def nvme_paths(self) -> dict[str, str | None]:
+        """Swap folders for parameters (``"param"``) and optimizer states (``"optimizer"``).
+
+        There is no key for data that the plan does not swap. A value is ``None`` until its folder
+        is set.
+        """
+        zero = self.plan.zero_optimization
+        parts = {
+            "param": zero.offload_param if zero else None,
+            "optimizer": zero.offload_optimizer if zero else None,
+        }
+        return {
+            part: None if section.nvme_path in (None, AUTO) else section.nvme_path
+            for part, section in parts.items()
+            if section is not None and section.device == "nvme"
+        }
+
+    def with_choices(
+        self,
+        optimizer: OptimizerChoice,
+        scheduler: SchedulerChoice | None,
+        decisions: Iterable[Decision] = (),
+    ) -> Self:
+        """Return this plan with optimizer and scheduler set.
+
+        Args:
+            optimizer: The optimizer that will run.
+            scheduler: The schedule; ``None`` keeps the learning rate constant.
+            decisions: Decisions to append to those of this plan.
+        """
+        return attrs.evolve(
+            self, optimizer=optimizer, scheduler=scheduler, decisions=(*self.decisions, *decisions)
+        )
+
+    def without_streaming(self, reason: str) -> Self:
+        """Return this plan without streaming; a decision records ``reason``."""
+        asked = self.streamed if self.streamed is None else True
+        decision = Decision(
+            key="streamed",
+            before=asked,
+            after=False,
+            reason=reason,
+            severity="warning" if asked else "note",
+        )
+        return attrs.evolve(self, streamed=False, decisions=(*self.decisions, decision))
+
+    def with_engine(self, engine: EngineName | None, reason: str) -> Self:
+        """Return this plan with the engine set; a decision records ``reason``.
+
+        Args:
+            engine: The engine that will run; ``None`` for the plain engine.
+            reason: Why.
+        """
+        refused = self.engine == "host" and engine != "host"
+        decision = Decision(
+            key="engine",
+            before=self.engine if refused else None,
+            after=engine or "plain",
+            reason=reason,
+            severity="warning" if refused else "note",
+        )
+        return attrs.evolve(self, engine=engine, decisions=(*self.decisions, decision))
+
+    def with_nvme_path(
+        self,
+        *,
+        param: str | os.PathLike[str] | None = None,
+        optimizer: str | os.PathLike[str] | None = None,
+    ) -> Self:
+        """Return this plan with the swap folders set.
+
+        Args:
+            param: Folder for parameters; ``None`` keeps the current one.
+            optimizer: Folder for optimizer states; ``None`` keeps the current one.
+
+        Raises:
+            InvalidValueError: A folder is given for parameters or optimizer states that are not
+                swapped.
+        """
+        given = {"param": param, "optimizer": optimizer}
+        zero = self.plan.zero_optimization
+        for part, folder in given.items():
+            if folder is None:
+                continue
+            section: OffloadSection | None = getattr(zero, f"offload_{part}", None)
+            if zero is None or section is None or section.device != "nvme":
+                raise InvalidValueError(
+                    f"is given, but offload_{part} does not use NVMe in the resolved plan",
+                    key=f"zero_optimization.offload_{part}.nvme_path",
+                    value=os.fspath(folder),
+                    fix=f'set offload_{part}.device to "nvme" at stage 3, or omit the folder',
+                )
+            moved = attrs.evolve(section, nvme_path=os.fspath(folder))
+            zero = evolved(zero, **{f"offload_{part}": moved})
+        return attrs.evolve(self, plan=attrs.evolve(self.plan, zero_optimization=zero))
+
+
+def _integer(value: Any, key: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _unresolved(key, value)
+    return value
+
+
+def _unresolved(key: str, value: Any) -> UnresolvedPlanError:
+    return UnresolvedPlanError(
+        "is not resolved", key=key, value=value, fix="call DeepSpeedPlan.resolve to create the plan"
+    )
+
+
+LEAF_MODULE: Final = "leaf_module"
+"""Key of ``zero_optimization`` for leaf modules. Its value is ``{"classes": […]}``; with an empty
+list there are no leaf modules."""
+
+
+_SEVERAL_RANKS: Final = frozenset(
+    {
+        "communication_data_type",
+        "expert_parallel",
+        "gradient_allreduce_op",
+        "gradient_predivide_factor",
+        "pipeline",
+        "prescale_gradients",
+        "sequence_parallel_size",
+        "tensor_parallel",
+    }
+)
+"""Keys for which the host engine on several ranks supports only the defaults."""
+
+
+def host_obstacle(resolved: Resolved) -> str | None:
+    """Return why the host engine cannot run a plan; ``None`` if nothing prevents it."""
+    if not resolved.uses_deepspeed:
+        return _plain_obstacle(resolved)
+    written = resolved.plan.to_dict()
+    accumulated = written.get("data_types", {}).get("grad_accum_dtype")
+    several = _SEVERAL_RANKS & written.keys() if resolved.world_size > 1 else ()
+    others = _left_to_deepspeed(resolved.plan) if resolved.is_resident else ()
+    obstacles = {
+        'the plan was resolved with engine="deepspeed"': resolved.engine == "deepspeed",
+        f"only DeepSpeed supports {', '.join(several)}": bool(several),
+        f"only DeepSpeed obeys {', '.join(others)}": bool(others),
+        **_optimizer_obstacles(resolved.optimizer),
+        "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
+        "DeepSpeed manages weights on NVMe": resolved.offload_param == "nvme",
+        "only a part of the optimizer is in host memory": _offload_ratio(resolved.plan) < 1,
+        "DeepSpeed gathers weights in host memory, unless they are streamed": (
+            resolved.offload_param == "cpu"
+            and resolved.streamed is False
+            and not resolved.is_resident
+        ),
+        "only DeepSpeed partitions weights that stay on the devices of several ranks": (
+            resolved.is_resident and resolved.stage == 3 and resolved.world_size > 1
+        ),
+        "streaming needs stage 2 or 3": not resolved.is_resident and resolved.stage not in (2, 3),
+        "only DeepSpeed casts the model's inputs to fp16": (
+            resolved.precision == "fp16" and _casts_inputs(resolved.plan)
+        ),
+        "the host engine accumulates gradients only in their own dtype": accumulated not in (
+            None, resolved.precision,
+        ),
+    }  # fmt: skip
+    return next((reason for reason, holds in obstacles.items() if holds), None)
+
+
+def _optimizer_obstacles(choice: OptimizerChoice | None) -> dict[str, bool]:
+    if choice is None:
+        return {}
+    known = [name for name, entry in OPTIMIZERS.items() if entry.streams]
+    # torch's classes of the same names are run by DeepSpeed.
+    runs = choice.name in known and choice.implementation in {"DeepSpeedCPUAdam", *known} - ADAM
+    betas = {tuple(group.params.get("betas", ())) for group in choice.groups}
+    return {
+        f"the host engine cannot run {choice.implementation}; it runs {', '.join(known)}": not runs,
+        "only DeepSpeed keeps the moments in bf16": (
+            choice.params.get("fp32_optimizer_states", True) is False
+        ),
+        "parameter groups with different betas must be updated in order": len(betas) > 1,
+    }
+
+
+NO_DEEPSPEED: Final = "the plan was resolved without DeepSpeed"
+_OTHER_STEPS: Final = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
+"""Options of torch's Adam with which the host engine's results would not be those of torch."""
+
+
+def _plain_obstacle(resolved: Resolved) -> str | None:
+    """Why the host engine cannot run a plan without DeepSpeed; ``None`` if nothing prevents it."""
+    choice = resolved.optimizer
+    obstacles = {
+        NO_DEEPSPEED: bool(resolved.streamed),
+        "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
+    }
+    if choice is not None:
+        known = choice.package is None and choice.implementation in STEPPED_PLAINLY
+        chosen = [name for name in _OTHER_STEPS if choice.params.get(name)]
+        obstacles[f"{PLAIN_NEEDS}, not {choice.implementation}"] = not known
+        obstacles[f"the host engine does not support {', '.join(chosen)}"] = bool(chosen)
+    return next((reason for reason, holds in obstacles.items() if holds), None)
+
+
+STEPPED_PLAINLY: Final = frozenset({*ADAM, "AdamWBF16States"})
+PLAIN_NEEDS: Final = "without DeepSpeed, the host engine runs Adam, AdamW and AdamWBF16States"
+
+
+def _casts_inputs(plan: Settings) -> bool:
+    return plan.fp16 is not None and plan.fp16.auto_cast is True
+
+
+def _offload_ratio(plan: Settings) -> float:
+    section = plan.zero_optimization and plan.zero_optimization.offload_optimizer
+    return float(section.ratio) if section and isinstance(section.ratio, (int, float)) else 1.0
+
+
+def _left_to_deepspeed(plan: Settings) -> list[str]:
+    """Keys that are set and that the host engine does not read."""
+    zero = plan.zero_optimization
+    found = [key for key in plan.extra if key not in _SEVERAL_RANKS and key != "data_types"]
+    found += [
+        f"zero_optimization.{key}" for key in (zero.extra if zero else ()) if key != LEAF_MODULE
+    ]
+    if plan.wall_clock_breakdown:
+        found.append("wall_clock_breakdown")
+    return [key for key in found if not key.startswith("_")]
