@@ -168,7 +168,6 @@ RELATED = {
     "zerotune.training.EmbeddedPlan": {"zerotune.training.embedded": "EngineSchedule"},
     "zerotune.training.prepare": {
         "zerotune.training.setup": "build_engine",
-        "zerotune.backend.schema": "plan_schema",
     },
 }
 """Related names for each page, by module: types of returned values and of further arguments."""

@@ -1,43 +1,69 @@
-"""Keys that the installed DeepSpeed reads one by one, extracted from its source.
+"""Keys that the installed DeepSpeed reads one by one, found in its source.
 
 ``get_scalar_param(section, NAME, NAME_DEFAULT)`` and ``section.get(NAME, NAME_DEFAULT)`` name a key
-and its default by module constants, so the source is the list. ``zerotune schema`` reads the list
-from a file that ``python -m tools.deepspeed_keys`` writes.
+and its default by module constants, so the source is the list.
 """
 
 from __future__ import annotations
 
 import ast
+import enum
+import importlib
 import inspect
-import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, Final
 
-import zerotune
-from zerotune.backend.schema import READ, is_json, module_or_none, plain
-from zerotune.backend.upstream import require_deepspeed
+from zerotune.errors import InvalidValueError
+from zerotune.plan.values import check_json
 
-FILE: Final = Path(zerotune.__file__).parent / "backend" / "data" / "keys.json"
 _READERS: Final = frozenset({"get_scalar_param", "get_list_param", "get_dict_param"})
 
 
-def deepspeed_keys() -> dict[str, Any]:
-    """Return each key, its default, and the constants of both, by module and variable."""
-    deepspeed = require_deepspeed(accelerator="cpu")
-    modules: dict[str, dict[str, Any]] = {}
-    for name, variable in READ:
-        module = module_or_none(name)
-        if module is not None:
-            tree = ast.parse(inspect.getsource(module))
-            modules.setdefault(name, {})[variable] = dict(_reads(tree, module, variable))
-    return {"deepspeed": deepspeed.__version__, "modules": modules}
+def keys_read_by(module: str, *variables: str) -> dict[str, Any]:
+    """Return the keys that a module reads from dictionaries in these variables, with defaults.
+
+    A default that is not a constant is ``None``. The result is empty if this release lacks the
+    module.
+    """
+    installed = module_or_none(module)
+    if installed is None:
+        return {}
+    tree = ast.parse(inspect.getsource(installed))
+    return {key: d for variable in variables for key, d in _reads(tree, installed, variable)}
 
 
-def render(keys: dict[str, Any]) -> str:
-    """Return the file's text."""
-    return json.dumps(keys, indent=1, allow_nan=False) + "\n"
+def module_or_none(name: str) -> ModuleType | None:
+    """Import a module of DeepSpeed; return ``None`` if this release lacks it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def is_json(value: Any) -> bool:
+    """Return whether JSON can represent a value."""
+    try:
+        check_json(plain(value), "default")
+    except InvalidValueError:
+        return False
+    return True
+
+
+def plain(value: Any) -> Any:
+    """Convert enums and instances of subclasses (such as DeepSpeed's ``pp_int``) to plain types."""
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    if hasattr(value, "model_dump"):
+        return None
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    return value
 
 
 def _reads(tree: ast.AST, module: ModuleType, variable: str) -> Iterator[tuple[str, Any]]:
@@ -47,9 +73,10 @@ def _reads(tree: ast.AST, module: ModuleType, variable: str) -> Iterator[tuple[s
         where, arguments = _where(node)
         if where != variable or not arguments:
             continue
-        key = _value(arguments[0], module)
-        if isinstance(key, str):
-            yield key, _entry(arguments, module)
+        key, *rest = arguments
+        name, default = _value(key, module), _value(rest[0], module) if rest else None
+        if isinstance(name, str):
+            yield name, plain(default) if is_json(default) else None
 
 
 def _where(call: ast.Call) -> tuple[str | None, list[ast.expr]]:
@@ -62,23 +89,9 @@ def _where(call: ast.Call) -> tuple[str | None, list[ast.expr]]:
     return None, []
 
 
-def _entry(arguments: list[ast.expr], module: ModuleType) -> dict[str, Any]:
-    key, *rest = arguments
-    entry: dict[str, Any] = {"name": key.id} if isinstance(key, ast.Name) else {}
-    default = _value(rest[0], module) if rest else None
-    entry["default"] = plain(default) if is_json(default) else None
-    if rest and isinstance(rest[0], ast.Name):
-        entry["default_name"] = rest[0].id
-    return entry
-
-
 def _value(node: ast.expr, module: ModuleType) -> Any:
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
         return getattr(module, node.id, None)
     return {} if isinstance(node, ast.Dict) and not node.keys else None
-
-
-if __name__ == "__main__":
-    FILE.write_text(render(deepspeed_keys()), encoding="utf-8")

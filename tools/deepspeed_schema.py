@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zerotune.backend.schema import plan_schema
+from tools.plan_schema import plan_schema
 from zerotune.plan import schema
 from zerotune.plan.keys import OFFLOAD, ZERO
 from zerotune.plan.schema import HANDLING

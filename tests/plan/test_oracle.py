@@ -92,7 +92,7 @@ def compare():
 
     from tests.plan.test_deepspeed_agrees import Ranks
     from tools.deepspeed_schema import FILE, deepspeed_schema, render
-    from zerotune.backend.schema import plan_schema
+    from tools.plan_schema import plan_schema
 
     logging.disable(logging.CRITICAL)
     reading.dist = Ranks(1)

@@ -1,4 +1,4 @@
-"""``zerotune schema``: the parameters of the installed DeepSpeed, as JSON Schema."""
+"""``zerotune schema``: the parameters of DeepSpeed, as JSON Schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from zerotune.cli import tell
 
 NAME = "schema"
-SUMMARY = "Print all parameters of the installed DeepSpeed as JSON Schema for editors."
+SUMMARY = "Print all parameters of DeepSpeed as JSON Schema for editors."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,15 +20,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the schema, and return the exit status."""
-    import json
-    from contextlib import redirect_stdout
+    from zerotune.plan.schema import whole_schema
 
-    from zerotune.backend.schema import plan_schema
-
-    # DeepSpeed logs to standard output while it is imported.
-    with redirect_stdout(sys.stderr):
-        schema = plan_schema()
-    text = json.dumps(schema, indent=2, allow_nan=False) + "\n"
+    text = whole_schema()
     if arguments.output is None:
         sys.stdout.write(text)
         return 0

@@ -115,7 +115,7 @@ class Context:
     uses_deepspeed: bool = True
     """``False`` for the plain engine; ZeRO settings are then ignored."""
     schema: Mapping[str, Any] | None = None
-    """Schema of the installed DeepSpeed, from ``plan_schema()``; ``None`` uses the stored copy."""
+    """Schema of DeepSpeed's keys; ``None`` uses the stored copy."""
 
     @property
     def machine(self) -> Platform:

@@ -500,9 +500,8 @@ class DeepSpeedPlan(Settings):
         Args:
             world_size: Number of ranks.
             platform: The machine; without it, rules that depend on the machine are skipped.
-            schema: Schema of the sections that zerotune passes through; by default a stored copy.
-                ``zerotune.backend.schema.plan_schema()`` reads the schema of the installed
-                DeepSpeed.
+            schema: Schema of the sections that zerotune passes through; by default a stored copy,
+                which ``zerotune schema`` prints.
         """
         context = Context(world_size=world_size, platform=platform, schema=schema)
         return rules.check_plan(self, context)

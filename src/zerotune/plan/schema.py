@@ -1,4 +1,4 @@
-"""Inspect and apply schemas from ``zerotune.backend.schema.plan_schema``; DeepSpeed is not needed.
+"""Inspect and apply stored schemas of DeepSpeed's keys; DeepSpeed is not needed.
 
 ``passed_schema`` returns the stored schema of the sections that plans pass through. ``faults``
 validates values as DeepSpeed's pydantic models do, which accept ``"5"`` and ``5.0`` for 5.
@@ -52,6 +52,19 @@ def _documented(body: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 # -- Validation of a value against a schema.
+
+
+def whole_schema() -> str:
+    """Return every parameter of the newest tested DeepSpeed as JSON Schema (draft 2020-12).
+
+    Each key has its type, ``default``, ``description`` and ``deprecated``, as far as they are
+    known. Under ``x-zerotune``, a key may have ``modelled``, ``stages``, ``replaced_by`` and
+    ``alias_of``. ``modelled`` says whether zerotune reads and fills the key; all other keys are
+    passed through. ``stages`` lists the ZeRO stages at which the key has an effect, if they are
+    known. The types are those of DeepSpeed, plus ``"auto"`` where zerotune or DeepSpeed accepts it.
+    ``zerotune.plan`` also accepts looser spellings. ``python -m tools.plan_schema`` regenerates it.
+    """
+    return (files("zerotune.plan") / "data" / "schema.json").read_text(encoding="utf-8")
 
 
 @cache

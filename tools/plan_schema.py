@@ -1,9 +1,9 @@
 """``plan_schema``: every parameter of the installed DeepSpeed, as JSON Schema.
 
-DeepSpeed declares its keys in three ways. Pydantic models contain types and defaults. The keys of
-other sections appear only in calls such as ``get_scalar_param(section, NAME, NAME_DEFAULT)`` or
-``section.get(NAME, NAME_DEFAULT)``. ``python -m tools.deepspeed_keys`` records these calls in
-``data/keys.json``, and the constants of the installed release give the defaults. Keys that
+``python -m tools.plan_schema`` writes it to the file that ``zerotune schema`` prints. DeepSpeed
+declares its keys in three ways. Pydantic models contain types and defaults. The keys of other
+sections appear only in calls such as ``get_scalar_param(section, NAME, NAME_DEFAULT)`` or
+``section.get(NAME, NAME_DEFAULT)``, which ``tools.deepspeed_keys`` finds in the source. Keys that
 DeepSpeed declares in any other way are defined in this module.
 """
 
@@ -17,15 +17,13 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
+from tools.deepspeed_keys import is_json, keys_read_by, module_or_none, plain
 from zerotune.backend.upstream import require_deepspeed
-from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan
+from zerotune.plan import schema as stored
 from zerotune.plan import values as kinds
 from zerotune.plan.resolve import stages_of
 from zerotune.plan.schema import HANDLING, attribute_docs
@@ -33,6 +31,9 @@ from zerotune.plan.section import Nested, Section, modelled
 from zerotune.platform import detect_platform
 
 Schema = dict[str, Any]
+
+FILE: Final = Path(stored.__file__).parent / "data" / "schema.json"
+"""What ``zerotune schema`` prints."""
 
 AUTO: Final = {"const": kinds.AUTO}
 
@@ -92,16 +93,6 @@ _SECTION_READS: Final[Mapping[str, tuple[str, str]]] = {
 _READ_WHOLE: Final = frozenset({"flops_profiler", "activation_checkpointing"})
 """Sections with a complete list of keys; DeepSpeed silently ignores any other key."""
 
-READ: Final[tuple[tuple[str, str], ...]] = (
-    *_SECTION_READS.values(),
-    (_CONFIG, "param_dict"),
-    (_CONFIG, "self._param_dict"),
-    (_CONFIG, "par_write_params"),
-    (_CHECKPOINT, "checkpoint_dict"),
-    (_CHECKPOINT, "writer_dict"),
-)
-"""Modules and variables whose keys ``data/keys.json`` records."""
-
 
 def plan_schema() -> dict[str, Any]:
     """Return every parameter of the installed DeepSpeed as JSON Schema (draft 2020-12).
@@ -114,8 +105,6 @@ def plan_schema() -> dict[str, Any]:
     effect, if they are known. The types are those of DeepSpeed, plus ``"auto"`` where zerotune or
     DeepSpeed accepts it. ``zerotune.plan`` also accepts looser spellings.
 
-    ``zerotune.plan.schema`` uses a stored copy of the result and does not need DeepSpeed.
-
     Raises:
         MissingDependencyError: DeepSpeed is not installed or cannot be imported.
         UnsupportedEngineError: The installed DeepSpeed is too old.
@@ -127,13 +116,13 @@ def plan_schema() -> dict[str, Any]:
         accelerator = detect_platform(log=False).deepspeed.accelerator or "cpu"
     deepspeed = require_deepspeed(accelerator=accelerator)
     config = importlib.import_module(_CONFIG)
-    properties = _object_of(_recorded(_CONFIG, "param_dict", "self._param_dict"))["properties"]
+    properties = _object_of(keys_read_by(_CONFIG, "param_dict", "self._param_dict"))["properties"]
     for name, (module, model) in _SECTION_MODELS.items():
         cls = getattr(module_or_none(module), model, None)
         if cls is not None:
             properties[name] = of_model(cls)
     for name, (module, variable) in _SECTION_READS.items():
-        if keys := _recorded(module, variable):
+        if keys := keys_read_by(module, variable):
             properties[name] = _object_of(keys)
             if name in _READ_WHOLE:
                 properties[name]["additionalProperties"] = False
@@ -206,11 +195,14 @@ def _named_choice(names: Iterable[str]) -> Schema:
 
 def _checkpoint_section() -> Schema:
     section = _object_of(
-        {**_recorded(_CONFIG, "checkpoint_params"), **_recorded(_CHECKPOINT, "checkpoint_dict")}
+        {
+            **keys_read_by(_CONFIG, "checkpoint_params"),
+            **keys_read_by(_CHECKPOINT, "checkpoint_dict"),
+        }
     )
     section["properties"] |= {
-        "writer": _object_of(_recorded(_CHECKPOINT, "writer_dict")),
-        "parallel_write": _object_of(_recorded(_CONFIG, "par_write_params")),
+        "writer": _object_of(keys_read_by(_CHECKPOINT, "writer_dict")),
+        "parallel_write": _object_of(keys_read_by(_CONFIG, "par_write_params")),
     }
     return section
 
@@ -218,7 +210,7 @@ def _checkpoint_section() -> Schema:
 def _data_types_section() -> Schema:
     entries: dict[str, Schema] = {
         key: {"enum": [*_SCHEMA_PRECISIONS, None], "default": default}
-        for key, default in _recorded(_CONFIG, "data_types_params").items()
+        for key, default in keys_read_by(_CONFIG, "data_types_params").items()
     }
     if "keep_in_fp32_modules" in entries:
         entries["keep_in_fp32_modules"] = {
@@ -264,42 +256,6 @@ def _add_what_zerotune_knows(
             for branch in (entry, *entry.get("anyOf", ())):
                 if "properties" in branch:
                     _add_what_zerotune_knows(branch["properties"], kind.cls, inside, without_too)
-
-
-def module_or_none(name: str) -> ModuleType | None:
-    """Import a module of DeepSpeed; return ``None`` if this release lacks it.
-
-    Args:
-        name: Dotted name of the module.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
-def _recorded(module: str, *variables: str) -> dict[str, Any]:
-    """Keys and defaults that a module reads from dictionaries in these variables.
-
-    Keys whose constant the installed release lacks are omitted. A default that is not a constant is
-    ``None``.
-    """
-    installed = module_or_none(module)
-    if installed is None:
-        return {}
-    return {
-        key: getattr(installed, read.get("default_name", ""), read["default"])
-        for variable in variables
-        for key, read in _keys()[module].get(variable, {}).items()
-        if "name" not in read or hasattr(installed, read["name"])
-    }
-
-
-@cache
-def _keys() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    text = (files(__package__) / "data" / "keys.json").read_text(encoding="utf-8")
-    modules: Mapping[str, Mapping[str, Mapping[str, Any]]] = json.loads(text)["modules"]
-    return modules
 
 
 # -- Types and values of Python as JSON Schema.
@@ -432,26 +388,10 @@ def of_default(value: Any) -> Schema:
     return {**schema, "default": plain(value)} if is_json(value) else schema
 
 
-def is_json(value: Any) -> bool:
-    """Return whether JSON can represent a value."""
-    try:
-        kinds.check_json(plain(value), "default")
-    except InvalidValueError:
-        return False
-    return True
+def render(schema: Schema) -> str:
+    """Return the file's text."""
+    return json.dumps(schema, indent=1, allow_nan=False) + "\n"
 
 
-def plain(value: Any) -> Any:
-    """Convert enums and instances of subclasses (such as DeepSpeed's ``pp_int``) to plain types."""
-    if isinstance(value, enum.Enum):
-        return plain(value.value)
-    if hasattr(value, "model_dump"):
-        return None
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    return value
+if __name__ == "__main__":
+    FILE.write_text(render(plan_schema()), encoding="utf-8")
