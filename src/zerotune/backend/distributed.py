@@ -7,7 +7,6 @@ import contextlib
 import gc
 import hashlib
 import importlib
-import itertools
 import json
 import os
 import re
@@ -48,10 +47,8 @@ _LAST_WORD_S: Final = 1.0
 """Seconds for which rank 0 tries to inform each remaining rank that a rank is lost."""
 _STORE_S: Final = 10.0
 """Seconds that a separate store connection waits for a missing key."""
-_PULSE_S: Final = 1.0
-"""Seconds between two heartbeats for ranks on different machines."""
 _SILENCE_S: Final = 5.0
-"""Seconds without a heartbeat after which a rank counts as lost, once a collective has failed."""
+"""Seconds after a failed collective in which every remaining rank notices the failure too."""
 LOOK_S: Final = 0.5
 """Seconds between checks that the processes of missing ranks are still alive."""
 _NOBODY_SENDS: Final = 1 << 30
@@ -205,7 +202,7 @@ class ProcessGroup:
                 raise
             raise before.lost(_NO_START, error) from error
         self._roll = _RollCall(self._control.group_name, rank=self.rank, before=before)
-        self._roll.meet(self.gather(ProcessIdentity.current(), purpose="meet"), wake=self._wake)
+        self._roll.members = self.gather(ProcessIdentity.current(), purpose="meet")
 
     @property
     def is_main(self) -> bool:
@@ -421,7 +418,6 @@ class ProcessGroup:
     def close(self) -> None:
         """Leave the group; the last user destroys one that zerotune created. Repeatable."""
         if self._control is not None:
-            self._roll.close()
             control, self._control = self._control, None
             end_groups([control])
         if self._owned:
@@ -508,7 +504,7 @@ class _Arrivals:
                 name = f"start/{self._attempt}"
                 roll = _RollCall(name, rank=self._launch.rank, store=self._store)
                 roll.holders = [rank for rank, (_, holds) in enumerate(notes) if holds]
-                roll.meet([ProcessIdentity(**process) for process, _ in notes])
+                roll.members = [ProcessIdentity(**process) for process, _ in notes]
                 return roll
         except RuntimeError as error:
             raise self._absent(error) from error
@@ -595,9 +591,7 @@ class _Started:
             self._end()
 
     def _end(self) -> None:
-        if self.roll is not None:
-            self.roll.close()
-            self.roll = None
+        self.roll = None
         if dist.is_initialized() and dist.group.WORLD is self._group:
             dist.destroy_process_group()
             _forget_in_deepspeed()
@@ -694,28 +688,6 @@ class _RollCall:
         """Ranks on whose process or launcher the store depends."""
         self.count = 0
         """Number of collectives of this group so far."""
-        self._pulse: _Pulse | None = None if before is None else before._pulse
-        self._close = contextlib.ExitStack()
-
-    def meet(
-        self, members: list[ProcessIdentity], *, wake: Callable[[], None] | None = None
-    ) -> None:
-        """Record all ranks' processes. On several machines, start sending heartbeats.
-
-        ``wake`` is called as soon as any other rank is known to be lost.
-        """
-        self.members = members
-        if all(member.visible() for member in members):
-            return
-        if self._pulse is None:
-            self._pulse = _Pulse(self._prefix, rank=self._rank, store=own_store(self._store))
-            self._close.callback(self._pulse.close)
-        if wake is not None:
-            self._close.enter_context(self._pulse.waking(wake))
-
-    def close(self) -> None:
-        """Stop the heartbeats of this rank."""
-        self._close.close()
 
     def lost(
         self, what: str, error: RuntimeError, *, patience: float = _SETTLING_S
@@ -738,15 +710,9 @@ class _RollCall:
         A process that has just lost its connections has ``patience`` seconds to end.
         """
         deadline = time.monotonic() + patience
-        while not (absent := self._reported() or self.ended()) and time.monotonic() < deadline:
+        while not (absent := self.ended()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        absent = absent or self._silent()
-        # If a lost rank hosts the store, the store is usually lost too, and other ranks notice that
-        # themselves.
-        if absent and not absent.keys() & self.holders and self._pulse is not None:
-            self._pulse.report(absent, holds=self._rank in self.holders)
-        # A store whose host process is stopped never answers.
-        return absent or Asking().ask(self._elsewhere, seconds=_ANSWER_S) or {}
+        return absent or self._behind(patience)
 
     def dead(self) -> bool:
         """Return whether any visible rank's process has ended; stopped processes do not count."""
@@ -761,26 +727,35 @@ class _RollCall:
             if condition is not None
         }
 
-    def _reported(self) -> dict[int, str]:
-        """The lost ranks that any rank has reported; the reporting rank may have ended since."""
-        lost = {} if self._pulse is None else self._pulse.lost
-        return {} if self._rank in lost else lost
+    def _behind(self, patience: float) -> dict[int, str]:
+        """The ranks that have not come as far as this one, each with its state.
 
-    def _silent(self) -> dict[int, str]:
-        """The ranks on different machines that send no heartbeat, each with its state."""
-        afar = [rank for rank, member in enumerate(self.members) if not member.visible()]
-        if self._pulse is None:
-            return {}
-        silent = self._pulse.silent(afar)
-        if silent is not None:
-            what = f"has sent no heartbeat for {_SILENCE_S:g} s"
-        else:
-            silent = [rank for rank in afar if rank in self.holders]
+        Every remaining rank notices a lost one, and records that in the store. Processes on other
+        machines cannot be inspected, so a rank that records nothing counts as lost.
+        """
+        # A store whose host process is stopped never answers.
+        asking = Asking()
+        if patience and not all(member.visible() for member in self.members):
+            asking.ask(lambda: self.here("a lost rank"), seconds=_ANSWER_S)
+        deadline = time.monotonic() + _SILENCE_S * bool(patience)
+        while absent := asking.ask(self._elsewhere, seconds=_ANSWER_S):
+            if time.monotonic() >= deadline:
+                return absent
+            time.sleep(LOOK_S)
+        if absent is None:
             what = "cannot be reached, and neither can its store"
-        return self._reported() or {
-            rank: f"{what} (process {self.members[rank].pid} on {self.members[rank].host})"
-            for rank in silent
-        }
+            holders = [rank for rank in self.holders if rank < len(self.members)]
+            return {
+                rank: f"{what}{self._place(rank)}"
+                for rank in holders
+                if not self.members[rank].visible()
+            }
+        return {}
+
+    def _place(self, rank: int) -> str:
+        """The process of a rank on another machine; empty on this one."""
+        member = self.members[rank]
+        return "" if member.visible() else f" (process {member.pid} on {member.host})"
 
     def _elsewhere(self) -> dict[int, str]:
         absent = {}
@@ -789,91 +764,9 @@ class _RollCall:
             note = self._store.get(key).decode() if self._store.check([key]) else "0 nothing"
             count, _, purpose = note.partition(" ")
             if int(count) < self.count:
-                absent[rank] = f"last reached {purpose!r}" if int(count) else "never arrived"
+                state = f"last reached {purpose!r}" if int(count) else "never arrived"
+                absent[rank] = f"{state}{self._place(rank)}"
         return absent
-
-
-class _Pulse:
-    """Heartbeats in the store, because processes on other machines cannot be inspected.
-
-    ``prefix`` of the keys is equal on all ranks; only this class uses the store connection.
-    """
-
-    def __init__(self, prefix: str, *, rank: int, store: Any) -> None:
-        self._prefix, self._rank = f"{prefix}/pulse", rank
-        self._store, self._over = store, threading.Event()
-        self._wakes: list[Callable[[], None]] = []
-        self.lost: dict[int, str] = {}
-        """The lost ranks that any rank has reported, each with its state."""
-        self._thread = threading.Thread(target=self._run, name="zerotune-pulse", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop the heartbeats."""
-        self._over.set()
-        # A thread that queries the store while the interpreter exits can abort the process.
-        self._thread.join(_LAST_WORD_S)
-
-    @contextlib.contextmanager
-    def waking(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Inside the block, call ``wake`` as soon as other ranks are known to be lost."""
-        self._wakes.append(wake)
-        if self._lost_others():
-            wake()
-        try:
-            yield
-        finally:
-            self._wakes.remove(wake)
-
-    def _lost_others(self) -> bool:
-        return bool(self.lost) and self._rank not in self.lost
-
-    def silent(self, ranks: Collection[int]) -> list[int] | None:
-        """Return ranks that have sent no heartbeat recently; ``None`` if the store does not answer.
-
-        The call returns early if any rank reports lost ranks.
-        """
-        asking, deadline = Asking(), time.monotonic() + _SILENCE_S
-        first, left = None, list(ranks)
-        while left and not self.lost and time.monotonic() < deadline:
-            signs = asking.ask(lambda: self._signs(ranks), seconds=_ANSWER_S)
-            if signs is None:
-                return None
-            first = first or signs
-            left = [rank for rank in left if signs[rank] == first[rank]]
-            time.sleep(_PULSE_S / 4)
-        return left
-
-    def report(self, lost: Mapping[int, str], *, holds: bool) -> None:
-        """Report lost ranks in the store, also for ranks that notice the failure later.
-
-        ``holds``: whether the store may end when this rank ends.
-        """
-        if not self.lost:
-            text = json.dumps(dict(lost))
-            Asking().ask(lambda: self._store.set(f"{self._prefix}/lost", text), seconds=_ANSWER_S)
-            if holds:  # Let other ranks read it first.
-                time.sleep(2 * _PULSE_S)
-
-    def _run(self) -> None:
-        for number in itertools.count():
-            # If the store cannot be reached now, try again at the next heartbeat.
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"{self._prefix}/{self._rank}", str(number))
-                if self._store.check([f"{self._prefix}/lost"]):
-                    lost = json.loads(self._store.get(f"{self._prefix}/lost"))
-                    news, self.lost = not self.lost, {int(rank): lost[rank] for rank in lost}
-                    if news and self._lost_others():
-                        for wake in tuple(self._wakes):
-                            wake()
-            if self._over.wait(_PULSE_S):
-                return
-
-    def _signs(self, ranks: Collection[int]) -> dict[int, bytes]:
-        keys = {rank: f"{self._prefix}/{rank}" for rank in ranks}
-        return {
-            rank: self._store.get(k) if self._store.check([k]) else b"" for rank, k in keys.items()
-        }
 
 
 def own_store(store: Any = None) -> Any:
