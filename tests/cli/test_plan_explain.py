@@ -128,6 +128,29 @@ MACHINE = ("--accelerator", "cuda", "--vram", "24GiB", "--ram", "128GiB")
 
 
 class TestForAModel:
+    MODEL = ("--family", "sd3-medium", "--card", "4090")
+
+    @pytest.mark.parametrize(
+        ("options", "engine", "where", "gib"),
+        [
+            (("--engine", "deepspeed"), "DeepSpeed", "on the device", 8.3),
+            (("--engine", "host"), "host engine", "on the device", 5.6),
+            (("--streamed",), "host engine", "room for 3 units", 2.4),
+            (("--keep", "3"), "host engine", "room for 3.00 GiB", 4.9),
+        ],
+        ids=str,
+    )
+    def test_the_engine_and_room_for_streamed_weights(
+        self, file, capsys, options, engine, where, gib
+    ):
+        assert explain(file(), *self.MODEL, *options) == 0
+        said = capsys.readouterr().out
+        assert f"  engine          {engine}, 1 process" in said
+        assert where in next(line for line in said.splitlines() if line.startswith("  parameters"))
+        assert explain(file(), *self.MODEL, *options, "--json") == 0
+        found = json.loads(capsys.readouterr().out)["estimate"]["places"]["device"]
+        assert found["peak"] / 2**30 == pytest.approx(gib, abs=0.4)
+
     def test_text_shows_the_resolved_plan_and_its_memory(self, file, capsys):
         assert explain(file(), "--family", "sdxl", *MACHINE) == 0
 

@@ -228,7 +228,7 @@ def started(case: Case, folder: Path | None = None) -> Iterator[Any]:
         model=ModelFacts.from_module(model),
         world_size=case.ranks,
         deepspeed=case.deepspeed,
-        streamed=case.streamed or False,
+        streamed=case.streamed or (None if case.engine == "host" else False),
         engine=case.engine,
     )
     with build_engine(model=model, plan=OptimizerResolver().apply(resolved)) as engine:
@@ -308,7 +308,7 @@ def contents(engine: Any, ema: EMAShadow) -> dict[str, str]:
             found[f"{name} {fragment.address.key}"] = digest(value)
     for name, value in ema.state_dict().items():
         found[f"ema {name}"] = digest(value)
-    if engine.plan.stage < 3:
+    if engine.plan.stage < 3 or engine.plan.is_hosted:
         for name, value in engine.module.state_dict().items():
             found[f"weight {name}"] = digest(value)
     return found
@@ -376,6 +376,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 # -- The matrix.
 
 _WINDOW = Streaming(window=2)
+_NAMED = Streaming(units=("blocks.0", "blocks.2", "blocks.5"), window=2)
 
 STREAMED = Case(name="streamed, window 2", streamed=_WINDOW)
 RESIDENT = Case(name="host engine", engine="host")
@@ -401,6 +402,9 @@ def _matrix() -> Iterator[Case]:
         STREAMED,
         streamed("window 3", streamed=Streaming()),
         streamed("everything resident", streamed=Streaming(window=1000)),
+        streamed("half of the weights resident", streamed=Streaming(memory=32 * 1024)),
+        streamed("named blocks", streamed=_NAMED),
+        streamed("named blocks, no clipping", streamed=_NAMED, clipping=0.0),
         streamed("U-Net", family="unet"),
         streamed("Flux", family="flux"),
         streamed("Flux, no clipping, checkpointing", family="flux", clipping=0.0,
@@ -461,6 +465,8 @@ def _matrix() -> Iterator[Case]:
         resident("LoRA", lora=True),
         resident("LoRA on nf4", lora=True, quantized="nf4", family="flux"),
         resident("stage 1", stage=1),
+        resident("stage 3", stage=3),
+        resident("stage 3, parameters in host memory", stage=3, offload_param="cpu"),
         resident("EMA on the device", ema="device"),
         resident("EMA in a file", ema="file"),
         resident("EMA swapped in", swapped_in=True),
@@ -513,8 +519,15 @@ def _matrix() -> Iterator[Case]:
         attrs.evolve(nvme, name="ZeRO-3, NVMe, resumed", middle="resume"),
         resident("2 ranks", ranks=2),
         resident("2 ranks, EMA swapped in", ranks=2, swapped_in=True),
+        resident("2 ranks, stage 3", ranks=2, stage=3),
+        resident("2 ranks, stage 3, no clipping, EMA swapped in", ranks=2, stage=3, clipping=0.0,
+            swapped_in=True),
+        resident("2 ranks, stage 3, resumed", ranks=2, stage=3, middle="resume"),
         streamed("2 ranks", ranks=2),
         streamed("2 ranks, no clipping", ranks=2, clipping=0.0),
+        streamed("2 ranks, half of the weights resident", ranks=2,
+            streamed=Streaming(memory=32 * 1024)),
+        streamed("2 ranks, named blocks", ranks=2, streamed=_NAMED),
         streamed("2 ranks, accumulation", ranks=2, accumulation=3),
         streamed("2 ranks, EMA swapped in", ranks=2, swapped_in=True),
         streamed("2 ranks, resumed", ranks=2, middle="resume"),

@@ -51,8 +51,25 @@ def test_ranks_that_share_weights_write_them_when_no_device_reads_them(tmp_path)
 def test_every_place_of_the_step_gives_the_same_bits(changes, tmp_path):
     case = attrs.evolve(ZERO_2, steps=3, **changes)
     reference = run(case, 0, 0.1, tmp_path)
-    for other in ({"engine": "host"}, {"streamed": Streaming(window=2)}):
+    for other in (
+        {"engine": "host"},
+        {"streamed": Streaming(window=2)},
+        {"streamed": Streaming(memory=32 * 1024)},
+        {"streamed": Streaming(units=("blocks.0", "blocks.3"), window=2)},
+        {"engine": "host", "stage": 3, "offload_param": "cpu"},
+    ):
         assert not differences(reference, run(attrs.evolve(case, **other), 1, 0.1, tmp_path))
+
+
+@on_device(ranks=2)
+def test_stage_3_of_two_ranks_gives_the_bits_of_zero_2(tmp_path):
+    case = attrs.evolve(ZERO_2, steps=3, ranks=2)
+    theirs = run(case, 0, 0.1, tmp_path)
+    mine = run(attrs.evolve(case, engine="host", stage=3), 1, 0.1, tmp_path)
+    # Each engine divides master weights and EMAs among the ranks in its own way.
+    common = {"losses", "norms", *(name for name in theirs if name.startswith("weight "))}
+    assert common <= mine.keys()
+    assert not common & {*differences(theirs, mine)}
 
 
 def test_the_sample_holds_cases_of_the_matrix():

@@ -42,6 +42,11 @@ def plain_losses(adapted, folder, steps=STEPS, half=HALF):
     return _plain[key]
 
 
+PARTITIONED = Case(
+    stage=3, offload="cpu", offload_param="cpu", engine="deepspeed", overrides=(WHOLE,)
+)
+
+
 def on_nvme(folder, world_size, precision="fp32"):
     case = Case(
         stage=3,
@@ -99,7 +104,7 @@ def test_a_unet_and_its_encoder_resume_from_stage_2_at_stage_3(steps, half, tmp_
     # Weights, two moments and EMA of the adapters in fp32, and nothing of the base.
     weights = tmp_path / "half" / "weights-00001-of-00001.safetensors"
     assert 0 < weights.stat().st_size - 4 * first["file"][1] < 40_000
-    case = case_for(Case(stage=3, offload="cpu", offload_param="cpu", overrides=(WHOLE,)), 2)
+    case = case_for(PARTITIONED, 2)
     results = run_ranks(go_on, case, TEXT, str(tmp_path), steps, half, world_size=2)
     check_losses(results[0]["losses"], expected[half:])
     check_files(results[0])
@@ -121,7 +126,7 @@ def test_dora_trains_on_a_transformer_at_stage_3(tmp_path):
 @LENGTHS
 def test_kronecker_factors_train_at_stage_3(steps, half, tmp_path):
     expected = plain_losses(LOKR, tmp_path, steps, half)
-    case = case_for(Case(stage=3, offload="cpu", offload_param="cpu", overrides=(WHOLE,)), 2)
+    case = case_for(PARTITIONED, 2)
     results = run_ranks(follow, case, LOKR, str(tmp_path), steps, half, world_size=2)
     check_losses(results[0]["losses"], expected)
     check_files(results[0])

@@ -181,7 +181,7 @@ ENGINES = {
     2: (
         Case(stage=2, offload="cpu", precision="bf16"),
         Case(stage=3, precision="bf16", overrides=(("stage3_param_persistence_threshold", 0),)),
-        Case(stage=3, offload="cpu", offload_param="cpu"),
+        Case(stage=3, offload="cpu", offload_param="cpu", engine="deepspeed"),
     ),
 }
 

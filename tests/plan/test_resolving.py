@@ -6,6 +6,8 @@ import pytest
 from zerotune.errors import InvalidValueError, PlanConflictError, UnresolvedPlanError
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, rules
 from zerotune.plan import resolve as filling
+from zerotune.plan.context import Streaming
+from zerotune.plan.families import model_family
 from zerotune.plan.sections import ZeroSection
 from zerotune.plan.values import AUTO
 from zerotune.platform import Platform
@@ -78,11 +80,12 @@ def test_no_engine_is_chosen_before_the_start_unless_requested(cuda):
     ("keys", "context", "reason"),
     [
         ({"stage": 2}, {}, "not in host memory"),
-        ({**OFFLOADED, "stage": 3}, {"world_size": 2}, "partitions weights"),
+        ({**OFFLOADED, "stage": 3}, {"world_size": 2, "streamed": False},
+         "no rank keeps all weights on its device, and streaming is off"),
         ({**OFFLOADED, "stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, {},
          "only a part of the optimizer"),
         ({**OFFLOADED, "stage": 3, "offload_param": {"device": "cpu"}}, {"streamed": False},
-         "unless they are streamed"),
+         "keeps weights in host memory, and streaming is off"),
         ({"stage": 3, "offload_optimizer": {"device": "cpu"},
           "offload_param": {"device": "nvme", "nvme_path": "/x"}}, {}, "NVMe"),
         ({**OFFLOADED, "zenflow": {"topk_ratio": 0.1}}, {}, "obeys zero_optimization.zenflow"),
@@ -97,6 +100,23 @@ def test_a_plan_that_the_host_engine_cannot_run_gets_a_warning_with_the_reason(
     assert resolved.engine == "deepspeed"
     assert (said.before, said.after, said.severity) == ("host", "deepspeed", "warning")
     assert reason in said.reason
+
+
+@pytest.mark.parametrize(
+    ("keys", "context", "reason"),
+    [
+        ({"stage": 3}, {"world_size": 2}, "no rank keeps all weights"),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, {}, "keeps weights in host memory"),
+        ({}, {"model": model_family("flux2").facts}, "do not fit"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_host_engine_streams_weights_that_a_rank_does_not_keep(cuda, keys, context, reason):
+    resolved = resolve(zero(**{**OFFLOADED, **keys}), cuda, engine="host", **context)
+    assert reason in decision(resolved, "streamed").reason
+    assert resolved.streaming == Streaming()
+    assert "streamed from host memory, with room for 3 units on the device" in resolved.explain()
+    assert resolve(zero(**OFFLOADED), cuda, engine="host").streaming is None
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.training import workers
 from tests.training.workers import Losses, dataset, plan, regression, trainer
 from zerotune import DataStream, EMAShadow, OffloadManager, prepare
 from zerotune.errors import ZeroTuneError
+from zerotune.plan import ModelFacts
 from zerotune.training.events import read_metrics
 
 ENGINES = [
@@ -210,7 +211,10 @@ def test_each_mistake_gives_one_clear_error():
 @pytest.mark.deepspeed
 @ranks(2)
 def test_the_measured_memory_of_stage_3_is_what_the_ranks_hold():
-    with trainer(True, plan(stage=3, offload="cpu"), ema=EMAShadow(decay=0.5)) as running:
+    wanted = plan(stage=3, offload="cpu").resolve(
+        model=ModelFacts.from_module(tiny_unet()), world_size=2, engine="deepspeed"
+    )
+    with trainer(True, wanted, ema=EMAShadow(decay=0.5)) as running:
         running.fit(steps=1)
         found = running.engine.group.gather(workers.memory(running))
     _check_memory(found, replicated=False, separate_master=True)

@@ -53,7 +53,7 @@ def plan(stage: int = 2, offload: str = "cpu", **changes: Any) -> DeepSpeedPlan:
     return DeepSpeedPlan.build(**(options | changes))
 
 
-def trainer(deepspeed: bool = True, wanted: DeepSpeedPlan | None = None, **changes: Any) -> Trainer:
+def trainer(deepspeed: bool = True, wanted: Any = None, **changes: Any) -> Trainer:
     if wanted is None:
         wanted = plan() if deepspeed else plan(stage=0, offload="none")
     options: dict[str, Any] = {

@@ -76,7 +76,7 @@ class Compilation:
     def _regions(
         self, model: torch.nn.Module, plan: ResolvedPlan
     ) -> tuple[list[torch.nn.Module], str]:
-        if plan.stage == 3:
+        if plan.stage == 3 and not plan.is_hosted:
             return self._leaf_modules(model, plan)
         names, why = self.blocks, "set in compile="
         if names is None:

@@ -560,6 +560,9 @@ _NEED_A_MODEL: Final = (
     "base_dtype",
     "model",
     "chart",
+    "engine",
+    "streamed",
+    "keep",
 )
 
 
@@ -578,6 +581,7 @@ class _Explain(Below):
         model.add_argument(
             "--no-gradient-checkpointing", action="store_true", help="keep all activations"
         )
+        _add_engine(parser)
         machine = add_machine(
             parser,
             "to plan for a different machine, describe it; the default is this machine",
@@ -637,6 +641,7 @@ class _Explain(Below):
             gradient_checkpointing=not self.arguments.no_gradient_checkpointing,
             **{name: value for name, value in given.items() if value is not None},
         )
+        estimate = _in_engine(estimate, self.arguments)
         budget = rank_budget(_by_place(sizes), estimate)
         _draw_chart(estimate, budget, self.arguments)
         self._show_cost(estimate, budget)
@@ -677,6 +682,42 @@ class _Explain(Below):
             print_page(resolved_page(estimate.resolved))
             print_text("")
             print_page(page, width=WIDTH)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    """Add the options that ``_in_engine`` reads."""
+    from zerotune.plan.context import EngineName
+
+    group = parser.add_argument_group("engine", "for an Adam in host memory, as in plan.resolve")
+    group.add_argument(
+        "--engine",
+        choices=get_args(EngineName),
+        help="default: host where it is verified, else deepspeed",
+    )
+    group.add_argument(
+        "--streamed", action="store_true", help="copy weights to the device while they are used"
+    )
+    group.add_argument(
+        "--keep",
+        metavar="SIZE",
+        help="memory of each device for streamed weights, such as 6GiB; weights that fit stay "
+        "there; default: room for three units",
+    )
+
+
+def _in_engine(estimate: MemoryEstimate, arguments: argparse.Namespace) -> MemoryEstimate:
+    """Return the estimate of the plan in the engine that the arguments choose."""
+    import attrs
+
+    from zerotune._util.text import parse_memory
+    from zerotune.plan.context import Streaming
+    from zerotune.plan.plan import ResolvedPlan, raised
+    from zerotune.plan.resolve import with_engine
+
+    memory = arguments.keep and parse_memory(arguments.keep, key="--keep")
+    streamed = Streaming(memory=memory) if memory else arguments.streamed or None
+    asked = attrs.evolve(estimate.resolved, engine=arguments.engine, streamed=streamed)
+    return raised(ResolvedPlan, with_engine(asked)).estimate(estimate.workload)
 
 
 def _by_place(sizes: Mapping[str, int | None]) -> dict[Place, int]:

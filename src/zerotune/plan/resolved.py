@@ -90,14 +90,37 @@ class Resolved(Readable):
         """Streaming options; ``None`` if weights are not streamed."""
         if isinstance(self.streamed, Streaming):
             return self.streamed
-        return Streaming() if self.streamed else None
+        streams = self.streamed or (not self.is_resident and self.is_hosted)
+        return Streaming() if streams else None
 
     @property
     def is_resident(self) -> bool:
         """Whether weights stay on the device if the host engine runs this plan."""
+        return self.why_streamed is None
+
+    @property
+    def why_streamed(self) -> str | None:
+        """Why the host engine streams the weights of this plan; ``None`` if it does not."""
         # On a CPU, weights in host memory are on the device.
         on_cpu = self.platform.accelerator == "cpu"
-        return not self.streamed and (on_cpu or self.offload_param != "cpu")
+        reasons = {
+            "requested": bool(self.streamed),
+            "at stage 3, no rank keeps all weights on its device": (
+                self.stage == 3 and self.world_size > 1
+            ),
+            "offload_param keeps weights in host memory": (
+                self.offload_param == "cpu" and not on_cpu
+            ),
+            "the weights do not fit on the device": not on_cpu and self._outgrows_device,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    @property
+    def _outgrows_device(self) -> bool:
+        memory, element = self.platform.vram, 4 if self.precision == "fp32" else 2
+        if self.model is None or memory is None or not self.uses_deepspeed:
+            return False
+        return self.model.weight_bytes(element) > memory
 
     @property
     def is_hosted(self) -> bool:
@@ -206,7 +229,11 @@ class Resolved(Readable):
             reason=reason,
             severity="warning" if refused else "note",
         )
-        return attrs.evolve(self, engine=engine, decisions=(*self.decisions, decision))
+        chosen = attrs.evolve(self, engine=engine, decisions=(*self.decisions, decision))
+        if engine != "host" or self.streamed or chosen.why_streamed is None:
+            return chosen
+        streams = Decision(key="streamed", before=None, after=True, reason=chosen.why_streamed)
+        return attrs.evolve(chosen, decisions=(*chosen.decisions, streams))
 
     def with_nvme_path(
         self,
@@ -290,15 +317,9 @@ def host_obstacle(resolved: Resolved) -> str | None:
         "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
         "DeepSpeed manages weights on NVMe": resolved.offload_param == "nvme",
         "only a part of the optimizer is in host memory": _offload_ratio(resolved.plan) < 1,
-        "DeepSpeed gathers weights in host memory, unless they are streamed": (
-            resolved.offload_param == "cpu"
-            and resolved.streamed is False
-            and not resolved.is_resident
+        f"{resolved.why_streamed}, and streaming is off": (
+            resolved.streamed is False and not resolved.is_resident
         ),
-        "only DeepSpeed partitions weights that stay on the devices of several ranks": (
-            resolved.is_resident and resolved.stage == 3 and resolved.world_size > 1
-        ),
-        "streaming needs stage 2 or 3": not resolved.is_resident and resolved.stage not in (2, 3),
         "only DeepSpeed casts the model's inputs to fp16": (
             resolved.precision == "fp16" and _casts_inputs(resolved.plan)
         ),

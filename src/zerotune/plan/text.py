@@ -244,7 +244,7 @@ def _resolved_rows(resolved: Resolved) -> list[Setting]:
             "optimizer state",
             _WHERE[resolved.offload_optimizer] + _swap_folder(resolved, "optimizer"),
         ),
-        ("parameters", _WHERE[resolved.offload_param] + _swap_folder(resolved, "param")),
+        ("parameters", _weights_at(resolved)),
         ("precision", resolved.precision),
         ("batch", batch),
         ("clipping", str(resolved.gradient_clipping or "off")),
@@ -268,6 +268,16 @@ def _engine(resolved: Resolved) -> str:
     return "host engine" if resolved.is_hosted else "DeepSpeed"
 
 
+def _weights_at(resolved: Resolved) -> str:
+    streaming = resolved.streaming
+    if streaming is None:
+        return _WHERE[resolved.offload_param] + _swap_folder(resolved, "param")
+    room = (
+        f"{streaming.window} units" if streaming.memory is None else format_size(streaming.memory)
+    )
+    return f"streamed from host memory, with room for {room} on the device"
+
+
 def describe_plan(plan: Settings) -> str:
     """Summarise the requested settings in one line."""
     optimizer = "" if plan.optimizer is None else f", {_shown(plan.optimizer.type)}"
@@ -282,11 +292,11 @@ def describe(resolved: Resolved) -> str:
     parts = [f"ZeRO-{resolved.stage}" if resolved.stage else "no partitioning"]
     if not resolved.uses_deepspeed:
         parts = ["host engine" if resolved.is_hosted else "plain engine"]
-    if resolved.streamed:
+    if resolved.streaming is not None:
         parts = ["weights streamed"]
     if resolved.offload_optimizer != "none":
         parts.append(f"optimizer {_WHERE[resolved.offload_optimizer]}")
-    if resolved.offload_param != "none" and not resolved.streamed:
+    if resolved.offload_param != "none" and resolved.streaming is None:
         parts.append(f"parameters {_WHERE[resolved.offload_param]}")
     return ", ".join([*parts, resolved.precision, _ranks(resolved.world_size)])
 

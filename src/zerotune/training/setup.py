@@ -275,8 +275,7 @@ def _without_host(plan: ResolvedPlan, obstacle: str) -> ResolvedPlan:
     asked = plan.streamed or plan.engine == "host"
     if not asked and (plan.engine is not None or plan.offload_optimizer != "cpu"):
         return plan
-    streams = plan.streamed is not False and not plan.is_resident
-    if streams:
+    if plan.streamed:
         plan = attrs.evolve(plan.without_streaming(obstacle), engine="deepspeed")
     else:
         plan = plan.with_engine("deepspeed", obstacle)

@@ -15,6 +15,7 @@ from zerotune.plan.context import Streaming
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
 
 ALL = 99
+NAMED = ("blocks.0", "blocks.2", "blocks.3", "blocks.5")
 SMALL = [
     (Run(family="web", checkpointing="on", accumulation=3, clipping=0.0, steps=4), 2),
     (Run(family="web", evaluate=True), 3),
@@ -113,6 +114,30 @@ def test_streaming_equals_zero_2_bit_for_bit(run, window):
 @pytest.mark.parametrize("run", [*MATRIX, *COMPILED], ids=str)
 def test_streaming_equals_zero_2_bit_for_bit_in_every_combination(run):
     check(run, 2, 3, ALL)
+
+
+MIXED = [
+    (Run(family="web", accumulation=2, evaluate=True, steps=5), Streaming(units=NAMED, window=2)),
+    (Run(family="web", clipping=0.0, steps=4), Streaming(units=NAMED, memory=2**15)),
+    (Run(family="flux", checkpointing="on", steps=3), Streaming(memory="700KiB")),
+    (Run(family="unet", clipping=0.0, groups=True, steps=3), Streaming(memory="700KiB")),
+    (
+        Run(family="flux", lora=True, clipping=0.0, steps=3),
+        Streaming(units=("FluxSingleTransformerBlock",)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("run", "streamed"), MIXED, ids=str)
+def test_a_mixture_of_resident_and_streamed_weights_equals_zero_2_bit_for_bit(run, streamed):
+    mine, theirs = train(run, streamed=streamed, seed=2), train(run)
+    assert mine["engine"] == "HostEngine"
+    assert not differences(theirs, mine)
+    whole, largest = sum(mine["units"].values()), max(mine["units"].values())
+    if streamed.memory is not None:
+        assert 2 * largest < mine["counts"].peak - mine["resident"] < whole
+    elif not run.lora:
+        assert mine["resident"] > largest
 
 
 def test_split_master_weights_train_like_whole_ones():

@@ -107,6 +107,30 @@ def test_weights_on_the_devices_of_two_ranks_equal_zero_2_bit_for_bit(run):
     assert not differences(theirs, mine)
 
 
+@pytest.mark.parametrize("run", [CLIPPED, EAGER, ADAPTERS], ids=str)
+@ranks(2)
+def test_stage_3_streams_weights_on_two_ranks_and_equals_zero_2_bit_for_bit(run):
+    mine, theirs = train(run, engine="host", stage=3, seed=3), train(run)
+    assert (mine["engine"], theirs["engine"]) == ("SharedHostEngine", "DeepSpeedEngine")
+    assert mine["units"]
+    assert not differences(theirs, mine)
+    said = [each.reason for each in mine["decisions"] if each.key == "streamed"]
+    assert any("no rank keeps all weights" in reason for reason in said)
+
+
+@pytest.mark.parametrize(
+    "streamed",
+    [Streaming(memory="700KiB"), Streaming(units=("FluxTransformerBlock",), window=2)],
+    ids=str,
+)
+@ranks(2)
+def test_a_mixture_on_two_ranks_equals_zero_2_bit_for_bit(streamed):
+    run = Run(family="flux", accumulation=2, steps=3)
+    mine, theirs = train(run, streamed=streamed, seed=3), train(run)
+    assert mine["engine"] == "SharedHostEngine"
+    assert not differences(theirs, mine)
+
+
 LEAN = Streaming(window=2, split_masters=True, gradient_buffers=2)
 LONG = [
     (Run(family="flux", steps=20), STREAMED),

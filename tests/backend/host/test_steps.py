@@ -245,7 +245,7 @@ def resolved(streamed: Any = True, *, world_size: int = 1, **build: Any) -> Any:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ({"stage": 1}, "stage 2 or 3"),
+        ({"stage": 0}, "not in host memory"),
         ({"offload": "none"}, "not in host memory"),
     ],
     ids=str,

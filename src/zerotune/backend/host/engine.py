@@ -306,8 +306,7 @@ class HostEngine(CountingEngine):
 
     @property
     def _streaming(self) -> Streaming:
-        streamed = self._plan.streamed
-        return streamed if isinstance(streamed, Streaming) else Streaming()
+        return self._plan.streaming or Streaming()
 
     @property
     @override
@@ -617,11 +616,11 @@ def _capacity(streaming: Streaming, units: list[Unit]) -> int:
 
 def _why_not_by_default(plan: ResolvedPlan) -> str | None:
     """Why the host engine does not run a plan that does not ask for it; ``None`` if it does."""
-    asks = 'plan.resolve(engine="host")' if plan.is_resident else "plan.resolve(streamed=True)"
     if plan.platform.accelerator == "cpu" or not plan.uses_deepspeed:
         return None
     unproven = why_unproven("host engine", accelerator=plan.platform.accelerator)
-    return unproven and f"{unproven}; {asks} selects the host engine nevertheless"
+    asks = 'plan.resolve(engine="host") selects the host engine nevertheless'
+    return unproven and f"{unproven}; {asks}"
 
 
 def why_not_hosted(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
@@ -671,8 +670,7 @@ def _why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
             f"a base model in {', '.join(other)} stays on the device; bitsandbytes' 4-bit weights "
             "(nf4, fp4) are streamed"
         )
-    streaming = plan.streamed if isinstance(plan.streamed, Streaming) else Streaming()
-    if not find_units(model, streaming.units):
+    if not find_units(model, (plan.streaming or Streaming()).units):
         return "the model has no repeated blocks; set Streaming(units=...) to the modules to stream"
     return None
 
