@@ -9,15 +9,38 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from zerotune.backend.cpu_threads import ThreadFacts, cpu_threads
+from zerotune.backend.cpu_threads import ThreadFacts, cpu_threads, share_cores
 from zerotune.plan import DeepSpeedPlan
 from zerotune.platform import Platform
+from zerotune.platform.detect import Cores
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
 
 
 def facts(threads, **environ):
     return ThreadFacts(threads=threads, defaults=frozenset({8, 16}), environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("own", "affinities", "quota", "workers", "threads", "reason"),
+    [
+        (range(16), [range(16)], None, 0, 8, "8 physical core(s) for this rank"),
+        (range(16), [range(16)] * 2, None, 0, 4, "8 physical core(s) shared by 2 ranks"),
+        (range(16), [range(16)] * 9, None, 0, 1, "shared by 9 ranks"),
+        (range(8, 16), [range(8), range(8, 16)], None, 0, 4, "4 physical core(s) for this rank"),
+        (range(16), [range(16)], None, 2, 6, "2 reserved for 2 data worker(s)"),
+        (range(16), [range(16)], None, 32, 4, "4 reserved for 32 data worker(s)"),
+        (range(16), [range(16)] * 2, 6.9, 0, 3, "a container's limit of 6.9 cores"),
+        (range(16), [range(16)] * 2, 0.5, 0, 1, "a container's limit of 0.5 cores"),
+    ],
+)  # fmt: skip
+def test_ranks_divide_the_physical_cores_that_they_may_use(
+    own, affinities, quota, workers, threads, reason
+):
+    cores = Cores(physical=8, logical=16, affinity=16)
+    found, why = share_cores(own, affinities, cores=cores, quota=quota, workers=workers)
+    assert found == threads
+    assert reason in why
 
 
 def test_torchs_default_thread_count_is_not_the_users_choice():

@@ -9,21 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import attrs
 import torch
 
 from zerotune.decisions import Decision
-from zerotune.platform.detect import (
-    CoreShare,
-    MachineProbe,
-    affinity_here,
-    cpu_quota,
-    read_cpus,
-    share_cores,
-)
+from zerotune.platform.detect import Cores, MachineProbe, cpu_quota
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
@@ -49,18 +42,12 @@ class ThreadFacts:
     environ: Mapping[str, str]
 
     @classmethod
-    def here(cls, affinity: Collection[int]) -> ThreadFacts:
-        """Read the thread settings of this process.
-
-        Args:
-            affinity: CPUs that the process may use.
-        """
-        cpus = read_cpus(MachineProbe().read_text, affinity)
-        cores = {(cpu.node, cpu.package, cpu.core) for cpu in cpus}
+    def here(cls) -> ThreadFacts:
+        """Read the thread settings of this process."""
+        cores = MachineProbe().cores()
+        numbers = {cores.affinity, _usable(cores, cores.affinity), cores.physical, cores.logical}
         return cls(
-            threads=torch.get_num_threads(),
-            defaults=frozenset({len(cpus), len(cores), os.cpu_count() or 1}),
-            environ=dict(os.environ),
+            threads=torch.get_num_threads(), defaults=frozenset(numbers), environ=dict(os.environ)
         )
 
     @property
@@ -102,43 +89,71 @@ def cpu_threads(
     Yields:
         The decisions about threads.
     """
-    if wanted is not None:
-        share = CoreShare(threads=wanted, reason="set by threads=")
-    elif plan.platform.accelerator != "cpu" and plan.offload_optimizer == "none":
+    if wanted is None and plan.platform.accelerator != "cpu" and plan.offload_optimizer == "none":
         yield ()
         return
-    else:
-        affinity = affinity_here()
-        host = socket.gethostname()
-        everyone = enumerate(group.gather((host, affinity)))
-        here = {rank: cpus for rank, (name, cpus) in everyone if name == host}
-        facts = ThreadFacts.here(affinity)
+    facts, threads, reason = ThreadFacts.here(), wanted or 1, "set by threads="
+    if wanted is None:
+        # macOS and Windows lack the call; every core is usable there.
+        affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+        here = (socket.gethostname(), frozenset(affinity(0)))
+        affinities = [cpus for host, cpus in group.gather(here) if host == here[0]]
         # The gather above needed every rank; from here on ranks may take different paths.
         if facts.chosen_by is not None:
             reason = f"not changed, because of {facts.chosen_by}"
             yield (Decision(key=KEY, before=facts.threads, after=facts.threads, reason=reason),)
             return
         probe = MachineProbe()
-        share = share_cores(
-            read_cpus(probe.read_text, affinity),
-            affinities=list(here.values()),
-            rank=list(here).index(group.rank),
+        threads, reason = share_cores(
+            here[1],
+            affinities,
+            cores=probe.cores(),
             quota=cpu_quota(probe.read_text),
             workers=workers,
         )
-    with _applied(share) as decisions:
-        yield decisions
-
-
-@contextlib.contextmanager
-def _applied(share: CoreShare) -> Iterator[tuple[Decision, ...]]:
-    before = torch.get_num_threads()
-    launcher = ThreadFacts.here(affinity_here()).launcher
-    default = f"; {VARIABLE}=1 is only {launcher}'s default" if launcher else ""
-    torch.set_num_threads(share.threads)
+    if facts.launcher:
+        reason += f"; {VARIABLE}=1 is only {facts.launcher}'s default"
+    torch.set_num_threads(threads)
     try:
-        yield (
-            Decision(key=KEY, before=before, after=share.threads, reason=share.reason + default),
-        )
+        yield (Decision(key=KEY, before=facts.threads, after=threads, reason=reason),)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(facts.threads)
+
+
+def share_cores(
+    own: Collection[int],
+    affinities: Sequence[Collection[int]],
+    *,
+    cores: Cores,
+    quota: float | None,
+    workers: int,
+) -> tuple[int, str]:
+    """Return a rank's number of threads, and the numbers of cores and ranks it is based on.
+
+    An optimizer on the CPU is bound by host memory, so a second thread on the same core adds
+    nothing: only physical cores count.
+
+    Args:
+        own: Hardware threads available to this rank.
+        affinities: Hardware threads available to each rank on this machine.
+        cores: Numbers of the machine's cores.
+        quota: The container's CPU quota in cores, for all ranks together.
+        workers: Number of this rank's data workers, which get at most half of the rank's cores.
+    """
+    count, sharers = _usable(cores, len(own)), sum(not set(own).isdisjoint(a) for a in affinities)
+    allowed = max(1, count // sharers)
+    reason = f"{count} physical core(s)"
+    reason += f" shared by {sharers} ranks" if sharers > 1 else " for this rank"
+    if quota is not None:
+        # Rounded down: threads beyond the quota are throttled and slow the others.
+        allowed = max(1, min(allowed, int(quota / len(affinities))))
+        reason += f", a container's limit of {quota:g} cores"
+    left = min(workers, allowed // 2)
+    if workers:
+        reason += f", {left} reserved for {workers} data worker(s)"
+    return max(1, allowed - left), reason
+
+
+def _usable(cores: Cores, hardware_threads: int) -> int:
+    """The number of physical cores behind a number of hardware threads."""
+    return max(1, hardware_threads * cores.physical // cores.logical)

@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -19,7 +19,7 @@ import attrs
 from zerotune._util.proc import CAP_IPC_LOCK, has_capability, installed_version, parse_mount
 from zerotune._util.text import release_of
 from zerotune.decisions import Decision, Severity, announce
-from zerotune.errors import InvalidValueError, PlatformError
+from zerotune.errors import PlatformError
 from zerotune.platform.facts import (
     DEEPSPEED_NAMES,
     Accelerator,
@@ -627,140 +627,3 @@ def _control_groups(read: Read) -> Iterator[str]:
 def _cgroup_number(text: str | None) -> int | None:
     stripped = (text or "").strip()
     return int(stripped) if re.fullmatch(r"-?[0-9]{1,20}", stripped) else None
-
-
-# -- The cores that a rank computes on, chosen by pure functions from facts about the machine.
-#
-# An optimizer on the CPU is bound by host memory, so a second thread on the same core adds nothing:
-# only physical cores count. Ranks of one machine that may run on the same cores divide them, within
-# NUMA nodes if possible; each rank leaves some cores to its data workers.
-#
-# Sources: the kernel's ``Documentation/ABI/stable/sysfs-devices-system-cpu`` and
-# ``sysfs-devices-node``.
-
-
-@attrs.frozen(kw_only=True, order=True)
-class LogicalCpu:
-    """One hardware thread; threads are sorted by NUMA node, socket, core and number."""
-
-    node: int
-    """NUMA node; 0 if unknown."""
-    package: int
-    """Socket."""
-    core: int
-    """Physical core within the socket; hardware threads of a core have the same number."""
-    number: int
-    """Number of the hardware thread, as in ``sched_setaffinity``."""
-
-
-@attrs.frozen(kw_only=True)
-class CoreShare:
-    """Threads for one rank."""
-
-    threads: int
-    """Number of OpenMP threads for the optimizer and CPU operators."""
-    reason: str
-    """The numbers of cores and ranks on which the share is based."""
-
-
-def read_cpus(read: Read, numbers: Iterable[int]) -> tuple[LogicalCpu, ...]:
-    """Return the topology of hardware threads; without sysfs each thread counts as a core.
-
-    Args:
-        read: Function that returns a file's text, or ``None`` if the file cannot be read.
-        numbers: Hardware threads on which this process may run.
-    """
-    online = parse_list(read("/sys/devices/system/node/online") or "")
-    node_of = {
-        number: node
-        for node in online
-        for number in parse_list(read(f"/sys/devices/system/node/node{node}/cpulist") or "")
-    }
-    return tuple(sorted(_logical_cpu(read, number, node_of.get(number, 0)) for number in numbers))
-
-
-def affinity_here() -> frozenset[int]:
-    """Return the hardware threads on which this process may run."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
-
-
-def describe_cpus(cpus: Sequence[LogicalCpu], *, quota: float | None = None) -> str:
-    """Describe the cores that a process may use.
-
-    Args:
-        cpus: Hardware threads on which the process may run.
-        quota: The container's CPU quota in cores.
-    """
-    words = f"{len(_by_core(cpus))} physical core(s), {len(cpus)} hardware thread(s)"
-    return words if quota is None else f"{words}, a container's limit of {quota:g} cores"
-
-
-def parse_list(text: str) -> tuple[int, ...]:
-    """Parse a kernel list such as ``"0-3,8"``; invalid entries are skipped."""
-    numbers: list[int] = []
-    for part in text.strip().split(","):
-        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
-        if match:
-            first = int(match.group(1))
-            numbers.extend(range(first, int(match.group(2) or first) + 1))
-    return tuple(numbers)
-
-
-def share_cores(
-    own: Sequence[LogicalCpu],
-    *,
-    affinities: Sequence[Collection[int]],
-    rank: int,
-    quota: float | None = None,
-    workers: int = 0,
-) -> CoreShare:
-    """Divide physical cores among the ranks that may run on them.
-
-    Args:
-        own: Hardware threads available to this rank.
-        affinities: Hardware threads available to each rank on this machine.
-        rank: Index of this rank in ``affinities``.
-        quota: The container's CPU quota in cores, for all ranks together.
-        workers: Number of this rank's data workers, which get at most half of the rank's cores.
-    """
-    if not own or not 0 <= rank < len(affinities):
-        raise InvalidValueError(
-            "must contain the hardware threads of every rank on this machine, including this rank",
-            key="affinities",
-            value=len(affinities),
-            fix="gather os.sched_getaffinity(0) from the ranks on this machine",
-        )
-    cores = _by_core(own)
-    sharers = [index for index, cpus in enumerate(affinities) if set(cpus) & set(affinities[rank])]
-    place, count = sharers.index(rank), len(sharers)
-    allowed = max(1, (place + 1) * len(cores) // count - place * len(cores) // count)
-    if quota is not None:
-        # Rounded down: threads beyond the quota are throttled and slow the others.
-        allowed = max(1, min(allowed, int(quota / len(affinities))))
-    left = min(workers, allowed // 2)
-    reason = f"{len(cores)} physical core(s)"
-    reason += f" shared by {count} ranks" if count > 1 else " for this rank"
-    if quota is not None:
-        reason += f", a container's limit of {quota:g} cores"
-    if workers:
-        reason += f", {left} reserved for {workers} data worker(s)"
-    return CoreShare(threads=max(1, allowed - left), reason=reason)
-
-
-def _by_core(cpus: Iterable[LogicalCpu]) -> list[list[LogicalCpu]]:
-    cores: dict[tuple[int, int, int], list[LogicalCpu]] = {}
-    for cpu in sorted(cpus):
-        cores.setdefault((cpu.node, cpu.package, cpu.core), []).append(cpu)
-    return list(cores.values())
-
-
-def _logical_cpu(read: Read, number: int, node: int) -> LogicalCpu:
-    folder = f"/sys/devices/system/cpu/cpu{number}/topology"
-    core = parse_list(read(f"{folder}/core_id") or "")
-    package = parse_list(read(f"{folder}/physical_package_id") or "")
-    if not core:
-        # Counts as a core of its own; package -1 cannot collide with a real core.
-        return LogicalCpu(node=node, package=-1, core=number, number=number)
-    return LogicalCpu(node=node, package=package[0] if package else 0, core=core[0], number=number)
