@@ -78,7 +78,7 @@ class TestWhatIsWritten:
 
     def test_activation_offload_is_taken_from_the_advice(self, init, tmp_path):
         # Reduce the memory until activations have to leave the card too.
-        for vram in (6.6, 6.5, 6.4, 6.3):
+        for vram in (7.0, 6.9, 6.8, 6.7):
             where = tmp_path / "run"
             assert init("--vram", str(vram), "--ram", "64") == 0
             found = constants(where / "train.py")

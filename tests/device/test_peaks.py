@@ -41,18 +41,18 @@ PLANS = {
     "streamed": {"stage": 2, "streamed": Streaming()},
     "host engine": {"stage": 2, "engine": "host"},
     "ZeRO-2": {"stage": 2, "engine": "deepspeed"},
-    "ZeRO-3": {"stage": 3},
-    "ZeRO-3, parameters too": {"stage": 3, "offload_param": "cpu"},
+    "ZeRO-3": {"stage": 3, "engine": "deepspeed"},
+    "ZeRO-3, parameters too": {"stage": 3, "offload_param": "cpu", "engine": "deepspeed"},
 }
 SAMPLE = ("sd3-medium", "host engine")
-MISSED = {
-    "ZeRO-3": "priced with the host engine's step, while DeepSpeed trains: 16 % too low for SD3",
-    "ZeRO-3, parameters too": "counts a reduction that one rank skips: 59 % too high for SD3",
-}
-"""Plans whose estimates are wrong, and why."""
-TOLERANCE = {"ZeRO-2": 0.05, "ZeRO-3": 0.05, "host engine": 0.10, "ZeRO-3, parameters too": 0.10}
-"""The last two count the most gradients, or weights and norms, together with the most activations,
-although they are not on the device at once."""
+BUCKETS = {
+    "reduce_bucket_size": 40, "stage3_prefetch_bucket_size": 40, "stage3_max_live_parameters": 10,
+}  # fmt: skip
+"""Shares of the model's weights in stage 3's buckets. The defaults are as large as these models,
+which would be reduced and gathered as a whole, after the activations are gone."""
+TOLERANCE = {"host engine": 0.10, "ZeRO-3, parameters too": 0.10}
+"""By plan; else 5 %. These count the most gradients, or gathered weights, together with the most
+activations, although they are not on the device at once."""
 
 
 @cache
@@ -77,7 +77,14 @@ def resolved(name, *, stage, offload_param="none", streamed=False, engine=None):
         stage=stage, offload="cpu", offload_param=offload_param, precision="bf16",
         micro_batch_size=1, gradient_clipping=1.0,
         optimizer={"type": "AdamW", "params": {"lr": 1e-4}},
-    ).with_overrides({"zero_optimization.offload_optimizer.pin_memory": True})  # fmt: skip
+    ).with_overrides(
+        {"zero_optimization.offload_optimizer.pin_memory": True}
+        | {
+            f"zero_optimization.{key}": max(facts_of(name).numel // share, facts_of(name).largest)
+            for key, share in BUCKETS.items()
+            if stage == 3
+        }
+    )  # fmt: skip
     return OptimizerResolver().apply(
         plan.resolve(
             platform=Platform.synthetic("cuda", vram=8 * GIB, ram=24 * GIB),
@@ -113,12 +120,12 @@ def check(name, how):
     peak, estimate = measure(name, how)
     expected = estimate.device - CONTEXT
     if estimate.resolved.streaming is None:
-        assert expected == pytest.approx(peak, rel=TOLERANCE[how])
+        assert expected == pytest.approx(peak, rel=TOLERANCE.get(how, 0.05))
     else:
         # The estimate adds the gradients of three units to the most activations, but they are never
         # on the device at once.
         gradients = (i.nbytes for i in estimate.items if i.component == "gradients")
-        assert expected - next(gradients) <= peak <= expected
+        assert 0.99 * (expected - next(gradients)) <= peak <= expected
 
 
 @on_device()
@@ -129,14 +136,7 @@ def test_device_memory_peaks_where_the_estimate_says():
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "how"),
-    [
-        pytest.param(
-            name, how, marks=[pytest.mark.xfail(reason=MISSED[how])] if how in MISSED else []
-        )
-        for name in REDUCED
-        for how in PLANS
-        if (name, how) != SAMPLE
-    ],
+    [(name, how) for name in REDUCED for how in PLANS if (name, how) != SAMPLE],
 )
 @on_device()
 def test_device_memory_of_every_family_peaks_where_the_estimate_says(name, how):

@@ -149,7 +149,7 @@ def test_a_resolved_plan_is_explained_in_markdown(reference_a, cuda, unet):
         DeepSpeedPlan.from_dict(reference_a).resolve(platform=cuda, model=unet).explain_markdown()
     )
 
-    assert "| engine | DeepSpeed, 1 process |" in text
+    assert "| engine | host engine, once zerotune doctor --prove has passed" in text
     rows = text[text.index("## changed from what was written") :].splitlines()
     assert rows[2].startswith("- **warning** zero_optimization.offload_param")
     assert text.index("## chosen automatically") < text.index("because defaults change")

@@ -37,7 +37,7 @@ from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.training import ProgressBar, SaveEvery, SkipNonFinite
 from zerotune.training.emas import as_ema
 from zerotune.training.events import as_callbacks
-from zerotune.training.setup import as_plan, as_stream
+from zerotune.training.setup import as_plan, as_stream, settled
 from zerotune.training.step import TrainStep, check_loss
 
 PLAN = DeepSpeedPlan.build(stage=2, precision="fp32", micro_batch_size=2)
@@ -370,3 +370,10 @@ def test_a_family_can_be_given_by_name() -> None:
     assert named_family("StableDiffusionXLPipeline") is named_family("sdxl") is StableDiffusionXL
     with pytest.raises(InvalidValueError, match=r"family = 'sdlx'.*did you mean sdxl"):
         named_family("sdlx")
+
+
+def test_advice_to_stream_weights_is_followed():
+    advice = DeepSpeedPlan.advise("sdxl", vram="6GiB", ram="64GiB", streamed=True)
+    assert advice.streamed is not None
+    taken = settled(advice, model=None, platform=advice.resolved.platform)
+    assert taken.streaming == advice.streamed

@@ -408,6 +408,11 @@ class ModelFacts:
             resident_frozen=rest[0] + sum(frozen for frozen, trained in kinds if trained > frozen),
         )
 
+    @cached_property
+    def resident(self) -> StreamedFacts:
+        """``streamed`` without units: all weights stay on the device."""
+        return attrs.evolve(self, units=()).streamed
+
     def streamed_by(self, named: Iterable[str]) -> StreamedFacts:
         """Return ``streamed`` with the named modules as units.
 

@@ -124,9 +124,16 @@ class Resolved(Readable):
 
     @property
     def is_hosted(self) -> bool:
-        """Whether the host engine will run this plan; on an accelerator, if it was asked for."""
-        asked = self.streamed or self.engine == "host" or self.platform.accelerator == "cpu"
-        return bool(asked or not self.uses_deepspeed) and host_obstacle(self) is None
+        """Whether the host engine will run this plan; see also ``waits_for_proof``."""
+        asked = self.streamed or self.engine == "host" or not self.uses_deepspeed
+        by_default = self.is_resident or self.platform.accelerator == "cpu"
+        return bool(asked or by_default) and host_obstacle(self) is None
+
+    @property
+    def waits_for_proof(self) -> bool:
+        """Whether DeepSpeed runs instead of the host engine until that is proven on the device."""
+        asked = self.streamed or self.engine is not None or not self.uses_deepspeed
+        return not asked and self.platform.accelerator != "cpu" and self.is_hosted
 
     @property
     def stage(self) -> int:

@@ -265,6 +265,8 @@ def _engine(resolved: Resolved) -> str:
     if not resolved.uses_deepspeed:
         name = "host engine, fp32 weights" if resolved.is_hosted else "plain engine"
         return f"{name} (DeepSpeed is off)"
+    if resolved.waits_for_proof:
+        return "host engine, once zerotune doctor --prove has passed on the device"
     return "host engine" if resolved.is_hosted else "DeepSpeed"
 
 

@@ -155,7 +155,7 @@ def _in_training_mode(model: torch.nn.Module, plan: ResolvedPlan) -> ResolvedPla
 
 
 def settled(
-    plan: DeepSpeedPlan | ResolvedPlan,
+    plan: DeepSpeedPlan | ResolvedPlan | Advice,
     *,
     model: torch.nn.Module | None,
     resolver: OptimizerResolver | None = None,
@@ -169,6 +169,9 @@ def settled(
     Without a model the optimizer stays unresolved, and values that depend on the model are
     preliminary.
     """
+    streamed = plan.streamed if isinstance(plan, Advice) else None
+    if isinstance(plan, Advice):
+        plan = plan.plan
     if not isinstance(plan, ResolvedPlan):
         plan = plan.resolve(
             platform=platform or detect_platform(),
@@ -176,6 +179,7 @@ def settled(
             world_size=rank_and_world_size()[1],
             run=run,
             deepspeed=deepspeed,
+            streamed=streamed,
             engine=engine,
         )
     if plan.optimizer or model is None:
@@ -302,12 +306,10 @@ def _on_the_device(plan: ResolvedPlan, obstacle: str) -> ResolvedPlan:
 # -- Checking and converting arguments of ``Trainer`` and ``prepare`` before anything starts.
 
 
-def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan:
-    """Convert a plan, advice, a configuration, or the path to a configuration file into a plan."""
-    if isinstance(plan, DeepSpeedPlan | ResolvedPlan):
+def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan | Advice:
+    """Convert a configuration, or the path to a configuration file, into a plan."""
+    if isinstance(plan, DeepSpeedPlan | ResolvedPlan | Advice):
         return plan
-    if isinstance(plan, Advice):
-        return plan.plan
     if isinstance(plan, str | os.PathLike):
         return DeepSpeedPlan.load(plan)
     if isinstance(plan, Mapping):

@@ -12,7 +12,13 @@ from zerotune.plan.context import Streaming
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import family
 from zerotune.plan.families.__init__ import as_facts
-from zerotune.plan.memory.estimate import Workload, power_of_two, sides, with_gradients_kept
+from zerotune.plan.memory.estimate import (
+    Workload,
+    estimate_resolved,
+    power_of_two,
+    sides,
+    with_gradients_kept,
+)
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.plan.work import ActivationCost, ActivationFacts
 from zerotune.platform import Platform
@@ -26,8 +32,8 @@ P = family("sdxl").largest
 
 
 def cost(model="sdxl", *, platform=CUDA, world_size=1, batch=None, resolution=None, ema="none",
-         checkpointing=True, accumulation=1, **plan):  # fmt: skip
-    return DeepSpeedPlan.build(
+         checkpointing=True, accumulation=1, engine=None, **plan):  # fmt: skip
+    estimate = DeepSpeedPlan.build(
         **{"precision": "bf16", "gradient_accumulation_steps": accumulation, **plan}
     ).estimate(
         model,
@@ -38,6 +44,9 @@ def cost(model="sdxl", *, platform=CUDA, world_size=1, batch=None, resolution=No
         ema=ema,
         gradient_checkpointing=checkpointing,
     )
+    if engine is None:
+        return estimate
+    return estimate_resolved(attrs.evolve(estimate.resolved, engine=engine), estimate.workload)
 
 
 def held(estimate, component, place="host", phase="optimizer step"):
@@ -48,12 +57,13 @@ def test_stage_2_with_offload_needs_18_host_bytes_per_element_plus_pinning():
     unpinned = cost(
         offload="cpu",
         offload_optimizer={"device": "cpu", "pin_memory": False},
+        engine="deepspeed",
     )
     engine = unpinned.host - held(unpinned, "runtime") - 4 * P
     # 4 master, 4 gradient, 2 staging, 8 moments; plus the one gradient being copied.
     assert engine == pytest.approx(18 * N, rel=0.01)
-    assert cost(offload="cpu").host == unpinned.host
-    pinned = cost(offload="cpu", platform=ROUNDING)
+    assert cost(offload="cpu", engine="deepspeed").host == unpinned.host
+    pinned = cost(offload="cpu", platform=ROUNDING, engine="deepspeed")
     # Where torch rounds up to powers of two, master weights and gradients (9.56 GiB) take 16 GiB
     # each, staging (4.78 GiB) 8.
     assert (pinned.host - unpinned.host) / GIB == pytest.approx(16.1, abs=0.1)
@@ -84,20 +94,20 @@ def test_without_deepspeed_the_host_engine_keeps_fp32_units():
 
 
 def test_stage_2_with_offload_needs_the_weights_buckets_and_temporaries_on_the_device():
-    estimate = cost(offload="cpu", resolution=1024)
+    estimate = cost(offload="cpu", resolution=1024, engine="deepspeed")
     backward = sum(item.nbytes for item in estimate.at("device", "forward and backward"))
     activations = held(estimate, "activations", "device", "forward and backward")
     bucket = 30_000_000 * 2 * 2  # overlap_comm doubles it
     assert backward == pytest.approx(2 * N + bucket + 12 * P + activations + GIB / 2, rel=0.01)
-    # Raw DeepSpeed would also hold a flat copy of the weights.
+    # DeepSpeed flattens the weights on the device, in a copy.
     initialization = sum(item.nbytes for item in estimate.at("device", "initialization"))
-    assert initialization == pytest.approx(2 * N + 4 * P + GIB / 2, rel=0.001)
+    assert initialization == pytest.approx(4 * N + 2 * P + GIB / 2, rel=0.001)
 
 
 def test_stage_3_moves_the_offloaded_parts_off_the_device():
     places = {}
     for optimizer, parameters in [("none", "none"), ("cpu", "none"), ("cpu", "cpu")]:
-        estimate = cost(stage=3, offload=optimizer, offload_param=parameters)
+        estimate = cost(stage=3, offload=optimizer, offload_param=parameters, engine="deepspeed")
         places[optimizer, parameters] = estimate
     assert held(places["none", "none"], "weights", "device") == 2 * N
     assert held(places["none", "none"], "optimizer states", "device") == 8 * N
@@ -132,7 +142,8 @@ def test_two_ranks_share_the_optimizer_states(stage):
 
 def test_gradient_accumulation_needs_a_copy_at_stage_2_only():
     once, twice = (
-        cost(offload="cpu", accumulation=a, world_size=2, precision="fp32") for a in (1, 2)
+        cost(offload="cpu", accumulation=a, world_size=2, precision="fp32", engine="deepspeed")
+        for a in (1, 2)
     )
     assert twice.host - once.host == 4 * N / 2
     once, twice = (cost(stage=3, offload="cpu", accumulation=a) for a in (1, 2))
@@ -255,10 +266,24 @@ def test_lazily_loaded_weights_need_host_memory_only_on_their_way_to_one_buffer(
     assert at_start("qwen-image", stage=3, offload="cpu", model_in_memory=True) == 4 * elements
 
 
-def test_the_flat_copy_of_stage_2_is_built_in_host_memory():
+def test_the_host_engine_copies_no_weights_on_the_device():
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
+    estimates = [
+        plan.resolve(platform=CUDA, model=family("flux2"), engine=engine).estimate(Workload())
+        for engine in ("host", "deepspeed")
+    ]
+    hosted, other = (
+        sum(item.nbytes for item in estimate.at("device", "initialization"))
+        for estimate in estimates
+    )
     elements = family("flux2").numel
-    assert at_start("flux2", stage=2, offload="cpu") == pytest.approx(2 * elements, rel=0.01)
-    assert at_start("flux2", stage=2) < GIB
+    assert hosted == pytest.approx(2 * elements, rel=0.01)
+    assert other == pytest.approx(4 * elements, rel=0.01)
+    assert not any("doctor --prove" in note for estimate in estimates for note in estimate.notes)
+    by_default = plan.resolve(platform=CUDA, model=family("flux2")).estimate(Workload())
+    assert by_default.device == estimates[0].device
+    assert any("doctor --prove" in note for note in by_default.notes)
+    assert "once zerotune doctor --prove has passed" in by_default.resolved.explain()
 
 
 def test_every_rank_loads_frozen_parts_whole():

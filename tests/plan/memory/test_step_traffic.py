@@ -29,6 +29,7 @@ def moved(stage, offload="none", *, param="none", accelerator="cuda", precision=
         world_size=ranks,
         run=RunFacts(micro_batch_size=1),
         deepspeed=options.pop("deepspeed", True),
+        engine=options.pop("engine", None),
     )
     return step_traffic(resolved.estimate(Workload(**options)))
 
@@ -47,31 +48,38 @@ def test_an_ema_on_the_host_copies_master_weights_from_the_device(place):
     assert moved(2, ema=place, accelerator="cpu").bus == 0
 
 
-def test_stage_2_sends_gradients_in_the_weights_dtype_and_receives_weights():
-    found = moved(2, "cpu", ema="host")
-    assert (found.gradients, found.weights, found.parameters) == (2 * 16, 2 * 16, 0)
-    assert found.bus == 4 * 16
+def test_stage_2_of_deepspeed_sends_gradients_in_fp32_and_receives_weights():
+    found = moved(2, "cpu", ema="host", engine="deepspeed")
+    assert (found.gradients, found.weights, found.parameters) == (4 * 16, 2 * 16, 0)
+    assert found.bus == 6 * 16
     # Adam: 3 fp32 values, 2 states read and written, and the weight in bf16.
     assert found.optimizer == (12 + 16 + 2) * 16
-    assert found.ema == 8 * 16, "within the hidden pass"
-    on_disk = moved(2, "cpu", ema="nvme")
-    assert (on_disk.ema, on_disk.ema_on_disk, found.ema_on_disk) == (8 * 16, 4 * 16, 0)
-    assert moved(2, "cpu", ranks=2).gradients == 2 * 8
-    summed = moved(2, "cpu", accumulation=3)
-    assert (summed.gradients, summed.returned) == ((3 * 2 + 2) * 16, 2 * 2 * 16)
+    assert found.ema == 12 * 16
+    on_disk = moved(2, "cpu", ema="nvme", engine="deepspeed")
+    assert (on_disk.ema, on_disk.ema_on_disk, found.ema_on_disk) == (12 * 16, 4 * 16, 0)
+    assert moved(2, "cpu", ranks=2, engine="deepspeed").gradients == 4 * 8
+    summed = moved(2, "cpu", accumulation=3, engine="deepspeed")
+    assert (summed.gradients, summed.returned) == ((3 * 2 + 4) * 16, 2 * 2 * 16)
+
+
+def test_the_host_engine_takes_gradients_as_they_are_and_averages_in_its_pass():
+    found = moved(2, "cpu", ema="host", engine="host")
+    # It aligns each of the two parameters to 256 elements.
+    assert (found.gradients, found.weights, found.parameters) == (2 * 512, 2 * 512, 0)
+    assert found.ema == 8 * 512
 
 
 def test_stage_3_moves_sums_both_ways_and_fetches_parameters_twice():
     found = moved(3, "cpu", param="cpu")
-    assert (found.gradients, found.parameters, found.weights) == (4 * 16, 4 * 16, 0)
+    assert (found.gradients, found.parameters, found.weights) == (6 * 16, 4 * 16, 0)
     assert found.returned == 2 * 16
     assert moved(3, "cpu", param="cpu", accumulation=2).parameters == 8 * 16
 
 
 def test_gradients_for_states_on_nvme_leave_the_device_in_fp32():
     # DeepSpeed casts them on the device, and writes them to the disk beside the states.
-    assert moved(3, "cpu").gradients == (2 + 2) * 16
-    assert moved(3, "nvme").gradients == (2 + 4) * 16
+    in_memory = moved(3, "cpu", engine="deepspeed")
+    assert moved(3, "nvme").gradients == in_memory.gradients == (2 + 4) * 16
 
 
 def test_without_a_gpu_there_is_no_bus_traffic():

@@ -17,12 +17,12 @@ from zerotune._util.table import Readable
 from zerotune._util.text import format_size, is_integer
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.optimizers.catalogue import ADAM, entry_of
+from zerotune.optimizers.catalogue import entry_of
 from zerotune.plan.context import Context, Streaming
 from zerotune.plan.facts import RESIDENT_UNITS, ModelFacts, StreamedFacts
 from zerotune.plan.families import ModelFamily, as_facts, frozen_beside, model_family
 from zerotune.plan.resolve import AIO_BLOCK, Swapping, gathered_together, pins_exactly, sub_groups
-from zerotune.plan.resolved import Resolved, host_obstacle
+from zerotune.plan.resolved import Resolved
 from zerotune.plan.rules import resolve
 from zerotune.plan.sections import AioSection, OffloadSection, ZeroSection, pins
 from zerotune.plan.settings import Settings
@@ -187,11 +187,6 @@ EMA_CHUNK: Final = 16 * MIB
 EMA_CHUNKS: Final = 4
 """Maximum number of chunks of an EMA on disk that are in memory: the current one, the one that is
 written, and those that are read ahead."""
-_STEPPED_IN_ONE_PASS: Final = frozenset({"DeepSpeedCPUAdam", "AdamWBF16States"})
-_CASTING_GRADIENTS: Final = frozenset(
-    {"communication_data_type", "data_types", "gradient_predivide_factor"}
-)
-"""Keys with which DeepSpeed's stage 3 may cast or scale gradients in copies, also on one rank."""
 _ELEMENT: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -236,18 +231,12 @@ class Costing:
             return 0
         return self.model.positions(height=height, width=width, frames=frames)
 
-    @property
-    def flattens_on_host(self) -> bool:
-        """Whether weights are flattened in host memory before the copy to the device."""
-        through = self.resolved.stage in (1, 2) and self.resolved.offload_optimizer != "none"
-        return through and self.steps_in_one_pass and not self.on_cpu and not self.hosted
-
     @cached_property
     def streaming(self) -> Streaming | None:
         """Streaming options; ``None`` if weights are not streamed."""
         return self.resolved.streaming
 
-    @property
+    @cached_property
     def hosted(self) -> bool:
         """Whether the host engine runs the plan, whether or not weights are streamed."""
         return self.streaming is not None or self.resolved.is_hosted
@@ -263,7 +252,7 @@ class Costing:
     def streamed(self) -> StreamedFacts:
         """Size of each streamed unit, and of the weights that stay on the device, in elements."""
         if self.streaming is None:
-            return attrs.evolve(self.model, units=()).streamed
+            return self.model.resident
         return self.model.streamed_by(self.streaming.units)
 
     @property
@@ -328,41 +317,11 @@ class Costing:
         return "streamed weights" in entry_of(name).requires
 
     @property
-    def reduces_nothing(self) -> bool:
-        """Whether the host engine skips the gradient reduction because there is one rank."""
-        choice = self.resolved.optimizer
-        settled = choice is not None and choice.implementation in _STEPPED_IN_ONE_PASS
-        casts = not _CASTING_GRADIENTS.isdisjoint(self.resolved.plan.extra)
-        return settled and self.steps_in_one_pass and self.ranks == 1 and not casts
-
-    @property
-    def steps_in_one_pass(self) -> bool:
-        """Whether the host engine can run the plan, which updates everything in one pass."""
-        resolved = self.resolved
-        if host_obstacle(resolved) is not None:
-            return False
-        name = entry_of(resolved.plan.optimizer_name).name
-        return resolved.optimizer is not None or name in ADAM or name in _STEPPED_IN_ONE_PASS
-
-    @property
     def checks_gradients(self) -> bool:
         """Whether DeepSpeed checks gradients for overflow before a host optimizer uses them."""
         resolved = self.resolved
         offloads = resolved.offload_optimizer != "none"
-        return resolved.uses_deepspeed and offloads and not self.steps_in_one_pass
-
-    def host_gradients(self, blocks: Iterable[float], pin: bool, note: str) -> Iterator[MemoryItem]:
-        """Yield the host memory for gradients; ``blocks`` are numbers of elements."""
-        blocks = tuple(blocks)
-        wide = [4 * block for block in blocks]
-        # Beside a device, torch keeps the page-locked blocks that were replaced.
-        if not (self.reduces_nothing and self.on_cpu and self.element < 4):
-            yield self.host("gradients", wide, pin, note=note)
-            return
-        yield self.host("gradients", wide, pin, INITIALIZATION, note)
-        small = [self.element * block for block in blocks]
-        note = f"{self.resolved.precision}, as they arrive"
-        yield self.host("gradients", small, pin, TRAINING, note)
+        return resolved.uses_deepspeed and offloads and not self.hosted
 
     @property
     def pins_exactly(self) -> bool:
@@ -592,7 +551,7 @@ def _beside_offload(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[Mem
     count, part, element, largest = case.trained, case.flat_part, case.element, case.largest
     note = _share_of(case, "fp32")
     yield case.host("master weights", [4 * part], pin, note=note)
-    yield from case.host_gradients([part], pin, note)
+    yield case.host("gradients", [4 * part], pin, note=note)
     yield case.host(
         "staging", [element * part], pin, note="updated weights before the copy to the device"
     )
@@ -611,14 +570,10 @@ def _beside_offload(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[Mem
             "gradients", case.device, element * count, BACKWARD, case.resolved.precision
         )
     yield case.item("temporaries", case.device, element * largest, note="one gradient")
-    # One pass takes gradients as they are.
-    cast = 0 if element == 4 or case.on_cpu or case.steps_in_one_pass else 4
-    note = "copies of the largest gradient: fp64 for the norm" + ", fp32 for the host" * bool(cast)
-    yield case.item("temporaries", case.device, (element + cast + 8) * largest, BACKWARD, note)
+    # One after the other: fp64 for the norm, and fp32 for the host.
+    note = "copies of the largest gradient"
+    yield case.item("temporaries", case.device, (element + 8) * largest, BACKWARD, note)
     moving = element * (part if case.on_cpu else count)
-    if case.flattens_on_host:
-        # The host engine copies weights to host memory, which ``_as_loaded`` counts.
-        moving = element * largest
     yield case.item(
         "temporaries", case.device, moving, INITIALIZATION, "weights being copied to one block"
     )
@@ -752,18 +707,14 @@ def _gathered(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
 def _reduction(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     bucket = case.element * int(zero.reduce_bucket_size or 0)
     yield case.item("buckets", case.device, bucket, note="allocated once")
-    if not case.reduces_nothing:
-        yield case.item(
-            "buckets",
-            case.device,
-            bucket * (1 + 1 / case.ranks),
-            BACKWARD,
-            "a flattened bucket, and this rank's part of the sum",
-        )
-    each, note = case.element, "the largest gradient"
-    if case.steps_in_one_pass and not case.on_cpu:
-        each, note = 8, "the largest gradient in fp64, for its norm"
-    yield case.item("temporaries", case.device, each * case.largest, BACKWARD, note)
+    # A single rank's sum is the flattened bucket itself. Sums copied to the host come back for
+    # their norms (``partition_grads``).
+    returned = not case.on_cpu and case.resolved.offload_optimizer != "none"
+    parts = 1 + ((case.ranks > 1) + returned) / case.ranks
+    note = "a flattened bucket, and this rank's part of the sum"
+    yield case.item("buckets", case.device, bucket * parts, BACKWARD, note)
+    nbytes = case.element * case.largest
+    yield case.item("temporaries", case.device, nbytes, BACKWARD, "the largest gradient")
 
 
 def _optimizer_on_device(case: Costing) -> Iterator[MemoryItem]:
@@ -785,7 +736,8 @@ def _optimizer_on_host(case: Costing, pin: bool) -> Iterator[MemoryItem]:
     part = case.owned - sum(case.stays)
     yield from _share_on_device(case)
     yield case.item("master weights", "host", 4 * part, note="fp32")
-    yield from case.host_gradients(case.sub_groups[len(case.stays) :], pin, "fp32, master's")
+    gradients = [4 * group for group in case.sub_groups[len(case.stays) :]]
+    yield case.host("gradients", gradients, pin, note="fp32, master's")
     yield case.item("optimizer states", "host", 4 * case.states * part, TRAINING, "fp32")
 
 
@@ -1189,10 +1141,6 @@ def _as_loaded(case: Costing, items: Iterable[MemoryItem]) -> Iterator[MemoryIte
         excess = case.model.weight_bytes(4) + case.model.buffers - later
         note = f"{_kept_in(case, 'fp32')}, whole"
         yield case.item("model as loaded", "host", max(0, excess), INITIALIZATION, note)
-    elif case.flattens_on_host:
-        excess = case.element * case.trained - later
-        note = "the flat copy of all weights, before it is moved to the device"
-        yield case.item("temporaries", "host", max(0, excess), INITIALIZATION, note)
 
 
 def _activation_items(case: Costing) -> Iterator[MemoryItem]:
@@ -1243,6 +1191,11 @@ def _notes(case: Costing) -> Iterator[str]:
     work = case.workload
     if case.streaming is not None and not case.streamed.units:
         yield "streamed units are unknown: the model's class does not define them"
+    if case.resolved.waits_for_proof:
+        yield (
+            "for the host engine, which runs once `zerotune doctor --prove` has passed on the "
+            'device; until then, DeepSpeed runs, and resolve(engine="deepspeed") estimates it'
+        )
     if work.height is None:
         yield "activations are not included: no resolution was given"
     elif case.model.activations is None:

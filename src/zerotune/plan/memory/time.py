@@ -456,7 +456,6 @@ def step_traffic(estimate: Estimate) -> StepTraffic:
     away = owned - stays
     passes = 2 * resolved.gradient_accumulation_steps
     averaged = _averaged_on_host(estimate)
-    one_pass = case.steps_in_one_pass
     in_backward, in_step = _allocated(case) if case.on_cpu else (0, 0)
     sums, returned, taken = _gradients(case)
     return StepTraffic(
@@ -465,12 +464,11 @@ def step_traffic(estimate: Estimate) -> StepTraffic:
         parameters=passes * kept if params_away and not case.on_cpu else 0,
         weights=case.element * away if over_bus and not params_away else 0,
         optimizer=round(_update(case) * away) if on_host else 0,
-        # Within a hidden pass, the EMA need not read the master weight again.
-        ema=(12 if _schedule(case) == "in turn" else 8) * owned if averaged else 0,
+        ema=12 * owned if averaged else 0,
         ema_on_disk=_ema_on_disk(estimate),
         ema_from_device=4 * (stays if on_host else owned) if averaged else 0,
         swap=swap,
-        chain=0 if one_pass or not on_host else round(_chain(case) * away),
+        chain=round(_chain(case) * away) if on_host else 0,
         # Also, gradients are cast to fp32, read for their norm, and scaled; weights are cast.
         on_device=round((_update(case) + 16 + 2 * case.element) * (stays if on_host else owned)),
         new_in_backward=in_backward,
@@ -558,8 +556,7 @@ def _allocated(case: Costing) -> tuple[int, int]:
         blocks = (element * owned, 8 * owned if low else 0)
     elif resolved.stage == 3:
         # Backward: a flat copy of each bucket, and this rank's part of the sum.
-        reduced = 0 if case.reduces_nothing else 2 * element * owned
-        blocks = (reduced, 0 if offloads else (element + 4 * low) * owned)
+        blocks = (2 * element * owned, 0 if offloads else (element + 4 * low) * owned)
     else:
         # Backward: partitioned gradients. Step: flattened gradients, and their fp32 copy.
         kept = (0, 0) if offloads else (element * owned, (element + 4 * low) * owned)
@@ -571,13 +568,11 @@ def _allocated(case: Costing) -> tuple[int, int]:
 def _gradients(case: Costing) -> tuple[int, int, int]:
     """Return bytes per element: of sums to the host, of sums back, and for the optimizer."""
     accumulated, element = case.resolved.gradient_accumulation_steps, case.element
-    keeps = case.steps_in_one_pass and case.resolved.offload_optimizer == "cpu"
-    taken = element if keeps else 4
     if case.resolved.stage == 3:
-        return accumulated * element, accumulated * element, taken
+        return accumulated * element, accumulated * element, 4
     if accumulated == 1:
-        return 0, 0, taken
-    return accumulated * element, (accumulated - 1) * element, taken
+        return 0, 0, 4
+    return accumulated * element, (accumulated - 1) * element, 4
 
 
 def _update(case: Costing) -> float:
@@ -810,14 +805,11 @@ def _carried(case: Costing) -> float:
 def _schedule(case: Costing) -> Schedule:
     """Return when Adam in host memory runs."""
     resolved = case.resolved
-    if case.hosted:
-        waits = resolved.gradient_clipping or resolved.precision == "fp16"
-        in_backward = case.streaming is not None and not waits
-        return "eager" if in_backward else "hidden"
-    in_files = "nvme" in (resolved.offload_optimizer, resolved.offload_param)
-    alone = resolved.stage == 3 or case.ranks == 1
-    steps = case.steps_in_one_pass and not in_files and not case.stays
-    return "hidden" if alone and steps and not case.on_cpu else "in turn"
+    if not case.hosted:
+        return "in turn"
+    waits = resolved.gradient_clipping or resolved.precision == "fp16"
+    in_backward = case.streaming is not None and not waits
+    return "eager" if in_backward else "hidden"
 
 
 def _pass_parts(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator[TimePart]:
