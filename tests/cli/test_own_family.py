@@ -119,7 +119,7 @@ def test_a_video_family_has_the_frames_of_its_pipeline():
 
 def test_the_estimate_keeps_the_base_of_a_controlnet_on_the_device():
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
-    card = Platform.synthetic("cuda", vram="24GiB", ram="64GiB")
+    card = Platform.synthetic("cuda", vram=24 * 2**30, ram=64 * 2**30)
     names = ("sdxl", "sdxl-controlnet")
     alone, steering = (plan.estimate(name, platform=card) for name in names)
     assert steering.device - alone.device == 2 * model_family("sdxl").facts.numel
