@@ -495,9 +495,10 @@ def flux_need(double: int, platform: Platform) -> int:
     kept = tuple(one for one in facts.parameters if _within(one.name, double))
     facts = attrs.evolve(facts, parameters=kept)
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16", micro_batch_size=1)
-    resolved = plan.resolve(platform=platform, model=facts)
-    ours = resolved.estimate(Workload(ema="host")).host
-    reference = resolved.estimate(Workload(exact_pinning=False)).host
+    on: dict[str, Any] = {"platform": platform, "model": facts}
+    ours = plan.resolve(**on).estimate(Workload(ema="host")).host
+    raw = plan.resolve(**on, engine="deepspeed")
+    reference = raw.estimate(Workload(exact_pinning=False)).host
     # Add the loaded fp32 weights.
     return max(ours, reference) + 4 * facts.numel
 
