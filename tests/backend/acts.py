@@ -90,9 +90,12 @@ class Net(torch.nn.Module):
         self.register_buffer("shift", torch.zeros(side))
         self.checkpointing: bool | None = None
         """Use reentrant autograd if ``True``; no checkpointing if ``None``."""
+        self.leaves_out = False
+        """Whether ``twin`` is left out."""
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.twin(x + self.mix(x))) + self.later(x)
+        mixed = x + self.mix(x)
+        return torch.tanh(mixed if self.leaves_out else self.twin(mixed)) + self.later(x)
 
     def forward(self, x_bchw: torch.Tensor) -> torch.Tensor:
         x = F.silu(self.norm(self.conv(x_bchw))).permute(0, 2, 3, 1)

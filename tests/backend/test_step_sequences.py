@@ -50,22 +50,30 @@ class Kind:
     is_guarded: bool = False
     """Refuses other backward passes before they begin."""
     freezes: bool = True
-    counts_frozen: bool = False
-    """Steps are counted for frozen weights too."""
+    takes_zeros: bool = False
+    """Takes zeros where a weight got no gradient."""
+    needs_last: bool = False
+    """Refuses a window in whose last micro batch alone a weight got no gradient."""
 
 
 STREAMING: Final = {"streamed": Streaming(units=UNITS, window=2)}
+DEEPSPEED: Final = {"is_guarded": True, "takes_zeros": True}
 KINDS: Final = {
     "plain": Kind(offload="none", sums_in_place=True),
-    "host": Kind(stage=2, options={"engine": "host"}, counts_frozen=True),
-    "streamed": Kind(stage=2, options=STREAMING, counts_frozen=True),
-    "eager": Kind(stage=2, options=STREAMING, clipping=0.0, counts_frozen=True, is_eager=True),
-    "z0": Kind(stage=0, offload="none", is_guarded=True, sums_in_place=True),
-    "z1": Kind(stage=1, offload="none", is_guarded=True, freezes=False, sums_in_place=True),
+    "host": Kind(stage=2, options={"engine": "host"}),
+    "streamed": Kind(stage=2, options=STREAMING),
+    "eager": Kind(stage=2, options=STREAMING, clipping=0.0, is_eager=True),
+    "z0": Kind(stage=0, offload="none", **DEEPSPEED, sums_in_place=True),
+    "z1": Kind(stage=1, offload="none", **DEEPSPEED, freezes=False, sums_in_place=True),
     "z2 cpu": Kind(
-        stage=2, options={"engine": "deepspeed"}, is_guarded=True, is_lost=True, freezes=False
+        stage=2,
+        options={"engine": "deepspeed"},
+        **DEEPSPEED,
+        is_lost=True,
+        freezes=False,
+        needs_last=True,
     ),
-    "z3": Kind(stage=3, offload="none", is_guarded=True, is_lost=True, freezes=False),
+    "z3": Kind(stage=3, offload="none", **DEEPSPEED, is_lost=True, freezes=False),
 }
 
 
@@ -93,7 +101,9 @@ class Reference:
         self.adam = torch.optim.AdamW(trained, **ADAM)
         self.at = "idle"
         self.is_open = False
-        self.micro = self.version = self.taken = 0
+        self.micro = self.version = 0
+        self.came = self.came_before = False
+        """Whether ``twin`` got gradients in the last micro batch and in those before it."""
 
     @property
     def is_last(self) -> bool:
@@ -110,6 +120,8 @@ class Reference:
     def backward(self, number: int) -> None:
         loss = self.model(batch(number)).square().mean()
         (loss / self.accumulation).backward()
+        self.came_before = self.is_open and (self.came or self.came_before)
+        self.came = not self.model.leaves_out
         self.at, self.is_open = "backward", True
 
     def step(self) -> None:
@@ -117,17 +129,13 @@ class Reference:
             self.is_open = False
             if self.kind.clipping:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.kind.clipping)
+            for p in self.adam.param_groups[0]["params"] if self.kind.takes_zeros else ():
+                if p.grad is None and p.requires_grad:
+                    p.grad = torch.zeros_like(p)
             self.adam.step()
             self.adam.zero_grad()
-            self.taken += 1
+            self.came_before = False
             self.version += 1
-            for p in self.adam.param_groups[0]["params"] if self.kind.counts_frozen else ():
-                if not p.requires_grad:
-                    zeros = torch.zeros_like(p)
-                    fresh = {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-                    self.adam.state[p] = (self.adam.state.get(p) or fresh) | {
-                        "step": torch.tensor(float(self.taken))
-                    }
         self.micro += 1
         self.at = "idle"
 
@@ -193,7 +201,9 @@ class Pair:
 
     def step(self) -> None:
         legal = self.torch.at == "backward"
-        if legal and self.torch.is_last and self.torch.is_frozen and not self.kind.freezes:
+        refused = self.torch.is_frozen and not self.kind.freezes
+        refused |= self.kind.needs_last and self.torch.came_before and not self.torch.came
+        if legal and self.torch.is_last and refused:
             self.do(False, self.engine.step, raises=EngineError)
         elif self.do(legal, self.engine.step, raises=StepOrderError):
             self.torch.step()
@@ -282,6 +292,13 @@ class Pair:
             for model in (self.torch.model, self.engine.module):
                 model.mix.requires_grad_(frozen)
 
+    def leave_out(self) -> None:
+        """From now on, leave a layer out, or do so no longer."""
+        if self.torch.at == "idle":
+            self.losses.clear()
+            for model in (self.torch.model, self.engine.module):
+                model.leaves_out = not model.leaves_out
+
     def write(self) -> None:
         if self.torch.at == "idle":
             self.losses.clear()
@@ -319,7 +336,8 @@ def interrupt(*_: Any) -> None:
 
 
 CALLS: Final = (
-    Pair.train, Pair.train, Pair.train, Pair.train, Pair.freeze, Pair.freeze, Pair.forward,
+    Pair.train, Pair.train, Pair.train, Pair.train, Pair.freeze, Pair.freeze, Pair.leave_out,
+    Pair.forward,
     Pair.backward, Pair.backward_of_the_oldest, Pair.step,
     Pair.discard, Pair.foreign_backward, Pair.backward_of_a_part, Pair.gradient_of_an_input,
     Pair.bad_loss, Pair.evaluate, Pair.failed_forward, Pair.failed_backward,

@@ -45,7 +45,7 @@ class StateFormat:
 
 
 class OptimizerStates:
-    """Optimizer states and step counter of one tensor.
+    """Optimizer states and step counters of one tensor.
 
     Each property reads the optimizer's state on access.
 
@@ -54,6 +54,8 @@ class OptimizerStates:
             without an optimizer.
         key: The tensor object that is in the optimizer's parameter groups.
         coder: If the states are codes, the ``Stepper`` that creates, decodes and encodes them.
+        counts: Number of updates of the fragments that have missed some, by key; ``None`` if all
+            fragments are always updated.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class OptimizerStates:
         key: torch.Tensor,
         *,
         coder: Any = None,
+        counts: dict[str, int] | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._key = key
         self._copies: dict[str, torch.Tensor] = {}
         self._coder = coder
+        self._counts = counts
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -150,14 +154,23 @@ class OptimizerStates:
         return counted and self._state.keys() <= _OF_ADAM and len(self.tensors) in (0, 2)
 
     @property
-    def step(self) -> int | None:
-        """Number of updates; ``None`` if the optimizer has no step counter.
+    def counts_each(self) -> bool:
+        """Whether each fragment has a step counter of its own."""
+        return self._counts is not None
+
+    def step_of(self, key: str) -> int | None:
+        """Return the number of a fragment's updates; ``None`` if the optimizer has no step counter.
 
         FusedAdam stores a group's counter only on the group's last tensor that has a gradient. The
-        property therefore returns the group's largest counter.
+        method therefore returns the group's largest counter.
+
+        Args:
+            key: Key of the fragment.
         """
         if self._optimizer is None:
             return None
+        if self._counts and key in self._counts:
+            return self._counts[key]
         peers: list[torch.Tensor] = [self._key]
         if not self._counts_each:
             for group in self._optimizer.param_groups:
@@ -185,9 +198,18 @@ class OptimizerStates:
             state.setdefault(name, torch.zeros_like(self._key.data, dtype=dtype))
         state.setdefault("step", self._counter(0))
 
-    def set_step(self, step: int) -> None:
-        """Set the step counter."""
-        state = self._writable
+    def set_step(self, step: int, *, key: str, largest: int) -> None:
+        """Set a fragment's step counter.
+
+        Args:
+            step: Number of the fragment's updates.
+            key: Key of the fragment.
+            largest: Largest number of updates of all fragments so far, for all of them if the
+                optimizer does not count for each.
+        """
+        if self._counts is not None:
+            self._counts[key] = step
+        state, step = self._writable, largest
         if isinstance(state.get("step"), torch.Tensor):
             state["step"].fill_(step)
         else:
@@ -321,7 +343,7 @@ class Fragment:
     @property
     def step(self) -> int | None:
         """Number of updates of this fragment; ``None`` if the optimizer has no step counter."""
-        return self._slab.states.step
+        return self._slab.states.step_of(self.address.key)
 
     @property
     def scalars(self) -> Mapping[str, float]:
@@ -347,9 +369,16 @@ class EditableFragment(Fragment):
         if not set(names) <= set(self._slab.states.formats):
             self._slab.states.create(names)
 
-    def set_step(self, step: int) -> None:
-        """Set the step counter of the flat tensor that contains this fragment."""
-        self._slab.states.set_step(step)
+    def set_step(self, step: int, *, largest: int | None = None) -> None:
+        """Set the step counter of this fragment, or of the flat tensor that contains it.
+
+        Args:
+            step: Number of updates of this fragment.
+            largest: Largest number of updates of the flat tensor's fragments so far; default: this
+                fragment's.
+        """
+        largest = step if largest is None else largest
+        self._slab.states.set_step(step, key=self.address.key, largest=largest)
 
     def set_scalars(self, scalars: Mapping[str, float]) -> None:
         """Set one-element states, by name, for the flat tensor that contains this fragment."""

@@ -73,6 +73,10 @@ class StepState:
         self.stage = Stage.IDLE
         self.is_open = False
         """Whether the current accumulation window has gradients."""
+        self.came: set[int] = set()
+        """Ids of the watched parameters with a gradient from the last backward pass."""
+        self.came_before: set[int] = set()
+        """Ids of those with a gradient from earlier passes of the window."""
         self._version = 0
         self._is_passing = False
         self._why = ""
@@ -100,6 +104,8 @@ class StepState:
         Args:
             after_failure: Function that returns the stage to enter if the pass fails.
         """
+        self.came_before |= self.came
+        self.came = set()
         self._is_passing = self.is_open = True
         try:
             yield
@@ -129,6 +135,8 @@ class StepState:
         """
         self._version += applied
         self.is_open = self.is_open and not boundary
+        if boundary:
+            self._forget()
         if self.stage is Stage.BACKWARD:
             self.stage = Stage.IDLE
 
@@ -140,6 +148,10 @@ class StepState:
         """
         self.stage, self.is_open, self._why = Stage.IDLE, False, ""
         self._version += loaded
+        self._forget()
+
+    def _forget(self) -> None:
+        self.came, self.came_before = set(), set()
 
     # -- Graphs.
 
@@ -212,7 +224,9 @@ class StepState:
     def _accumulated(self, parameter: torch.Tensor) -> None:
         import torch
 
-        if not self._is_passing:
+        if self._is_passing:
+            self.came.add(id(parameter))
+        else:
             with torch._C.DisableTorchFunctionSubclass():
                 parameter.grad = None
             error = _foreign()

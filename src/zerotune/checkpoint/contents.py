@@ -241,7 +241,7 @@ def _optimized(engine: Engine) -> tuple[dict[Subject, tuple[Part, ...]], dict[st
             subject = Subject(kind="optimizer", of=name)
             parts.setdefault(subject, []).append(Part.of(address, form))
         counters[address.name] = Counters(
-            step=states.step, scalars=plain_data(states.scalars, address.name)
+            step=states.step_of(address.key), scalars=plain_data(states.scalars, address.name)
         )
     return {subject: tuple(some) for subject, some in parts.items()}, counters
 

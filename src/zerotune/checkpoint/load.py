@@ -219,12 +219,10 @@ class Filler:
             fragment.begin_scalars_anew()
         if states:
             # From a step counter without states, the optimizer would infer that states exist.
-            fragment.set_step(self._step(address.slab, record.step if saved else 0))
-
-    def _step(self, slab: int, step: int | None) -> int:
-        """Return the step of a slab so far: the largest of its parameters' steps."""
-        self._steps[slab] = max(self._steps.get(slab, 0), step or 0)
-        return self._steps[slab]
+            step = (record.step or 0) if saved else 0
+            # A flat tensor with one counter for all has the largest of its parameters' steps.
+            self._steps[address.slab] = max(self._steps.get(address.slab, 0), step)
+            fragment.set_step(step, largest=self._steps[address.slab])
 
 
 # -- Does a checkpoint belong to this engine? Every difference, before anything is loaded.
@@ -484,6 +482,8 @@ def _uneven_steps(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     steps = {record.step for record in manifest.parameters if record.step is not None}
     slabs = [address.slab for address in engine.master_weights.addresses]
     if len(steps) < 2 or len(set(slabs)) == len(slabs):
+        return ()
+    if any(states.counts_each for _, states in engine.master_weights.describe()):
         return ()
     reason = (
         "some parameters had no gradient in some steps, so their step counters differ; this "

@@ -56,8 +56,8 @@ class Web(torch.nn.Module):
         x = self.frozen(x_bts)
         x = x + self.attention(x, x, x, need_weights=False)[0] + self.recurrent(x)[0]
         x = self.tied(torch.tanh(self.twice(self.twice(x))))
-        if both:
-            x = x + self.sometimes(x)
+        # Not left out, since the host engine would leave these weights as they are.
+        x = x + self.sometimes(x) * both + self.never(x).sum() * 0
         x = x + checkpoint(self.again, x, use_reentrant=False)
         return self.large(x) * self.scale.sum() + torch.nn.functional.linear(
             x, self.large.weight, self.large.bias

@@ -78,6 +78,7 @@ class ZeROEngine(Engine):
     _engine: Any
     _wrapper: OptimizerWrapper
     _expected_groups: tuple[RunningGroup, ...]
+    _took_zeros = False
 
     def _verify(self, *, builder: str) -> None:
         """Find DeepSpeed's master weights, attach the optimizer, and compare engine and plan.
@@ -167,6 +168,45 @@ class ZeROEngine(Engine):
             if clear is not None:
                 raise clear from error
             raise
+        if not self._step_state.came_before:
+            self._wrapper.begin_window(self._without_gradient)
+
+    @property
+    def _without_gradient(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Names and parameters that are trained, but got no gradient in the last backward pass."""
+        came = self._step_state.came
+        if not self._sees_backward or self._trained <= came:
+            return []
+        expected = self._trained - came
+        return [(n, p) for n, p in self._named() if id(p) in expected and p.requires_grad]
+
+    def _check_gradients(self) -> None:
+        """Say once that DeepSpeed takes zeros for weights without a gradient; refuse lost ones."""
+        before = self._step_state.came_before
+        without = self._without_gradient
+        lost = [name for name, parameter in without if id(parameter) in before]
+        if lost and self._wrapper.loses_earlier_gradients:
+            raise EngineError(
+                "this parameter has a gradient from an earlier micro batch of the accumulation "
+                "window, but none from the last one, and DeepSpeed would drop the first",
+                key=f"model.{lost[0]}",
+                fix="call engine.discard(), and use every weight in the last micro batch of a "
+                'window, or train with engine="host"',
+            )
+        never = [name for name, parameter in without if id(parameter) not in before]
+        if never and not self._took_zeros:
+            self._took_zeros = True
+            decision = Decision(
+                key="optimizer.step.gradients",
+                before=None,
+                after="zeros",
+                reason=f"{never[0]} and {len(never) - 1} other parameters got no gradient in step "
+                f"{self._engine.global_steps + 1}; DeepSpeed takes zeros for them, so their "
+                "moments and weight decay still move them, while torch leaves them as they are",
+                severity="warning",
+            )
+            self._decisions = (*self._decisions, decision)
+            announce([decision], rank=self._group.rank)
 
     @override
     def _after_failure(self) -> Stage:
@@ -191,6 +231,7 @@ class ZeROEngine(Engine):
         boundary = bool(self._engine.is_gradient_accumulation_boundary())
         if boundary:
             self._check_before_step(self._engine.global_steps)
+            self._check_gradients()
         norm = self._unchecked_norm() if boundary else None
         if norm is not None and not math.isfinite(norm):
             self._discard()

@@ -115,6 +115,11 @@ class PartitionedWrapper(OptimizerWrapper):
     def _editors(self) -> Iterable[Any]:
         return (parameter for group in self.raw.bit16_groups for parameter in group)
 
+    @property
+    @override
+    def loses_earlier_gradients(self) -> bool:
+        return bool(self.raw.cpu_offload and self.raw.partition_gradients)
+
     @override
     def drop_gradients(self) -> None:
         raw = self.raw

@@ -254,6 +254,21 @@ class ShardedWrapper(OptimizerWrapper):
     def _editors(self) -> Iterable[Any]:
         return (self.raw,)
 
+    @property
+    @override
+    def loses_earlier_gradients(self) -> bool:
+        return bool(self.raw.offload_optimizer)
+
+    @override
+    def begin_window(self, without: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        # DeepSpeed would add to the gradients of an earlier window, or step with them.
+        expected, offset = {id(parameter) for _, parameter in without}, 0
+        for parameter in (p for group in self.raw.fp16_groups for p in group) if expected else ():
+            numel = parameter.partition_numel()
+            if id(parameter) in expected:
+                self.raw.grad_partitions_flat_buffer[offset : offset + numel].zero_()
+            offset += numel
+
     @override
     def drop_gradients(self) -> None:
         raw = self.raw

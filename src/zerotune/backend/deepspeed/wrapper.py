@@ -91,6 +91,18 @@ class OptimizerWrapper(ABC):
         dropped gradient.
         """
 
+    @property
+    def loses_earlier_gradients(self) -> bool:
+        """Whether a step uses only weights with a gradient from a window's last backward pass."""
+        return False
+
+    def begin_window(self, without: Sequence[tuple[str, torch.nn.Parameter]]) -> None:  # noqa: B027
+        """Handle what got no gradient in the first backward pass of an accumulation window.
+
+        Args:
+            without: Names and parameters.
+        """
+
     def correct(self) -> tuple[Decision, ...]:
         """Apply corrections that every DeepSpeed engine needs, also in other trainers."""
         return ()

@@ -785,7 +785,8 @@ class HostLayout(MasterLayout):
 
     @override
     def states_at_rest(self, slab: int) -> OptimizerStates:
-        return OptimizerStates(self._optimizer, self._slabs[slab].key, coder=self._coder)
+        own = self._slabs[slab]
+        return OptimizerStates(self._optimizer, own.key, coder=self._coder, counts=own.counts)
 
     @override
     def update_emas(self, updates: Sequence[EMAUpdate]) -> bool:

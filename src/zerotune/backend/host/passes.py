@@ -33,7 +33,7 @@ class UnitPass:
         ema_updates: EMA updates of this step; more may be appended later.
         landed: Copy of the gradients to the host; ``None`` if they are already there.
         check: Function that is called once the gradients are on the host; returns the parameters
-            that must stay as they are, or ``None`` if the whole unit must.
+            that got no gradient and stay as they are, or ``None`` if the whole unit must.
         written: Future that is done once the unit is updated.
         views: Number of views of the unit's weights in ``steps``.
         rank: Priority; updates with a lower rank run first.
@@ -95,8 +95,9 @@ class UnitPass:
                 if copy is not None:
                     copy.finish()
             still = self._check()
-            for slab, step in () if still is None else self._steps:
-                _run(slab, step, updates, still or ())
+            if still is not None:
+                for slab, step in self._steps:
+                    _run(slab, step, updates, still)
         self._emas_updated += len(updates)
         if not self.written.done():
             self.written.set_result(None)
@@ -119,22 +120,31 @@ def _average(part: Part, step: SlabStep, updates: Sequence[EMAUpdate]) -> None:
 def _run(
     slab: UnitSlab, step: SlabStep, updates: Sequence[EMAUpdate], still: Collection[Part]
 ) -> None:
+    counts = slab.counts
     has_singles = step.whole is None and any(part.singles for part in slab.parts)
-    if not updates and not has_singles and not still:
+    if not updates and not has_singles and not still and not counts:
         step.run(0, step.masters.numel)
         return
     # Padding between parameters stays zero. If it were updated with the last elements, it would
     # extend them to whole vectors.
     one_by_one = attrs.evolve(step, whole=0)
     for part in slab.parts:
+        taken = counts.get(part.key, step.taken)
         if part in still:
+            counts[part.key] = taken
             _average(part, step, updates)
             continue
-        for run, is_single in part.runs() if has_singles else [(part.place, False)]:
+        if part.key in counts:
+            counts[part.key] = taken + 1
+        own = step.after(taken)
+        for run, is_single in part.runs() if own.whole is None else [(part.place, False)]:
             inside = run.start - part.offset, run.stop - part.offset
             for start, stop, emas in ema_parts(updates, part.key, *inside):
-                chosen = one_by_one if is_single else step
+                chosen = one_by_one if is_single else own
                 chosen.run(part.offset + start, part.offset + stop, emas)
+    if set(counts.values()) == {step.taken + 1}:
+        # After a resume, when no part has missed a step.
+        counts.clear()
 
 
 class Passes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -390,7 +390,6 @@ class StreamedSteps:
                 ],
             )
             steps.append((slab, step))
-        frozen = [i for i in self._parts[unit] if not unit.members[i].parameter.requires_grad]
         written = self._to_be_written(unit)
         # Also on failure, so that no thread waits forever.
         written.add_done_callback(lambda _: self._gradients.give_back(place))
@@ -398,7 +397,7 @@ class StreamedSteps:
             unit=unit,
             steps=steps,
             ema_updates=self.passes.ema_updates,
-            check=partial(self._check, unit, window, self._tally, frozen),
+            check=partial(self._check, unit, window, self._tally),
             landed=window.landed,
             written=written,
             views=_views_of(unit) - views,
@@ -410,21 +409,13 @@ class StreamedSteps:
         """Future that is done once the next update of a unit is complete."""
         return Future()
 
-    def _check(
-        self, unit: Unit, window: Window, tally: _Tally, frozen: Collection[int]
-    ) -> list[Part] | None:
-        """Zero missing gradients; return what must not move, or ``None`` if a gradient is NaN.
-
-        As in torch, a parameter moves if it has a gradient, or if ZeRO-2 would take zero for it.
-        """
-        for index in self._parts[unit]:
-            if index not in window.on_host:
-                self._gradient(unit, index, window).zero_()
+    def _check(self, unit: Unit, window: Window, tally: _Tally) -> list[Part] | None:
+        """Return what got no gradient and stays still as in torch; ``None`` if any is NaN."""
         tally.is_finite = tally.is_finite and all(map(math.isfinite, window.squares.values()))
         tally.stepped += tally.is_finite
         if not tally.is_finite:
             return None
-        return [self._parts[unit][i][1] for i in frozen if i not in window.on_host]
+        return [part for i, (_, part) in self._parts[unit].items() if i not in window.on_host]
 
     def replay(self, steps: int) -> None:
         """Continue as if ``steps`` optimizer steps had been taken."""

@@ -152,6 +152,8 @@ class UnitSlab:
     """The fp32 master weights."""
     dtype: torch.dtype
     """Dtype of the weights and gradients."""
+    counts: dict[str, int] = attrs.field(factory=dict)
+    """Number of steps of the parts that have missed some of the slab's steps, by ``Part.key``."""
 
     @property
     def numel(self) -> int:

@@ -12,6 +12,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
@@ -168,6 +169,17 @@ class SlabStep:
     """Update the remaining elements in fp32, with the same FMAs as DeepSpeed's or torch's build."""
     whole: int | None = None
     """Index of the first element for ``tail``; default: the first after the last whole vector."""
+    taken: int
+    """Number of steps before this one."""
+    _after: Callable[[int], SlabStep] | None = attrs.field(default=None, alias="after")
+
+    def after(self, taken: int) -> SlabStep:
+        """Return the step of weights that have taken another number of steps.
+
+        Args:
+            taken: Number of steps of these weights before this one.
+        """
+        return self if taken == self.taken or self._after is None else self._after(taken)
 
     def run(self, start: int, stop: int, emas: Sequence[EMAPart] = ()) -> None:
         """Update a range of elements; each element must be updated exactly once per step.
@@ -194,12 +206,13 @@ class SlabStep:
                 self.out[last].copy_(weight)
 
 
-def no_step(masters: Masters, out: torch.Tensor | None = None) -> SlabStep:
+def no_step(masters: Masters, out: torch.Tensor | None = None, taken: int = 0) -> SlabStep:
     """Return a step that leaves a slab's weights unchanged, but updates EMAs and ``out``.
 
     Args:
         masters: The master weights.
         out: See ``SlabStep.out``; receives the weights even though no weight changes.
+        taken: See ``SlabStep.taken``.
     """
 
     def update_emas(part: slice, emas: Sequence[EMAPart]) -> None:
@@ -217,6 +230,7 @@ def no_step(masters: Masters, out: torch.Tensor | None = None) -> SlabStep:
         vectors=update_emas,
         tail=lambda _part, _weight: None,
         whole=masters.numel,
+        taken=taken,
     )
 
 
@@ -236,6 +250,8 @@ class _Begun:
     taken: int
     """Number of steps before this one."""
     factor: float
+    is_late: bool = False
+    """Whether these weights have missed steps of their slab."""
 
     def at(self, part: slice) -> dict[str, Any]:
         """Return the flat tensors, narrowed to some elements.
@@ -305,22 +321,37 @@ class Stepper(ABC):
         masters = masters or WholeMasters(slab.data.view(-1))
         index = next(i for i, each in enumerate(self._adam.param_groups) if each is group)
         if group.get(STOPPED):
-            self._count(state)
-            return no_step(masters, out)
+            return no_step(masters, out, self._count(state))
         flat = {
             **masters.tensors,
             **{name: state[name].view(-1) for name in _ADAM_MOMENTS},
             "gradient": gradient.data.view(-1),
             "out": out,
         }
-        vectors, tail = self._update(
-            _Begun(
-                flat=flat, group=dict(group), index=index, taken=self._count(state), factor=factor,
-                places=places, state=state,
-            )
+        begun = _Begun(
+            flat=flat, group=dict(group), index=index, taken=self._count(state), factor=factor,
+            places=places, state=state,
         )  # fmt: skip
+
+        # A step that contained a reference to itself would keep views of the weights.
+        after = partial(self._late, begun, masters, out)
         whole = None if self._has_tail else masters.numel
-        return SlabStep(masters=masters, out=out, vectors=vectors, tail=tail, whole=whole)
+        return self._slab_step(begun, masters, out, whole=whole, after=after)
+
+    def _late(
+        self, begun: _Begun, masters: Masters, out: torch.Tensor | None, taken: int
+    ) -> SlabStep:
+        late = attrs.evolve(begun, taken=taken, is_late=True)
+        # DeepSpeed's op, which updates the tail, has one step counter for all weights.
+        return self._slab_step(late, masters, out, whole=masters.numel)
+
+    def _slab_step(
+        self, begun: _Begun, masters: Masters, out: torch.Tensor | None, **more: Any
+    ) -> SlabStep:
+        vectors, tail = self._update(begun)
+        return SlabStep(
+            masters=masters, out=out, vectors=vectors, tail=tail, taken=begun.taken, **more
+        )
 
     def _create_states(self, state: dict[str, Any], slab: torch.Tensor) -> None:
         """Create the moments before the first step."""
@@ -524,7 +555,9 @@ class HostAdam(Stepper):
         beta1, beta2 = (_fp32(beta) for beta in group["betas"])
         lr, decay = _fp32(group["lr"]), _fp32(group["weight_decay"])
         first = inverse_root = 1.0
-        powers = self._powers.at(begun.taken + 1, *group["betas"])
+        # The running products are those of weights that miss no step.
+        products = BetaPowers(*group["betas"]) if begun.is_late else self._powers
+        powers = products.at(begun.taken + 1, *group["betas"])
         if group["bias_correction"]:
             first = _fp32(1.0 - powers[0])
             inverse_root = _fp32(1.0 / _fp32(math.sqrt(_fp32(1.0 - powers[1]))))
