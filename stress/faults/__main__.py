@@ -17,6 +17,7 @@ from stress.faults.campaign import Faults, campaign, table
 from stress.faults.checkpoints import IN_HOST_MEMORY, Checkpoints
 from stress.faults.damage import CacheBits, LeaseRecords
 from stress.faults.disks import Disks
+from stress.faults.interrupts import Interrupts
 from stress.faults.killing import HostKills, Kills
 from stress.faults.nans import NaNs
 from stress.faults.ranks import RankFaults
@@ -36,6 +37,7 @@ CLASSES: dict[str, Callable[[], Faults]] = {
     "rank faults": RankFaults,
     "agents per machine": partial(RankFaults, torchrun=True, machines=True),
     "signals": Signals,
+    "interrupts": Interrupts,
     "disks": Disks,
     "acts between steps": Acts,
 }

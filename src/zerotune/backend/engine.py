@@ -6,14 +6,14 @@ import gc
 import weakref
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import attrs
 
 from zerotune._util.closing import Closing
 from zerotune._util.proc import return_freed_memory
-from zerotune.backend.step_state import Stage, StepState, fault_of, uninterrupted
+from zerotune.backend.step_state import Stage, StepState, fault_of, surely, uninterrupted
 from zerotune.errors import EngineError, StepOrderError, ZeroTuneError
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class Engine(Closing):
 
         If a gradient is not finite, the step is skipped, even where DeepSpeed would not skip it. If
         some streamed weights were already updated in the backward pass, ``applied`` is true, the
-        norm is infinite, and the engine raises errors until ``load_state`` is called.
+        norm is infinite, and the engine raises errors until a checkpoint is loaded.
 
         Raises:
             StepOrderError: ``backward`` has not been called since the last step, or it failed.
@@ -219,7 +219,8 @@ class Engine(Closing):
             except BaseException as error:
                 self._step_state.fail(Stage.BROKEN, error)
                 raise
-        self._step_state.end_micro_batch(boundary=outcome.boundary, applied=outcome.applied)
+            # Before an interrupt is delivered.
+            self._step_state.end_micro_batch(boundary=outcome.boundary, applied=outcome.applied)
         return outcome
 
     def discard(self) -> None:
@@ -243,12 +244,24 @@ class Engine(Closing):
         Gradients of an unfinished accumulation window are dropped.
 
         Raises:
-            StepOrderError: A failed backward pass cannot be undone by DeepSpeed.
+            StepOrderError: A failed backward pass has updated weights or cannot be undone by
+                DeepSpeed.
         """
         self._step_state.ask("load_state")
         with uninterrupted():
             self._load_state(state)
-            self._step_state.reset(loaded=True)
+            if self._step_state.stage is not Stage.REPLACED:
+                self._step_state.reset(loaded=True)
+
+    def replacing(self) -> AbstractContextManager[None]:
+        """Replace weights, optimizer states and ``state`` inside the block.
+
+        Until the block ends without an error, the engine takes no step.
+
+        Raises:
+            StepOrderError: A failed backward pass cannot be undone by DeepSpeed.
+        """
+        return self._step_state.replacing()
 
     @abstractmethod
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -283,12 +296,13 @@ class Engine(Closing):
         import torch
 
         training = self._module.training
-        self._train(False)
         try:
+            with uninterrupted():
+                self._train(False)
             with torch.no_grad():
                 yield
         finally:
-            self._train(training)
+            surely(lambda: self._train(training))
 
     def explain(self, *further: Decision) -> str:
         """Describe the running engine, every automatic choice, and all verified settings.

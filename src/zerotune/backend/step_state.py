@@ -7,7 +7,8 @@
               │ fails          │ fails
               ▼                ▼
             BROKEN ── discard ──> IDLE      no weight has moved
-            SPOILED ── load_state ──> IDLE  some weights have moved
+            SPOILED ── replace ──> IDLE     some weights have moved
+            REPLACED ── replace ──> IDLE    some weights have been loaded
             LOST                            DeepSpeed or other ranks cannot go on
 
 Forward passes leave the state as it is. An accumulation window is open from its first backward pass
@@ -43,14 +44,16 @@ class Stage(enum.Enum):
         "only some weights have been updated: after updates had begun, the backward pass failed "
         "or computed a gradient that is not finite"
     )
+    REPLACED = "a checkpoint was loaded only in part"
     LOST = "a backward pass failed and left partially reduced gradients, which cannot be dropped"
 
 
 _LEGAL: Final = {
-    Stage.IDLE: {"forward", "backward", "discard", "load_state", "read"},
-    Stage.BACKWARD: {"forward", "step", "discard", "load_state", "read"},
-    Stage.BROKEN: {"discard", "load_state", "read"},
-    Stage.SPOILED: {"load_state"},
+    Stage.IDLE: {"forward", "backward", "discard", "load_state", "replace", "read"},
+    Stage.BACKWARD: {"forward", "step", "discard", "load_state", "replace", "read"},
+    Stage.BROKEN: {"discard", "load_state", "replace", "read"},
+    Stage.SPOILED: {"replace"},
+    Stage.REPLACED: {"load_state", "replace"},
     Stage.LOST: {"read"},
 }
 _NEXT: Final = {
@@ -62,6 +65,7 @@ _NEXT: Final = {
     "next batch",
     Stage.SPOILED: "resume from the last checkpoint; to avoid this, enable gradient_clipping, so "
     "that no weight is updated before all gradients are known",
+    Stage.REPLACED: "load a checkpoint",
     Stage.LOST: "create a new engine, and resume from the last checkpoint",
 }
 
@@ -86,8 +90,8 @@ class StepState:
         """Check that a call may come next.
 
         Args:
-            call: ``"forward"``, ``"backward"``, ``"step"``, ``"discard"``, ``"load_state"`` or
-                ``"read"``.
+            call: ``"forward"``, ``"backward"``, ``"step"``, ``"discard"``, ``"load_state"``,
+                ``"replace"`` (of weights and states) or ``"read"``.
 
         Raises:
             StepOrderError: Another call must come first.
@@ -152,6 +156,15 @@ class StepState:
 
     def _forget(self) -> None:
         self.came, self.came_before = set(), set()
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Replace weights and states inside the block; without its end, no step can be taken."""
+        self.ask("replace")
+        with uninterrupted():
+            self.fail(Stage.REPLACED)
+            yield
+            self.reset(loaded=True)
 
     # -- Graphs.
 
@@ -281,6 +294,17 @@ def fault_of(loss: Any) -> tuple[str, Any, str] | None:
         fix += "detach(), and train at least one weight"
         return "does not depend on any weight", "a tensor without gradient", fix
     return None
+
+
+def surely(call: Callable[[], object]) -> None:
+    """Call a function that may be called twice, without or after an interrupt."""
+    try:
+        with uninterrupted():
+            call()
+    except KeyboardInterrupt:
+        with uninterrupted():
+            call()
+        raise
 
 
 @contextmanager

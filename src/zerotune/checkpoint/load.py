@@ -601,8 +601,9 @@ def load_checkpoint(
     together(group, "verify the checkpoint", load.verify)
     together(group, "check the files' headers", lambda: load.judge(rng=rng))
     together(group, "compare the shadows", load.compare_shadows)
-    load.restore()
-    together(group, "restore the rest", lambda: load.restore_rest(rng=rng))
+    with engine.replacing():
+        load.restore()
+        together(group, "restore the rest", lambda: load.restore_rest(rng=rng))
     announce(decisions, rank=group.rank)
     manifest = load.manifest
     return CheckpointContents(extra=manifest.extra, manifest=manifest, decisions=decisions)

@@ -21,6 +21,7 @@ from zerotune._util.text import counted, disk_size, listing, whole
 from zerotune.backend.deepspeed.external import master_weights_of
 from zerotune.backend.engine import StartedEngine
 from zerotune.backend.master_weights import EMAInMemory, EMATensors, EMAUpdate
+from zerotune.backend.step_state import surely, uninterrupted
 from zerotune.ema.decay import DecaySchedule, as_schedule, decay_of_update
 from zerotune.errors import EMAError, InvalidValueError
 
@@ -209,12 +210,17 @@ class EMAShadow(Readable):
         # Before anything moves, because a rank that waits for others must still have its weights.
         master.group.barrier("running with averaged weights")
         try:
-            self._swapped = True
-            self._exchange(master, to_shadow=True)
+            with uninterrupted():
+                self._swapped = True
+                self._exchange(master, to_shadow=True)
             yield
         finally:
+            surely(lambda: self._swap_back(master))
+
+    def _swap_back(self, master: MasterWeights) -> None:
+        if self._swapped:
             self._exchange(master, to_shadow=False)
-            self._swapped = False
+        self._swapped = False
 
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the full EMA tensor of every trainable parameter.
@@ -290,6 +296,7 @@ class EMAShadow(Readable):
         return _StoredState(lambda: self._ready("state_dict()"), self._tensors, others)
 
     @torch.no_grad()
+    @uninterrupted()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a ``state_dict`` that the same rank of the same engine returned.
 
@@ -568,6 +575,7 @@ class CheckedUpdate(EMAUpdate):
             self.shadow.count_checked()
 
 
+@uninterrupted()
 def update_together(*shadows: EMAShadow) -> None:
     """Update several shadows of the same weights in one pass over the fragments.
 
