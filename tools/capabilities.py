@@ -88,7 +88,7 @@ def model_for(name: str, offload: str = "none", seed: int = 0) -> torch.nn.Modul
     torch.manual_seed(seed)
     model = DigitsNet(width=80 if offload == "nvme" else 16)
     if name.startswith("Mu") and name != "Muon":
-        from zerotune.backend.mup import set_base_shapes
+        from examples.recipes.base_shapes import set_base_shapes
 
         with torch.device("meta"):
             base, delta = DigitsNet(width=8), DigitsNet(width=12)

@@ -87,7 +87,7 @@ def build_client_optimizer(choice: OptimizerChoice, named: Named) -> torch.optim
             f"{choice.implementation} refused its arguments ({error})",
             key="optimizer.params",
             value=dict(choice.params),
-            fix="set base shapes first: zerotune.backend.mup.set_base_shapes"
+            fix="set base shapes first, as in the recipe examples/recipes/base_shapes.py"
             if choice.package == "mup"
             else "correct or remove the argument",
         ) from error

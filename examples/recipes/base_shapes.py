@@ -1,7 +1,7 @@
 """Maximal-update parametrisation: base shapes from a narrow model of the same class.
 
-The module supports ``MuAdam``, ``MuAdamW`` and ``MuSGD`` (Yang et al. 2022,
-https://arxiv.org/abs/2203.03466), and needs the extra ``zerotune[mup]``.
+``MuAdam``, ``MuAdamW`` and ``MuSGD`` (Yang et al. 2022, https://arxiv.org/abs/2203.03466) need them
+before the engine starts. Copy the file, and install ``zerotune[mup]``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import mup
 import torch
 
-from zerotune.backend.upstream import require
 from zerotune.errors import EngineError
 
 
@@ -53,10 +53,8 @@ def set_base_shapes(
         The width multipliers and the names of output layers.
 
     Raises:
-        MissingDependencyError: mup is not installed.
         EngineError: The models have different parameters, or base shapes are already set.
     """
-    mup = require("mup", key="optimizer.type", fix="pip install 'zerotune[mup]'")
     if any(hasattr(parameter, "infshape") for parameter in model.parameters()):
         raise EngineError(
             "base shapes are already set, and weights must not be scaled twice",

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.support.needs import needs
-from zerotune.backend.mup import set_base_shapes
 from zerotune.errors import EngineError
 
 needs("mup")
+from examples.recipes.base_shapes import set_base_shapes  # noqa: E402 - which needs mup
 
 BASE = {"block_out_channels": (8, 16)}
 DELTA = {"block_out_channels": (16, 32)}
