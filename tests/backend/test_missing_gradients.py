@@ -10,7 +10,8 @@ import torch
 from tests.support.ranks import ranks
 from tests.support.runs import build
 from zerotune.errors import EngineError
-from zerotune.plan.model import DeepSpeedPlan, Streaming
+from zerotune.plan.context import Streaming
+from zerotune.plan.plan import DeepSpeedPlan
 
 # Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
