@@ -71,7 +71,9 @@ class TestWhatIsWritten:
         printed = capsys.readouterr().out
         assert advised.chosen.title in printed
         assert "8 images, with captions" in printed
-        assert f"Train with: python {tmp_path / 'run' / 'train.py'}\n" in printed
+        where = tmp_path / "run"
+        commands = f"zerotune train {where / 'run.yaml'}, or python {where / 'train.py'}\n"
+        assert f"Train with: {commands}" in printed
         text = (tmp_path / "run" / "train.py").read_text()
         assert f"Path({str(photos)!r})" in text
         assert "12.00 GiB of device memory, 64.00 GiB of host memory" in text
@@ -126,7 +128,7 @@ class TestWhatIsRefused:
 
         return act
 
-    @pytest.mark.parametrize("name", ["plan.json", "train.py"])
+    @pytest.mark.parametrize("name", ["plan.json", "train.py", "run.yaml"])
     def test_an_existing_file_is_not_overwritten(self, refused, tmp_path, name):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / name).write_text("mine")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _COMMANDS: Final = (
     "zerotune.cli.init",
+    "zerotune.cli.train",
     "zerotune.cli.doctor",
     "zerotune.cli.plan",
     "zerotune.cli.schema",

@@ -1,4 +1,7 @@
-"""``zerotune init``: a training script and its plan, for a model, a GPU and a folder of images."""
+"""``zerotune init``: a training run as a file and as a script, and its plan.
+
+For a model, a GPU and a folder of images.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import re
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from zerotune._util.text import counted
 from zerotune.cli import print_text
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from zerotune.plan.plan import Advice
 
 NAME: Final = "init"
-SUMMARY: Final = "Write a training script and its plan, for a model, a GPU and a folder of images."
+SUMMARY: Final = "Write a training run and its plan, for a model, a GPU and a folder of images."
 
 _PIPELINES: Final = {
     "aura-flow": "fal/AuraFlow-v0.3",
@@ -61,7 +64,7 @@ _MOST_PROMPTS: Final = 4
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("folder", metavar="FOLDER", help="folder for train.py and plan.json")
+    parser.add_argument("folder", metavar="FOLDER", help="folder for the files")
     add_family(parser, what="the model", required=True)
     parser.add_argument(
         "--photos",
@@ -93,10 +96,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write train.py and plan.json; if one cannot be written, write neither."""
+    """Write run.yaml, train.py and plan.json; if one cannot be written, write none."""
     folder = Path(arguments.folder)
-    plan, script = folder / "plan.json", folder / "train.py"
-    for path in (plan, script):
+    plan, script, file = folder / "plan.json", folder / "train.py", folder / "run.yaml"
+    for path in (plan, script, file):
         if os.path.lexists(path):
             raise InvalidValueError(
                 "already exists, and existing files are not overwritten",
@@ -123,14 +126,21 @@ def run(arguments: argparse.Namespace) -> int:
     count, captions = _images(arguments.photos)
     advice = _advice(arguments, known)
     resolution = arguments.resolution or known.resolution
-    text = _script(arguments, advice, model=model, captions=captions, resolution=resolution)
-    _write({plan: advice.plan.to_json().rstrip("\n") + "\n", script: text})
+    asked: dict[str, Any] = {"model": model, "captions": captions, "resolution": resolution}
+    _write(
+        {
+            plan: advice.plan.to_json().rstrip("\n") + "\n",
+            script: _script(arguments, advice, **asked),
+            file: _run_file(arguments, advice, **asked),
+        }
+    )
     captioned = "with captions" if captions else "without captions"
     print_text(
         f"{plan}: {advice.chosen.title}\n"
         f"{script}: {counted(arguments.steps, 'step')} of {model} on "
         f"{counted(count, 'image')}, {captioned}\n"
-        f"\nTrain with: python {script}\n"
+        f"{file}: the same run as a file\n"
+        f"\nTrain with: zerotune train {file}, or python {script}\n"
         "To resume an interrupted run, run the same command again."
     )
     return 0
@@ -228,6 +238,34 @@ def _script(
         line = f"{name} = {value}"
         code = re.sub(rf"(?m)^{name} = .*$", line.replace("\\", r"\\"), code)
     return f'"""{_docstring(arguments, advice)}"""{code}'
+
+
+def _run_file(
+    arguments: argparse.Namespace,
+    advice: Advice,
+    *,
+    model: str,
+    captions: list[str],
+    resolution: int,
+) -> str:
+    """Return the file of this run for ``zerotune train``."""
+    import yaml
+
+    photos = str(Path(arguments.photos).expanduser().resolve())
+    run = {
+        "model": model,
+        **({"family": arguments.family} if ":" in arguments.family else {}),
+        "data": {"folder": photos, "resolution": resolution},
+        "plan": "plan.json",
+        **({"adapters": {"rank": arguments.lora}} if arguments.lora else {}),
+        "ema": 0.999,
+        "steps": arguments.steps,
+        "gradient_checkpointing": advice.gradient_checkpointing,
+        "activation_offload": advice.activation_offload,
+        "validation": {"prompts": captions[:_MOST_PROMPTS] or ["a photo"]},
+    }
+    said = "# Train with: zerotune train run.yaml; zerotune train --schema lists every setting.\n"
+    return said + yaml.safe_dump(run, sort_keys=False, allow_unicode=True)
 
 
 def _docstring(arguments: argparse.Namespace, advice: Advice) -> str:

@@ -1,0 +1,53 @@
+"""``zerotune train``: a training run from a file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Final
+
+from zerotune.cli import print_json, print_text, tell
+
+NAME: Final = "train"
+SUMMARY: Final = "Train a model as a file says; under torchrun, on several GPUs."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("file", metavar="FILE", nargs="?", help="YAML, JSON or TOML file of a run")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="replace a setting, such as --set data.resolution=768; may be repeated",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="read the file and its plan, and train nothing"
+    )
+    parser.add_argument(
+        "--schema", action="store_true", help="print the file's JSON Schema, for editors"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, or check the file, or print its schema."""
+    from zerotune.errors import InvalidValueError
+    from zerotune.training.run_file import RunFile, schema, train
+
+    if arguments.schema:
+        print_json(schema())
+        return 0
+    if arguments.file is None:
+        raise InvalidValueError("is missing", key="FILE", fix="write zerotune train run.yaml")
+    found = RunFile.load(arguments.file, overrides=arguments.set)
+    first = os.environ.get("RANK", "0") == "0"
+    for decision in found.decisions if first else ():
+        tell(str(decision))
+    if arguments.check:
+        print_text(found.chosen_plan().explain())
+        return 0
+    report = train(found)
+    if first:
+        print_text(report.render())
+    return 0

@@ -1,0 +1,443 @@
+# ruff: noqa: RUF009  (`setting` returns attrs.field, as RUF009 cannot see)
+"""A training run as a file: model, data, plan, adapters, EMA, validation and export.
+
+``zerotune train run.yaml`` reads one; every field is an argument of the objects that a script
+would create, and ``examples/finetune.py`` is that script.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import attrs
+
+from zerotune.decisions import Decision, Log, raise_all
+from zerotune.errors import InvalidValueError, PlanFileError, ZeroTuneError
+from zerotune.plan.section import Nested, Section, modelled, read_section, setting
+from zerotune.plan.source import key_lines, parse_file, read_text
+from zerotune.plan.values import (
+    Anything,
+    Boolean,
+    Choice,
+    Free,
+    Integer,
+    Kind,
+    Number,
+    Reading,
+    Text,
+)
+
+if TYPE_CHECKING:
+    from zerotune.diffusion.pretrained import Pretrained
+    from zerotune.plan.plan import Advice, DeepSpeedPlan
+    from zerotune.training.report import Report
+
+_RANK: Final = 16
+_WHOLE = Integer(minimum=1, auto=False)
+_SHARE = Number(maximum=1.0, auto=False)
+_FLAG = Boolean(auto=False)
+
+
+@attrs.frozen
+class Texts(Kind):
+    """A list of texts."""
+
+    def check(self, value: Any, key: str) -> None:
+        """Accept a non-empty list of strings."""
+        if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
+            raise InvalidValueError(
+                "must be a list of texts", key=key, value=value, fix='write ["…", "…"]'
+            )
+
+    def read(self, value: Any, key: str) -> Reading:
+        """Accept a single text too."""
+        listed = [value] if isinstance(value, str) else value
+        self.check(listed, key)
+        return listed, None
+
+
+@attrs.frozen(kw_only=True)
+class Data(Section):
+    """``data``: the images, and how they are cropped."""
+
+    folder: str | None = setting(Text())
+    """Folder of images with captions in text files (cat.png, cat.txt) or in metadata.jsonl."""
+    resolution: int | None = setting(_WHOLE)
+    """Side in pixels of a square image; others get the nearest ratio of the same area. Default:
+    1024."""
+    step: int | None = setting(_WHOLE)
+    """Sides of images are multiples of this many pixels. Default: 64, or a quarter of the side."""
+    caption_dropout: float | None = setting(_SHARE)
+    """Share of captions that are dropped for classifier-free guidance. Default: 0.1."""
+
+
+@attrs.frozen(kw_only=True)
+class Adapters(Section):
+    """``adapters``: LoRA adapters instead of all weights."""
+
+    rank: int | None = setting(_WHOLE)
+    """Rank of each adapter."""
+    base_dtype: str | None = setting(Choice(choices=("bf16", "nf4", "fp4", "int8", "fp8")))
+    """Dtype of the frozen weights. Default: bf16."""
+    targets: list[str] | None = setting(Texts())
+    """Names of the layers to adapt. Default: the family's attention projections."""
+
+
+@attrs.frozen(kw_only=True)
+class Checkpoints(Section):
+    """``checkpoints``: when the run is saved."""
+
+    every: int | None = setting(_WHOLE)
+    """Optimizer steps between checkpoints. Default: a quarter of the run."""
+    keep: int | None = setting(_WHOLE)
+    """Number of checkpoints to keep. Default: 2."""
+
+
+@attrs.frozen(kw_only=True)
+class Validation(Section):
+    """``validation``: grids of images that are sampled during the run."""
+
+    prompts: list[str] | None = setting(Texts())
+    """Prompts of the images."""
+    every: int | None = setting(_WHOLE)
+    """Optimizer steps between grids. Default: as checkpoints."""
+    steps: int | None = setting(_WHOLE)
+    """Sampling steps. Default: 30."""
+    guidance_scale: float | None = setting(Number(auto=False))
+    """Scale of classifier-free guidance. Default: 5."""
+
+
+@attrs.frozen(kw_only=True)
+class Export(Section):
+    """``export``: what is written at the end."""
+
+    dtype: str | None = setting(Choice(choices=("bf16", "fp16", "fp32")))
+    """Dtype of the weights. Default: fp32 for adapters, bf16 for a pipeline."""
+    stopped: bool | None = setting(_FLAG)
+    """Whether a run that was stopped is exported too. Default: false."""
+
+
+@attrs.frozen(kw_only=True)
+class RunFile(Section):
+    """A training run; ``RunFile.load`` reads one, and ``train`` runs it."""
+
+    model: str | None = setting(Text())
+    """Folder of a pipeline (beside the file), or its id on the hub."""
+    family: str | None = setting(Text())
+    """Family of the model, if the pipeline's class does not imply it: a name, or module:Class."""
+    data: Data | None = setting(Nested(Data))
+    plan: Any = setting(Anything())
+    """DeepSpeed configuration: a path, the configuration itself, or "advise" for the fastest plan
+    that fits this machine. Default: advise."""
+    overrides: dict[str, Any] | None = setting(Free())
+    """Settings of the plan to replace, such as optimizer.params.lr."""
+    adapters: Adapters | None = setting(Nested(Adapters))
+    ema: float | None = setting(_SHARE)
+    """Decay of an EMA, which validation and export then use. Default: no EMA."""
+    steps: int | None = setting(_WHOLE)
+    """Total number of optimizer steps, including those before a resume."""
+    seed: int | None = setting(Integer(auto=False))
+    """Seed of data order, noise and time steps. Default: 0."""
+    output: str | None = setting(Text())
+    """Folder for cache, checkpoints, validation and export. Default: the file's own folder."""
+    gradient_checkpointing: bool | str | None = setting(Boolean())
+    """Whether blocks are recomputed in the backward pass. Default: as advised, or if needed."""
+    activation_offload: bool | None = setting(_FLAG)
+    """Whether host memory stores the inputs of recomputed blocks. Default: as advised."""
+    checkpoints: Checkpoints | None = setting(Nested(Checkpoints))
+    validation: Validation | None = setting(Nested(Validation))
+    export: Export | None = setting(Nested(Export))
+    folder: Path = attrs.field(factory=Path)
+    """Folder of the file, from which its paths start."""
+    decisions: tuple[Decision, ...] = ()
+    """How values were read that are written otherwise."""
+
+    required: ClassVar[tuple[str, ...]] = ("model", "data.folder", "steps")
+
+    @classmethod
+    def meant(cls, name: str) -> tuple[str, ...]:
+        """Return the paths that a user who writes the unknown key ``name`` often means."""
+        return {
+            "lr": ("overrides",),
+            "learning_rate": ("overrides",),
+            "batch_size": ("overrides",),
+            "lora": ("adapters.rank",),
+            "rank": ("adapters.rank",),
+            "resolution": ("data.resolution",),
+            "prompts": ("validation.prompts",),
+        }.get(name, ())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> RunFile:
+        """Read a run from a YAML, JSON or TOML file.
+
+        Args:
+            path: The file. Paths in it start from its folder.
+            overrides: Replaced settings, each ``"key.path=value"`` with a YAML value.
+
+        Raises:
+            PlanFileError: The file cannot be read.
+            ZeroTuneError: Some settings are wrong; the error contains every mistake, with its line.
+        """
+        file = Path(path)
+        text = read_text(file)
+        content = _parsed(text, file)
+        log = Log()
+        for each in overrides:
+            log.attempt(_override, content, each)
+        run = log.outcome(lambda: read_section(cls, content, key="", log=log))
+        for key in cls.required:
+            if run is not None and _at(run, key) is None and _at(content, key) is None:
+                log.refuse(InvalidValueError("is missing", key=key, fix="add it to the file"))
+        if run is None or log.mistakes:
+            lines = _lines(text, file)
+            raise_all([_with_line(each, file, lines) for each in log.mistakes])
+            raise PlanFileError("contains no settings", key="file", value=str(file))
+        return attrs.evolve(run, folder=file.absolute().parent, decisions=tuple(log.decisions))
+
+    @property
+    def place(self) -> Path:
+        """Folder for everything that the run writes."""
+        return self.folder / (self.output or ".")
+
+    def source(self) -> str:
+        """Return the model's folder, or its id on the hub."""
+        beside = self.folder / str(self.model)
+        return str(beside) if beside.exists() else str(self.model)
+
+    def chosen_plan(self) -> DeepSpeedPlan | Advice:
+        """Return the plan that is written, named or advised for this machine."""
+        from zerotune.plan.plan import DeepSpeedPlan
+
+        if isinstance(self.plan, Mapping):
+            plan = DeepSpeedPlan.from_dict(self.plan, source="plan")
+        elif self.plan is None or self.plan == "advise":
+            if self.overrides:
+                raise InvalidValueError(
+                    "can only replace settings of a plan that the file names or contains",
+                    key="overrides",
+                    fix="write the plan: zerotune plan advise … -o plan.json",
+                )
+            return self._advice()
+        else:
+            plan = DeepSpeedPlan.load(self.folder / str(self.plan))
+        return plan.with_overrides(self.overrides) if self.overrides else plan
+
+    def _advice(self) -> Advice:
+        from zerotune.plan.plan import DeepSpeedPlan
+
+        adapters = self.adapters
+        rate = 1e-5 if adapters is None else 1e-4
+        return DeepSpeedPlan.advise(
+            self._facts(),
+            resolution=(self.data and self.data.resolution) or None,
+            lora=None if adapters is None else adapters.rank or _RANK,
+            base_dtype=None if adapters is None else adapters.base_dtype,
+            optimizer={"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
+            ema="none" if self.ema is None else "host",
+        )
+
+    def _facts(self) -> Any:
+        from zerotune.diffusion.facts import model_facts
+        from zerotune.plan.families import family_names
+
+        if self.family in family_names():
+            return self.family
+        parts = (Path(self.source(), part) for part in ("unet", "transformer"))
+        found = next((part for part in parts if (part / "config.json").is_file()), None)
+        if found is None:
+            raise InvalidValueError(
+                "is needed to advise a plan for a model that is not in a folder here",
+                key="family",
+                value=self.family,
+                fix=f"write one of {', '.join(family_names())}, or name a plan",
+            )
+        return model_facts(found)
+
+
+def train(run: RunFile) -> Report:
+    """Train as a file says: load, encode, resume, fit, save, validate, export. Collective.
+
+    A run that was stopped continues from its newest checkpoint.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The report of the run.
+    """
+    from zerotune.checkpoint import latest_checkpoint
+    from zerotune.diffusion.activations import ActivationOffload
+    from zerotune.diffusion.pretrained import load_pretrained
+    from zerotune.plan.plan import Advice
+    from zerotune.training.trainer import Trainer
+
+    plan = run.chosen_plan()
+    loaded = load_pretrained(
+        run.source(), plan=plan.plan if isinstance(plan, Advice) else plan, family=run.family
+    )
+    data = _encoded(run, loaded)
+    recompute = "auto" if run.gradient_checkpointing is None else run.gradient_checkpointing
+    with Trainer(
+        model=loaded,
+        plan=plan,
+        data=data,
+        ema=run.ema,
+        seed=run.seed or 0,
+        activations=ActivationOffload() if run.activation_offload else None,
+        gradient_checkpointing=recompute,  # type: ignore[arg-type]
+        callbacks=_callbacks(run),
+    ) as trainer:
+        if checkpoint := latest_checkpoint(run.place / "checkpoints"):
+            trainer.resume(checkpoint)
+        report = trainer.fit(steps=int(run.steps or 0))
+        export = run.export or Export()
+        if report.stopped is None or export.stopped:
+            name, dtype = ("adapters", "fp32") if run.adapters else ("pipeline", "bf16")
+            trainer.export(run.place / name, dtype=export.dtype or dtype)
+    return report
+
+
+def _encoded(run: RunFile, loaded: Pretrained) -> Any:
+    """Add the adapters, and compute latents and embeddings once."""
+    from zerotune.diffusion import LoRA, add_lora, encode_dataset
+    from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
+
+    family: Any = loaded.family
+    if run.adapters is not None:
+        targets = run.adapters.targets or family.lora_targets
+        adapters = LoRA(rank=run.adapters.rank or _RANK, targets=targets)
+        add_lora(loaded.model, adapters, base_dtype=run.adapters.base_dtype or "bf16")
+    data = run.data or Data()
+    side = data.resolution or 1024
+    dropout = 0.1 if data.caption_dropout is None else data.caption_dropout
+    images = PreparedImages(
+        ImageFolder(run.folder / str(data.folder)),
+        buckets=AspectBuckets(area=side**2, step=data.step or min(64, max(1, side // 4))),
+        augmentation=Augmentation(caption_dropout=dropout),
+    )
+    return encode_dataset(images, family=family, folder=run.place / "cache")
+
+
+def _callbacks(run: RunFile) -> list[Any]:
+    from zerotune.training.progress import ProgressBar
+    from zerotune.training.save import SaveEvery
+    from zerotune.training.validate import ValidationImages
+
+    saved = run.checkpoints or Checkpoints()
+    every = saved.every or max(1, int(run.steps or 0) // 4)
+    found: list[Any] = [
+        ProgressBar(),
+        SaveEvery(steps=every, root=run.place / "checkpoints", keep=saved.keep or 2),
+    ]
+    if (wanted := run.validation) is not None:
+        found.append(
+            ValidationImages(
+                every=wanted.every or every,
+                prompts=wanted.prompts or [""],
+                steps=wanted.steps or 30,
+                guidance_scale=5.0 if wanted.guidance_scale is None else wanted.guidance_scale,
+                folder=run.place / "validation",
+            )
+        )
+    return found
+
+
+# -- Reading the file.
+
+
+def _parsed(text: str, path: Path) -> dict[str, Any]:
+    if path.suffix.lower() == ".toml":
+        try:
+            import tomllib  # type: ignore[import-not-found,unused-ignore]
+        except ImportError:
+            raise PlanFileError(
+                "is TOML, which needs Python 3.11",
+                key="file",
+                value=str(path),
+                fix="write YAML or JSON",
+            ) from None
+        try:
+            return dict(tomllib.loads(text))
+        except tomllib.TOMLDecodeError as error:
+            raise PlanFileError(
+                f"is not TOML: {error}", key="file", value=str(path), fix="correct that line"
+            ) from None
+    content, _ = parse_file(text, path)
+    if not isinstance(content, Mapping):
+        raise PlanFileError(
+            "contains no settings", key="file", value=str(path), fix="write model, data and steps"
+        )
+    return dict(content)
+
+
+def _override(content: dict[str, Any], written: str) -> None:
+    import yaml
+
+    path, equals, value = written.partition("=")
+    names = path.strip().split(".")
+    if not equals or not all(names):
+        raise InvalidValueError(
+            "is not a setting and its value",
+            key="set",
+            value=written,
+            fix="write --set steps=500, or --set data.resolution=768",
+        )
+    at: Any = content
+    for name in names[:-1]:
+        if not isinstance(at.get(name), Mapping):
+            at[name] = {}
+        at[name] = dict(at[name])
+        at = at[name]
+    at[names[-1]] = yaml.safe_load(value)
+
+
+def _at(value: Any, path: str) -> Any:
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    return value
+
+
+def _lines(text: str, path: Path) -> Mapping[str, int]:
+    if path.suffix.lower() != ".toml":
+        return key_lines(text, path)
+    found: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        head = line.strip()
+        if head.startswith("["):
+            section = head.strip("[] ") + "."
+            found[section[:-1]] = number
+        elif "=" in head:
+            found[section + head.partition("=")[0].strip()] = number
+    return found
+
+
+def _with_line(error: ZeroTuneError, path: Path, lines: Mapping[str, int]) -> ZeroTuneError:
+    line = lines.get(error.key or "")
+    return error if line is None else error.called(f"{path}, line {line}: {error.key}")
+
+
+def schema(section: type[Section] = RunFile) -> dict[str, Any]:
+    """Return the JSON Schema of a section, for editors that complete and check the file.
+
+    Args:
+        section: The section; by default the whole file.
+    """
+    properties = {each.name: _type_of(each.metadata["kind"]) for each in modelled(section)}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _type_of(kind: Kind) -> dict[str, Any]:
+    if isinstance(kind, Nested):
+        return schema(kind.cls)
+    if isinstance(kind, Choice):
+        return {"enum": list(kind.choices)}
+    if isinstance(kind, Number):
+        name = "integer" if isinstance(kind, Integer) else "number"
+        return {"type": name, "minimum": kind.minimum}
+    names = {Boolean: "boolean", Text: "string", Texts: "array", Free: "object"}
+    return {"type": names[type(kind)]} if type(kind) in names else {}

@@ -1,0 +1,114 @@
+"""Files of runs: what they mean, and every mistake at once with its line."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jsonschema
+import pytest
+import yaml
+
+from zerotune.errors import PlanFileError, ZeroTuneError
+from zerotune.plan.plan import DeepSpeedPlan
+from zerotune.training.run_file import RunFile, schema
+
+RUN = {
+    "model": "hub/sdxl",
+    "family": "sdxl",
+    "data": {"folder": "photos", "resolution": 768},
+    "plan": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
+    "adapters": {"rank": 8, "targets": ["to_q"]},
+    "ema": 0.999,
+    "steps": 100,
+    "validation": {"prompts": "a cat"},
+}
+
+
+def written(folder, content=None, name="run.yaml"):
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content or RUN))
+    return path
+
+
+def test_a_file_is_read_into_values(tmp_path):
+    run = RunFile.load(written(tmp_path))
+    assert (run.data.resolution, run.adapters.rank, run.steps) == (768, 8, 100)
+    assert run.validation.prompts == ["a cat"]
+    assert run.folder == run.place == tmp_path
+    assert run.source() == "hub/sdxl"
+    (tmp_path / "hub" / "sdxl").mkdir(parents=True)
+    assert run.source() == str(tmp_path / "hub" / "sdxl"), "a folder beside the file comes first"
+
+
+def test_json_and_toml_say_the_same(tmp_path):
+    found = RunFile.load(written(tmp_path))
+    assert RunFile.load(written(tmp_path, json.dumps(RUN), "run.json")) == found
+    toml = 'model = "hub/sdxl"\nsteps = 100\n[data]\nfolder = "photos"\n'
+    path = written(tmp_path, toml, "run.toml")
+    if sys.version_info < (3, 11):
+        with pytest.raises(PlanFileError, match=r"needs Python 3\.11"):
+            RunFile.load(path)
+    else:
+        assert RunFile.load(path).data.folder == "photos"
+
+
+def test_every_mistake_is_reported_with_its_line(tmp_path):
+    text = "model: 3\ndata:\n  foldr: photos\nsteps: 0\nema: 2\nlr: 1e-4\n"
+    with pytest.raises(ZeroTuneError) as raised:
+        RunFile.load(written(tmp_path, text))
+    found = [str(each) for each in raised.value.each()]
+    for line, words in ((1, "must be text"), (3, "'folder'"), (4, "out of range"),
+                        (5, "out of range"), (6, "'overrides'")):  # fmt: skip
+        assert any(f"line {line}: " in each and words in each for each in found), found
+    assert any("data.folder: is missing" in each for each in found)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no tomllib")
+def test_mistakes_in_toml_have_lines_too(tmp_path):
+    text = 'model = "x"\nsteps = 5\n\n[data]\nfolder = "photos"\nresolution = "big"\n'
+    with pytest.raises(ZeroTuneError, match=r"line 6: data\.resolution"):
+        RunFile.load(written(tmp_path, text, "run.toml"))
+    with pytest.raises(PlanFileError, match=r"is not TOML: .*line 1"):
+        RunFile.load(written(tmp_path, "model = \nsteps = 1\n", "run.toml"))
+
+
+def test_settings_are_replaced_by_path(tmp_path):
+    path = written(tmp_path)
+    changed = RunFile.load(path, overrides=["steps=5", "data.step=32", "overrides.bf16=off"])
+    assert (changed.steps, changed.data.step, changed.data.resolution) == (5, 32, 768)
+    assert changed.overrides == {"bf16": False}
+    with pytest.raises(ZeroTuneError, match="not a setting and its value"):
+        RunFile.load(path, overrides=["steps"])
+    with pytest.raises(ZeroTuneError, match="steps"):
+        RunFile.load(path, overrides=["steps=many"])
+
+
+def test_the_plan_is_written_or_named_or_advised(tmp_path):
+    run = RunFile.load(written(tmp_path, {**RUN, "overrides": {"optimizer.params.lr": 3e-4}}))
+    plan = run.chosen_plan()
+    assert (plan.stage, plan.optimizer.params["lr"]) == (2, 3e-4)
+    (tmp_path / "plan.json").write_text(DeepSpeedPlan.build(stage=3).to_json())
+    named = RunFile.load(written(tmp_path, {**RUN, "plan": "plan.json"}))
+    assert named.chosen_plan().stage == 3
+    without = {key: value for key, value in RUN.items() if key != "plan"}
+    advised = RunFile.load(written(tmp_path, {**without, "family": "sd15"})).chosen_plan()
+    assert advised.resolved.model.trainable_numel < 1e8, "only adapters"
+    nowhere = RunFile.load(written(tmp_path, {**without, "family": None}))
+    with pytest.raises(ZeroTuneError, match="needed to advise"):
+        nowhere.chosen_plan()
+
+
+def test_overrides_need_a_plan_of_the_file(tmp_path):
+    run = RunFile.load(written(tmp_path, {**RUN, "plan": "advise", "overrides": {"bf16": True}}))
+    with pytest.raises(ZeroTuneError, match="overrides"):
+        run.chosen_plan()
+
+
+def test_the_schema_accepts_what_the_reader_accepts(tmp_path):
+    jsonschema.validate(RUN | {"validation": {"prompts": ["a cat"]}}, schema())
+    for wrong in ({"steps": 0}, {"data": {"foldr": "x"}}, {"export": {"dtype": "int4"}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema())
+        with pytest.raises(ZeroTuneError):
+            RunFile.load(written(tmp_path, {**RUN, **wrong}))
