@@ -46,6 +46,25 @@ class TestWhenSomethingFits:
         every, _ = shown()
         assert every - few == int(last.split()[2])
 
+    def test_fewer_candidates_than_five_are_counted_too(self, capsys):
+        assert advise("--vram", "6.9", "--ram", "64") == 0
+        printed = capsys.readouterr().out
+        shown, of = map(int, re.search(r"(\d+) of (\d+) candidates", printed).groups())
+        assert f"--all shows {of - shown} more" in printed
+
+    def test_advised_activation_offload_is_said_since_the_file_cannot(self, tmp_path, capsys):
+        path = tmp_path / "plan.json"
+        machine = ("--family", "sdxl", "--vram", "6.9", "--ram", "64")
+        assert cli.main(["plan", "advise", *machine, "-o", str(path)]) == 0
+        printed = capsys.readouterr()
+        assert "activation offload" in printed.out
+        assert "cannot express activation offload" in printed.err
+        explain = ["plan", "explain", str(path), *machine]
+        assert cli.main(explain) == 0
+        assert "inputs on the host" not in capsys.readouterr().out
+        assert cli.main([*explain, "--activation-offload"]) == 0
+        assert "inputs on the host" in capsys.readouterr().out
+
     def test_a_bare_number_means_gib(self, capsys):
         assert advise("--vram", "24", "--ram", "128", "--json") == 0
         sizes = {"device": 24 * GIB, "host": 128 * GIB, "nvme": 0}

@@ -556,6 +556,7 @@ _NEED_A_MODEL: Final = (
     "resolution",
     "frames",
     "no_gradient_checkpointing",
+    "activation_offload",
     "lora",
     "base_dtype",
     "model",
@@ -580,6 +581,11 @@ class _Explain(Below):
         _add_sample(model)
         model.add_argument(
             "--no-gradient-checkpointing", action="store_true", help="keep all activations"
+        )
+        model.add_argument(
+            "--activation-offload",
+            action="store_true",
+            help="store the inputs of recomputed blocks in host memory",
         )
         _add_engine(parser)
         machine = add_machine(
@@ -639,6 +645,7 @@ class _Explain(Below):
             lora=self.arguments.lora,
             base_dtype=self.arguments.base_dtype,
             gradient_checkpointing=not self.arguments.no_gradient_checkpointing,
+            activation_offload=self.arguments.activation_offload,
             **{name: value for name, value in given.items() if value is not None},
         )
         estimate = _in_engine(estimate, self.arguments)
@@ -855,7 +862,14 @@ class _Advise(Below):
         return 0
 
     def _report(self, advice: Advice) -> None:
-        from zerotune.plan.text import FOREMOST, WIDTH, advice_page, places_of, rank_budget
+        from zerotune.plan.text import (
+            FOREMOST,
+            WIDTH,
+            advice_page,
+            foremost,
+            places_of,
+            rank_budget,
+        )
 
         _draw_chart(
             advice.estimate, rank_budget(places_of(advice.budget), advice.estimate), self.arguments
@@ -867,8 +881,9 @@ class _Advise(Below):
         else:
             most = None if self.arguments.all else FOREMOST
             print_page(advice_page(advice, most=most), width=WIDTH)
-            if most is not None and len(advice.candidates) > most:
-                print_text(f"  --all shows {len(advice.candidates) - most} more")
+            shown = len(advice.candidates if most is None else foremost(advice, most))
+            if shown < len(advice.candidates):
+                print_text(f"  --all shows {len(advice.candidates) - shown} more")
         if self.arguments.output:
             saved = advice.plan.save(self.arguments.output)
             for decision in saved.decisions:
@@ -879,6 +894,13 @@ class _Advise(Below):
                 tell(
                     "the file cannot express streaming: enable it in your script "
                     "(docs/streaming.md)"
+                )
+            if advice.activation_offload:
+                tell(
+                    "the file cannot express activation offload, without which the plan needs more "
+                    "device memory: pass activations=ActivationOffload() to Trainer, or "
+                    "activation_offload: true to zerotune train; plan explain "
+                    "--activation-offload estimates it"
                 )
 
     def _report_nothing(self, error: NothingFitsError, machine: Mapping[str, Any]) -> None:
