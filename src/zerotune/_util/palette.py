@@ -14,7 +14,9 @@ from zerotune.errors import MissingDependencyError
 
 COMPONENTS: Final[Mapping[str, str]] = {
     "weights": "#357545",
+    # Weights that are on the device only while they are used; no plan has both.
     "gathered weights": "#caf3a2",
+    "streamed weights": "#caf3a2",
     "master weights": "#b7ecff",
     "optimizer states": "#0101e6",
     "gradients": "#d7bb00",
