@@ -347,7 +347,8 @@ def advise(
         plan=plan,
         rates=known_rates(platform) if rates is None else rates,
         prefer=prefer,
-        streamed=streamed,
+        # Such an optimizer is a request for streamed weights.
+        streamed=streamed or "streamed weights" in entry_of(plan.optimizer_name).requires,
     )
     return _choose(request)
 
