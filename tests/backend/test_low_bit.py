@@ -37,9 +37,9 @@ def test_8_bit_states_train_and_are_not_exposed_as_states_per_weight(
         engine.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.4 * losses[0]
-    fragment = next(iter(engine.master_weights.read()))
-    assert dict(fragment.states) == {}
-    assert {"state1", "absmax1"} <= set(fragment.other_states)
+    _, states = next(iter(engine.master_weights.describe()))
+    assert states.tensors == {}
+    assert {"state1", "absmax1"} <= set(states.others)
     engine.close()
 
 

@@ -52,7 +52,7 @@ def test_a_fresh_optimizer_continues_with_the_states_of_another(name):
     model, optimizer, master = trained(name, steps=3)
     twin, twin_optimizer, twin_master = trained(name, steps=0, seed=1)
     twin.frozen.load_state_dict(model.frozen.state_dict())
-    assert not any(fragment.other_states for fragment in master.read())
+    assert not any(states.others for _, states in master.describe())
     with twin_master.editing() as fragments:
         for fragment, source in zip(fragments, master.read(), strict=True):
             fragment.value.copy_(source.value)
@@ -83,7 +83,7 @@ def test_counters_of_a_whole_parameter_are_not_exposed_as_states():
 
 def test_states_that_cannot_be_partitioned_are_named():
     _, _, master = trained("Adafactor", steps=1)
-    others = {fragment.address.name: fragment.other_states for fragment in master.read()}
+    others = {address.name: states.others for address, states in master.describe()}
     assert others["first.weight"] == ("row_var", "col_var")
     assert others["first.bias"] == ()
 

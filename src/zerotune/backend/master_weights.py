@@ -350,11 +350,6 @@ class Fragment:
         """One-element states, such as NAdam's ``mu_product``, by name."""
         return self._slab.states.scalars
 
-    @property
-    def other_states(self) -> tuple[str, ...]:
-        """Names of states that cannot be sharded like the weights; not in ``states``."""
-        return self._slab.states.others
-
 
 @attrs.frozen(kw_only=True, eq=False)
 class EditableFragment(Fragment):

@@ -97,8 +97,6 @@ class Residency:
         self._at = 0
         self.in_backward = False
         self._shared: dict[tuple[int, int], list[Any]] = {}
-        self.is_final: Callable[[Unit], bool] = lambda _: False
-        """Returns whether a unit's gradients are complete, so that it must not be used again."""
         self._hooks = [model.register_forward_pre_hook(_of_root(model, self))]
         self._entering: dict[torch.nn.Module, int] = {}
         for module, units_of_it in needs.items():
@@ -338,7 +336,6 @@ class Residency:
             self._shared = {}
             self._hurry = lambda _: None
             self._before = lambda: None
-            self.is_final = lambda _: False
 
 
 def _watch(tensor: Any, call: Callable[[torch.Tensor], None]) -> None:
