@@ -24,6 +24,7 @@ from zerotune.backend.checks import check_quantized
 from zerotune.diffusion import load_pretrained
 from zerotune.errors import (
     CheckpointCorruptError,
+    DataError,
     EngineError,
     InvalidValueError,
     MissingDependencyError,
@@ -85,6 +86,13 @@ def test_meta_weights_load_later_with_the_values_of_the_files(kind, request, tmp
     assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
     assert torch.equal(again.conv_in.weight, whole.model.conv_in.weight.bfloat16())
     assert again.conv_in.weight.requires_grad
+
+
+def test_the_configuration_of_the_vae_is_needed_without_the_vae(tmp_path):
+    folder = pipelines.sd15(tmp_path / "sd15")
+    (folder / "vae" / "config.json").unlink()
+    with pytest.raises(DataError, match=r"vae/config\.json.*reads sizes from it"):
+        load_pretrained(folder, parts=False)
 
 
 def test_buffers_have_their_values_immediately(tmp_path):

@@ -378,6 +378,13 @@ class Blueprint:
         }
         scheduler = component_class(*parts["scheduler"])
         vae = parts.get("vae", [None, None])
+        if vae[1] and not (folder / "vae" / "config.json").is_file():
+            raise DataError(
+                "does not exist, and the pipeline reads sizes from it even without the VAE",
+                key="source",
+                value=folder / "vae" / "config.json",
+                fix="copy this file from the pipeline; parts=False needs none of its weights",
+            )
         kept = component_class(*vae) if vae[1] else None
         with unpartitioned(), torch.device("meta"):
             described = kept and kept.from_config(kept.load_config(folder, subfolder="vae"))
