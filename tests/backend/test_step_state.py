@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backend.act_runs import MODES, begin
+from tests.backend.act_runs import MODES, UNITS, begin
 from tests.backend.acts import KINDS, Net
 from tests.support.ranks import ranks
+from tests.support.runs import build
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError, StepOrderError
+from zerotune.plan.context import Streaming
+from zerotune.plan.plan import DeepSpeedPlan
 
 # Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
@@ -273,3 +276,32 @@ def test_a_step_that_was_interrupted_is_not_taken_again(kind):
             engine.step()
         reference.step()
         assert train(engine, 1) == train(reference, 1)
+
+
+def fill(parameter: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter.fill_(0.5)
+
+
+@pytest.mark.parametrize("write", [fill, torch.nn.init.zeros_])
+@pytest.mark.parametrize("kind", ["z3", "split"])
+def test_weights_written_in_place_are_refused_where_their_values_cannot_tell(kind, write):
+    with start_split() if kind == "split" else start(kind) as engine:
+        train(engine, 0)
+        engine.backward(loss_of(engine, 1))
+        write(engine.module.mix.weight)
+        with pytest.raises(EngineError, match=r"mix\.weight.*written in place"):
+            engine.step()
+        # Nothing is known to differ once the masters have been written too.
+        with engine.master_weights.editing() as fragments:
+            for fragment in fragments:
+                fragment.value.mul_(0.9)
+        assert engine.step().applied
+
+
+def start_split() -> Any:
+    plan = DeepSpeedPlan.build(
+        stage=2, offload="cpu", micro_batch_size=2, precision="bf16", gradient_clipping=0.5,
+        optimizer={"type": "AdamW", "params": {"lr": 4e-3}},
+    )  # fmt: skip
+    return build(Net(), plan, streamed=Streaming(units=UNITS, window=2, split_masters=True))

@@ -531,6 +531,10 @@ class MasterLayout(ABC):
     def settle(self) -> None:  # noqa: B027 - most layouts have no such steps
         """Wait until a pending optimizer step has written every weight and state."""
 
+    def written(self) -> str | None:
+        """Return the name of a weight that other code has written, where no values can tell."""
+        return None
+
     def begin_writing(self) -> None:  # noqa: B027 - others copy in the order of computation
         """Wait until neither a device nor another rank reads weights that will be written."""
 
@@ -706,6 +710,8 @@ class MasterWeights:
         if self._layout.edited:
             self._layout.edited = False
             return
+        if (name := self._layout.written()) is not None:
+            raise _written_elsewhere(name, "written in place since the last step")
         chance = random.Random(sample)  # noqa: S311 - a sample, and no secret
         addresses = self._layout.addresses
         pairs: list[tuple[FragmentAddress, torch.Tensor, torch.Tensor]] = []
@@ -724,13 +730,9 @@ class MasterWeights:
             unlike = ((there != here) & ~(there.isnan() & here.isnan())).nonzero()
             if len(unlike):
                 worst = int(unlike[0])
-                raise EngineError(
-                    "the model's weights differ from the optimizer's master weights: other code "
-                    "replaced or changed them, so the next step would undo or ignore the change",
-                    key=address.name,
-                    value=f"{float(there[worst]):g}, master weight {float(here[worst]):g}",
-                    fix="write weights through engine.master_weights.editing(), and restore "
-                    "swapped weights before the next step",
+                raise _written_elsewhere(
+                    address.name,
+                    f"{float(there[worst]):g}, master weight {float(here[worst]):g}",
                 )
 
     def read(self) -> Iterator[Fragment]:
@@ -997,3 +999,14 @@ def check_master(tensor: torch.Tensor, name: str) -> None:
             value=str(tensor.dtype),
             fix="load the model in float32; the plan's precision sets the forward pass's dtype",
         )
+
+
+def _written_elsewhere(name: str, value: str) -> EngineError:
+    return EngineError(
+        "the model's weights differ from the optimizer's master weights: other code replaced or "
+        "changed them, so the next step would undo or ignore the change",
+        key=name,
+        value=value,
+        fix="write weights through engine.master_weights.editing(), and restore swapped weights "
+        "before the next step",
+    )

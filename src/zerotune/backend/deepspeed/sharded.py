@@ -115,6 +115,17 @@ class ShardedLayout(MasterLayout):
                         )
                     )
         super().__init__(addresses=tuple(addresses), order=tuple(order))
+        self._trained = {name: self._model[name] for name, _ in order}
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        return [parameter._version for parameter in self._trained.values()]
+
+    @override
+    def written(self) -> str | None:
+        # Between uses, a parameter is empty, so writing it in place changes nothing.
+        pairs = zip(self._trained, self._current_versions(), self._versions, strict=True)
+        return next((name for name, now, before in pairs if now != before), None)
 
     @override
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
@@ -188,6 +199,7 @@ class ShardedLayout(MasterLayout):
         self._wrapper.empty_partition_cache()
         if persistent:
             persistent[0].all_gather(persistent)
+        self._versions = self._current_versions()
 
 
 class ShardedWrapper(OptimizerWrapper):

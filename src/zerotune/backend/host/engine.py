@@ -735,6 +735,7 @@ class HostLayout(MasterLayout):
         self._places: dict[str, tuple[Unit, Member]] = {
             member.name: (unit, member) for unit in units for member in unit.members
         }
+        self._versions = self._current_versions()
         super().__init__(
             addresses=addresses,
             order=tuple(
@@ -758,6 +759,20 @@ class HostLayout(MasterLayout):
     @override
     def settle(self) -> None:
         self._steps.settle()
+
+    def _current_versions(self) -> dict[str, int]:
+        """Counts of writes by torch to units whose weights are the upper half of their masters."""
+        return {
+            slab.members[0].name: unit.host._version
+            for unit in self._units
+            for slab in unit.slabs
+            if isinstance(slab.masters, SplitMasters) and len(slab.members) == len(unit.members)
+        }
+
+    @override
+    def written(self) -> str | None:
+        now = self._current_versions()
+        return next((name for name, before in self._versions.items() if now[name] != before), None)
 
     @override
     def begin_writing(self) -> None:
@@ -808,3 +823,4 @@ class HostLayout(MasterLayout):
                 if not isinstance(slab.masters, SplitMasters):
                     unit.host[slab.span].copy_(slab.masters.read())
         self._steps.refresh()
+        self._versions = self._current_versions()
