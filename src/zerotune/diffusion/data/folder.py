@@ -1,3 +1,5 @@
+# ruff: noqa: PTH112, PTH113, PTH118, PTH122, PTH123  (``Path`` takes most of the time that opening a
+# folder of many thousands of images may take)
 """A folder of images with captions in text files, ``metadata.jsonl`` or ``metadata.csv``."""
 
 from __future__ import annotations
@@ -156,12 +158,13 @@ class TextBeside:
             DataError: A text file is not UTF-8.
         """
         found = {}
+        # Strings, because a folder may hold many thousands of images and ``Path`` is slow.
         for name in names:
-            place = root / name
+            place = os.path.join(root, name)
             # A folder's name has no extension: "take.2" is the whole name.
-            whole = place.with_name(place.name + self.suffix)
-            beside = whole if place.is_dir() else place.with_suffix(self.suffix)
-            if beside.is_file():
+            stem = place if os.path.isdir(place) else os.path.splitext(place)[0]
+            beside = stem + self.suffix
+            if os.path.isfile(beside):
                 found[name] = self.words.captions(_read_utf8(beside))
         return found
 
@@ -283,7 +286,7 @@ class ImageFolder(EncodedSource):
 
     def _stamp(self, name: str) -> Stamp | None:
         beside = sorted(self._beside.get(name, {}).values())
-        return stamp_of(self._root / file for file in (name, *beside))
+        return stamp_of(os.path.join(self._root, file) for file in (name, *beside))
 
     def _files_beside(self, name: str) -> Mapping[str, Path | bytes]:
         return {kind: self._root / file for kind, file in self._beside.get(name, {}).items()}
@@ -293,16 +296,17 @@ def _paired(
     names: Sequence[str], endings: Mapping[str, str]
 ) -> tuple[list[str], dict[str, dict[str, str]]]:
     """Separate images from their companions, such as ``cat.mask.png`` beside ``cat.jpg``."""
-    by_stem: dict[PurePosixPath, list[str]] = {}
+    by_stem: dict[str, list[str]] = {}
     for name in names:
-        by_stem.setdefault(PurePosixPath(name).with_suffix(""), []).append(name)
+        by_stem.setdefault(os.path.splitext(name)[0], []).append(name)
     kinds = {f".{ending}": kind for kind, ending in endings.items()}
     beside: dict[str, dict[str, str]] = {}
     taken = set()
     for stem, files in by_stem.items():
-        owners = by_stem.get(stem.with_suffix(""), []) if stem.suffix in kinds else []
+        image, suffix = os.path.splitext(stem)
+        owners = by_stem.get(image, []) if suffix in kinds else []
         for owner in owners:
-            beside.setdefault(owner, {})[kinds[stem.suffix]] = files[0]
+            beside.setdefault(owner, {})[kinds[suffix]] = files[0]
         taken |= set(files) if owners else set()
     return [name for name in names if name not in taken], beside
 
@@ -340,11 +344,12 @@ def _images_in(root: Path) -> list[str]:
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        place = Path(folder).relative_to(root)
+        place = Path(folder).relative_to(root).as_posix()
+        above = "" if place == "." else f"{place}/"
         found += [
-            (place / name).as_posix()
+            above + name
             for name in files
-            if Path(name).suffix.lower() in SUFFIXES and not name.startswith(".")
+            if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
         ]
     # Sorted, because directory order differs between machines.
     return sorted(found)
@@ -362,11 +367,16 @@ def caption_files(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
     return TextBeside() if after == ".txt" else MetadataFile(name=after), (decision,)
 
 
-def _read_utf8(path: Path) -> str:
+def _read_utf8(path: str | Path) -> str:
     try:
-        with system_errors(DataError, path, "this caption file cannot be read"):
-            return path.read_text(encoding="utf-8-sig")
+        with (
+            system_errors(DataError, Path(path), "this caption file cannot be read"),
+            open(path, encoding="utf-8-sig") as file,
+        ):
+            return file.read()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"is not valid UTF-8 (byte {error.start})", key=path.name, fix="save the file as UTF-8"
+            f"is not valid UTF-8 (byte {error.start})",
+            key=Path(path).name,
+            fix="save the file as UTF-8",
         ) from None
