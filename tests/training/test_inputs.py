@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from functools import partial
 from pathlib import Path
@@ -377,3 +378,7 @@ def test_advice_to_stream_weights_is_followed():
     assert advice.streamed is not None
     taken = settled(advice, model=None, platform=advice.resolved.platform)
     assert taken.streaming == advice.streamed
+
+
+def test_type_checkers_refuse_unknown_arguments_of_prepare():
+    assert inspect.signature(zerotune.prepare).parameters["unknown"].annotation == "Never"

@@ -12,6 +12,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
+from typing_extensions import Never
 
 from zerotune.backend.accelerator import accelerator_for
 from zerotune.backend.checks import check_same_plan
@@ -61,7 +62,7 @@ def prepare(
     engine: EngineName | None = None,
     compile: bool | Mapping[str, Any] | Compilation = False,  # noqa: A002
     timeout_s: float = 600.0,
-    **unknown: Any,
+    **unknown: Never,
 ) -> Engine:
     """Resolve a plan for this machine and start its engine.
 
