@@ -735,9 +735,10 @@ class _RollCall:
         """
         # A store whose host process is stopped never answers.
         asking = Asking()
-        if patience and not all(member.visible() for member in self.members):
+        waits = patience > 0 and not all(member.visible() for member in self.members)
+        if waits:
             asking.ask(lambda: self.here("a lost rank"), seconds=_ANSWER_S)
-        deadline = time.monotonic() + _SILENCE_S * bool(patience)
+        deadline = time.monotonic() + _SILENCE_S * waits
         while absent := asking.ask(self._elsewhere, seconds=_ANSWER_S):
             if time.monotonic() >= deadline:
                 return absent
