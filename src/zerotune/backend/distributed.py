@@ -443,11 +443,11 @@ def end_groups(groups: list[Any]) -> None:
 
 
 @contextlib.contextmanager
-def meeting(launch: Launch, *, timeout_s: float) -> Iterator[None]:
+def rendezvous(launch: Launch, *, timeout_s: float) -> Iterator[None]:
     """Wait for all launched processes before the block creates their process group.
 
     An error names the missing ranks, whereas torch reports only their number. If a process group
-    already exists, ``meeting`` does not wait.
+    already exists, ``rendezvous`` does not wait.
 
     Args:
         launch: This process's rank and world size.
@@ -656,7 +656,7 @@ def _start_default_group(backend: str, launch: Launch, timeout: timedelta) -> No
     # the module would keep the group alive forever.
     importlib.import_module("torch.distributed.nn.functional")
     if launch.launched:
-        with meeting(launch, timeout_s=timeout.total_seconds()):
+        with rendezvous(launch, timeout_s=timeout.total_seconds()):
             dist.init_process_group(backend=backend, timeout=timeout)
         _started.note(launched=True)
         return

@@ -326,20 +326,20 @@ def test_emas_of_eager_steps_equal_those_of_steps_after_the_backward_pass(every)
 @pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
 def test_only_views_outside_the_engine_complete_a_step_at_once(run, monkeypatch):
     at_once: list[int] = []
-    op_step, land_all = HostStepOp.step, steps.StreamedSteps.land_all
+    op_step, wait_for_all = HostStepOp.step, steps.StreamedSteps.wait_for_all
 
     def slow(self: HostStepOp, *args: Any, **kwargs: Any) -> None:
         # The arguments are views of the weights.
         op_step(self, *args, **kwargs)
         time.sleep(0.02)
 
-    def land(self: steps.StreamedSteps) -> None:
+    def wait(self: steps.StreamedSteps) -> None:
         at_once.append(step)
-        land_all(self)
+        wait_for_all(self)
 
     with begin(run) as engine:
         monkeypatch.setattr(HostStepOp, "step", slow)
-        monkeypatch.setattr(steps.StreamedSteps, "land_all", land)
+        monkeypatch.setattr(steps.StreamedSteps, "wait_for_all", wait)
         for step in range(4):
             engine.backward(loss_of(run, engine, step))
             views = [p.data for p in engine.module.parameters()] if step == 3 else []

@@ -259,7 +259,7 @@ class HostEngine(CountingEngine):
             capacity=self._capacity,
             lane=self._lanes[0],
             hurry=self._steps.passes.hurry,
-            before=_nothing if stays else self._steps.land_all,
+            before=_nothing if stays else self._steps.wait_for_all,
         )
         for unit in self._units:
             for member in unit.members if not unit.resident else ():
@@ -468,12 +468,12 @@ class HostEngine(CountingEngine):
                 ending.callback(end)
             ending.callback(self._residency.close)
             ending.callback(self._steps.passes.close)
-            ending.callback(self._part)
+            ending.callback(self._leave_ranks)
             self._steps.forget_all()
-            self._steps.land_all()
+            self._steps.wait_for_all()
             self._steps.settle()
 
-    def _part(self) -> None:
+    def _leave_ranks(self) -> None:
         """Leave the synchronisation with all ranks."""
 
     def _give_back(self) -> None:

@@ -18,7 +18,7 @@ import attrs
 import torch
 
 from zerotune.backend.host.lanes import Copy
-from zerotune.backend.host.units import Part, Unit, UnitSlab
+from zerotune.backend.host.units import Unit, UnitPart, UnitSlab
 from zerotune.backend.master_weights import EMAUpdate
 from zerotune.backend.step.adams import SlabStep
 from zerotune.backend.step.kernel import HostStepOp, ema_parts
@@ -46,7 +46,7 @@ class UnitPass:
         steps: Sequence[tuple[UnitSlab, SlabStep]],
         ema_updates: list[EMAUpdate],
         landed: Copy | None,
-        check: Callable[[], Collection[Part] | None],
+        check: Callable[[], Collection[UnitPart] | None],
         written: Future[None],
         views: int,
         rank: int,
@@ -108,7 +108,7 @@ class UnitPass:
                 _average(part, step, updates)
 
 
-def _average(part: Part, step: SlabStep, updates: Sequence[EMAUpdate]) -> None:
+def _average(part: UnitPart, step: SlabStep, updates: Sequence[EMAUpdate]) -> None:
     """Update the EMAs of weights that do not change any more."""
     size = part.place.stop - part.offset
     for start, stop, emas in ema_parts(updates, part.key, 0, size):
@@ -118,7 +118,7 @@ def _average(part: Part, step: SlabStep, updates: Sequence[EMAUpdate]) -> None:
 
 
 def _run(
-    slab: UnitSlab, step: SlabStep, updates: Sequence[EMAUpdate], still: Collection[Part]
+    slab: UnitSlab, step: SlabStep, updates: Sequence[EMAUpdate], still: Collection[UnitPart]
 ) -> None:
     counts = slab.counts
     has_singles = step.whole is None and any(part.singles for part in slab.parts)

@@ -92,7 +92,7 @@ class SharedSteps(StreamedSteps):
     @override
     def _take_squares(self, unit: Unit, came: Mapping[int, torch.Tensor], window: Window) -> None:
         with self._meeting.failing():
-            self._meeting.land(self._indices[unit], came)
+            self._meeting.agree(self._indices[unit], came)
             own: dict[tuple[int, int], float] = {}
             for index in self._parts[unit].keys() & came.keys():
                 self._add_up(unit, index, window)
@@ -117,7 +117,7 @@ class SharedSteps(StreamedSteps):
 
     def _come_to(self, mark: int) -> Copy:
         """Check, in order with the gradients, that all ranks do the same next."""
-        return self._lane.submit(lambda: None, then=partial(self._meeting.land, mark))
+        return self._lane.submit(lambda: None, then=partial(self._meeting.agree, mark))
 
     @override
     def end_backward(self) -> None:
@@ -146,7 +146,7 @@ class SharedSteps(StreamedSteps):
                 if unit.loading is not None:
                     unit.loading.finish()
             # All ranks have finished reading the old weights.
-            self._meeting.meet("begin a step")
+            self._meeting.barrier("begin a step")
         super().step(norm, scale)
         self._number += 1
 
@@ -168,11 +168,11 @@ class SharedSteps(StreamedSteps):
     @override
     def begin_writing(self) -> None:
         super().begin_writing()
-        self._meeting.meet("begin to write weights")
+        self._meeting.barrier("begin to write weights")
 
     @override
     def refresh(self) -> None:
-        self._meeting.meet("write weights")
+        self._meeting.barrier("write weights")
         super().refresh()
 
 
@@ -240,7 +240,7 @@ class SharedHostEngine(HostEngine):
         )
 
     @override
-    def _part(self) -> None:
+    def _leave_ranks(self) -> None:
         self._meeting.leave()
 
 

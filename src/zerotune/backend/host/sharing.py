@@ -33,7 +33,7 @@ from zerotune.plan.facts import UNIT_ALIGNED
 _PAUSE_S: Final = 20e-6, 1e-3
 """Shortest and longest pause in seconds between two reads of a counter."""
 _LONGEST_REASON: Final = 600
-_LANDED, _ADDED, _MET, _STATE = range(4)
+_STAGED, _ADDED, _PASSED, _STATE = range(4)
 _LEFT, _FAILED = 1, 2
 END, STEP, DROPPED = -1, -2, -3
 _MARKS: Final = {
@@ -295,7 +295,7 @@ class Meeting(Closable):
         """Return all ranks' staging buffers for ``unit``'s gradients, by rank."""
         return self._tables.stages[:, : unit.nbytes].view(unit.host.dtype).unbind()
 
-    def land(self, index: int, came: Collection[int] = ()) -> None:
+    def agree(self, index: int, came: Collection[int] = ()) -> None:
         """Wait until every rank has staged gradients; check that the parameters match.
 
         Args:
@@ -306,13 +306,13 @@ class Meeting(Closable):
             CollectiveError: A rank is missing, or has staged the gradients of a different unit or
                 of different parameters.
         """
-        counters = self._tables.counters[:, _LANDED]
+        counters = self._tables.counters[:, _STAGED]
         side = int(counters[self._rank]) & 1
         units, members = self._tables.unit[side], self._tables.came[side]
         units[self._rank] = index
         members[self._rank] = 0
         members[self._rank, list(came)] = 1
-        self._count(_LANDED)
+        self._count(_STAGED)
         self._wait(counters, self._name(index))
         if bool((units != index).any()) or bool((members != members[0]).any()):
             self._fail_with(self._unlike(units.tolist(), members))
@@ -339,7 +339,7 @@ class Meeting(Closable):
     def add_squares(
         self, own: Mapping[tuple[int, int], float], came: Collection[int]
     ) -> dict[tuple[int, int], float]:
-        """Return sums of squared gradients over all ranks, for the unit last passed to ``land``.
+        """Return sums of squared gradients over all ranks, for the unit last passed to ``agree``.
 
         Args:
             own: This rank's sums, by the parameter's index and the rank that owns the elements
@@ -359,14 +359,14 @@ class Meeting(Closable):
             for rank in range(self._group.world_size)
         }
 
-    def meet(self, purpose: str) -> None:
-        """Wait until every rank has called ``meet``.
+    def barrier(self, purpose: str) -> None:
+        """Wait until every rank has called ``barrier``.
 
         Args:
             purpose: Name of the operation, for the error message.
         """
-        self._count(_MET)
-        self._wait(self._tables.counters[:, _MET], purpose)
+        self._count(_PASSED)
+        self._wait(self._tables.counters[:, _PASSED], purpose)
 
     def any(self, flag: bool, purpose: str) -> bool:
         """Return whether a flag is true on any rank.
@@ -375,9 +375,9 @@ class Meeting(Closable):
             flag: This rank's flag.
             purpose: Name of the operation, for the error message.
         """
-        flags = self._tables.flags[int(self._tables.counters[self._rank, _MET]) & 1]
+        flags = self._tables.flags[int(self._tables.counters[self._rank, _PASSED]) & 1]
         flags[self._rank] = flag
-        self.meet(purpose)
+        self.barrier(purpose)
         return bool(flags.any())
 
     def wrote(self, unit: int, step: int) -> None:

@@ -25,7 +25,7 @@ from zerotune.backend.host.gradients import Gradients, Place
 from zerotune.backend.host.lanes import Copy, Lane
 from zerotune.backend.host.passes import Passes, UnitPass
 from zerotune.backend.host.residency import Residency
-from zerotune.backend.host.units import FlatOrder, Part, Unit, UnitSlab
+from zerotune.backend.host.units import FlatOrder, Unit, UnitPart, UnitSlab
 from zerotune.backend.master_weights import EMAUpdate
 from zerotune.backend.step.adams import SplitMasters, stepper_of
 from zerotune.backend.step.awaited import hold, release
@@ -83,7 +83,7 @@ class StreamedSteps:
             are multiplied by.
         in_backward: Whether updates begin during the backward pass if gradients are not clipped.
         foreign: Lets code outside torch wait for updates in a model whose weights stay on the
-            device; ``None`` if ``land_all`` is called before each forward pass.
+            device; ``None`` if ``wait_for_all`` is called before each forward pass.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class StreamedSteps:
         if (reason := self._why_at_once()) is not None:
             self.at_once[reason] = None
             self.settle()
-            self.land_all()
+            self.wait_for_all()
 
     def _order_of_uses(self) -> Sequence[Unit]:
         """Units in the order in which the last pass used them."""
@@ -355,7 +355,7 @@ class StreamedSteps:
         """From now on, upload weights before ``step`` returns."""
         self._is_compiled = True
         self.settle()
-        self.land_all()
+        self.wait_for_all()
 
     def know_views(self) -> None:
         """Record that all existing views of the weights belong to the engine."""
@@ -409,7 +409,7 @@ class StreamedSteps:
         """Future that is done once the next update of a unit is complete."""
         return Future()
 
-    def _check(self, unit: Unit, window: Window, tally: _Tally) -> list[Part] | None:
+    def _check(self, unit: Unit, window: Window, tally: _Tally) -> list[UnitPart] | None:
         """Return what got no gradient and stays still as in torch; ``None`` if any is NaN."""
         tally.is_finite = tally.is_finite and all(map(math.isfinite, window.squares.values()))
         tally.stepped += tally.is_finite
@@ -463,7 +463,7 @@ class StreamedSteps:
                 self._hold(unit)
         if self._foreign is not None:
             # Code outside torch uses weights before the first step as well.
-            self.land_all()
+            self.wait_for_all()
 
     def _hold(self, unit: Unit) -> None:
         with self._lock:
@@ -473,28 +473,28 @@ class StreamedSteps:
                     hold(member.parameter, name=member.name, step=self)
             self.residency.upload(unit)
 
-    def land(self, tensor: Any) -> None:
+    def wait_for(self, tensor: Any) -> None:
         """Wait until a parameter's unit is on the device, and make the unit usable.
 
         Args:
             tensor: A parameter of a resident unit.
         """
         with self._lock, torch._C.DisableTorchFunctionSubclass():
-            # Another thread may have landed it meanwhile.
+            # Another thread may have waited for it meanwhile.
             if (held := vars(tensor).get("_awaited")) is not None:
                 unit = self._unit_of[held.name]
                 self._used.setdefault(unit)
-                self._land_unit(unit)
+                self._wait_for_unit(unit)
 
-    def land_all(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until all resident units are on the device."""
         if not self._held:
             return
         with self._lock, torch._C.DisableTorchFunctionSubclass():
             for unit in list(self._held):
-                self._land_unit(unit)
+                self._wait_for_unit(unit)
 
-    def _land_unit(self, unit: Unit) -> None:
+    def _wait_for_unit(self, unit: Unit) -> None:
         self.residency.ensure(unit)
         for member in unit.members:
             release(member.parameter)

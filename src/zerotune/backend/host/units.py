@@ -98,7 +98,7 @@ class Member:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Part:
+class UnitPart:
     """The elements of a parameter that this rank updates."""
 
     member: Member
@@ -145,7 +145,7 @@ class UnitSlab:
     """Range of the slab's elements in the unit's flat tensors."""
     members: tuple[Member, ...]
     """All of the group's parameters in the unit."""
-    parts: tuple[Part, ...]
+    parts: tuple[UnitPart, ...]
     key: torch.nn.Parameter
     """Flat tensor in the optimizer's groups: fp32 master weights, or their low 16 bits."""
     masters: Masters
@@ -153,7 +153,7 @@ class UnitSlab:
     dtype: torch.dtype
     """Dtype of the weights and gradients."""
     counts: dict[str, int] = attrs.field(factory=dict)
-    """Number of steps of the parts that have missed some of the slab's steps, by ``Part.key``."""
+    """Number of steps of parts that have missed some of the slab's steps, by ``UnitPart.key``."""
 
     @property
     def numel(self) -> int:
@@ -316,7 +316,7 @@ def _laid_out(
     return tuple(placed), at
 
 
-def _parts(members: Sequence[Member], span: slice, order: FlatOrder) -> Iterator[Part]:
+def _parts(members: Sequence[Member], span: slice, order: FlatOrder) -> Iterator[UnitPart]:
     """Yield the parts of parameters in the slab that holds the unit's elements ``span``."""
     for member in members:
         start, stop = max(member.span.start, span.start), min(member.span.stop, span.stop)
@@ -325,7 +325,7 @@ def _parts(members: Sequence[Member], span: slice, order: FlatOrder) -> Iterator
             shift = member.span.start - span.start
             fragments = ((rank, _within(f, own, shift)) for rank, f in order.fragments(member.name))
             singles = (_within(single, own, shift) for single in order.singles(member.name))
-            yield Part(
+            yield UnitPart(
                 member=member,
                 span=own,
                 offset=start - span.start,
@@ -508,13 +508,13 @@ class FlatOrder:
     ) -> None:
         self.groups, self.world_size = groups, world_size
         self._places: dict[str, tuple[int, slice]] = {}
-        self._parts: list[int] = []
+        self._shares: list[int] = []
         for group, names in enumerate(groups):
             at = 0
             for name in names:
                 self._places[name] = group, slice(at, at + sizes[name])
                 at += sizes[name]
-            self._parts.append(-(-at // (_ALIGNMENT * world_size)) * _ALIGNMENT)
+            self._shares.append(-(-at // (_ALIGNMENT * world_size)) * _ALIGNMENT)
 
     def group_of(self, name: str) -> int | None:
         """Return the index of a parameter's optimizer group; ``None`` if frozen.
@@ -550,7 +550,7 @@ class FlatOrder:
             name: Name of the parameter.
         """
         group, place = self._places[name]
-        size = self._parts[group]
+        size = self._shares[group]
         for rank in range(self.world_size):
             start, stop = max(place.start, rank * size), min(place.stop, (rank + 1) * size)
             if start < stop:
@@ -563,7 +563,7 @@ class FlatOrder:
             name: Name of the parameter.
         """
         group, place = self._places[name]
-        size = self._parts[group]
+        size = self._shares[group]
         for rank in range(self.world_size):
             stop = min(place.stop, (rank + 1) * size)
             start = max(place.start, (rank + 1) * size - size % VECTOR)

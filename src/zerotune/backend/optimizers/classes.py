@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(kw_only=True)
-class Piece:
+class OptimizerPart:
     """This rank's part of one parameter, inside one tensor of the optimizer."""
 
     index: int
@@ -85,7 +85,7 @@ class ShardAware(TensorByTensor):
     the same order.
     """
 
-    _pieces: dict[int, list[Piece]] | None = None
+    _parts: dict[int, list[OptimizerPart]] | None = None
     _group: ProcessGroup | None = None
     _parameters: int = 0
     _device: torch.device = torch.device("cpu")
@@ -111,33 +111,33 @@ class ShardAware(TensorByTensor):
         self._device = device
         totals = self.sum_over_ranks(homes)
         mine = {address.name: address for address in layout.addresses}
-        pieces: dict[int, list[Piece]] = {id(tensor): [] for tensor in layout.tensors}
+        parts: dict[int, list[OptimizerPart]] = {id(tensor): [] for tensor in layout.tensors}
         for number, (name, shape) in enumerate(order):
             slab_sum, holders, wholes = totals[number].tolist()
             tensor = layout.tensors[slab_sum // max(1, holders)]
             # At stage 3 a sub-group's tensors hold a part of each of its parameters.
-            part = mine.get(name)
-            start, numel, offset = (part.start, part.numel, part.offset) if part else (0, 0, 0)
-            pieces[id(tensor)].append(
-                Piece(
+            own = mine.get(name)
+            start, numel, offset = (own.start, own.numel, own.offset) if own else (0, 0, 0)
+            parts[id(tensor)].append(
+                OptimizerPart(
                     index=number, shape=shape, start=start, numel=numel, offset=offset,
                     split=sharded and wholes == 0,
                 )
             )  # fmt: skip
-        self._pieces = pieces
+        self._parts = parts
         self._parameters = len(order)
 
-    def pieces_of(self, tensor: torch.Tensor) -> list[Piece]:
+    def parts_of(self, tensor: torch.Tensor) -> list[OptimizerPart]:
         """Return the parameter parts in an optimizer's tensor, in the same order on all ranks.
 
         Args:
             tensor: A tensor of the optimizer's groups.
         """
-        described = (self._pieces or {}).get(id(tensor))
+        described = (self._parts or {}).get(id(tensor))
         if described is not None:
             return described
         return [
-            Piece(
+            OptimizerPart(
                 index=0, shape=tuple(tensor.shape), start=0, numel=tensor.numel(), offset=0,
                 split=False,
             )
@@ -154,24 +154,24 @@ class ShardAware(TensorByTensor):
         # Offloaded shards lie in host memory, where nccl cannot reach them.
         return self._group.sum_(values.to(self._device)).to(values.device)
 
-    def whole(self, flat: torch.Tensor, piece: Piece) -> torch.Tensor | None:
+    def whole(self, flat: torch.Tensor, part: OptimizerPart) -> torch.Tensor | None:
         """Return a parameter's values from ``flat``; gather a split parameter from all ranks.
 
         Args:
             flat: A tensor laid out like the optimizer's tensor.
-            piece: The parameter's part in ``flat``.
+            part: The parameter's part in ``flat``.
 
         Returns:
             A tensor in the parameter's shape; ``None`` if this rank has no part of the parameter.
         """
-        part = flat.view(-1).narrow(0, piece.offset, piece.numel) if piece.numel else None
-        if not piece.split:
-            return None if part is None else part.view(piece.shape)
-        full = torch.zeros(piece.full_numel, dtype=flat.dtype, device=flat.device)
-        if part is not None:
-            full.narrow(0, piece.start, piece.numel).copy_(part)
+        own = flat.view(-1).narrow(0, part.offset, part.numel) if part.numel else None
+        if not part.split:
+            return None if own is None else own.view(part.shape)
+        full = torch.zeros(part.full_numel, dtype=flat.dtype, device=flat.device)
+        if own is not None:
+            full.narrow(0, part.start, part.numel).copy_(own)
         full = self.sum_over_ranks(full)
-        return None if part is None else full.view(piece.shape)
+        return None if own is None else full.view(part.shape)
 
 
 class Lamb(ShardAware):
@@ -217,22 +217,22 @@ class Lamb(ShardAware):
     @override
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         update = self._direction(p, grad, group).view(-1)
-        flat, pieces = p.view(-1), self.pieces_of(p)
+        flat, parts = p.view(-1), self.parts_of(p)
         squares = torch.zeros(max(1, self._parameters), 2, dtype=torch.float64, device=p.device)
-        for piece in pieces:
+        for part in parts:
             for column, values in enumerate((flat, update)):
-                part = values.narrow(0, piece.offset, piece.numel)
+                own = values.narrow(0, part.offset, part.numel)
                 # torch's fp32 norm already sums in blocks, so only the few sums of different ranks
                 # need float64.
-                squares[piece.index, column] = part.norm().double().square()
+                squares[part.index, column] = own.norm().double().square()
         # One read for all parameters, because each read waits for the device.
         norms = self.sum_over_ranks(squares).sqrt_().tolist()
-        for piece in pieces:
-            weight, step = norms[piece.index]
+        for part in parts:
+            weight, step = norms[part.index]
             trust = weight / step if weight > 0 and step > 0 else 1.0
             trust = min(max(trust, group["min_coeff"]), group["max_coeff"])
-            part = flat.narrow(0, piece.offset, piece.numel)
-            part.add_(update.narrow(0, piece.offset, piece.numel), alpha=-group["lr"] * trust)
+            own = flat.narrow(0, part.offset, part.numel)
+            own.add_(update.narrow(0, part.offset, part.numel), alpha=-group["lr"] * trust)
 
     def _direction(
         self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
@@ -342,13 +342,13 @@ class Muon(ShardAware):
         momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
         direction = torch.lerp(grad, momentum, group["momentum"]) if group["nesterov"] else momentum
         flat = p.view(-1).mul_(1 - group["lr"] * group["weight_decay"])
-        for piece in self.pieces_of(p):
-            matrix = self.whole(direction, piece)
+        for part in self.parts_of(p):
+            matrix = self.whole(direction, part)
             if matrix is None:
                 continue
             update = orthogonalise(matrix.flatten(1), steps=group["ns_steps"]).reshape(-1)
-            part = update.narrow(0, piece.start, piece.numel)
-            flat.narrow(0, piece.offset, piece.numel).add_(part, alpha=-group["lr"])
+            own = update.narrow(0, part.start, part.numel)
+            flat.narrow(0, part.offset, part.numel).add_(own, alpha=-group["lr"])
 
 
 def orthogonalise(matrix: torch.Tensor, *, steps: int = 5) -> torch.Tensor:

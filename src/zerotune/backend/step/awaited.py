@@ -15,10 +15,10 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 
-class Lands(Protocol):
+class Steps(Protocol):
     """An object that updates held tensors."""
 
-    def land(self, tensor: Any) -> None:
+    def wait_for(self, tensor: Any) -> None:
         """Wait until a tensor is updated, and make the tensor usable.
 
         Args:
@@ -31,7 +31,7 @@ class Lands(Protocol):
 class Held:
     """Class, content and gradient edge of a held tensor, to be restored on release."""
 
-    step: Lands
+    step: Steps
     name: str
     kind: type
     content: torch.Tensor
@@ -59,19 +59,19 @@ class Awaited:
         if func in OF_THE_SHAPE and (held := vars(args[0]).get("_awaited")) is not None:
             return func(held.content, *args[1:], **(kwargs or {}))
         for tensor in _awaited_among((args, kwargs)):
-            land(tensor)
+            wait_for(tensor)
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        land(self)
+        wait_for(self)
         return cast(Any, self).__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        land(self)
+        wait_for(self)
         return cast(Any, self).__reduce_ex__(protocol)
 
 
-def hold(tensor: Any, *, name: str, step: Lands) -> None:
+def hold(tensor: Any, *, name: str, step: Steps) -> None:
     """Empty a tensor, and make every use of the tensor wait until it is released.
 
     Args:
@@ -100,12 +100,12 @@ def release(tensor: Any) -> None:
     del tensor._awaited
 
 
-def land(tensor: Any) -> None:
+def wait_for(tensor: Any) -> None:
     """Wait until a tensor is updated; return at once if the tensor is not held."""
     held: Held | None
     # A different step may have begun by the time this step's lock is free.
     while (held := vars(tensor).get("_awaited")) is not None:
-        held.step.land(tensor)
+        held.step.wait_for(tensor)
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from zerotune.backend.step.awaited import land
+from zerotune.backend.step.awaited import wait_for
 
 CALL_COMPILED: Final = (
     "a module's __call__ is compiled, and its guards read the weights before zerotune can wait; "
@@ -56,7 +56,7 @@ class ForeignUses:
             if type(module).__module__.startswith("torch."):
                 continue
             if any(id(each) in written for each in module.parameters(recurse=False)):
-                self._hooks.append(module.register_forward_pre_hook(_land_direct, prepend=True))
+                self._hooks.append(module.register_forward_pre_hook(_wait_for_direct, prepend=True))
 
     def wait_for_compiled(self) -> bool:
         """Make compiled forward methods wait for updates; return whether all of them can."""
@@ -125,7 +125,7 @@ def _enter_compiled(module: torch.nn.Module, _inputs: Any) -> None:
     """Wait for the weights of a module whose forward is compiled."""
     if not torch.compiler.is_compiling():
         for parameter in module.parameters():
-            land(parameter)
+            wait_for(parameter)
         CompilerWatch.enter(1)
 
 
@@ -134,8 +134,8 @@ def _leave_compiled(_module: torch.nn.Module, _inputs: Any, _output: Any) -> Non
         CompilerWatch.enter(-1)
 
 
-def _land_direct(module: torch.nn.Module, _inputs: Any) -> None:
+def _wait_for_direct(module: torch.nn.Module, _inputs: Any) -> None:
     # A compilation that contains this module has already settled the step.
     if not torch.compiler.is_compiling():
         for parameter in module.parameters(recurse=False):
-            land(parameter)
+            wait_for(parameter)
