@@ -94,7 +94,7 @@ def test_the_demo_saves_and_resumes_on_two_processes(start, tmp_path):
     output = start([*SMOKE, *EASY, "--stage", "3", "--output", str(tmp_path)])
     check_results(tmp_path)
     assert losses_of(tmp_path)
-    assert "DeepSpeed, 2 processes" in output
+    assert "host engine, 2 processes" in output
     assert output.count("resumed at step 2") == 1, "rank 0 alone speaks"
     assert "recognised" in output
 

@@ -7,15 +7,18 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from diffusers import UNet2DModel
 
 from tests.support.models import tiny_unet
 from tests.support.ranks import ranks
 from zerotune.diffusion import ActivationOffload, ClassConditional, FlowMatchingObjective
+from zerotune.diffusion.data import ImageTensors
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.work import ActivationCost, ActivationFacts
 from zerotune.platform import Platform
 from zerotune.platform.facts import GIB
 from zerotune.training import Trainer
+from zerotune.training.activations import input_positions, input_size
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -90,3 +93,12 @@ def test_activations_are_offloaded_before_the_optimizer(offloaded: bool, title: 
     assert found.activation_offload is offloaded
     assert found.chosen.title.startswith(title)
     assert ("activation offload" in found.explain()) is True
+
+
+@pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 8), (4, 64)])
+def test_images_in_grey_are_pixels_as_coloured_ones_are(channels: int, side: int) -> None:
+    config = {**tiny_unet().config, "in_channels": channels, "out_channels": channels}
+    model = UNet2DModel.from_config(config)
+    images = ImageTensors(images=torch.zeros(4, channels, 8, 8))
+    assert input_size(model, images)[0] == (side, side)
+    assert input_positions(model, (side, side)) == 64

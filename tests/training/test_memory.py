@@ -53,7 +53,7 @@ def test_activations_are_predicted_for_the_actual_batch():
     images, labels = digits_batch(4)
     data = ImageTensors(images=images, labels=labels)
     known = known_activations(tiny_unet(), data, batch=4)
-    assert known.size == (64, 64), "eight pixels to a position of the model's input"
+    assert known.size == (8, 8), "grey images are pixels"
     full, less = known.facts.full.base, known.facts.checkpointed.base
     assert 2 * images.nbytes < less < full
     found = expected_memory(resolved(), activations=known.facts, size=known.size)

@@ -162,8 +162,8 @@ class _ForwardInputs:
     """Width of the image in pixels."""
 
     def unet(self) -> dict[str, Any]:
-        # An unconditional model with three channels predicts pixels, others predict latents.
-        in_pixels = self.config.in_channels == 3
+        # An unconditional model with one or three channels predicts pixels, others latents.
+        in_pixels = self.config.in_channels in (1, 3)
         arguments = {"sample": self._image(1 if in_pixels else _LATENT), "timestep": self._times}
         if self.config.num_class_embeds:
             labels = torch.empty(self.batch, dtype=torch.long, device="meta")

@@ -177,7 +177,8 @@ def _in_pixels(model: torch.nn.Module, name: str) -> bool:
     unconditional = type(model).__name__ == "UNet2DModel"
     if not unconditional:
         return name != "latents"
-    return getattr(model, "config", {}).get("in_channels") == 3
+    # Grey or coloured images; the latents of an unconditional model have more channels.
+    return getattr(model, "config", {}).get("in_channels") in (1, _COLOURS)
 
 
 def _sample(data: Any) -> Mapping[str, Any]:
