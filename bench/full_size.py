@@ -90,8 +90,8 @@ class Preparation:
 
     def needs(self) -> Needs:
         from zerotune import detect_platform
-        from zerotune.optimizers.catalogue import entry_of
         from zerotune.plan.memory.estimate import Workload
+        from zerotune.plan.optimizer.names import entry_of
 
         training, whole = self._training, self._facts()
         facts = whole if training.lora is None else whole.with_adapters(training.lora)

@@ -53,7 +53,7 @@ RELATED = {
         f"{_PLAN}.advise": "Budget Candidate",
         f"{_PLAN}.diff": "PlanDifference Change",
         f"{_PLAN}.rules": "Finding Rule RuleContext all_rules",
-        "zerotune.optimizers.catalogue": "OptimizerChoice SchedulerChoice",
+        f"{_PLAN}.optimizer.choices": "OptimizerChoice SchedulerChoice",
     },
     "zerotune.plan.ModelFacts": {
         f"{_PLAN}.facts": "ParameterFacts",
@@ -66,12 +66,13 @@ RELATED = {
     },
     "zerotune.plan.plan_document": {f"{_PLAN}.write": "PlanDocument SavedPlan"},
     "zerotune.optim.OptimizerResolver": {
-        "zerotune.optim.resolver": "OptimizerResolution",
-        "zerotune.optim.capability": "Capability",
-        "zerotune.optimizers.catalogue": "OPTIMIZERS OptimizerEntry Parameter",
-        "zerotune.optimizers.schedules": "SCHEDULERS SchedulerEntry",
+        f"{_PLAN}.optimizer.resolver": "OptimizerResolution",
+        f"{_PLAN}.optimizer.capability": "Capability",
+        f"{_PLAN}.optimizer.catalogue": "OPTIMIZERS",
+        f"{_PLAN}.optimizer.entries": "OptimizerEntry Parameter",
+        f"{_PLAN}.optimizer.schedules": "SCHEDULERS SchedulerEntry",
     },
-    "zerotune.optim.MuonPatterns": {"zerotune.optim.groups": "MUON_DEFAULTS"},
+    "zerotune.optim.MuonPatterns": {f"{_PLAN}.optimizer.muon": "MUON_DEFAULTS"},
     "zerotune.platform.Platform": {
         "zerotune.platform.facts": "Accelerator DeepSpeedSupport Device HostMemory",
     },
@@ -191,8 +192,8 @@ FOR_FRONT_ENDS = {
     f"{_PLAN}.memory.time": "CARDS StepTime card_platform known_rates step_time",
     f"{_PLAN}.text": "DURING FOREMOST Fit fits candidate_data describe estimate_data foremost "
     "rank_budget seconds_words shown_and_defaults subject",
-    "zerotune.optim.capability": "Situation installed_packages missing_package",
-    "zerotune.optimizers.catalogue": "BY_WORD",
+    f"{_PLAN}.optimizer.capability": "Situation installed_packages missing_package",
+    f"{_PLAN}.optimizer.names": "BY_WORD",
 }
 """Further names for front ends, by module; the builder uses no others."""
 

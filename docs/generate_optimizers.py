@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tools.capability_table import CapabilityTable
-from zerotune.optimizers.catalogue import OPTIMIZERS
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 
 PAGE = Path(__file__).with_name("optimizers.md")
 BEGIN, END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"

@@ -28,9 +28,9 @@ import torch
 from tools.capability_table import TABLE, CapabilityTable, Cell
 from zerotune.errors import ZeroTuneError
 from zerotune.optim import OptimizerResolver
-from zerotune.optimizers.catalogue import OPTIMIZERS
 from zerotune.plan.context import Streaming
 from zerotune.plan.facts import ModelFacts
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import detect_platform
 from zerotune.training.setup import build_engine

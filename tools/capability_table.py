@@ -1,7 +1,7 @@
 """The table of test runs that ``python -m tools.capabilities`` measures.
 
 A run starts the real engine for every name, stage, offload and precision, and trains a small
-network. A test compares the rules of ``zerotune.optim.capability`` with the table.
+network. A test compares the rules of ``zerotune.plan.optimizer.capability`` with the table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from zerotune.optim.capability import Status
+from zerotune.plan.optimizer.capability import Status
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "results" / "capabilities.json"
 

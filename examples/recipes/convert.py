@@ -52,7 +52,7 @@ from zerotune.checkpoint.save import Filing, Writing
 from zerotune.checkpoint.tensors import WEIGHTS, Subject
 from zerotune.decisions import Decision, announce
 from zerotune.errors import CheckpointCorruptError, CheckpointError
-from zerotune.optimizers.catalogue import canonical
+from zerotune.plan.optimizer.names import canonical
 
 _ADAM_STATES: Final = ("exp_avg", "exp_avg_sq")
 _ACCELERATES_OPTIMIZER: Final = "optimizer.bin"

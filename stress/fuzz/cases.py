@@ -13,9 +13,9 @@ import attrs
 
 from tests.plan.conftest import REFERENCE_A, REFERENCE_B, REFERENCE_C
 from tests.plan.styles import ACCELERATE, DEEPSPEED, SIMPLETUNER, TRAINERS
-from zerotune.optimizers.catalogue import OPTIMIZERS
-from zerotune.optimizers.schedules import SCHEDULERS
 from zerotune.plan.keys import LAUNCH, TOP_LEVEL, ZERO
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
+from zerotune.plan.optimizer.schedules import SCHEDULERS
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.plan.section import Section, modelled
 from zerotune.plan.sections import (

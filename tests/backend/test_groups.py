@@ -13,8 +13,8 @@ from tests.support.runs import build
 from zerotune.backend.optimizers.client import CurveScheduler, parameter_groups
 from zerotune.errors import EngineError, VerificationError
 from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
-from zerotune.optimizers.catalogue import GroupChoice, OptimizerChoice, SchedulerChoice
-from zerotune.optimizers.schedules import lr_at
+from zerotune.plan.optimizer.choices import GroupChoice, OptimizerChoice, SchedulerChoice
+from zerotune.plan.optimizer.curves import lr_at
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.training.setup import build_engine
 

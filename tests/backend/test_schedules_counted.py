@@ -9,8 +9,8 @@ import torch
 
 from tests.support.ranks import ranks
 from tests.support.runs import build
-from zerotune.optimizers.catalogue import SchedulerChoice
-from zerotune.optimizers.schedules import lr_at
+from zerotune.plan.optimizer.choices import SchedulerChoice
+from zerotune.plan.optimizer.curves import lr_at
 
 pytestmark = pytest.mark.deepspeed
 

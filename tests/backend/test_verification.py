@@ -11,7 +11,7 @@ from tests.support.ranks import ranks
 from tests.support.runs import Case, start
 from zerotune.backend.checks import Checks, weight_decay_mode
 from zerotune.errors import EngineError, VerificationError
-from zerotune.optimizers.catalogue import OptimizerChoice, SchedulerChoice
+from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
 
 
 def choice(**changes: Any) -> OptimizerChoice:

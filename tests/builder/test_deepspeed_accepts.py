@@ -12,8 +12,8 @@ from tests.builder.states import CHOSEN
 from tests.support.ranks import run_ranks
 from zerotune.builder.forms import FormState
 from zerotune.builder.preview import Machines, understand
-from zerotune.optimizers.catalogue import OPTIMIZERS
-from zerotune.optimizers.schedules import SCHEDULERS
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
+from zerotune.plan.optimizer.schedules import SCHEDULERS
 
 pytestmark = pytest.mark.deepspeed
 

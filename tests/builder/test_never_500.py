@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.builder.states import CHOSEN, PLAN
 from zerotune.builder import forms as wire
 from zerotune.builder.forms import FormState, read_plan
-from zerotune.optimizers.catalogue import OPTIMIZERS
-from zerotune.optimizers.schedules import SCHEDULERS
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.keys import TOP_LEVEL, ZERO
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
+from zerotune.plan.optimizer.schedules import SCHEDULERS
 from zerotune.plan.section import modelled
 from zerotune.plan.sections import OffloadSection, ZeroSection
 

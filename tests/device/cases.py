@@ -20,9 +20,9 @@ from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow
 from zerotune.ema.shadow import DeviceStore, FileStore, HostStore
-from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan.context import EngineName, Streaming
 from zerotune.plan.facts import ModelFacts
+from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 from zerotune.training.setup import build_engine

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError
-from zerotune.optim.capability import check
-from zerotune.optimizers.catalogue import OPTIMIZERS, Parameter
-from zerotune.optimizers.schedules import SCHEDULERS
+from zerotune.plan.optimizer.arguments import check
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
+from zerotune.plan.optimizer.entries import Parameter
+from zerotune.plan.optimizer.schedules import SCHEDULERS
 
 ADAMW = OPTIMIZERS["AdamW"]
 

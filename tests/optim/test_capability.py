@@ -4,8 +4,8 @@ import pytest
 
 from zerotune.errors import OptimizerError
 from zerotune.optim import OptimizerResolver
-from zerotune.optim.capability import Situation, capability_of
-from zerotune.optimizers.catalogue import OPTIMIZERS
+from zerotune.plan.optimizer.capability import Situation, capability_of
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.platform import Platform
 
 STAGES = (0, 1, 2, 3)

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.ranks import ranks
 from tools.capability_table import CapabilityTable
-from zerotune.optim.capability import Situation, capability_of
-from zerotune.optimizers.catalogue import OPTIMIZERS
+from zerotune.plan.optimizer.capability import Situation, capability_of
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 CELLS = [

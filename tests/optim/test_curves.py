@@ -7,9 +7,9 @@ import pytest
 
 from zerotune.errors import InvalidValueError
 from zerotune.optim import OptimizerResolver, ParameterGroups
-from zerotune.optimizers.schedules import lr_at
 from zerotune.plan.context import RunFacts
 from zerotune.plan.facts import ModelFacts
+from zerotune.plan.optimizer.curves import lr_at
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, OptimizerError, UnknownKeyError
 from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
-from zerotune.optim.groups import matches
 from zerotune.plan.facts import ModelFacts, ParameterFacts
+from zerotune.plan.optimizer.groups import matches
 
 SHAPES = [
     ("unet.conv_in.weight", (8, 4, 3, 3)),
@@ -217,6 +217,6 @@ def test_different_learning_rates_require_a_schedule_that_supports_groups(resolv
 
 
 def test_prodigy_refuses_groups(resolve, monkeypatch):
-    monkeypatch.setattr("zerotune.optim.capability.find_spec", lambda _name: True)
+    monkeypatch.setattr("zerotune.plan.optimizer.capability.find_spec", lambda _name: True)
     with pytest.raises(OptimizerError, match="one rate from all weights"):
         resolve(ParameterGroups.no_decay(), optimizer="Prodigy", params={"lr": 1.0})

@@ -7,8 +7,8 @@ import pytest
 
 from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.optim import MuonPatterns, OptimizerResolver, ParameterGroups
-from zerotune.optim.groups import MUON_DEFAULTS
 from zerotune.plan.facts import ModelFacts, ParameterFacts
+from zerotune.plan.optimizer.muon import MUON_DEFAULTS
 
 SHAPES = [
     ("conv_in.weight", (8, 3, 3, 3)),

@@ -6,8 +6,9 @@ import sys
 SCRIPT = """
 import sys
 from zerotune.optim import OptimizerResolver
-from zerotune.optimizers.catalogue import SchedulerChoice, normalise_optimizer_name
-from zerotune.optimizers.schedules import lr_at
+from zerotune.plan.optimizer.choices import SchedulerChoice
+from zerotune.plan.optimizer.names import normalise_optimizer_name
+from zerotune.plan.optimizer.curves import lr_at
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
 

@@ -10,7 +10,7 @@ import pytest
 from tests.optim.engine_probe import run_all
 from tests.support.ranks import run_ranks
 from zerotune.optim import OptimizerResolver
-from zerotune.optimizers.schedules import betas_at, lr_at
+from zerotune.plan.optimizer.curves import betas_at, lr_at
 
 LR, DECAY, WEIGHT = 0.01, 0.1, 3.0
 CONSTANT = {"warmup_num_steps": 0}

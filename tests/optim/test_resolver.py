@@ -369,7 +369,7 @@ def test_an_optional_package_is_never_replaced_by_adamw(resolve):
 def test_a_missing_optional_package_names_the_extra(resolve, monkeypatch):
     from zerotune.errors import MissingDependencyError
 
-    monkeypatch.setattr("zerotune.optim.capability.find_spec", lambda _name: None)
+    monkeypatch.setattr("zerotune.plan.optimizer.capability.find_spec", lambda _name: None)
     with pytest.raises(MissingDependencyError, match=r"zerotune\[optimizers\]"):
         resolve("prodigy", {"lr": 1.0})
 
@@ -387,7 +387,7 @@ def test_using_zerotunes_own_implementation_is_a_recorded_decision(resolve, deci
 
 
 def test_an_optimizer_that_sets_its_own_rate_gets_no_schedule_unless_asked(resolve, monkeypatch):
-    monkeypatch.setattr("zerotune.optim.capability.find_spec", lambda _name: True)
+    monkeypatch.setattr("zerotune.plan.optimizer.capability.find_spec", lambda _name: True)
     assert resolve("Prodigy", {"lr": 1.0}).scheduler is None
     assert resolve("Prodigy", {"lr": 1.0}, scheduler="constant").scheduler.name == "constant"
 

@@ -4,8 +4,8 @@ import pytest
 
 from zerotune.errors import InvalidValueError, OptimizerError, UnknownKeyError
 from zerotune.optim import OptimizerResolver
-from zerotune.optimizers.schedules import lr_at
 from zerotune.plan.context import RunFacts
+from zerotune.plan.optimizer.curves import lr_at
 
 ADAMW = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 

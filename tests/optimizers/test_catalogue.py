@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.support.needs import needs
-from zerotune.optim.capability import CONFIGURATION_ONLY
-from zerotune.optimizers.catalogue import OPTIMIZERS, TORCH_NAMES
-from zerotune.optimizers.schedules import SCHEDULERS
+from zerotune.plan.optimizer.capability import CONFIGURATION_ONLY
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
+from zerotune.plan.optimizer.names import TORCH_NAMES
+from zerotune.plan.optimizer.schedules import SCHEDULERS
 
 # A DeepSpeed configuration spells Adam's switch adam_w_mode; differentiable has no use here.
 LEFT_OUT = {"differentiable", "decoupled_weight_decay"}

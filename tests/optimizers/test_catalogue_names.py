@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, OptimizerError
-from zerotune.optimizers.catalogue import OPTIMIZERS, normalise_optimizer_name, parse_optimizer_name
-from zerotune.optimizers.schedules import SCHEDULERS, normalise_scheduler_name
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
+from zerotune.plan.optimizer.names import normalise_optimizer_name, parse_optimizer_name
+from zerotune.plan.optimizer.schedules import SCHEDULERS, normalise_scheduler_name
 
 DEEPSPEED_NAMES = (
     "AdamW", "Adam", "Adagrad", "Lamb", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam",

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, OptimizerError, UnresolvedPlanError
-from zerotune.optimizers.catalogue import SchedulerChoice
-from zerotune.optimizers.schedules import betas_at, lr_at
+from zerotune.plan.optimizer.choices import SchedulerChoice
+from zerotune.plan.optimizer.curves import betas_at, lr_at
 
 BASE_LR = 3e-4
 BETAS = (0.9, 0.95)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zerotune.optimizers.catalogue import SchedulerChoice
-from zerotune.optimizers.schedules import lr_at
+from zerotune.plan.optimizer.choices import SchedulerChoice
+from zerotune.plan.optimizer.curves import lr_at
 
 WARMUP, TOTAL, LR = 7, 50, 3e-4
 CASES = {

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from zerotune.optimizers.catalogue import OPTIMIZERS, Parameter
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
+from zerotune.plan.optimizer.entries import Parameter
 
 ADAMW = OPTIMIZERS["AdamW"]
 

@@ -6,9 +6,10 @@ import pytest
 
 from zerotune import DeepSpeedPlan, OptimizerResolver, Platform
 from zerotune.errors import OptimizerError
-from zerotune.optimizers.catalogue import BY_WORD, OPTIMIZERS, TORCH_NAMES
 from zerotune.plan import Workload
 from zerotune.plan.families import family
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
+from zerotune.plan.optimizer.names import BY_WORD, TORCH_NAMES
 from zerotune.plan.rules import RuleContext, check_plan
 
 CUDA = Platform.synthetic("cuda", vram=24 << 30, ram=256 << 30)
@@ -117,7 +118,7 @@ def spellings(name):
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_every_spelling_gives_the_same_findings_estimate_and_choice(monkeypatch, name, place):
     # The result must not depend on the installed packages.
-    monkeypatch.setattr("zerotune.optim.capability.find_spec", lambda _name: True)
+    monkeypatch.setattr("zerotune.plan.optimizer.capability.find_spec", lambda _name: True)
     where = PLACES[place]
     expected = meaning(name, where)
     assert [each for each in spellings(name) if meaning(each, where) != expected] == []

@@ -28,7 +28,7 @@ def _rendering(plan: Any) -> dict[str, Any]:
 
 
 def _resolving(*args: Any, **kwargs: Any) -> Any:
-    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.optimizer.resolver import OptimizerResolver
 
     plan = _resolve(*args, **kwargs)
     # Some tests resolve plans on purpose that cannot be settled.

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError
-from zerotune.optimizers.catalogue import GroupChoice, OptimizerChoice, SchedulerChoice
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.diff import Change
+from zerotune.plan.optimizer.choices import GroupChoice, OptimizerChoice, SchedulerChoice
 from zerotune.platform import Platform
 
 ADAMW = OptimizerChoice(name="AdamW", params={"lr": 1e-4}, implementation="DeepSpeedCPUAdam")

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from zerotune._util.palette import COMPONENTS
-from zerotune.optimizers.catalogue import OptimizerChoice, SchedulerChoice
 from zerotune.plan import DeepSpeedPlan, Workload
+from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
 from zerotune.plan.text import describe
 
 ADAMW = OptimizerChoice(name="AdamW", params={"lr": 1e-4}, implementation="DeepSpeedCPUAdam")

@@ -14,8 +14,8 @@ import pytest
 
 from tests.plan.conftest import ADAMW, REFERENCE_A, REFERENCE_B, REFERENCE_C, WARMUP, unet_facts
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.optimizers.catalogue import OptimizerChoice, SchedulerChoice
 from zerotune.plan import DeepSpeedPlan, RunFacts
+from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
 from zerotune.plan.plan import ResolvedPlan
 from zerotune.platform import Platform
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from zerotune.errors import PlanConflictError
-from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.platform import Platform
 
 AUTOMATIC = {

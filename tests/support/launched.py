@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from zerotune.backend.distributed import Launch
-from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan.facts import ModelFacts
+from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.training.setup import build_engine
 

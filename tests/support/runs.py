@@ -43,8 +43,8 @@ def build(
     model: Any, plan: Any, *, resolver: Any = None, timeout_s: float = 600.0, **context: Any
 ) -> Any:
     """Resolve the plan for this model and rank, and start an engine."""
-    from zerotune.optim.resolver import OptimizerResolver
     from zerotune.plan.facts import ModelFacts
+    from zerotune.plan.optimizer.resolver import OptimizerResolver
     from zerotune.training.setup import build_engine
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -28,8 +28,8 @@ def settled(request: dict[str, Any], folder: Path) -> Any:
     """Return a resolved plan with its optimizer, swapping under ``folder``, and its model."""
     import torch
 
-    from zerotune.optim.resolver import OptimizerResolver
     from zerotune.plan import DeepSpeedPlan, ModelFacts
+    from zerotune.plan.optimizer.resolver import OptimizerResolver
 
     torch.manual_seed(0)
     # The second matrix is large enough to be offloaded, even in 16 bits.

@@ -13,9 +13,9 @@ import torch
 from zerotune._util.text import counted
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError, InvalidValueError, VerificationError
-from zerotune.optimizers.catalogue import OptimizerChoice, SchedulerChoice
-from zerotune.optimizers.schedules import betas_at, lr_at
 from zerotune.plan.facts import ModelFacts
+from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
+from zerotune.plan.optimizer.curves import betas_at, lr_at
 from zerotune.plan.plan import ResolvedPlan
 
 if TYPE_CHECKING:

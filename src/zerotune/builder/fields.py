@@ -17,11 +17,13 @@ from zerotune._util.text import squash
 from zerotune.builder.forms import to_wire
 from zerotune.builder.models import MODEL_NAMES, model_name
 from zerotune.errors import UNSET
-from zerotune.optimizers.catalogue import BY_WORD, OPTIMIZERS, Parameter
-from zerotune.optimizers.schedules import SCHEDULERS
 from zerotune.plan.facts import STORAGES
 from zerotune.plan.families import family_names, model_family
 from zerotune.plan.memory.time import CARDS
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
+from zerotune.plan.optimizer.entries import Parameter
+from zerotune.plan.optimizer.names import BY_WORD
+from zerotune.plan.optimizer.schedules import SCHEDULERS
 from zerotune.plan.schema import attribute_docs
 from zerotune.plan.section import join, modelled
 from zerotune.plan.sections import ZeroSection

@@ -31,8 +31,6 @@ from zerotune.builder.models import model_name
 from zerotune.decisions import Decision, worst_first
 from zerotune.errors import REMOVAL, UNSET, InvalidValueError, NothingFitsError, ZeroTuneError
 from zerotune.optim import OptimizerResolver
-from zerotune.optim.capability import Situation, installed_packages, missing_package
-from zerotune.optimizers.catalogue import OPTIMIZERS
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, Workload, plan_document
 from zerotune.plan.advise import Candidate, Remedy
 from zerotune.plan.context import Context
@@ -40,6 +38,8 @@ from zerotune.plan.facts import STORAGES
 from zerotune.plan.families import as_facts, family_names, model_family
 from zerotune.plan.memory.estimate import EMAPlace, sample_size
 from zerotune.plan.memory.time import CARDS, StepTime, card_platform, known_rates, step_time
+from zerotune.plan.optimizer.capability import Situation, installed_packages, missing_package
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.plan import Advice, MemoryEstimate, ResolvedPlan, raised
 from zerotune.plan.sections import OFFLOAD_DEVICES, PRECISIONS
 from zerotune.plan.text import (

@@ -464,7 +464,7 @@ def _settle_written(resolved: ResolvedPlan) -> ResolvedPlan:
     if resolved.plan.optimizer is None and resolved.plan.scheduler is None:
         return resolved
     # Imported only when needed, because it takes a quarter of the command's time.
-    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.optimizer.resolver import OptimizerResolver
 
     return OptimizerResolver().previewed(resolved)
 
@@ -832,8 +832,8 @@ class _Advise(Below):
     def run(self) -> int:
         """Find the best plan; return 0 if a plan fits, else 1."""
         from zerotune.errors import NothingFitsError
-        from zerotune.optimizers.catalogue import parse_optimizer_name
         from zerotune.plan import DeepSpeedPlan
+        from zerotune.plan.optimizer.names import parse_optimizer_name
 
         optimizer = parse_optimizer_name(self.arguments.optimizer, key="--optimizer").canonical
         model = _estimated_model(self.arguments)

@@ -15,8 +15,8 @@ from zerotune.decisions import Decision
 from zerotune.errors import OffloadError, PlanError
 from zerotune.offload.lease import FoundLease, find_lease, find_leases
 from zerotune.offload.root import SwapRoot, Target
-from zerotune.optimizers.catalogue import entry_of
 from zerotune.plan.memory.estimate import PHASES, Workload
+from zerotune.plan.optimizer.names import entry_of
 from zerotune.plan.resolve import SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
 from zerotune.plan.section import evolved
 from zerotune.plan.values import AUTO

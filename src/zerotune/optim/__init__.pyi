@@ -1,6 +1,6 @@
 # All that the package exports: for type checkers, and for ``zerotune._util.lazy`` at run time.
 
-from zerotune.optim.groups import MuonPatterns as MuonPatterns
-from zerotune.optim.groups import ParameterGroup as ParameterGroup
-from zerotune.optim.groups import ParameterGroups as ParameterGroups
-from zerotune.optim.resolver import OptimizerResolver as OptimizerResolver
+from zerotune.plan.optimizer.groups import ParameterGroup as ParameterGroup
+from zerotune.plan.optimizer.groups import ParameterGroups as ParameterGroups
+from zerotune.plan.optimizer.muon import MuonPatterns as MuonPatterns
+from zerotune.plan.optimizer.resolver import OptimizerResolver as OptimizerResolver

@@ -12,7 +12,6 @@ from zerotune._util.table import Readable
 from zerotune._util.text import format_size, is_number, parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, NothingFitsError
-from zerotune.optimizers.catalogue import OPTIMIZERS, entry_of
 from zerotune.plan.context import Context, Streaming
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import as_facts, frozen_beside
@@ -31,6 +30,8 @@ from zerotune.plan.memory.estimate import (
     with_units_kept,
 )
 from zerotune.plan.memory.time import Rates, StepTime, known_rates, step_time
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
+from zerotune.plan.optimizer.names import entry_of
 from zerotune.plan.resolve import with_engine
 from zerotune.plan.resolved import Resolved
 from zerotune.plan.rules import resolve

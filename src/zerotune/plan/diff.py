@@ -10,7 +10,7 @@ import attrs
 
 from zerotune._util.table import Line, Page
 from zerotune.errors import InvalidValueError
-from zerotune.optimizers.catalogue import OptimizerChoice, SchedulerChoice
+from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
 from zerotune.plan.render import written
 from zerotune.plan.resolved import Resolved
 from zerotune.plan.section import join

@@ -16,7 +16,6 @@ import attrs
 
 from zerotune.decisions import Decision, Log, announce
 from zerotune.errors import InvalidValueError, UnknownKeyError, ZeroTuneError
-from zerotune.optimizers.catalogue import parse_optimizer_name
 from zerotune.plan import advise, diff, read, render, rules, text, write
 from zerotune.plan.advise import Advised, Preference
 from zerotune.plan.context import Context, EngineName, RunFacts, Streaming
@@ -32,6 +31,7 @@ from zerotune.plan.memory.time import (
     step_time,
     swap_traffic,
 )
+from zerotune.plan.optimizer.names import parse_optimizer_name
 from zerotune.plan.resolve import with_engine
 from zerotune.plan.resolved import Resolved
 from zerotune.plan.rules import Inspection

@@ -26,9 +26,9 @@ from zerotune.errors import (
     UnresolvedPlanError,
     writes,
 )
-from zerotune.optimizers.catalogue import entry_of
 from zerotune.plan.context import Context, RunFacts, Streaming
 from zerotune.plan.facts import UNET_BLOCKS, BlockFacts, ModelFacts, ParameterFacts
+from zerotune.plan.optimizer.names import entry_of
 from zerotune.plan.render import automatic_paths
 from zerotune.plan.resolved import (
     LEAF_MODULE,

@@ -11,9 +11,10 @@ import attrs
 from zerotune._util.table import Readable
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.optimizers.catalogue import ADAM, OPTIMIZERS, OptimizerChoice, SchedulerChoice
 from zerotune.plan.context import Context, EngineName, RunFacts, Streaming
 from zerotune.plan.facts import ModelFacts
+from zerotune.plan.optimizer.catalogue import ADAM, OPTIMIZERS
+from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
 from zerotune.plan.section import evolved
 from zerotune.plan.sections import OffloadSection
 from zerotune.plan.settings import Settings

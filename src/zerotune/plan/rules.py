@@ -25,11 +25,12 @@ from zerotune.errors import (
     fix_of,
     writes,
 )
-from zerotune.optimizers.catalogue import ONE_BIT, clipping_in_optimizer, entry_of
-from zerotune.optimizers.schedules import canonical_schedule
 from zerotune.plan import keys as known_keys
 from zerotune.plan.accelerate import FROM_ENVIRONMENT, device_list
 from zerotune.plan.context import Context
+from zerotune.plan.optimizer.catalogue import ONE_BIT
+from zerotune.plan.optimizer.names import clipping_in_optimizer, entry_of
+from zerotune.plan.optimizer.schedules import canonical_schedule
 from zerotune.plan.resolve import (
     ACCUMULATION,
     CLIPPING,

@@ -11,8 +11,8 @@ import attrs
 
 from zerotune._util.table import Readable
 from zerotune.decisions import Decision, Log, Names
-from zerotune.optimizers.catalogue import DEFAULT_OPTIMIZER, canonical
 from zerotune.plan.keys import REMOVED, TOP_LEVEL
+from zerotune.plan.optimizer.names import DEFAULT_OPTIMIZER, canonical
 from zerotune.plan.section import (
     Nested,
     Section,

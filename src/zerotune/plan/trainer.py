@@ -14,7 +14,7 @@ import attrs
 from zerotune._util.text import as_number
 from zerotune.decisions import Log
 from zerotune.errors import OptimizerError, PlanConflictError, PlanError
-from zerotune.optimizers.catalogue import DEFAULT_OPTIMIZER, parse_optimizer_name
+from zerotune.plan.optimizer.names import DEFAULT_OPTIMIZER, parse_optimizer_name
 from zerotune.plan.sections import OptimizerSection
 from zerotune.plan.settings import Settings
 from zerotune.plan.source import MICRO_KEYS, TRAINER_KEYS, WRAPPERS, undashed

@@ -74,9 +74,9 @@ if TYPE_CHECKING:
     from zerotune.ema import EMAShadow
     from zerotune.offload import OffloadManager
     from zerotune.optim import OptimizerResolver
-    from zerotune.optimizers.catalogue import GroupChoice
     from zerotune.plan.context import RunFacts
     from zerotune.plan.memory.estimate import EMAPlace
+    from zerotune.plan.optimizer.choices import GroupChoice
     from zerotune.plan.plan import MemoryEstimate
     from zerotune.platform import Platform
     from zerotune.training.events import StepMetrics

@@ -80,8 +80,8 @@ def test_a_parameter_without_a_gradient_is_not_stepped_with_an_earlier_one(stage
 def swapping(folder: str | None, pipelined: bool) -> dict[str, Any]:
     """Train at stage 3 with sub-groups on NVMe, editing one of them between steps."""
     from zerotune.ema import EMAShadow
-    from zerotune.optim.resolver import OptimizerResolver
     from zerotune.plan.facts import ModelFacts
+    from zerotune.plan.optimizer.resolver import OptimizerResolver
     from zerotune.plan.plan import DeepSpeedPlan
     from zerotune.training.setup import build_engine
 

@@ -19,9 +19,9 @@ from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.backend.distributed import Launch
 from zerotune.ema import EMAShadow
 from zerotune.optim import ParameterGroups
-from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan.context import EngineName, Streaming
 from zerotune.plan.facts import ModelFacts
+from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.training.setup import build_engine
 

@@ -71,7 +71,7 @@ def begin(
 ) -> Any:  # fmt: skip
     """Start the host engine, whose steps are hidden, or DeepSpeed's."""
     from zerotune.optim import ParameterGroups
-    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.optimizer.resolver import OptimizerResolver
     from zerotune.plan.plan import DeepSpeedPlan
 
     plan = DeepSpeedPlan.build(

@@ -13,8 +13,8 @@ from tests.support.ranks import ranks
 from zerotune.backend.engine import EngineState
 from zerotune.backend.step.kernel import HostStepOp, load_host_step
 from zerotune.ema import EMAShadow
-from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan.context import Streaming
+from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import detect_platform
 from zerotune.training.setup import build_engine

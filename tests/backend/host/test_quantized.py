@@ -25,9 +25,9 @@ from tests.support.ranks import ranks
 from zerotune.backend.host import engine as engines
 from zerotune.backend.host.engine import why_not_hosted
 from zerotune.ema import EMAShadow
-from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan.context import Streaming
 from zerotune.plan.facts import ModelFacts
+from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import DeepSpeedPlan
 
 # Each test needs its own process: DeepSpeed keeps state of its first engine until the end.

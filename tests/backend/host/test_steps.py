@@ -264,7 +264,7 @@ def test_a_plan_that_does_not_request_streaming_gets_no_decision():
 
 
 def test_weights_on_the_device_are_streamed_only_on_request():
-    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.optimizer.resolver import OptimizerResolver
 
     assert resolved(None).is_resident
     plan = OptimizerResolver().apply(resolved(True))
@@ -275,7 +275,7 @@ def test_weights_on_the_device_are_streamed_only_on_request():
 
 
 def test_a_model_without_repeated_blocks_is_trained_by_deepspeed():
-    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.optimizer.resolver import OptimizerResolver
     from zerotune.training.setup import build_engine
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.rulebook.findings import find, one, read, zero
-from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
+from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.platform import Platform
 
 LINEAR = ModelFacts.from_shapes([("a.weight", (8, 8)), ("a.bias", (8,))])

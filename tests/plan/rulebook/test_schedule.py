@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.rulebook.findings import find, one
-from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan import DeepSpeedPlan, RunFacts
+from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.platform import Platform
 
 

@@ -36,7 +36,7 @@ from zerotune.backend.optimizers.client import (
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError
-from zerotune.optimizers.schedules import lr_at
+from zerotune.plan.optimizer.curves import lr_at
 from zerotune.plan.plan import ResolvedPlan
 
 _SAMPLED: Final = (*range(20), *(round(20 * 1.1**power) for power in range(1, 90)))

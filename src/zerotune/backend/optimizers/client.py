@@ -11,8 +11,8 @@ import torch
 
 from zerotune.backend.optimizers.classes import AdamW8BitStates, AdamWBF16States, Lamb, Lion, Muon
 from zerotune.errors import EngineError, MissingDependencyError, OptimizerError
-from zerotune.optimizers.catalogue import OptimizerChoice, SchedulerChoice
-from zerotune.optimizers.schedules import betas_at, lr_at
+from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
+from zerotune.plan.optimizer.curves import betas_at, lr_at
 from zerotune.plan.plan import ResolvedPlan
 
 CLASSES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
@@ -141,7 +141,7 @@ STOPPED: Final = "stopped"
 
 
 class CurveScheduler:
-    """Set the learning rate of every group from ``zerotune.optimizers.schedules.lr_at``.
+    """Set the learning rate of every group from ``zerotune.plan.optimizer.curves.lr_at``.
 
     The plain engine always uses this class. The DeepSpeed engine uses it for schedules that
     DeepSpeed lacks, and for groups with different learning rates. The engine calls ``step`` after

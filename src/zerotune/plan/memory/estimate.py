@@ -17,10 +17,10 @@ from zerotune._util.table import Readable
 from zerotune._util.text import format_size, is_integer
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.optimizers.catalogue import entry_of
 from zerotune.plan.context import Context, Streaming
 from zerotune.plan.facts import RESIDENT_UNITS, ModelFacts, StreamedFacts
 from zerotune.plan.families import ModelFamily, as_facts, frozen_beside, model_family
+from zerotune.plan.optimizer.names import entry_of
 from zerotune.plan.resolve import AIO_BLOCK, Swapping, gathered_together, pins_exactly, sub_groups
 from zerotune.plan.resolved import Resolved
 from zerotune.plan.rules import resolve

@@ -8,43 +8,21 @@ test compares with runs of the real engine (``docs/results/capabilities.json``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
-from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import attrs
 
 from zerotune._util.proc import installed_version
-from zerotune._util.text import did_you_mean, release_of
-from zerotune.decisions import Log
-from zerotune.errors import REMOVAL, UNSET, Edits, UnknownKeyError, writes
-from zerotune.optimizers.catalogue import (
-    ADAM,
-    DEFAULT_OPTIMIZER,
-    OptimizerChoice,
-    OptimizerEntry,
-    OptimizerSource,
-    Parameter,
-    WeightDecay,
-)
-from zerotune.plan.values import (
-    Anything,
-    Boolean,
-    Choice,
-    Integer,
-    Kind,
-    Numbers,
-    Reading,
-    Real,
-    Text,
-    refuse_template,
-)
+from zerotune._util.text import release_of
+from zerotune.errors import Edits, writes
+from zerotune.plan.optimizer.catalogue import ADAM
+from zerotune.plan.optimizer.choices import OptimizerChoice
+from zerotune.plan.optimizer.entries import OptimizerEntry, OptimizerSource, WeightDecay
+from zerotune.plan.optimizer.names import DEFAULT_OPTIMIZER
+from zerotune.plan.resolved import Resolved
 from zerotune.platform.facts import CUDA
-
-if TYPE_CHECKING:
-    from zerotune.plan.plan import ResolvedPlan
 
 
 @attrs.frozen(kw_only=True)
@@ -76,7 +54,7 @@ class Situation:
     """Whether ``zero_optimization.zenflow`` replaces the CPU optimizer."""
 
     @classmethod
-    def of(cls, resolved: ResolvedPlan) -> Situation:
+    def of(cls, resolved: Resolved) -> Situation:
         """Derive the situation from a resolved plan.
 
         Args:
@@ -264,9 +242,6 @@ def installed_packages() -> frozenset[str]:
     return frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
 
 
-# -- Which class does the update (``DeepSpeedEngine._configure_basic_optimizer`` of 0.19.8).
-
-
 CONFIGURATION_ONLY: Final = frozenset({"adam_w_mode", "torch_adam"})
 """Keys of DeepSpeed's configuration that no torch constructor accepts."""
 
@@ -361,9 +336,6 @@ _OFFLOADED_CLASS: Final = {"Adagrad": "DeepSpeedCPUAdagrad", "Lion": "DeepSpeedC
 _RESIDENT_CLASS: Final = {"Adagrad": "Adagrad", "Lion": "FusedLion"}
 
 
-# -- Whether an optimizer can run, and if not, why and which alternative is closest.
-
-
 Status = Literal["works", "works with", "cannot"]
 
 
@@ -407,9 +379,6 @@ def missing_package(entry: OptimizerEntry, situation: Situation) -> str | None:
     return None if package in situation.packages else package
 
 
-# -- Reasons why an optimizer cannot run.
-
-
 LOW_BIT: Final = frozenset({"AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"})
 
 TORCHAO_BLOCKS: Final = (
@@ -431,80 +400,3 @@ def _cannot(
         alternative=alternative,
         edits=named if edits is None else tuple(edits),
     )
-
-
-# -- Valid arguments of optimizers and schedules.
-
-
-_SWITCH: Final = {"true": True, "false": False}
-
-
-@cache
-def kind_of(parameter: Parameter) -> Kind:
-    """Return the ``Kind`` that checks an argument's values; it does not accept ``"auto"``."""
-    if parameter.type == "any":
-        return Anything()
-    if parameter.type == "bool":
-        return Boolean(auto=False, words=_SWITCH)
-    if parameter.type == "str":
-        return Choice(choices=parameter.choices) if parameter.choices else Text()
-    low, high = parameter.low, parameter.high
-    bounds: dict[str, Any] = {
-        "minimum": -math.inf if low is None else low,
-        "maximum": math.inf if high is None else high,
-        "above": low if parameter.low_open else None,
-        "below": high if parameter.high_open else None,
-    }
-    if parameter.type == "int":
-        return Integer(auto=False, **bounds)
-    real = Real(auto=False, **bounds)
-    return real if parameter.type == "float" else Numbers(each=real, length=parameter.length or 1)
-
-
-def read(parameter: Parameter, value: Any, *, section: str) -> Reading:
-    """Convert ``value`` as ``check`` does, and also return the reason if the value changed."""
-    if value is None and parameter.nullable:
-        return None, None
-    kind, key = kind_of(parameter), f"{section}.{parameter.name}"
-    refuse_template(kind, value, key)
-    return kind.read(value, key)
-
-
-def check(parameter: Parameter, value: Any, *, section: str) -> Any:
-    """Convert a value to the type of its argument, and check it.
-
-    Args:
-        parameter: The argument.
-        value: Value as written in the configuration. A number may be a string, because YAML reads
-            ``1e-4`` as a string.
-        section: ``"optimizer.params"`` or ``"scheduler.params"``, for messages.
-
-    Returns:
-        A float, int, bool, str, or a tuple of floats.
-    """
-    return read(parameter, value, section=section)[0]
-
-
-def reject_unknown(
-    written: Mapping[str, Any], accepted: Collection[str], log: Log, *, section: str, owner: str
-) -> None:
-    """Reject arguments that ``owner`` does not have, and suggest the closest names."""
-    for key, value in written.items():
-        if key in accepted:
-            continue
-        close = did_you_mean(str(key), accepted)
-        there_are = (
-            f"use one of {', '.join(accepted)}"
-            if accepted
-            else f"remove it: {owner} accepts no arguments"
-        )
-        renames = ({"": UNSET, f"{section}.{each}": value} for each in close)
-        log.refuse(
-            UnknownKeyError(
-                f"{owner} has no such argument",
-                key=f"{section}.{key}",
-                value=value,
-                fix=f"did you mean {' or '.join(close)}?" if close else there_are,
-                edits=[*renames, REMOVAL],
-            )
-        )

@@ -1,8 +1,4 @@
-"""Learning-rate schedules by name: five from DeepSpeed and six from diffusers.
-
-Each schedule is also a function of the optimizer step: ``schedule_curve`` returns the whole curve
-without training.
-"""
+"""Schedules as pure functions of the optimizer step, as data and as a chart."""
 
 from __future__ import annotations
 
@@ -10,279 +6,18 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import attrs
 
 from zerotune._util.files import drafted, sync
-from zerotune._util.text import did_you_mean, squash
 from zerotune.errors import (
     InvalidValueError,
     MissingDependencyError,
     OptimizerError,
     UnresolvedPlanError,
-    writes,
 )
-from zerotune.optimizers.catalogue import (
-    Entry,
-    OptimizerChoice,
-    Parameter,
-    SchedulerChoice,
-    SchedulerSource,
-    flag,
-    integer,
-    number,
-)
-
-DEFAULT_SCHEDULER: Final = "WarmupLR"
-
-SCHEDULER_TYPE: Final = "scheduler.type"
-
-
-@attrs.frozen(kw_only=True)
-class SchedulerEntry(Entry):
-    """One schedule and its arguments; ``name`` is DeepSpeed's class or diffusers' name."""
-
-    source: SchedulerSource = "deepspeed"
-    """``"deepspeed"`` if DeepSpeed's class sets the learning rate, ``"zerotune"`` if zerotune
-    does."""
-    peak: str | None = None
-    """Argument that sets the peak learning rate; ``None`` if the schedule scales the optimizer's
-    rate."""
-
-
-_WARMUP_STEPS: Final = integer("warmup_num_steps", 1000, low=0)
-_TOTAL_STEPS: Final = integer("total_num_steps")
-_WARMUP_TYPE: Final = Parameter(
-    name="warmup_type", type="str", default="log", choices=("log", "linear")
-)
-_WARMUP: Final = (
-    number("warmup_min_lr", 0.0),
-    # No default: it is the optimizer's learning rate.
-    Parameter(name="warmup_max_lr", low=0, low_open=True),
-    _WARMUP_STEPS,
-    _WARMUP_TYPE,
-)
-
-_DEEPSPEED: Final = (
-    SchedulerEntry(
-        name="WarmupLR",
-        summary="The learning rate rises to the peak and stays there",
-        parameters=_WARMUP,
-        peak="warmup_max_lr",
-    ),
-    SchedulerEntry(
-        name="WarmupDecayLR",
-        summary="The learning rate rises to the peak, then falls linearly",
-        parameters=(_TOTAL_STEPS, *_WARMUP),
-        peak="warmup_max_lr",
-    ),
-    SchedulerEntry(
-        name="WarmupCosineLR",
-        summary="The learning rate rises to the optimizer's rate, then falls along a cosine",
-        parameters=(
-            _TOTAL_STEPS,
-            number("warmup_min_ratio", 0.0, high=1),
-            _WARMUP_STEPS,
-            number("cos_min_ratio", 1e-4, high=1),
-            _WARMUP_TYPE,
-        ),
-    ),
-    SchedulerEntry(
-        name="OneCycle",
-        summary="The learning rate rises and falls once while momentum does the opposite, then the "
-        "learning rate decays",
-        parameters=(
-            Parameter(name="cycle_min_lr", low=0, low_open=True),
-            Parameter(name="cycle_max_lr", low=0, low_open=True),
-            number("decay_lr_rate", 0.0),
-            number("cycle_first_step_size", 2000.0, low_open=True),
-            Parameter(name="cycle_second_step_size", default=None, low=0, nullable=True),
-            integer("cycle_first_stair_count", 0, low=0),
-            integer("cycle_second_stair_count", None, low=0, nullable=True),
-            number("decay_step_size", 0.0),
-            flag("cycle_momentum", default=True),
-            number("cycle_min_mom", 0.8, high=1, high_open=True),
-            number("cycle_max_mom", 0.9, high=1, high_open=True),
-            number("decay_mom_rate", 0.0),
-        ),
-        peak="cycle_max_lr",
-    ),
-    SchedulerEntry(
-        name="LRRangeTest",
-        summary="The learning rate rises without end, to find the largest stable rate",
-        parameters=(
-            number("lr_range_test_min_lr", 1e-3, low_open=True),
-            integer("lr_range_test_step_size", 2000),
-            number("lr_range_test_step_rate", 1.0),
-            flag("lr_range_test_staircase"),
-        ),
-    ),
-)
-
-_WARMUP_0: Final = integer("num_warmup_steps", 0, low=0)
-_TRAINING_STEPS: Final = integer("num_training_steps")
-
-_DIFFUSERS: Final = (
-    SchedulerEntry(
-        name="constant", summary="Constant learning rate", parameters=(), source="zerotune"
-    ),
-    SchedulerEntry(
-        name="constant_with_warmup",
-        summary="The learning rate rises to the optimizer's rate and stays there",
-        parameters=(_WARMUP_0,),
-        source="zerotune",
-    ),
-    SchedulerEntry(
-        name="linear",
-        summary="The learning rate rises to the optimizer's rate, then falls linearly to zero",
-        parameters=(_WARMUP_0, _TRAINING_STEPS),
-        source="zerotune",
-    ),
-    SchedulerEntry(
-        name="cosine",
-        summary="The learning rate rises to the optimizer's rate, then falls along a cosine",
-        parameters=(_WARMUP_0, _TRAINING_STEPS, number("num_cycles", 0.5, low_open=True)),
-        source="zerotune",
-    ),
-    SchedulerEntry(
-        name="cosine_with_restarts",
-        summary="The learning rate rises to the optimizer's rate, then falls along several cosines",
-        parameters=(
-            _WARMUP_0,
-            _TRAINING_STEPS,
-            integer("num_cycles", 1),
-        ),
-        source="zerotune",
-    ),
-    SchedulerEntry(
-        name="polynomial",
-        summary="The learning rate rises to the optimizer's rate, then falls to lr_end along a "
-        "polynomial",
-        parameters=(
-            _WARMUP_0,
-            _TRAINING_STEPS,
-            number("lr_end", 1e-7),
-            number("power", 1.0, low_open=True),
-        ),
-        source="zerotune",
-    ),
-)
-
-SCHEDULERS: Final[Mapping[str, SchedulerEntry]] = MappingProxyType(
-    {entry.name: entry for entry in (*_DEEPSPEED, *_DIFFUSERS)}
-)
-"""All schedules by name."""
-
-_BY_WORD: Final = {squash(name): name for name in SCHEDULERS}
-
-_Closest = tuple[tuple[str, ...], str]
-"""Names of schedules, and a remark."""
-_CONSTANT: Final = ("WarmupLR",), " with warmup_num_steps 0, which keeps the learning rate constant"
-_COSINES: Final = ("cosine", "WarmupCosineLR")
-_DECAY: Final = ("WarmupDecayLR",)
-_CYCLE: Final = ("OneCycle",)
-
-_FOREIGN: Final[Mapping[str, _Closest]] = {
-    "constantlr": _CONSTANT,
-    "none": _CONSTANT,
-    "linearlr": (("WarmupLR",), ' with warmup_type "linear"'),
-    "linearwithwarmup": (_DECAY, ' with warmup_type "linear"'),
-    "polynomiallr": (_DECAY, " (power 1)"),
-    "cosinewithwarmup": (_COSINES, ""),
-    "cosineannealing": (_COSINES, ""),
-    "cosineannealinglr": (_COSINES, ""),
-    "cosineannealingwarmrestarts": (_COSINES, " (one cycle, no restart)"),
-    "onecyclelr": (_CYCLE, ""),
-    "cycliclr": (_CYCLE, ""),
-    "steplr": (_DECAY, ""),
-    "multisteplr": (_DECAY, ""),
-    "exponentiallr": (_DECAY, ""),
-    "piecewiseconstant": (_DECAY, ""),
-    "reducelronplateau": (_DECAY, " (no schedule here depends on the loss)"),
-    "lambdalr": ((), "one of DeepSpeed's schedules"),
-    "sequentiallr": ((), "one of DeepSpeed's schedules"),
-}
-"""Schedule names of torch and transformers, with the closest schedule."""
-
-
-def canonical_schedule(name: str) -> str | None:
-    """Return the canonical name of a schedule in any spelling; ``None`` if unknown."""
-    return _BY_WORD.get(_word(name))
-
-
-def _word(name: str) -> str:
-    return squash(name.rpartition(".")[2])
-
-
-def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
-    """Return the canonical name of a schedule, ignoring case and punctuation.
-
-    Args:
-        name: Name as written (``"warmup_lr"``, ``"WarmupLR"``).
-        key: Path of the setting that contains the name, for messages.
-
-    Raises:
-        OptimizerError: The name belongs to torch or is unknown; the message suggests the closest
-            name.
-        InvalidValueError: ``name`` is not text.
-    """
-    if not isinstance(name, str) or not name.strip():
-        raise InvalidValueError(
-            "a schedule name must be text", key=key, value=name, fix='write for example "WarmupLR"'
-        )
-    canonical = canonical_schedule(name)
-    if canonical is not None:
-        return canonical
-    if _word(name) in _FOREIGN:
-        names, remark = _FOREIGN[_word(name)]
-        raise OptimizerError(
-            "this is a schedule of torch or transformers, which DeepSpeed's engine does not step "
-            "with ZeRO",
-            key=key,
-            value=name,
-            fix=f"write {' or '.join(names)}{remark}",
-            edits=writes(*names),
-        )
-    close = did_you_mean(name, SCHEDULERS)
-    known = ", ".join(SCHEDULERS)
-    raise OptimizerError(
-        "no schedule has this name",
-        key=key,
-        value=name,
-        fix=f"did you mean {' or '.join(close)}? Known names: {known}"
-        if close
-        else f"use one of {known}",
-        edits=writes(*close),
-    )
-
-
-# -- Schedules as pure functions of the optimizer step.
-#
-# DeepSpeed's schedules repeat the arithmetic of ``deepspeed/runtime/lr_schedules.py`` (0.19.8) in
-# the same order, so that values are equal bit for bit and not merely close. DeepSpeed's quirks are
-# reproduced:
-#
-# - A scheduler sets its first value when it is built, and steps *after* each optimizer step. The
-#   update number ``step`` therefore runs with ``last_batch_iteration = step - 1``: the warm-up
-#   schedules hold their minimum for the first *two* updates.
-# - ``WarmupCosineLR`` runs its first update at 0, whatever ``warmup_min_ratio`` says.
-# - ``warmup_num_steps`` below 2 counts as 2.
-# - ``OneCycle`` starts with the *smallest* momentum, then jumps to the largest; while it cycles
-#   momentum it also replaces the second beta by 0.99.
-#
-# DeepSpeed 0.18.9 differs in two places only: ``OneCycle`` ignores its stair
-# counts, and ``WarmupCosineLR`` rises again after ``total_num_steps``.
-#
-# An update that fp16 overflow skips does not advance the schedule, so ``step`` counts applied
-# updates only.
-#
-# diffusers' schedules are the curves of ``diffusers.optimization.get_scheduler`` (0.42.1), bit for
-# bit: each is a factor on the learning rate of the group. Unlike with DeepSpeed, update number 0
-# runs at ``step = 0``, so a warm-up begins at 0 and reaches the full rate at update
-# ``num_warmup_steps``.
-
+from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
 
 ONE_CYCLE_BETA2: Final = 0.99
 """Second beta that ``OneCycle`` sets on the optimizer while it cycles momentum."""
@@ -533,9 +268,6 @@ _CURVES: Final[Mapping[str, Callable[[_Update], float]]] = {
     "cosine_with_restarts": _Update.cosine_with_restarts,
     "polynomial": _Update.polynomial,
 }
-
-
-# -- A whole curve, as data and as a chart.
 
 
 @attrs.frozen(kw_only=True)

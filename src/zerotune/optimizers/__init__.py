@@ -1,1 +1,0 @@
-"""Describe optimizers and schedules without torch: names, arguments, states and curves."""

@@ -1,0 +1,194 @@
+"""Entries of the tables of optimizers and schedules, and their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Literal
+
+import attrs
+
+from zerotune.errors import UNSET
+
+ParameterType = Literal["float", "int", "bool", "floats", "str", "any"]
+
+
+@attrs.frozen(kw_only=True)
+class Parameter:
+    """One argument of an optimizer or schedule, described for forms and tables."""
+
+    name: str
+    """Key under ``params`` in DeepSpeed's or torch's spelling."""
+    type: ParameterType = "float"
+    """``"floats"`` is a fixed number of floats (``betas``); ``"any"`` is not checked."""
+    default: Any = UNSET
+    """Value for ``"auto"``; ``UNSET`` if the argument is required."""
+    native: Any = UNSET
+    """Default of DeepSpeed's class if it differs from ``default``."""
+    low: float | None = None
+    """Minimum (of each element)."""
+    high: float | None = None
+    """Maximum (of each element)."""
+    low_open: bool = False
+    """Whether ``low`` itself is excluded."""
+    high_open: bool = False
+    """Whether ``high`` itself is excluded."""
+    length: int | None = None
+    """Number of elements if ``type`` is ``"floats"``."""
+    choices: tuple[str, ...] = ()
+    """Allowed values of a ``"str"``."""
+    nullable: bool = False
+    """Whether ``None`` is allowed."""
+    optional: bool = False
+    """Whether the argument is omitted unless the configuration sets it, as for switches that do not
+    affect results."""
+    only: frozenset[str] = frozenset()
+    """Classes whose constructor accepts the argument; empty if all do."""
+
+    @property
+    def unwritten(self) -> Any:
+        """Value that applies if a configuration does not set the argument."""
+        return self.default if self.native is UNSET else self.native
+
+    @property
+    def range(self) -> str:
+        """Describe the allowed values briefly for a table."""
+        if self.type == "bool":
+            return "true or false"
+        if self.choices:
+            return f"one of {', '.join(map(repr, self.choices))}"
+        noun = {"int": "a whole number", "floats": f"{self.length} numbers"}.get(
+            self.type, "a number"
+        )
+        bounds = [
+            f"{'>' if self.low_open else '>='} {self.low:g}" if self.low is not None else "",
+            f"{'<' if self.high_open else '<='} {self.high:g}" if self.high is not None else "",
+        ]
+        return " ".join([noun, " and ".join(bound for bound in bounds if bound)]).strip()
+
+    def accepts(self, implementation: str) -> bool:
+        """Return whether the class named ``implementation`` accepts the argument."""
+        return not self.only or implementation in self.only
+
+
+def number(name: str, default: float, *, low: float | None = 0, **kwargs: Any) -> Parameter:
+    """Create a float argument, non-negative by default."""
+    return Parameter(name=name, default=default, low=low, **kwargs)
+
+
+def integer(name: str, default: Any = UNSET, *, low: int = 1, **kwargs: Any) -> Parameter:
+    """Create an integer argument, positive by default."""
+    return Parameter(name=name, type="int", default=default, low=low, **kwargs)
+
+
+def flag(name: str, default: bool = False, **kwargs: Any) -> Parameter:
+    """Create a boolean argument."""
+    return Parameter(name=name, type="bool", default=default, **kwargs)
+
+
+Family = Literal["deepspeed", "torch", "package", "zerotune"]
+
+
+@attrs.frozen(kw_only=True)
+class Entry:
+    """Catalogue entry of an optimizer or a schedule: name and arguments."""
+
+    name: str
+    """Canonical name (``"AdamW"``, ``"WarmupLR"``)."""
+    summary: str
+    """One-line description for a table."""
+    parameters: tuple[Parameter, ...]
+    """All arguments that a configuration may contain."""
+
+    def parameter(self, name: str) -> Parameter | None:
+        """Return the argument with this ``name``, or ``None``."""
+        return self._by_name.get(name)
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of all arguments."""
+        return tuple(self._by_name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Parameter]:
+        return {item.name: item for item in self.parameters}
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerEntry(Entry):
+    """Catalogue entry of an optimizer: arguments, states and requirements."""
+
+    family: Family
+    """``"deepspeed"`` for names in DeepSpeed's configuration, ``"torch"`` for classes of
+    ``torch.optim`` that DeepSpeed looks up by name, ``"package"`` for optional packages,
+    ``"zerotune"`` for zerotune's own."""
+    states: tuple[str, ...] = ()
+    """Names of the state tensors for each parameter, each of the parameter's size; in fp32 unless
+    ``summary`` says otherwise."""
+    conditional_states: Mapping[str, str] = attrs.field(factory=dict)
+    """Additional states, by the argument that enables them if it is true or nonzero."""
+    fp32_per_weight: float | None = None
+    """Size of all states per weight, counted in fp32 numbers; ``None`` means one for each state."""
+    refusal: str | None = None
+    """Why the optimizer can never run; ``None`` if it can."""
+    instead: str | None = None
+    """The closest alternative to an optimizer that cannot run anywhere."""
+    adam_like: bool = False
+    """Whether it keeps Adam's two moments and supports decoupled and L2 decay."""
+    requires: tuple[str, ...] = ()
+    """Its requirements in words."""
+    package: str | None = None
+    """Module of the optional package that provides it (``"prodigyopt"``, ``"mup"``)."""
+    implementation: str | None = None
+    """Class name in the package, if it differs from ``name``."""
+    extra: str | None = None
+    """The zerotune extra that installs the package."""
+    own_schedule: bool = False
+    """Whether it adapts its own learning rate; if so, no schedule is used by default."""
+    renamed: Mapping[str, str] = attrs.field(factory=dict)
+    """Maps this optimizer's argument names to AdamW's where they differ, for a fallback to
+    AdamW."""
+    lr_scale: str | None = None
+    """How its usual learning rate differs from AdamW's; ``None`` if it does not."""
+    streams: bool = False
+    """Whether it can update streamed weights in host memory, one unit (such as a block) at a
+    time."""
+
+    def states_for(self, params: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of each parameter's fp32 states, given the arguments ``params``."""
+        extra = tuple(state for key, state in self.conditional_states.items() if params.get(key))
+        return self.states + extra
+
+    def states_per_weight(self, params: Mapping[str, Any] | None = None) -> float:
+        """Return the size of the states per weight, counted in fp32 numbers of 4 bytes.
+
+        Args:
+            params: The optimizer's arguments; momentum and AMSGrad add states.
+        """
+        if self.fp32_per_weight is not None:
+            return self.fp32_per_weight
+        return float(len(self.states_for(params or {})))
+
+    def streamed_bytes_per_weight(
+        self,
+        params: Mapping[str, Any] | None = None,
+        *,
+        split_masters: bool = False,
+        gradients: bool = True,
+    ) -> float:
+        """Return the bytes of host memory per trained weight if bf16 weights are streamed.
+
+        Args:
+            params: The optimizer's arguments.
+            split_masters: Whether each fp32 master weight is stored as its bf16 weight and the low
+                16 bits.
+            gradients: Whether host memory stores the bf16 gradients of all weights at the same
+                time.
+        """
+        masters = 2 if split_masters else 4
+        return 2 + masters + 4 * self.states_per_weight(params) + (2 if gradients else 0)
+
+
+OptimizerSource = Literal["deepspeed", "torch", "zerotune", "package"]
+SchedulerSource = Literal["deepspeed", "zerotune"]
+WeightDecay = Literal["decoupled", "l2"]

@@ -1,0 +1,227 @@
+"""Names of optimizers: every accepted spelling, and the optimizer that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import attrs
+
+from zerotune._util.text import did_you_mean, squash
+from zerotune.errors import UNSET, InvalidValueError, OptimizerError, writes
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS, TORCH_ENTRIES
+from zerotune.plan.optimizer.entries import OptimizerEntry
+
+OPTIMIZER_TYPE: Final = "optimizer.type"
+
+DEFAULT_OPTIMIZER: Final = "AdamW"
+
+DECAY_SPELLINGS: Final = ("adam_w_mode", "adamw_mode", "decoupled_weight_decay")
+"""Names of Adam's decay switch in DeepSpeed's configuration, DeepSpeed's classes and torch."""
+
+TORCH_NAMES: Final[frozenset[str]] = frozenset(
+    {entry.name for entry in TORCH_ENTRIES} | {"Adam", "AdamW", "Adagrad", "Muon"}
+)
+"""Public optimizer classes of ``torch.optim``; the last four share names with DeepSpeed's."""
+
+SPELLINGS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "adamwtorch": "AdamW",
+        "adamwtorchfused": "AdamW",
+        "adamwhf": "AdamW",
+        "1bitadam": "OneBitAdam",
+        "1bitlamb": "OneBitLamb",
+        "01adam": "ZeroOneAdam",
+        "zerooneadamw": "ZeroOneAdam",
+        "adamw8bitbnb": "AdamW8bit",
+        "bnbadamw8bit": "AdamW8bit",
+        "schedulefree": "AdamWScheduleFree",
+        "schedulefreeadamw": "AdamWScheduleFree",
+        "aoadamw8bit": "TorchAOAdamW8bit",
+        "aoadamw4bit": "TorchAOAdamW4bit",
+    }
+)
+"""Exact aliases of optimizer names, normalised by ``squash``."""
+
+IMPLEMENTATION_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "fusedadam": "AdamW",
+        "fusedadamw": "AdamW",
+        "cpuadam": "AdamW",
+        "cpuadamw": "AdamW",
+        "deepspeedcpuadam": "AdamW",
+        "deepspeedcpuadamw": "AdamW",
+        "deepspeedcpuadagrad": "Adagrad",
+        "cpuadagrad": "Adagrad",
+        "fusedlion": "Lion",
+        "cpulion": "Lion",
+        "deepspeedcpulion": "Lion",
+        "fusedlamb": "Lamb",
+        "muonwithauxadam": "Muon",
+    }
+)
+"""Class names that are read as optimizer names, because DeepSpeed chooses the class itself."""
+
+
+BY_WORD: Final[Mapping[str, str]] = {
+    **{squash(name): name for name in OPTIMIZERS},
+    **SPELLINGS,
+    **IMPLEMENTATION_NAMES,
+}
+"""Canonical name for each spelling; spellings are normalised by ``squash``."""
+
+Origin = Literal["plain", "torch", "deepspeed", "package"]
+
+_PREFIXES: Final[Mapping[Origin, tuple[str, ...]]] = {
+    "torch": ("torch.optim", "optim"),
+    "package": ("bitsandbytes", "bnb", "prodigyopt", "schedulefree"),
+    "deepspeed": ("deepspeed", "mup"),
+}
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerName:
+    """A canonical optimizer name and its original spelling."""
+
+    canonical: str
+    """``"AdamW"``."""
+    written: str
+    """As given."""
+    origin: Origin = "plain"
+    """Kind of prefix: none, ``torch.optim.``, ``deepspeed.`` or the name of a package."""
+    implementation: bool = False
+    """Whether the spelling is a class name (``FusedAdam``) instead of an optimizer name."""
+
+    def under(self, params: Mapping[str, Any]) -> str:
+        """Return the canonical name of the optimizer, given its arguments ``params``."""
+        decoupled = next((params[key] for key in DECAY_SPELLINGS if key in params), True)
+        if self.implementation and self.canonical == "AdamW" and decoupled is False:
+            # FusedAdam(adam_w_mode=False) is L2 Adam, and AdamW would ignore the switch.
+            return "Adam"
+        return self.canonical
+
+
+def canonical(name: str, params: Mapping[str, Any] | None = None) -> str | None:
+    """Return the canonical name of the optimizer that a configuration requests.
+
+    Args:
+        name: Any spelling accepted by ``normalise_optimizer_name``.
+        params: Arguments of the optimizer; for example ``FusedAdam`` with ``adam_w_mode`` false is
+            Adam.
+
+    Returns:
+        A key of ``OPTIMIZERS``; ``None`` if the name is unknown.
+    """
+    parsed = _parsed(name)
+    return None if parsed is None else parsed.under(params or {})
+
+
+def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None:
+    """Return the error for gradient clipping among the optimizer's arguments, or ``None``."""
+    if "max_grad_norm" not in params:
+        return None
+    return InvalidValueError(
+        "clipping is not an argument of the optimizer in DeepSpeed",
+        key="optimizer.params.max_grad_norm",
+        value=params["max_grad_norm"],
+        fix="move it to gradient_clipping at the top level",
+        edits=[{"": UNSET, "gradient_clipping": params["max_grad_norm"]}],
+    )
+
+
+def entry_of(name: str | None) -> OptimizerEntry:
+    """Return the entry for ``name``, or AdamW's entry if the named optimizer can never run.
+
+    Args:
+        name: A canonical name; ``None`` if it is unknown.
+    """
+    entry = None if name is None else OPTIMIZERS.get(name)
+    return OPTIMIZERS[DEFAULT_OPTIMIZER] if entry is None or entry.refusal else entry
+
+
+def normalise_optimizer_name(name: str) -> str:
+    """Return the canonical name of an optimizer.
+
+    Args:
+        name: Name in upper or lower case, with ``-``, ``_`` or spaces, with a ``torch.optim.`` or
+            ``deepspeed.ops.`` prefix, or an alias (``"1-bit adam"``, ``"FusedAdam"``).
+
+    Returns:
+        A key of ``OPTIMIZERS``.
+
+    Raises:
+        OptimizerError: The name is unknown; the message suggests the closest name.
+        InvalidValueError: ``name`` is not text.
+    """
+    return parse_optimizer_name(name).canonical
+
+
+def parse_optimizer_name(name: Any, *, key: str = OPTIMIZER_TYPE) -> OptimizerName:
+    """Return the canonical name of an optimizer together with its original spelling.
+
+    Args:
+        name: The name as written.
+        key: Path of the setting that contains the name, for messages.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise InvalidValueError(
+            "an optimizer name must be text", key=key, value=name, fix='write for example "AdamW"'
+        )
+    parsed = _parsed(name)
+    if parsed is None:
+        raise _unknown_optimizer(name, key)
+    return parsed
+
+
+def _parsed(name: str) -> OptimizerName | None:
+    prefix, _, last = name.strip().rpartition(".")
+    origin = _origin(prefix)
+    found = last if last in OPTIMIZERS else BY_WORD.get(squash(last))
+    if origin is None or found is None or not _belongs(found, origin):
+        return None
+    return OptimizerName(
+        canonical=found,
+        written=name,
+        origin=origin,
+        implementation=last != found and squash(last) in IMPLEMENTATION_NAMES,
+    )
+
+
+def _origin(prefix: str) -> Origin | None:
+    path = prefix.strip().lower()
+    if not path:
+        return "plain"
+    for origin, modules in _PREFIXES.items():
+        if any(path == module or path.startswith(f"{module}.") for module in modules):
+            return origin
+    return None
+
+
+def _belongs(name: str, origin: Origin) -> bool:
+    """Return whether the name may have this prefix: torch.optim has no OneBitAdam."""
+    if origin == "torch":
+        return name in TORCH_NAMES
+    family = OPTIMIZERS[name].family
+    if family == "zerotune":
+        return origin == "plain"
+    return origin != "package" or family == "package"
+
+
+def _unknown_optimizer(name: str, key: str) -> OptimizerError:
+    prefix, _, last = name.strip().rpartition(".")
+    close = did_you_mean(last, OPTIMIZERS)
+    known = ", ".join(sorted(OPTIMIZERS))
+    where = f" in {prefix}" if prefix else ""
+    fix = (
+        f"did you mean {' or '.join(close)}? Known names: {known}"
+        if close
+        else f"use one of {known}"
+    )
+    return OptimizerError(
+        f"zerotune knows no optimizer with this name{where}",
+        key=key,
+        value=name,
+        fix=fix,
+        edits=writes(*close),
+    )
