@@ -45,13 +45,11 @@ class TestMain:
 
         def install(action):
             command = SimpleNamespace(
-                NAME="act",
-                SUMMARY="Act.",
                 configure=lambda parser: parser.add_argument("--word"),
                 run=action,
             )
             monkeypatch.setitem(sys.modules, "zerotune.cli.act", command)
-            monkeypatch.setattr(cli, "_COMMANDS", ("zerotune.cli.act",))
+            monkeypatch.setattr(cli, "_COMMANDS", {"act": "Act."})
 
         return install
 
@@ -111,7 +109,7 @@ class TestMain:
             cli.main(["--help"])
 
         assert stopped.value.code == 0
-        assert doctor.SUMMARY.split()[-1] in capsys.readouterr().out
+        assert "unavailable." in capsys.readouterr().out
 
     def test_version_is_printed(self, capsys):
         with pytest.raises(SystemExit) as stopped:
@@ -132,9 +130,9 @@ class TestMain:
                 return 0
 
             sys.modules["zerotune.cli.act"] = SimpleNamespace(
-                NAME="act", SUMMARY="Act.", configure=lambda parser: None, run=talk
+                configure=lambda parser: None, run=talk
             )
-            cli._COMMANDS = ("zerotune.cli.act",)
+            cli._COMMANDS = {"act": "Act."}
             sys.exit(cli.main(["act"]))
         """
         talker = subprocess.Popen(
@@ -156,7 +154,7 @@ def test_parsing_arguments_loads_nothing_heavy():
         "import sys\n"
         "from zerotune import cli\n"
         "cli._parser().parse_args(['doctor'])\n"
-        "print([m for m in ('torch', 'deepspeed', 'rich', 'psutil') if m in sys.modules])\n"
+        "print([m for m in ('torch', 'deepspeed', 'rich') if m in sys.modules])\n"
     )
 
     done = subprocess.run(

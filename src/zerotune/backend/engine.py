@@ -15,6 +15,7 @@ from zerotune._util.closing import Closing
 from zerotune._util.proc import return_freed_memory
 from zerotune.backend.step_state import Stage, StepState, fault_of, surely, uninterrupted
 from zerotune.errors import EngineError, StepOrderError, ZeroTuneError
+from zerotune.plan.text import resolved_page
 
 if TYPE_CHECKING:
     import torch
@@ -310,8 +311,6 @@ class Engine(Closing):
         Args:
             further: Additional decisions to show, such as the trainer's.
         """
-        from zerotune.plan.text import resolved_page
-
         page = resolved_page(self._plan, (*self._engine_decisions, *further))
         return "\n".join(part for part in (page.text(), self._checks().render()) if part)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from zerotune.errors import MissingDependencyError
+
 if TYPE_CHECKING:
     from zerotune.builder.app import create_app
     from zerotune.builder.serving import serve
@@ -19,8 +21,6 @@ __all__ = ["create_app", "serve"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from zerotune.errors import MissingDependencyError
-
     try:
         module = "app" if name == "create_app" else "serving"
         return getattr(importlib.import_module(f"{__name__}.{module}"), name)

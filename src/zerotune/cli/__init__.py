@@ -14,7 +14,8 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Protocol, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
 
 from zerotune._util.proc import installed_version
 from zerotune.errors import ZeroTuneError
@@ -22,16 +23,17 @@ from zerotune.errors import ZeroTuneError
 if TYPE_CHECKING:
     from zerotune._util.table import Page
 
-_COMMANDS: Final = (
-    "zerotune.cli.init",
-    "zerotune.cli.train",
-    "zerotune.cli.doctor",
-    "zerotune.cli.plan",
-    "zerotune.cli.schema",
-    "zerotune.cli.offload",
-    "zerotune.cli.checkpoint",
-    "zerotune.cli.builder",
-)
+_COMMANDS: Final = {
+    "init": "Write a training run and its plan, for a model, a GPU and a folder of images.",
+    "train": "Train a model as a file says; under torchrun, on several GPUs.",
+    "doctor": "Show what this machine supports, and why other features are unavailable.",
+    "plan": "Check, convert and explain DeepSpeed configurations.",
+    "schema": "Print all parameters of DeepSpeed as JSON Schema for editors.",
+    "offload": "Show or clean up a swap root.",
+    "checkpoint": "Show, verify or convert checkpoints.",
+    "builder": "Open a page that builds, explains and saves a plan.",
+}
+"""Summary of each command; the module of its name has ``configure`` and ``run``."""
 
 
 _ERROR: Final = "error: "
@@ -145,22 +147,6 @@ def add_commands(parser: argparse.ArgumentParser, **commands: type[Below]) -> No
         command.set_defaults(command=kind)
 
 
-class Command(Protocol):
-    """Interface of a module that defines a subcommand.
-
-    Importing such a module must be cheap, because printing the help imports all such modules.
-    """
-
-    NAME: str
-    SUMMARY: str
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's arguments."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command and return the exit status."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status.
 
@@ -175,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any("\0" in argument for argument in argv):
         complain("an argument contains a NUL character, which no path or name can contain")
         return 2
-    arguments = _parser(argv).parse_args(argv)
+    arguments = _parser().parse_args(argv)
     try:
         status = int(arguments.run(arguments))
         sys.stdout.flush()
@@ -196,8 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser for the command that ``argv`` names, or for all commands."""
+def _parser() -> argparse.ArgumentParser:
     parser = LazyParser(
         prog="zerotune", description="ZeRO-offloaded diffusion training around DeepSpeed."
     )
@@ -205,15 +190,17 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
     )
-    named = [module for module in _COMMANDS if argv and module.endswith(f".{argv[0]}")]
-    for module in named or _COMMANDS:
-        command = cast(Command, importlib.import_module(module))
-        subparser = commands.add_parser(
-            command.NAME, help=command.SUMMARY, description=command.SUMMARY
-        )
-        subparser.configure = command.configure
-        subparser.set_defaults(run=command.run)
+    for name, summary in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        command.configure = partial(_configure, name)
     return parser
+
+
+def _configure(name: str, parser: argparse.ArgumentParser) -> None:
+    """Import a command's module, and add the command's arguments."""
+    module = importlib.import_module(f"{__name__}.{name}")
+    module.configure(parser)
+    parser.set_defaults(run=module.run)
 
 
 class _ShowVersion(argparse.Action):

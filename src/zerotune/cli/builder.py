@@ -7,8 +7,6 @@ import importlib
 from pathlib import Path
 from typing import Final
 
-NAME: Final = "builder"
-SUMMARY: Final = "Open a page that builds, explains and saves a plan."
 _HIGHEST_PORT: Final = 65535
 
 

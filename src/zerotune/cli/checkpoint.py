@@ -6,18 +6,16 @@ import argparse
 import importlib.util
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar
 
+from zerotune._util.table import Page, Table
 from zerotune._util.text import counted, disk_size
 from zerotune.cli import Below, add_commands, print_json, print_page, print_text
 from zerotune.errors import MissingDependencyError
+from zerotune.plan.sections import PRECISIONS
 
 if TYPE_CHECKING:
-    from zerotune._util.table import Page
     from zerotune.checkpoint.manifest import Manifest
-
-NAME: Final = "checkpoint"
-SUMMARY: Final = "Show, verify or convert checkpoints."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +33,6 @@ class _ConvertCheckpoint(Below):
 
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
-        from zerotune.plan.sections import PRECISIONS
-
         _add_path(parser)
         parser.add_argument(
             "target", type=Path, metavar="TARGET", help="path to write; must not exist"
@@ -137,8 +133,6 @@ class _Verify(Below):
 
 
 def _contents_page(manifest: Manifest) -> Page:
-    from zerotune._util.table import Page, Table
-
     elements = sum(math.prod(record.shape) for record in manifest.parameters)
     saved = sorted({state for record in manifest.parameters for state in record.states})
     formats = {state: manifest.format_of(state) for state in saved}

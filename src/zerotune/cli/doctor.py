@@ -7,24 +7,18 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import attrs
 
-from zerotune._util.table import Line, Page, Table
+from zerotune._util.table import Block, Line, Page, Table
+from zerotune.backend.ops import OpStatus, build_op, check_op_name, extensions_folder, op_report
 from zerotune.cli import print_json, print_page
 from zerotune.errors import PlatformError, ZeroTuneError
 from zerotune.plan.memory.time import RATE_NAMES, Rates, known_rates, store_rates
 from zerotune.platform import Platform, detect_platform
 from zerotune.platform.facts import GIB
-
-if TYPE_CHECKING:
-    from zerotune._util.table import Block
-    from zerotune.backend.ops import OpStatus
-    from zerotune.platform.toolchain import Toolchain
-
-NAME: Final = "doctor"
-SUMMARY: Final = "Show what this machine supports, and why other features are unavailable."
+from zerotune.platform.toolchain import Toolchain, detect_toolchain
 
 _STATE_STYLES: Final = {
     "installed": "good",
@@ -57,9 +51,7 @@ class Checkup:
     @classmethod
     def of(cls, platform: Platform) -> Checkup:
         """Examine this machine; ``platform`` must also describe this machine."""
-        from zerotune.backend.ops import extensions_folder, op_report
         from zerotune.backend.step.kernel import host_step_status
-        from zerotune.platform.toolchain import detect_toolchain
 
         toolchain = detect_toolchain()
         if not platform.deepspeed.available:
@@ -233,8 +225,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _check_op_names(names: list[str]) -> None:
     if names:
-        from zerotune.backend.ops import check_op_name
-
         for name in names:
             check_op_name(name)
 
@@ -253,8 +243,6 @@ def run(arguments: argparse.Namespace) -> int:
         _check_op_names([*arguments.build, *(arguments.build_missing or ())])
         _build(arguments.build, platform)
         if arguments.build_missing is not None and platform.deepspeed.available:
-            from zerotune.backend.ops import op_report
-
             missing = [op.name for op in op_report() if op.state in ("buildable", "stale")]
             wanted = arguments.build_missing or missing
             _build([name for name in missing if name in wanted], platform)
@@ -281,8 +269,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _build(names: Iterable[str], platform: Platform) -> None:
-    from zerotune.backend.ops import build_op
-
     for name in names:
         support = platform.deepspeed
         if not support.available:

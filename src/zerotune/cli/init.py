@@ -10,9 +10,10 @@ import os
 import re
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from zerotune._util.text import counted
+from zerotune._util.files import drafted, system_errors, write_synced
+from zerotune._util.text import counted, format_size
 from zerotune.cli import print_text
 from zerotune.cli.plan import (
     LORA_HELP,
@@ -23,13 +24,9 @@ from zerotune.cli.plan import (
     model_of,
 )
 from zerotune.errors import DataError, InvalidValueError, PlanFileError
-
-if TYPE_CHECKING:
-    from zerotune.plan.families import ModelFamily
-    from zerotune.plan.plan import Advice
-
-NAME: Final = "init"
-SUMMARY: Final = "Write a training run and its plan, for a model, a GPU and a folder of images."
+from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.families import ModelFamily
+from zerotune.plan.plan import Advice
 
 _PIPELINES: Final = {
     "aura-flow": "fal/AuraFlow-v0.3",
@@ -175,8 +172,6 @@ def _model(arguments: argparse.Namespace) -> str:
 
 
 def _advice(arguments: argparse.Namespace, model: ModelFamily) -> Advice:
-    from zerotune.plan import DeepSpeedPlan
-
     rate = _LEARNING_RATE["adapters" if arguments.lora else "all"]
     return DeepSpeedPlan.advise(
         model,
@@ -269,8 +264,6 @@ def _run_file(
 
 
 def _docstring(arguments: argparse.Namespace, advice: Advice) -> str:
-    from zerotune._util.text import format_size
-
     budget = advice.budget
     sizes = {"device memory": budget.device, "host memory": budget.host, "NVMe": budget.nvme}
     memory = ", ".join(f"{format_size(size)} of {name}" for name, size in sizes.items())
@@ -298,8 +291,6 @@ The plan requires the values of GRADIENT_CHECKPOINTING and ACTIVATION_OFFLOAD be
 def _write(texts: dict[Path, str]) -> None:
     """Write all of the files or none."""
     from contextlib import ExitStack
-
-    from zerotune._util.files import drafted, system_errors, write_synced
 
     folder = next(iter(texts)).parent
     with system_errors(PlanFileError, folder, "cannot be written to"), ExitStack() as drafts:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import attrs
 
+from zerotune._util.table import Page, Table
 from zerotune._util.text import format_size
 from zerotune.cli import Below, add_commands, print_json, print_page, print_text
-
-NAME: Final = "offload"
-SUMMARY: Final = "Show or clean up a swap root."
+from zerotune.offload import cleanup_stale_swap
+from zerotune.offload.lease import find_leases
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +42,6 @@ class _Clean(Below):
         )
 
     def run(self) -> int:
-        from zerotune.offload import cleanup_stale_swap
-
         report = cleanup_stale_swap(
             self.arguments.root, dry_run=self.arguments.dry_run, adopt=self.arguments.adopt
         )
@@ -82,9 +80,6 @@ class _Status(Below):
     configure = staticmethod(_add_root)
 
     def run(self) -> int:
-        from zerotune.offload import cleanup_stale_swap
-        from zerotune.offload.lease import find_leases
-
         report = cleanup_stale_swap(self.arguments.root, dry_run=True)
         leases = find_leases(self.arguments.root)
         strays = [one for one in (*report.removed, *report.kept) if one.kind != "lease"]
@@ -115,8 +110,6 @@ class _Status(Below):
 
 
 def _print_rows(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    from zerotune._util.table import Page, Table
-
     table = Table(head=head, rows=tuple(rows), indent=0)
     if table.rows:
         print_page(Page(blocks=(table,)))

@@ -5,29 +5,57 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
+from typing import Any, ClassVar, Final, get_args
 
+from zerotune._util.table import Line, Page
+from zerotune._util.text import counted, format_size, parse_memory
 from zerotune.cli import Below, add_commands, print_json, print_page, print_text, tell
+from zerotune.decisions import SEVERITIES, Decision, raise_all, worst_first
 from zerotune.errors import (
     InvalidValueError,
+    NothingFitsError,
     PlanFileError,
     PlanSyntaxError,
     UnknownKeyError,
     ZeroTuneError,
 )
-
-if TYPE_CHECKING:
-    from zerotune.decisions import Decision
-    from zerotune.errors import NothingFitsError
-    from zerotune.plan import DeepSpeedPlan
-    from zerotune.plan.families import ModelFamily
-    from zerotune.plan.memory.estimate import Place
-    from zerotune.plan.plan import Advice, MemoryEstimate, ResolvedPlan
-    from zerotune.plan.text import RankBudget
-    from zerotune.platform import Platform
-
-NAME: Final = "plan"
-SUMMARY: Final = "Check, convert and explain DeepSpeed configurations."
+from zerotune.plan import RunFacts, read
+from zerotune.plan.advise import PREFERENCES
+from zerotune.plan.charts import plot_memory
+from zerotune.plan.context import EngineName, Streaming
+from zerotune.plan.facts import STORAGES
+from zerotune.plan.families import ModelFamily, family_names, model_family
+from zerotune.plan.memory.estimate import EMAPlace, Place
+from zerotune.plan.memory.time import card_named, card_platform
+from zerotune.plan.optimizer.names import parse_optimizer_name
+from zerotune.plan.optimizer.resolver import OptimizerResolver
+from zerotune.plan.plan import Advice, DeepSpeedPlan, MemoryEstimate, ResolvedPlan, raised
+from zerotune.plan.resolve import with_engine
+from zerotune.plan.rules import RuleContext, all_rules
+from zerotune.plan.sections import PRECISIONS
+from zerotune.plan.source import key_lines, read_text
+from zerotune.plan.text import (
+    FOREMOST,
+    WIDTH,
+    RankBudget,
+    advice_page,
+    candidate_data,
+    estimate_page,
+    fits,
+    foremost,
+    nearest_budget,
+    nearest_page,
+    places_of,
+    plan_page,
+    rank_budget,
+    resolved_page,
+    time_data,
+    time_words,
+)
+from zerotune.plan.values import AUTO
+from zerotune.plan.write import FORMATS, launchable, plan_document
+from zerotune.platform import CUDA, Platform, detect_platform
+from zerotune.platform.facts import ACCELERATORS
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -116,9 +144,6 @@ def _set_world_size(arguments: argparse.Namespace, plan: DeepSpeedPlan | None) -
 def _add_workload(
     parser: argparse.ArgumentParser, world_size: int | None = 1, about: str = "processes; default 1"
 ) -> None:
-    from zerotune.plan.facts import STORAGES
-    from zerotune.plan.memory.estimate import EMAPlace
-
     group = parser.add_argument_group("workload")
     group.add_argument(
         "--world-size", type=number_of_processes, default=world_size, metavar="N", help=about
@@ -139,9 +164,6 @@ def _add_workload(
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     """Add the training options of ``advise``."""
-    from zerotune.plan.sections import PRECISIONS
-    from zerotune.plan.values import AUTO
-
     training = parser.add_argument_group("training")
     _add_sample(training)
     training.add_argument("--optimizer", default="AdamW", metavar="NAME", help="default AdamW")
@@ -201,8 +223,6 @@ def add_machine(parser: argparse.ArgumentParser, about: str = FROM_HERE) -> Any:
 def sizes_of(arguments: argparse.Namespace) -> dict[str, int]:
     """Return each memory option's value in bytes; numbers without a unit are in GiB."""
     # Not an argparse type, because argparse would drop the error's fix.
-    from zerotune._util.text import parse_memory
-
     given = {name: getattr(arguments, name) for name in ("vram", "ram", "nvme")}
     return {
         name: parse_memory(text, key=f"--{name}")
@@ -213,8 +233,6 @@ def sizes_of(arguments: argparse.Namespace) -> dict[str, int]:
 
 def add_family(group: Any, *, what: str, required: bool = False) -> None:
     """Add the option for the model to estimate, which ``model_of`` reads."""
-    from zerotune.plan.families import family_names
-
     names = ", ".join(family_names())
     group.add_argument(
         "--family",
@@ -249,8 +267,6 @@ def model_of(arguments: argparse.Namespace) -> ModelFamily:
     """Return the model to estimate: a known family, or one derived from the user's class."""
     name: str = arguments.family
     if ":" not in name:
-        from zerotune.plan.families import model_family
-
         return model_family(name)
     from zerotune.diffusion.facts import family_facts
     from zerotune.diffusion.models.pipeline_family import PipelineFamily
@@ -272,8 +288,6 @@ def _draw_chart(
     estimate: MemoryEstimate, budget: RankBudget, arguments: argparse.Namespace
 ) -> None:
     if arguments.chart:
-        from zerotune.plan.charts import plot_memory
-
         folder = Path(arguments.chart).resolve().parent
         new = not folder.exists()
         try:
@@ -312,8 +326,6 @@ class _Check(Below):
 
     def run(self) -> int:
         """Check a file; return 0 without findings, 1 with findings, 2 if it cannot be read."""
-        from zerotune.decisions import SEVERITIES, Decision, worst_first
-
         status = 1
         try:
             problems, plan = self._problems()
@@ -336,9 +348,6 @@ class _Check(Below):
                 }
             )
         else:
-            from zerotune._util.table import Line, Page
-            from zerotune._util.text import counted
-
             summary = ", ".join(counted(count, name) for name, count in counts.items() if count)
             ranks = counted(self.arguments.world_size, "process", "processes")
             blocks = []
@@ -357,12 +366,6 @@ class _Check(Below):
     def _problems(self) -> tuple[list[Decision], DeepSpeedPlan | None]:
         """Return the problems, and the part of the plan that can be read."""
         import attrs
-
-        from zerotune.decisions import Decision, raise_all
-        from zerotune.plan import read
-        from zerotune.plan.plan import DeepSpeedPlan, raised
-        from zerotune.plan.rules import RuleContext
-        from zerotune.platform import CUDA, Platform
 
         plan, mistakes = read.read_partly(
             lambda log: raised(DeepSpeedPlan, read.load_plan(self.arguments.file, log)),
@@ -398,8 +401,6 @@ class _Check(Below):
 
         The configuration may be a part of the file, or a file that the file names.
         """
-        from zerotune.plan.source import key_lines, read_text
-
         path = Path(self.arguments.file)
         lines = {key: ("", line) for key, line in key_lines(read_text(path), path).items()}
         source = plan.source if plan is not None else str(path)
@@ -423,8 +424,6 @@ class _Check(Below):
 def _as_refused(one: Decision) -> Decision:
     """Return a finding as an error if DeepSpeed or accelerate refuses what zerotune accepts."""
     import attrs
-
-    from zerotune.plan.rules import all_rules
 
     refused = {each.id for each in all_rules() if each.refused_elsewhere}
     return attrs.evolve(one, severity="error") if one.rule in refused else one
@@ -463,17 +462,11 @@ def _problem_data(one: Decision, lines: Mapping[str, _Place]) -> dict[str, Any]:
 def _settle_written(resolved: ResolvedPlan) -> ResolvedPlan:
     if resolved.plan.optimizer is None and resolved.plan.scheduler is None:
         return resolved
-    # Imported only when needed, because it takes a quarter of the command's time.
-    from zerotune.plan.optimizer.resolver import OptimizerResolver
-
     return OptimizerResolver().previewed(resolved)
 
 
 def _open_run(plan: DeepSpeedPlan) -> Any:
     """Return a run with assumed values for what the plan leaves to the script."""
-    from zerotune.plan import RunFacts
-    from zerotune.plan.values import AUTO
-
     optimizer = (plan.optimizer.params if plan.optimizer else None) or {}
     scheduler = (plan.scheduler.params if plan.scheduler else None) or {}
     automatic = AUTO in scheduler.values()
@@ -494,8 +487,6 @@ class _ConvertPlan(Below):
 
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
-        from zerotune.plan.write import FORMATS
-
         _add_file(parser)
         parser.add_argument("--to", choices=FORMATS, required=True, help="target format")
         parser.add_argument(
@@ -521,9 +512,6 @@ class _ConvertPlan(Below):
 
     def run(self) -> int:
         """Convert a file; settings dropped by ``--lossy`` are listed on stderr."""
-        from zerotune.plan import DeepSpeedPlan
-        from zerotune.plan.write import launchable, plan_document
-
         plan = DeepSpeedPlan.load(self.arguments.file, also_known=self.arguments.also_known)
         if self.arguments.to == "accelerate":
             plan = launchable(plan, processes=self.arguments.num_processes)
@@ -572,8 +560,6 @@ class _Explain(Below):
 
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
-        from zerotune.platform.facts import ACCELERATORS
-
         _add_file(parser)
         model = parser.add_argument_group("model")
         add_family(model, what="estimate the plan for this model")
@@ -598,8 +584,6 @@ class _Explain(Below):
 
     def run(self) -> int:
         """Explain a plan; return 1 if a rule finds an error or memory is insufficient, else 0."""
-        from zerotune.plan import DeepSpeedPlan
-
         plan = DeepSpeedPlan.load(self.arguments.file, also_known=self.arguments.also_known)
         _set_world_size(self.arguments, plan)
         if self.arguments.family is None:
@@ -619,16 +603,11 @@ class _Explain(Below):
                     plan.explain_markdown(world_size=self.arguments.world_size, platform=platform)
                 )
             else:
-                from zerotune.plan.text import plan_page
-
                 print_page(plan_page(plan, world_size=self.arguments.world_size, platform=platform))
             return int(any(finding["severity"] == "error" for finding in summary["findings"]))
         return self._explain_cost(plan)
 
     def _explain_cost(self, plan: DeepSpeedPlan) -> int:
-        from zerotune.plan.text import fits, rank_budget
-        from zerotune.platform import detect_platform
-
         sizes: dict[str, int | None] = {**sizes_of(self.arguments)}
         platform = _described_machine(self.arguments)
         if platform is None:
@@ -657,16 +636,6 @@ class _Explain(Below):
     def _show_cost(self, estimate: MemoryEstimate, budget: RankBudget) -> None:
         import attrs
 
-        from zerotune._util.table import Line, Page
-        from zerotune.plan.text import (
-            WIDTH,
-            estimate_page,
-            fits,
-            resolved_page,
-            time_data,
-            time_words,
-        )
-
         time = estimate.step_time()
         if self.arguments.json:
             every = fits(estimate, budget)
@@ -693,8 +662,6 @@ class _Explain(Below):
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     """Add the options that ``_in_engine`` reads."""
-    from zerotune.plan.context import EngineName
-
     group = parser.add_argument_group("engine", "for an Adam in host memory, as in plan.resolve")
     group.add_argument(
         "--engine",
@@ -716,11 +683,6 @@ def _in_engine(estimate: MemoryEstimate, arguments: argparse.Namespace) -> Memor
     """Return the estimate of the plan in the engine that the arguments choose."""
     import attrs
 
-    from zerotune._util.text import parse_memory
-    from zerotune.plan.context import Streaming
-    from zerotune.plan.plan import ResolvedPlan, raised
-    from zerotune.plan.resolve import with_engine
-
     memory = arguments.keep and parse_memory(arguments.keep, key="--keep")
     streamed = Streaming(memory=memory) if memory else arguments.streamed or None
     asked = attrs.evolve(estimate.resolved, engine=arguments.engine, streamed=streamed)
@@ -736,9 +698,6 @@ def _by_place(sizes: Mapping[str, int | None]) -> dict[Place, int]:
 
 def _described_machine(arguments: argparse.Namespace) -> Platform | None:
     """Return the machine that the arguments describe; ``None`` if they describe none."""
-    from zerotune.plan.memory.time import card_named, card_platform
-    from zerotune.platform import CUDA, Platform
-
     sizes: dict[str, Any] = sizes_of(arguments)
     sizes.pop("nvme", None)
     if arguments.card is not None:
@@ -783,8 +742,6 @@ class _Diff(Below):
         return int(bool(difference))
 
     def _loaded(self, path: str) -> DeepSpeedPlan:
-        from zerotune.plan import DeepSpeedPlan
-
         try:
             return DeepSpeedPlan.load(path, also_known=self.arguments.also_known)
         except ZeroTuneError:
@@ -800,8 +757,6 @@ class _Advise(Below):
 
     @staticmethod
     def configure(parser: argparse.ArgumentParser) -> None:
-        from zerotune.plan.advise import PREFERENCES
-
         add_family(parser, what="the model", required=True)
         add_configuration(parser)
         add_machine(parser)
@@ -831,10 +786,6 @@ class _Advise(Below):
 
     def run(self) -> int:
         """Find the best plan; return 0 if a plan fits, else 1."""
-        from zerotune.errors import NothingFitsError
-        from zerotune.plan import DeepSpeedPlan
-        from zerotune.plan.optimizer.names import parse_optimizer_name
-
         optimizer = parse_optimizer_name(self.arguments.optimizer, key="--optimizer").canonical
         model = _estimated_model(self.arguments)
         machine = machine_of(self.arguments)
@@ -862,15 +813,6 @@ class _Advise(Below):
         return 0
 
     def _report(self, advice: Advice) -> None:
-        from zerotune.plan.text import (
-            FOREMOST,
-            WIDTH,
-            advice_page,
-            foremost,
-            places_of,
-            rank_budget,
-        )
-
         _draw_chart(
             advice.estimate, rank_budget(places_of(advice.budget), advice.estimate), self.arguments
         )
@@ -904,9 +846,6 @@ class _Advise(Below):
                 )
 
     def _report_nothing(self, error: NothingFitsError, machine: Mapping[str, Any]) -> None:
-        from zerotune._util.table import Line, Page
-        from zerotune.plan.text import WIDTH, candidate_data, nearest_budget, nearest_page
-
         nearest = error.nearest
         budget = _by_place({**machine, "vram": machine["vram"] or 0})
         _draw_chart(nearest.estimate, nearest_budget(nearest, budget=budget), self.arguments)
@@ -921,10 +860,6 @@ class _Advise(Below):
 
 def machine_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the machine to plan for; missing sizes are taken from this machine and printed."""
-    from zerotune._util.text import format_size
-    from zerotune.plan.memory.time import card_named, card_platform
-    from zerotune.platform import detect_platform
-
     machine: dict[str, Any] = {"nvme": 0, **sizes_of(arguments)}
     card = None if arguments.card is None else card_named(arguments.card, key="--card")
     if card is not None:

@@ -6,9 +6,8 @@ import argparse
 import sys
 
 from zerotune.cli import tell
-
-NAME = "schema"
-SUMMARY = "Print all parameters of DeepSpeed as JSON Schema for editors."
+from zerotune.plan.schema import whole_schema
+from zerotune.plan.write import write_whole
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,14 +19,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the schema, and return the exit status."""
-    from zerotune.plan.schema import whole_schema
-
     text = whole_schema()
     if arguments.output is None:
         sys.stdout.write(text)
         return 0
-    from zerotune.plan.write import write_whole
-
     write_whole(arguments.output, text.encode())
     tell(f"wrote {arguments.output}")
     return 0

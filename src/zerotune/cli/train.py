@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Final
 
 from zerotune.cli import print_json, print_text, tell
-
-NAME: Final = "train"
-SUMMARY: Final = "Train a model as a file says; under torchrun, on several GPUs."
+from zerotune.errors import InvalidValueError
+from zerotune.training.run_file import RunFile, schema, train
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +30,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, or check the file, or print its schema."""
-    from zerotune.errors import InvalidValueError
-    from zerotune.training.run_file import RunFile, schema, train
-
     if arguments.schema:
         print_json(schema())
         return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, product
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import attrs
 
@@ -37,11 +37,8 @@ from zerotune.plan.resolved import Resolved
 from zerotune.plan.rules import resolve
 from zerotune.plan.sections import OffloadSection, OptimizerSection, ZeroSection
 from zerotune.plan.settings import Settings
+from zerotune.platform import Platform, detect_platform
 from zerotune.platform.facts import CUDA, DISCRETE
-
-if TYPE_CHECKING:
-    from zerotune.platform import Platform
-
 
 Preference = Literal["fastest", "least offload"]
 """Criterion for choosing among plans that fit."""
@@ -355,8 +352,6 @@ def advise(
 
 
 def _machine(context: Context, device: int | None, host: int | None) -> Platform:
-    from zerotune.platform import Platform, detect_platform
-
     if context.platform is not None:
         return context.platform
     if device is not None and host is not None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import attrs
 
@@ -52,10 +52,8 @@ from zerotune.plan.sections import (
 )
 from zerotune.plan.settings import Settings
 from zerotune.plan.values import AUTO, Choice
+from zerotune.platform import Platform, detect_platform
 from zerotune.platform.facts import CUDA, CUDA_ALLOCATORS
-
-if TYPE_CHECKING:
-    from zerotune.platform import Platform
 
 
 def overruled(log: Log, key: str, asked: Any, used: Any, stands: str) -> None:
@@ -1146,8 +1144,6 @@ def prepared(requested: Settings, context: Context, log: Log) -> Case:
     """
     platform = context.platform
     if platform is None:
-        from zerotune.platform import detect_platform  # which imports torch, and takes seconds
-
         platform = detect_platform()
     uses_deepspeed = platform.deepspeed.available and context.uses_deepspeed
     if not uses_deepspeed:

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 import attrs
 
+from zerotune._util.files import write_atomically
 from zerotune._util.text import is_number, json_of
 from zerotune.errors import InvalidValueError
 from zerotune.plan.memory.estimate import (
@@ -304,8 +305,6 @@ def store_rates(
     Returns:
         The file.
     """
-    from zerotune._util.files import write_atomically
-
     path = file or rates_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     stored = dict(_stored_rates(path)) | {hardware_key(platform): dict(found)}
