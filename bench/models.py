@@ -1,8 +1,8 @@
 """Steps of small copies of real models: zerotune, DeepSpeed, torch and FSDP2, all with an EMA.
 
 Each contestant trains in a process of its own with one thread, and the processes take turns. CPU
-time is compared, which other load on the machine hardly changes. "The passes alone" are forward and
-backward of the bf16 model: no implementation can take less.
+time is compared, which other load on the machine hardly changes; with two ranks, the sum of both.
+"The passes alone" are forward and backward of the bf16 model: no implementation can take less.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from bench.contestants import build, sample_batch
 from bench.runner import Benchmark, Case, Goal, Measured, alternate
-from bench.workers import alone, resolved, together
+from bench.workers import Worker, launched, resolved, together
 
 OURS, SAME = "zerotune", "DeepSpeed, same configuration"
 DEFAULTS, TORCH = "DeepSpeed, its defaults", "torch, fused AdamW"
@@ -53,33 +53,49 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "adapters on a transformer like SD3's": (SD3, 16),
 }
 """Configuration, and rank of the adapters (0: all weights are trained)."""
+ON_TWO = ("transformer like SD3's", "adapters on a transformer like SD3's")
+"""Models that two ranks train as well."""
 
 
 def cases(quick: bool) -> Sequence[Case]:
     rounds = {"rounds": 2, "steps": 1} if quick else {"rounds": 9, "steps": 3}
     found = []
+
+    def add(name: str, config: Mapping[str, Any], rank: int, clipping: float, ranks: int) -> None:
+        settings = {"config": dict(config), "rank": rank, "clipping": clipping, "ranks": ranks}
+        found.append(Case(name, training, {**settings, **rounds}))
+
     for name, (config, rank) in list(MODELS.items())[: 1 if quick else None]:
         for clipping in (1.0,) if quick or rank else (1.0, 0.0):
             ending = "" if clipping else ", not clipped"
-            settings = {"config": dict(config), "rank": rank, "clipping": clipping, **rounds}
-            found.append(Case(name + ending, training, settings))
+            add(name + ending, config, rank, clipping, 1)
+    for name in () if quick else ON_TWO:
+        add(f"{name}, two ranks", *MODELS[name], 1.0, 2)
     return tuple(found)
 
 
 def training(settings: Mapping[str, Any], _scratch: Path) -> Measured:
     """Measure CPU time and time per step, and the CPU time besides the passes."""
-    made = {name: (loop, settings) for name, loop in CONTESTANTS.items()}
+    ranks = settings["ranks"]
+    names = [name for name in CONTESTANTS if ranks == 1 or name not in _OTHERS]
+    made = {f"{name} {rank}": (Rank, settings) for name in names for rank in range(ranks)}
     with together(made) as workers:
+        teams = {name: [workers[f"{name} {rank}"] for rank in range(ranks)] for name in names}
+        for name, team in teams.items():
+            variables = launched(ranks)
+            for worker, own in zip(team, variables, strict=True):
+                worker.call("set", name, own)
+            Worker.call_all(team, "begin")
         samples = alternate(
             {
-                name: functools.partial(worker.call, "steps", settings["steps"])
-                for name, worker in workers.items()
+                name: functools.partial(_steps, team, settings["steps"])
+                for name, team in teams.items()
             },
             rounds=settings["rounds"],
             # The EMA is moved in the optimizer's pass after three updates have been checked.
             warm_up=max(2, 6 // settings["steps"]),
         )
-        facts = {"trained weights": workers[OURS].call("trained")}
+        facts = {"trained weights": teams[OURS][0].call("trained")}
     passes = samples[PASSES]["cpu_seconds"]
     for name, found in samples.items():
         if name != PASSES:
@@ -88,13 +104,41 @@ def training(settings: Mapping[str, Any], _scratch: Path) -> Measured:
     return Measured(samples=samples, baseline=SAME, facts=facts)
 
 
+def _steps(team: Sequence[Worker], count: int) -> dict[str, float]:
+    """Seconds per step, and the sum of all ranks' CPU seconds."""
+    measured = Worker.call_all(team, "steps", count)
+    return {
+        "cpu_seconds": sum(each["cpu_seconds"] for each in measured),
+        "seconds": max(each["seconds"] for each in measured),
+    }
+
+
+class Rank:
+    """One rank of a contestant, which begins when all ranks have started."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+
+    def set(self, name: str, variables: Mapping[str, str]) -> None:
+        self._name = name
+        os.environ.update(variables)
+
+    def begin(self) -> None:
+        self._loop = CONTESTANTS[self._name](self._settings)
+
+    def steps(self, count: int) -> dict[str, float]:
+        return self._loop.steps(count)
+
+    def trained(self) -> int:
+        return self._loop.trained()
+
+
 class _Loop:
     """A model, its batch, and a step that subclasses define."""
 
     precision = torch.bfloat16
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        os.environ.update(alone())
         torch.set_num_threads(1)
         self._settings = settings
         self._model = build(settings["config"]).train()
@@ -132,7 +176,7 @@ class _Loop:
     def _plan(self) -> Any:
         plan = {"stage": 2, "offload": "cpu", "precision": "bf16"}
         clipped = {**plan, "gradient_clipping": self._settings["clipping"]}
-        return resolved(self._model, clipped, batch=BATCH)
+        return resolved(self._model, clipped, batch=BATCH, world_size=self._settings["ranks"])
 
 
 def _shortened(name: str, tensor: Any) -> Any:
@@ -267,9 +311,17 @@ _BESIDES = "besides the passes, a step takes at most 0.4 times the CPU time of D
 _OTHERS = {TORCH: 0.95, FSDP: 0.8}
 
 
+def _no_slower(case: str) -> Goal:
+    text = f"a step takes at most 1.0 times the CPU time of {SAME}"
+    return Goal(text, case=case, contestant=OURS, quantity="cpu_seconds", limit=1.0, against=SAME)
+
+
 def _goals() -> Sequence[Goal]:
     found = []
     for case in cases(quick=False):
+        if case.settings["ranks"] > 1:
+            found.append(_no_slower(case.name))
+            continue
         goal = functools.partial(Goal, case=case.name, contestant=OURS)
         besides = "besides_passes_cpu_seconds"
         found.append(goal(_BESIDES, quantity=besides, limit=0.4, against=SAME))

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,13 @@ class Worker:
         """
         self._pipe.send((method, arguments, named))
         return self._answer(method)
+
+    @staticmethod
+    def call_all(workers: Sequence[Worker], method: str, *arguments: Any) -> list[Any]:
+        """Call a method of several objects at once, and return their results."""
+        for each in workers:
+            each._pipe.send((method, arguments, {}))
+        return [each._answer(method) for each in workers]
 
     def peak(self, method: str, *arguments: Any, **named: Any) -> tuple[Any, int]:
         """Call a method; return its result and the process's peak of anonymous memory, in bytes."""
@@ -142,11 +149,16 @@ def _serve(
 
 def alone() -> dict[str, str]:
     """Return a launcher's variables for a single process, without which DeepSpeed asks for MPI."""
+    return launched(1)[0]
+
+
+def launched(count: int) -> list[dict[str, str]]:
+    """Return a launcher's variables for the processes of ``count`` ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **here}
+    here = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **here} for rank in range(count)]
 
 
 def resolved(model: Any, plan: Mapping[str, Any], *, batch: int, **how: Any) -> Any:
