@@ -78,6 +78,7 @@ class LeanSlabs:
     def _stepped(self, name: str, split: bool) -> Callable[[], None]:
         from zerotune.backend.optimizers.client import CLASSES
         from zerotune.backend.step.adams import SplitMasters, stepper_of
+        from zerotune.backend.step.kernel import Piece
 
         weights = torch.randn(self._count)
         high = weights.bfloat16()
@@ -95,7 +96,7 @@ class LeanSlabs:
                 key, gradient=self._gradient, group=adam.param_groups[0], factor=0.999,
                 out=None if split else high, masters=masters,
             )  # fmt: skip
-            begun.run(0, self._count)
+            begun.run([Piece(0, self._count)])
 
         return step
 
@@ -105,7 +106,7 @@ class Slab:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from zerotune.backend.step.adams import HostAdam
-        from zerotune.backend.step.kernel import EMAPart, load_host_step
+        from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
         from zerotune.backend.upstream import require_deepspeed
 
         require_deepspeed(accelerator="cpu")
@@ -113,7 +114,7 @@ class Slab:
         self._count = count = settings["parameters"]
         self._chain, self._pass = (_cpu_adam(count) for _ in range(2))
         self._host = HostAdam(op=load_host_step(), adam=self._pass)
-        self._ema_part = EMAPart
+        self._ema_part, self._piece = EMAPart, Piece
         self._gradient = torch.randn(count).bfloat16()
         self._out = torch.empty(count, dtype=torch.bfloat16)
         self._shadows = [torch.randn(count) for _ in range(2)]
@@ -153,7 +154,8 @@ class Slab:
             factor=float(self._factor), out=self._out,
         )  # fmt: skip
         shadows = self._shadows[:averages]
-        step.run(0, self._count, [self._ema_part(tensor=s, weight=1 - DECAY) for s in shadows])
+        emas = [self._ema_part(tensor=s, weight=1 - DECAY) for s in shadows]
+        step.run([self._piece(0, self._count, emas)])
 
 
 def _cpu_adam(count: int) -> Any:

@@ -95,6 +95,15 @@ def nothing_is_announced_yet() -> None:
 
 
 @pytest.fixture(autouse=True)
+def tiny_models_have_several_units(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Divide the weights of tiny models into as many units as those of large ones."""
+    if {"backend", "device"} & set(request.path.parts):
+        monkeypatch.setattr("zerotune.plan.facts.SMALLEST_UNIT", 1)
+
+
+@pytest.fixture(autouse=True)
 def io_is_compiled(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("nvme"):
         compile_io()

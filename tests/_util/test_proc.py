@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.ranks import run_ranks
+from zerotune._util import proc
 from zerotune._util.proc import filesystem_kind, is_rotational, locality_of, mount_of
 
 TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
@@ -100,3 +103,21 @@ def test_malformed_mount_tables_raise_no_error(tmp_path_factory, text):
     table = tmp_path_factory.mktemp("table") / "mountinfo"
     table.write_text(text, encoding="utf-8", errors="surrogatepass")
     assert filesystem_kind(Path("/"), mount_table=table) is None or " - " in text
+
+
+def faults_of(kept: bool) -> int:
+    import torch
+
+    if kept:
+        proc.keep_freed_memory()
+    for _ in range(3):
+        _ = [torch.ones(2**22) for _ in range(4)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        _ = [torch.ones(2**22) for _ in range(4)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_freed_memory_that_is_kept_causes_no_page_faults_when_it_is_used_again():
+    (kept,), (returned,) = (run_ranks(faults_of, kept) for kept in (True, False))
+    assert kept < 1000 < returned, "each tensor has 4,096 pages"

@@ -89,7 +89,7 @@ def steps_of(optimizer: Any, weight: torch.nn.Parameter) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_pass_equals_the_optimizer_bit_for_bit(dtype):
     from zerotune.backend.step.adams import Host8BitAdam
-    from zerotune.backend.step.kernel import EMAPart, load_host_step
+    from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
 
     random_ = torch.Generator().manual_seed(0)
     start = torch.randn(NUMEL, generator=random_)
@@ -104,7 +104,8 @@ def test_the_pass_equals_the_optimizer_bit_for_bit(dtype):
         host.rewind()
         step = host.begin(mine, gradient=gradient, group=group, factor=0.3, out=out)
         for part in (slice(2 * BLOCK, NUMEL), slice(0, 2 * BLOCK)):
-            step.run(part.start, part.stop, [EMAPart(tensor=shadow[part], weight=0.1)])
+            average = EMAPart(tensor=shadow[part], weight=0.1)
+            step.run([Piece(part.start, part.stop, [average])])
         theirs.grad = gradient.float() * torch.tensor(0.3)
         adams[1].step()
         expected.lerp_(theirs.data, 0.1)

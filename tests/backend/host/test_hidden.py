@@ -263,6 +263,7 @@ def both(averages: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         (1, {"stage": 3, "precision": "fp32", "accumulation": 3}),
         (2, {"stage": 3, "groups": True, "clipping": 0.0}),
         (1, {"stage": 2, "groups": True, "optimizer": "AdamWBF16States"}),
+        (1, {"stage": 3, "optimizer": "AdamWBF16States"}),
     ],
     ids=[
         "z1 fp32",
@@ -271,6 +272,7 @@ def both(averages: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         "z3 accumulated",
         "z3 groups",
         "z2 bf16 states",
+        "z3 bf16 states",
     ],
 )
 def test_a_hidden_step_changes_no_bit_under_any_setting(averages, arguments):

@@ -113,3 +113,15 @@ def test_an_error_before_a_copy_is_raised_to_its_receiver(lane):
         copy.receive()
     with pytest.raises(OSError, match="gone"):
         copy.finish()
+
+
+def test_without_a_device_a_copy_runs_before_the_call_returns_and_raises_its_error_there():
+    lane = Lane("out", device=DEVICE, in_caller=True)
+    ran: list[Any] = []
+    copy = lane.submit(lambda: ran.append(threading.current_thread()), then=lambda: ran.append(1))
+    assert ran == [threading.current_thread(), 1]
+    assert copy.is_done
+    copy.finish()
+    with pytest.raises(ZeroDivisionError):
+        lane.submit(lambda: 1 / 0)
+    lane.close()

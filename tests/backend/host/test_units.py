@@ -152,3 +152,12 @@ def test_adapters_stay_on_the_device_and_the_base_is_streamed():
         assert not any(unit.slabs for unit in streamed)
         (adapters,) = (unit for unit in engine._units if unit.resident)
         assert all("lora_" in member.name for member in adapters.members)
+
+
+def test_adapters_are_one_unit_and_large_models_32():
+    from zerotune.plan import facts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(facts, "SMALLEST_UNIT", 2**20)
+        found = [facts.resident_units(size) for size in (1, 577_536, 2**21, 10**10)]
+    assert found == [1, 1, 2, 32]

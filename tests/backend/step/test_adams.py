@@ -32,7 +32,7 @@ def deviations() -> list[str]:
 def stepped(decoupled: bool, decay: float, dtype: torch.dtype, size: int) -> list[Any]:
     """Return name, the pass's result and the reference's, after several steps of both."""
     from zerotune.backend.step.adams import HostAdam
-    from zerotune.backend.step.kernel import EMAPart, load_host_step
+    from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
 
     op = load_host_step()
     generator = torch.Generator().manual_seed(size)
@@ -57,7 +57,7 @@ def stepped(decoupled: bool, decay: float, dtype: torch.dtype, size: int) -> lis
                 EMAPart(tensor=shadow[part], weight=weight)
                 for shadow, weight in zip(shadows[0], weights, strict=True)
             ]
-            begun.run(part.start, part.stop, averages)
+            begun.run([Piece(part.start, part.stop, averages)])
         other.grad = gradient.float().clone().mul_(factor)
         theirs.step()
         for shadow, weight in zip(shadows[1], weights, strict=True):
@@ -86,7 +86,7 @@ def cpu_adam(weights: torch.Tensor, decoupled: bool, decay: float) -> Any:
 def powers(first: int) -> list[float]:
     """Return a weight after each step from ``first`` on, as if the run had resumed there."""
     from zerotune.backend.step.adams import HostAdam
-    from zerotune.backend.step.kernel import load_host_step
+    from zerotune.backend.step.kernel import Piece, load_host_step
 
     adam = cpu_adam(torch.ones(16), True, 0.0)
     host = HostAdam(op=load_host_step(), adam=adam)
@@ -104,7 +104,7 @@ def powers(first: int) -> list[float]:
         begun = host.begin(
             slab, gradient=gradient, group=adam.param_groups[0], factor=1.0, out=None
         )
-        begun.run(0, 16)
+        begun.run([Piece(0, 16)])
         found.append(float(slab.data[0]))
     return found
 
@@ -134,7 +134,7 @@ def test_gradient_norms_match_fp64():
     for dtype, size in itertools.product((torch.float32, torch.bfloat16, torch.float16), SIZES):
         gradient = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
         copy = torch.empty_like(gradient)
-        found.append((op.take(gradient, into=copy), float(gradient.double().square().sum())))
+        found.append((*op.take([gradient], into=[copy]), float(gradient.double().square().sum())))
         assert torch.equal(copy, gradient)
     for mine, exact in found:
         assert mine == pytest.approx(exact, rel=1e-12)
@@ -149,7 +149,7 @@ def test_a_sum_is_finite_if_and_only_if_all_elements_are():
         for dtype in (torch.float32, torch.bfloat16):
             gradient = torch.ones(2000)
             gradient[1234] = value
-            found.append(op.take(gradient.to(dtype)))
+            found += op.take([gradient.to(dtype)])
     assert [value == value and value < float("inf") for value in found] == [False] * 6 + [True] * 2
 
 
@@ -157,7 +157,7 @@ def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> li
     """List what differs between AdamWBF16States and the pass, done in parts and in any order."""
     from zerotune.backend.optimizers.classes import AdamWBF16States
     from zerotune.backend.step.adams import HostBF16Adam, torch_rounds_alike
-    from zerotune.backend.step.kernel import EMAPart, load_host_step
+    from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
 
     op = load_host_step()
     if not torch_rounds_alike(op):
@@ -188,7 +188,7 @@ def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> li
             for start in range(size // 3 * 2, -1, -max(size // 3, 1)):
                 stop = size if start == size // 3 * 2 else start + max(size // 3, 1)
                 average = EMAPart(tensor=shadow[start:stop], weight=0.1)
-                each.run(start, stop, [average])
+                each.run([Piece(start, stop, [average])])
         for (_, other), gradient in zip(pairs, gradients, strict=True):
             other.grad = gradient.float().mul_(factor)
         theirs.step()
@@ -225,7 +225,7 @@ def test_rounding_noise_depends_on_the_place_in_the_group_not_on_how_a_slab_is_c
         noise_key,
     )
     from zerotune.backend.step.adams import HostBF16Adam
-    from zerotune.backend.step.kernel import load_host_step
+    from zerotune.backend.step.kernel import Piece, load_host_step
 
     # The slab has two fragments, the second of which crosses the end of the period.
     places = [(0, 5), (48, NOISE_PERIOD - 9)]
@@ -235,7 +235,7 @@ def test_rounding_noise_depends_on_the_place_in_the_group_not_on_how_a_slab_is_c
     gradient = torch.full((128,), 2 * (1.0 + 2**-9))
     step = host.begin(weight, gradient=gradient, group=group, factor=1.0, out=None, places=places)
     for part in (slice(32, 128), slice(0, 32)):
-        step.run(part.start, part.stop)
+        step.run([Piece(part.start, part.stop)])
     at = torch.cat([torch.arange(5, 53), torch.arange(NOISE_PERIOD - 9, NOISE_PERIOD + 71)])
     bits = noise_bits(noise_key(0, 0), at)
     # A value a quarter of a bf16 unit above 1 is rounded up if its 16 random bits are at least
@@ -250,7 +250,7 @@ def test_rounding_noise_depends_on_the_place_in_the_group_not_on_how_a_slab_is_c
 def test_a_stopped_group_is_cast_and_updates_emas_but_is_not_stepped(cut):
     from zerotune.backend.optimizers.client import STOPPED
     from zerotune.backend.step.adams import HostAdam
-    from zerotune.backend.step.kernel import EMAPart, load_host_step
+    from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
 
     adam = cpu_adam(torch.randn(100), True, 0.01)
     host, (group,) = HostAdam(op=load_host_step(), adam=adam), adam.param_groups
@@ -261,7 +261,8 @@ def test_a_stopped_group_is_cast_and_updates_emas_but_is_not_stepped(cut):
         group[STOPPED] = stopped
         step = host.begin(slab, gradient=torch.randn(100), group=group, factor=1.0, out=out.zero_())
         for part in (slice(0, cut), slice(cut, 100)):
-            step.run(part.start, part.stop, [EMAPart(tensor=shadow[part], weight=0.5)])
+            average = EMAPart(tensor=shadow[part], weight=0.5)
+            step.run([Piece(part.start, part.stop, [average])])
         state = adam.state[slab]
         found.append([slab.data.clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()])
     assert all(map(torch.equal, *found))

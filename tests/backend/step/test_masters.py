@@ -54,7 +54,7 @@ def test_the_pass_over_split_weights_equals_the_pass_over_whole_ones(bf16_states
 
     from zerotune.backend.optimizers.classes import AdamWBF16States
     from zerotune.backend.step.adams import stepper_of
-    from zerotune.backend.step.kernel import EMAPart, load_host_step
+    from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
 
     kind = AdamWBF16States if bf16_states else DeepSpeedCPUAdam
     random_ = torch.Generator().manual_seed(0)
@@ -78,7 +78,7 @@ def test_the_pass_over_split_weights_equals_the_pass_over_whole_ones(bf16_states
             )  # fmt: skip
             for part in (slice(16_000, numel), slice(0, 16_000)):
                 averages = [EMAPart(tensor=shadow[part], weight=0.1)] if is_split else []
-                step.run(part.start, part.stop, averages)
+                step.run([Piece(part.start, part.stop, averages)])
         assert torch.equal(masters.high, out)
         exact = whole.detach().clone()
         whole.data.copy_(split_of(exact).read())
@@ -99,7 +99,7 @@ def test_an_average_in_the_pass_reads_a_tie_as_one_that_comes_later_does(kind):
 
     from zerotune.backend.optimizers.classes import AdamW8BitStates, AdamWBF16States
     from zerotune.backend.step.adams import stepper_of
-    from zerotune.backend.step.kernel import EMAPart, load_host_step
+    from zerotune.backend.step.kernel import EMAPart, Piece, load_host_step
 
     classes = {each.__name__: each for each in (DeepSpeedCPUAdam, AdamWBF16States, AdamW8BitStates)}
     # The step takes one unit in the last place from each weight: whole vectors, and a tail.
@@ -112,6 +112,6 @@ def test_an_average_in_the_pass_reads_a_tie_as_one_that_comes_later_does(kind):
         key, gradient=gradient, group=adam.param_groups[0], factor=1.0, out=None, masters=masters
     )
     shadow = torch.zeros_like(above)
-    step.run(0, above.numel(), [EMAPart(tensor=shadow, weight=1.0)])
+    step.run([Piece(0, above.numel(), [EMAPart(tensor=shadow, weight=1.0)])])
     assert torch.equal(masters.read(), above), "0x3F818000 is a tie that is rounded up"
     assert torch.equal(shadow, masters.read())

@@ -16,6 +16,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from typing_extensions import override
 
+from zerotune._util.proc import keep_freed_memory
 from zerotune._util.text import format_size
 from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.checks import (
@@ -72,7 +73,13 @@ from zerotune.backend.optimizers.client import (
     scheduler_class,
 )
 from zerotune.backend.proof import prove_offload, why_unproven
-from zerotune.backend.step.adams import Host8BitAdam, SplitMasters, torch_rounds_alike
+from zerotune.backend.step.adams import (
+    TORCH_VECTOR,
+    VECTOR,
+    Host8BitAdam,
+    SplitMasters,
+    torch_rounds_alike,
+)
 from zerotune.backend.step.awaited import Awaited
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.backend.step.uses import ForeignUses
@@ -80,7 +87,7 @@ from zerotune.backend.step_state import Stage, StepState
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, OptimizerError, PlatformError
 from zerotune.plan.context import Streaming
-from zerotune.plan.facts import RESIDENT_UNITS, ModelFacts
+from zerotune.plan.facts import ModelFacts, resident_units
 from zerotune.plan.memory.estimate import gradient_buffers
 from zerotune.plan.plan import ResolvedPlan
 from zerotune.plan.resolved import host_obstacle
@@ -126,8 +133,11 @@ class HostEngine(CountingEngine):
             _members(plan, named),
             sizes={name: parameter.numel() for name, parameter in named},
             world_size=self._group.world_size,
+            vector=_vector(plan),
         )
         needs = self._lay_out(model)
+        if self._computes_on_host:
+            keep_freed_memory()
         self._build_optimizer(plan, named)
         self._stream(needs)
         self._decisions = (*read, *shared, *folder_decisions(), *pinned, *self._describe())
@@ -166,6 +176,7 @@ class HostEngine(CountingEngine):
         page_locks = zero is not None and pins(zero.offload_optimizer)
         self._page_locks = page_locks and self._can_lock
         self._memory = self._make_memory(pin=self._page_locks)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._units, needs = make_units(
             model,
             [] if self._plan.is_resident else find_units(model, self._streaming.units),
@@ -173,7 +184,7 @@ class HostEngine(CountingEngine):
             device=self._device,
             memory=self._memory,
             split=self._streaming.split_masters,
-            resident=RESIDENT_UNITS if self._plan.is_resident else 1,
+            resident=resident_units(trained) if self._plan.is_resident else 1,
             in_place=self._plan.is_resident and self._computes_on_host,
         )
         return needs
@@ -233,7 +244,10 @@ class HostEngine(CountingEngine):
         """Create the lanes, steps and residency that move weights and gradients."""
         streams = accelerator_of(self._device).streams
         op = load_host_step()
-        self._lanes = [Lane(name, device=self._device, streams=streams) for name in ("in", "out")]
+        self._lanes = [
+            Lane("in", device=self._device, streams=streams),
+            Lane("out", device=self._device, streams=streams, in_caller=self._computes_on_host),
+        ]
         trained = [unit for unit in self._units if unit.slabs]
         stays = self._plan.is_resident
         foreign = ForeignUses(self._module, compiling=self._found_compiling) if stays else None
@@ -586,6 +600,12 @@ def _members(plan: ResolvedPlan, named: Named) -> list[list[str]]:
     if not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
+
+
+def _vector(plan: ResolvedPlan) -> int:
+    """Number of elements that the plan's optimizer updates with one vector under ZeRO-2."""
+    is_torch = chosen_optimizer(plan).implementation == AdamWBF16States.__name__
+    return TORCH_VECTOR if is_torch else VECTOR
 
 
 def _is_in_place(unit: Unit, member: Member) -> bool:

@@ -3,7 +3,8 @@
 A lane is a thread, because a copy may have to wait until weights are updated in host memory. On a
 device with streams, the thread only queues the copy on a separate stream. A copy starts after all
 work that was on the computation stream when the copy was requested. Computation waits for the copy
-before using or freeing the copied memory.
+before using or freeing the copied memory. If the model computes in host memory, nothing is gained
+by a thread, so gradients are copied in the calling one.
 """
 
 from __future__ import annotations
@@ -11,13 +12,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+_DONE: Final[Future[None]] = Future()
+_DONE.set_result(None)
+
 
 class Copy:
-    """A requested copy."""
+    """A requested copy.
+
+    Args:
+        lane: The lane.
+        queued: Future whose result is an event that completes with the copy, or ``None``.
+    """
 
     def __init__(self, lane: Lane, queued: Future[Any]) -> None:
         self._lane, self._queued = lane, queued
@@ -63,13 +72,22 @@ class Lane:
         name: Name of the thread.
         device: Device that the model computes on.
         streams: torch module with the device's streams; ``None`` if the device is the CPU.
+        in_caller: Whether copies run in the calling thread, before ``submit`` returns.
     """
 
-    def __init__(self, name: str, *, device: torch.device, streams: Any = None) -> None:
+    def __init__(
+        self, name: str, *, device: torch.device, streams: Any = None, in_caller: bool = False
+    ) -> None:
         self._device, self._streams = device, streams
         self._stream = None if streams is None else streams.Stream(device)
+        self._in_caller = in_caller
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"zerotune-{name}")
         self._lock = threading.Lock()
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether both ends of a copy are in host memory."""
+        return self._streams is None
 
     @property
     def computation(self) -> Any:
@@ -90,6 +108,9 @@ class Lane:
             wait: Function that is called before the copy; returns once the source may be read.
             then: Function that is called in the lane's thread once the copy is complete.
         """
+        if self._in_caller:
+            self._run(copy, wait, then, None)
+            return Copy(self, _DONE)
         ready = None if self._stream is None else self.computation.record_event()
         with self._lock:
             return Copy(self, self._thread.submit(self._run, copy, wait, then, ready))

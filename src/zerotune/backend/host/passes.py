@@ -14,14 +14,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
 
-import attrs
 import torch
 
 from zerotune.backend.host.lanes import Copy
 from zerotune.backend.host.units import Unit, UnitPart, UnitSlab
-from zerotune.backend.master_weights import EMAUpdate
+from zerotune.backend.master_weights import EMAInMemory, EMAUpdate
 from zerotune.backend.step.adams import SlabStep
-from zerotune.backend.step.kernel import HostStepOp, ema_parts
+from zerotune.backend.step.kernel import HostStepOp, Piece, ema_parts
 
 
 class UnitPass:
@@ -123,11 +122,13 @@ def _run(
     counts = slab.counts
     has_singles = step.whole is None and any(part.singles for part in slab.parts)
     if not updates and not has_singles and not still and not counts:
-        step.run(0, step.masters.numel)
+        step.run([Piece(0, step.masters.numel)])
         return
+    # An EMA in a file is in memory until its next elements are opened.
+    together = all(isinstance(update.tensors, EMAInMemory) for update in updates)
+    pieces = []
     # Padding between parameters stays zero. If it were updated with the last elements, it would
     # extend them to whole vectors.
-    one_by_one = attrs.evolve(step, whole=0)
     for part in slab.parts:
         taken = counts.get(part.key, step.taken)
         if part in still:
@@ -137,14 +138,23 @@ def _run(
         if part.key in counts:
             counts[part.key] = taken + 1
         own = step.after(taken)
-        for run, is_single in part.runs() if own.whole is None else [(part.place, False)]:
-            inside = run.start - part.offset, run.stop - part.offset
-            for start, stop, emas in ema_parts(updates, part.key, *inside):
-                chosen = one_by_one if is_single else own
-                chosen.run(part.offset + start, part.offset + stop, emas)
+        for piece in _pieces(part, own, updates):
+            if together and own is step:
+                pieces.append(piece)
+            else:
+                own.run([piece])
+    if pieces:
+        step.run(pieces)
     if set(counts.values()) == {step.taken + 1}:
         # After a resume, when no part has missed a step.
         counts.clear()
+
+
+def _pieces(part: UnitPart, step: SlabStep, updates: Sequence[EMAUpdate]) -> Iterator[Piece]:
+    for run, is_single in part.runs() if step.whole is None else [(part.place, False)]:
+        inside = run.start - part.offset, run.stop - part.offset
+        for start, stop, emas in ema_parts(updates, part.key, *inside):
+            yield Piece(part.offset + start, part.offset + stop, emas, is_single=is_single)
 
 
 class Passes:
@@ -191,8 +201,10 @@ class Passes:
             self._newest.append(unit_pass)
             if self._error is not None:
                 unit_pass.written.set_exception(self._error)
-        unit_pass.when_ready(self._signal)
-        self._signal()
+        if unit_pass.is_ready:
+            self._signal()
+        else:
+            unit_pass.when_ready(self._signal)
 
     def hurry(self, unit: Unit) -> None:
         """Run the update of ``unit`` before all others."""

@@ -93,11 +93,10 @@ class SharedSteps(StreamedSteps):
     def _take_squares(self, unit: Unit, came: Mapping[int, torch.Tensor], window: Window) -> None:
         with self._meeting.failing():
             self._meeting.agree(self._indices[unit], came)
-            own: dict[tuple[int, int], float] = {}
-            for index in self._parts[unit].keys() & came.keys():
+            mine = self._parts[unit].keys() & came.keys()
+            for index in mine:
                 self._add_up(unit, index, window)
-                squares = self._squares(unit, index, window)
-                own |= {(index, rank): square for rank, square in squares}
+            own = self._squares(unit, mine, window)
             window.on_host.update(came)
             window.squares.update(self._meeting.add_squares(own, came))
 

@@ -20,7 +20,7 @@ import attrs
 import torch
 from torch.utils._pytree import tree_leaves
 
-from zerotune.backend.host.lanes import Lane
+from zerotune.backend.host.lanes import Copy, Lane
 from zerotune.backend.host.units import Unit
 from zerotune.backend.host.weights import Inside
 from zerotune.errors import EngineError
@@ -119,6 +119,8 @@ class Residency:
                 self._make_room(unit)
                 self._fetch(unit)
             loading = unit.loading
+            if unit.in_place and loading is not None and not loading.is_done:
+                self._hurry(unit)
         if loading is not None:
             loading.receive()
             with self._lock:
@@ -145,10 +147,14 @@ class Residency:
             self.counts.in_use += unit.nbytes
             self.counts.peak = max(self.counts.peak, self.counts.in_use)
         written = unit.written
+        unit.loaded = unit.current
+        if unit.in_place:
+            # The step writes where the model reads, so there is nothing to copy.
+            unit.loading = None if written is None else Copy(self._lane, written)
+            return
         if written is not None:
             self._hurry(unit)
         self.counts.fetched += 1
-        unit.loaded = unit.current
         unit.loading = self._lane.submit(
             partial(_upload, unit),
             wait=None if written is None else written.result,
@@ -344,9 +350,7 @@ def _watch(tensor: Any, call: Callable[[torch.Tensor], None]) -> None:
 
 
 def _upload(unit: Unit) -> None:
-    if not unit.in_place:
-        host = unit.host
-        unit.flat.copy_(host, non_blocking=host.is_pinned())
+    unit.flat.copy_(unit.host, non_blocking=unit.host.is_pinned())
 
 
 def _differentiated(tree: Any) -> list[torch.Tensor]:

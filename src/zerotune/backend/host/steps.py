@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import attrs
@@ -109,7 +110,14 @@ class StreamedSteps:
         places = {m.name: (u, i) for u in units for i, m in enumerate(u.members)}
         self._unit_of = {name: unit for name, (unit, _) in places.items()}
         self._order = [[places[name] for name in group] for group in order.groups]
-        self._flat_order = order
+        self._places = {
+            slab: [
+                (part.offset, order.place_of(part.member.name, part.span.start))
+                for part in slab.parts
+            ]
+            for unit in units
+            for slab in unit.slabs
+        }
         self._world_size = order.world_size
         self._parts = {
             unit: {
@@ -188,7 +196,8 @@ class StreamedSteps:
         for index, gradient in came.items():
             target, source = self._gradient(unit, index, window), gradient.reshape(-1)
             if index not in window.on_host:
-                target.copy_(source, non_blocking=target.is_pinned())
+                if not self._lane.is_on_host:
+                    target.copy_(source, non_blocking=target.is_pinned())
             elif source.device == target.device:
                 target.add_(source)
             else:
@@ -197,16 +206,39 @@ class StreamedSteps:
                 target.copy_(source, non_blocking=target.is_pinned())
 
     def _take_squares(self, unit: Unit, came: Mapping[int, torch.Tensor], window: Window) -> None:
+        sources = {}
+        if self._lane.is_on_host:
+            # Copied here, where each is read anyway.
+            fresh = came.keys() - window.on_host
+            sources = {i: came[i].reshape(-1).contiguous() for i in came if i in fresh}
+        window.squares.update(self._squares(unit, came, window, sources))
         window.on_host.update(came)
-        for index in came:
-            for rank, square in self._squares(unit, index, window):
-                window.squares[index, rank] = square
 
-    def _squares(self, unit: Unit, index: int, window: Window) -> Iterator[tuple[int, float]]:
-        """Sums of a gradient's squares in host memory, by the owning rank under ZeRO-2."""
-        slab, part = self._parts[unit][index]
-        for rank, fragment in part.fragments:
-            yield rank, self._op.take(cast(Place, window.place).slabs[slab][fragment])
+    def _squares(
+        self,
+        unit: Unit,
+        came: Iterable[int],
+        window: Window,
+        sources: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    ) -> dict[tuple[int, int], float]:
+        """Sums of gradients' squares in host memory, by the owning rank under ZeRO-2.
+
+        Gradients in ``sources`` are copied to host memory.
+        """
+        taken = {}
+        for index in came:
+            slab, part = self._parts[unit][index]
+            own, gradient = cast(Place, window.place).slabs[slab], sources.get(index)
+            for rank, fragment in part.fragments:
+                inside = slice(fragment.start - part.offset, fragment.stop - part.offset)
+                target = own[fragment]
+                taken[index, rank] = (
+                    (target, None) if gradient is None else (gradient[inside], target)
+                )
+        if not taken:
+            return {}
+        tensors, into = zip(*taken.values(), strict=True)
+        return dict(zip(taken, self._op.take(tensors, into=into), strict=True))
 
     def _gradient(self, unit: Unit, index: int, window: Window) -> torch.Tensor:
         slab, part = self._parts[unit][index]
@@ -319,6 +351,8 @@ class StreamedSteps:
             norm: Gradient norm; must be finite unless all updates have begun.
             scale: Loss scale of the gradients and of their norm.
         """
+        # Before updates begin, since counting waits for the one that is running.
+        reason = self._why_at_once()
         factor = self._factor(norm, scale, self._clipping)
         order = self._order_of_uses()
         ranks = {unit: rank for rank, unit in reversed(list(enumerate(order, start=1)))}
@@ -330,7 +364,7 @@ class StreamedSteps:
                 self._hold(unit)
         self._under_way, self._tally = False, _Tally()
         self.residency.rewind()
-        if (reason := self._why_at_once()) is not None:
+        if reason is not None:
             self.at_once[reason] = None
             self.settle()
             self.wait_for_all()
@@ -384,10 +418,7 @@ class StreamedSteps:
                 factor=factor,
                 out=None if isinstance(slab.masters, SplitMasters) else unit.host.data[slab.span],
                 masters=slab.masters,
-                places=[
-                    (part.offset, self._flat_order.place_of(part.member.name, part.span.start))
-                    for part in slab.parts
-                ],
+                places=self._places[slab],
             )
             steps.append((slab, step))
         written = self._to_be_written(unit)

@@ -487,7 +487,7 @@ def find_units(model: torch.nn.Module, named: Sequence[str] = ()) -> NamedModule
 #
 # ZeRO-2 concatenates a group's parameters, pads them, and assigns each rank an equal part. Norms
 # are summed by part. The last few elements of a part, which fill no vector, are updated by scalar
-# code, whose roundings the compiler of DeepSpeed's Adam chose.
+# code, whose roundings the compiler of DeepSpeed's Adam or of torch chose.
 
 
 _ALIGNMENT: Final = 2
@@ -501,12 +501,18 @@ class FlatOrder:
         groups: Names of the parameters in each of the optimizer's groups, in the group's order.
         sizes: Number of elements of each parameter.
         world_size: Number of ranks.
+        vector: Number of elements in a vector; scalar code updates the remaining ones.
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[str]], *, sizes: Mapping[str, int], world_size: int = 1
+        self,
+        groups: Sequence[Sequence[str]],
+        *,
+        sizes: Mapping[str, int],
+        world_size: int = 1,
+        vector: int = VECTOR,
     ) -> None:
-        self.groups, self.world_size = groups, world_size
+        self.groups, self.world_size, self._vector = groups, world_size, vector
         self._places: dict[str, tuple[int, slice]] = {}
         self._shares: list[int] = []
         for group, names in enumerate(groups):
@@ -566,6 +572,6 @@ class FlatOrder:
         size = self._shares[group]
         for rank in range(self.world_size):
             stop = min(place.stop, (rank + 1) * size)
-            start = max(place.start, (rank + 1) * size - size % VECTOR)
+            start = max(place.start, (rank + 1) * size - size % self._vector)
             if start < stop:
                 yield slice(start - place.start, stop - place.start)

@@ -23,7 +23,6 @@ from torch.optim.adamw import adamw as torch_adamw
 from typing_extensions import override
 
 from zerotune.backend.optimizers.classes import (
-    BLOCK,
     AdamW8BitStates,
     AdamWBF16States,
     Noise,
@@ -37,8 +36,8 @@ from zerotune.backend.optimizers.client import STOPPED
 from zerotune.backend.step.kernel import (
     AdamNumbers,
     CodedMoment,
-    EMAPart,
     HostStepOp,
+    Piece,
     TorchAdamNumbers,
     load_host_step,
 )
@@ -143,11 +142,12 @@ class SplitMasters(Masters):
 
 
 VECTOR: Final = 16
-"""Number of elements in the widest SIMD vector; DeepSpeed and torch update the remaining elements
-with scalar code."""
+"""Number of elements in the widest SIMD vector; DeepSpeed updates the rest with scalar code."""
+TORCH_VECTOR: Final = 8
+"""Number of elements in a vector of torch's fused AdamW, which is compiled for AVX2 at most."""
 _ADAM_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
-Vectors = Callable[[slice, Sequence[EMAPart]], None]
+Vectors = Callable[[Sequence[Piece]], None]
 Tail = Callable[[slice, torch.Tensor], None]
 Places = Sequence[tuple[int, int]]
 """For each contiguous run of elements: its start in the slab and its start in the group."""
@@ -181,29 +181,35 @@ class SlabStep:
         """
         return self if taken == self.taken or self._after is None else self._after(taken)
 
-    def run(self, start: int, stop: int, emas: Sequence[EMAPart] = ()) -> None:
-        """Update a range of elements; each element must be updated exactly once per step.
+    def run(self, pieces: Sequence[Piece]) -> None:
+        """Update ranges of elements; each element must be updated exactly once per step.
 
         Args:
-            start: First element.
-            stop: Index one past the last element.
-            emas: EMAs of exactly these elements, to be updated as well.
+            pieces: The ranges, with the EMAs to be updated as well.
         """
         whole = self.masters.numel // VECTOR * VECTOR if self.whole is None else self.whole
-        middle = max(start, min(stop, whole))
-        if start < middle:
-            self.vectors(slice(start, middle), emas)
-        if middle < stop:
-            last = slice(middle, stop)
-            weight = self.masters.read(last)
-            self.tail(last, weight)
-            self.masters.write(weight, last)
-            # As stored, since an EMA that is added after this step reads no other.
-            weight = self.masters.read(last) if emas else weight
-            for ema in emas:
-                ema.tensor[middle - start :].lerp_(weight, ema.weight)
-            if self.out is not None:
-                self.out[last].copy_(weight)
+        ends = [p.start if p.is_single else max(p.start, min(p.stop, whole)) for p in pieces]
+        vectors = [
+            piece if end == piece.stop else attrs.evolve(piece, stop=end)
+            for piece, end in zip(pieces, ends, strict=True)
+            if piece.start < end
+        ]
+        if vectors:
+            self.vectors(vectors)
+        for piece, end in zip(pieces, ends, strict=True):
+            if end < piece.stop:
+                self._run_tail(piece, slice(end, piece.stop))
+
+    def _run_tail(self, piece: Piece, last: slice) -> None:
+        weight = self.masters.read(last)
+        self.tail(last, weight)
+        self.masters.write(weight, last)
+        # As stored, since an EMA that is added after this step reads no other.
+        weight = self.masters.read(last) if piece.emas else weight
+        for ema in piece.emas:
+            ema.tensor[last.start - piece.start :].lerp_(weight, ema.weight)
+        if self.out is not None:
+            self.out[last].copy_(weight)
 
 
 def no_step(masters: Masters, out: torch.Tensor | None = None, taken: int = 0) -> SlabStep:
@@ -215,14 +221,15 @@ def no_step(masters: Masters, out: torch.Tensor | None = None, taken: int = 0) -
         taken: See ``SlabStep.taken``.
     """
 
-    def update_emas(part: slice, emas: Sequence[EMAPart]) -> None:
-        if out is None and not emas:
-            return
-        weight = masters.read(part)
-        for ema in emas:
-            ema.tensor[: part.stop - part.start].lerp_(weight, ema.weight)
-        if out is not None:
-            out[part].copy_(weight)
+    def update_emas(pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            if out is None and not piece.emas:
+                continue
+            weight = masters.read(slice(piece.start, piece.stop))
+            for ema in piece.emas:
+                ema.tensor[: piece.stop - piece.start].lerp_(weight, ema.weight)
+            if out is not None:
+                out[piece.start : piece.stop].copy_(weight)
 
     return SlabStep(
         masters=masters,
@@ -252,14 +259,6 @@ class _Begun:
     factor: float
     is_late: bool = False
     """Whether these weights have missed steps of their slab."""
-
-    def at(self, part: slice) -> dict[str, Any]:
-        """Return the flat tensors, narrowed to some elements.
-
-        Args:
-            part: The elements.
-        """
-        return {name: None if t is None else t[part] for name, t in self.flat.items()}
 
     def scaled_gradient(self, part: slice) -> torch.Tensor:
         """Return the gradient of some elements in fp32, multiplied by ``factor``.
@@ -397,11 +396,22 @@ class HostBF16Adam(Stepper):
                     first = max(start, part.start)
                     yield slice(first, min(stop, part.stop)), place + first - start
 
-        def vectors(part: slice, emas: Sequence[EMAPart]) -> None:
-            for each, place in runs(part):
-                inside = slice(each.start - part.start, each.stop - part.start)
-                parts = [attrs.evolve(ema, tensor=ema.tensor[inside]) for ema in emas]
-                self._op.step(numbers, noise=key, position=place, emas=parts, **begun.at(each))
+        def vectors(pieces: Sequence[Piece]) -> None:
+            parts = [
+                attrs.evolve(
+                    piece,
+                    start=each.start,
+                    stop=each.stop,
+                    position=place,
+                    emas=[
+                        attrs.evolve(ema, tensor=ema.tensor[each.start - piece.start :])
+                        for ema in piece.emas
+                    ],
+                )
+                for piece in pieces
+                for each, place in runs(slice(piece.start, piece.stop))
+            ]
+            self._op.step(numbers, parts, noise=key, **begun.flat)
 
         def tail(part: slice, weight: torch.Tensor) -> None:
             for each, place in runs(part):
@@ -458,21 +468,17 @@ class Host8BitAdam(Stepper):
     def _update(self, begun: _Begun) -> tuple[Vectors, Tail]:
         numbers = _torch_numbers(begun)
 
-        def vectors(part: slice, emas: Sequence[EMAPart]) -> None:
-            tensors: dict[str, Any] = begun.at(part)
-            tensors.update({name: _coded(begun.state, name, part) for name in _ADAM_MOMENTS})
-            self._op.step(numbers, emas=emas, **tensors)
+        def vectors(pieces: Sequence[Piece]) -> None:
+            moments = {name: _coded(begun.state, name) for name in _ADAM_MOMENTS}
+            self._op.step(numbers, pieces, **{**begun.flat, **moments})
 
         return vectors, lambda _part, _weight: None
 
 
-def _coded(state: Mapping[str, Any], name: str, part: slice | None = None) -> CodedMoment:
-    """A moment's codes and scales, of a whole slab or of a part."""
-    part = part or slice(0, state[name].numel())
+def _coded(state: Mapping[str, Any], name: str) -> CodedMoment:
+    """A moment's codes and scales."""
     return CodedMoment(
-        codes=state[name][part],
-        scales=state[scale_of(name)][part.start // BLOCK : -(-part.stop // BLOCK)],
-        book=codebook(signed=name == "exp_avg"),
+        codes=state[name], scales=state[scale_of(name)], book=codebook(signed=name == "exp_avg")
     )
 
 
@@ -507,10 +513,7 @@ class HostTorchAdam(Stepper):
                 weight_decay=group["weight_decay"],
             )  # fmt: skip
 
-        return (
-            lambda part, emas: self._op.step(numbers, emas=emas, **begun.at(part)),
-            tail,
-        )
+        return lambda pieces: self._op.step(numbers, pieces, **flat), tail
 
 
 class HostAdam(Stepper):
@@ -544,10 +547,7 @@ class HostAdam(Stepper):
                     weight, gradient, *(flat[name][part] for name in _ADAM_MOMENTS),
                 )  # fmt: skip
 
-        return (
-            lambda part, emas: self._op.step(numbers, emas=emas, **begun.at(part)),
-            tail,
-        )
+        return lambda pieces: self._op.step(numbers, pieces, **flat), tail
 
     def _numbers(self, begun: _Begun) -> AdamNumbers:
         """The step's numbers, rounded as in DeepSpeed's op, so that results are bit-identical."""
@@ -662,7 +662,7 @@ def torch_rounds_alike(op: HostStepOp) -> bool:
         "gradient": gradient,
     }
     begun = _Begun(flat=flat, group=group, index=0, taken=6, factor=1.0, places=[(0, 0)], state={})
-    op.step(_torch_numbers(begun), noise=noise_key(6, 0), **flat)
+    op.step(_torch_numbers(begun), [Piece(0, numel)], noise=noise_key(6, 0), **flat)
     return all(map(torch.equal, theirs, (weight, *moments)))
 
 

@@ -18,6 +18,8 @@ constexpr int64_t BLOCK = 128;
 // Where moments are half as long: 128 took 1.1 of the time of 512.
 constexpr int64_t LONG_BLOCK = 512;
 constexpr int64_t SUMMED = 1024;
+// Blocks from which on more than one thread takes less time.
+constexpr int64_t WORTH_IT = 64;
 
 enum Kind : int32_t { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3 };
 
@@ -106,9 +108,24 @@ struct TorchAdam {
     float step_size;   // -lr / (1 - beta1^t)
 };
 
-struct Average {
-    float* shadow;
+struct EMA {
+    float* tensor;
     float weight;
+};
+
+// Elements of a slab that are updated by one call together with others.
+struct Piece {
+    int64_t start;
+    int64_t size;
+    int64_t position;  // of the first element in the noise
+};
+
+// A gradient to be copied, and the sum of its squares.
+struct Taken {
+    int64_t size;
+    const void* source;
+    void* target;  // null: no copy
+    double squares;
 };
 
 // What codes of one byte stand for.
@@ -127,7 +144,6 @@ struct Kept {
     void* second;
     int32_t moments;    // FP32, or BF16: rounded by chance
     uint32_t noise;     // what the chance is drawn from
-    int64_t position;   // of the first element in the noise
 };
 
 // Moments as codes, and the largest number of each block of them.
@@ -272,28 +288,26 @@ void update_as(int64_t n, WEIGHTS w, MOMENTS m, const void* g, const Adam& a)
 // torch counts from the nearer end.
 inline bool is_near(float weight) { return std::fabs(weight) < 0.5f; }
 
-void average(int64_t n, const float* __restrict w, const Average& into)
+void average(int64_t n, const float* __restrict w, const EMA& into)
 {
     const bool is_small = is_near(into.weight);
     const float coefficient = is_small ? into.weight : into.weight - 1.0f;
-    float* __restrict shadow = into.shadow;
+    float* __restrict ema = into.tensor;
     if (is_small) {
 #pragma omp simd
-        for (int64_t i = 0; i < n; i++)
-            shadow[i] = __builtin_fmaf(coefficient, w[i] - shadow[i], shadow[i]);
+        for (int64_t i = 0; i < n; i++) ema[i] = __builtin_fmaf(coefficient, w[i] - ema[i], ema[i]);
     } else {
 #pragma omp simd
-        for (int64_t i = 0; i < n; i++)
-            shadow[i] = __builtin_fmaf(coefficient, w[i] - shadow[i], w[i]);
+        for (int64_t i = 0; i < n; i++) ema[i] = __builtin_fmaf(coefficient, w[i] - ema[i], w[i]);
     }
 }
 
 // Both at once: where all streams lie a power of two apart, one more loop over a block finds it gone
-// from the cache, and two averages took 1.7 times as long as one.
-void average_both(int64_t n, const float* __restrict w, const Average& one, const Average& other)
+// from the cache, and two EMAs took 1.7 times as long as one.
+void average_both(int64_t n, const float* __restrict w, const EMA& one, const EMA& other)
 {
-    float* __restrict first = one.shadow;
-    float* __restrict second = other.shadow;
+    float* __restrict first = one.tensor;
+    float* __restrict second = other.tensor;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
         const float weight = w[i];
@@ -465,15 +479,16 @@ inline char* at(void* start, int64_t element, int32_t kind)
     return static_cast<char*>(start) + element * width(kind);
 }
 
-// What follows an update while the weights are in the cache.
-void finish(int64_t start, int64_t size, const float* w, int32_t averages, const Average* into,
-            void* out, int32_t out_kind)
+// What follows an update while the weights are in the cache. `first` is the block's first element in the
+// EMAs, and `start` that in the slab.
+void finish(int64_t first, int64_t start, int64_t size, const float* w, int32_t emas,
+            const EMA* into, void* out, int32_t out_kind)
 {
-    for (int32_t i = 0; i < averages; i++) {
-        const Average one{into[i].shadow + start, into[i].weight};
-        if (i + 1 < averages && is_near(into[i].weight) && is_near(into[i + 1].weight)) {
+    for (int32_t i = 0; i < emas; i++) {
+        const EMA one{into[i].tensor + first, into[i].weight};
+        if (i + 1 < emas && is_near(into[i].weight) && is_near(into[i + 1].weight)) {
             i++;
-            average_both(size, w, one, Average{into[i].shadow + start, into[i].weight});
+            average_both(size, w, one, EMA{into[i].tensor + first, into[i].weight});
         } else {
             average(size, w, one);
         }
@@ -489,25 +504,30 @@ template <int64_t SIZE = BLOCK, typename EACH>
 void in_blocks(int64_t n, int32_t threads, const EACH& each)
 {
     const int64_t blocks = (n + SIZE - 1) / SIZE;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && blocks >= WORTH_IT)
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t start = block * SIZE;
         each(start, n - start < SIZE ? n - start : SIZE);
     }
 }
 
-// Have `each` go over all blocks of weights, however these are kept, and what follows it.
+// Have `each` go over all blocks of weights, however these are kept, and what follows it. Every piece has
+// `emas` EMAs of its own.
 template <int64_t SIZE = BLOCK, typename EACH>
-void step(int64_t n, const Kept& kept, int32_t averages, const Average* into, void* out,
-          int32_t out_kind, int32_t threads, const EACH& each)
+void step(int64_t pieces, const Piece* piece, const Kept& kept, int32_t emas, const EMA* into,
+          void* out, int32_t out_kind, int32_t threads, const EACH& each)
 {
-    in_blocks<SIZE>(n, threads, [&](int64_t start, int64_t size) {
-        float buffer[SIZE];
-        float* w = kept.weight == nullptr ? buffer : kept.weight + start;
-        if (kept.weight != nullptr) each(start, size, WholeWeights{w});
-        else each(start, size, SplitWeights{w, kept.high + start, kept.low + start});
-        finish(start, size, w, averages, into, out, out_kind);
-    });
+    for (int64_t p = 0; p < pieces; p++) {
+        in_blocks<SIZE>(piece[p].size, threads, [&](int64_t first, int64_t size) {
+            const int64_t start = piece[p].start + first;
+            const int64_t position = piece[p].position + first;
+            float buffer[SIZE];
+            float* w = kept.weight == nullptr ? buffer : kept.weight + start;
+            if (kept.weight != nullptr) each(start, size, position, WholeWeights{w});
+            else each(start, size, position, SplitWeights{w, kept.high + start, kept.low + start});
+            finish(first, start, size, w, emas, into + p * emas, out, out_kind);
+        });
+    }
 }
 
 WideMoments wide(const Kept& kept, int64_t start)
@@ -515,11 +535,11 @@ WideMoments wide(const Kept& kept, int64_t start)
     return {static_cast<float*>(kept.first) + start, static_cast<float*>(kept.second) + start};
 }
 
-SmallMoments small(const Kept& kept, int64_t start)
+SmallMoments small(const Kept& kept, int64_t start, int64_t position)
 {
     return {static_cast<uint16_t*>(kept.first) + start,
             static_cast<uint16_t*>(kept.second) + start, kept.noise,
-            static_cast<uint32_t>(kept.position + start)};
+            static_cast<uint32_t>(position)};
 }
 
 }  // namespace
@@ -536,43 +556,45 @@ int32_t zerotune_knows(int32_t kind)
 #endif
 }
 
-// Adam on n weights, every average of them, and their cast into `out` where that is not null.
-void zerotune_adam(int64_t n, const Kept* kept, const void* g, int32_t gradient_kind,
-                   const Adam* adam, int32_t averages, const Average* into, void* out,
-                   int32_t out_kind, int32_t threads)
+// Adam on all pieces of a slab, their EMAs, and their cast into `out` where that is not null.
+void zerotune_adam(int64_t pieces, const Piece* piece, const Kept* kept, const void* g,
+                   int32_t gradient_kind, const Adam* adam, int32_t emas, const EMA* into,
+                   void* out, int32_t out_kind, int32_t threads)
 {
-    const auto each = [=](int64_t start, int64_t size, auto weights) {
+    const auto each = [=](int64_t start, int64_t size, int64_t, auto weights) {
         const char* gradients = at(g, start, gradient_kind);
 #define UPDATE(KIND) update_as<KIND>(size, weights, wide(*kept, start), gradients, *adam)
         FOR_KIND(gradient_kind, UPDATE)
     };
-    step(n, *kept, averages, into, out, out_kind, threads, each);
+    step(pieces, piece, *kept, emas, into, out, out_kind, threads, each);
 }
 
 // As zerotune_adam, with torch's roundings.
-void zerotune_adam_torch(int64_t n, const Kept* kept, const void* g, int32_t gradient_kind,
-                         const TorchAdam* adam, int32_t averages, const Average* into, void* out,
-                         int32_t out_kind, int32_t threads)
+void zerotune_adam_torch(int64_t pieces, const Piece* piece, const Kept* kept, const void* g,
+                         int32_t gradient_kind, const TorchAdam* adam, int32_t emas,
+                         const EMA* into, void* out, int32_t out_kind, int32_t threads)
 {
-    const auto each = [=](int64_t start, int64_t size, auto weights) {
+    const auto each = [=](int64_t start, int64_t size, int64_t position, auto weights) {
         const char* gradients = at(g, start, gradient_kind);
 #define UPDATE_WIDE(KIND) update_as<KIND>(size, weights, wide(*kept, start), gradients, *adam)
-#define UPDATE_SMALL(KIND) update_as<KIND>(size, weights, small(*kept, start), gradients, *adam)
+#define UPDATE_SMALL(KIND)                                                                         \
+    update_as<KIND>(size, weights, small(*kept, start, position), gradients, *adam)
         if (kept->moments == BF16) FOR_KIND(gradient_kind, UPDATE_SMALL)
         else FOR_KIND(gradient_kind, UPDATE_WIDE)
     };
     if (kept->moments == BF16)
-        step<LONG_BLOCK>(n, *kept, averages, into, out, out_kind, threads, each);
+        step<LONG_BLOCK>(pieces, piece, *kept, emas, into, out, out_kind, threads, each);
     else
-        step(n, *kept, averages, into, out, out_kind, threads, each);
+        step(pieces, piece, *kept, emas, into, out, out_kind, threads, each);
 }
 
-// As zerotune_adam_torch with decoupled decay, on moments of one byte each.
-void zerotune_adam_coded(int64_t n, const Kept* kept, const void* g, int32_t gradient_kind,
-                         const TorchAdam* adam, int32_t averages, const Average* into, void* out,
-                         int32_t out_kind, int32_t threads, const Coded* coded)
+// As zerotune_adam_torch with decoupled decay, on moments of one byte each; pieces start where a scale does.
+void zerotune_adam_coded(int64_t pieces, const Piece* piece, const Kept* kept, const void* g,
+                         int32_t gradient_kind, const TorchAdam* adam, int32_t emas,
+                         const EMA* into, void* out, int32_t out_kind, int32_t threads,
+                         const Coded* coded)
 {
-    const auto each = [=](int64_t start, int64_t size, auto weights) {
+    const auto each = [=](int64_t start, int64_t size, int64_t, auto weights) {
         const char* gradients = at(g, start, gradient_kind);
         float m[CODED], v[CODED];
         float& first_scale = coded->first_scale[start / CODED];
@@ -585,7 +607,7 @@ void zerotune_adam_coded(int64_t n, const Kept* kept, const void* g, int32_t gra
         first_scale = encode(size, m, coded->first_codes, coded->first + start);
         second_scale = encode(size, v, coded->second_codes, coded->second + start);
     };
-    step<CODED>(n, *kept, averages, into, out, out_kind, threads, each);
+    step<CODED>(pieces, piece, *kept, emas, into, out, out_kind, threads, each);
 }
 
 // The numbers that codes of one byte stand for.
@@ -629,21 +651,25 @@ void zerotune_split(int64_t n, uint16_t* high, uint16_t* low, const float* weigh
     });
 }
 
-// Copy n numbers of one kind into `target`, unless that is null, and sum up their squares.
-double zerotune_take(int64_t n, const void* source, int32_t kind, void* target, int32_t threads)
+// Copy gradients of one kind, and sum up the squares of each.
+void zerotune_take(int64_t count, Taken* taken, int32_t kind, int32_t threads)
 {
-    const int64_t blocks = (n + SUMMED - 1) / SUMMED;
-    double sum = 0.0;
+    for (Taken* each = taken; each < taken + count; each++) {
+        const int64_t n = each->size;
+        const int64_t blocks = (n + SUMMED - 1) / SUMMED;
+        double sum = 0.0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(+ : sum) if (threads > 1)
-    for (int64_t block = 0; block < blocks; block++) {
-        const int64_t start = block * SUMMED;
-        const int64_t size = n - start < SUMMED ? n - start : SUMMED;
-        const char* from = at(source, start, kind);
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t start = block * SUMMED;
+            const int64_t size = n - start < SUMMED ? n - start : SUMMED;
+            const char* from = at(each->source, start, kind);
 #define SQUARES(KIND) sum += squares<KIND>(size, from)
-        FOR_KIND(kind, SQUARES)
-        if (target != nullptr) std::memcpy(at(target, start, kind), from, size * width(kind));
+            FOR_KIND(kind, SQUARES)
+            if (each->target != nullptr)
+                std::memcpy(at(each->target, start, kind), from, size * width(kind));
+        }
+        each->squares = sum;
     }
-    return sum;
 }
 
 }  // extern "C"

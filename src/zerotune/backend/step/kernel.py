@@ -110,6 +110,20 @@ class EMAPart:
     weight: float
 
 
+@attrs.frozen(eq=False)
+class Piece:
+    """A range of a slab's elements, which a step updates together with other ranges."""
+
+    start: int
+    stop: int
+    emas: Sequence[EMAPart] = ()
+    """EMAs of exactly these elements; all pieces of a call have equally many."""
+    position: int = 0
+    """Index of the first element in the noise sequence."""
+    is_single: bool = False
+    """Whether ZeRO-2 updates these elements with scalar code."""
+
+
 def ema_parts(
     updates: Sequence[EMAUpdate], key: str, start: int, stop: int
 ) -> Iterator[tuple[int, int, list[EMAPart]]]:
@@ -153,8 +167,18 @@ class _Kept(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "high", "low", "exp_avg", "exp_avg_sq")),
         ("moments", ctypes.c_int32),
         ("noise", ctypes.c_uint32),
-        ("position", ctypes.c_int64),
     ]
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("start", "size", "position")]
+
+
+class _Taken(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_int64), ("source", ctypes.c_void_p), ("target", ctypes.c_void_p),
+        ("squares", ctypes.c_double),
+    ]  # fmt: skip
 
 
 class _Codes(ctypes.Structure):
@@ -194,7 +218,6 @@ class HostStepOp:
 
     def __init__(self, *, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        self._library.zerotune_take.restype = ctypes.c_double
         self._spared = threading.local()
 
     @property
@@ -228,6 +251,7 @@ class HostStepOp:
     def step(
         self,
         numbers: AdamNumbers | TorchAdamNumbers,
+        pieces: Sequence[Piece],
         *,
         weight: torch.Tensor | None = None,
         high: torch.Tensor | None = None,
@@ -236,14 +260,13 @@ class HostStepOp:
         exp_avg_sq: torch.Tensor | CodedMoment,
         gradient: torch.Tensor,
         noise: int = 0,
-        position: int = 0,
-        emas: Sequence[EMAPart] = (),
         out: torch.Tensor | None = None,
     ) -> None:
         """Update weights, moments and EMAs, and cast the weights.
 
         Args:
             numbers: Coefficients of the step, in DeepSpeed's or torch's arithmetic.
+            pieces: Ranges of elements to update; those of coded moments start at a block.
             weight: Weights, fp32; ``None`` if split into ``high`` and ``low``.
             high: Weights rounded to nearest, bf16.
             low: Low 16 bits of the weights (``SplitMasters``), int16.
@@ -252,61 +275,65 @@ class HostStepOp:
             exp_avg_sq: Second moment, like ``exp_avg``.
             gradient: Gradient, fp32, bf16 or fp16.
             noise: 32-bit seed for stochastic rounding (``noise_key``).
-            position: Index of the first element in the noise sequence.
-            emas: EMAs, each with the same number of elements as the weights.
             out: Tensor that receives the weights, cast to the tensor's dtype.
         """
+        name, structure = "zerotune_adam_torch", _TORCH_ADAM_STRUCTURE
         if isinstance(numbers, AdamNumbers):
             name, structure = "zerotune_adam", _ADAM_STRUCTURE
-        else:
-            name, structure = "zerotune_adam_torch", _TORCH_ADAM_STRUCTURE
         coded: tuple[Any, ...] = ()
         moments: list[Any] = [exp_avg, exp_avg_sq]
         if isinstance(exp_avg, CodedMoment):
             name = "zerotune_adam_coded"
             coded = (ctypes.byref(_Coded(*(part for each in moments for part in _parts(each)))),)
+            moments = [None, None]
         kept = _Kept(
-            *(None if t is None else t.data_ptr() for t in (weight, high, low)),
-            *(None if coded else t.data_ptr() for t in moments),
+            *(None if t is None else t.data_ptr() for t in (weight, high, low, *moments)),
             0 if coded else _DTYPE_CODES[moments[0].dtype],
             noise,
-            position,
         )
-        parts = (_EMA * max(len(emas), 1))(
-            *(_EMA(ema.tensor.data_ptr(), ema.weight) for ema in emas)
-        )
+        emas = [(ema.tensor.data_ptr(), ema.weight) for piece in pieces for ema in piece.emas]
         getattr(self._library, name)(
-            ctypes.c_int64(gradient.numel()),
+            ctypes.c_int64(len(pieces)),
+            _array(_Piece, [(p.start, p.stop - p.start, p.position) for p in pieces]),
             ctypes.byref(kept),
             _pointer(gradient),
             ctypes.c_int32(_DTYPE_CODES[gradient.dtype]),
             ctypes.byref(structure(*attrs.astuple(numbers))),
-            ctypes.c_int32(len(emas)),
-            parts,
+            ctypes.c_int32(len(pieces[0].emas)),
+            _array(_EMA, emas),
             _pointer(out),
             ctypes.c_int32(0 if out is None else _DTYPE_CODES[out.dtype]),
             ctypes.c_int32(self.threads),
             *coded,
         )
 
-    def take(self, source: torch.Tensor, *, into: torch.Tensor | None = None) -> float:
-        """Copy a gradient and sum its squares in fp64, in one pass over memory.
+    def take(
+        self, sources: Sequence[torch.Tensor], *, into: Sequence[torch.Tensor | None] = ()
+    ) -> list[float]:
+        """Copy gradients and sum the squares of each in fp64, in one pass over memory.
 
         Args:
-            source: Gradient, fp32, bf16 or fp16.
-            into: Tensor for the copy, of the same dtype and length; default: no copy.
+            sources: Gradients of one dtype, fp32, bf16 or fp16.
+            into: Tensors for the copies, of the same dtype and lengths; default: no copies.
 
         Returns:
-            The sum of squares; not finite if and only if an element is not finite.
+            The sums of squares; not finite if and only if an element is not finite.
         """
-        total: float = self._library.zerotune_take(
-            ctypes.c_int64(source.numel()),
-            _pointer(source),
-            ctypes.c_int32(_DTYPE_CODES[source.dtype]),
-            _pointer(into),
+        targets = into or [None] * len(sources)
+        taken = _array(
+            _Taken,
+            [
+                (source.numel(), source.data_ptr(), None if to is None else to.data_ptr())
+                for source, to in zip(sources, targets, strict=True)
+            ],
+        )
+        self._library.zerotune_take(
+            ctypes.c_int64(len(sources)),
+            taken,
+            ctypes.c_int32(_DTYPE_CODES[sources[0].dtype]),
             ctypes.c_int32(self.threads),
         )
-        return total
+        return [each.squares for each in taken]
 
     def decode(self, moment: CodedMoment) -> torch.Tensor:
         """Return the fp32 numbers that codes represent, equal to ``Codebook.decode``.
@@ -374,6 +401,10 @@ def _parts(moment: CodedMoment) -> Iterator[Any]:
     yield moment.codes.data_ptr()
     yield moment.scales.data_ptr()
     yield _Codes(*(t.data_ptr() for t in (book.values, book.middles, book.lowest)))
+
+
+def _array(kind: Any, items: Sequence[tuple[Any, ...]]) -> Any:
+    return (kind * len(items))(*items)
 
 
 def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:

@@ -18,7 +18,7 @@ from zerotune._util.text import format_size, is_integer
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan.context import Context, Streaming
-from zerotune.plan.facts import RESIDENT_UNITS, ModelFacts, StreamedFacts
+from zerotune.plan.facts import ModelFacts, StreamedFacts, resident_units
 from zerotune.plan.families import ModelFamily, as_facts, frozen_beside, model_family
 from zerotune.plan.optimizer.names import entry_of
 from zerotune.plan.resolve import AIO_BLOCK, Swapping, gathered_together, pins_exactly, sub_groups
@@ -877,10 +877,11 @@ def _resident(case: Costing) -> Iterator[MemoryItem]:
     if case.in_place:
         nbytes -= element * case.trained
     yield case.item("weights", case.device, nbytes, note=note)
-    each = case.streamed.resident_trained / RESIDENT_UNITS
+    count = resident_units(case.streamed.resident_trained)
+    each = case.streamed.resident_trained / count
     # A unit ends with the parameter that completes its size.
     yield from _coming(case, (1 + GRADIENTS_UNDER_WAY) * (each + case.largest))
-    yield from _on_host(case, [each] * RESIDENT_UNITS)
+    yield from _on_host(case, [each] * count)
 
 
 def _coming(case: Costing, elements: float) -> Iterator[MemoryItem]:
