@@ -58,7 +58,7 @@ ON_TWO = ("transformer like SD3's", "adapters on a transformer like SD3's")
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    rounds = {"rounds": 2, "steps": 1} if quick else {"rounds": 9, "steps": 3}
+    rounds = {"rounds": 2, "steps": 1} if quick else {"rounds": 7, "steps": 3}
     found = []
 
     def add(name: str, config: Mapping[str, Any], rank: int, clipping: float, ranks: int) -> None:
