@@ -346,3 +346,10 @@ def test_only_views_outside_the_engine_complete_a_step_at_once(run, monkeypatch)
             assert engine.step().applied
             del views
         assert at_once == [3]
+
+
+def test_an_engine_with_streamed_weights_cannot_be_compiled_as_a_whole():
+    with begin(CLIPPED) as engine:
+        with pytest.raises(EngineError, match=r"torch\.compile.*engine\.module"):
+            torch.compile(engine, backend="eager")
+        advance(CLIPPED, engine, range(1))

@@ -323,6 +323,19 @@ class HostEngine(CountingEngine):
         return self._plan.streaming or Streaming()
 
     @property
+    def _torchdynamo_orig_callable(self) -> Any:
+        """What ``torch.compile`` asks for first; an engine whose weights move has none."""
+        if self._plan.is_resident:
+            raise AttributeError("_torchdynamo_orig_callable")
+        raise EngineError(
+            "torch.compile cannot trace the uploads of streamed weights",
+            key="torch.compile",
+            value=type(self).__name__,
+            fix="pass Compilation() to the trainer, call Compiled(...).apply(engine), or compile "
+            "engine.module",
+        )
+
+    @property
     @override
     def device(self) -> torch.device:
         return self._device
