@@ -331,8 +331,7 @@ class HostEngine(CountingEngine):
             "torch.compile cannot trace the uploads of streamed weights",
             key="torch.compile",
             value=type(self).__name__,
-            fix="pass Compilation() to the trainer, call Compiled(...).apply(engine), or compile "
-            "engine.module",
+            fix="pass compile=True to the trainer or to prepare, or compile engine.module",
         )
 
     @property
