@@ -346,6 +346,11 @@ class Fragment:
         return self._slab.states.step_of(self.address.key)
 
     @property
+    def counts_each(self) -> bool:
+        """Whether this fragment has a step counter of its own."""
+        return self._slab.states.counts_each
+
+    @property
     def scalars(self) -> Mapping[str, float]:
         """One-element states, such as NAdam's ``mu_product``, by name."""
         return self._slab.states.scalars

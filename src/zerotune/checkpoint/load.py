@@ -195,6 +195,7 @@ class Filler:
         self._records = {record.name: record for record in records}
         self._states = states
         self._steps: dict[int, int] = {}
+        self._taken = max([record.step or 0 for record in self._records.values()], default=0)
 
     def fill(self, fragment: EditableFragment) -> None:
         """Overwrite a fragment's weights and optimizer states with the saved ones."""
@@ -220,9 +221,11 @@ class Filler:
         if states:
             # From a step counter without states, the optimizer would infer that states exist.
             step = (record.step or 0) if saved else 0
-            # A flat tensor with one counter for all has the largest of its parameters' steps.
+            # A flat tensor with one counter for all has the largest of its parameters' steps; where
+            # parameters have their own, it counts the steps that it took part in, even without one.
             self._steps[address.slab] = max(self._steps.get(address.slab, 0), step)
-            fragment.set_step(step, largest=self._steps[address.slab])
+            taken = self._taken if saved and fragment.counts_each else self._steps[address.slab]
+            fragment.set_step(step, largest=taken)
 
 
 # -- Does a checkpoint belong to this engine? Every difference, before anything is loaded.

@@ -120,6 +120,9 @@ def _run(
     slab: UnitSlab, step: SlabStep, updates: Sequence[EMAUpdate], still: Collection[UnitPart]
 ) -> None:
     counts = slab.counts
+    if set(counts.values()) == {step.taken}:
+        # After a resume, when no part has missed a step: the slab is updated as a whole again.
+        counts.clear()
     has_singles = step.whole is None and any(part.singles for part in slab.parts)
     if not updates and not has_singles and not still and not counts:
         step.run([Piece(0, step.masters.numel)])
@@ -145,9 +148,6 @@ def _run(
                 own.run([piece])
     if pieces:
         step.run(pieces)
-    if set(counts.values()) == {step.taken + 1}:
-        # After a resume, when no part has missed a step.
-        counts.clear()
 
 
 def _pieces(part: UnitPart, step: SlabStep, updates: Sequence[EMAUpdate]) -> Iterator[Piece]:
