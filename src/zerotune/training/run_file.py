@@ -10,12 +10,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import attrs
 
+from zerotune.checkpoint import latest_checkpoint
 from zerotune.decisions import Decision, Log, raise_all
+from zerotune.diffusion import LoRA, add_lora, encode_dataset
+from zerotune.diffusion.activations import ActivationOffload
+from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
+from zerotune.diffusion.facts import model_facts
+from zerotune.diffusion.pretrained import Pretrained, load_pretrained
 from zerotune.errors import InvalidValueError, PlanFileError, ZeroTuneError
+from zerotune.plan.families import family_names
+from zerotune.plan.plan import Advice, DeepSpeedPlan
 from zerotune.plan.section import Nested, Section, modelled, read_section, setting
 from zerotune.plan.source import key_lines, parse_file, read_text
 from zerotune.plan.values import (
@@ -29,11 +37,11 @@ from zerotune.plan.values import (
     Reading,
     Text,
 )
-
-if TYPE_CHECKING:
-    from zerotune.diffusion.pretrained import Pretrained
-    from zerotune.plan.plan import Advice, DeepSpeedPlan
-    from zerotune.training.report import Report
+from zerotune.training.progress import ProgressBar
+from zerotune.training.report import Report
+from zerotune.training.save import SaveEvery
+from zerotune.training.trainer import Trainer
+from zerotune.training.validate import ValidationImages
 
 _RANK: Final = 16
 _WHOLE = Integer(minimum=1, auto=False)
@@ -210,8 +218,6 @@ class RunFile(Section):
 
     def chosen_plan(self) -> DeepSpeedPlan | Advice:
         """Return the plan that is written, named or advised for this machine."""
-        from zerotune.plan.plan import DeepSpeedPlan
-
         if isinstance(self.plan, Mapping):
             plan = DeepSpeedPlan.from_dict(self.plan, source="plan")
         elif self.plan is None or self.plan == "advise":
@@ -227,8 +233,6 @@ class RunFile(Section):
         return plan.with_overrides(self.overrides) if self.overrides else plan
 
     def _advice(self) -> Advice:
-        from zerotune.plan.plan import DeepSpeedPlan
-
         adapters = self.adapters
         rate = 1e-5 if adapters is None else 1e-4
         return DeepSpeedPlan.advise(
@@ -241,9 +245,6 @@ class RunFile(Section):
         )
 
     def _facts(self) -> Any:
-        from zerotune.diffusion.facts import model_facts
-        from zerotune.plan.families import family_names
-
         if self.family in family_names():
             return self.family
         parts = (Path(self.source(), part) for part in ("unet", "transformer"))
@@ -269,12 +270,6 @@ def train(run: RunFile) -> Report:
     Returns:
         The report of the run.
     """
-    from zerotune.checkpoint import latest_checkpoint
-    from zerotune.diffusion.activations import ActivationOffload
-    from zerotune.diffusion.pretrained import load_pretrained
-    from zerotune.plan.plan import Advice
-    from zerotune.training.trainer import Trainer
-
     plan = run.chosen_plan()
     loaded = load_pretrained(
         run.source(), plan=plan.plan if isinstance(plan, Advice) else plan, family=run.family
@@ -303,9 +298,6 @@ def train(run: RunFile) -> Report:
 
 def _encoded(run: RunFile, loaded: Pretrained) -> Any:
     """Add the adapters, and compute latents and embeddings once."""
-    from zerotune.diffusion import LoRA, add_lora, encode_dataset
-    from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
-
     family: Any = loaded.family
     if run.adapters is not None:
         targets = run.adapters.targets or family.lora_targets
@@ -323,10 +315,6 @@ def _encoded(run: RunFile, loaded: Pretrained) -> Any:
 
 
 def _callbacks(run: RunFile) -> list[Any]:
-    from zerotune.training.progress import ProgressBar
-    from zerotune.training.save import SaveEvery
-    from zerotune.training.validate import ValidationImages
-
     saved = run.checkpoints or Checkpoints()
     every = saved.every or max(1, int(run.steps or 0) // 4)
     found: list[Any] = [

@@ -74,7 +74,9 @@ def test_a_parameter_without_a_gradient_is_not_stepped_with_an_earlier_one(stage
         )
         seen.append(right)
     engine.close()
-    assert torch.allclose(seen[1], 0.9 * seen[0], rtol=1e-6), "as if it got zeros later"
+    # DeepSpeed takes zeros; the host engine leaves the weight as it is, as torch does.
+    after = seen[0] if engine.plan.engine == "host" else 0.9 * seen[0]
+    assert torch.allclose(seen[1], after, rtol=1e-6)
 
 
 def swapping(folder: str | None, pipelined: bool) -> dict[str, Any]:

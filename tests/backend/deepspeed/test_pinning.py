@@ -21,7 +21,8 @@ def resolved(accelerator: Any = "cuda", torch_version: str | None = None, **more
     versions = {} if torch_version is None else {"torch": torch_version}
     plan = DeepSpeedPlan.build(stage=2, precision="bf16", **{"offload": "cpu", **more})
     model = ModelFacts.from_shapes([("weight", (3 * 2**14, 2**14))])
-    return plan.resolve(platform=Platform.synthetic(accelerator, versions=versions), model=model)
+    platform = Platform.synthetic(accelerator, versions=versions)
+    return plan.resolve(platform=platform, model=model, engine="deepspeed")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 from tests.backend.host.streaming import Run, differences, train
 from tests.support.ranks import ranks
-from zerotune.backend.host import lanes, passes, residency, steps, units
+from zerotune.backend.host import engine, lanes, passes, residency, steps, units
 from zerotune.errors import EngineError
 from zerotune.plan.context import Streaming
 from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
@@ -21,6 +21,15 @@ pytestmark = [pytest.mark.deepspeed, ranks(1)]
 CLIPPED = Run(family="web", checkpointing="on", accumulation=2, steps=4)
 WHOLE_GRAPH = Run(family="web", accumulation=2, steps=4)
 EAGER = Run(family="web", checkpointing="on", accumulation=2, clipping=0.0, steps=4)
+
+
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy gradients in a thread, as on a device; on a CPU the caller copies them."""
+
+    def lane(*args: Any, in_caller: bool = False, **more: Any) -> lanes.Lane:
+        return lanes.Lane(*args, **more)
+
+    monkeypatch.setattr(engine, "Lane", lane)
 
 
 def spoil_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,6 +55,7 @@ def streamed(run: Run) -> dict[str, Any]:
 
 def without_fault(monkeypatch: pytest.MonkeyPatch, run: Run) -> dict[str, Any]:
     """Return the results of a good run; evicted units are NaN from here on."""
+    in_threads(monkeypatch)
     good = streamed(run)
     spoil_evicted(monkeypatch)
     return good
@@ -127,6 +137,7 @@ def test_not_fetching_weights_again_after_a_step_is_detected(monkeypatch):
 
 @pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
 def test_gradients_of_only_a_few_units_wait_on_the_device(monkeypatch, run):
+    in_threads(monkeypatch)
     under_way, most = set(), []
     land = steps.StreamedSteps._land
     complete = steps.StreamedSteps._complete
