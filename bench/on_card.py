@@ -422,9 +422,11 @@ class OnCard:
         padded = sum(slab.numel for slab in taken.unit.slabs)
         self._updated, self._label = self._large(taken.unit) / padded, taken.unit.name
 
-    def _update(self, _step: Any, start: int, stop: int, averages: Sequence[Any] = ()) -> None:
-        each = self._per_element + 8 * len(averages)
-        seconds = self._updated * (stop - start) * each / self.rates.host_step
+    def _update(self, _step: Any, pieces: Sequence[Any]) -> None:
+        nbytes = sum(
+            (one.stop - one.start) * (self._per_element + 8 * len(one.emas)) for one in pieces
+        )
+        seconds = self._updated * nbytes / self.rates.host_step
         self._clock.scale(label=self._label)
         self._work(seconds)
 

@@ -429,11 +429,24 @@ def cell(name: str, kind: Kind, modes: tuple[str, ...], after: int = AFTER) -> d
     return {"oracle": oracle, **found}
 
 
+def without(played: Played, names: tuple[str, ...]) -> Played:
+    """Return a run without some weights in its states and in its EMA."""
+
+    def kept(state: State) -> State:
+        return {key: one for key, one in state.items() if not any(name in key for name in names)}
+
+    return attrs.evolve(played, states=[*map(kept, played.states)], ema=kept(played.ema))
+
+
 def verdict(name: str, kind: Kind, mode: Mode, mine: list[Played], theirs: list[Played]) -> str:
     """Return the worst verdict of all ranks."""
     if name == "nothing" and (kind.hosted or kind.streamed) and not mine[0].hidden:
         return "FAIL nothing was hidden"
     ends = kind in map(KINDS.get, EVERY[name].ends)
+    if kind.hosted or kind.streamed:
+        mine, theirs = (
+            [without(one, EVERY[name].leaves) for one in played] for played in (mine, theirs)
+        )
     each = [
         judge(one, other, ema=mode.ema, ends=ends) for one, other in zip(mine, theirs, strict=True)
     ]

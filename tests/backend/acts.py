@@ -130,6 +130,9 @@ class Act:
     """Kinds of engines whose own step ends with an error too."""
     needs_ema: bool
     """Without an EMA there is nothing to do."""
+    leaves: tuple[str, ...] = ()
+    """Weights without a gradient from then on: the host engine leaves them as they are, as torch
+    does, and DeepSpeed's own step takes zeros."""
 
 
 ACTS: dict[str, Act] = {}
@@ -145,6 +148,7 @@ def act(
     before: Callable[[Any, Any], None] | None = None,
     ends: frozenset[str] = frozenset(),
     needs_ema: bool = False,
+    leaves: tuple[str, ...] = (),
 ) -> Callable[[Do], Do]:
     """Add a function to the table."""
 
@@ -152,7 +156,7 @@ def act(
         assert name not in ACTS
         ACTS[name] = Act(
             do=do, at=at, moments=moments, kinds=kinds, before=before, upstream=upstream,
-            ends=ends, needs_ema=needs_ema,
+            ends=ends, needs_ema=needs_ema, leaves=leaves,
         )  # fmt: skip
         return do
 
@@ -284,7 +288,7 @@ def _(engine, model, context):
 # -- Replacing parameters.
 
 
-@act("tie two weights", at=(3,))
+@act("tie two weights", at=(3,), leaves=("twin.weight",))
 def _(engine, model, context):
     model.twin.weight = model.mix.weight
 
