@@ -122,7 +122,7 @@ def test_blocks_are_recomputed_when_memory_is_short(data, monkeypatch):
         engine = Engine(vram=2**36)
         (decision,) = set_recomputing(engine, data, "auto")
         assert (decision.before, decision.after) == (False, wanted)
-        assert "64 x 64 pixels (the data's 'images') keeps" in decision.reason
+        assert "8 x 8 pixels (the data's 'images') keeps" in decision.reason
         assert engine.module.is_gradient_checkpointing is wanted
         assert len(engine.undone) == wanted
 

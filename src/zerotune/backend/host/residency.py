@@ -350,7 +350,8 @@ def _watch(tensor: Any, call: Callable[[torch.Tensor], None]) -> None:
 
 
 def _upload(unit: Unit) -> None:
-    unit.flat.copy_(unit.host, non_blocking=unit.host.is_pinned())
+    host = unit.host
+    unit.flat.copy_(host, non_blocking=host.is_pinned())
 
 
 def _differentiated(tree: Any) -> list[torch.Tensor]:
