@@ -49,6 +49,7 @@ def estimate() -> Any:
         model=ModelFacts.from_shapes([("weight", (2**19,))]),
         world_size=2,
         run=RunFacts(micro_batch_size=4),
+        engine="deepspeed",
     )
     return expected_memory(resolved, emas=["host"])
 

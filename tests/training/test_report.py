@@ -70,9 +70,9 @@ def test_the_report_names_what_the_step_waits_for():
     first, second, *others = report(copy_rate=2e9).bounds
     assert (first.resource, first.phase) == ("compute", "forward and backward")
     assert (first.seconds, first.share) == pytest.approx((0.375, 0.75))
-    # 2 bytes per element cross the bus to the optimizer, of which each rank has half.
-    assert first.nbytes == 2 * 2**18
-    assert first.rate == pytest.approx(2 * 2**18 / 0.375)
+    # 4 bytes per element cross the bus to the optimizer, of which each rank has half.
+    assert first.nbytes == 4 * 2**18
+    assert first.rate == pytest.approx(4 * 2**18 / 0.375)
     assert (second.phase, second.nbytes) == ("optimizer", 30 * 2**18)
     assert second.resource == "compute", "far slower than memory: threads, not bandwidth"
     assert report(copy_rate=2e8).bounds[1].resource == "host memory"

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
+from zerotune.plan import facts
 from zerotune.plan.context import Streaming
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import family
@@ -409,7 +410,8 @@ def test_streamed_weights_equal_a_hand_calculation(streaming, capacity):
     assert items["host", "EMA"] == 4 * (5 * 2040 + 250)
 
 
-def test_weights_on_the_device_in_the_host_engine_equal_a_hand_calculation():
+def test_weights_on_the_device_in_the_host_engine_equal_a_hand_calculation(monkeypatch):
+    monkeypatch.setattr(facts, "SMALLEST_UNIT", 1)
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16")
     resolved = plan.resolve(platform=CUDA, model=blocks_of([2048] * 60, 2048), engine="host")
     items = {
