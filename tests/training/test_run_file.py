@@ -11,7 +11,7 @@ import yaml
 
 from zerotune.errors import PlanFileError, ZeroTuneError
 from zerotune.plan.plan import DeepSpeedPlan
-from zerotune.training.run_file import RunFile, schema
+from zerotune.training.run_file import RunFile, schema, train
 
 RUN = {
     "model": "hub/sdxl",
@@ -82,6 +82,13 @@ def test_settings_are_replaced_by_path(tmp_path):
         RunFile.load(path, overrides=["steps"])
     with pytest.raises(ZeroTuneError, match="steps"):
         RunFile.load(path, overrides=["steps=many"])
+    with pytest.raises(ZeroTuneError, match="--set"):
+        RunFile.load(path, overrides=["steps=["])
+
+
+def test_a_missing_folder_of_images_is_reported_before_the_model_is_read(tmp_path):
+    with pytest.raises(ZeroTuneError, match="is not a folder"):
+        train(RunFile.load(written(tmp_path, {**RUN, "model": "nowhere"})))
 
 
 def test_the_plan_is_written_or_named_or_advised(tmp_path):

@@ -25,7 +25,7 @@ from zerotune.errors import InvalidValueError, PlanFileError, ZeroTuneError
 from zerotune.plan.families import family_names
 from zerotune.plan.plan import Advice, DeepSpeedPlan
 from zerotune.plan.section import Nested, Section, modelled, read_section, setting
-from zerotune.plan.source import key_lines, parse_file, read_text
+from zerotune.plan.source import key_lines, parse_file, parse_yaml, read_text
 from zerotune.plan.values import (
     Anything,
     Boolean,
@@ -270,11 +270,12 @@ def train(run: RunFile) -> Report:
     Returns:
         The report of the run.
     """
-    plan = run.chosen_plan()
+    # What can be wrong is read before the model.
+    plan, images = run.chosen_plan(), _images(run)
     loaded = load_pretrained(
         run.source(), plan=plan.plan if isinstance(plan, Advice) else plan, family=run.family
     )
-    data = _encoded(run, loaded)
+    data = _encoded(run, loaded, images)
     recompute = "auto" if run.gradient_checkpointing is None else run.gradient_checkpointing
     with Trainer(
         model=loaded,
@@ -296,21 +297,24 @@ def train(run: RunFile) -> Report:
     return report
 
 
-def _encoded(run: RunFile, loaded: Pretrained) -> Any:
+def _images(run: RunFile) -> PreparedImages:
+    data = run.data or Data()
+    side = data.resolution or 1024
+    dropout = 0.1 if data.caption_dropout is None else data.caption_dropout
+    return PreparedImages(
+        ImageFolder(run.folder / str(data.folder)),
+        buckets=AspectBuckets(area=side**2, step=data.step or min(64, max(1, side // 4))),
+        augmentation=Augmentation(caption_dropout=dropout),
+    )
+
+
+def _encoded(run: RunFile, loaded: Pretrained, images: PreparedImages) -> Any:
     """Add the adapters, and compute latents and embeddings once."""
     family: Any = loaded.family
     if run.adapters is not None:
         targets = run.adapters.targets or family.lora_targets
         adapters = LoRA(rank=run.adapters.rank or _RANK, targets=targets)
         add_lora(loaded.model, adapters, base_dtype=run.adapters.base_dtype or "bf16")
-    data = run.data or Data()
-    side = data.resolution or 1024
-    dropout = 0.1 if data.caption_dropout is None else data.caption_dropout
-    images = PreparedImages(
-        ImageFolder(run.folder / str(data.folder)),
-        buckets=AspectBuckets(area=side**2, step=data.step or min(64, max(1, side // 4))),
-        augmentation=Augmentation(caption_dropout=dropout),
-    )
     return encode_dataset(images, family=family, folder=run.place / "cache")
 
 
@@ -363,8 +367,6 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
 
 
 def _override(content: dict[str, Any], written: str) -> None:
-    import yaml
-
     path, equals, value = written.partition("=")
     names = path.strip().split(".")
     if not equals or not all(names):
@@ -380,7 +382,7 @@ def _override(content: dict[str, Any], written: str) -> None:
             at[name] = {}
         at[name] = dict(at[name])
         at = at[name]
-    at[names[-1]] = yaml.safe_load(value)
+    at[names[-1]] = parse_yaml(value, source=f"--set {written}")
 
 
 def _at(value: Any, path: str) -> Any:
