@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import attrs
 
@@ -14,9 +14,6 @@ from zerotune._util.text import is_integer
 from zerotune.errors import InvalidValueError
 from zerotune.plan.values import as_tuple
 from zerotune.plan.work import ActivationFacts, ArithmeticFacts
-
-if TYPE_CHECKING:
-    pass
 
 
 @attrs.frozen(kw_only=True)

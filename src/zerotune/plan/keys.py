@@ -6,11 +6,7 @@ the installed DeepSpeed's own models.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    pass
-
+from typing import Final
 
 TOP_LEVEL: Final = frozenset(
     {

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zerotune.errors import UnresolvedPlanError
 from zerotune.plan.resolved import Resolved
 from zerotune.plan.values import AUTO
-
-if TYPE_CHECKING:
-    pass
 
 _ZERO_TESTED = frozenset(
     {

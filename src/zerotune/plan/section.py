@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import attrs
 
@@ -20,9 +20,6 @@ from zerotune.errors import (
     writes,
 )
 from zerotune.plan.values import AUTO, Kind, Reading, check_json, copied
-
-if TYPE_CHECKING:
-    pass
 
 SectionT = TypeVar("SectionT", bound="Section")
 

@@ -9,7 +9,7 @@ keys that DeepSpeed knows and zerotune does not model. The settings and their ra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import attrs
 
@@ -28,9 +28,6 @@ from zerotune.plan.keys import (
 from zerotune.plan.section import Nested, Section, extra_keys, setting
 from zerotune.plan.values import Auto, Boolean, Choice, Folder, Free, Integer, Number, Text
 from zerotune.platform.facts import CUDA
-
-if TYPE_CHECKING:
-    pass
 
 
 def only_precision(name: str) -> Edits:

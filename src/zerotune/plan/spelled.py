@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import attrs
 
@@ -13,9 +13,6 @@ from zerotune.errors import REMOVAL, PlanConflictError
 from zerotune.plan.keys import REMOVED, REMOVED_ZERO, ZERO_ALIASES
 from zerotune.plan.section import join
 from zerotune.plan.values import LARGEST_INTEGER, Boolean
-
-if TYPE_CHECKING:
-    pass
 
 _SHORTHANDS = {
     "bf16": "enabled",

@@ -14,17 +14,13 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import attrs
 
 from zerotune._util.text import as_number, is_integer, is_number
 from zerotune.decisions import Log
 from zerotune.errors import InvalidValueError, writes
-
-if TYPE_CHECKING:
-    pass
-
 
 Auto = Literal["auto"]
 AUTO: Final[Auto] = "auto"

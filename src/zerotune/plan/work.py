@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import attrs
-
-if TYPE_CHECKING:
-    pass
 
 
 def _as_triples(triples: Iterable[Any]) -> tuple[tuple[int, float, float], ...]:

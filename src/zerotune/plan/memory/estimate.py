@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, get_args
+from typing import Any, Final, Literal, TypedDict, get_args
 
 import attrs
 
@@ -27,9 +27,6 @@ from zerotune.plan.rules import resolve
 from zerotune.plan.sections import AioSection, OffloadSection, ZeroSection, pins
 from zerotune.plan.settings import Settings
 from zerotune.platform.facts import DISCRETE
-
-if TYPE_CHECKING:
-    pass
 
 EMAPlace = Literal["none", "host", "device", "nvme"]
 
