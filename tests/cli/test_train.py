@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -85,3 +87,14 @@ def test_the_schema_is_printed_and_a_file_is_needed(capsys):
     assert cli.main(["train", "--schema"]) == 0
     assert json.loads(capsys.readouterr().out)["properties"]["steps"]["type"] == "integer"
     assert cli.main(["train"]) == 2
+
+
+@pytest.mark.parametrize("option", ["--schema", "--check"])
+def test_a_file_is_read_without_torch(run_file, option):
+    code = (
+        f"from zerotune import cli; cli.main(['train', {str(run_file)!r}, {option!r}]); import sys"
+    )
+    code += "; sys.exit('torch' in sys.modules)"
+    subprocess.run(
+        [sys.executable, "-c", code, str(run_file), option], check=True, capture_output=True
+    )

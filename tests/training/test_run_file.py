@@ -11,7 +11,8 @@ import yaml
 
 from zerotune.errors import PlanFileError, ZeroTuneError
 from zerotune.plan.plan import DeepSpeedPlan
-from zerotune.training.run_file import RunFile, schema, train
+from zerotune.training.run import train
+from zerotune.training.run_file import RunFile, schema
 
 RUN = {
     "model": "hub/sdxl",

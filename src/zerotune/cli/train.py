@@ -7,7 +7,7 @@ import os
 
 from zerotune.cli import print_json, print_text, tell
 from zerotune.errors import InvalidValueError
-from zerotune.training.run_file import RunFile, schema, train
+from zerotune.training.run_file import RunFile, schema
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check:
         print_text(found.chosen_plan().explain())
         return 0
+    # Loads torch, which the other options do not need.
+    from zerotune.training.run import train
+
     report = train(found)
     if first:
         print_text(report.render())

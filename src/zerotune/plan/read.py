@@ -446,7 +446,7 @@ def override_plan(
     config[_LAUNCH] = plan.launch.to_dict() if plan.launch else {}
     decisions: list[Decision] = []
     for path, value in settings_by_path(overrides, partial(_places_of, plan)).items():
-        before = _put_setting(config, path.split("."), value, path)
+        before = put_setting(config, path.split("."), value, path)
         if before != value or type(before) is not type(value):
             decisions.append(Decision(key=path, before=before, after=value, reason=_OVERRIDDEN))
     launched = config.pop(_LAUNCH, {})
@@ -553,8 +553,15 @@ def canonical_path(path: str) -> str:
     return ".".join(done)
 
 
-def _put_setting(node: dict[str, Any], path: list[str], value: Any, key: str) -> Any:
-    """Set or (with ``None``) remove a setting, and return its previous value."""
+def put_setting(node: dict[str, Any], path: list[str], value: Any, key: str) -> Any:
+    """Set or (with ``None``) remove a setting, and return its previous value.
+
+    Args:
+        node: The settings, as nested dicts.
+        path: Names of the sections, and of the setting.
+        value: The new value.
+        key: Name of the setting, for messages.
+    """
     *parents, last = path
     for parent in parents:
         below = node.get(parent)

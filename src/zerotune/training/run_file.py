@@ -14,16 +14,11 @@ from typing import Any, ClassVar, Final
 
 import attrs
 
-from zerotune.checkpoint import latest_checkpoint
 from zerotune.decisions import Decision, Log, raise_all
-from zerotune.diffusion import LoRA, add_lora, encode_dataset
-from zerotune.diffusion.activations import ActivationOffload
-from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
-from zerotune.diffusion.facts import model_facts
-from zerotune.diffusion.pretrained import Pretrained, load_pretrained
 from zerotune.errors import InvalidValueError, PlanFileError, ZeroTuneError
 from zerotune.plan.families import family_names
 from zerotune.plan.plan import Advice, DeepSpeedPlan
+from zerotune.plan.read import put_setting
 from zerotune.plan.section import Nested, Section, modelled, read_section, setting
 from zerotune.plan.source import key_lines, parse_file, parse_yaml, read_text
 from zerotune.plan.values import (
@@ -37,13 +32,8 @@ from zerotune.plan.values import (
     Reading,
     Text,
 )
-from zerotune.training.progress import ProgressBar
-from zerotune.training.report import Report
-from zerotune.training.save import SaveEvery
-from zerotune.training.trainer import Trainer
-from zerotune.training.validate import ValidationImages
 
-_RANK: Final = 16
+DEFAULT_RANK: Final = 16
 _WHOLE = Integer(minimum=1, auto=False)
 _SHARE = Number(maximum=1.0, auto=False)
 _FLAG = Boolean(auto=False)
@@ -198,7 +188,7 @@ class RunFile(Section):
             log.attempt(_override, content, each)
         run = log.outcome(lambda: read_section(cls, content, key="", log=log))
         for key in cls.required:
-            if run is not None and _at(run, key) is None and _at(content, key) is None:
+            if _at(content, key) is None:
                 log.refuse(InvalidValueError("is missing", key=key, fix="add it to the file"))
         if run is None or log.mistakes:
             lines = _lines(text, file)
@@ -238,7 +228,7 @@ class RunFile(Section):
         return DeepSpeedPlan.advise(
             self._facts(),
             resolution=(self.data and self.data.resolution) or None,
-            lora=None if adapters is None else adapters.rank or _RANK,
+            lora=None if adapters is None else adapters.rank or DEFAULT_RANK,
             base_dtype=None if adapters is None else adapters.base_dtype,
             optimizer={"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
             ema="none" if self.ema is None else "host",
@@ -256,86 +246,10 @@ class RunFile(Section):
                 value=self.family,
                 fix=f"write one of {', '.join(family_names())}, or name a plan",
             )
+        # Loads torch, which reading a file does not need.
+        from zerotune.diffusion.facts import model_facts
+
         return model_facts(found)
-
-
-def train(run: RunFile) -> Report:
-    """Train as a file says: load, encode, resume, fit, save, validate, export. Collective.
-
-    A run that was stopped continues from its newest checkpoint.
-
-    Args:
-        run: The run.
-
-    Returns:
-        The report of the run.
-    """
-    # What can be wrong is read before the model.
-    plan, images = run.chosen_plan(), _images(run)
-    loaded = load_pretrained(
-        run.source(), plan=plan.plan if isinstance(plan, Advice) else plan, family=run.family
-    )
-    data = _encoded(run, loaded, images)
-    recompute = "auto" if run.gradient_checkpointing is None else run.gradient_checkpointing
-    with Trainer(
-        model=loaded,
-        plan=plan,
-        data=data,
-        ema=run.ema,
-        seed=run.seed or 0,
-        activations=ActivationOffload() if run.activation_offload else None,
-        gradient_checkpointing=recompute,  # type: ignore[arg-type]
-        callbacks=_callbacks(run),
-    ) as trainer:
-        if checkpoint := latest_checkpoint(run.place / "checkpoints"):
-            trainer.resume(checkpoint)
-        report = trainer.fit(steps=int(run.steps or 0))
-        export = run.export or Export()
-        if report.stopped is None or export.stopped:
-            name, dtype = ("adapters", "fp32") if run.adapters else ("pipeline", "bf16")
-            trainer.export(run.place / name, dtype=export.dtype or dtype)
-    return report
-
-
-def _images(run: RunFile) -> PreparedImages:
-    data = run.data or Data()
-    side = data.resolution or 1024
-    dropout = 0.1 if data.caption_dropout is None else data.caption_dropout
-    return PreparedImages(
-        ImageFolder(run.folder / str(data.folder)),
-        buckets=AspectBuckets(area=side**2, step=data.step or min(64, max(1, side // 4))),
-        augmentation=Augmentation(caption_dropout=dropout),
-    )
-
-
-def _encoded(run: RunFile, loaded: Pretrained, images: PreparedImages) -> Any:
-    """Add the adapters, and compute latents and embeddings once."""
-    family: Any = loaded.family
-    if run.adapters is not None:
-        targets = run.adapters.targets or family.lora_targets
-        adapters = LoRA(rank=run.adapters.rank or _RANK, targets=targets)
-        add_lora(loaded.model, adapters, base_dtype=run.adapters.base_dtype or "bf16")
-    return encode_dataset(images, family=family, folder=run.place / "cache")
-
-
-def _callbacks(run: RunFile) -> list[Any]:
-    saved = run.checkpoints or Checkpoints()
-    every = saved.every or max(1, int(run.steps or 0) // 4)
-    found: list[Any] = [
-        ProgressBar(),
-        SaveEvery(steps=every, root=run.place / "checkpoints", keep=saved.keep or 2),
-    ]
-    if (wanted := run.validation) is not None:
-        found.append(
-            ValidationImages(
-                every=wanted.every or every,
-                prompts=wanted.prompts or [""],
-                steps=wanted.steps or 30,
-                guidance_scale=5.0 if wanted.guidance_scale is None else wanted.guidance_scale,
-                folder=run.place / "validation",
-            )
-        )
-    return found
 
 
 # -- Reading the file.
@@ -376,18 +290,12 @@ def _override(content: dict[str, Any], written: str) -> None:
             value=written,
             fix="write --set steps=500, or --set data.resolution=768",
         )
-    at: Any = content
-    for name in names[:-1]:
-        if not isinstance(at.get(name), Mapping):
-            at[name] = {}
-        at[name] = dict(at[name])
-        at = at[name]
-    at[names[-1]] = parse_yaml(value, source=f"--set {written}")
+    put_setting(content, names, parse_yaml(value, source=f"--set {written}"), path.strip())
 
 
 def _at(value: Any, path: str) -> Any:
     for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+        value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 

@@ -1,0 +1,97 @@
+"""Train as a run file says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zerotune.checkpoint import latest_checkpoint
+from zerotune.diffusion import LoRA, add_lora, encode_dataset
+from zerotune.diffusion.activations import ActivationOffload
+from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
+from zerotune.diffusion.pretrained import Pretrained, load_pretrained
+from zerotune.plan.plan import Advice
+from zerotune.training.progress import ProgressBar
+from zerotune.training.report import Report
+from zerotune.training.run_file import DEFAULT_RANK, Checkpoints, Data, Export, RunFile
+from zerotune.training.save import SaveEvery
+from zerotune.training.trainer import Trainer
+from zerotune.training.validate import ValidationImages
+
+
+def train(run: RunFile) -> Report:
+    """Train as a file says: load, encode, resume, fit, save, validate, export. Collective.
+
+    A run that was stopped continues from its newest checkpoint.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The report of the run.
+    """
+    # What can be wrong is read before the model.
+    plan, images = run.chosen_plan(), _images(run)
+    loaded = load_pretrained(
+        run.source(), plan=plan.plan if isinstance(plan, Advice) else plan, family=run.family
+    )
+    data = _encoded(run, loaded, images)
+    recompute = "auto" if run.gradient_checkpointing is None else run.gradient_checkpointing
+    with Trainer(
+        model=loaded,
+        plan=plan,
+        data=data,
+        ema=run.ema,
+        seed=run.seed or 0,
+        activations=ActivationOffload() if run.activation_offload else None,
+        gradient_checkpointing=recompute,  # type: ignore[arg-type]
+        callbacks=_callbacks(run),
+    ) as trainer:
+        if checkpoint := latest_checkpoint(run.place / "checkpoints"):
+            trainer.resume(checkpoint)
+        report = trainer.fit(steps=int(run.steps or 0))
+        export = run.export or Export()
+        if report.stopped is None or export.stopped:
+            name, dtype = ("adapters", "fp32") if run.adapters else ("pipeline", "bf16")
+            trainer.export(run.place / name, dtype=export.dtype or dtype)
+    return report
+
+
+def _images(run: RunFile) -> PreparedImages:
+    data = run.data or Data()
+    side = data.resolution or 1024
+    dropout = 0.1 if data.caption_dropout is None else data.caption_dropout
+    return PreparedImages(
+        ImageFolder(run.folder / str(data.folder)),
+        buckets=AspectBuckets(area=side**2, step=data.step or min(64, max(1, side // 4))),
+        augmentation=Augmentation(caption_dropout=dropout),
+    )
+
+
+def _encoded(run: RunFile, loaded: Pretrained, images: PreparedImages) -> Any:
+    """Add the adapters, and compute latents and embeddings once."""
+    family: Any = loaded.family
+    if run.adapters is not None:
+        targets = run.adapters.targets or family.lora_targets
+        adapters = LoRA(rank=run.adapters.rank or DEFAULT_RANK, targets=targets)
+        add_lora(loaded.model, adapters, base_dtype=run.adapters.base_dtype or "bf16")
+    return encode_dataset(images, family=family, folder=run.place / "cache")
+
+
+def _callbacks(run: RunFile) -> list[Any]:
+    saved = run.checkpoints or Checkpoints()
+    every = saved.every or max(1, int(run.steps or 0) // 4)
+    found: list[Any] = [
+        ProgressBar(),
+        SaveEvery(steps=every, root=run.place / "checkpoints", keep=saved.keep or 2),
+    ]
+    if (wanted := run.validation) is not None:
+        found.append(
+            ValidationImages(
+                every=wanted.every or every,
+                prompts=wanted.prompts or [""],
+                steps=wanted.steps or 30,
+                guidance_scale=5.0 if wanted.guidance_scale is None else wanted.guidance_scale,
+                folder=run.place / "validation",
+            )
+        )
+    return found
