@@ -208,7 +208,10 @@ class OptimizerStates:
                 optimizer does not count for each.
         """
         if self._counts is not None:
-            self._counts[key] = step
+            # Only fragments that have missed steps count for themselves.
+            self._counts.pop(key, None)
+            if step != largest:
+                self._counts[key] = step
         state, step = self._writable, largest
         if isinstance(state.get("step"), torch.Tensor):
             state["step"].fill_(step)

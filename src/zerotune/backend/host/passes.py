@@ -120,9 +120,6 @@ def _run(
     slab: UnitSlab, step: SlabStep, updates: Sequence[EMAUpdate], still: Collection[UnitPart]
 ) -> None:
     counts = slab.counts
-    if set(counts.values()) == {step.taken}:
-        # After a resume, when no part has missed a step: the slab is updated as a whole again.
-        counts.clear()
     has_singles = step.whole is None and any(part.singles for part in slab.parts)
     if not updates and not has_singles and not still and not counts:
         step.run([Piece(0, step.masters.numel)])
