@@ -733,6 +733,7 @@ def time_data(time: StepTime) -> dict[str, Any]:
         "origin": time.origin,
         "sources": time.sources,
         "notes": list(time.notes),
+        "published_spread": time.published_spread,
     }
 
 
@@ -741,7 +742,11 @@ def time_words(time: StepTime) -> str:
     bound = f"longest part: {time.bound.what}, {seconds_words(time.bound.seconds)}"
     expected, plain = seconds_words(time.expected), seconds_words(time.seconds)
     hidden = f" ({plain} without overlapping the optimizer step)" if time.hides else ""
-    return f"{expected} per step predicted{hidden}; {bound}; rates: {time.origin}"
+    published = ""
+    if time.published_spread is not None:
+        low, high = (f"{100 * one:+.0f}" for one in time.published_spread)
+        published = f", published runs lie {low} to {high} % beside predictions"
+    return f"{expected} per step predicted{hidden}{published}; {bound}; rates: {time.origin}"
 
 
 def seconds_words(seconds: float) -> str:

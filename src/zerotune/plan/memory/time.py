@@ -174,6 +174,9 @@ _HOST: Final[Mapping[str, Any]] = {
 """Rates of a desktop with two channels of DDR5."""
 _DISK: Final[Mapping[str, Any]] = {"disk_read": 3 * _GIGA, "disk_write": 1.5 * _GIGA}
 """Rates of a mid-range NVMe disk."""
+PUBLISHED_SPREAD: Final = (-0.4, 0.35)
+"""Smallest and largest published step time relative to a prediction with catalogued rates, minus 1,
+each after a refit to the other runs in docs/predictions.md."""
 _CORE: Final = 30 * _GIGA
 """fp32 floating-point operations per second of a core with AVX2."""
 
@@ -659,6 +662,8 @@ class StepTime:
     """Parts of a step that the prediction does not include, with reasons."""
     schedule: Schedule = "in turn"
     """When the plan's optimizer runs."""
+    published_spread: tuple[float, float] | None = None
+    """``PUBLISHED_SPREAD`` for a card whose rates were not measured; otherwise ``None``."""
     micro_batches: int = 1
     """Forward passes per optimizer step; the optimizer step overlaps with one of them."""
     carried: float = 1.0
@@ -779,6 +784,7 @@ def step_time(estimate: Estimate, rates: Rates) -> StepTime | None:
     case = Costing(resolved=estimate.resolved, model=model, workload=work)
     parts = [*_pass_parts(case, model.arithmetic, rates), *_moved(case, estimate, rates)]
     sends = case.ranks > 1 and not case.hosted
+    is_catalogued = not case.on_cpu and rates.source("products") == "catalogued"
     notes = ("communication between ranks is not included",) if sends else ()
     kept = tuple(part for part in parts if part.seconds > 0)
     return StepTime(
@@ -786,6 +792,7 @@ def step_time(estimate: Estimate, rates: Rates) -> StepTime | None:
         rates=rates,
         notes=notes,
         schedule=_schedule(case),
+        published_spread=PUBLISHED_SPREAD if is_catalogued else None,
         micro_batches=case.resolved.gradient_accumulation_steps,
         carried=_carried(case),
     )
@@ -816,6 +823,7 @@ def _pass_parts(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator
     yield from _computed(case, facts.backward, rates, "backward", "the backward pass")
     if case.workload.gradient_checkpointing and facts.recomputed is not None:
         yield from _computed(case, facts.recomputed, rates, "backward", "recomputed blocks")
+    yield from _dequantized(case, rates)
     if facts.backward.operators and case.resolved.uses_deepspeed:
         stage = case.resolved.stage
         yield _looked_after(case, rates, "backward", "gradient bookkeeping", _PER_GRADIENT[stage])
@@ -824,6 +832,25 @@ def _pass_parts(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator
             yield _looked_after(case, rates, "backward", "gradient checks", each)
         if stage == 3 and not case.hosted:
             yield _looked_after(case, rates, "forward", "parameter gathering", _PER_GATHERED)
+
+
+def _dequantized(case: Costing, rates: Rates) -> Iterator[TimePart]:
+    """Yield the time in which each pass writes quantized weights in the plan's precision."""
+    weights = [one for one in case.model.parameters if one.storage is not None]
+    nbytes = sum(one.nbytes(case.element) + case.element * one.numel for one in weights)
+    passes: Mapping[StepPhase, int] = {
+        "forward": 1,
+        "backward": 1 + case.workload.gradient_checkpointing,
+    }
+    for phase, times in passes.items():
+        moved = case.resolved.gradient_accumulation_steps * times * nbytes
+        yield TimePart(
+            phase=phase,
+            lane="device",
+            what="weights dequantized",
+            seconds=moved / rates.device_memory,
+            rate="device_memory",
+        )
 
 
 def _looked_after(case: Costing, rates: Rates, phase: StepPhase, what: str, each: int) -> TimePart:
