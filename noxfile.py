@@ -6,6 +6,10 @@ import os
 import re
 import shutil
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +61,22 @@ def run(session: nox.Session, *command: str, **options: Any) -> None:
     session.run(str(SHARED / "bin" / "python"), *command, external=True, **options)
 
 
+@contextmanager
+def said_every(seconds: float, what: str) -> Iterator[None]:
+    """Print ``what`` with the seconds so far: pip unpacks torch in silence for minutes."""
+    begun, over = time.monotonic(), threading.Event()
+
+    def say() -> None:
+        while not over.wait(seconds):
+            print(f"{what} ({time.monotonic() - begun:.0f} s)", flush=True)
+
+    threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
 def shared_environment(session: nox.Session) -> None:
     """Install zerotune with its development extras into ``.nox/zerotune``, unless it is there."""
     if not (SHARED / "bin" / "python").exists():
@@ -66,9 +86,10 @@ def shared_environment(session: nox.Session) -> None:
     stamp = SHARED / ".installed"
     wanted = Path(CONSTRAINTS).read_text() + (ROOT / "pyproject.toml").read_text()
     if not stamp.exists() or stamp.read_text() != wanted:
-        run(session, "-m", "pip", "install", "-c", CONSTRAINTS, "-e", ".[dev]")
-        # Without dependencies: torchvision, pandas and seaborn are only for mup's own examples.
-        run(session, "-m", "pip", "install", "-c", CONSTRAINTS, "--no-deps", "mup")
+        with said_every(15, "still installing packages"):
+            run(session, "-m", "pip", "install", "-c", CONSTRAINTS, "-e", ".[dev]")
+            # Without dependencies: torchvision, pandas and seaborn are for mup's own examples.
+            run(session, "-m", "pip", "install", "-c", CONSTRAINTS, "--no-deps", "mup")
         stamp.write_text(wanted)
 
 
