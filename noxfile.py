@@ -62,13 +62,13 @@ def run(session: nox.Session, *command: str, **options: Any) -> None:
 
 
 @contextmanager
-def said_every(seconds: float, what: str) -> Iterator[None]:
-    """Print ``what`` with the seconds so far: pip unpacks torch in silence for minutes."""
+def logged_every(seconds: float, session: nox.Session, what: str) -> Iterator[None]:
+    """Log ``what`` with the seconds so far: pip unpacks torch in silence for minutes."""
     begun, over = time.monotonic(), threading.Event()
 
     def say() -> None:
         while not over.wait(seconds):
-            print(f"{what} ({time.monotonic() - begun:.0f} s)", flush=True)
+            session.log(f"{what} ({time.monotonic() - begun:.0f} s)")
 
     threading.Thread(target=say, daemon=True).start()
     try:
@@ -86,7 +86,7 @@ def shared_environment(session: nox.Session) -> None:
     stamp = SHARED / ".installed"
     wanted = Path(CONSTRAINTS).read_text() + (ROOT / "pyproject.toml").read_text()
     if not stamp.exists() or stamp.read_text() != wanted:
-        with said_every(15, "still installing packages"):
+        with logged_every(15, session, "still installing packages"):
             run(session, "-m", "pip", "install", "-c", CONSTRAINTS, "-e", ".[dev]")
             # Without dependencies: torchvision, pandas and seaborn are for mup's own examples.
             run(session, "-m", "pip", "install", "-c", CONSTRAINTS, "--no-deps", "mup")
