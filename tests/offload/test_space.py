@@ -18,13 +18,13 @@ from zerotune.offload.manager import local_ranks
 from zerotune.offload.root import RootChoice, check_root
 from zerotune.offload.space import (
     SpaceWatch,
-    SwapFiles,
     SwapNeeds,
     check_space,
     swap_needs,
     tell_shortage,
 )
-from zerotune.plan import ModelFacts
+from zerotune.plan import ModelFacts, Workload
+from zerotune.plan.memory.swap_files import SwapFiles
 
 MIB = 1024**2
 
@@ -40,11 +40,19 @@ def needs(**options):
 def test_small_tensors_are_not_swapped():
     # Each half a million bf16 elements take less than 1 MiB; together they form one sub-group.
     found = needs(model=facts(500_000, 500_000))
-    assert found["param"] == SwapFiles()
+    assert found["param"] == SwapFiles(stays=2_000_000)
     master = 1_000_000 * 4
     gradients = SwapFiles(nbytes=2 * 2_000_896, count=2)
     assert found["optimizer"] == SwapFiles(nbytes=3 * 4_000_768, count=3) + gradients
     assert 0 <= 4_000_768 - master < 1024
+
+
+@pytest.mark.parametrize("block", [1, 8])
+def test_an_estimate_counts_the_files_that_a_lease_reserves(block):
+    aio = {"block_size": block * 2**20}
+    plan = swapping_plan(model=facts(3_000_001, 600_000, 5_000), aio=aio)
+    reserved = swap_needs(plan).of("param", "optimizer").nbytes
+    assert plan.estimate(Workload()).nvme == reserved
 
 
 def test_each_ranks_share_is_rounded_up_separately():

@@ -35,16 +35,9 @@ class _Clean(Below):
         parser.add_argument(
             "--dry-run", action="store_true", help="list the folders without deleting them"
         )
-        parser.add_argument(
-            "--adopt",
-            action="store_true",
-            help="also delete DeepSpeed's own zero_stage_* folders that no process can be using",
-        )
 
     def run(self) -> int:
-        report = cleanup_stale_swap(
-            self.arguments.root, dry_run=self.arguments.dry_run, adopt=self.arguments.adopt
-        )
+        report = cleanup_stale_swap(self.arguments.root, dry_run=self.arguments.dry_run)
         if self.arguments.json:
             print_json(report.to_dict())
         else:

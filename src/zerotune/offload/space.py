@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,43 +9,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from zerotune._util.text import disk_size, format_size, is_integer
+from zerotune._util.text import disk_size, format_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError, PlanError
 from zerotune.offload.lease import FoundLease, find_lease, find_leases
 from zerotune.offload.root import SwapRoot, Target
 from zerotune.plan.memory.estimate import PHASES, Workload
-from zerotune.plan.optimizer.names import entry_of
-from zerotune.plan.resolve import SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
+from zerotune.plan.memory.swap_files import SwapCounter, SwapFiles
+from zerotune.plan.resolve import SMALLEST_SWAP_BYTES
 from zerotune.plan.section import evolved
 from zerotune.plan.values import AUTO
 
 if TYPE_CHECKING:
-    from zerotune.plan.facts import ModelFacts
     from zerotune.plan.plan import ResolvedPlan
 
 
-_ALIGNMENT: Final = 1024
-"""``AIO_ALIGNED_BYTES``: alignment of each thread's share of a swap file."""
-_DEFAULT_BLOCK: Final = 1_048_576
 _FOLDERS: Final = 8
 _SLACK: Final = 1.01
 """File system overhead per byte: block lists and rounding to blocks."""
-
-
-@attrs.frozen(kw_only=True)
-class SwapFiles:
-    """Number and size of the swap files that a rank writes for one kind of data."""
-
-    nbytes: int = 0
-    count: int = 0
-
-    def __add__(self, other: SwapFiles) -> SwapFiles:
-        return SwapFiles(nbytes=self.nbytes + other.nbytes, count=self.count + other.count)
-
-    def times(self, factor: int) -> SwapFiles:
-        """Return the number and the size, both multiplied by ``factor``."""
-        return SwapFiles(nbytes=self.nbytes * factor, count=self.count * factor)
 
 
 @attrs.frozen(kw_only=True)
@@ -104,12 +84,6 @@ class SwapNeeds:
 def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
     """Return the maximum number and size of the swap files that one rank writes for a plan.
 
-    The calculation follows DeepSpeed 0.19.8 (``runtime/swap_tensor``). Tensors smaller than 1 MiB
-    or smaller than an aio block stay in memory. Each parameter's partition is one file. Each
-    sub-group of the optimizer has one file for its master weights and one for each state. The
-    gradients of each parameter form a separate file. Sizes are rounded up to a multiple of 1024
-    bytes times the number of aio threads.
-
     Args:
         resolved: The plan, resolved with the shapes of a model.
 
@@ -119,50 +93,13 @@ def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
     model = resolved.model
     if model is None:
         return None
-    aio = resolved.plan.aio
-    block, threads = (aio.block_size, aio.intra_op_parallelism) if aio else (None, None)
-    count = _SwapCounter(
-        resolved=resolved,
-        model=model,
-        least=max(SMALLEST_SWAP_BYTES, block if is_integer(block) and block else _DEFAULT_BLOCK),
-        unit=_ALIGNMENT * (threads if is_integer(threads) and threads else 1),
-    )
+    count = SwapCounter(resolved=resolved, model=model)
     files: dict[Target, SwapFiles] = {}
     if resolved.offload_param == "nvme":
-        files["param"] = count.parameters()
+        files["param"] = count.weights
     if resolved.offload_optimizer == "nvme":
-        files["optimizer"] = count.optimizer()
+        files["optimizer"] = count.masters + count.states + count.gradients
     return SwapNeeds(files=files)
-
-
-@attrs.frozen(kw_only=True)
-class _SwapCounter:
-    resolved: ResolvedPlan
-    model: ModelFacts
-    least: int
-    unit: int
-
-    def _files(self, sizes: Iterator[int]) -> SwapFiles:
-        swapped = [-(-size // self.unit) * self.unit for size in sizes if size >= self.least]
-        return SwapFiles(nbytes=sum(swapped), count=len(swapped))
-
-    def parameters(self) -> SwapFiles:
-        element = 4 if self.resolved.precision == "fp32" else 2
-        parts = self.model.parts(self.resolved.world_size)
-        return self._files(part * element for part in parts)
-
-    def optimizer(self) -> SwapFiles:
-        zero = self.resolved.plan.zero_optimization
-        size = None if zero is None else zero.sub_group_size
-        numels = sub_groups(
-            self.model, self.resolved.world_size, size if is_integer(size) else SUB_GROUP_NVME
-        )
-        choice = self.resolved.optimizer
-        name, params = (None, None) if choice is None else (choice.name, choice.params)
-        states = math.ceil(entry_of(name).states_per_weight(params))
-        groups = self._files(numel * 4 for numel in numels)
-        parts = self.model.trainable_parts(self.resolved.world_size)
-        return groups.times(1 + states) + self._files(part * 4 for part in parts)
 
 
 def check_space(

@@ -20,11 +20,12 @@ from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan.context import Context, Streaming
 from zerotune.plan.facts import ModelFacts, StreamedFacts, resident_units
 from zerotune.plan.families import ModelFamily, as_facts, frozen_beside, model_family
+from zerotune.plan.memory.swap_files import SwapCounter
 from zerotune.plan.optimizer.names import entry_of
-from zerotune.plan.resolve import AIO_BLOCK, Swapping, gathered_together, pins_exactly, sub_groups
+from zerotune.plan.resolve import gathered_together, pins_exactly, sub_groups
 from zerotune.plan.resolved import Resolved
 from zerotune.plan.rules import resolve
-from zerotune.plan.sections import AioSection, OffloadSection, ZeroSection, pins
+from zerotune.plan.sections import OffloadSection, ZeroSection, pins
 from zerotune.plan.settings import Settings
 from zerotune.platform.facts import DISCRETE
 
@@ -591,9 +592,9 @@ def _share_of(case: Costing, precision: str) -> str:
 # ``parameter_offload.py``, ``runtime/swap_tensor``), and measured on the CPU accelerator.
 
 
-def stage_3(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterator[MemoryItem]:
+def stage_3(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     """Yield the memory used at stage 3; parameters and optimizer may be in host memory or files."""
-    yield from _weights(case, zero, aio)
+    yield from _weights(case, zero)
     yield from _gathered(case, zero)
     yield from _reduction(case, zero)
     section = zero.offload_optimizer
@@ -620,7 +621,7 @@ def _largest_group(case: Costing) -> int:
     return max(case.sub_groups, default=0)
 
 
-def _weights(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterator[MemoryItem]:
+def _weights(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     section = zero.offload_param
     device = (section.device if section else None) or "none"
     note = _share_of(case, _kept_in(case, case.resolved.precision))
@@ -647,22 +648,13 @@ def _weights(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterat
                 note="initial pinned copies of the partitions, cached by torch's host allocator",
             )
         return
-    yield from _weights_in_files(case, section, aio)
+    yield from _weights_in_files(case, section)
 
 
-def _weights_in_files(
-    case: Costing, section: OffloadSection, aio: AioSection | None
-) -> Iterator[MemoryItem]:
-    block = aio.block_size if aio is not None and isinstance(aio.block_size, int) else AIO_BLOCK
-    swapping = Swapping(
-        model=case.model, world_size=case.ranks, element_bytes=case.element, block_bytes=block
-    )
-    parts = case.model.parts(case.ranks)
-    least = swapping.smallest
-    swapped = sum([part for part in parts if part >= least])
-    stays = sum(parts) - swapped
-    yield case.item("weights", "nvme", case.element * swapped, note=case.resolved.precision)
-    yield case.item("weights", "host", case.element * stays, note="too small to swap")
+def _weights_in_files(case: Costing, section: OffloadSection) -> Iterator[MemoryItem]:
+    files = SwapCounter(resolved=case.resolved, model=case.model).weights
+    yield case.item("weights", "nvme", files.nbytes, note=case.resolved.precision)
+    yield case.item("weights", "host", files.stays, note="too small to swap")
     size, count = int(section.buffer_size or 0), int(section.buffer_count or 0)
     note = f"{count} buffers of {size:,} elements"
     yield case.locked("swap buffers", case.element * size * count, note)
@@ -751,10 +743,14 @@ def _share_on_device(case: Costing) -> Iterator[MemoryItem]:
 def _optimizer_in_files(
     case: Costing, zero: ZeroSection, section: OffloadSection | None
 ) -> Iterator[MemoryItem]:
-    part = case.owned
-    yield case.item("master weights", "nvme", 4 * part, note="fp32")
-    yield case.item("optimizer states", "nvme", 4 * case.states * part, note="fp32")
-    yield case.item("gradients", "nvme", 4 * part, note="fp32")
+    part, files = case.owned, SwapCounter(resolved=case.resolved, model=case.model)
+    for component, one in (
+        ("master weights", files.masters),
+        ("optimizer states", files.states),
+        ("gradients", files.gradients),
+    ):
+        yield case.item(component, "nvme", one.nbytes, note="fp32")
+        yield case.item(component, "host", one.stays, note="fp32, too small to swap")
     count = int(section.buffer_count or 0) if section is not None else 0
     group = _largest_group(case)
     yield case.locked(
@@ -1117,7 +1113,7 @@ def _engine_items(case: Costing) -> Iterator[MemoryItem]:
     elif zero.stage == 0:
         yield from stage_0(case)
     elif zero.stage == 3:
-        yield from stage_3(case, zero, plan.aio)
+        yield from stage_3(case, zero)
     else:
         yield from stages_1_and_2(case, zero)
 
