@@ -50,19 +50,6 @@ def test_ema_model_equals_diffusers_step_by_step(make, settings):
         assert ours.get_decay(step) == pytest.approx(theirs.get_decay(step), rel=1e-12)
 
 
-def test_attributes_set_by_a_script_take_effect_as_in_diffusers():
-    model = HostileNet()
-    ours, theirs = pair(model, decay=0.9)
-    for step in range(20):
-        if step == 15:
-            ours.decay = theirs.decay = 0.2
-        move(model, seed=step)
-        ours.step(model.parameters())
-        theirs.step(model.parameters())
-    assert ours.cur_decay_value == 0.2
-    assert_same(ours, theirs)
-
-
 def test_a_shadow_created_from_a_copy_follows_the_trained_model():
     """Diffusers' scripts make the EMA from a second from_pretrained, then step with the first."""
     model, copy = HostileNet(), HostileNet(seed=1)
@@ -85,16 +72,14 @@ def test_store_copy_to_and_restore_work_as_in_diffusers(dtype):
         ours.step(model.parameters())
         theirs.step(model.parameters())
     other, expected = HostileNet(seed=2).to(dtype), HostileNet(seed=2).to(dtype)
-    before = weights(other)
-    ours.store(other.parameters())
+    with pytest.raises(EMAError, match="not the parameters that the EMA tracks"):
+        ours.store(other.parameters())
     ours.copy_to(other.parameters())
     theirs.copy_to(expected.parameters())
     for mine, value in zip(other.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(
             mine, value, rtol=1e-2 if dtype != torch.float32 else 1e-6, atol=1e-7
         )
-    ours.restore(other.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in weights(other).items())
 
     trained, averages = weights(model), ours.shadow_params
     ours.store(model.parameters())
@@ -190,65 +175,6 @@ def test_arguments_that_diffusers_silently_accepts_are_refused():
         }
 
 
-def test_shadow_params_stay_live_as_in_diffusers():
-    model = HostileNet()
-    ours, theirs = pair(model, decay=0.5)
-    kept, expected = ours.shadow_params, theirs.shadow_params
-    for step in range(4):
-        move(model, seed=step)
-        ours.step(model.parameters())
-        theirs.step(model.parameters())
-    for mine, other, parameter in zip(kept, expected, model.parameters(), strict=True):
-        if parameter.requires_grad:
-            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
-    with torch.no_grad():
-        kept[0].zero_()
-    ours.copy_to(model.parameters())
-    assert not next(model.parameters()).any(), "what is written into them is what is copied"
-
-
-def test_assigned_shadow_params_and_steps_take_effect_as_in_diffusers():
-    model = HostileNet()
-    ours, theirs = pair(model, decay=0.9, use_ema_warmup=True)
-    values = [torch.full_like(p, 0.5) for p in model.parameters()]
-    for ema in (ours, theirs):
-        ema.shadow_params = [value.clone() for value in values]
-        ema.optimization_step = 7
-    # In both, a step resets frozen parameters to the model's.
-    for step in range(3):
-        move(model, seed=step)
-        ours.step(model.parameters())
-        theirs.step(model.parameters())
-    assert ours.optimization_step == 10
-    assert_same(ours, theirs)
-    with pytest.raises(EMAError, match="parameters instead of"):
-        ours.shadow_params = values[:2]
-    with pytest.raises(InvalidValueError, match="optimization_step"):
-        ours.optimization_step = 1.5
-
-
-def test_stored_params_are_visible_as_in_diffusers():
-    model = HostileNet()
-    ours, theirs = pair(model)
-    for ema in (ours, theirs):
-        assert ema.temp_stored_params is None
-        ema.store(model.parameters())
-    for mine, other in zip(ours.temp_stored_params, theirs.temp_stored_params, strict=True):
-        assert torch.equal(mine, other)
-    before = weights(model)
-    move(model, seed=1)
-    ours.restore(model.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
-    assert ours.temp_stored_params is None
-    zeros = [torch.zeros_like(p) for p in model.parameters()]
-    ours.temp_stored_params = zeros
-    ours.restore(model.parameters())
-    assert not any(p.any() for p in model.parameters())
-    ours.temp_stored_params = zeros[:1]
-    with pytest.raises(EMAError, match="belong to different parameters"):
-        ours.restore(model.parameters())
-
-
 def test_follow_keeps_the_values_and_the_steps_of_the_ema():
     model, twin = HostileNet(), HostileNet(seed=1)
     ours, theirs = pair(model, decay=0.5)
@@ -271,21 +197,6 @@ def test_an_ema_of_an_engine_refuses_other_parameters():
         ema.step(engine.module.parameters())
         with pytest.raises(EMAError, match="tracks the weights of an engine"):
             ema.step(HostileNet(0, scalar=False).parameters())
-
-
-def test_without_decay_an_earlier_list_of_shadow_params_is_the_newest():
-    """As in diffusers, both lists hold the same tensors."""
-    model = HostileNet()
-    ema = EMAModel(model.parameters(), decay=0.0)
-    lists = []
-    for step in range(2):
-        move(model, seed=step)
-        ema.step(model.parameters())
-        lists.append(ema.shadow_params)
-    for one, two, parameter in zip(*lists, model.parameters(), strict=True):
-        assert torch.equal(two, parameter)
-        if parameter.requires_grad:
-            assert torch.equal(one, two)
 
 
 def test_shadow_params_change_after_each_step_that_moves_the_weights():

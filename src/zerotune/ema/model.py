@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from zerotune._util.files import sync, system_errors
 from zerotune._util.text import whole
@@ -23,9 +23,6 @@ from zerotune.errors import EMAError, InvalidValueError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-Parameters = Iterable[torch.nn.Parameter]
 
 _SETTINGS = ("decay", "min_decay", "update_after_step", "use_ema_warmup", "inv_gamma", "power")
 
@@ -41,11 +38,11 @@ class EMAModel:
         ...
         ema_unet.step(unet.parameters())
 
-    Names and semantics match those of diffusers, except for the differences listed on the EMA page
-    of the documentation. The EMA is always fp32, starts on the CPU, and contains only trainable
-    parameters; frozen parameters are copied from the model. Unlike in diffusers, a mismatch in the
-    number or shapes of the parameters always raises an error. Under ZeRO, all methods except
-    ``step`` and ``store`` are collective; if a rank omits a call, an error names that rank.
+    It has what diffusers' training scripts use; the EMA page of the documentation lists the
+    differences. The EMA is always fp32, starts on the CPU, and contains only trainable parameters;
+    frozen parameters are copied from the model. Unlike in diffusers, a mismatch in the number or
+    shapes of the parameters always raises an error. Under ZeRO, all methods except ``step`` and
+    ``store`` are collective; if a rank omits a call, an error names that rank.
 
     Args:
         parameters: Parameters, a module, a zerotune engine or a ``deepspeed.DeepSpeedEngine``.
@@ -63,8 +60,6 @@ class EMAModel:
     Attributes:
         shadow: The ``EMAShadow``, which provides ``swapped_in``, ``gather``, ``distance`` and more.
         cur_decay_value: Decay of the latest step; ``None`` before the first step.
-        temp_stored_params: Copies of the weights saved by ``store``; this rank's fragments by key
-            if they are an engine's weights.
 
     Raises:
         InvalidValueError: A setting is out of range.
@@ -86,15 +81,19 @@ class EMAModel:
         *,
         store: ShadowStore | None = None,
     ) -> None:
+        del foreach
         self.decay, self.min_decay = decay, min_decay
         self.update_after_step, self.use_ema_warmup = update_after_step, use_ema_warmup
-        self.inv_gamma, self.power, self.foreach = inv_gamma, power, foreach
+        self.inv_gamma, self.power = inv_gamma, power
         self.model_cls, self.model_config = model_cls, model_config
         self.cur_decay_value: float | None = None
-        self.temp_stored_params: Sequence[torch.Tensor] | dict[str, torch.Tensor] | None = None
-        self.get_decay(1)
-        self._model = ModelParameters.of(parameters)
-        self.shadow = EMAShadow(decay=_Schedule(self), store=store).attach(self._model.master)
+        self._stored: dict[str, torch.Tensor] | None = None
+        self.get_decay(1)  # raises an error for settings out of range
+        self._track(_weights_of(parameters), store)
+
+    def _track(self, weights: _Weights, store: ShadowStore | None) -> None:
+        self._index, self._parameters, self._master = weights
+        self.shadow = EMAShadow(decay=_Schedule(self), store=store).attach(self._master)
 
     def follow(self, source: Any) -> None:
         """Continue the EMA with the weights of another model. Collective.
@@ -109,46 +108,33 @@ class EMAModel:
             EMAError: The parameters have different shapes, or the EMA already tracks the weights of
                 another engine.
         """
-        model, former = ModelParameters.of(source), self._model
-        former.check(model.parameters)
-        is_same = model.has(former.parameters)
-        if former.is_engine:
-            if not is_same:
-                raise EMAError(
-                    "the EMA tracks the weights of an engine, but these are other parameters",
-                    key="parameters",
-                    fix="pass the parameters of the model that prepare returned",
-                )
-            return
-        values, steps, store = dict(self._trained("follow()")), self.shadow.steps, self.shadow.store
-        self._model = model
-        self.shadow = EMAShadow(decay=_Schedule(self), store=store).attach(model.master)
-        if steps or not is_same:
-            self._load(values, steps)
+        weights = _weights_of(source)
+        self._check(weights[1])
+        is_same = self._tracks(weights[1])
+        if not self._master.bare:  # They are an engine's.
+            if is_same:
+                return
+            raise EMAError(
+                "the EMA tracks the weights of an engine, but these are other parameters",
+                key="parameters",
+                fix="pass the parameters of the model that prepare returned",
+            )
+        former, state = self.shadow, self.shadow.state_dict()
+        values = {self._index[part.name]: state[part.key] for part in self._master.addresses}
+        self._track(weights, former.store)
+        if former.steps or not is_same:
+            self._load(values, former.steps)
 
     @property
     def optimization_step(self) -> int:
-        """Number of optimizer steps that the EMA has counted; can be set."""
+        """Number of optimizer steps that the EMA has counted."""
         return self.shadow.steps
-
-    @optimization_step.setter
-    def optimization_step(self, steps: int) -> None:
-        self.load_state_dict({"optimization_step": steps})
 
     @property
     def shadow_params(self) -> list[torch.Tensor]:
-        """Full fp32 EMA weights in parameter order; can be set to tensors of the same shapes.
-
-        If the EMA was created from parameters, these are the EMA's own tensors, which later updates
-        modify, as in diffusers. If it was created from an engine or is in a file, these are CPU
-        copies, which need as much memory as the whole model.
-        """
-        values = {**dict(self._trained("shadow_params")), **dict(self._frozen())}
-        return [values[index] for index in range(len(self._model.parameters))]
-
-    @shadow_params.setter
-    def shadow_params(self, values: Sequence[torch.Tensor]) -> None:
-        self.load_state_dict({"shadow_params": values})
+        """Copies of the full fp32 EMA weights in parameter order; as large as the whole model."""
+        values = dict(self._full("shadow_params"))
+        return [values[index] for index in range(len(self._parameters))]
 
     def get_decay(self, optimization_step: int) -> float:
         """Return the decay of the update that follows an optimizer step.
@@ -159,79 +145,66 @@ class EMAModel:
         schedule = _schedule(**self._settings())
         return schedule.at(optimization_step - self.update_after_step - 1)
 
-    def step(self, parameters: Parameters | None = None) -> None:
+    def step(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """Update the EMA after one applied optimizer step.
 
         Args:
             parameters: Parameters of the trained model. Required only if the EMA was created from a
                 different object.
         """
-        if not self._model.has(given := self._given(parameters)):
+        if parameters is not None and not self._tracks(given := _unique(parameters)):
             self.follow(given)
         self.shadow.step()
         self.cur_decay_value = self.get_decay(self.optimization_step)
 
     @torch.no_grad()
-    def copy_to(self, parameters: Parameters | None = None) -> None:
+    def copy_to(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """Copy the EMA weights into parameters.
 
         Args:
             parameters: Target parameters of any dtype; by default those of the trained model.
         """
-        given = self._given(parameters)
-        if self._model.is_engine and self._model.has(given):
+        given = self._parameters if parameters is None else _unique(parameters)
+        if self._tracks(given):
             self._write(self.shadow.state_dict(), "copy_to()")
             return
-        self._model.check(given)
-        for values in (self._trained("copy_to()"), self._frozen()):
-            for index, value in values:
-                given[index].data.copy_(value)
+        self._check(given)
+        for index, value in self._full("copy_to()"):
+            given[index].data.copy_(value)
 
     @torch.no_grad()
-    def store(self, parameters: Parameters | None = None) -> None:
-        """Save a copy of the weights for ``restore``; the copy needs 4 bytes per element.
+    def store(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+        """Save a copy of the trained weights for ``restore``; the copy needs 4 bytes per element.
 
         ``shadow.swapped_in()`` needs no copy.
 
         Args:
-            parameters: Parameters to save; by default those of the trained model.
+            parameters: Parameters of the trained model.
+
+        Raises:
+            EMAError: The parameters are not those that the EMA tracks.
         """
-        given = self._given(parameters)
-        if self._model.is_engine and self._model.has(given):
-            read = self._model.master.read()
-            stored = {f.address.key: f.value.to("cpu", copy=True) for f in read}
-            self.temp_stored_params = stored
-        else:
-            self.temp_stored_params = [p.detach().to("cpu", copy=True) for p in given]
+        self._check_tracked(parameters, "store()")
+        read = self._master.read()
+        self._stored = {each.address.key: each.value.to("cpu", copy=True) for each in read}
 
     @torch.no_grad()
-    def restore(self, parameters: Parameters | None = None) -> None:
+    def restore(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """Restore the weights saved by ``store``.
 
         Args:
-            parameters: The parameters that were passed to ``store``.
+            parameters: Parameters of the trained model.
 
         Raises:
-            EMAError: No weights are stored, or the stored weights belong to different parameters.
+            EMAError: No weights are stored, or the parameters are not those that the EMA tracks.
         """
-        given, stored = self._given(parameters), self.temp_stored_params
-        if stored is None:
+        self._check_tracked(parameters, "restore()")
+        if self._stored is None:
             raise EMAError(
                 "nothing is stored", key="restore()", fix="call store() before copy_to()"
             )
-        is_engine = self._model.is_engine and self._model.has(given)
-        if isinstance(stored, dict) and is_engine:
-            self._write(stored, "restore()")
-        elif isinstance(stored, dict) or is_engine or len(stored) != len(given):
-            raise EMAError(
-                "the stored weights belong to different parameters",
-                key="restore()",
-                fix="pass the same parameters to store() and restore()",
-            )
-        else:
-            for parameter, value in zip(given, stored, strict=True):
-                parameter.data.copy_(value)
-        self.temp_stored_params = None
+        self._write(self._stored, "restore()")
+        self._stored = None
 
     def to(
         self, device: Any = None, dtype: torch.dtype | None = None, non_blocking: bool = False
@@ -265,11 +238,7 @@ class EMAModel:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state with the keys of diffusers' ``state_dict``, and fp32 ``shadow_params``."""
-        return {
-            **self._settings(),
-            "optimization_step": self.optimization_step,
-            "shadow_params": self.shadow_params,
-        }
+        return {**self._settings(), **self._steps(), "shadow_params": self.shadow_params}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state written by this class or by diffusers.
@@ -283,17 +252,15 @@ class EMAModel:
             InvalidValueError: A setting has the wrong type or is out of range.
             EMAError: The number or the shapes of ``shadow_params`` are wrong; the EMA is unchanged.
         """
-        state = ChainMap(dict(state_dict), self._settings())
-        settings = {name: state[name] for name in _SETTINGS}
+        state = {**self._settings(), **self._steps(), **state_dict}
+        settings, values = {name: state[name] for name in _SETTINGS}, state.get("shadow_params")
         _schedule(**settings)
         whole(settings["update_after_step"], key="update_after_step", least=0)
-        steps = state.get("optimization_step", self.optimization_step)
-        steps = whole(steps, key="optimization_step", least=0)
-        values = state.get("shadow_params")
+        steps = whole(state["optimization_step"], key="optimization_step", least=0)
         if values is not None:
-            self._model.check(values)
+            self._check(values)
         vars(self).update(settings)
-        self._load({} if values is None else dict(enumerate(values)), steps)
+        self._load(dict(enumerate(values or ())), steps)
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write the EMA weights and settings as a diffusers model folder.
@@ -315,11 +282,11 @@ class EMAModel:
                 fix="write EMAModel(..., model_cls=UNet2DModel, model_config=unet.config)",
             )
         model = self.model_cls.from_config(self.model_config)
-        model.register_to_config(**self._settings(), optimization_step=self.optimization_step)
+        model.register_to_config(**self._settings(), **self._steps())
         self.copy_to(model.parameters())
         writes = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
         together(
-            self._model.master.group,
+            self._master.group,
             "EMAModel.save_pretrained()",
             lambda: _save(model, Path(path)) if writes else None,
         )
@@ -334,9 +301,7 @@ class EMAModel:
             foreach: Ignored; accepted for compatibility with diffusers.
         """
         config, model = model_cls.load_config(path), model_cls.from_pretrained(path)
-        ema = cls(
-            model.parameters(), foreach=foreach, model_cls=model_cls, model_config=model.config
-        )
+        ema = cls(model, foreach=foreach, model_cls=model_cls, model_config=model.config)
         ema.load_state_dict(
             {name: config[name] for name in (*_SETTINGS, "optimization_step") if name in config}
         )
@@ -345,39 +310,43 @@ class EMAModel:
     def _settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _SETTINGS}
 
-    def _given(self, parameters: Parameters | None) -> tuple[torch.nn.Parameter, ...]:
-        if parameters is None:
-            return self._model.parameters
-        if isinstance(parameters, torch.nn.Module):
-            return tuple(parameters.parameters())
-        return tuple(parameters)
+    def _steps(self) -> dict[str, int]:
+        return {"optimization_step": self.optimization_step}
 
-    def _trained(self, call: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the position and the full EMA tensor of every trained parameter."""
-        model, state = self._model, self.shadow.state_dict()
-        full: Iterable[tuple[str, torch.Tensor]] = (
-            (part.name, state[part.key].view(part.shape)) for part in model.master.addresses
-        )
-        if model.is_engine:
-            self._wait_for_all(call)
-            full = self.shadow.gather()
-        positions: dict[str, list[int]] = {}
-        for index, name in enumerate(model.names):
-            positions.setdefault(name, []).append(index)
-        for name, value in full:
-            for index in positions[name]:
-                yield index, value
+    def _tracks(self, parameters: Sequence[torch.Tensor]) -> bool:
+        return [*map(id, parameters)] == [*map(id, self._parameters)]
 
-    def _frozen(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the position and a copy of every parameter that is not trained."""
-        trained = self._model.master.parameters
-        for index, parameter in enumerate(self._model.parameters):
-            if parameter.requires_grad and self._model.names[index] in trained:
+    def _check_tracked(self, parameters: Iterable[torch.nn.Parameter] | None, call: str) -> None:
+        if parameters is not None and not self._tracks(_unique(parameters)):
+            raise EMAError(
+                "these are not the parameters that the EMA tracks",
+                key=call,
+                fix="pass the parameters of the trained model; if the EMA was created from a copy "
+                "of that model, call ema.follow(model) first",
+            )
+
+    def _check(self, tensors: Sequence[Any]) -> None:
+        """Check that ``tensors`` match the parameters in number and shapes."""
+        fix = "pass the parameters of a model with the same architecture"
+        if len(tensors) != (expected := len(self._parameters)):
+            problem = f"there are {len(tensors)} parameters instead of {expected}"
+            raise EMAError(problem, key="parameters", fix=fix)
+        for index, (mine, theirs) in enumerate(zip(self._parameters, tensors, strict=True)):
+            if full_shape(mine) != full_shape(theirs):
+                problem = f"has shape {full_shape(theirs)} instead of {full_shape(mine)}"
+                raise EMAError(problem, key=f"parameters[{index}]", fix=fix)
+
+    def _full(self, call: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield position and full EMA tensor of every parameter; of frozen ones, a copy."""
+        self._wait_for_all(call)
+        yield from ((self._index[name], value) for name, value in self.shadow.gather())
+        for (name, index), parameter in zip(self._index.items(), self._parameters, strict=True):
+            if parameter.requires_grad and name in self._master.parameters:
                 continue
             if full_shape(parameter) != tuple(parameter.shape):
                 raise EMAError(
                     "is frozen and partitioned, so it cannot be copied from the model",
-                    key=self._model.names[index],
+                    key=name,
                     fix="use ema.shadow.gather(), which yields only trainable parameters",
                 )
             yield index, parameter.detach().clone()
@@ -386,23 +355,21 @@ class EMAModel:
         """Set the step count, and the trained parameters among these full tensors by position."""
         current: Any = self.shadow.state_dict()
         state = ChainMap({"steps": torch.tensor(steps)}, current)
-        by_name = {self._model.names[index]: value for index, value in values.items()}
-        for part in self._model.master.addresses:
-            if part.name in by_name:
-                flat = by_name[part.name].detach().reshape(-1)
-                state[part.key] = flat[part.start : part.start + part.numel]
+        for part in self._master.addresses:
+            if (value := values.get(self._index[part.name])) is not None:
+                state[part.key] = value.detach().reshape(-1)[part.start : part.stop]
         self.shadow.load_state_dict(state)
 
     def _write(self, values: Mapping[str, torch.Tensor], call: str) -> None:
-        """Set the engine's weights to these fragments."""
+        """Set the trained weights to these fragments."""
         self._wait_for_all(call)
-        with self._model.master.editing() as fragments:
+        with self._master.editing() as fragments:
             for fragment in fragments:
                 fragment.value.copy_(values[fragment.address.key])
 
     def _wait_for_all(self, call: str) -> None:
         """Wait for all ranks before anything moves; the error names ranks that did not call."""
-        self._model.master.group.barrier(f"EMAModel.{call} (every rank must call it)")
+        self._master.group.barrier(f"EMAModel.{call} (every rank must call it)")
 
 
 def _schedule(
@@ -420,7 +387,7 @@ def _schedule(
 
 
 class _Schedule:
-    """The current schedule of an ``EMAModel``, whose attributes scripts may change at any time."""
+    """The current schedule of an ``EMAModel``, whose settings ``load_state_dict`` changes."""
 
     def __init__(self, owner: EMAModel) -> None:
         self._owner = owner
@@ -428,71 +395,28 @@ class _Schedule:
     def at(self, step: int) -> float:
         return self._owner.get_decay(step + 1)
 
+    @override
     def __repr__(self) -> str:
         return f"EMAModel(decay={self._owner.decay})"
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class ModelParameters:
-    """The parameters of an ``EMAModel`` in diffusers' order, and their master weights."""
-
-    parameters: tuple[torch.nn.Parameter, ...]
-    names: tuple[str, ...]
-    """Names of the parameters in the master weights."""
-    master: MasterWeights
-    is_engine: bool
-    """Whether an engine owns the master weights; otherwise, they are the parameters themselves."""
-
-    @classmethod
-    def of(cls, source: Any) -> ModelParameters:
-        """Return the parameters of an engine, a module or an iterable of parameters.
-
-        Args:
-            source: As in the constructor of ``EMAModel``.
-
-        Raises:
-            EMAError: The parameters are not the fp32 weights.
-        """
-        source = unwrapped(source)
-        if isinstance(source, torch.nn.Module) and not is_deepspeed(source):
-            source = source.parameters()
-        # A DeepSpeedEngine may be iterable too, if its module is.
-        is_engine = isinstance(source, torch.nn.Module) or not isinstance(source, Iterable)
-        named = dict(source.module.named_parameters()) if is_engine else {}
-        parameters = tuple(named.values() if is_engine else source)
-        if is_engine:
-            master, names = master_weights_of(source), tuple(named)
-        else:
-            master, names = _masters_of(parameters)
-        return cls(parameters=parameters, names=names, master=master, is_engine=is_engine)
-
-    def has(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Return whether ``parameters`` are the same objects, in the same order."""
-        return [*map(id, parameters)] == [*map(id, self.parameters)]
-
-    def check(self, tensors: Sequence[Any]) -> None:
-        """Check that ``tensors`` match the parameters in number and shapes."""
-        if len(tensors) != len(self.parameters):
-            raise EMAError(
-                f"there are {len(tensors)} parameters instead of {len(self.parameters)}",
-                key="parameters",
-                fix="pass the parameters of a model with the same architecture",
-            )
-        for index, (mine, theirs) in enumerate(zip(self.parameters, tensors, strict=True)):
-            if full_shape(mine) != full_shape(theirs):
-                raise EMAError(
-                    f"has shape {full_shape(theirs)} instead of {full_shape(mine)}",
-                    key=f"parameters[{index}]",
-                    fix="pass the parameters of a model with the same architecture",
-                )
+_Weights = tuple[Mapping[str, int], tuple[torch.nn.Parameter, ...], MasterWeights]
+"""Position of each parameter by its name in the master weights; parameters; master weights."""
 
 
-def _masters_of(
-    parameters: Sequence[torch.nn.Parameter],
-) -> tuple[MasterWeights, tuple[str, ...]]:
-    """Return parameters as master weights, and the name of each; a tied parameter has one name."""
-    holder, names = torch.nn.Module(), dict[int, str]()
-    for index, parameter in enumerate(parameters):
+def _unique(parameters: Any) -> tuple[torch.nn.Parameter, ...]:
+    is_module = isinstance(parameters, torch.nn.Module)
+    return tuple(dict.fromkeys(parameters.parameters() if is_module else parameters))
+
+
+def _weights_of(source: Any) -> _Weights:
+    source = unwrapped(source)
+    if is_deepspeed(source) or hasattr(source, "master_weights"):
+        named = dict(source.module.named_parameters())
+        positions = {name: position for position, name in enumerate(named)}
+        return positions, tuple(named.values()), master_weights_of(source)
+    holder = torch.nn.Module()
+    for index, parameter in enumerate(_unique(source)):
         half = parameter.requires_grad and parameter.dtype != torch.float32
         if half or full_shape(parameter) != tuple(parameter.shape):
             raise EMAError(
@@ -502,8 +426,9 @@ def _masters_of(
                 fix="create EMAModel(engine, ...) once accelerate or DeepSpeed has created the "
                 "engine, or call accelerator.register_for_checkpointing(ema) after prepare",
             )
-        holder.register_parameter(names.setdefault(id(parameter), str(index)), parameter)
-    return master_weights_of(holder), tuple(names[id(parameter)] for parameter in parameters)
+        holder.register_parameter(str(index), parameter)
+    named = dict(holder.named_parameters())
+    return {name: int(name) for name in named}, tuple(named.values()), master_weights_of(holder)
 
 
 def _save(model: Any, path: Path) -> None:
