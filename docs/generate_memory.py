@@ -144,11 +144,14 @@ def _table(families: Sequence[str], lora: int | None) -> str:
         "| model | billions | " + " | ".join(map(_gib, CARDS)) + " |",
         "|---|--:|" + "--:|" * len(CARDS),
     ]
-    for name in families:
-        cells = [_named(name), f"{model_family(name).facts.numel / 1e9:.1f}"]
-        cells += [_cell(name, card, lora) for card in CARDS]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+    return "\n".join([*rows, *(row(name, lora) for name in families)])
+
+
+def row(name: str, lora: int | None) -> str:
+    """Return a family's seconds on each card."""
+    cells = [_named(name), f"{model_family(name).facts.numel / 1e9:.1f}"]
+    cells += [_cell(name, card, lora) for card in CARDS]
+    return f"| {' | '.join(cells)} |"
 
 
 def _cell(name: str, card: str, lora: int | None) -> str:
@@ -211,12 +214,14 @@ def _streamed() -> str:
         "| model | trained | " + " | ".join(map(_gib, STREAMED_HOSTS)) + " |",
         "|---|---|" + "--:|" * len(STREAMED_HOSTS),
     ]
-    for name in family_names():
-        for lora in (None, RANK):
-            cells = _streamed_cells(name, lora)
-            trained = "all weights" if lora is None else "adapters"
-            rows.append(f"| {_named(name)} | {trained} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+    trained = [(name, lora) for name in family_names() for lora in (None, RANK)]
+    return "\n".join([*rows, *(streamed_row(name, lora) for name, lora in trained)])
+
+
+def streamed_row(name: str, lora: int | None) -> str:
+    """Return a family's seconds for each amount of host memory, with and without streaming."""
+    trained = "all weights" if lora is None else "adapters"
+    return f"| {_named(name)} | {trained} | {' | '.join(_streamed_cells(name, lora))} |"
 
 
 def _streamed_cells(name: str, lora: int | None) -> list[str]:
