@@ -249,19 +249,6 @@ def wheel(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHON)
-def second_day(session: nox.Session) -> None:
-    """Run tests/second_day.py with the wheel, in an environment with no other zerotune."""
-    built = built_wheel(session)
-    install(session, f"zerotune[demo,lora,test] @ {built.as_uri()}")
-    # Ops are compiled for one environment's torch, so this one needs its own cache.
-    session.env["TORCH_EXTENSIONS_DIR"] = f"{EXTENSIONS}-wheel"
-    session.env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    compiled = ("doctor", "--build-missing", "cpu_adam", "fused_adam")
-    session.run("python", "-m", "zerotune", *compiled, success_codes=[0, 1])
-    session.run("python", "-m", "tests.second_day", *session.posargs)
-
-
-@nox.session(python=PYTHON)
 def newcomer(session: nox.Session) -> None:
     """Time a newcomer with the wheel, up to the first caught failure and the first step."""
     built = built_wheel(session)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,49 @@ def run_each(commands: list[list[str]], exported: str) -> list[dict[str, Any]]:
         weights = UNet2DConditionModel.from_pretrained(exported).state_dict()
         values = {name: each.float().numpy() for name, each in weights.items()}
         found.append({"losses": losses, "exported": values, "said": said})
+    return found
+
+
+@pytest.mark.deepspeed
+def test_a_stopped_run_exports_only_on_request_and_goes_on_bit_for_bit(models, photos, tmp_path):
+    def command(output: str, steps: int, *more: str) -> list[str]:
+        given = [str(models("sd15")), str(photos), str(tmp_path / output), *plan("sdxl"), *SMALL]
+        return [*given, *SIZE, "--every", "100", "--steps", str(steps), *more]
+
+    commands = [
+        (command("whole", 3), None),
+        (command("run", 2), 1),
+        (command("run", 2), None),
+        (command("run", 2), None),
+        (command("run", 9, "--export-stopped"), 3),
+    ]
+    ((whole, stopped, rest, finished, more),) = run_ranks(run_and_stop, commands)
+    assert stopped == (whole[0][:1], None)
+    assert rest[0] == whole[0][1:2]
+    assert finished == ([], rest[1]), "no step, and the same bytes"
+    assert more[0] == whole[0][2:]
+    assert more[1] not in (None, rest[1])
+
+
+def run_and_stop(commands: list[tuple[list[str], int | None]]) -> list[tuple[list[float], Any]]:
+    """Return each command's losses and export; a SIGTERM comes during the named step."""
+    from zerotune.training import Callback
+
+    class Terminate(Callback):
+        def __init__(self, stop: int | None) -> None:
+            self._stop = stop
+
+        def on_step_end(self, trainer: Any, metrics: Any) -> None:  # noqa: ARG002
+            if metrics.step == self._stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    script = importlib.import_module("examples.finetune")
+    others, found = script.callbacks, []
+    for arguments, stop in commands:
+        script.callbacks = lambda options, stop=stop: [*others(options), Terminate(stop)]
+        losses, _ = saying(run, "finetune", arguments)
+        file = Path(arguments[2]) / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors"
+        found.append((losses, file.read_bytes() if file.exists() else None))
     return found
 
 
