@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.resources
+import io
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,12 +22,13 @@ def photographs(folder: Path, captions: Mapping[str, str]) -> Path:
     return folder
 
 
-def started(recipe: str, starts: list[list[str]]) -> list[list[float]]:
-    """Run a recipe once per list of arguments, on each rank; return the losses."""
+def started(recipe: str, starts: list[list[str]]) -> tuple[list[list[float]], str]:
+    """Run a recipe once per list of arguments, on each rank; return losses and the last output."""
     torch.set_num_threads(1)
     main = importlib.import_module(f"examples.recipes.{recipe}").main
     found = []
     for arguments in starts:
         torch.manual_seed(0)  # Seed new adapters as in a fresh process.
-        found.append(main(arguments))
-    return found
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            found.append(main(arguments))
+    return found, said.getvalue()

@@ -1,55 +1,15 @@
-"""The losses recipe on photographs: it stops, resumes, and differs from the default loss."""
+"""The losses recipe: noise of several resolutions, and a loss that is not squared."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from diffusers import DiffusionPipeline
 from examples.recipes.losses import MultiResolutionNoise
 
-from tests.examples.recipes.starting import photographs, started
-from tests.support import pipelines
-from tests.support.ranks import run_ranks
 from zerotune.diffusion import InputPerturbation, OffsetNoise
 from zerotune.errors import InvalidValueError
 
-PHOTOS = ("astronaut", "chelsea", "coffee")
-SMALL = ["--area", "256", "--bucket-step", "4", "--batch", "1", "--every", "2", "--lr", "1e-3"]
-
-
-@pytest.fixture
-def data(tmp_path: Any) -> Any:
-    return photographs(tmp_path / "photos", {photo: photo for photo in PHOTOS})
-
-
-@pytest.mark.deepspeed
-@pytest.mark.parametrize(
-    ("model", "stage", "world_size"),
-    [
-        ("sdxl", "2", 1),
-        pytest.param("flux", "3", 2, marks=pytest.mark.nightly),
-    ],
-)
-def test_a_resumed_run_equals_an_uninterrupted_one(model, stage, world_size, data, tmp_path):
-    base = pipelines.MAKERS[model](tmp_path / model)
-    common = ["--base", str(base), "--data", str(data), *SMALL, "--rank", "2", "--stage", stage]
-    stopped, whole, usual = (
-        [*common, "--output", str(tmp_path / name)] for name in ("stopped", "whole", "usual")
-    )
-    starts = [[*stopped, "--steps", "2"], [*stopped, "--steps", "4"], [*whole, "--steps", "4"]]
-    starts.append([*usual, "--steps", "2", "--loss", "squared"])
-    before, after, at_once, squared = run_ranks(started, "losses", starts, world_size=world_size)[0]
-    assert before + after == at_once
-    assert set(squared).isdisjoint(before)
-    files = [tmp_path / name / "lora.safetensors" for name in ("stopped", "whole")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-    pipeline = DiffusionPipeline.from_pretrained(base)
-    pipeline.load_lora_weights(files[0])
-
-
-# -- Noise of several resolutions.
+pytestmark = pytest.mark.nightly
 
 
 def pyramid_noise_like(noise, random, iterations, discount):
@@ -67,7 +27,6 @@ def pyramid_noise_like(noise, random, iterations, discount):
     return noise / noise.std(), sizes
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("shape", [(3, 4, 24, 40), (2, 4, 2, 9)])
 def test_multi_resolution_noise_with_offset_noise_equals_kohyas(shape):
     clean = torch.zeros(shape)
@@ -82,7 +41,6 @@ def test_multi_resolution_noise_with_offset_noise_equals_kohyas(shape):
     assert torch.equal(drawn.target, drawn.added)
 
 
-@pytest.mark.nightly
 def test_multi_resolution_noise_works_with_other_noises_and_with_clips():
     clean = torch.zeros(16, 8, 3, 16, 16)
     drawn = MultiResolutionNoise(discount=0.9).draw(clean, torch.Generator().manual_seed(7))
@@ -99,7 +57,6 @@ def test_multi_resolution_noise_works_with_other_noises_and_with_clips():
         assert 0.04 < (found.added - found.target).std() < 0.11
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("wrong", [{"discount": 0.0}, {"discount": 1.5}, {"iterations": 0}])
 def test_invalid_settings_of_the_noise_are_refused(wrong):
     with pytest.raises(InvalidValueError):

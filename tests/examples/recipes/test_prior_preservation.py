@@ -9,10 +9,7 @@ import torch
 from diffusers import DDPMScheduler
 from examples.recipes.prior_preservation import PriorPreservation
 
-from tests.examples.recipes.starting import photographs, started
-from tests.support import pipelines
 from tests.support.models import digits_batch, tiny_unet
-from tests.support.ranks import run_ranks
 from zerotune.diffusion import (
     ClassConditional,
     DataStream,
@@ -128,19 +125,3 @@ def test_incompatible_streams_are_data_errors():
         next(PriorPreservation(instances=one, priors=repeated(images=torch.zeros(2, 1, 4, 8))))
     with pytest.raises(InvalidValueError, match="weight"):
         PriorPreservation(instances=one, priors=one, weight=-1.0)
-
-
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_resumed_run_equals_an_uninterrupted_one(world_size, tmp_path):
-    one = photographs(tmp_path / "one", {"chelsea": "a photo of sks cat"})
-    cats = photographs(tmp_path / "cats", {"chelsea": "a cat", "coffee": "a cup"})
-    base = pipelines.sdxl(tmp_path / "sdxl")
-    common = ["--base", str(base), "--data", str(one), "--priors", str(cats), "--side", "16"]
-    common += ["--every", "2", "--rank", "2"]
-    stopped, whole = ([*common, "--output", str(tmp_path / name)] for name in ("stopped", "whole"))
-    starts = [[*stopped, "--steps", "2"], [*stopped, "--steps", "4"], [*whole, "--steps", "4"]]
-    found = run_ranks(started, "prior_preservation", starts, world_size=world_size)[0]
-    before, after, at_once = found
-    assert before + after == at_once
-    assert (tmp_path / "stopped" / "lora.safetensors").is_file()

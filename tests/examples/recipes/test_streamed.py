@@ -11,9 +11,6 @@ import pytest
 import torch
 from examples.recipes.streamed import StreamedImages, picture_and_caption, shards
 
-from tests.examples.recipes.starting import photographs, started
-from tests.support import pipelines
-from tests.support.ranks import run_ranks
 from zerotune.diffusion.data import AspectBuckets, Augmentation
 from zerotune.diffusion.data.streams import BatchStream
 from zerotune.errors import DataError
@@ -144,22 +141,3 @@ def test_webdataset_pipelines_can_be_streamed(samples, tmp_path):
                     archive.addfile(info, io.BytesIO(data))
     found = stream(shards(f"{tmp_path}/{{0..1}}.tar"), read=picture_and_caption)
     assert take([found], 12) == take([stream(samples[:40])], 12)
-
-
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_resumed_run_equals_an_uninterrupted_one(world_size, tmp_path):
-    pytest.importorskip("webdataset")
-    words = {"astronaut": "an astronaut", "chelsea": "a cat", "coffee": "a cup of coffee"}
-    folder = photographs(tmp_path / "photos", words)
-    with tarfile.open(tmp_path / "0.tar", "w") as archive:
-        for path in sorted(folder.iterdir()):
-            archive.add(path, path.name)
-    base = pipelines.sdxl(tmp_path / "sdxl")
-    common = ["--base", str(base), "--data", str(tmp_path / "0.tar"), "--area", "256"]
-    common += ["--bucket-step", "4", "--every", "2", "--rank", "2"]
-    stopped, whole = ([*common, "--output", str(tmp_path / name)] for name in ("stopped", "whole"))
-    starts = [[*stopped, "--steps", "2"], [*stopped, "--steps", "4"], [*whole, "--steps", "4"]]
-    before, after, at_once = run_ranks(started, "streamed", starts, world_size=world_size)[0]
-    assert before + after == at_once
-    assert (tmp_path / "stopped" / "lora.safetensors").is_file()
