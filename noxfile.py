@@ -125,6 +125,13 @@ def tests(session: nox.Session) -> None:
     run(session, "-m", "pytest", *(session.posargs or THREE_AT_A_TIME))
 
 
+@nox.session(python=False)
+def durations(session: nox.Session) -> None:
+    """Run the suite on an idle machine, and record in tests/durations.json what each file costs."""
+    training_environment(session)
+    run(session, "-m", "pytest", "-p", "tests.support.recording", *THREE_AT_A_TIME)
+
+
 @nox.session(python=PYTHON)
 def lint(session: nox.Session) -> None:
     """Check style and format with Ruff."""

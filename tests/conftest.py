@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -15,10 +16,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import call_in_ranks, compile_device, compile_io
+from tests.support.recording import RECORD
 from zerotune import decisions
 
 _IN_CI = os.environ.get("CI", "").lower() in {"1", "true"}
 _ENDING_S = 5.0
+UNKNOWN_S = 30
+"""Taken for a file with engines that is not recorded."""
 _LEAKY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
 
 
@@ -49,9 +53,14 @@ def _has_cuda() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files that start engines first, so that no worker ends alone with such a file."""
-    starting = {item.path for item in items if item.get_closest_marker("deepspeed")}
-    items.sort(key=lambda item: item.path not in starting)
+    """Begin with the files that take longest, so that no worker ends alone with one of them."""
+    known = json.loads(RECORD.read_text(encoding="utf-8"))
+    root = RECORD.parents[1]
+    seconds = {root / file: cost.get("seconds", 0) for file, cost in known.items()}
+    for item in items:
+        if item.get_closest_marker("deepspeed"):
+            seconds.setdefault(item.path, UNKNOWN_S)
+    items.sort(key=lambda item: -seconds.get(item.path, 0))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import recording
 from zerotune._util import proc
 
 # Importing torch, deepspeed and diffusers takes seconds; a fork server does it once. Children are
@@ -131,7 +132,8 @@ def _collect(workers: list[Any], timeout_s: float) -> list[Any]:
         for receive in ready:
             rank = waiting.pop(receive)
             try:
-                ok, value = receive.recv()
+                ok, value, spent = receive.recv()
+                recording.spent.update(spent, ranks=1)
             except EOFError:
                 process = workers[rank][0]
                 process.join(5)
@@ -157,14 +159,16 @@ def _child(function: Any, args: Any, variables: dict[str, str], send: Any) -> No
 
     from zerotune.plan import facts
 
+    if recording.VARIABLE in os.environ:
+        recording.count_engines()
     torch.set_num_threads(1)
     # Tiny models have as many units as large ones.
     facts.SMALLEST_UNIT = 1
     try:
-        send.send((True, function(*args)))
+        send.send((True, function(*args), _spent()))
     except BaseException as error:  # noqa: BLE001 - reported to the parent, whatever it is
         shown = pytest.ExceptionInfo.from_exception(error).getrepr(style="short", tbfilter=True)
-        send.send((False, f"\n{shown}"))
+        send.send((False, f"\n{shown}", _spent()))
     finally:
         send.close()
         import torch.distributed as dist
@@ -174,6 +178,10 @@ def _child(function: Any, args: Any, variables: dict[str, str], send: Any) -> No
         sys.stdout.flush()
         # ``os._exit`` skips atexit handlers of libraries that expect their own launcher.
         os._exit(0)
+
+
+def _spent() -> dict[str, float]:
+    return {**recording.spent, "seconds": recording.used()}
 
 
 @cache
