@@ -31,7 +31,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder, browser() as chromium:
         root = Path(folder)
-        app = create_app(root=root, plan_file=root / "plan.json", templates_folder=root / "own")
+        app = create_app(root=root, plan_file=root / "plan.json")
         with served(app) as address:
             for name, scheme, width, height in VIEWS:
                 context = chromium.new_context(

@@ -35,7 +35,7 @@ def main() -> int:
     print(f"seed {arguments.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder).resolve() / "root"
-        attack = Attacker(root, builder_client(root, Path(folder) / "templates"))
+        attack = Attacker(root, builder_client(root))
         attack(Case(text='{"train_batch_size": 1}', seed="warm-up"))
         attack.slowest, attack.largest = 0.0, 0
         seen = _attacked(attack, arguments)
@@ -47,7 +47,7 @@ def main() -> int:
     return 1 if seen else 0
 
 
-def builder_client(root: Path, templates: Path) -> Any:
+def builder_client(root: Path) -> Any:
     """Return a test client for the builder in ``root``; ``None`` without the builder's extra."""
     try:
         from starlette.testclient import TestClient
@@ -56,7 +56,7 @@ def builder_client(root: Path, templates: Path) -> Any:
     except ImportError:
         return None
     root.mkdir(parents=True, exist_ok=True)
-    app = create_app(root=root, templates_folder=templates, on_apply=str)
+    app = create_app(root=root, on_apply=str)
     return TestClient(app, base_url="http://127.0.0.1:8265", raise_server_exceptions=True)
 
 

@@ -305,8 +305,6 @@ def _endpoints(
         "/advise": {"state": state},
         "/save": {"state": state, "path": f"saved{case.suffix}"},
         "/apply": {"state": state},
-        "/templates/save": {"state": state, "name": "one"},
-        "/templates/import": {"text": case.text},
     }
     for path in chance.sample(sorted(bodies), 2):
         yield f"endpoint {path}", lambda path=path: _asked(client, path, json.dumps(bodies[path]))

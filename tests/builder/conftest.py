@@ -22,7 +22,7 @@ def client_of(root, tmp_path):
     create_app = needs("zerotune.builder.app").create_app
 
     def make(**settings):
-        app = create_app(**{"root": root, "templates_folder": tmp_path / "templates", **settings})
+        app = create_app(**{"root": root, **settings})
         return client(app, base_url="http://127.0.0.1:8265")
 
     return make

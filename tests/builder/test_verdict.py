@@ -91,18 +91,6 @@ class TestOrder:
         assert client.post("/api/apply", json=body).is_success
         assert json.dumps(json.loads(file.read_text())) == json.dumps(config)
 
-    def test_a_trainers_file_keeps_the_order_of_its_keys(self, client_of, root):
-        file = root / "config.json"
-        file.write_text(json.dumps({"seed": 3, "deepspeed_config": self.CONFIG}))
-        client = client_of(plan_file=file)
-        start = client.get("/api/start").json()
-        assert json.dumps(start["state"]["config"]) == json.dumps(self.CONFIG)
-        body = {"state": start["state"], "version": start["version"]}
-        assert client.post("/api/apply", json=body).is_success
-        assert json.dumps(json.loads(file.read_text())["deepspeed_config"]) == json.dumps(
-            self.CONFIG
-        )
-
     def test_advice_keeps_the_order_of_the_forms_keys(self, client):
         found = client.post("/api/advise", json={"state": state(self.CONFIG)}).json()
         assert list(found["chosen"]["state"]["config"])[:5] == list(self.CONFIG)

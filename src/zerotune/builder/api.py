@@ -34,14 +34,7 @@ from zerotune.builder.preview import (
 )
 from zerotune.builder.repairs import repairs, with_repairs
 from zerotune.builder.session import OpenedConfig, Session, open_file, open_text
-from zerotune.builder.templates import (
-    BUILTIN,
-    Template,
-    TemplateStore,
-    builtin_template,
-    read_template,
-    starting_state,
-)
+from zerotune.builder.templates import builtin_template, starting_state
 from zerotune.errors import (
     InvalidValueError,
     PlanConflictError,
@@ -62,7 +55,6 @@ class Api:
     """The endpoints under ``/api``."""
 
     session: Session
-    templates: TemplateStore
     machines: Machines = attrs.field(factory=Machines)
 
     def routes(self) -> list[Route]:
@@ -78,11 +70,7 @@ class Api:
             _post_route("/open", self._open),
             _post_route("/apply", self._apply),
             _post_route("/save", self._save),
-            _get_route("/templates", self._list_templates),
             _post_route("/templates/use", self._use_template),
-            _post_route("/templates/save", self._save_template),
-            _post_route("/templates/delete", self._delete_template),
-            _post_route("/templates/import", self._import_template),
         ]
 
     def _start(self, _: Data) -> Data:
@@ -169,20 +157,7 @@ class Api:
             processes=read_setup(state.setup)[0].world_size,
         )
 
-    def _list_templates(self, _: Data) -> Data:
-        return {
-            "builtin": [
-                {name: getattr(one, name) for name in ("id", "name", "description", "group")}
-                for one in BUILTIN
-            ],
-            "own": [one.data() for one in self.templates.all()],
-            "folder": str(self.templates.folder),
-        }
-
     def _use_template(self, payload: Data) -> Data:
-        if "name" in payload:
-            template = self.templates.get(payload["name"])
-            return {"state": template.state.data()}
         found = builtin_template(as_text(payload.get("id"), "id", longest=60))
         around = as_mapping(payload.get("setup"), "setup")
         advice = advise(starting_state(found, around), self.machines)
@@ -190,22 +165,6 @@ class Api:
             return {"state": None, **advice}
         chosen = advice["chosen"]
         return {"state": chosen["state"], "title": chosen["title"], "reason": chosen["reason"]}
-
-    def _save_template(self, payload: Data) -> Data:
-        template = Template(
-            name=as_text(payload.get("name"), "name", longest=255),
-            description=as_text(payload.get("description") or "", "description", longest=500),
-            state=_state(payload),
-        )
-        return self.templates.put(template).data()
-
-    def _delete_template(self, payload: Data) -> Data:
-        self.templates.delete(payload.get("name"))
-        return {"deleted": payload.get("name")}
-
-    def _import_template(self, payload: Data) -> Data:
-        text = as_text(payload.get("text"), "text", longest=1 << 20)
-        return self.templates.put(read_template(text, name="the file")).data()
 
 
 class _CallbackError(Exception):

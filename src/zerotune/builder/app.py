@@ -19,7 +19,7 @@ from zerotune.builder.api import Api
 from zerotune.builder.fields import page_fields
 from zerotune.builder.security import LARGEST_BODY, LOOPBACK, Guard
 from zerotune.builder.session import Root, Session
-from zerotune.builder.templates import TemplateStore
+from zerotune.builder.templates import BUILTIN
 from zerotune.plan import DeepSpeedPlan
 
 _STATIC: Final = Path(__file__).parent / "static"
@@ -33,7 +33,6 @@ def create_app(
     on_apply: Callable[[DeepSpeedPlan], object] | None = None,
     token: str | None = None,
     hosts: Collection[str] = LOOPBACK,
-    templates_folder: str | os.PathLike[str] | None = None,
     largest_body: int = LARGEST_BODY,
 ) -> ASGIApp:
     """Create the config builder, an ASGI application.
@@ -51,8 +50,6 @@ def create_app(
             page with ``?token=`` sets the cookie.
         hosts: Host names, without ports, that the builder accepts in ``Host`` headers. Add the name
             of your server.
-        templates_folder: Folder for the user's templates; by default a folder in the user's
-            configuration directory.
         largest_body: Maximum size of a request, in bytes.
 
     Raises:
@@ -64,8 +61,7 @@ def create_app(
         plan_file=None if plan_file is None else Path(plan_file),
         on_apply=on_apply,
     )
-    folder = None if templates_folder is None else Path(templates_folder)
-    api = Api(session=session, templates=TemplateStore(folder))
+    api = Api(session=session)
     pages = Environment(
         loader=PackageLoader("zerotune.builder"),
         autoescape=True,
@@ -77,7 +73,9 @@ def create_app(
 
     async def index(request: Request) -> Response:
         prefix = request.scope.get("root_path", "").rstrip("/")
-        return HTMLResponse(page.render(prefix=prefix, session=session, **page_fields()))
+        return HTMLResponse(
+            page.render(prefix=prefix, session=session, builtin=BUILTIN, **page_fields())
+        )
 
     app = Starlette(
         routes=[

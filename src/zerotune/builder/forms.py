@@ -208,13 +208,3 @@ def read_plan(state: FormState) -> Reading:
 
     plan, errors = read_partly(read)
     return Reading(plan=None if errors else plan, partial_plan=plan, errors=errors)
-
-
-def is_written(config: Any, key: str) -> bool:
-    """Return whether ``config`` contains the setting at the path ``key``."""
-    here = config
-    for name in key.split("."):
-        if not isinstance(here, dict) or name not in here:
-            return False
-        here = here[name]
-    return True

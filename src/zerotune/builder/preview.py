@@ -24,7 +24,6 @@ from zerotune.builder.forms import (
     Reading,
     as_choice,
     droppable_settings,
-    is_written,
     read_plan,
 )
 from zerotune.builder.models import model_name
@@ -41,6 +40,7 @@ from zerotune.plan.memory.time import CARDS, StepTime, card_platform, known_rate
 from zerotune.plan.optimizer.capability import Situation, installed_packages, missing_package
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.plan import Advice, MemoryEstimate, ResolvedPlan, raised
+from zerotune.plan.section import value_at
 from zerotune.plan.sections import OFFLOAD_DEVICES, PRECISIONS
 from zerotune.plan.text import (
     DURING,
@@ -558,7 +558,7 @@ class _Form:
         except (OverflowError, RecursionError):
             return [_plan_error(_TOO_LARGE)]
         every = (*found.findings, *found.refusals)
-        return [each for each in every if is_written(self.state.config, each.key)]
+        return [each for each in every if value_at(self.state.config, each.key) is not UNSET]
 
     def _assumed_run(self, plan: DeepSpeedPlan) -> tuple[RunFacts, list[Decision]]:
         """Assume the values that the plan leaves to the training script."""

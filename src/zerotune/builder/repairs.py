@@ -15,11 +15,12 @@ from typing import Any, Final
 import attrs
 
 from zerotune.builder.fields import setup_labels
-from zerotune.builder.forms import FormState, is_written, to_wire
+from zerotune.builder.forms import FormState, to_wire
 from zerotune.builder.preview import Machines, Preview, understand
 from zerotune.decisions import Decision
 from zerotune.errors import REMOVAL, UNSET, Edits
 from zerotune.plan.read import canonical_path
+from zerotune.plan.section import value_at
 from zerotune.plan.sections import PRECISIONS, only_precision
 
 MAX_BUTTONS: Final = 4
@@ -136,7 +137,7 @@ def _propose(
             if key or message.key
             for store, path in [_locate(key or message.key, state)]
         )
-        there = [is_written(getattr(state, one.store), one.path) for one in located]
+        there = [value_at(getattr(state, one.store), one.path) is not UNSET for one in located]
         removes = [one.value is UNSET for one in located]
         moves = removes == [True, False] and located[1].value is message.before
         moves = moves and located[0].store == located[1].store
@@ -186,9 +187,9 @@ def _locate(key: str, state: FormState) -> tuple[str, str]:
         if key.startswith(f"{store}."):
             return store, key.removeprefix(f"{store}.")
     path = _user_spelling(key, state.config)
-    if is_written(state.launch, key) and not is_written(state.config, path):
-        return "launch", key
-    return "config", path
+    launched = value_at(state.launch, key) is not UNSET
+    only_launched = launched and value_at(state.config, path) is UNSET
+    return ("launch", key) if only_launched else ("config", path)
 
 
 def _user_spelling(key: str, config: Any) -> str:

@@ -25,7 +25,7 @@ from zerotune.errors import (
     PlanSyntaxError,
     ZeroTuneError,
 )
-from zerotune.plan import DeepSpeedPlan, plan_document
+from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.plan import raised
 from zerotune.plan.read import plan_from_mapping, read_whole
 from zerotune.plan.source import parse_any, read_text, tolerated, with_named_files, wrapper_of
@@ -344,7 +344,6 @@ class Session:
         processes: int,
         format_: str | None = None,
     ) -> dict[str, Any]:
-        """Save a plan; refuse a trainer's file that names a configuration outside the root."""
         here = version_of(path)
         if version not in (None, here):
             new = version == ABSENT
@@ -357,11 +356,7 @@ class Session:
         chosen = format_ or format_of(path)
         if chosen == "accelerate":
             plan = launchable(plan, processes=processes)
-        existing = path if chosen == "trainer" and path.exists() else None
-        lossy = droppable_settings(plan)
-        for beside in plan_document(plan, chosen, existing=existing, lossy=lossy).beside:
-            self.root.inside(str(beside.resolve()), key="deepspeed_config")
-        saved = plan.save(path, format=chosen, lossy=lossy, like=like)
+        saved = plan.save(path, format=chosen, lossy=droppable_settings(plan), like=like)
         return {
             "version": version_of(path),
             "paths": [str(each) for each in saved.paths],

@@ -1,7 +1,7 @@
 // Dialogs: open, save, apply, "Fit my card" and templates.
 
 import { ApiError, get, post } from "./api.js";
-import { action, all, ask, byId, capital, download, el, fill, onSubmit, openDialog, point, show, status, errorText } from "./dom.js";
+import { action, all, ask, byId, capital, el, fill, onSubmit, openDialog, point, show, status, errorText } from "./dom.js";
 import * as draft from "./draft.js";
 import { hasFrames } from "./form.js";
 import { size } from "./memory.js";
@@ -10,13 +10,13 @@ import { print, state } from "./state.js";
 
 let load = () => {};
 let refresh = () => {};
-const known = { saved: new Map(), typed: "open-text", listed: [] };
+const known = { saved: new Map(), typed: "open-text" };
 
 export function bindDialogs(loader, refresher) {
   load = loader;
   refresh = refresher;
   for (const button of all("[data-close]")) button.addEventListener("click", () => button.closest("dialog").close());
-  for (const [name, act] of [["open", open], ["save", () => save(false)], ["fit", fit], ["templates", () => saveTemplate()],
+  for (const [name, act] of [["open", open], ["save", () => save(false)], ["fit", fit],
     ["ask", () => byId("ask-dialog").close("yes")]]) onSubmit(byId(`${name}-dialog`).querySelector("form"), act);
   for (const name of ["open", "save"]) {
     byId(`${name}-button`).addEventListener("click", () => { byId(`${name}-error`).textContent = ""; openDialog(byId(`${name}-dialog`)); });
@@ -25,8 +25,8 @@ export function bindDialogs(loader, refresher) {
   byId("open-file").addEventListener("change", upload);
   byId("apply-button")?.addEventListener("click", () => apply(draft.plan.version));
   byId("fit-button").addEventListener("click", fitOpen);
-  byId("templates-button").addEventListener("click", async () => { templateStatus(""); openDialog(byId("templates-dialog")); await listTemplates(); });
-  byId("template-import").addEventListener("change", importTemplate);
+  byId("templates-button").addEventListener("click", () => { templateStatus(""); openDialog(byId("templates-dialog")); });
+  for (const button of all("[data-template]")) button.addEventListener("click", () => useTemplate(button));
 }
 
 // Asks only if unsaved changes would be lost.
@@ -264,90 +264,18 @@ function candidate(one, why, shown) {
     } }) : null);
 }
 
-function templateStatus(text, kind = "") {
-  byId("templates-status").dataset.kind = kind;
-  fill(byId("templates-status"), text);
-}
+const templateStatus = (text) => fill(byId("templates-status"), text);
 
-async function listTemplates() {
-  try {
-    const found = await get("/templates");
-    known.listed = found.own;
-    byId("templates-folder").textContent = `Your templates are stored as JSON files in ${found.folder}.`;
-    const groups = new Map();
-    for (const one of found.builtin) groups.set(one.group, [...(groups.get(one.group) ?? []), one]);
-    fill(byId("templates-builtin"), ...[...groups].map(([group, members]) => el("section", { "aria-label": group },
-      el("h3", { text: group }), el("ul", { class: "list two" }, ...members.map(builtin)))));
-    fill(byId("templates-own"), ...(found.own.length ? found.own.map(own) : [el("li", { text: "None yet." })]));
-  } catch (error) {
-    templateStatus(error.message);
-  }
-}
-
-const builtin = (one) => el("li", {}, el("div", {}, el("strong", { text: one.name }), el("p", { class: "hint", text: one.description })),
-  el("button", { type: "button", text: "Use", "aria-label": `Use ${one.name}`, onclick: () => attempt(async () => {
-    const used = await post("/templates/use", { id: one.id, setup: state.setup });
-    if (!used.state) throw new ApiError(409, { error: `${sentence(used.reason)} Fix: ${used.fix}.` });
-    if (!await mayReplace(`The template ${one.name}`)) return;
-    byId("templates-dialog").close();
-    load(used.state, [], `${one.name}: ${used.title}.`, { label: `the template ${one.name}` });
-  }) }));
-
-function own(one) {
-  const button = (text, act) => el("button", { type: "button", text, "aria-label": `${text} ${one.name}`, onclick: act });
-  return el("li", {}, el("div", {}, el("strong", { text: one.name })),
-    el("div", { class: "row" },
-      button("Use", () => attempt(async () => {
-        const used = await post("/templates/use", { name: one.name });
-        if (!await mayReplace(`The template ${one.name}`)) return;
-        byId("template-name").value = one.name;
-        byId("templates-dialog").close();
-        load(used.state, [], `Loaded ${one.name}.`, { label: `the template ${one.name}` });
-      })),
-      button("Export", () => download(`${one.name}.template.json`, `${JSON.stringify(one, null, 2)}\n`)),
-      button("Delete", () => attempt(async () => {
-        const sure = await ask({ title: `Delete ${one.name}?`, text: "This deletes the template's file. To keep a copy, export the template first.", yes: "Delete" });
-        if (!sure) return;
-        await post("/templates/delete", { name: one.name });
-        await listTemplates();
-        templateStatus(`Deleted ${one.name}.`, "good");
-      }))));
-}
-
-const mayOverwrite = async (name) => {
-  await listTemplates();
-  const there = known.listed.find((one) => one.name.toLowerCase() === name.toLowerCase());
-  return !there || ask({ title: `Replace ${there.name}?`, text: "A template of this name exists.", yes: "Replace" });
-};
-
-async function attempt(act) {
+async function useTemplate(button) {
+  const name = button.closest("li").querySelector("strong").textContent;
   templateStatus("");
   try {
-    await act();
+    const used = await post("/templates/use", { id: button.dataset.template, setup: state.setup });
+    if (!used.state) throw new ApiError(409, { error: `${sentence(used.reason)} Fix: ${used.fix}.` });
+    if (!await mayReplace(`The template ${name}`)) return;
+    byId("templates-dialog").close();
+    load(used.state, [], `${name}: ${used.title}.`, { label: `the template ${name}` });
   } catch (error) {
-    if (error.status === 404) await listTemplates();
     templateStatus(error.message);
   }
 }
-
-const saveTemplate = () => attempt(async () => {
-  const name = byId("template-name").value.trim();
-  if (!await mayOverwrite(name)) return;
-  await post("/templates/save", { name, state });
-  draft.markSaved();
-  await listTemplates();
-  templateStatus(`Saved the template ${name}.`, "good");
-});
-
-const importTemplate = (event) => attempt(async () => {
-  const [file] = event.target.files;
-  if (!file) return;
-  const text = await file.text();
-  event.target.value = "";
-  let name = "";
-  try { name = String(JSON.parse(text).name); } catch { /* The server explains what is wrong. */ }
-  if (!await mayOverwrite(name)) return;
-  const imported = await post("/templates/import", { text });
-  await listTemplates();
-  templateStatus(`Imported ${imported.name}.`, "good");
-});

@@ -1,0 +1,44 @@
+"""Built-in templates: each gives a plan that fits its machine."""
+
+from __future__ import annotations
+
+from tests.builder.states import CHOSEN, PLAN
+from zerotune.builder.templates import BUILTIN
+from zerotune.plan.families import family_names
+
+
+def test_built_in_templates_are_of_known_families():
+    assert {one.setup.get("family") for one in BUILTIN} <= {None, *family_names()}
+    assert len(BUILTIN) == 12
+
+
+def test_the_page_lists_every_template(client):
+    page = client.get("/").text
+    assert all(f'data-template="{one.id}"' in page for one in BUILTIN)
+
+
+def test_every_built_in_template_fits_its_machine(client):
+    for one in BUILTIN:
+        body = {"id": one.id, "setup": {**CHOSEN, "lora": "4", "resolution": "64"}}
+        used = client.post("/api/templates/use", json=body).json()
+        shown = client.post("/api/preview", json={"state": used["state"]}).json()
+        assert shown.get("runs"), (one, shown)
+        assert all(bar["fits"] for bar in shown["memory"]["bars"]), one
+        # A template with a model replaces the workload that was planned before.
+        subject = shown["memory"]["subject"]
+        assert ("64 x 64" in subject) == (one.id == "lowest"), one
+        assert ("rank 4" in subject) == (one.id == "lowest"), one
+        assert ("rank 16" in subject) == ("lora" in one.id), one
+    assert client.post("/api/templates/use", json={"id": "none"}).status_code == 422
+
+
+def test_frames_count_only_for_video_models(client):
+    subjects = {}
+    for family in ("wan-1.3b", "sdxl"):
+        setup = {**CHOSEN, "family": family, "resolution": "256", "frames": "17"}
+        body = {"state": {"config": PLAN, "setup": setup}}
+        shown = client.post("/api/preview", json=body).json()
+        subjects[family] = shown["memory"]["subject"]
+        assert shown["effective"]["setup.frames"] == (81 if family == "wan-1.3b" else None)
+    assert "17 frames of 256 x 256" in subjects["wan-1.3b"]
+    assert "frames" not in subjects["sdxl"], "what is not shown says nothing"
