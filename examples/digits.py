@@ -50,7 +50,6 @@ from zerotune import (
 from zerotune.ema import RampDecay
 from zerotune.errors import PlanError, TrainingError
 from zerotune.training.events import read_metrics
-from zerotune.training.report import plot_loss
 
 CLASSES = 10
 NULL_LABEL = CLASSES
@@ -242,7 +241,6 @@ def write_pictures(
     grid.save(options.output / "digits.png")
     history = read_metrics(options.output / "metrics.jsonl")
     steps, losses = zip(*((metrics.step, metrics.loss) for metrics in history), strict=True)
-    plot_loss(options.output / "loss.png", steps=steps, losses=losses)
     draw_learning(options, steps, losses, drawn)
 
 
@@ -306,9 +304,7 @@ def run(options: argparse.Namespace) -> int:
         f"recognised {share:.1f} % of {len(images)} generated digits "
         f"(required: {options.require:g} %) after {time.perf_counter() - started:.0f} s"
     )
-    print(
-        f"see learning.png, digits.png, loss.png, memory.png and metrics.jsonl in {options.output}"
-    )
+    print(f"see learning.png, digits.png, report.json and metrics.jsonl in {options.output}")
     return 0 if share >= options.require else 1
 
 

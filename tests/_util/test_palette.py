@@ -10,7 +10,6 @@ import pytest
 from zerotune._util import palette
 from zerotune.plan import DeepSpeedPlan
 from zerotune.platform import Platform
-from zerotune.training.step import PHASES
 
 # Matrices for linear RGB from Machado, Oliveira and Fernandes (2009), severity 1.0.
 SIGHTS = {
@@ -93,10 +92,10 @@ def test_the_colour_difference_matches_the_published_examples(one, other, known)
 
 
 @pytest.mark.parametrize("sight", SIGHTS)
-@pytest.mark.parametrize("colours", [palette.COMPONENTS, palette.PHASES], ids=["memory", "step"])
-def test_any_two_colours_are_distinguishable(colours, sight):
+def test_any_two_colours_are_distinguishable(sight):
     # Any two segments can touch, since those between them may be empty. No plan has both of these:
-    colours = {name: colour for name, colour in colours.items() if name != "streamed weights"}
+    colours = dict(palette.COMPONENTS)
+    del colours["streamed weights"]
     labs = {name: seen(colour, SIGHTS[sight]) for name, colour in colours.items()}
     close = {
         pair: round(difference(labs[pair[0]], labs[pair[1]]), 1) for pair in combinations(labs, 2)
@@ -120,10 +119,6 @@ def test_every_component_of_the_memory_model_has_a_colour():
             )  # fmt: skip
             found |= {item.component for item in estimate.items}
     assert found <= set(palette.COMPONENTS)
-
-
-def test_every_phase_of_a_step_has_a_colour():
-    assert list(palette.PHASES) == [*PHASES, "rest"]
 
 
 def test_unknown_components_get_distinct_colours():

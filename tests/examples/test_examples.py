@@ -54,7 +54,7 @@ def losses_of(folder: Path) -> list[float]:
 
 
 def check_results(folder: Path) -> None:
-    for name in ("learning.png", "digits.png", "loss.png", "memory.png"):
+    for name in ("learning.png", "digits.png"):
         with Image.open(folder / name) as image:
             image.load()
             assert len(image.convert("L").getcolors(256)) > 10, f"{name} is blank"

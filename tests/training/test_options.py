@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from tests.support.models import digits_batch, tiny_unet
 from tests.support.ranks import ranks, run_ranks
@@ -43,11 +42,11 @@ def test_recomputation_leaves_every_loss_unchanged(tmp_path):
     assert any("gradient_checkpointing: False -> False" in one for one in found["auto"])
     assert any("gradient_checkpointing: False -> True (requested)" in x for x in found["decisions"])
     assert any(one.startswith("threads: ") for one in found["decisions"])
-    assert found["files"] == ["loss.png", "memory.png", "report.json"]
-    _check_report(found["report"], tmp_path)
+    assert found["files"] == ["report.json"]
+    _check_report(found["report"])
 
 
-def _check_report(report, folder):
+def _check_report(report):
     rows = {row[0]: row for row in report.memory_rows()}
     assert rows["activations"][3].startswith("blocks recomputed")
     assert rows["expected peak"][1] == "host"
@@ -59,8 +58,6 @@ def _check_report(report, folder):
     assert 0 < optimizer.rate < 10 * optimizer.reference
     text = report.render()
     assert "bottleneck of each phase:" in text
-    with Image.open(folder / "memory.png") as image:
-        assert image.height > 400
 
 
 @pytest.mark.deepspeed

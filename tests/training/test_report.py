@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
-from PIL import Image, ImageColor
 
 from tests.training.fakes import drive, report
-from zerotune._util.palette import component_colours
-from zerotune.errors import DataError, MissingDependencyError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.charts import draw_panels
 from zerotune.platform import Platform
-from zerotune.training.report import Record, moving_mean, plot_loss, plot_report
+from zerotune.training.report import Record
 
 
 def test_rates_and_rows_follow_from_plain_arithmetic():
@@ -119,102 +113,6 @@ def test_the_totals_add_up_and_restart_after_a_resume(tmp_path):
     record.on_resume(At(), tmp_path)
     assert record.totals["first_step"] == 7
     assert record.totals["steps"] == 0
-
-
-def test_plots_are_png_files(tmp_path):
-    loss, memory = report().save(tmp_path / "pictures")
-    for path, width in ((loss, 840), (memory, 1350)):
-        with Image.open(path) as image:
-            image.load()
-            assert image.format == "PNG"
-            assert image.width == width
-            colours = image.convert("RGB").getcolors(2**20)
-            assert len(colours) > 50, f"{path.name} is blank"
-            assert max(count for count, _ in colours) < image.width * image.height
-
-
-def test_the_curve_follows_the_losses(tmp_path):
-    """The highest blue pixel on the left lies above the highest one on the right."""
-    steps = range(1, 101)
-    path = plot_loss(tmp_path / "loss.png", steps=steps, losses=[1 / step for step in steps])
-    with Image.open(path) as image:
-        pixels, width, height = image.convert("RGB").load(), image.width, image.height
-
-    def highest(left, right):
-        return min(
-            y
-            for x in range(int(left * width), int(right * width))
-            # The legend lies in the upper fifth.
-            for y in range(height // 5, height)
-            if pixels[x, y][2] - pixels[x, y][0] > 100
-        )
-
-    assert highest(0.1, 0.3) < highest(0.7, 0.9) - height // 10
-
-
-def test_a_mean_is_drawn_at_the_middle_of_its_steps():
-    steps = range(11, 111)
-    middles, means = moving_mean(steps, [1.0] * 50 + [0.0] * 50)
-    assert (middles[0], middles[-1], len(means)) == (20.5, 100.5, 81)
-    half = means.index(0.5)
-    assert middles[half] == 60.5, "between the last high loss, of step 60, and the first low one"
-    assert moving_mean([7, 8], [3.0, 1.0]) == ([7.5], [2.0])
-
-
-def test_a_curve_without_points_is_refused(tmp_path):
-    with pytest.raises(DataError):
-        plot_loss(tmp_path / "loss.png", steps=[], losses=[])
-    with pytest.raises(DataError):
-        plot_loss(tmp_path / "loss.png", steps=[1, 2], losses=[1.0])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_matplotlib_the_error_names_the_package_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependencyError, match=r"zerotune\[plot\]"):
-        report().save(tmp_path)
-
-
-def test_plotting_leaves_the_users_backend_unchanged(tmp_path):
-    code = (
-        "import sys; from zerotune.training.report import plot_loss\n"
-        "assert 'matplotlib' not in sys.modules\n"
-        f"plot_loss({str(tmp_path / 'loss.png')!r}, steps=[1, 2], losses=[2.0, 1.0])\n"
-        "assert 'matplotlib.pyplot' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-def test_the_memory_chart_shows_the_measured_memory(tmp_path):
-    found = report()
-    path = plot_report(tmp_path / "memory.png", found)
-    colours = component_colours(item.component for item in found.estimate.items)
-    with Image.open(path) as image:
-        pixels = image.convert("RGB").getcolors(image.width * image.height)
-        area = {colour: count / (image.width * image.height) for count, colour in pixels}
-    # This is the area of a bar; a legend's swatch would be a hundredth of it.
-    assert area.get(ImageColor.getrgb(colours["runtime"]), 0) > 0.04
-    assert found.measured_memory() == {"host": found.host_peak, "device": found.device_peak}
-    without = plot_report(tmp_path / "without.png", report(estimate=None))
-    assert without.stat().st_size > 5000
-
-
-def test_on_a_cpu_the_runtime_in_the_memory_chart_is_the_measured_memory(tmp_path, monkeypatch):
-    known = DeepSpeedPlan.build(stage=2).estimate("sd15", platform=Platform.synthetic("cpu"))
-    drawn = []
-
-    def draw(heading, panels):
-        drawn.append((heading, dict(part[:2] for part in panels[0].parts)))
-        return draw_panels(heading, panels)
-
-    monkeypatch.setattr("zerotune.training.report.draw_panels", draw)
-    cpu = {"estimate": known, "host_before": 3 * 2**28, "device_peak": None}
-    plot_report(tmp_path / "memory.png", report(**cpu))
-    ((heading, parts),) = drawn
-    assert parts["runtime"] == 0.75
-    assert "runtime is the memory measured" in heading
-    plot_report(tmp_path / "gpu.png", report())
-    assert "as measured" not in drawn[1][0]
 
 
 def test_one_step_is_written_in_the_singular():

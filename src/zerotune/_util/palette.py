@@ -1,8 +1,8 @@
 """Common parts of all charts: an empty matplotlib figure, and colours.
 
-Each component of memory and each phase of a step has a colour. Readers with protanopia or
-deuteranopia can also tell any two components, and any two phases, apart: the CIEDE2000 differences
-are at least 15 in each kind of vision, which a test simulates.
+Each component of memory has a colour. Readers with protanopia or deuteranopia can also tell any two
+components apart: the CIEDE2000 differences are at least 15 in each kind of vision, which a test
+simulates.
 """
 
 from __future__ import annotations
@@ -34,24 +34,12 @@ COMPONENTS: Final[Mapping[str, str]] = {
     "context": "#a8adb2",
     "runtime": "#7880a1",
 }
-PHASES: Final[Mapping[str, str]] = {
-    "data": "#e69f00",
-    "forward": "#56b4e9",
-    "backward": "#0b4f8a",
-    "optimizer": "#b3401a",
-    "ema": "#2a9d78",
-    "rest": "#c4c4c4",
-}
-"""Colours of phases, in the order of a step."""
-
 INK: Final = "#222222"
 FAINT: Final = "#6a6a6a"
 PAPER: Final = "#ffffff"
 ROOM: Final = "#f0f0f0"
 """Colour of free memory."""
 ALARM: Final = "#b2182b"
-PALE: Final = "#9ecae1"
-STRONG: Final = "#08519c"
 OURS: Final = "#d9601a"
 """Colour of zerotune's bars in a comparison."""
 BASELINE: Final = "#4d6b80"

@@ -130,23 +130,15 @@ def memory_heading(estimate: Estimate) -> str:
     return f"Memory per rank: {describe(estimate.resolved)}\n{subject(estimate)}"
 
 
-def memory_panels(
-    estimate: Estimate,
-    *,
-    budget: RankBudget | None = None,
-    measured: RankBudget | None = None,
-) -> list[Panel]:
+def memory_panels(estimate: Estimate, *, budget: RankBudget | None = None) -> list[Panel]:
     """Return a panel for each kind of memory (device, host, NVMe) that is used or has a budget.
 
     Args:
         estimate: The memory estimate.
         budget: Bytes available to each rank, as a mapping with the keys ``"device"``, ``"host"``
             and ``"nvme"``.
-        measured: Measured bytes per rank, with the same keys as ``budget``; shown if there is no
-            budget.
     """
     unit, size = estimate_unit(estimate, budget)
-    seen: RankBudget = measured or {}
     colours = component_colours(item.component for item in estimate.items)
     panels = []
     for fit in fits(estimate, budget):
@@ -170,9 +162,6 @@ def memory_panels(
                 colour=INK if left >= 0 else ALARM,
                 room=True,
             )
-        elif fit.place in seen:
-            value = seen[fit.place] / size
-            panel = attrs.evolve(panel, note=f"measured {value:.2f} {unit}", limit=value)
         panels.append(panel)
     return panels
 

@@ -1,11 +1,11 @@
-"""Reports of a run: loss, time and memory as data, text and plots."""
+"""Reports of a run: loss, time and memory as data and text."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -14,15 +14,12 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.files import system_errors, write_atomically
-from zerotune._util.palette import PALE, STRONG, empty_figure
-from zerotune._util.palette import PHASES as PHASE_COLOURS
 from zerotune._util.table import Block, Line, Page, Readable, Table
-from zerotune._util.text import brief_size, common_unit, counted
+from zerotune._util.text import brief_size, counted
 from zerotune.backend import rates
-from zerotune.errors import DataError, TrainingError
-from zerotune.plan.charts import PIXELS_PER_INCH, Panel, draw_panels, memory_heading, memory_panels
+from zerotune.errors import TrainingError
 from zerotune.plan.memory.estimate import PHASES as MOMENTS
-from zerotune.plan.memory.estimate import PLACES, Place
+from zerotune.plan.memory.estimate import PLACES
 from zerotune.plan.memory.time import step_traffic
 from zerotune.plan.text import DURING, PLACE_NAMES, time_data
 from zerotune.training.events import PHASES, Callback
@@ -103,11 +100,6 @@ class Report(Readable):
         rows.append(("measured before", "host", before, "libraries, model and data"))
         rows.append(("measured peak", "host", brief_size(self.host_peak), "whole process"))
         return rows
-
-    def measured_memory(self) -> dict[Place, int]:
-        """Return the measured peak memory in bytes: host memory and, with a GPU, device memory."""
-        peaks: dict[Place, int] = {"host": self.host_peak}
-        return peaks if self.device_peak is None else peaks | {"device": self.device_peak}
 
     @property
     def bounds(self) -> tuple[Bound, ...]:
@@ -201,81 +193,20 @@ class Report(Readable):
             "bounds": [attrs.asdict(one) | {"rate": one.rate} for one in self.bounds],
         }
 
-    def save(self, folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-        """Write ``loss.png``, ``memory.png`` and ``report.json``; return the paths of the plots.
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write ``report.json``, and return its path.
 
         Args:
             folder: Folder to write to; a missing folder is created.
 
         Raises:
-            MissingDependencyError: matplotlib is not installed.
-            TrainingError: The files cannot be written.
+            TrainingError: The file cannot be written.
         """
-        into = Path(folder)
-        with system_errors(TrainingError, into, "the report cannot be written to this folder"):
-            into.mkdir(parents=True, exist_ok=True)
-            write_atomically(into / "report.json", json.dumps(self.to_dict(), indent=1).encode())
-        steps = range(self.first_step + 1, self.first_step + self.steps + 1)
-        return (
-            plot_loss(into / "loss.png", steps=list(steps), losses=self.losses),
-            plot_report(into / "memory.png", self),
-        )
-
-
-def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
-    """Plot host and device memory, and step time by phase, as a PNG file.
-
-    Bars show the components of the memory estimate, and a line marks the measured peak. Without an
-    estimate, bars show measured values. On a CPU, the component ``runtime`` is the memory measured
-    before the engine was built.
-
-    Args:
-        path: Path of the file; a missing folder is created.
-        report: Result of ``Trainer.report``.
-
-    Returns:
-        ``path``.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
-    measured = report.measured_memory()
-    if report.estimate is not None:
-        estimate, heading = report.estimate, memory_heading(report.estimate)
-        if estimate.resolved.platform.accelerator == "cpu":
-            estimate = _with_runtime_measured(estimate, report.host_before)
-            heading += "; runtime is the memory measured before the engine was built"
-        panels = memory_panels(estimate, measured=measured)
-    else:
-        heading = f"Memory per rank ({report.processes})"
-        unit, size = common_unit(measured.values())
-        panels = [
-            Panel(
-                title=PLACE_NAMES[place],
-                parts=[("measured peak", measured[place] / size, STRONG)],
-                unit=unit,
-            )
-            for place in PLACES
-            if place in measured
-        ]
-    mean = {name: 1000 * value / max(1, report.steps) for name, value in report.split.items()}
-    step = Panel(
-        title=f"time per step: {sum(mean.values()):.1f} ms",
-        parts=[(name, value, PHASE_COLOURS[name]) for name, value in mean.items()],
-        unit="ms",
-        decimals=1,
-        note=f"{counted(report.steps, 'step')}, {report.steps_per_second:.2f} it/s",
-    )
-    return write_png(path, draw_panels(heading, [*panels, step]), dpi=PIXELS_PER_INCH)
-
-
-def _with_runtime_measured(estimate: MemoryEstimate, host_before: int) -> MemoryEstimate:
-    """Replace the runtime's constant, most of a small model's bar, by the measured bytes."""
-    items = tuple(
-        attrs.evolve(item, nbytes=host_before) if item.component == "runtime" else item
-        for item in estimate.items
-    )
-    return attrs.evolve(estimate, items=items)
+        file = Path(folder) / "report.json"
+        with system_errors(TrainingError, folder, "the report cannot be written to this folder"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, json.dumps(self.to_dict(), indent=1).encode())
+        return file
 
 
 def _item_row(item: MemoryItem) -> tuple[str, str, str, str]:
@@ -321,76 +252,6 @@ class Record(Callback):
         self._losses: list[float] = []
         self._seconds = 0.0
         self._phases = dict.fromkeys(PHASES, 0.0)
-
-
-# -- Charts of a run. matplotlib is loaded only to draw.
-
-
-_WINDOW: Final = 20
-
-
-def plot_loss(
-    path: str | os.PathLike[str], *, steps: Sequence[int], losses: Sequence[float]
-) -> Path:
-    """Plot the loss of each step and a centred moving mean, as a PNG file.
-
-    Args:
-        path: Path of the file; a missing folder is created.
-        steps: Step numbers, ascending.
-        losses: Losses, one per step.
-
-    Returns:
-        ``path``.
-
-    Raises:
-        DataError: ``losses`` is empty, or the lengths of ``steps`` and ``losses`` differ.
-        MissingDependencyError: matplotlib is not installed.
-    """
-    if not losses or len(losses) != len(steps):
-        raise DataError(
-            f"a curve needs one loss per step and at least one step, but there are {len(losses)} "
-            "losses",
-            key="steps",
-            value=len(steps),
-        )
-    figure = empty_figure(figsize=(7.0, 4.0), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(steps, losses, color=PALE, linewidth=0.8, label="each step")
-    middles, means = moving_mean(steps, losses)
-    label = f"mean of {counted(min(_WINDOW, len(losses)), 'step')}"
-    axes.plot(middles, means, color=STRONG, linewidth=1.8, label=label)
-    axes.set(xlabel="optimizer step", ylabel="loss", title="Training loss")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
-    return write_png(path, figure, dpi=120)
-
-
-def moving_mean(steps: Sequence[int], losses: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the middle step and the mean loss of each window of consecutive steps.
-
-    Args:
-        steps: Step numbers, ascending.
-        losses: Losses, one per step; must not be empty.
-    """
-    window = min(_WINDOW, len(losses))
-    starts = range(len(losses) - window + 1)
-    middles = [(steps[start] + steps[start + window - 1]) / 2 for start in starts]
-    return middles, [sum(losses[start : start + window]) / window for start in starts]
-
-
-def write_png(path: str | os.PathLike[str], figure: Any, *, dpi: float) -> Path:
-    """Write a matplotlib figure as a PNG file.
-
-    Args:
-        path: Path of the file; a missing folder is created.
-        figure: The figure.
-        dpi: Pixels per inch.
-    """
-    file = Path(path)
-    with system_errors(TrainingError, file, "the plot cannot be written"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=dpi, format="png")
-    return file
 
 
 # -- Bottlenecks of a run: which phase takes the time, what it moves meanwhile, and how fast.

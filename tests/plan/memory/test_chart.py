@@ -46,12 +46,6 @@ class TestPanels:
         assert (short.limit, short.note) == (8, "budget 8.00 GiB, over by 16.00")
         assert (roomy.colour, short.colour) == (INK, ALARM)
 
-    def test_measured_memory_is_a_line_unless_there_is_a_budget(self, estimate):
-        device, host = memory_panels(estimate, measured={"device": 3 * GIB})
-
-        assert (device.limit, device.note) == (3, "measured 3.00 GiB")
-        assert (host.limit, host.note) == (None, "")
-
     @pytest.mark.parametrize("count", [1, 4, 5, 13])
     def test_no_legend_covers_another_panel(self, count, make_estimate, make_item):
         items = [
