@@ -43,7 +43,6 @@ def from_script(text):
 READERS = {
     "deepspeed": DeepSpeedPlan.from_json,
     "accelerate": from_yaml_text,
-    "trainer": DeepSpeedPlan.from_json,
     "python": from_script,
 }
 
@@ -185,15 +184,14 @@ TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
         ({TRAIN: 32, MICRO: 4, "gradient_accumulation_steps": "auto"}, False),
     ],
 )
-@pytest.mark.parametrize("to", ["deepspeed", "trainer"])
-def test_num_processes_is_dropped_freely_unless_the_batch_depends_on_it(batch, kept, to):
+def test_num_processes_is_dropped_freely_unless_the_batch_depends_on_it(batch, kept):
     plan = DeepSpeedPlan.from_dict(batch)
     plan = plan.with_overrides({"launch": {**ELSEWHERE, "num_processes": 2}})
     if not kept:
         with pytest.raises(InvalidValueError, match=r"lossy=\['num_processes'\]") as caught:
-            plan_document(plan, to)
+            plan_document(plan, "deepspeed")
         assert caught.value.key == "launch.num_processes"
-    document = plan_document(plan, to, lossy=() if kept else ["num_processes"])
+    document = plan_document(plan, "deepspeed", lossy=() if kept else ["num_processes"])
     told = {decision.key: decision.severity for decision in document.decisions}
     assert told == {
         **{f"launch.{key}": "note" for key in ELSEWHERE},
@@ -223,14 +221,14 @@ def test_settings_that_change_training_are_dropped_only_with_permission(key):
         {"dynamo_config": {"dynamo_backend": "NO"}},
     ],
 )
-@pytest.mark.parametrize("to", ["deepspeed", "trainer"])
-def test_settings_without_effect_on_training_are_dropped_without_permission(said, to):
+def test_settings_without_effect_on_training_are_dropped_without_permission(said):
     plan = DeepSpeedPlan().with_overrides({"launch": said})
-    document = plan_document(plan, to)
+    document = plan_document(plan, "deepspeed")
     assert {decision.severity for decision in document.decisions} == {"note"}
     with pytest.raises(InvalidValueError, match=r"lossy=\['dynamo_config'\]"):
         plan_document(
-            plan.with_overrides({"launch": {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}}), to
+            plan.with_overrides({"launch": {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}}),
+            "deepspeed",
         )
 
 
@@ -248,4 +246,3 @@ def test_a_precision_that_the_format_cannot_hold_is_refused():
     plan = DeepSpeedPlan().with_overrides({"launch": {"mixed_precision": "fp8"}})
     with pytest.raises(InvalidValueError, match=r"lossy=\['mixed_precision'\]"):
         plan_document(plan, "deepspeed")
-    assert converted(plan, "trainer") == plan

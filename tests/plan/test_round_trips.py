@@ -143,7 +143,6 @@ def test_a_plan_written_in_any_format_reads_back_equal(config, launch):
     launched = plan.launch.to_dict() if plan.launch else {}
     for name, read in (
         ("deepspeed", DeepSpeedPlan.from_json),
-        ("trainer", DeepSpeedPlan.from_json),
         ("accelerate", from_yaml_text),
     ):
         document = plan_document(plan, name, lossy=launched)

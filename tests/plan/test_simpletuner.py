@@ -9,7 +9,7 @@ import pytest
 from tests.plan.styles import SIMPLETUNER
 from zerotune import cli
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanError
-from zerotune.plan import DeepSpeedPlan, plan_document
+from zerotune.plan import DeepSpeedPlan
 
 MICRO = "train_micro_batch_size_per_gpu"
 
@@ -49,13 +49,6 @@ def test_a_top_level_key_that_contradicts_the_section_is_a_conflict():
     assert caught.value.key == "zero3_save_16bit_model"
 
 
-def test_a_trainers_file_keeps_the_flag_in_its_place():
-    plan = DeepSpeedPlan.from_json(SIMPLETUNER["its page at stage 3"])
-    content = json.loads(plan_document(plan, "trainer").text)
-    assert content["deepspeed_config"]["zero3_init_flag"] is True
-    assert DeepSpeedPlan.from_dict(content) == plan
-
-
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "ds2.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": true}')
@@ -71,15 +64,6 @@ def test_a_configuration_file_named_inside_the_block_is_read(folder):
     assert plan.launch.zero3_init_flag is False
     assert plan.source == str(folder / "ds2.json")
     assert keys(plan)[0] == "deepspeed_config"
-
-
-def test_saving_keeps_a_configuration_file_named_inside_the_block(folder):
-    plan = DeepSpeedPlan.from_json(folder / "config.json").with_overrides({"zero_stage": 3})
-    saved = plan.save(folder / "config.json")
-    assert saved.paths == (folder / "ds2.json", folder / "config.json")
-    content = json.loads((folder / "config.json").read_text())
-    assert content["deepspeed_config"]["deepspeed_config_file"] == "ds2.json"
-    assert DeepSpeedPlan.from_json(folder / "config.json") == plan
 
 
 @pytest.mark.parametrize(
@@ -112,8 +96,6 @@ def test_an_empty_configuration_switches_deepspeed_off(cuda, tmp_path):
     assert found.severity == "warning"
     assert "without DeepSpeed" in found.reason
     assert batch(plan, cuda) == (16, 4, 2)
-    plan.with_overrides({"zero_stage": 2}).save(file)
-    assert DeepSpeedPlan.from_json(file).stage == 2
 
 
 @pytest.mark.parametrize(
@@ -129,16 +111,6 @@ def test_simpletuners_train_batch_size_is_the_micro_batch(cuda, name, expected):
     plan = DeepSpeedPlan.from_json(SIMPLETUNER[name])
     assert batch(plan, cuda) == expected
     assert MICRO in keys(plan)
-
-
-def test_the_micro_batch_is_written_where_it_differs_from_the_files(tmp_path):
-    file = tmp_path / "config.json"
-    file.write_text(SIMPLETUNER["its page at stage 3"])
-    plan = DeepSpeedPlan.from_json(file).with_overrides({"micro_batch_size": 6})
-    saved = plan.save(file)
-    assert json.loads(file.read_text())["train_batch_size"] == 6
-    assert [(d.key, d.before, d.after) for d in saved.decisions] == [("train_batch_size", 4, 6)]
-    assert DeepSpeedPlan.from_json(file) == plan
 
 
 @pytest.mark.parametrize("written", [0, -1, 1.5, "four", [4]])

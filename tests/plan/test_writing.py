@@ -6,7 +6,7 @@ import os
 import pytest
 
 import zerotune.plan
-from zerotune.errors import InvalidValueError, PlanError, PlanFileError
+from zerotune.errors import InvalidValueError, PlanFileError
 from zerotune.plan import DeepSpeedPlan, plan_document
 from zerotune.plan.sections import LaunchSection, ZeroSection
 
@@ -129,91 +129,11 @@ class TestSave:
         assert caught.value.key == "lossy"
         assert close in caught.value.fix
 
-    def test_accelerates_json_is_not_overwritten_in_another_format(self, plan, tmp_path):
-        file = tmp_path / "default_config.json"
-        file.write_text('{"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 1}}')
-        with pytest.raises(PlanFileError, match="accelerate's settings"):
+    @pytest.mark.parametrize("beside", ['"distributed_type": "DEEPSPEED"', '"--seed": 3'])
+    def test_a_file_with_other_settings_is_not_overwritten(self, plan, tmp_path, beside):
+        file = tmp_path / "config.json"
+        file.write_text(f'{{{beside}, "deepspeed_config": {{}}}}')
+        with pytest.raises(PlanFileError, match="other settings") as caught:
             plan.save(file)
-
-
-class TestTrainer:
-    def save(self, plan, tmp_path, content):
-        file = tmp_path / "config.json"
-        file.write_text(json.dumps(content))
-        return plan.save(file), json.loads(file.read_text())
-
-    @pytest.mark.parametrize("key", ["deepspeed_config", "--deepspeed_config", "deepspeed"])
-    @pytest.mark.parametrize("form", ["object", "text", "path"])
-    def test_the_form_of_the_configuration_and_all_other_keys_are_kept(
-        self, plan, tmp_path, key, form
-    ):
-        (tmp_path / "ds.json").write_text("{}")
-        inner = {"object": {}, "text": "{}", "path": "ds.json"}[form]
-        saved, content = self.save(plan, tmp_path, {"--seed": 3, key: inner, "--lr": 1e-5})
-        assert saved.format == "trainer"
-        assert list(content) == ["--seed", key, "--lr"]
-        assert (content["--seed"], content["--lr"]) == (3, 1e-5)
-        assert isinstance(content[key], dict if form == "object" else str)
-        if form == "path":
-            assert content[key] == "ds.json"
-            assert saved.paths == (tmp_path / "ds.json", tmp_path / "config.json")
-            assert saved.backups == (tmp_path / "ds.json.bak",)
-            assert json.loads((tmp_path / "ds.json").read_text()) == plan.to_deepspeed()
-        assert DeepSpeedPlan.from_json(tmp_path / "config.json") == plan
-
-    def test_a_new_trainers_file_holds_the_plan_as_an_object(self, plan, tmp_path):
-        saved = plan.save(tmp_path / "config.json", format="trainer")
-        assert saved.decisions == ()
-        assert json.loads((tmp_path / "config.json").read_text()) == {
-            "deepspeed_config": plan.to_deepspeed()
-        }
-
-    def test_equal_settings_beside_the_plan_are_written_back_unchanged(self, tmp_path):
-        content = {
-            "--deepspeed_config": {"zero_optimization": {"stage": 2}},
-            "--mixed_precision": "no",
-            "--max_grad_norm": 0.5,
-            "--gradient_accumulation_steps": "4",
-        }
-        file = tmp_path / "config.json"
-        file.write_text(json.dumps(content))
-        plan = DeepSpeedPlan.from_json(file)
-        plan.save(file)
-        assert json.loads(file.read_text()) == {**content, "--gradient_accumulation_steps": 4}
-        assert DeepSpeedPlan.from_json(file) == plan
-
-    def test_settings_beside_the_plan_are_updated_where_they_differ(self, tmp_path):
-        plan = DeepSpeedPlan(launch=LaunchSection(mixed_precision="bf16", gradient_clipping=0.5))
-        content = {"--deepspeed_config": {}, "--mixed_precision": "no"}
-        saved, content = self.save(plan, tmp_path, content)
-        assert content["--mixed_precision"] == "bf16"
-        assert content["--max_grad_norm"] == 0.5
-        assert [(d.key, d.before, d.after) for d in saved.decisions] == [
-            ("--mixed_precision", "no", "bf16")
-        ]
-
-    def test_settings_that_the_plan_does_not_set_are_kept(self, plan, tmp_path):
-        _, content = self.save(plan, tmp_path, {"deepspeed_config": {}, "mixed_precision": "bf16"})
-        assert content["mixed_precision"] == "bf16"
-
-    def test_comments_survive_only_in_the_backup_with_a_warning(self, plan, tmp_path):
-        file = tmp_path / "config.json"
-        file.write_text('{"deepspeed_config": {}, "seed": 3} // mine')
-        saved = plan.save(file)
-        assert [d.severity for d in saved.decisions] == ["warning"]
-        assert "// mine" in saved.backups[0].read_text()
-
-    def test_a_missing_named_file_is_not_created(self, plan, tmp_path):
-        file = tmp_path / "config.json"
-        file.write_text('{"deepspeed_config": "missing.json"}')
-        with pytest.raises(PlanFileError, match="missing"):
-            plan.save(file)
-        assert [each.name for each in tmp_path.iterdir()] == ["config.json"]
-
-    @pytest.mark.parametrize("text", ["[]", "{", "\xff"])
-    def test_a_file_that_is_not_a_trainers_is_refused_and_kept(self, plan, tmp_path, text):
-        file = tmp_path / "config.json"
-        file.write_text(text, encoding="latin-1")
-        with pytest.raises(PlanError):
-            plan.save(file, format="trainer")
-        assert file.read_text(encoding="latin-1") == text
+        assert "name it under deepspeed_config" in caught.value.fix
+        assert beside in file.read_text()

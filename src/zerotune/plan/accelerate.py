@@ -17,7 +17,7 @@ import attrs
 from zerotune.decisions import Log
 from zerotune.errors import UNSET, InvalidValueError, PlanConflictError, ZeroTuneError
 from zerotune.plan import keys as known_keys
-from zerotune.plan.section import Section, modelled, unknown_key
+from zerotune.plan.section import Section, modelled, put_setting, unknown_key, value_at
 from zerotune.plan.sections import LaunchSection
 from zerotune.plan.settings import Settings, read_launch
 from zerotune.plan.source import read_named, tolerated
@@ -27,27 +27,27 @@ BLOCK = "deepspeed_config"
 FILE = "deepspeed_config_file"
 DEFAULT_STAGE = 2
 """ZeRO stage that ``DeepSpeedPlugin`` uses if none is set."""
-GATHER = "stage3_gather_16bit_weights_on_model_save"
 STEPS: Final = "gradient_accumulation_steps"
-DEEPSPEED_IN_BLOCK = frozenset({STEPS, "gradient_clipping"})
+PLACES: Final = {
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    STEPS: STEPS,
+    "gradient_clipping": "gradient_clipping",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+"""Paths in DeepSpeed's configuration, by key of the ``deepspeed_config`` block."""
 OF_THE_SCRIPT: Final = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
-    *sorted(DEEPSPEED_IN_BLOCK),
+    STEPS,
+    "gradient_clipping",
 )
 """DeepSpeed settings that accelerate takes from the script if the ``deepspeed_config`` block does
 not set them."""
-ZERO_IN_BLOCK = frozenset(
-    {
-        "zero_stage",
-        "offload_optimizer_device",
-        "offload_optimizer_nvme_path",
-        "offload_param_device",
-        "offload_param_nvme_path",
-        "zero3_save_16bit_model",
-    }
-)
-LAUNCH_IN_BLOCK = known_keys.ACCELERATE_BLOCK - DEEPSPEED_IN_BLOCK - ZERO_IN_BLOCK
+LAUNCH_IN_BLOCK = known_keys.ACCELERATE_BLOCK - PLACES.keys()
 """Keys of the ``deepspeed_config`` block that are not passed to DeepSpeed."""
 TOP_LEVEL = frozenset(
     {
@@ -184,10 +184,11 @@ class _Translation:
         names = {f"launch.{key}": name(key, inside=key in LAUNCH_IN_BLOCK) for key in settings}
         if self._names_file():
             return names
-        for key, path in _BLOCK_PLACES.items():
+        for key, path in PLACES.items():
             # Messages name keys of an offload section without the enclosing section.
-            for shown in (path, path[1:]) if len(path) > 2 else (path,):
-                names[".".join(shown)] = name(key, inside=True)
+            short = path.removeprefix("zero_optimization.")
+            for shown in (path, short if "." in short else path):
+                names[shown] = name(key, inside=True)
         own = {key: f"{BLOCK}.{key}" for key in self.block if key in plan_keys()}
         if "zero_optimization" in own:
             names = {path: name for path, name in names.items() if not path.startswith("zero_")}
@@ -218,34 +219,20 @@ class _Translation:
             config={}, launch=read_launch(self._known(), self.log), source=self.source, folder=None
         )
 
-    def _zero(self) -> dict[str, Any]:
-        """Return ``zero_optimization`` from accelerate's own keys."""
-        zero: dict[str, Any] = {"stage": self.block.get("zero_stage")}
-        if zero["stage"] is None:
+    def _default_stage(self, zero: dict[str, Any]) -> None:
+        if "stage" not in zero:
             zero["stage"] = DEFAULT_STAGE
-            self.log.decide(
-                key="zero_optimization.stage",
-                before=None,
-                after=DEFAULT_STAGE,
-                reason="zero_stage is missing, so accelerate's default is used",
-            )
-        for part in ("optimizer", "param"):
-            section = {
-                name: self.block[f"offload_{part}_{name}"]
-                for name in ("device", "nvme_path")
-                if f"offload_{part}_{name}" in self.block
-            }
-            if section:
-                zero[f"offload_{part}"] = section
-        if self.block.get("zero3_save_16bit_model") is not None:
-            zero[GATHER] = self.block["zero3_save_16bit_model"]
-        return zero
+            reason = "zero_stage is missing, so accelerate's default is used"
+            self.log.decide("zero_optimization.stage", None, DEFAULT_STAGE, reason)
 
     def _split(self) -> tuple[dict[str, Any], dict[str, Any], str | None, Path | None]:
         """Return launch settings, DeepSpeed configuration, and name and folder of its file."""
         launched = {key: self.block[key] for key in self.block if key in LAUNCH_IN_BLOCK}
-        config = {key: self.block[key] for key in self.block if key in DEEPSPEED_IN_BLOCK}
-        if str(config.get(STEPS)).lower() == AUTO:
+        config: dict[str, Any] = {}
+        for key, path in PLACES.items():
+            if not self._names_file():
+                put_setting(config, path, self.block.get(key))
+        if str(self.block.get(STEPS)).lower() == AUTO:
             self.log.decide(
                 key=STEPS,
                 before=AUTO,
@@ -264,8 +251,8 @@ class _Translation:
                 del launched[FILE]
         else:
             launched.pop(FILE, None)
-            if ZERO_IN_BLOCK & self.block.keys() or "zero_optimization" not in inline:
-                config["zero_optimization"] = self._zero()
+            if "zero_optimization" in config or "zero_optimization" not in inline:
+                self._default_stage(config.setdefault("zero_optimization", {}))
             self._lost_by_accelerate()
         if inline:
             for name, value in inline.items():
@@ -302,7 +289,7 @@ class _Translation:
         return self.block.get(FILE) not in (None, "none", "")
 
     def _refuse_beside_file(self) -> None:
-        beside = sorted(key for key in self.block if key in ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK)
+        beside = sorted(key for key in self.block if key in PLACES)
         if beside:
             raise PlanConflictError(
                 "accelerate rejects these settings together with a configuration file: "
@@ -468,34 +455,17 @@ _PRECISION_VARIABLE: Final = "ACCELERATE_MIXED_PRECISION"
 _PARALLELISM: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"
 FROM_ENVIRONMENT: Final = "the environment of accelerate"
 
-_BLOCK_VARIABLES: Final = {
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
-    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "offload_optimizer_nvme_path",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "offload_param_nvme_path",
-    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model",
-}
-"""Keys of accelerate's block, by environment variable."""
-_LAUNCH_VARIABLES: Final = {
+_VARIABLES: Final = {
+    **{
+        f"ACCELERATE_{'' if key in OF_THE_SCRIPT else 'DEEPSPEED_'}{key.upper()}": key
+        for key in PLACES
+    },
     "ACCELERATE_DEEPSPEED_ZERO3_INIT": "zero3_init_flag",
     "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
 }
-_BLOCK_PLACES: Final = {
-    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
-    "gradient_clipping": ("gradient_clipping",),
-    "zero_stage": ("zero_optimization", "stage"),
-    "offload_optimizer_device": ("zero_optimization", "offload_optimizer", "device"),
-    "offload_optimizer_nvme_path": ("zero_optimization", "offload_optimizer", "nvme_path"),
-    "offload_param_device": ("zero_optimization", "offload_param", "device"),
-    "offload_param_nvme_path": ("zero_optimization", "offload_param", "nvme_path"),
-    "zero3_save_16bit_model": ("zero_optimization", GATHER),
-}
-"""Places in DeepSpeed's configuration, by key of the block."""
+"""Keys of accelerate's block, by environment variable."""
 _SPELLED: Final = {
-    **{key: variable for variable, key in (_BLOCK_VARIABLES | _LAUNCH_VARIABLES).items()},
+    **{key: variable for variable, key in _VARIABLES.items()},
     "mixed_precision": _PRECISION_VARIABLE,
 }
 """Environment variables, by key."""
@@ -511,16 +481,13 @@ def translate_environment(environ: Mapping[str, str], log: Log) -> Translated:
             fix="start the script with `accelerate launch --use_deepspeed`, or load the plan "
             "from accelerate's configuration file (DeepSpeedPlan.from_yaml)",
         )
-    block, launched = (
-        {key: environ[name] for name, key in variables.items() if name in environ}
-        for variables in (_BLOCK_VARIABLES, _LAUNCH_VARIABLES)
-    )
+    block = {key: environ[name] for name, key in _VARIABLES.items() if name in environ}
     written = environ.get(_FILE_VARIABLE, "none")
     if written.strip().lower() not in ("", "none"):
         _refuse_fields_beside_file(environ, written)
         config, source, folder = read_config_file(written, None, _FILE_VARIABLE, log)
         config = _fill_automatic(config, block, log)
-        around: dict[str, Any] = dict(launched)
+        around: dict[str, Any] = {key: block[key] for key in block if key not in PLACES}
         precision = environ.get(_PRECISION_VARIABLE)
         if precision is not None and not _is_default_precision(precision, config):
             around["mixed_precision"] = precision
@@ -528,7 +495,7 @@ def translate_environment(environ: Mapping[str, str], log: Log) -> Translated:
         launch = read_launch(around, log)
         found = Translated(config=config, launch=launch, source=source, folder=folder)
         return _with_parallelism(found, environ)
-    settings: dict[str, Any] = {"distributed_type": "DEEPSPEED", BLOCK: {**block, **launched}}
+    settings: dict[str, Any] = {"distributed_type": "DEEPSPEED", BLOCK: block}
     if _PRECISION_VARIABLE in environ:
         settings["mixed_precision"] = environ[_PRECISION_VARIABLE]
     found = translate(settings, log, source=FROM_ENVIRONMENT, spelled=_SPELLED)
@@ -571,7 +538,7 @@ def missing_folders(plan: Settings, log: Log) -> None:
 
 def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None:
     fields = {name.strip() for name in environ.get(_FIELDS_VARIABLE, "").split(",")}
-    beside = sorted(fields & (ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK | {"mixed_precision"}))
+    beside = sorted(fields & (PLACES.keys() | {"mixed_precision"}))
     if beside:
         raise PlanConflictError(
             "accelerate rejects these YAML settings together with a configuration file: "
@@ -585,16 +552,13 @@ def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None
 def _fill_automatic(config: dict[str, Any], block: dict[str, str], log: Log) -> dict[str, Any]:
     """Replace ``"auto"`` in the file; other values of the file take precedence."""
     config = copy.deepcopy(config)
-    for key, value in block.items():
-        node: Any = config
-        *parents, last = _BLOCK_PLACES[key]
-        for parent in parents:
-            node = node.get(parent) if isinstance(node, dict) else None
-        before = node.get(last) if isinstance(node, dict) else None
-        if isinstance(node, dict) and before == AUTO:
-            node[last] = value
-        path = ".".join(_BLOCK_PLACES[key])
+    for key, path in PLACES.items():
+        value, before = block.get(key), value_at(config, path)
+        before = None if before is UNSET else before
+        if value is None:
+            continue
         if before == AUTO:
+            put_setting(config, path, value)
             log.decide(path, AUTO, value, "the command line of `accelerate launch` sets this value")
         elif str(before).lower() != value:
             log.decide(

@@ -377,17 +377,15 @@ class DeepSpeedPlan(Settings):
 
         Args:
             path: The file. An existing file is kept as ``….bak``.
-            format: ``"deepspeed"``, ``"accelerate"``, ``"python"`` or ``"trainer"`` (a
-                ``config.json`` that contains ``deepspeed_config``; its other content is preserved).
-                By default, the suffix and the existing file determine the format.
+            format: ``"deepspeed"``, ``"accelerate"`` or ``"python"``; by default, the suffix
+                determines the format.
             lossy: Launch settings that may be dropped if the format does not support them.
             like: A configuration that determines the order of keys in JSON output.
 
         Raises:
             InvalidValueError: A launch setting is neither supported by the format nor named in
                 ``lossy``; nothing is written.
-            PlanFileError: The file cannot be written.
-            PlanError: The existing file cannot be read, so its other content cannot be preserved.
+            PlanFileError: The file cannot be written, or contains a trainer's other settings.
         """
         return write.save_plan(self, path, format=format, lossy=lossy, like=like)
 

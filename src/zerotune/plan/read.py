@@ -14,7 +14,7 @@ from zerotune._util.text import did_you_mean, is_integer
 from zerotune.decisions import Decision, Log
 from zerotune.errors import InvalidValueError, PlanConflictError, ZeroTuneError
 from zerotune.plan import accelerate
-from zerotune.plan.section import Nested, Section, join, modelled, read_section
+from zerotune.plan.section import Nested, Section, join, modelled, put_setting, read_section
 from zerotune.plan.sections import PRECISION_SYNONYMS, PRECISIONS, LaunchSection, ZeroSection
 from zerotune.plan.settings import Settings, SettingsT, passed_paths, read_launch, with_launch
 from zerotune.plan.source import (
@@ -389,15 +389,10 @@ def _again(
 
 _ZERO_KEY: Final = "zero_optimization"
 SHORT_NAMES: Final = {
-    "zero_stage": f"{_ZERO_KEY}.stage",
+    **accelerate.PLACES,
     "stage": f"{_ZERO_KEY}.stage",
     "offload_optimizer": f"{_ZERO_KEY}.offload_optimizer.device",
-    "offload_optimizer_device": f"{_ZERO_KEY}.offload_optimizer.device",
-    "offload_optimizer_nvme_path": f"{_ZERO_KEY}.offload_optimizer.nvme_path",
     "offload_param": f"{_ZERO_KEY}.offload_param.device",
-    "offload_param_device": f"{_ZERO_KEY}.offload_param.device",
-    "offload_param_nvme_path": f"{_ZERO_KEY}.offload_param.nvme_path",
-    "zero3_save_16bit_model": f"{_ZERO_KEY}.stage3_gather_16bit_weights_on_model_save",
     "offload_optimizer_path": "launch.offload_optimizer_path",
     "offload_param_path": "launch.offload_param_path",
     "zero3_init_flag": "launch.zero3_init_flag",
@@ -446,7 +441,7 @@ def override_plan(
     config[_LAUNCH] = plan.launch.to_dict() if plan.launch else {}
     decisions: list[Decision] = []
     for path, value in settings_by_path(overrides, partial(_places_of, plan)).items():
-        before = put_setting(config, path.split("."), value, path)
+        before = put_setting(config, path, value)
         if before != value or type(before) is not type(value):
             decisions.append(Decision(key=path, before=before, after=value, reason=_OVERRIDDEN))
     launched = config.pop(_LAUNCH, {})
@@ -551,33 +546,3 @@ def canonical_path(path: str) -> str:
         kind = kinds.get(name)
         cls = kind.cls if isinstance(kind, Nested) else None
     return ".".join(done)
-
-
-def put_setting(node: dict[str, Any], path: list[str], value: Any, key: str) -> Any:
-    """Set or (with ``None``) remove a setting, and return its previous value.
-
-    Args:
-        node: The settings, as nested dicts.
-        path: Names of the sections, and of the setting.
-        value: The new value.
-        key: Name of the setting, for messages.
-    """
-    *parents, last = path
-    for parent in parents:
-        below = node.get(parent)
-        if below is None:
-            if value is None:
-                return None
-            below = node[parent] = {}
-        if not isinstance(below, dict):
-            raise InvalidValueError(
-                f"{parent!r} is not a section",
-                key=key,
-                value=below,
-                fix="override the whole setting",
-            )
-        node = below
-    before = node.pop(last, None)
-    if value is not None:
-        node[last] = value
-    return before

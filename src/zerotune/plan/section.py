@@ -162,8 +162,7 @@ class Nested(Kind):
             if getattr(value, name) is not None:
                 raise misplaced_key(f"{key}.{name}", getattr(value, name), place)
 
-    def read(self, value: Any, key: str) -> Reading:
-        """Read a section without recording decisions."""
+    def _read(self, value: Any, key: str) -> Reading:
         log = Log()
         return log.whole(lambda: read_section(self.cls, value, key=key, log=log)), None
 
@@ -200,7 +199,7 @@ def read_section(cls: type[SectionT], raw: Any, *, key: str, log: Log) -> Sectio
             name = _canonical_key(cls, written, raw, key, log)
             path = join(key, name)
             if name in kinds:
-                values[name] = AUTO if getattr(kinds[name], "auto", False) else None
+                values[name] = AUTO if kinds[name].auto else None
                 values[name] = kinds[name].read_into(log, value, path)
             elif passes_through(cls, name, path, log.also_known):
                 check_json(value, path)
@@ -234,6 +233,40 @@ def _require_object(raw: Any, key: str) -> None:
 def join(prefix: str, name: str) -> str:
     """Return the path of the key ``name`` inside the section ``prefix``."""
     return f"{prefix}.{name}" if prefix else name
+
+
+def value_at(config: Any, path: str) -> Any:
+    """Return the value at a path in nested mappings; ``UNSET`` if there is none."""
+    for name in path.split("."):
+        if not isinstance(config, Mapping) or name not in config:
+            return UNSET
+        config = config[name]
+    return config
+
+
+def put_setting(node: dict[str, Any], path: str, value: Any) -> Any:
+    """Set or (with ``None``) remove a setting, and return its previous value.
+
+    Args:
+        node: The settings, as nested dicts.
+        path: Path of the setting.
+        value: The new value.
+    """
+    *parents, last = path.split(".")
+    for parent in parents:
+        below = node.get(parent)
+        if below is None:
+            if value is None:
+                return None
+            below = node[parent] = {}
+        if not isinstance(below, dict):
+            reason = f"{parent!r} is not a section"
+            raise InvalidValueError(reason, key=path, value=below, fix="override the whole setting")
+        node = below
+    before = node.pop(last, None)
+    if value is not None:
+        node[last] = value
+    return before
 
 
 def unknown_key(

@@ -30,6 +30,7 @@ from zerotune.plan.memory.estimate import (
 from zerotune.plan.memory.time import swap_traffic
 from zerotune.plan.resolved import Resolved
 from zerotune.plan.rules import check_plan
+from zerotune.plan.section import value_at
 from zerotune.plan.settings import Settings
 from zerotune.plan.values import AUTO
 
@@ -167,12 +168,7 @@ def _overrules(one: Decision, asked: Settings) -> bool:
         return True
     if one.before is None or one.before == AUTO:
         return False
-    section: Any = asked.to_dict()
-    for name in one.key.split("."):
-        if not isinstance(section, Mapping) or name not in section:
-            return False
-        section = section[name]
-    return True
+    return value_at(asked.to_dict(), one.key) is not UNSET
 
 
 def _finding_lines(findings: Iterable[Decision], *, title: str = "findings:") -> Iterator[Line]:

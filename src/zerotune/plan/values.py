@@ -1,9 +1,9 @@
 """Types of settings: what a setting may hold, strictly for values and leniently for files.
 
 Every modelled setting has a *kind*, and so has every argument of an optimizer or a schedule
-(``zerotune.optim``). ``check`` is what an attrs validator runs: it accepts only the canonical form.
-``read`` accepts what people write (``2e8`` for an integer, ``"CPU"`` for a device) and returns the
-canonical form with the reason of the change.
+(``zerotune.optim``). ``read`` accepts what people write (``2e8`` for an integer, ``"CPU"`` for a
+device) and returns the canonical form with the reason of the change. ``check`` is what an attrs
+validator runs: it accepts only what reading keeps.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import copy
 import math
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import attrs
 
@@ -32,17 +31,44 @@ Reading = tuple[Any, "str | None"]
 """The canonical value, and why it differs from the written value (``None`` if it does not)."""
 
 
-class Kind(ABC):
-    """Type of a setting: checks values, and converts written values to canonical form."""
+def is_auto(value: object) -> bool:
+    """Whether ``value`` requests an automatic choice."""
+    return isinstance(value, str) and value.strip().lower() == AUTO
 
-    __slots__ = ()
+
+@attrs.frozen(kw_only=True)
+class Kind:
+    """Type of a setting: converts written values to canonical form, which reading keeps."""
+
+    auto: bool = False
+    """Whether ``"auto"``, which leaves the value to zerotune, is a value."""
+    null: str | None = None
+    """Value that ``null`` stands for; if ``None``, ``null`` leaves the key unset."""
+
+    why: ClassVar[str] = "is not an allowed value"
+    """What is wrong with a value of another kind."""
+
+    @property
+    def words(self) -> str:
+        """The allowed values in words, as in "a number of at least 0 and less than 1"."""
+        return ""
 
     @property
     def suggestions(self) -> tuple[Any, ...]:
         """Values to offer instead of an invalid one."""
         return ()
 
-    @abstractmethod
+    def read(self, value: Any, key: str) -> Reading:
+        """Convert a written value to canonical form, or raise ``InvalidValueError``.
+
+        Args:
+            value: Value as written in the configuration.
+            key: Path of the setting, for messages.
+        """
+        if self.auto and is_auto(value):
+            return AUTO, None if value == AUTO else "written as DeepSpeed spells it"
+        return self._read(value, key)
+
     def check(self, value: Any, key: str) -> None:
         """Raise ``InvalidValueError`` unless ``value`` is in canonical form.
 
@@ -50,15 +76,8 @@ class Kind(ABC):
             value: Value of the setting.
             key: Path of the setting, for messages.
         """
-
-    @abstractmethod
-    def read(self, value: Any, key: str) -> Reading:
-        """Convert a written value to canonical form.
-
-        Args:
-            value: Value as written in the configuration.
-            key: Path of the setting, for messages.
-        """
+        if self.read(value, key) != (value, None):
+            raise self._refused(value, key)
 
     def read_into(self, log: Log, value: Any, key: str) -> Any:
         """Convert ``value`` as ``read`` does, and log a decision if the result differs.
@@ -69,42 +88,28 @@ class Kind(ABC):
             key: Path of the setting.
         """
         refuse_template(self, value, key)
-        if value is None and getattr(self, "null", None) is None:
-            log.decide(key=key, before="null", after=None, reason="null is read as an unset key")
+        if value is None and self.null is None:
+            log.decide(key, "null", None, "null is read as an unset key")
             return None
         result, reason = self.read(value, key)
         if reason is not None:
-            log.decide(key=key, before=value, after=result, reason=reason)
+            log.decide(key, value, result, reason)
         return result
 
+    def _read(self, value: Any, key: str) -> Reading:
+        raise NotImplementedError
 
-def is_auto(value: object) -> bool:
-    """Whether ``value`` requests an automatic choice."""
-    return isinstance(value, str) and value.strip().lower() == AUTO
+    def _refused(self, value: Any, key: str, why: str = "", fix: str = "") -> InvalidValueError:
+        fix = fix or f"write {self.words}" + (f', or "{AUTO}"' if self.auto else "")
+        edits = writes(*self.suggestions, *([AUTO] if self.auto else []))
+        return InvalidValueError(why or self.why, key=key, value=value, fix=fix, edits=edits)
 
 
 @attrs.frozen(kw_only=True)
-class _OrAuto(Kind):
-    """A kind that may accept ``"auto"``, which leaves the value to zerotune."""
+class Number(Kind):
+    """A finite real number."""
 
     auto: bool = True
-    """Whether ``"auto"`` is a value."""
-
-    def _read_auto(self, value: Any) -> Reading | None:
-        if not self.auto or not is_auto(value):
-            return None
-        return AUTO, None if value == AUTO else "written as DeepSpeed spells it"
-
-    def _refused(self, why: str, key: str, value: Any, words: str) -> InvalidValueError:
-        fix = f'write {words}, or "{AUTO}"' if self.auto else f"write {words}"
-        edits = writes(*self.suggestions, *([AUTO] if self.auto else []))
-        return InvalidValueError(why, key=key, value=value, fix=fix, edits=edits)
-
-
-@attrs.frozen(kw_only=True)
-class Number(_OrAuto):
-    """A finite real number, or ``"auto"``."""
-
     minimum: float = 0.0
     maximum: float = math.inf
     above: float | None = None
@@ -114,22 +119,8 @@ class Number(_OrAuto):
     remark: str = ""
     """Explanation of a value with a special meaning."""
 
-    def check(self, value: Any, key: str) -> None:
-        """Accept a finite number in range, or ``"auto"`` if the setting allows it."""
-        if self.auto and value == AUTO:
-            return
-        if not is_number(value):
-            raise self._refused("must be a finite number", key, value, self.words)
-        self._check_range(value, key)
-
-    def read(self, value: Any, key: str) -> Reading:
-        """Accept numbers in strings."""
-        automatic = self._read_auto(value)
-        if automatic is not None:
-            return automatic
-        number = as_number(value)
-        self.check(value if number is None else number, key)
-        return number, "a number written as text" if isinstance(value, str) else None
+    why: ClassVar[str] = "must be a finite number"
+    noun: ClassVar[str] = "a number"
 
     @property
     def suggestions(self) -> tuple[Any, ...]:
@@ -145,70 +136,57 @@ class Number(_OrAuto):
     def words(self) -> str:
         """The allowed values in words, as in "a number of at least 0 and less than 1"."""
         remark = f" ({self.remark})" if self.remark else ""
-        return f"a number{self._bounds()}{remark}"
+        return f"{self.noun}{self.bounds}{remark}"
 
-    def _check_range(self, value: float, key: str) -> None:
-        if (
-            not self.minimum <= value <= self.maximum
-            or (self.above is not None and value <= self.above)
-            or (self.below is not None and value >= self.below)
-        ):
-            raise self._refused("is out of range", key, value, self.words)
+    @property
+    def bounds(self) -> str:
+        """The bounds in words, as in " of at least 0 and less than 1"; empty without bounds."""
+        low = ("at least", self.minimum) if self.above is None else ("more than", self.above)
+        high = ("at most", self.maximum) if self.below is None else ("less than", self.below)
+        ends = [f"{word} {end:.15g}" for word, end in (low, high) if abs(end) < LARGEST_INTEGER]
+        return f" of {' and '.join(ends)}" if ends else ""
 
-    def _bounds(self) -> str:
-        low = _bound("more than", self.above) or _bound("at least", self.minimum)
-        high = _bound("less than", self.below) or _bound("at most", self.maximum)
-        text = " and ".join(bound for bound in (low, high) if bound)
-        return f" of {text}" if text else ""
+    def _read(self, value: Any, key: str) -> Reading:
+        number, reason = self._number(value, key)
+        above = -math.inf if self.above is None else self.above
+        below = math.inf if self.below is None else self.below
+        if not (self.minimum <= number <= self.maximum and above < number < below):
+            raise self._refused(number, key, "is out of range")
+        return number, reason
 
-
-def _bound(words: str, bound: float | None) -> str:
-    if bound is None or abs(bound) >= LARGEST_INTEGER:
-        return ""
-    return f"{words} {bound:.15g}"
+    def _number(self, value: Any, key: str) -> Reading:
+        number = as_number(value)
+        if number is None:
+            raise self._refused(value, key)
+        return number, "a number written as text" if isinstance(value, str) else None
 
 
 @attrs.frozen(kw_only=True)
 class Real(Number):
     """A number that is always read as a ``float``."""
 
-    def read(self, value: Any, key: str) -> Reading:
-        """Accept whole numbers and numbers in strings."""
-        number, reason = Number.read(self, value, key)
-        return number if number == AUTO else float(number), reason
+    def _read(self, value: Any, key: str) -> Reading:
+        number, reason = Number._read(self, value, key)
+        return float(number), reason
 
 
 @attrs.frozen(kw_only=True)
 class Integer(Number):
-    """A whole number in a range, or ``"auto"``."""
+    """A whole number in a range."""
 
     minimum: int = 0
     maximum: int = LARGEST_INTEGER
 
-    def check(self, value: Any, key: str) -> None:
-        """Accept an ``int`` in range, or ``"auto"`` if the setting allows it."""
-        if self.auto and value == AUTO:
-            return
-        if not is_integer(value):
-            raise self._refused("must be a whole number", key, value, self.words)
-        self._check_range(value, key)
+    why: ClassVar[str] = "must be a whole number"
+    noun: ClassVar[str] = "an integer"
 
-    def read(self, value: Any, key: str) -> Reading:
-        """Accept integral floats and numbers in strings; refuse fractions."""
-        automatic = self._read_auto(value)
-        if automatic is not None:
-            return automatic
-        number = as_number(value)
-        reason = "a number written as text" if isinstance(value, str) else None
+    def _number(self, value: Any, key: str) -> Reading:
+        number, reason = Number._number(self, value, key)
         if isinstance(number, float) and number.is_integer():
-            number, reason = int(number), "DeepSpeed wants a whole number here"
-        self.check(number if is_integer(number) else value, key)
+            return int(number), "DeepSpeed wants a whole number here"
+        if not is_integer(number):
+            raise self._refused(value, key)
         return number, reason
-
-    @property
-    def words(self) -> str:
-        """The allowed values in words, as in "an integer of at least 1"."""
-        return f"an integer{self._bounds()}"
 
 
 @attrs.frozen(kw_only=True)
@@ -218,73 +196,55 @@ class Numbers(Kind):
     each: Number
     length: int
 
-    def check(self, value: Any, key: str) -> None:
-        """Accept a tuple of valid numbers if its length is right."""
-        if not isinstance(value, tuple) or self._elements(value, key) != value:
-            raise self._refused(value, key)
+    @property
+    def words(self) -> str:
+        """The allowed values in words."""
+        return f"{self.length} numbers{self.each.bounds}"
 
-    def read(self, value: Any, key: str) -> Reading:
-        """Accept any sequence of readable numbers if its length is right."""
-        return self._elements(value, key), None
-
-    def _elements(self, value: Any, key: str) -> tuple[Any, ...]:
-        if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != self.length:
-            raise self._refused(value, key)
+    def _read(self, value: Any, key: str) -> Reading:
+        right = not isinstance(value, str) and isinstance(value, Sequence)
         try:
-            return tuple(self.each.read(item, key)[0] for item in value)
-        except InvalidValueError as error:
-            raise self._refused(value, key) from error
+            items = tuple(self.each.read(item, key)[0] for item in value) if right else ()
+        except InvalidValueError:
+            items = ()
+        if len(items) != self.length:
+            raise self._refused(value, key, f"must be {self.words}")
+        return items, None
 
-    def _refused(self, value: Any, key: str) -> InvalidValueError:
-        words = f"{self.length} numbers{self.each._bounds()}"
-        return InvalidValueError(f"must be {words}", key=key, value=value, fix=f"write {words}")
 
-
-_WORDS: Final[Mapping[str, bool]] = {
+_TRUTHS: Final[Mapping[str, bool]] = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 
 
 @attrs.frozen(kw_only=True)
-class Boolean(_OrAuto):
-    """``true``, ``false`` or ``"auto"``."""
+class Boolean(Kind):
+    """``true`` or ``false``."""
 
-    words: Mapping[str, bool] = _WORDS
+    auto: bool = True
+    spellings: Mapping[str, bool] = _TRUTHS
     """Other spellings of booleans, and the value of each."""
+
+    why: ClassVar[str] = "must be true or false"
+
+    @property
+    def words(self) -> str:
+        """The allowed values in words."""
+        return "true or false, without quotes"
 
     @property
     def suggestions(self) -> tuple[Any, ...]:
         """Both values."""
         return True, False
 
-    def check(self, value: Any, key: str) -> None:
-        """Accept a ``bool``, or ``"auto"`` if the setting allows it."""
-        if isinstance(value, bool) or (self.auto and value == AUTO):
-            return
-        raise self._refused(
-            "must be true or false",
-            key,
-            value,
-            "true or false, without quotes",
-        )
-
-    def read(self, value: Any, key: str) -> Reading:
-        """Accept other spellings, such as ``"yes"``, ``"off"`` or ``1``."""
+    def _read(self, value: Any, key: str) -> Reading:
         if isinstance(value, bool):
             return value, None
-        automatic = self._read_auto(value)
-        if automatic is not None:
-            return automatic
         word = str(value).strip().lower() if isinstance(value, str) or value in (0, 1) else ""
-        if word in self.words:
-            return self.words[word], "a different spelling of true or false"
-        raise self._refused(
-            "must be true or false",
-            key,
-            value,
-            "true or false, without quotes",
-        )
+        if word not in self.spellings:
+            raise self._refused(value, key)
+        return self.spellings[word], "a different spelling of true or false"
 
 
 @attrs.frozen(kw_only=True)
@@ -296,41 +256,34 @@ class Choice(Kind):
     """Choice that each synonym stands for; synonyms are in lower case."""
     respelt: str = "a different spelling"
     """Reason to report if the value is not spelt like the choice."""
-    null: str | None = None
-    """Choice that ``null`` stands for; if ``None``, ``null`` leaves the key unset."""
     unoffered: tuple[str, ...] = ()
     """Choices that are never suggested: they can be read, but are rejected later."""
 
     @property
-    def suggestions(self) -> tuple[Any, ...]:
+    def words(self) -> str:
         """The choices, unless they are to be suggested never."""
-        return tuple(choice for choice in self.choices if choice not in self.unoffered)
+        return f"one of {', '.join(repr(one) for one in self.choices if one not in self.unoffered)}"
 
-    def check(self, value: Any, key: str) -> None:
-        """Accept a choice in its exact spelling."""
-        if not isinstance(value, str) or value not in self.choices:
-            offered = self.suggestions
-            fix = f"write one of {', '.join(map(repr, offered))}"
-            edits = writes(*offered) if len(offered) <= _MOST_SUGGESTED else ()
-            raise InvalidValueError(
-                "is not an allowed value", key=key, value=value, fix=fix, edits=edits
-            )
+    @property
+    def suggestions(self) -> tuple[Any, ...]:
+        """The choices, if they are few; only the user can choose among more."""
+        offered = tuple(choice for choice in self.choices if choice not in self.unoffered)
+        return offered if len(offered) <= _MOST_SUGGESTED else ()
 
-    def read(self, value: Any, key: str) -> Reading:
-        """Accept upper and lower case, and synonyms."""
+    def _read(self, value: Any, key: str) -> Reading:
         if value is None and self.null is not None:
             return self.null, f"null means {self.null!r} here"
         word = value.strip().lower() if isinstance(value, str) else value
         if isinstance(value, bool):  # YAML reads the word `no` as false
             word = "yes" if value else "no"
-        if isinstance(word, str):
-            word = self.synonyms.get(word, word)
-        self.check(word, key)
+        word = self.synonyms.get(word, word) if isinstance(word, str) else word
+        if not isinstance(word, str) or word not in self.choices:
+            raise self._refused(word, key)
         return word, None if word == value else self.respelt
 
 
 _MOST_SUGGESTED: Final = 4
-"""Maximum number of choices that edits offer; only the user can choose among more."""
+"""Maximum number of choices that edits offer."""
 
 
 @attrs.frozen(kw_only=True)
@@ -339,17 +292,14 @@ class Text(Kind):
 
     empty: bool = False
 
-    def check(self, value: Any, key: str) -> None:
-        """Accept a string; accept an empty string only if ``empty`` is set."""
-        if not isinstance(value, str):
-            raise InvalidValueError("must be text", key=key, value=value, fix="write a string")
-        if not self.empty and not value.strip():
-            raise InvalidValueError("is empty", key=key, value=value, fix="write a name")
-        check_letters(value, key)
+    why: ClassVar[str] = "must be text"
 
-    def read(self, value: Any, key: str) -> Reading:
-        """Strip surrounding blanks."""
-        self.check(value, key)
+    def _read(self, value: Any, key: str) -> Reading:
+        if not isinstance(value, str):
+            raise self._refused(value, key, fix="write a string")
+        if not self.empty and not value.strip():
+            raise self._refused(value, key, "is empty", "write a name")
+        check_letters(value, key)
         text = value.strip()
         return text, None if text == value else "surrounding blanks are removed"
 
@@ -358,24 +308,21 @@ class Text(Kind):
 class Folder(Kind):
     """A path on this machine; ``"auto"`` leaves the choice to ``zerotune.offload``."""
 
-    def check(self, value: Any, key: str) -> None:
-        """Accept a non-empty string."""
-        if not isinstance(value, str) or not value.strip():
-            raise InvalidValueError(
-                "must be the path of a folder",
-                key=key,
-                value=value,
-                fix="write a path, or omit the key to let zerotune choose the folder",
-            )
-        check_letters(value, key)
+    why: ClassVar[str] = "must be the path of a folder"
 
-    def read(self, value: Any, key: str) -> Reading:
-        """Accept path objects; read an empty path or ``"none"`` as an unset key."""
+    @property
+    def words(self) -> str:
+        """The allowed values in words."""
+        return "a path, or omit the key to let zerotune choose the folder"
+
+    def _read(self, value: Any, key: str) -> Reading:
         if isinstance(value, os.PathLike):
             return str(os.fspath(value)), None
-        if isinstance(value, str) and value.strip().lower() in {"", "none", "null"}:
+        if not isinstance(value, str):
+            raise self._refused(value, key)
+        if value.strip().lower() in {"", "none", "null"}:
             return None, "no folder given; zerotune will choose one"
-        self.check(value, key)
+        check_letters(value, key)
         return value, None
 
 
@@ -383,17 +330,17 @@ class Folder(Kind):
 class Free(Kind):
     """A JSON object whose keys zerotune does not check."""
 
-    def check(self, value: Any, key: str) -> None:
-        """Accept a mapping that JSON can represent."""
-        if not isinstance(value, Mapping):
-            raise InvalidValueError(
-                "must be an object", key=key, value=value, fix='write {"name": value, …}'
-            )
-        check_json(value, key)
+    why: ClassVar[str] = "must be an object"
 
-    def read(self, value: Any, key: str) -> Reading:
-        """Same as ``check``."""
-        self.check(value, key)
+    @property
+    def words(self) -> str:
+        """The allowed values in words."""
+        return '{"name": value, …}'
+
+    def _read(self, value: Any, key: str) -> Reading:
+        if not isinstance(value, Mapping):
+            raise self._refused(value, key)
+        check_json(value, key)
         return dict(value), None
 
 
@@ -401,11 +348,7 @@ class Free(Kind):
 class Anything(Kind):
     """Any value, passed on unchanged."""
 
-    def check(self, value: Any, key: str) -> None:
-        """Accept everything."""
-
-    def read(self, value: Any, key: str) -> Reading:  # noqa: ARG002
-        """Change nothing."""
+    def _read(self, value: Any, key: str) -> Reading:  # noqa: ARG002
         return value, None
 
 
@@ -519,8 +462,7 @@ def refuse_template(kind: Kind, value: Any, key: str) -> None:
         return
     inside = _IN_A_PATH.search(value) if isinstance(kind, Folder) else None
     if inside or _TEMPLATE.fullmatch(value.strip()):
-        words = getattr(kind, "words", "")
-        meant = words if isinstance(words, str) and words else "the value itself"
+        meant = kind.words if isinstance(kind, Number) else "the value itself"
         raise InvalidValueError(
             "is a template placeholder without a value",
             key=key,

@@ -15,11 +15,18 @@ from typing import Any, ClassVar, Final
 import attrs
 
 from zerotune.decisions import Decision, Log, raise_all
-from zerotune.errors import InvalidValueError, PlanFileError, ZeroTuneError
+from zerotune.errors import UNSET, InvalidValueError, PlanFileError, ZeroTuneError
 from zerotune.plan.families import family_names
 from zerotune.plan.plan import Advice, DeepSpeedPlan
-from zerotune.plan.read import put_setting
-from zerotune.plan.section import Nested, Section, modelled, read_section, setting
+from zerotune.plan.section import (
+    Nested,
+    Section,
+    modelled,
+    put_setting,
+    read_section,
+    setting,
+    value_at,
+)
 from zerotune.plan.source import key_lines, parse_file, parse_yaml, read_text
 from zerotune.plan.values import (
     Anything,
@@ -43,17 +50,14 @@ _FLAG = Boolean(auto=False)
 class Texts(Kind):
     """A list of texts."""
 
-    def check(self, value: Any, key: str) -> None:
-        """Accept a non-empty list of strings."""
-        if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
-            raise InvalidValueError(
-                "must be a list of texts", key=key, value=value, fix='write ["…", "…"]'
-            )
-
-    def read(self, value: Any, key: str) -> Reading:
-        """Accept a single text too."""
+    def _read(self, value: Any, key: str) -> Reading:
         listed = [value] if isinstance(value, str) else value
-        self.check(listed, key)
+        if (
+            not isinstance(listed, list)
+            or not listed
+            or not all(isinstance(v, str) for v in listed)
+        ):
+            raise self._refused(value, key, "must be a list of texts", 'write ["…", "…"]')
         return listed, None
 
 
@@ -188,7 +192,7 @@ class RunFile(Section):
             log.attempt(_override, content, each)
         run = log.outcome(lambda: read_section(cls, content, key="", log=log))
         for key in cls.required:
-            if _at(content, key) is None:
+            if value_at(content, key) in (UNSET, None):
                 log.refuse(InvalidValueError("is missing", key=key, fix="add it to the file"))
         if run is None or log.mistakes:
             lines = _lines(text, file)
@@ -282,21 +286,14 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
 
 def _override(content: dict[str, Any], written: str) -> None:
     path, equals, value = written.partition("=")
-    names = path.strip().split(".")
-    if not equals or not all(names):
+    if not equals or not all(path.strip().split(".")):
         raise InvalidValueError(
             "is not a setting and its value",
             key="set",
             value=written,
             fix="write --set steps=500, or --set data.resolution=768",
         )
-    put_setting(content, names, parse_yaml(value, source=f"--set {written}"), path.strip())
-
-
-def _at(value: Any, path: str) -> Any:
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
+    put_setting(content, path.strip(), parse_yaml(value, source=f"--set {written}"))
 
 
 def _lines(text: str, path: Path) -> Mapping[str, int]:

@@ -37,7 +37,7 @@ def kind_of(parameter: Parameter) -> Kind:
     if parameter.type == "any":
         return Anything()
     if parameter.type == "bool":
-        return Boolean(auto=False, words=_SWITCH)
+        return Boolean(auto=False, spellings=_SWITCH)
     if parameter.type == "str":
         return Choice(choices=parameter.choices) if parameter.choices else Text()
     low, high = parameter.low, parameter.high
