@@ -52,6 +52,15 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+# Collecting imports libraries, whose objects the garbage collector would scan again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that no worker ends alone with one of them."""
     known = json.loads(RECORD.read_text(encoding="utf-8"))

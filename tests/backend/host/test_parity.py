@@ -63,7 +63,7 @@ RESIDENT = [
     (Run(family="unet", lora=True, accumulation=2, clipping=0.0, steps=4), 2),
     (Run(family="flux", checkpointing="reentrant", accumulation=2, steps=4), 2),
     (Run(family="flux", precision="fp32", steps=4), 2),
-    (Run(family="flux", compiled="aot_eager", steps=3), 2),
+    (Run(family="web", compiled="aot_eager", steps=3), 2),
     (Run(family="qwen", clipping=0.0, checkpointing="on", evaluate=True, steps=5), 2),
     (Run(family="web", optimizer="AdamWBF16States", groups=True, steps=4), 2),
 ]

@@ -102,11 +102,15 @@ os.utime(sys.argv[1], (0, time.time() - 60))
 print("held", flush=True)
 time.sleep(60)
 """
+LIKE_TORCH = TORCHS.replace("from torch.utils.file_baton import FileBaton\n", "").replace(
+    "assert FileBaton(sys.argv[1]).try_acquire()", "os.open(sys.argv[1], os.O_CREAT)"
+)
+"""Do as FileBaton does, without importing torch."""
 
 
-def _with_torchs_lock(lock: Path) -> subprocess.Popen[str]:
+def _with_torchs_lock(lock: Path, code: str = LIKE_TORCH) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", TORCHS, str(lock)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stdout.readline().strip() == "held"
@@ -116,7 +120,7 @@ def _with_torchs_lock(lock: Path) -> subprocess.Popen[str]:
 def test_a_killed_build_of_plain_torch_does_not_block_the_next_one(
     lock: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with _with_torchs_lock(lock) as process:
+    with _with_torchs_lock(lock, TORCHS) as process:
         ops.remove_if_dead(lock)
         assert lock.exists(), "its process lives"
         process.send_signal(signal.SIGKILL)
@@ -181,7 +185,10 @@ cpp_extension.load(name=sys.argv[1], sources=[sys.argv[2]], is_python_module=Fal
 @pytest.mark.deepspeed
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("ninja") is None, reason="needs ninja")
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    "start",
+    ["zerotune.prepare", pytest.param("EmbeddedPlan.accelerator", marks=pytest.mark.nightly)],
+)
 def test_a_build_of_any_op_that_was_killed_does_not_block_the_next_start(
     start: str, tmp_path: Path
 ) -> None:
