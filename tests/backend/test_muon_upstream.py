@@ -133,63 +133,6 @@ def along(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0))
 
 
-REPORTS = [
-    pytest.param(3, "none", True, id="inactive under zero.Init (#8438)"),
-    pytest.param(0, "none", False, id="plain SGD at stage 0 (#8441)"),
-    pytest.param(2, "cpu", False, id="not orthogonal when offloaded, stage 2 (#8463)"),
-    pytest.param(3, "cpu", False, id="not orthogonal when offloaded, stage 3 (#8463)"),
-]
-
-
-@pytest.mark.parametrize(("stage", "offload", "partitioned"), REPORTS)
-@ranks(1)
-def test_defects_reported_upstream_are_fixed_from_0_19_8_on(
-    stage: int, offload: str, partitioned: bool
-) -> None:
-    import os
-    from contextlib import nullcontext
-
-    import deepspeed
-    import torch._dynamo
-
-    from zerotune.backend.distributed import ProcessGroup
-
-    # Compiling its update takes half a minute and changes no number.
-    torch._dynamo.config.disable = True
-    os.environ["LOCAL_RANK"] = "0"
-    zero: dict[str, Any] = {"stage": stage, "reduce_scatter": False}
-    if offload != "none":
-        zero["offload_optimizer"] = {"device": offload}
-    config = {
-        "train_batch_size": 1,
-        "optimizer": {"type": "Muon", "params": {"lr": LR, "weight_decay": 0.0}},
-        "zero_optimization": zero,
-    }
-    group = ProcessGroup(backend="gloo")
-    deepspeed.comm.init_distributed(dist_backend="gloo", dist_init_required=False)
-    with deepspeed.zero.Init(config_dict_or_path=config) if partitioned else nullcontext():
-        model = Matrices()
-    if partitioned:
-        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
-            model.load_state_dict(Matrices().state_dict())
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=list(model.parameters()),
-        config=config,
-        dist_init_required=False,
-    )
-    engine.backward(error_of(engine))
-    engine.step()
-    weight = model.hidden.weight
-    with deepspeed.zero.GatheredParameters([weight], enabled=stage == 3):
-        after = weight.detach().clone()
-    group.close()
-    update = torch.tensor(((Matrices().hidden.weight.detach() - after) / LR).tolist())
-    assert spread(gradient()) < 0.1, "an orthogonal gradient would tell nothing"
-    assert spread(update) > 0.3
-    assert along(update, gradient()) < 0.9, "that would be SGD"
-
-
 @pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (3, "none"), (2, "cpu"), (3, "cpu")])
 @ranks(1)
 def test_our_muon_takes_an_orthogonal_step_where_deepspeeds_did_not(

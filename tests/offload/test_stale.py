@@ -81,47 +81,37 @@ def test_a_live_owner_without_its_lock_is_left_alone(tmp_path, dead):
     assert f"process {os.getpid()} of rank 0 is alive" in only(tmp_path).reason
 
 
+ANOTHER_BOOT = {"host": "elsewhere", "boot_id": "another"}
+ANOTHER_CONTAINER = {"host": "another-container", "pid_namespace": 1}
+
+
 @pytest.mark.parametrize(
-    ("kind", "owners", "state"),
+    ("owner", "kind", "owners", "state"),
     [
-        ("ext4", "ext4", "stale"),
-        ("overlay", "overlay", "stale"),
-        ("nfs4", "nfs4", "unknown"),
+        (ANOTHER_BOOT, "ext4", "ext4", "stale"),
+        (ANOTHER_BOOT, "overlay", "overlay", "stale"),
+        (ANOTHER_BOOT, "nfs4", "nfs4", "unknown"),
         # An NFS server sees its disk as local but cannot see its clients' locks.
-        ("ext4", "nfs4", "unknown"),
-        ("ext4", "virtiofs", "unknown"),
-        ("ext4", None, "unknown"),
-        (None, None, "unknown"),
+        (ANOTHER_BOOT, "ext4", "nfs4", "unknown"),
+        (ANOTHER_BOOT, "ext4", "virtiofs", "unknown"),
+        (ANOTHER_BOOT, "ext4", None, "unknown"),
+        (ANOTHER_BOOT, None, None, "unknown"),
+        (ANOTHER_CONTAINER, "ext4", "ext4", "stale"),
+        (ANOTHER_CONTAINER, "nfs4", "nfs4", "unknown"),
+        ({}, "nfs4", "nfs4", "stale"),
     ],
 )
-def test_a_record_of_another_boot_is_trusted_only_on_local_disks(
-    tmp_path, dead, monkeypatch, kind, owners, state
+def test_records_of_other_boots_and_containers_are_trusted_only_on_local_disks(
+    tmp_path, dead, monkeypatch, owner, kind, owners, state
 ):
     monkeypatch.setattr(stale, "filesystem_kind", lambda _: kind)
-    dead(host="elsewhere", boot_id="another", filesystem=owners)
+    dead(filesystem=owners, **owner)
     assert only(tmp_path).state == state
-
-
-@pytest.mark.parametrize(("kind", "state"), [("ext4", "stale"), ("nfs4", "unknown")])
-def test_a_record_of_another_container_is_trusted_only_on_local_disks(
-    tmp_path, dead, monkeypatch, kind, state
-):
-    monkeypatch.setattr(stale, "filesystem_kind", lambda _: kind)
-    dead(host="another-container", pid_namespace=1, filesystem=kind)
-    assert only(tmp_path).state == state
-
-
-def test_the_record_of_a_dead_local_process_is_trusted_on_any_file_system(
-    tmp_path, dead, monkeypatch
-):
-    monkeypatch.setattr(stale, "filesystem_kind", lambda _: "nfs4")
-    dead(filesystem="nfs4")
-    assert only(tmp_path).state == "stale"
 
 
 def test_without_a_record_a_free_lock_on_a_network_disk_proves_nothing(tmp_path, dead, monkeypatch):
     monkeypatch.setattr(stale, "filesystem_kind", lambda _: "nfs4")
-    (dead() / "rank0.json").unlink()
+    record_gone(dead())
     assert only(tmp_path).state == "unknown"
 
 
@@ -132,30 +122,32 @@ def test_a_folder_with_a_damaged_record_has_an_unknown_state(tmp_path, dead, tex
     assert "damaged record" in only(tmp_path).reason
 
 
-def test_an_interrupted_removal_is_recognised(tmp_path, dead):
-    folder = dead()
+def record_gone(folder):
     (folder / "rank0.json").unlink()
-    assert only(tmp_path).state == "stale"
 
 
-def test_a_folder_without_its_lock_file_is_not_stale(tmp_path, dead):
-    (dead() / "lease.lock").unlink()
-    assert only(tmp_path).state == "unknown"
+def lock_gone(folder):
+    (folder / "lease.lock").unlink()
 
 
-def test_a_linked_lock_file_is_not_followed(tmp_path, dead):
-    lock = dead() / "lease.lock"
-    lock.unlink()
-    (tmp_path / "other.lock").touch()
-    lock.symlink_to(tmp_path / "other.lock")
-    assert only(tmp_path).state == "unknown"
+def lock_linked(folder):
+    (folder / "lease.lock").rename(folder.parent / "other.lock")
+    (folder / "lease.lock").symlink_to(folder.parent / "other.lock")
 
 
-def test_a_link_named_like_a_lease_is_not_followed(tmp_path, dead):
-    folder = dead()
-    moved = folder.rename(tmp_path / "moved")
-    folder.symlink_to(moved)
-    assert only(tmp_path).state == "unknown"
+def folder_linked(folder):
+    folder.symlink_to(folder.rename(folder.parent / "moved"))
+
+
+@pytest.mark.parametrize(
+    ("change", "state"),
+    # The first is the state of an interrupted removal.
+    [(record_gone, "stale"), (lock_gone, "unknown"), (lock_linked, "unknown"),
+     (folder_linked, "unknown")],
+)  # fmt: skip
+def test_only_folders_with_a_lock_of_their_own_are_stale(tmp_path, dead, change, state):
+    change(dead())
+    assert only(tmp_path).state == state
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def test_a_family_gathers_no_more_weights_at_once_than_its_plan_has_buffers(name
     assert found.left == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.deepspeed
 def test_deepspeed_alone_keeps_every_text_projection_gathered():
     (found,) = run_ranks(partial(count, "sd15", "kept", mended=False))

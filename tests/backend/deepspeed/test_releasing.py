@@ -104,6 +104,7 @@ KINDS = (
     *("trained", "adapters", "partly frozen", "tied"),
     *("called twice", "adapters called twice", "unused output"),
 )
+IN_THE_SUITE = ("tied", "called twice", "adapters called twice", "unused output")
 RECOMPUTED = ("kept", "recomputed", "reentrant")
 
 
@@ -203,6 +204,7 @@ def raw(recomputed: str, where: str, **changes: Any) -> tuple[list[float], int]:
     return norms, max(gathered)
 
 
+@pytest.mark.nightly
 @pytest.mark.deepspeed
 @pytest.mark.nvme
 def test_deepspeed_alone_runs_out_of_swap_buffers_for_projections_of_a_text(tmp_path):
@@ -214,6 +216,7 @@ def test_deepspeed_alone_runs_out_of_swap_buffers_for_projections_of_a_text(tmp_
     assert norms == run_ranks(raw, "kept", "cpu")[0][0]
 
 
+@pytest.mark.nightly
 @pytest.mark.deepspeed
 @pytest.mark.nvme
 def test_deepspeed_alone_computes_wrong_gradients_for_recomputed_blocks_on_nvme(tmp_path):
@@ -245,7 +248,13 @@ def check_on_nvme(kind: str) -> None:
 
 @pytest.mark.deepspeed
 @pytest.mark.nvme
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in IN_THE_SUITE else pytest.param(kind, marks=pytest.mark.nightly)
+        for kind in KINDS
+    ],
+)
 def test_weights_on_nvme_train_as_in_host_memory_with_the_fewest_buffers(kind, tmp_path):
     run_ranks(check_on_nvme, kind, env={"SWAP": str(tmp_path)})
 
