@@ -15,9 +15,10 @@ from tests.support import declared_pipelines, single_files
 from tests.support.ranks import ranks
 from tests.support.runs import PLAIN, Case, start
 from zerotune import DeepSpeedPlan, cli
-from zerotune.backend.single_file import ORIGINALS, Run, SingleFile, place_rows
+from zerotune.backend.single_file import Run, SingleFile, place_rows
 from zerotune.backend.stored import StoredTensor
 from zerotune.checkpoint import export_pipeline, save_checkpoint
+from zerotune.checkpoint.export.original_names import ORIGINALS
 from zerotune.diffusion import load_pretrained
 from zerotune.errors import InvalidValueError
 

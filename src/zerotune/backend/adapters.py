@@ -4,7 +4,7 @@ Adapters follow peft: a layer ``X`` becomes ``X.base_layer``, with factors ``X.l
 ``X.lokr_w1.<adapter>`` and so on. This module parses these names without importing peft. diffusers
 and peft use the model's own layer names. ComfyUI and kohya use the layer names of the original
 release, where one layer may combine three projections. zerotune uses diffusers' ``lora_state_dict``
-to read such files, and to check each LoRA export before writing the file.
+to read such files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -23,12 +23,7 @@ import torch
 
 from zerotune._util.text import counted, json_of
 from zerotune.decisions import Decision
-from zerotune.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointMismatchError,
-    InvalidValueError,
-)
+from zerotune.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 _RECORD: Final = "_zerotune_adapters"
 _PARAMETER: Final = re.compile(
@@ -188,13 +183,11 @@ PEFT_CONFIG: Final = "adapter_config.json"
 SETTINGS: Final = "lora_adapter_metadata"
 """Header key under which diffusers stores the rank, alpha and other settings."""
 
-_COMFYUI: Final = "diffusion_model."
-_KOHYA: Final = "lora_unet_"
-_ENCODERS: Final = {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
+COMFYUI_PREFIX: Final = "diffusion_model."
+KOHYA_PREFIX: Final = "lora_unet_"
+ENCODER_PREFIXES: Final = {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
 _TENSOR: Final = re.compile(r"\.(?:lora_|lokr_|hada_|alpha$|dora_scale$|diff)")
 """The suffix after a layer's name in a key."""
-_CLOSE_STEPS: Final = 4
-"""Tolerance, in units of machine epsilon, for scales that a reader multiplies into factors."""
 
 
 def find_adapters(path: str | os.PathLike[str]) -> Path:
@@ -232,51 +225,6 @@ def adapter_settings(metadata: Mapping[str, str], component: str) -> dict[str, A
 
 
 # -- Names of layers.
-
-
-@attrs.frozen(kw_only=True)
-class Factors:
-    """A layer's LoRA factors: the LoRA adds ``scale * up @ down`` to the layer's weight."""
-
-    down: torch.Tensor
-    """(rank, inputs, …)."""
-    up: torch.Tensor
-    """(outputs, rank, …)."""
-    scale: float = 1.0
-
-    @property
-    def rank(self) -> int:
-        """Rank of the LoRA."""
-        return int(self.down.shape[0])
-
-    def scaled(self) -> Factors:
-        """Return the factors with the scale multiplied into ``up``."""
-        return attrs.evolve(self, up=self.up * self.scale, scale=1.0)
-
-    def _same_product(self, trained: Factors, dtype: torch.dtype) -> bool | None:
-        """Whether two LoRA products are equal bit for bit; ``None`` if they are not even close.
-
-        A reader may move a part of the scale from one factor to the other.
-        """
-        if self.down.shape != trained.down.shape or self.up.shape != trained.up.shape:
-            return None
-        moved = 1.0
-        if trained.down.numel():
-            largest = int(trained.down.abs().argmax())
-            moved = float(self.down.flatten()[largest] / trained.down.flatten()[largest])
-        scale = trained.scale / (moved * self.scale) if moved else 0.0
-        pairs = ((self.down, trained.down * moved), (self.up, trained.up * scale))
-        if all(torch.equal(each, other) for each, other in pairs):
-            return True
-        close = _CLOSE_STEPS * torch.finfo(dtype).eps
-        near = all((each - other).abs().max() <= close * other.abs().max() for each, other in pairs)
-        return False if near else None
-
-    def _dense(self, dtype: torch.dtype) -> Factors:
-        """Both factors rounded to the file's dtype, without ranks that have no effect."""
-        down, up = self.down.to(dtype).float(), self.up.to(dtype).float()
-        used = up.transpose(0, 1).flatten(1).any(dim=1)
-        return attrs.evolve(self, down=down[used], up=up[:, used])
 
 
 @attrs.frozen
@@ -325,20 +273,20 @@ class Published:
         flat = {name.replace(".", "_"): name for name in self.layers}
         respelled = {}
         for key, tensor in state.items():
-            layer, kind = _layer_and_kind(key)
-            if layer.startswith(_KOHYA):
-                pattern, numbers = numbered(layer.removeprefix(_KOHYA), separator="_")
+            layer, kind = layer_and_kind(key)
+            if layer.startswith(KOHYA_PREFIX):
+                pattern, numbers = numbered(layer.removeprefix(KOHYA_PREFIX), separator="_")
                 name = flat.get(pattern)
             else:
-                pattern, numbers = numbered(layer.removeprefix(_COMFYUI))
+                pattern, numbers = numbered(layer.removeprefix(COMFYUI_PREFIX))
                 name = pattern if pattern in self.layers else None
             if name is None:
                 return {}
             name = with_number(name, numbers)
             if to == "kohya":
-                name = f"{_KOHYA}{name.replace('.', '_')}.{_TO_KOHYA.get(kind, kind)}"
+                name = f"{KOHYA_PREFIX}{name.replace('.', '_')}.{_TO_KOHYA.get(kind, kind)}"
             else:
-                name = f"{_COMFYUI}{name}.{_TO_COMFYUI.get(kind, kind)}"
+                name = f"{COMFYUI_PREFIX}{name}.{_TO_COMFYUI.get(kind, kind)}"
             respelled[name] = tensor
         return respelled
 
@@ -375,7 +323,12 @@ def with_number(pattern: str, number: str | None) -> str:
     return pattern if number is None else pattern.replace("#", number, 1)
 
 
-def _layer_and_kind(key: str) -> tuple[str, str]:
+def layer_and_kind(key: str) -> tuple[str, str]:
+    """Split the name of a file's tensor into the layer's name and the suffix after it.
+
+    Args:
+        key: Name of the tensor.
+    """
     match = _TENSOR.search(key)
     return (key, "") if match is None else (key[: match.start()], key[match.start() + 1 :])
 
@@ -510,123 +463,15 @@ PUBLISHED: Final[Mapping[str, Published]] = {
 _TEXT_ENCODERS: Final = Published("StableDiffusionXLPipeline", ("kohya",))
 
 
-def _publication(model: torch.nn.Module, component: str) -> Published | None:
-    return _TEXT_ENCODERS if component in _ENCODERS else PUBLISHED.get(type(model).__name__)
-
-
-def published(model: torch.nn.Module, form: Layout, component: str) -> Published:
-    """Return a model's layer names in a format; raise an error if diffusers cannot read it.
+def publication_of(model: torch.nn.Module, component: str) -> Published | None:
+    """Return the layer names of a model's original release; ``None`` if they are unknown.
 
     Args:
         model: The model.
-        form: Format of the file.
         component: Name of the model in its pipeline, such as ``"transformer"``.
     """
-    kind, known = type(model).__name__, _publication(model, component)
-    if known is not None and form in known.layouts:
-        return known
-    others = [] if known is None else [repr(each) for each in known.layouts]
-    raise InvalidValueError(
-        f"diffusers cannot read {kind} from this format, so the export could not be verified",
-        key="layout",
-        value=form,
-        fix=f"use one of {', '.join([repr('diffusers'), repr('peft'), *others])}",
-    )
-
-
-# -- Writing.
-
-
-def write_lora(
-    layers: Mapping[str, Factors],
-    *,
-    model: torch.nn.Module,
-    form: Layout,
-    component: str,
-    outputs: Callable[[str], int],
-    dtype: torch.dtype,
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of a LoRA file in ComfyUI's or kohya's format.
-
-    kohya's format stores the factors unchanged, with an ``alpha`` in fp32. ComfyUI's format has no
-    field for the scale, so the scale is multiplied into the second factor before the cast to
-    ``dtype``.
-
-    Args:
-        layers: Trained factors in fp32, by the layer's name.
-        model: The model that contains the layers.
-        form: Format, ``"comfyui"`` or ``"kohya"``.
-        component: Name of the model in its pipeline, such as ``"transformer"``.
-        outputs: Function that takes a layer's name and returns the layer's number of outputs. The
-            function is called for untrained layers that the format combines with trained ones.
-        dtype: Dtype of the file's tensors.
-    """
-    known = published(model, form, component)
-    tensors: dict[str, torch.Tensor] = {}
-    for theirs, ours in {known.theirs(layer): None for layer in layers}:
-        factors = _joined_factors([layers.get(each) for each in ours], ours, outputs)
-        if form == "comfyui":
-            factors = factors.scaled()
-        stem = _their_stem(theirs, form, component)
-        down, up = ("lora_down", "lora_up") if form == "kohya" else ("lora_A", "lora_B")
-        tensors[f"{stem}.{down}.weight"] = factors.down.to(dtype)
-        tensors[f"{stem}.{up}.weight"] = factors.up.to(dtype)
-        if form == "kohya":
-            tensors[f"{stem}.alpha"] = torch.tensor(factors.scale * factors.rank)
-    return tensors
-
-
-def write_lycoris(
-    layers: Mapping[str, Mapping[str, torch.Tensor]],
-    *,
-    model: torch.nn.Module,
-    form: Layout,
-    component: str,
-    scales: Mapping[str, float],
-    dtype: torch.dtype,
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of a LoKr or LoHa file in ComfyUI's or LyCORIS' format.
-
-    LyCORIS scales a factorised product by ``alpha / rank``. For a LoKr of two unfactorised
-    matrices, the format has no field for the scale, so the scale is multiplied into the first
-    matrix.
-
-    Args:
-        layers: Trained tensors in fp32, by layer name and then by peft's name for the factor.
-        model: The model that contains the layers.
-        form: Format, ``"comfyui"`` or ``"kohya"``.
-        component: Name of the model in its pipeline, such as ``"transformer"``.
-        scales: Scale of each layer, by the layer's name.
-        dtype: Dtype of the file's tensors.
-    """
-    known = published(model, form, component)
-    written: dict[str, torch.Tensor] = {}
-    for layer, tensors in layers.items():
-        theirs, ours = known.theirs(layer)
-        if len(ours) > 1:
-            raise CheckpointMismatchError(
-                f"this format joins the layer with others into {theirs}, but LoKr and LoHa cannot "
-                "represent joined layers",
-                key=layer,
-                fix='train LoRA, or export with layout="peft"',
-            )
-        stem, rank, scale = (
-            _their_stem(theirs, form, component),
-            _lycoris_rank(tensors),
-            scales[layer],
-        )
-        for kind, tensor in tensors.items():
-            whole = rank is None and kind == "lokr_w1"
-            written[f"{stem}.{kind}"] = (tensor * scale if whole else tensor).to(dtype)
-        if rank is not None:
-            written[f"{stem}.alpha"] = torch.tensor(scale * rank)
-    return written
-
-
-def _their_stem(theirs: str, form: Layout, component: str) -> str:
-    if form == "comfyui":
-        return f"{_COMFYUI}{theirs}"
-    return f"{_ENCODERS.get(component, _KOHYA)}{theirs.replace('.', '_')}"
+    known = PUBLISHED.get(type(model).__name__)
+    return _TEXT_ENCODERS if component in ENCODER_PREFIXES else known
 
 
 def baked_lokr(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -642,45 +487,22 @@ def baked_lokr(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         first = next((kind for kind in ("lokr_w1", "lokr_w1_a") if kind in own), None)
         if first is None:
             continue
-        rank, alpha = _lycoris_rank(own), float(found.pop(key))
+        rank, alpha = lycoris_rank(own), float(found.pop(key))
         if rank is not None:
             found[f"{stem}.{first}"] = own[first] * (alpha / rank)
     return found
 
 
-def _lycoris_rank(tensors: Mapping[str, torch.Tensor]) -> int | None:
-    """Rank of a factorised matrix; ``None`` if both matrices are unfactorised."""
+def lycoris_rank(tensors: Mapping[str, torch.Tensor]) -> int | None:
+    """Return the rank of a factorised matrix; ``None`` if both matrices are unfactorised.
+
+    Args:
+        tensors: A layer's tensors, by kind.
+    """
     for name in ("lokr_w2_b", "lokr_w1_b", "hada_w1_b"):
         if name in tensors:
             return int(tensors[name].shape[0])
     return None
-
-
-def _joined_factors(
-    parts: list[Factors | None], names: tuple[str, ...], outputs: Callable[[str], int]
-) -> Factors:
-    """Join the LoRA factors of several layers with the same input into those of one layer."""
-    there = [part for part in parts if part is not None]
-    if len(parts) == 1:
-        return there[0]
-    if len({part.scale for part in there}) > 1:
-        parts = [None if part is None else part.scaled() for part in parts]
-        there = [part for part in parts if part is not None]
-    # All layers get the same rank, and layers that are not trained get zeros, so that a reader can
-    # split the factors into layers again.
-    rank = max(part.rank for part in there)
-    down = there[0].down.new_zeros(rank * len(parts), there[0].down.shape[1])
-    rows = [
-        outputs(name) if part is None else int(part.up.shape[0])
-        for part, name in zip(parts, names, strict=True)
-    ]
-    up = down.new_zeros(sum(rows), rank * len(parts))
-    for index, part in enumerate(parts):
-        if part is not None:
-            first, top = index * rank, sum(rows[:index])
-            down[first : first + part.rank] = part.down
-            up[top : top + rows[index], first : first + part.rank] = part.up
-    return Factors(down=down, up=up, scale=there[0].scale)
 
 
 # -- Reading.
@@ -696,42 +518,6 @@ class Read:
     """Alphas for ``load_lora_adapter``; ``None`` if the tensors include the scale."""
     reader: str
     """Name of the converter."""
-
-    def _factors(self, component: str) -> dict[str, Factors]:
-        """LoRA factors by layer, for one component."""
-        utils = importlib.import_module("diffusers.utils.state_dict_utils")
-        state = {
-            key.removeprefix(f"{component}."): tensor
-            for key, tensor in self.tensors.items()
-            if key.startswith(f"{component}.")
-        }
-        if component in _ENCODERS:
-            state = utils.convert_state_dict_to_peft(utils.convert_state_dict_to_diffusers(state))
-        elif not any("lora_A" in key for key in state):
-            state = utils.convert_unet_state_dict_to_peft(state)
-        alphas = self._alphas(component)
-        found = {}
-        for key, down in state.items():
-            layer, kind = _layer_and_kind(key)
-            if kind == "lora_A.weight":
-                alpha = alphas.get(layer, down.shape[0])
-                up = state[f"{layer}.lora_B.weight"]
-                found[layer] = Factors(down=down, up=up, scale=alpha / down.shape[0])
-        return found
-
-    def _alphas(self, component: str) -> dict[str, float]:
-        """Alphas by layer; their keys contain diffusers' older names."""
-        encoder = component in _ENCODERS
-        found = {}
-        for key, alpha in (self.alphas or {}).items():
-            if key.startswith(f"{component}."):
-                name = key.removeprefix(f"{component}.").removesuffix(".alpha")
-                name = re.split(r"[._]lora(?:_linear_layer)?\.", name.replace(".processor", ""))[0]
-                head, _, tail = name.rpartition(".")
-                if encoder and tail.startswith("to_"):
-                    name = f"{head}.{tail.removeprefix('to_')}_proj"
-                found[f"{name}.0" if tail == "to_out" and not encoder else name] = float(alpha)
-        return found
 
 
 def read_others(
@@ -750,7 +536,7 @@ def read_others(
         pipeline: A pipeline or its class; default: the one that zerotune knows for the model's
             class.
     """
-    kind, known = type(model).__name__, _publication(model, component)
+    kind, known = type(model).__name__, publication_of(model, component)
     if known is None and pipeline is None:
         raise CheckpointMismatchError(
             "the file does not use diffusers' names, and zerotune knows no other format for "
@@ -807,13 +593,13 @@ def _plain_lycoris(
     state: Mapping[str, torch.Tensor], known: Published, model: torch.nn.Module, component: str
 ) -> dict[str, torch.Tensor] | None:
     """LoKr or LoHa tensors in diffusers' names; ``None`` for LoRA, or if a layer is joined."""
-    kinds = {_layer_and_kind(key)[1].split("_")[0] for key in state}
+    kinds = {layer_and_kind(key)[1].split("_")[0] for key in state}
     if not kinds & {"lokr", "hada"}:
         return None
     names = {**known._their_names(model, "."), **known._their_names(model, "_")}
     found = {}
     for key, tensor in state.items():
-        layer, kind = _layer_and_kind(key)
+        layer, kind = layer_and_kind(key)
         prefix = next((p for p in _LAYER_PREFIXES if layer.startswith(p)), "")
         name = names.get(layer.removeprefix(prefix))
         if name is None:
@@ -822,41 +608,10 @@ def _plain_lycoris(
     return found
 
 
-_LAYER_PREFIXES: Final = (_COMFYUI, _KOHYA, "lycoris_", *_ENCODERS.values(), "lora_te_")
-
-
-def compare(
-    read: Read, layers: Mapping[str, Factors], *, component: str, dtype: torch.dtype
-) -> bool:
-    """Check that a file contains the trained factors; return whether they match bit for bit.
-
-    Zero columns are ignored, because layers that combine several projections contain them.
-
-    Args:
-        read: The file as diffusers reads it.
-        layers: Trained factors in fp32, by the layer's name.
-        component: Name of the model in its pipeline, such as ``"transformer"``.
-        dtype: Dtype of the file's tensors.
-    """
-    there = read._factors(component)
-    exact = True
-    for name, factors in layers.items():
-        found = there.pop(name, None)
-        if found is None:
-            raise _differs(name, f"{read.reader} does not find this layer in the written file")
-        same = found._dense(dtype)._same_product(factors._dense(dtype), dtype)
-        if same is None:
-            raise _differs(name, f"{read.reader} reads values that differ from the written ones")
-        exact = exact and same
-    for name, extra in there.items():
-        if bool(extra.up.any()) and bool(extra.down.any()):
-            raise _differs(name, f"{read.reader} finds this layer, although it was not trained")
-    return exact
-
-
-def _differs(layer: str, reason: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(
-        reason,
-        key=layer,
-        fix='export with layout="diffusers", which uses the diffusers layer names',
-    )
+_LAYER_PREFIXES: Final = (
+    COMFYUI_PREFIX,
+    KOHYA_PREFIX,
+    "lycoris_",
+    *ENCODER_PREFIXES.values(),
+    "lora_te_",
+)

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, Final, Protocol
 from weakref import WeakSet
 
@@ -604,32 +603,6 @@ class MasterLayout(ABC):
         """
 
 
-class _Untracked(AbstractContextManager[Slab]):
-    """Enter and leave a context without gradients, but keep the gradient mode inside the block.
-
-    ``torch.no_grad`` around a ``yield`` would also apply to the caller's loop, and two interleaved
-    iterations would leave gradients disabled.
-    """
-
-    def __init__(self, context: AbstractContextManager[Slab]) -> None:
-        self._context = context
-
-    @override
-    def __enter__(self) -> Slab:
-        with torch.no_grad():
-            return self._context.__enter__()
-
-    @override
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        with torch.no_grad():
-            return self._context.__exit__(kind, error, traceback)
-
-
 class MasterWeights:
     """Read, write and gather the fp32 master weights of an engine.
 
@@ -743,13 +716,16 @@ class MasterWeights:
                     f"{float(there[worst]):g}, master weight {float(here[worst]):g}",
                 )
 
+    # torch applies this only while the generator runs, not to the caller's loop.
+    @torch.no_grad()
     def read(self) -> Iterator[Fragment]:
         """Yield this rank's fragments, with one flat tensor in memory at a time. Read only."""
         for index, addresses in self._by_slab():
-            with _Untracked(self._layout.reading(index)) as slab:
+            with self._layout.reading(index) as slab:
                 for address in addresses:
                     yield Fragment(address=address, value=_narrow(slab.value, address), slab=slab)
 
+    @torch.no_grad()
     def describe(self) -> Iterator[tuple[FragmentAddress, OptimizerStates]]:
         """Yield the address and optimizer states of each of this rank's fragments.
 
@@ -760,7 +736,7 @@ class MasterWeights:
             if states is not None:
                 yield from ((address, states) for address in addresses)
                 continue
-            with _Untracked(self._layout.reading(index)) as slab:
+            with self._layout.reading(index) as slab:
                 yield from ((address, slab.states) for address in addresses)
 
     @contextmanager
@@ -784,9 +760,10 @@ class MasterWeights:
             with torch.no_grad(), self._group.naming("refreshing the model's weights"):
                 self._layout.refresh()
 
+    @torch.no_grad()
     def _editable(self) -> Generator[EditableFragment, None, None]:
         for index, addresses in self._by_slab():
-            with _Untracked(self._layout.writing(index)) as slab:
+            with self._layout.writing(index) as slab:
                 for address in addresses:
                     yield EditableFragment(
                         address=address, value=_narrow(slab.value, address), slab=slab

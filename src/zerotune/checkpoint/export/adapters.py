@@ -19,21 +19,23 @@ from zerotune.backend.adapters import (
     PEFT_FILE,
     SETTINGS,
     AdapterParameter,
-    Factors,
     Layout,
     adapter_layers,
-    compare,
     fingerprint,
     peft_config,
-    published,
     read_others,
     recall,
     trained_adapter,
-    write_lora,
-    write_lycoris,
 )
 from zerotune.backend.checks import checked_dtype
 from zerotune.backend.trained_parts import components
+from zerotune.checkpoint.export.adapter_layouts import (
+    Factors,
+    compare,
+    published,
+    write_lora,
+    write_lycoris,
+)
 from zerotune.checkpoint.export.driver import (
     ExportWriter,
     Gatherable,

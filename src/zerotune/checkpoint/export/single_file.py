@@ -17,12 +17,9 @@ from zerotune._util.text import json_of, listing
 from zerotune.backend.checks import checked_dtype
 from zerotune.backend.single_file import (
     INDEX,
-    ORIGINALS,
-    Original,
     Places,
     Shapes,
     SingleFile,
-    as_published,
     place_rows,
 )
 from zerotune.backend.stored import StoredTensor, StoredWeight
@@ -37,6 +34,7 @@ from zerotune.checkpoint.export.model import (
     specs_of,
     stored_tensors,
 )
+from zerotune.checkpoint.export.original_names import ORIGINALS, Original, as_published
 from zerotune.checkpoint.folders import check_apart
 from zerotune.checkpoint.load import CheckpointReader
 from zerotune.checkpoint.manifest import Manifest

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from tests.support.needs import needs
-from zerotune.backend.adapters import (
-    PUBLISHED,
+from zerotune.backend.adapters import PUBLISHED, read_others
+from zerotune.checkpoint.export.adapter_layouts import (
     Factors,
     compare,
     published,
-    read_others,
     write_lora,
     write_lycoris,
 )

@@ -1,0 +1,369 @@
+"""Names of a diffusers pipeline's components in the single file of the models' first release.
+
+Only names: positions of rows follow from diffusers' converters (``place_rows``), which also verify
+each export. diffusers has these names in scripts that are not part of its package:
+https://github.com/huggingface/diffusers/blob/main/scripts/convert_diffusers_to_original_sdxl.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import attrs
+import torch
+
+from zerotune.backend.adapters import PUBLISHED, numbered, with_number
+from zerotune.errors import InvalidValueError
+
+Config = Mapping[str, Any]
+
+_ORIGINAL_TENSOR: Final = re.compile(r"(.+)(\.(?:weight|bias))")
+
+
+@attrs.frozen
+class Original:
+    """Names that a single file uses for the tensors of a pipeline's component."""
+
+    prefix: str
+    """Prefix of the component's tensor names in the file."""
+    names: Callable[[list[str], Config], dict[str, str]]
+    """Function that maps tensor names of the component to names in the file, without the prefix."""
+
+    def keys(self, names: list[str], config: Config) -> dict[str, tuple[str, ...]]:
+        """Map each tensor of the file to the component's tensors that it concatenates, in order.
+
+        Args:
+            names: Names of the component's tensors.
+            config: Configuration of the component.
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        for name, theirs in sorted(self.names(names, config).items(), key=_projections_in_order):
+            key = self.prefix + theirs
+            found[key] = (*found.get(key, ()), name)
+        return found
+
+
+def _projections_in_order(item: tuple[str, str]) -> str:
+    return re.sub(r"([qkv])_proj", lambda found: str("qkv".index(found[1])), item[0])
+
+
+def as_published(key: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Join tensors of a frozen component into one tensor of the file.
+
+    Args:
+        key: Name of the file's tensor.
+        tensors: The component's tensors, in order.
+    """
+    if _VAE_PROJECTION.search(key) and tensors[0].ndim == _MATRIX:
+        return tensors[0][:, :, None, None]
+    if key.endswith(".text_projection"):
+        return tensors[0].T.contiguous()
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+_MATRIX: Final = 2
+_VAE_PROJECTION: Final = re.compile(r"\.attn_1\.(q|k|v|proj_out)\.weight$")
+"""Layers that are 1 x 1 convolutions in the original VAE, but linear layers in diffusers."""
+
+
+# -- U-Nets and VAEs of Stable Diffusion.
+
+
+_RESNET: Final = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "time_emb_proj": "emb_layers.1",
+    "conv_shortcut": "skip_connection",
+}
+_BLOCK: Final = re.compile(
+    r"(?:(down|up)_blocks\.(\d+)|(mid)_block)\.(resnets|attentions|downsamplers|upsamplers)"
+    r"\.(\d+)\.(.+)"
+)
+
+
+def _unet_names(names: list[str], config: Config) -> dict[str, str]:
+    from diffusers.loaders.single_file_utils import DIFFUSERS_TO_LDM_MAPPING
+
+    tables: Mapping[str, Mapping[str, str]] = DIFFUSERS_TO_LDM_MAPPING["unet"]
+    top = {ours: theirs for table in tables.values() for ours, theirs in table.items()}
+    if not isinstance(config["layers_per_block"], int):
+        raise InvalidValueError(
+            "the single-file format has no names for U-Net blocks with different numbers of layers",
+            key="layers_per_block",
+            value=config["layers_per_block"],
+            fix="export the model to a folder",
+        )
+    return {name: top.get(name) or _unet_block(name, config) for name in names}
+
+
+def _unet_block(name: str, config: Config) -> str:
+    match = _BLOCK.fullmatch(name)
+    if match is None:
+        return name
+    side, block, _, kind, layer, rest = match.groups()
+    per, number, index = config["layers_per_block"] + 1, int(block or 0), int(layer)
+    inner = rest
+    if kind == "resnets":
+        first, _, last = rest.partition(".")
+        inner = f"{_RESNET.get(first, first)}.{last}"
+    column = int(kind == "attentions")
+    if side == "down":
+        if kind == "downsamplers":
+            return f"input_blocks.{(number + 1) * per}.0.op.{rest.removeprefix('conv.')}"
+        return f"input_blocks.{1 + number * per + index}.{column}.{inner}"
+    if side == "up":
+        if kind == "upsamplers":
+            column = 1 + int("Attn" in config["up_block_types"][number])
+            inner = rest
+            index = per - 1
+        return f"output_blocks.{number * per + index}.{column}.{inner}"
+    return f"middle_block.{2 * index + column}.{inner}"
+
+
+_VAE_ATTENTION: Final = {
+    "group_norm": "norm",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "to_out.0": "proj_out",
+}
+
+
+def _vae_names(names: list[str], config: Config) -> dict[str, str]:
+    from diffusers.loaders.single_file_utils import DIFFUSERS_TO_LDM_MAPPING
+
+    top: Mapping[str, str] = DIFFUSERS_TO_LDM_MAPPING["vae"]
+    last = len(config["up_block_types"]) - 1
+    return {name: top.get(name) or _vae_block(name, last) for name in names}
+
+
+def _vae_block(name: str, last: int) -> str:
+    half, _, inside = name.partition(".")
+    match = _BLOCK.fullmatch(inside)
+    if match is None:
+        return name
+    side, block, _, kind, layer, rest = match.groups()
+    if kind == "attentions":
+        ours, tensor = rest.rsplit(".", 1)
+        return f"{half}.mid.attn_1.{_VAE_ATTENTION.get(ours, ours)}.{tensor}"
+    rest = rest.replace("conv_shortcut", "nin_shortcut")
+    if side is None:
+        return f"{half}.mid.block_{int(layer) + 1}.{rest}"
+    number = last - int(block) if side == "up" else int(block)
+    if kind == "resnets":
+        return f"{half}.{side}.{number}.block.{layer}.{rest}"
+    return f"{half}.{side}.{number}.{kind.removesuffix('rs')}.{rest}"
+
+
+# -- Text encoders.
+
+
+def _clip_names(names: list[str], config: Config) -> dict[str, str]:  # noqa: ARG001
+    # transformers 5.6 removed the prefix text_model.
+    return {name: name if name.startswith("text_") else f"text_model.{name}" for name in names}
+
+
+_OPEN_CLIP: Final = (
+    (r"(text_model\.)?encoder\.layers\.(\d+)\.", r"transformer.resblocks.\2."),
+    (r"layer_norm(\d)", r"ln_\1"),
+    (r"self_attn\.[qkv]_proj\.", "attn.in_proj_"),
+    (r"self_attn\.", "attn."),
+    (r"mlp\.fc1", "mlp.c_fc"),
+    (r"mlp\.fc2", "mlp.c_proj"),
+    (r"(text_model\.)?final_layer_norm", "ln_final"),
+    (r"(text_model\.)?embeddings\.token_embedding", "token_embedding"),
+    (r"(text_model\.)?embeddings\.position_embedding\.weight", "positional_embedding"),
+    (r"text_projection\.weight", "text_projection"),
+)
+
+
+def _open_clip_names(names: list[str], config: Config) -> dict[str, str]:  # noqa: ARG001
+    found = {}
+    for name in names:
+        if name.endswith("position_ids"):  # Numbers from 0, which OpenCLIP does not store.
+            continue
+        theirs = name
+        for ours, replaced in _OPEN_CLIP:
+            theirs = re.sub(ours, replaced, theirs)
+        found[name] = theirs
+    return found
+
+
+def _first_names(names: list[str], config: Config) -> dict[str, str]:
+    """Names for Stable Diffusion 1 (OpenAI's CLIP) or Stable Diffusion 2 (OpenCLIP)."""
+    openai = config.get("hidden_act", "quick_gelu") == "quick_gelu"
+    found = (_clip_names if openai else _open_clip_names)(names, config)
+    prefix = "transformer" if openai else "model"
+    return {name: f"{prefix}.{theirs}" for name, theirs in found.items()}
+
+
+# -- Transformers.
+
+
+Layers = Mapping[str, tuple[str, ...]]
+
+
+def _stack(there: str, ours: str, *pairs: tuple[str, tuple[str, ...]]) -> Layers:
+    """Table entries for the blocks of a stack."""
+    return {
+        f"{there}.#.{theirs}": tuple(f"{ours}.#.{name}" for name in names)
+        for theirs, names in pairs
+    }
+
+
+_ORIGINAL_FLUX: Final[Layers] = {
+    **PUBLISHED["FluxTransformer2DModel"].layers,
+    **{
+        f"{theirs}.{end}_layer": (f"time_text_embed.{ours}_embedder.linear_{number}",)
+        for theirs, ours in (
+            ("time_in", "timestep"),
+            ("vector_in", "text"),
+            ("guidance_in", "guidance"),
+        )
+        for end, number in (("in", 1), ("out", 2))
+    },
+    "txt_in": ("context_embedder",),
+    "img_in": ("x_embedder",),
+    "final_layer.linear": ("proj_out",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+    **_stack(
+        "double_blocks",
+        "transformer_blocks",
+        ("img_attn.norm.query_norm.scale", ("attn.norm_q.weight",)),
+        ("img_attn.norm.key_norm.scale", ("attn.norm_k.weight",)),
+        ("txt_attn.norm.query_norm.scale", ("attn.norm_added_q.weight",)),
+        ("txt_attn.norm.key_norm.scale", ("attn.norm_added_k.weight",)),
+    ),
+    **_stack(
+        "single_blocks",
+        "single_transformer_blocks",
+        ("norm.query_norm.scale", ("attn.norm_q.weight",)),
+        ("norm.key_norm.scale", ("attn.norm_k.weight",)),
+    ),
+}
+_CHROMA: Final[Layers] = {
+    **_ORIGINAL_FLUX,
+    **_stack(
+        "distilled_guidance_layer.layers",
+        "distilled_guidance_layer.layers",
+        ("in_layer", ("linear_1",)),
+        ("out_layer", ("linear_2",)),
+    ),
+    "distilled_guidance_layer.norms.#.scale": ("distilled_guidance_layer.norms.#.weight",),
+}
+_SD3: Final[Layers] = {
+    "pos_embed": ("pos_embed.pos_embed",),
+    "x_embedder.proj": ("pos_embed.proj",),
+    **{
+        f"{theirs}.mlp.{place}": (f"time_text_embed.{ours}_embedder.linear_{number}",)
+        for theirs, ours in (("t_embedder", "timestep"), ("y_embedder", "text"))
+        for place, number in ((0, 1), (2, 2))
+    },
+    "final_layer.linear": ("proj_out",),
+    "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+    **_stack(
+        "joint_blocks",
+        "transformer_blocks",
+        ("x_block.attn.qkv", ("attn.to_q", "attn.to_k", "attn.to_v")),
+        ("x_block.attn.ln_q", ("attn.norm_q",)),
+        ("x_block.attn.ln_k", ("attn.norm_k",)),
+        ("x_block.attn.proj", ("attn.to_out.0",)),
+        ("x_block.attn2.qkv", ("attn2.to_q", "attn2.to_k", "attn2.to_v")),
+        ("x_block.attn2.ln_q", ("attn2.norm_q",)),
+        ("x_block.attn2.ln_k", ("attn2.norm_k",)),
+        ("x_block.attn2.proj", ("attn2.to_out.0",)),
+        ("x_block.adaLN_modulation.1", ("norm1.linear",)),
+        ("x_block.mlp.fc1", ("ff.net.0.proj",)),
+        ("x_block.mlp.fc2", ("ff.net.2",)),
+        (
+            "context_block.attn.qkv",
+            ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+        ),
+        ("context_block.attn.ln_q", ("attn.norm_added_q",)),
+        ("context_block.attn.ln_k", ("attn.norm_added_k",)),
+        ("context_block.attn.proj", ("attn.to_add_out",)),
+        ("context_block.adaLN_modulation.1", ("norm1_context.linear",)),
+        ("context_block.mlp.fc1", ("ff_context.net.0.proj",)),
+        ("context_block.mlp.fc2", ("ff_context.net.2",)),
+    ),
+}
+_Z_IMAGE: Final[Layers] = {
+    "final_layer.linear": ("all_final_layer.2-1.linear",),
+    "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
+    "x_embedder": ("all_x_embedder.2-1",),
+    **{
+        there: ours
+        for stack in ("layers", "noise_refiner", "context_refiner")
+        for there, ours in _stack(
+            stack,
+            stack,
+            ("attention.qkv", ("attention.to_q", "attention.to_k", "attention.to_v")),
+            ("attention.out", ("attention.to_out.0",)),
+            ("attention.q_norm", ("attention.norm_q",)),
+            ("attention.k_norm", ("attention.norm_k",)),
+        ).items()
+    },
+}
+
+
+def _by_layers(layers: Layers) -> Callable[[list[str], Config], dict[str, str]]:
+    """Translate names with a table of layers or tensors; names not in the table are unchanged."""
+    theirs = {ours: name for name, every in layers.items() for ours in every}
+
+    def names(found: list[str], config: Config) -> dict[str, str]:  # noqa: ARG001
+        return {name: _in_table(name, theirs) for name in found}
+
+    return names
+
+
+def _in_table(name: str, theirs: Mapping[str, str]) -> str:
+    pattern, number = numbered(name)
+    if pattern in theirs:
+        return with_number(theirs[pattern], number)
+    match = _ORIGINAL_TENSOR.fullmatch(pattern)
+    if match is not None and match[1] in theirs:
+        return with_number(theirs[match[1]], number) + match[2]
+    return name
+
+
+# -- Pipelines.
+
+
+_ORIGINAL_MODEL: Final = "model.diffusion_model."
+_ORIGINAL_UNET: Final = {"unet": Original(_ORIGINAL_MODEL, _unet_names)}
+_VAE: Final = {"vae": Original("first_stage_model.", _vae_names)}
+
+ORIGINALS: Final[Mapping[str, Mapping[str, Original]]] = {
+    "StableDiffusionPipeline": {
+        **_ORIGINAL_UNET,
+        **_VAE,
+        "text_encoder": Original("cond_stage_model.", _first_names),
+    },
+    "StableDiffusionXLPipeline": {
+        **_ORIGINAL_UNET,
+        **_VAE,
+        "text_encoder": Original("conditioner.embedders.0.transformer.", _clip_names),
+        "text_encoder_2": Original("conditioner.embedders.1.model.", _open_clip_names),
+    },
+    "StableDiffusion3Pipeline": {
+        "transformer": Original(_ORIGINAL_MODEL, _by_layers(_SD3)),
+        **_VAE,
+    },
+    "FluxPipeline": {"transformer": Original("", _by_layers(_ORIGINAL_FLUX))},
+    "FluxKontextPipeline": {"transformer": Original("", _by_layers(_ORIGINAL_FLUX))},
+    "ChromaPipeline": {"transformer": Original("", _by_layers(_CHROMA))},
+    "ZImagePipeline": {"transformer": Original("", _by_layers(_Z_IMAGE))},
+    "QwenImagePipeline": {"transformer": Original("", _by_layers({}))},
+    "QwenImageEditPipeline": {"transformer": Original("", _by_layers({}))},
+    "QwenImageEditPlusPipeline": {"transformer": Original("", _by_layers({}))},
+    "HiDreamImagePipeline": {"transformer": Original("", _by_layers({}))},
+}
+"""Components that a single file contains, with their names in the file, by pipeline class.
+
+The text encoders of SD3 and Flux are not listed, because they are published as separate files. In
+addition, diffusers does not read CLIP's projection from a single-file SD3 model.
+"""
