@@ -12,6 +12,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,8 +31,13 @@ class _Reached(Exception):
     """The script has reached ``deepspeed.initialize``."""
 
 
-def what_runs(*arguments: str) -> dict[str, Any]:
+def what_runs(*arguments: str, fitting: bool = False) -> dict[str, Any]:
     """Return what ``accelerate launch`` with these arguments would run in a script.
+
+    Args:
+        *arguments: Arguments of ``accelerate launch``.
+        fitting: The script leaves optimizer and schedule to a configuration that has them, and its
+            model states a hidden size, from which accelerate computes buckets.
 
     Returns:
         DeepSpeed's settings by name, and what accelerate itself would do differently; ``"refused"``
@@ -40,7 +46,7 @@ def what_runs(*arguments: str) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(), mock.patch.dict(os.environ, _sent(arguments)):
             warnings.simplefilter("ignore")
-            return _run()
+            return _run(fitting)
     except Exception as error:  # noqa: BLE001 - whatever they raise is a refusal
         return {"refused": f"{type(error).__name__}: {error}"}
 
@@ -64,21 +70,32 @@ def _sent(arguments: tuple[str, ...]) -> dict[str, str]:
     return sent
 
 
-def _run() -> dict[str, Any]:
+def _run(fitting: bool) -> dict[str, Any]:
     import deepspeed
     import torch
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DummyOptim, DummyScheduler
     from deepspeed.runtime.config import DeepSpeedConfig
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION)
     model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer: Any = torch.optim.AdamW(model.parameters())
     data = torch.utils.data.DataLoader(torch.zeros(16, 4), batch_size=MICRO)
+    schedules: list[Any] = []
+    if fitting:
+        model.config = SimpleNamespace(hidden_size=4)
+        written = accelerator.state.deepspeed_plugin.deepspeed_config
+        if "optimizer" in written:
+            optimizer = DummyOptim(
+                model.parameters(), lr=1e-4, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8
+            )
+        if "scheduler" in written:
+            schedules = [DummyScheduler(optimizer, total_num_steps=100, warmup_num_steps=10)]
     with _stop_at_the_engine(deepspeed) as taken, contextlib.suppress(_Reached):
-        accelerator.prepare(model, optimizer, data)
+        accelerator.prepare(model, optimizer, data, *schedules)
     config = DeepSpeedConfig(taken["config_params"])
     plugin = accelerator.state.deepspeed_plugin
     return {
@@ -88,7 +105,7 @@ def _run() -> dict[str, Any]:
         "accelerate: zero.Init": plugin.is_zero3_init_enabled(),
         "accelerate: stage": plugin.hf_ds_config._stage,
         "accelerate: offloads": plugin.hf_ds_config.is_offload(),
-        "accelerate: optimizer": type(taken["optimizer"]).__name__,
+        "accelerate: optimizer": type(taken.get("optimizer")).__name__,
     }
 
 

@@ -434,3 +434,16 @@ def test_any_settings_give_a_plan_or_a_plan_error(read, content):
     except PlanError:
         return
     assert DeepSpeedPlan.from_dict(plan.to_deepspeed()).to_deepspeed() == plan.to_deepspeed()
+
+
+def test_a_key_of_zero_optimization_in_the_block_is_refused_with_its_place(read):
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2, overlap_comm: true}\n"
+    with pytest.raises(UnknownKeyError, match="accelerate silently discards") as caught:
+        read(text)
+    assert caught.value.key == "deepspeed_config.overlap_comm"
+
+
+def test_a_distributed_type_of_null_starts_no_deepspeed_as_in_accelerate(read):
+    plan = read("distributed_type: null\ndeepspeed_config: {zero_stage: 2}\n")
+    assert plan.zero_optimization is None
+    assert any("accelerate ignores the block" in each.reason for each in plan.decisions)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from zerotune.errors import PlanConflictError
+from zerotune.errors import InvalidValueError, PlanConflictError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.platform import Platform
@@ -169,3 +169,9 @@ def test_saving_a_precision_changes_the_flags_of_the_trainer(tmp_path, precision
     assert "mixed_precision" not in saved
     again = DeepSpeedPlan.load(tmp_path / "config.json")
     assert settled(again).precision == precision
+
+
+def test_a_trainers_file_without_deepspeed_is_one_mistake(tmp_path):
+    content = {"output_dir": "out", "num_train_epochs": 3, "learning_rate": 1e-5, "bf16": True}
+    with pytest.raises(InvalidValueError, match="without DeepSpeed"):
+        read(tmp_path, content)

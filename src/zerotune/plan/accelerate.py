@@ -15,10 +15,17 @@ from typing import Any, Final
 import attrs
 
 from zerotune.decisions import Log
-from zerotune.errors import UNSET, InvalidValueError, PlanConflictError, ZeroTuneError
+from zerotune.errors import (
+    REMOVAL,
+    UNSET,
+    InvalidValueError,
+    PlanConflictError,
+    UnknownKeyError,
+    ZeroTuneError,
+)
 from zerotune.plan import keys as known_keys
 from zerotune.plan.section import Section, modelled, put_setting, unknown_key, value_at
-from zerotune.plan.sections import LaunchSection
+from zerotune.plan.sections import LaunchSection, ZeroSection
 from zerotune.plan.settings import Settings, read_launch
 from zerotune.plan.source import read_named, tolerated
 from zerotune.plan.values import AUTO, Choice, Integer, refuse_template
@@ -196,16 +203,14 @@ class _Translation:
 
     def _is_unused(self) -> bool:
         """Whether accelerate does not start DeepSpeed, and therefore ignores the block."""
-        written = self.around.get("distributed_type")
+        written = self.around.get("distributed_type", UNSET)
         if isinstance(written, str):
             return written.upper() != "DEEPSPEED"
-        return written is False  # as YAML reads NO
+        return written is False or written is None  # YAML reads NO as false
 
     def _unused(self) -> Translated:
         """Return the settings without the block, for training without DeepSpeed."""
-        written = (
-            "NO" if self.around["distributed_type"] is False else self.around["distributed_type"]
-        )
+        written = self.around["distributed_type"] or "NO"
         self.log.decide(
             key=BLOCK,
             before=dict(self.block),
@@ -422,6 +427,14 @@ def _merge(merged: dict[str, Any], key: Any, value: Any, log: Log) -> None:
             "has a key that is not text", key=BLOCK, value=key, fix="put it in quotes"
         )
     if key not in plan_keys() and key not in log.also_known:
+        if key in ZeroSection.known_names():
+            raise UnknownKeyError(
+                "accelerate silently discards this key of zero_optimization",
+                key=f"{BLOCK}.{key}",
+                value=value,
+                fix=f"write the configuration as JSON, and set {FILE} to its path",
+                edits=[REMOVAL],
+            )
         raise unknown_key(
             Section, key, value, f"{BLOCK}.{key}", known_keys.ACCELERATE_BLOCK | plan_keys()
         )
@@ -437,8 +450,7 @@ def _merge(merged: dict[str, Any], key: Any, value: Any, log: Log) -> None:
 
 def plan_keys() -> frozenset[str]:
     """Return all top-level keys of a DeepSpeed configuration, including aliases."""
-    names = {attribute.name for attribute in modelled(Settings)}
-    return frozenset(names | Settings.passed_through | Settings.aliases.keys())
+    return Settings.known_names()
 
 
 # -- Reading the environment that ``accelerate launch`` sets for a script.

@@ -151,9 +151,9 @@ def plan_from_mapping(
 
 def _refuse_something_else(config: Mapping[Any, Any], source: str, log: Log) -> None:
     """Raise one error for a file without a DeepSpeed configuration, not one per key."""
-    if len(_TRAINERS_OWN & {*map(undashed, config)}) >= _ENOUGH_KEYS and not _DEEPSPEEDS_OWN & {
-        *config
-    }:
+    sections = {key for key, value in config.items() if isinstance(value, Mapping)}
+    trainers = _TRAINERS_OWN & {*map(undashed, config)}
+    if len(trainers) >= _ENOUGH_KEYS and not _DEEPSPEEDS_OWN & sections:
         raise InvalidValueError(
             f"{source} is a trainer's file without deepspeed_config, so it configures training "
             "without DeepSpeed",
@@ -528,9 +528,8 @@ def _path_of(name: str, value: Any) -> str:
         return name if whole else SHORT_NAMES[name]
     if name in (f"{_ZERO_KEY}.offload_optimizer", f"{_ZERO_KEY}.offload_param") and alone:
         return f"{name}.device"
-    of_zero = {each.name for each in modelled(ZeroSection)}
-    of_zero |= {*ZeroSection.aliases, *ZeroSection.passed_through}
-    return f"{_ZERO_KEY}.{name}" if name.partition(".")[0] in of_zero else name
+    of_zero = name.partition(".")[0] in ZeroSection.known_names()
+    return f"{_ZERO_KEY}.{name}" if of_zero else name
 
 
 def canonical_path(path: str) -> str:

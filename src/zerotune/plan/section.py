@@ -40,6 +40,12 @@ class Section:
     """Keys that DeepSpeed knows and zerotune keeps unchecked in ``extra``."""
 
     @classmethod
+    def known_names(cls) -> frozenset[str]:
+        """Return the keys that are accepted here, including aliases."""
+        names = {attribute.name for attribute in modelled(cls)}
+        return frozenset(names | cls.passed_through | cls.aliases.keys())
+
+    @classmethod
     def meant(cls, name: str) -> tuple[str, ...]:
         """Return the paths that a user who writes the unknown key ``name`` often means."""
         return _COMMON_MISTAKES.get(name, ())

@@ -1,0 +1,1 @@
+"""Configurations of public repositories, and what DeepSpeed and accelerate say of each."""
