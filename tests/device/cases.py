@@ -20,7 +20,7 @@ from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow
 from zerotune.ema.shadow import DeviceStore, FileStore, HostStore
-from zerotune.plan.context import EngineName, Streaming
+from zerotune.plan.context import DeviceUpdate, EngineName, Streaming
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import DeepSpeedPlan
@@ -110,6 +110,7 @@ class Case:
     large enough for NVMe, ``"chain"`` calls each block once; see also ``FAMILIES``."""
     streamed: Streaming | None = None
     engine: EngineName | None = None
+    update: DeviceUpdate | None = None
     stage: int = 2
     offload: str = "cpu"
     offload_param: str = "none"
@@ -230,6 +231,7 @@ def started(case: Case, folder: Path | None = None) -> Iterator[Any]:
         deepspeed=case.deepspeed,
         streamed=case.streamed or (None if case.engine == "host" else False),
         engine=case.engine,
+        update=case.update,
     )
     with build_engine(model=model, plan=OptimizerResolver().apply(resolved)) as engine:
         if case.checkpointing == "offloaded":
@@ -304,7 +306,7 @@ def contents(engine: Any, ema: EMAShadow) -> dict[str, str]:
     found = {}
     for fragment in engine.master_weights.read():
         found[f"master {fragment.address.key}"] = digest(fragment.value)
-        for name, value in sorted(fragment.states.items()):
+        for name, value in sorted({**fragment.states, **fragment.whole}.items()):
             found[f"{name} {fragment.address.key}"] = digest(value)
     for name, value in ema.state_dict().items():
         found[f"ema {name}"] = digest(value)
@@ -381,6 +383,10 @@ _NAMED = Streaming(units=("blocks.0", "blocks.2", "blocks.5"), window=2)
 STREAMED = Case(name="streamed, window 2", streamed=_WINDOW)
 RESIDENT = Case(name="host engine", engine="host")
 ZERO_2 = Case(name="ZeRO-2, CPU offload")
+UPDATED = Case(
+    name="update on the device", streamed=_WINDOW, update=DeviceUpdate(masters="split"),
+    optimizer="Adafactor",
+)  # fmt: skip
 
 
 def _matrix() -> Iterator[Case]:
@@ -396,7 +402,11 @@ def _matrix() -> Iterator[Case]:
     def plain(name: str, **fields: Any) -> Case:
         return Case(name=f"plain, {name}", deepspeed=False, stage=0, **fields)
 
+    def updated(name: str, **fields: Any) -> Case:
+        return attrs.evolve(UPDATED, name=f"update on the device, {name}", **fields)
+
     split = Streaming(window=2, split_masters=True)
+    kept, lean = DeviceUpdate(), DeviceUpdate(masters="stochastic")
     nvme = zero(3, "NVMe", family="wide", offload="nvme", offload_param="nvme")
     yield from (
         STREAMED,
@@ -449,6 +459,33 @@ def _matrix() -> Iterator[Case]:
         streamed("compiled", compiled="aot_eager"),
         streamed("compiled, no clipping, checkpointing", compiled="aot_eager", clipping=0.0,
             checkpointing="on"),
+        UPDATED,
+        updated("no clipping", clipping=0.0),
+        updated("fp32 masters, AdamW", update=kept, optimizer="AdamW"),
+        updated("fp32 masters, AdamW, no clipping", update=kept, optimizer="AdamW", clipping=0.0),
+        updated("stochastic rounding", update=lean),
+        updated("stochastic rounding, no clipping", update=lean, clipping=0.0),
+        updated("stochastic rounding, resumed", update=lean, middle="resume"),
+        updated("accumulation", accumulation=3),
+        updated("accumulation, no clipping", accumulation=3, clipping=0.0),
+        updated("skipped blocks", family="skipping", steps=8),
+        updated("skipped blocks, no clipping", family="skipping", clipping=0.0, steps=8),
+        updated("Flux, no clipping, checkpointing", family="flux", clipping=0.0,
+            checkpointing="on"),
+        updated("U-Net, resumed", family="unet", middle="resume"),
+        updated("LoRA", lora=True, optimizer="AdamW"),
+        updated("EMA in a file, no clipping", ema="file", clipping=0.0),
+        updated("EMA swapped in", swapped_in=True),
+        updated("out of memory", middle="exhaust"),
+        updated("closed after backward", middle="close"),
+        updated("closed during updates", middle="close", clipping=0.0),
+        updated("resident", streamed=None, engine="host"),
+        updated("resident, no clipping", streamed=None, engine="host", clipping=0.0),
+        updated("2 ranks", ranks=2),
+        updated("2 ranks, no clipping, fp32 masters", ranks=2, clipping=0.0, update=kept),
+        updated("2 ranks, stochastic rounding, resumed", ranks=2, update=lean, middle="resume"),
+        updated("2 ranks, resident, EMA swapped in", ranks=2, streamed=None, engine="host",
+            swapped_in=True),
         RESIDENT,
         resident("no clipping", clipping=0.0),
         resident("U-Net", family="unet"),

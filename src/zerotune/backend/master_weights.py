@@ -37,6 +37,9 @@ class StateFormat:
     """Number of weights per element: 1, or above 1 for the scales of coded states."""
     codebook: str = ""
     """Name of the codebook if the elements are codes; the scales are a state of their own."""
+    whole: bool = False
+    """Whether each parameter's state has its own dtype and shape, and belongs to the whole
+    parameter, such as Adafactor's row sums."""
 
     def shape_for(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the state of a parameter with the given shape."""
@@ -132,8 +135,33 @@ class OptimizerStates:
         return {
             name: float(value)
             for name, value in self._state_tensors()
-            if value.numel() == 1 != self._key.numel() and self._coder is None
+            if value.numel() == 1 != self._key.numel() and value.dim() < 2 and self._coder is None
         }
+
+    def whole_of(self, address: FragmentAddress) -> dict[str, torch.Tensor]:
+        """Return states that cannot be sharded like the weights; empty if the weights are sharded.
+
+        Args:
+            address: The fragment that these are the states of.
+        """
+        if not address.numel == address.full_numel == self._key.numel():
+            return {}
+        found = ((name, self._state[name]) for name in self.others)
+        return {name: value for name, value in found if type(value) is torch.Tensor}
+
+    def set_whole(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Replace the states that cannot be sharded like the weights.
+
+        Args:
+            states: The states by name; without any, the optimizer creates all states anew.
+        """
+        others = self.others
+        if others and not states:
+            self._writable.clear()
+        for name in others:
+            self._writable.pop(name, None)
+        for name, value in states.items():
+            self._writable[name] = value
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -190,8 +218,8 @@ class OptimizerStates:
             self._coder.create_states(state, self._key.numel())
             state.setdefault("step", 0)
             return
-        if dtype is None and not self._key.is_floating_point():
-            # The tensor contains the low halves of split master weights.
+        if dtype is None and self._key.dtype != torch.float32:
+            # The tensor contains the low halves of split master weights, or bf16 weights.
             dtype = torch.float32
         for name in names:
             state.setdefault(name, torch.zeros_like(self._key.data, dtype=dtype))
@@ -343,6 +371,11 @@ class Fragment:
         return {n: _narrow(state, self.address, formats[n].block) for n, state in states.items()}
 
     @property
+    def whole(self) -> Mapping[str, torch.Tensor]:
+        """States that belong to the whole parameter, in their own shapes, by name."""
+        return self._slab.states.whole_of(self.address)
+
+    @property
     def step(self) -> int | None:
         """Number of updates of this fragment; ``None`` if the optimizer has no step counter."""
         return self._slab.states.step_of(self.address.key)
@@ -385,6 +418,10 @@ class EditableFragment(Fragment):
     def set_scalars(self, scalars: Mapping[str, float]) -> None:
         """Set one-element states, by name, for the flat tensor that contains this fragment."""
         self._slab.states.set_scalars(scalars)
+
+    def set_whole(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Replace the states that cannot be sharded; see ``OptimizerStates.set_whole``."""
+        self._slab.states.set_whole(states)
 
     def begin_scalars_anew(self) -> None:
         """Reset one-element states to their values before the first update."""

@@ -79,6 +79,8 @@ class Part:
     start: int
     numel: int
     form: StateFormat = _FP32
+    shape: tuple[int, ...] | None = None
+    """Shape of the file's tensor if it does not follow from the parameter's."""
 
     @classmethod
     def of(cls, address: FragmentAddress, form: StateFormat = _FP32) -> Part:
@@ -94,6 +96,18 @@ class Part:
             numel=-(-address.numel // form.block),
             form=form,
         )
+
+    @classmethod
+    def whole(cls, address: FragmentAddress, state: torch.Tensor) -> Part:
+        """Return a state that belongs to a whole parameter.
+
+        Args:
+            address: The parameter.
+            state: The state.
+        """
+        form = StateFormat(dtype=str(state.dtype).removeprefix("torch."), whole=True)
+        shape = tuple(state.shape)
+        return cls(name=address.name, start=0, numel=state.numel(), form=form, shape=shape)
 
     @property
     def key(self) -> str:
@@ -214,6 +228,10 @@ class RankContents:
                     subject = Subject(kind="optimizer", of=name)
                     part = Part.of(fragment.address, formats[name])
                     yield Piece(subject=subject, part=part, tensor=state)
+                for name, state in fragment.whole.items():
+                    subject = Subject(kind="optimizer", of=name)
+                    part = Part.whole(fragment.address, state)
+                    yield Piece(subject=subject, part=part, tensor=state.view(-1))
         for name, tensors in self.shadows.items():
             subject = Subject(kind="shadow", of=name)
             for part in self.parts.get(subject, ()):
@@ -237,33 +255,34 @@ def _optimized(engine: Engine) -> tuple[dict[Subject, tuple[Part, ...]], dict[st
     counters = {}
     for address, states in engine.master_weights.describe():
         parts[WEIGHTS].append(Part.of(address))
-        for name, form in _checked_formats(states, address.name).items():
-            subject = Subject(kind="optimizer", of=name)
-            parts.setdefault(subject, []).append(Part.of(address, form))
+        whole = states.whole_of(address)
+        own = {name: Part.whole(address, state) for name, state in whole.items()}
+        own |= {name: Part.of(address, form) for name, form in states.formats.items()}
+        _check_savable(states, own, address.name)
+        for name, part in own.items():
+            parts.setdefault(Subject(kind="optimizer", of=name), []).append(part)
         counters[address.name] = Counters(
             step=states.step_of(address.key), scalars=plain_data(states.scalars, address.name)
         )
     return {subject: tuple(some) for subject, some in parts.items()}, counters
 
 
-def _checked_formats(states: OptimizerStates, name: str) -> Mapping[str, StateFormat]:
-    if states.others:
+def _check_savable(states: OptimizerStates, parts: Mapping[str, Part], name: str) -> None:
+    if missing := [state for state in states.others if state not in parts]:
         raise CheckpointError(
-            f"the optimizer states {', '.join(states.others)} cannot be sharded like the weights, "
+            f"the optimizer states {', '.join(missing)} cannot be sharded like the weights, "
             "so they cannot be saved",
             key=name,
             fix="use an optimizer whose states have one element per weight, such as AdamW",
         )
-    formats = states.formats
-    for state, form in formats.items():
-        if form.dtype not in STATE_DTYPES:
+    for state, part in parts.items():
+        if part.form.dtype not in STATE_DTYPES:
             raise CheckpointError(
-                f"optimizer state {state!r} is {form.dtype}; only fp32 and bf16 states "
+                f"optimizer state {state!r} is {part.form.dtype}; only fp32 and bf16 states "
                 "can be saved",
                 key=name,
                 fix="use an optimizer with fp32 or bf16 states, such as AdamW",
             )
-    return formats
 
 
 def plain_data(value: Any, key: str) -> Any:

@@ -45,7 +45,6 @@ from zerotune.errors import (
     CheckpointError,
     CheckpointMismatchError,
 )
-from zerotune.plan.context import Streaming
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine, EngineState
@@ -84,12 +83,12 @@ class CheckpointReader(Closable):
             state: Name of the state.
             address: The fragment. If codes or scales are copied, it begins at a block.
         """
-        form, reader = self.manifest.format_of(state), self.of(Subject(kind="optimizer", of=state))
+        form, reader = self.manifest.format_of(state), self.of(_state(state))
         if not form.codebook or into.dtype == torch.uint8:
             reader.fill(into, address.name, address.start // form.block)
             return
         book = codebook(signed=CODEBOOKS[form.codebook])
-        scaling = self.of(Subject(kind="optimizer", of=scale_of(state)))
+        scaling = self.of(_state(scale_of(state)))
         for start in range(address.start // BLOCK * BLOCK, address.stop, _DECODED_AT_ONCE):
             stop = min(start + _DECODED_AT_ONCE, address.stop)
             codes = torch.empty(stop - start, dtype=torch.uint8)
@@ -172,6 +171,10 @@ class ShadowTensors(Mapping[str, torch.Tensor]):
         return len(self._addresses) + len(self._others)
 
 
+def _state(name: str) -> Subject:
+    return Subject(kind="optimizer", of=name)
+
+
 def _rank_subject(rank: int) -> Subject:
     return Subject(kind="rank", of=str(rank))
 
@@ -204,12 +207,15 @@ class Filler:
         self._reader.of(WEIGHTS).fill(fragment.value, address.name, address.start)
         saved = record.states if self._states else ()
         formats = {name: self._reader.manifest.format_of(name) for name in saved}
-        if saved:
+        whole = [name for name, form in formats.items() if form.whole]
+        fragment.set_whole({name: self._reader.tensor(_state(name), record.name) for name in whole})
+        formats = {name: form for name, form in formats.items() if name not in whole}
+        if formats:
             fragment.ensure_states(tuple(n for n, form in formats.items() if form.block == 1))
         # Codes are copied between equal optimizers; otherwise they are decoded, and encoded anew.
         states = fragment.stored if fragment.formats == formats else fragment.states
         for name, state in states.items():
-            if name in saved:
+            if name in formats:
                 self._reader.fill_state(state, name, address)
             else:
                 state.zero_()
@@ -218,7 +224,7 @@ class Filler:
         elif not saved and not self._steps.get(address.slab):
             # No other parameter has set the slab's shared scalars.
             fragment.begin_scalars_anew()
-        if states:
+        if states or whole:
             # From a step counter without states, the optimizer would infer that states exist.
             step = (record.step or 0) if saved else 0
             # A flat tensor with one counter for all has the largest of its parameters' steps; where
@@ -403,10 +409,14 @@ def optimizer_decisions(manifest: Manifest, engine: Engine) -> tuple[Decision, .
 
 
 def _split_masters(engine: Engine) -> tuple[Decision, ...]:
-    """Return a decision about the rounding of masters split into bf16 and low 16 bits."""
-    streamed = engine.plan.streamed
-    if not isinstance(streamed, Streaming) or not streamed.split_masters:
+    """Return a decision about the rounding of masters that are not stored in fp32."""
+    masters = engine.plan.masters
+    if masters == "fp32":
         return ()
+    if masters == "stochastic":
+        reason = "master weights are only the bf16 weights, so saved ones are rounded to them; "
+        reason += "weights that were saved so keep every bit"
+        return (_load_decision("update.masters", "fp32", "bf16", reason),)
     reason = (
         "fp32 master weights exactly halfway between two bf16 numbers (at most one in 131,072) "
         "may become one unit in the last place larger; weights that were saved in split form "
@@ -675,12 +685,12 @@ class _Load:
             for record in self.manifest.parameters:
                 reader.of(WEIGHTS).check(record.name, torch.float32, record.shape)
                 for state in record.states:
-                    form, saved = (
-                        self.manifest.format_of(state),
-                        Subject(kind="optimizer", of=state),
-                    )
+                    form, saved = self.manifest.format_of(state), reader.of(_state(state))
+                    if form.whole:
+                        saved.stored(record.name)
+                        continue
                     dtype, shape = getattr(torch, form.dtype), form.shape_for(record.shape)
-                    reader.of(saved).check(record.name, dtype, shape)
+                    saved.check(record.name, dtype, shape)
             shapes = {record.name: record.shape for record in self.manifest.parameters}
             for shadow in self.manifest.shadows:
                 averaged = reader.of(Subject(kind="shadow", of=shadow))

@@ -235,7 +235,8 @@ class Manifest:
         self._check_state()
 
     def _check_formats(self) -> None:
-        coded = {name: each for name, each in self.formats.items() if each not in _PLAIN}
+        plain = (*_PLAIN, StateFormat(whole=True))
+        coded = {name: each for name, each in self.formats.items() if each not in plain}
         if coded and coded != AdamW8BitStates.formats:
             raise ValueError("formats contains an unknown format")
         for record in self.parameters:

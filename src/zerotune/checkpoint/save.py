@@ -94,14 +94,11 @@ class Filing:
             forms = {part.form for some in named.values() for part in some}
             # A state that two parameters store in different dtypes is saved in fp32.
             form = forms.pop() if len(forms) == 1 else StateFormat()
+            if any(each.whole for each in (form, *forms)):
+                form = StateFormat(whole=True)
             if subject.kind == "optimizer":
                 formats[subject.of] = form
-            specs = [
-                TensorSpec(
-                    key=name, dtype=getattr(torch, form.dtype), shape=form.shape_for(shapes[name])
-                )
-                for name in wanted
-            ]
+            specs = [_spec(name, form, shapes[name], named.get(name, ())) for name in wanted]
             for spec in specs:
                 _check_covered(subject, spec, named.get(spec.key, []))
             shards = split(specs, shard_size)
@@ -115,6 +112,16 @@ class Filing:
             formats=formats,
             nbytes=sum(file.nbytes for file in files) + sum(share.nbytes for share in shares),
         )
+
+
+def _spec(
+    name: str, form: StateFormat, shape: tuple[int, ...], parts: Sequence[Part]
+) -> TensorSpec:
+    if not form.whole:
+        shape = form.shape_for(shape)
+        return TensorSpec(key=name, dtype=getattr(torch, form.dtype), shape=shape)
+    own = parts[0]
+    return TensorSpec(key=name, dtype=getattr(torch, own.form.dtype), shape=own.shape or shape)
 
 
 def _check_covered(subject: Subject, spec: TensorSpec, parts: list[Part]) -> None:

@@ -1,5 +1,6 @@
 # All that the package exports: for type checkers, and for ``zerotune._util.lazy`` at run time.
 
+from zerotune.plan.context import DeviceUpdate as DeviceUpdate
 from zerotune.plan.context import RunFacts as RunFacts
 from zerotune.plan.context import Streaming as Streaming
 from zerotune.plan.facts import ModelFacts as ModelFacts

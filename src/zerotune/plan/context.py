@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import attrs
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 EngineName = Literal["host", "deepspeed"]
 """Engine of an Adam in host memory: zerotune's host engine, or DeepSpeed's."""
+MastersName = Literal["fp32", "split", "stochastic"]
+"""How the host engine stores fp32 master weights; see ``DeviceUpdate.masters``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -187,3 +189,45 @@ class Streaming:
         if len(set(sizes)) == 1:
             wanted -= wanted % largest
         return min(wanted, sum(sizes))
+
+
+@attrs.frozen(kw_only=True)
+class DeviceUpdate:
+    """Options for updating weights on the device, by the code of any optimizer, unit by unit."""
+
+    masters: MastersName = attrs.field(default="fp32")
+    """What host memory keeps of each master weight beside the bf16 weight: ``"fp32"`` all of it;
+    ``"split"`` its low 16 bits, exact but for ties, as ``Streaming.split_masters``;
+    ``"stochastic"`` nothing: weights are rounded to bf16 at random."""
+
+    @masters.validator
+    def _check_masters(self, _attribute: Any, value: Any) -> None:
+        if value not in get_args(MastersName):
+            raise InvalidValueError(
+                "is no way to store master weights; rounding to the nearest bf16 weight would "
+                "lose most updates",
+                key="update.masters",
+                value=value,
+                fix='write "fp32", "split" or "stochastic"',
+            )
+
+    @classmethod
+    def of(cls, wanted: Literal["host", "device"] | DeviceUpdate | None) -> DeviceUpdate | None:
+        """Return the options of an update on the device; ``None`` for an update on the host.
+
+        Args:
+            wanted: Where to update, or options.
+
+        Raises:
+            InvalidValueError: The value names no place.
+        """
+        if wanted in (None, "host"):
+            return None
+        if wanted == "device":
+            return cls()
+        if not isinstance(wanted, cls):
+            raise InvalidValueError(
+                "is no place for the update", key="update", value=wanted,
+                fix='write "host", "device" or DeviceUpdate(...)',
+            )  # fmt: skip
+        return wanted

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import attrs
 
@@ -18,7 +18,7 @@ from zerotune.decisions import Decision, Log, announce
 from zerotune.errors import InvalidValueError, UnknownKeyError, ZeroTuneError
 from zerotune.plan import advise, diff, read, render, rules, text, write
 from zerotune.plan.advise import Advised, Preference
-from zerotune.plan.context import Context, EngineName, RunFacts, Streaming
+from zerotune.plan.context import Context, DeviceUpdate, EngineName, RunFacts, Streaming
 from zerotune.plan.diff import PlanDifference
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.memory import estimate
@@ -514,6 +514,7 @@ class DeepSpeedPlan(Settings):
         deepspeed: bool = True,
         streamed: bool | Streaming | None = None,
         engine: EngineName | None = None,
+        update: Literal["host", "device"] | DeviceUpdate | None = None,
     ) -> ResolvedPlan:
         """Resolve all automatic values for one machine, model and world size.
 
@@ -533,6 +534,9 @@ class DeepSpeedPlan(Settings):
                 --prove`` has verified it. Results are bitwise equal to those of DeepSpeed's
                 ZeRO-2. If the host engine cannot run the plan, DeepSpeed trains, and a decision
                 gives the reason.
+            update: Where the host engine updates weights: ``"host"`` (the default), or
+                ``"device"``, by any optimizer whose states are per weight; or ``DeviceUpdate``
+                options. If the host engine cannot run the plan, a decision gives the reason.
 
         Raises:
             PlanError: The plan cannot run here; the message names key, reason and fix.
@@ -548,6 +552,7 @@ class DeepSpeedPlan(Settings):
             rules.resolve(self, context),
             streamed=streamed,
             engine=engine,
+            update=DeviceUpdate.of(update),
         )
         return raised(ResolvedPlan, with_engine(resolved))
 

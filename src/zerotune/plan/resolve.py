@@ -1185,6 +1185,8 @@ def filled(requested: Settings, plan: Settings, case: Case, log: Log) -> Resolve
 
 def with_engine(resolved: Resolved) -> Resolved:
     """Record the requested engine; if it cannot run the plan, choose another with the reason."""
+    if resolved.update is not None:
+        resolved = _with_update(resolved)
     obstacle, asked = host_obstacle(resolved), resolved.streamed
     if not asked:
         if resolved.engine is None:
@@ -1211,6 +1213,26 @@ def with_engine(resolved: Resolved) -> Resolved:
         streamed=attrs.evolve(asked, split_masters=False),
         decisions=(*resolved.decisions, decision),
     )
+
+
+def _with_update(resolved: Resolved) -> Resolved:
+    """Record the update on the device; if the host engine cannot run it, the update on the host."""
+    hosted = attrs.evolve(resolved, engine=resolved.engine or "host")
+    obstacle = host_obstacle(hosted)
+    if not resolved.uses_deepspeed:
+        obstacle = NO_DEEPSPEED
+    elif obstacle is None and resolved.precision != "bf16":
+        obstacle = f"the plan trains in {resolved.precision}, and not in bf16"
+    if obstacle is not None:
+        return resolved.with_update_on_host(obstacle)
+    decision = Decision(
+        key="update",
+        before="host",
+        after="device",
+        reason=f"requested, with {hosted.masters} master weights; the optimizer's own code updates "
+        "one weight at a time, and its states stay in host memory",
+    )
+    return attrs.evolve(hosted, decisions=(*hosted.decisions, decision))
 
 
 def _for_plain_engine(plan: Settings, platform: Platform, *, asked: bool, log: Log) -> Settings:

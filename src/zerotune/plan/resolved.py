@@ -11,7 +11,14 @@ import attrs
 from zerotune._util.table import Readable
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.plan.context import Context, EngineName, RunFacts, Streaming
+from zerotune.plan.context import (
+    Context,
+    DeviceUpdate,
+    EngineName,
+    MastersName,
+    RunFacts,
+    Streaming,
+)
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.optimizer.catalogue import ADAM, OPTIMIZERS
 from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
@@ -64,6 +71,8 @@ class Resolved(Readable):
     engine: EngineName | None = attrs.field(default=None)
     """Engine of an Adam in host memory: ``"host"`` or ``"deepspeed"``; ``None``: ``"host"`` if it
     can run the plan, on an accelerator only if ``zerotune doctor --prove`` has verified it."""
+    update: DeviceUpdate | None = None
+    """Options of the host engine's update on the device; ``None`` for an update on the host."""
 
     @engine.validator
     def _check_engine(self, _attribute: Any, value: Any) -> None:
@@ -93,6 +102,14 @@ class Resolved(Readable):
             return self.streamed
         streams = self.streamed or (not self.is_resident and self.is_hosted)
         return Streaming() if streams else None
+
+    @property
+    def masters(self) -> MastersName:
+        """How the host engine stores master weights."""
+        if self.update is not None and self.update.masters != "fp32":
+            return self.update.masters
+        splits = self.streaming is not None and self.streaming.split_masters
+        return "split" if splits else "fp32"
 
     @property
     def is_resident(self) -> bool:
@@ -243,6 +260,13 @@ class Resolved(Readable):
         streams = Decision(key="streamed", before=None, after=True, reason=chosen.why_streamed)
         return attrs.evolve(chosen, decisions=(*chosen.decisions, streams))
 
+    def with_update_on_host(self, reason: str) -> Self:
+        """Return this plan without an update on the device; a decision records ``reason``."""
+        decision = Decision(
+            key="update", before="device", after="host", reason=reason, severity="warning"
+        )
+        return attrs.evolve(self, update=None, decisions=(*self.decisions, decision))
+
     def with_nvme_path(
         self,
         *,
@@ -321,7 +345,7 @@ def host_obstacle(resolved: Resolved) -> str | None:
         'the plan was resolved with engine="deepspeed"': resolved.engine == "deepspeed",
         f"only DeepSpeed supports {', '.join(several)}": bool(several),
         f"only DeepSpeed obeys {', '.join(others)}": bool(others),
-        **_optimizer_obstacles(resolved.optimizer),
+        **({} if resolved.update else _optimizer_obstacles(resolved.optimizer)),
         "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
         "DeepSpeed manages weights on NVMe": resolved.offload_param == "nvme",
         "only a part of the optimizer is in host memory": _offload_ratio(resolved.plan) < 1,

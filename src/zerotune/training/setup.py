@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import attrs
 import torch
@@ -30,10 +30,10 @@ from zerotune.diffusion.data.sources import ImageSource
 from zerotune.diffusion.data.streams import BatchStream, BucketedDataset, RepeatedBatches
 from zerotune.diffusion.models.family import Unconditional
 from zerotune.diffusion.pretrained import Pretrained
-from zerotune.errors import DataError, InvalidValueError
+from zerotune.errors import DataError, EngineError, InvalidValueError
 from zerotune.offload import OffloadManager
 from zerotune.optim import OptimizerResolver
-from zerotune.plan.context import EngineName, RunFacts
+from zerotune.plan.context import DeviceUpdate, EngineName, RunFacts
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.plan import Advice, DeepSpeedPlan, ResolvedPlan
 from zerotune.plan.resolved import host_obstacle
@@ -60,6 +60,7 @@ def prepare(
     platform: Platform | None = None,
     deepspeed: bool = True,
     engine: EngineName | None = None,
+    update: Literal["host", "device"] | DeviceUpdate | None = None,
     compile: bool | Mapping[str, Any] | Compilation = False,  # noqa: A002
     timeout_s: float = 600.0,
     **unknown: Never,
@@ -89,6 +90,8 @@ def prepare(
         deepspeed: ``False`` trains without DeepSpeed, with a ``PlainEngine``.
         engine: ``"host"`` or ``"deepspeed"``, as in ``DeepSpeedPlan.resolve``; ignored if ``plan``
             is resolved.
+        update: ``"host"``, ``"device"`` or ``DeviceUpdate`` options, as in
+            ``DeepSpeedPlan.resolve``; ignored if ``plan`` is resolved.
         compile: Whether to compile the forward pass, or ``Compilation`` options for it.
         timeout_s: Timeout of collectives in seconds.
         **unknown: Rejected with an error; the optimizer belongs in the plan, not in ``optimizer=``.
@@ -128,6 +131,7 @@ def prepare(
         platform=platform,
         deepspeed=deepspeed,
         engine=engine,
+        update=update,
     )
     plan = _in_training_mode(model, plan)
     with ExitStack() as resources:
@@ -164,6 +168,7 @@ def settled(
     platform: Platform | None = None,
     deepspeed: bool = True,
     engine: EngineName | None = None,
+    update: Literal["host", "device"] | DeviceUpdate | None = None,
 ) -> ResolvedPlan:
     """Resolve a plan for a model, a machine and the number of processes.
 
@@ -182,6 +187,7 @@ def settled(
             deepspeed=deepspeed,
             streamed=streamed,
             engine=engine,
+            update=update,
         )
     if plan.optimizer or model is None:
         return plan
@@ -253,6 +259,13 @@ def start_hosted(
     if host_obstacle(plan) is None and plan.world_size > 1:
         obstacle = why_not_together(plan, model, obstacle=obstacle, timeout_s=timeout_s)
     if obstacle is not None:
+        if plan.update is not None:
+            raise EngineError(
+                f"only the host engine updates weights on the device, and {obstacle}",
+                key="update",
+                value="device",
+                fix='remove the obstacle, or resolve the plan with update="host"',
+            )
         return _without_host(plan, obstacle)
     if plan.engine is None:
         plan = plan.with_engine("host", _BY_DEFAULT if plan.uses_deepspeed else _WITHOUT)

@@ -19,7 +19,7 @@ from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.backend.distributed import Launch
 from zerotune.ema import EMAShadow
 from zerotune.optim import ParameterGroups
-from zerotune.plan.context import EngineName, Streaming
+from zerotune.plan.context import DeviceUpdate, EngineName, Streaming
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import DeepSpeedPlan
@@ -231,6 +231,7 @@ def start(
     *,
     streamed: Streaming | bool | None = None,
     engine: EngineName | None = None,
+    update: DeviceUpdate | None = None,
     stage: int = 2,
     deepspeed: bool = True,
     timeout_s: float = 600.0,
@@ -248,6 +249,7 @@ def start(
         model=ModelFacts.from_module(model),
         streamed=streamed,
         engine=engine or (None if streamed else "deepspeed"),
+        update=update,
         deepspeed=deepspeed,
         world_size=Launch.from_environment().world_size,
     )

@@ -10,7 +10,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -39,7 +39,12 @@ from zerotune.backend.engine import (
     EngineState,
     StepOutcome,
 )
-from zerotune.backend.host.gradients import GradientPool, Gradients, GradientsOfAll
+from zerotune.backend.host.gradients import (
+    GradientPool,
+    Gradients,
+    GradientsOfAll,
+    GradientsOnDevice,
+)
 from zerotune.backend.host.lanes import Lane
 from zerotune.backend.host.passes import Passes
 from zerotune.backend.host.residency import HostCounts, Residency
@@ -52,6 +57,7 @@ from zerotune.backend.host.units import (
     find_units,
     make_units,
 )
+from zerotune.backend.host.updates import AdamOnHost, OptimizerOnDevice, Update
 from zerotune.backend.host.weights import StreamedWeight, release_weight, stream_weight
 from zerotune.backend.master_weights import (
     EMAUpdate,
@@ -77,18 +83,17 @@ from zerotune.backend.step.adams import (
     TORCH_VECTOR,
     VECTOR,
     Host8BitAdam,
-    SplitMasters,
     torch_rounds_alike,
 )
 from zerotune.backend.step.awaited import Awaited
-from zerotune.backend.step.kernel import load_host_step
+from zerotune.backend.step.kernel import HostStepOp, load_host_step
 from zerotune.backend.step.uses import ForeignUses
 from zerotune.backend.step_state import Stage, StepState
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, OptimizerError, PlatformError
 from zerotune.plan.context import Streaming
 from zerotune.plan.facts import ModelFacts, resident_units
-from zerotune.plan.memory.estimate import gradient_buffers
+from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY, gradient_buffers
 from zerotune.plan.plan import ResolvedPlan
 from zerotune.plan.resolved import host_obstacle
 from zerotune.plan.sections import pins
@@ -183,7 +188,8 @@ class HostEngine(CountingEngine):
             order=self._order,
             device=self._device,
             memory=self._memory,
-            split=self._streaming.split_masters,
+            masters=self._plan.masters,
+            by_parameter=self._plan.update is not None,
             resident=resident_units(trained) if self._plan.is_resident else 1,
             in_place=self._plan.is_resident and self._computes_on_host,
         )
@@ -223,12 +229,29 @@ class HostEngine(CountingEngine):
             params = {name: choice.params[name] for name in _OF_ADAM if name in choice.params}
             kind: Any = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
             with compiling(plan):
-                self._adam: Any = kind(
-                    groups, **params, adamw_mode=choice.weight_decay_mode != "l2"
-                )
+                mode = choice.weight_decay_mode != "l2"
+                self._adam: Any = kind(groups, **params, adamw_mode=mode)
         else:
-            self._adam = optimizer_factory(choice)(groups, **choice.params)
+            self._adam = self._make_optimizer(groups)
         self._scheduler = self._make_scheduler(plan)
+
+    def _make_optimizer(self, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
+        choice = chosen_optimizer(self._plan)
+        optimizer: torch.optim.Optimizer = optimizer_factory(choice)(
+            [dict(group) for group in groups], **choice.params
+        )
+        return optimizer
+
+    def _make_update(self, op: HostStepOp) -> Update:
+        if self._plan.update is None:
+            return AdamOnHost(op=op, adam=self._adam, order=self._order)
+        return OptimizerOnDevice(
+            optimizer=self._adam,
+            make=self._make_optimizer,
+            order=self._order,
+            memory=self._memory,
+            device=self._device,
+        )
 
     def _make_scheduler(self, plan: ResolvedPlan) -> Any:
         if plan.scheduler is None:
@@ -254,7 +277,7 @@ class HostEngine(CountingEngine):
         self._steps = self._make_steps(
             units=trained,
             order=self._order,
-            adam=self._adam,
+            update=self._make_update(op),
             op=op,
             gradients=self._make_gradients(trained),
             lane=self._lanes[1],
@@ -305,6 +328,15 @@ class HostEngine(CountingEngine):
         return StreamedSteps(passes=Passes(op=steps["op"], spare=spare), **steps)
 
     def _make_gradients(self, trained: list[Unit]) -> Gradients:
+        if self._gradients_stay:
+            self._kept_gradients = Decision(
+                key=f"{KEY}.gradients",
+                before=None,
+                after=f"on the device, of {GRADIENTS_UNDER_WAY} units at a time",
+                reason="without clipping and accumulation, each unit is updated as soon as its "
+                "gradients are computed",
+            )
+            return GradientsOnDevice(GRADIENTS_UNDER_WAY)
         sizes = [unit.nbytes for unit in trained if not unit.resident]
         buffers, reason = gradient_buffers(self._plan, sizes)
         size = buffers * max(sizes, default=0) or sum(unit.nbytes for unit in trained)
@@ -317,6 +349,14 @@ class HostEngine(CountingEngine):
         if not buffers:
             return GradientsOfAll(trained, memory=self._memory)
         return GradientPool(trained, count=buffers, memory=self._memory)
+
+    @property
+    def _gradients_stay(self) -> bool:
+        """Whether gradients need not leave the device."""
+        plan = self._plan
+        at_once = not plan.gradient_clipping and plan.gradient_accumulation_steps == 1
+        alone = plan.world_size == 1 and not plan.is_resident and self._scaler is None
+        return plan.update is not None and at_once and alone
 
     @property
     def _streaming(self) -> Streaming:
@@ -516,15 +556,18 @@ class HostEngine(CountingEngine):
         streamed = [unit for unit in self._units if not unit.resident]
         total = sum(unit.nbytes for unit in streamed)
         eager = "in the backward pass" if self._steps.is_eager else "after the gradient norm"
-        split, bits = self._streaming.split_masters, self._bits
-        if isinstance(self._adam, AdamW8BitStates):
+        masters, bits = self._plan.masters, self._bits
+        if self._plan.update is not None:
+            bits = f"on the device, by the code of {type(self._adam).__name__}"
+        elif isinstance(self._adam, AdamW8BitStates):
             bits = "only this engine supports these 8-bit moments"
         elif isinstance(self._adam, AdamWBF16States) and self._group.world_size > 1:
             bits += ", except for the stochastic rounding of bf16 moments"
-        if split:
+        if masters == "split":
             bits += ", except for master weights halfway between two bf16 numbers"
+        kept = () if masters == "fp32" else (_STORED[masters],)
         if self._plan.is_resident:
-            return (self._describe_resident(bits),)
+            return self._describe_resident(bits), *kept
         where = Decision(
             key=KEY,
             before=self._plan.streamed,
@@ -532,17 +575,7 @@ class HostEngine(CountingEngine):
             f"{format_size(total)} on the device",
             reason=f"each unit is uploaded before use and updated {eager}; {bits}",
         )
-        if not split:
-            return where, self._kept_gradients
-        kept = Decision(
-            key=f"{KEY}.split_masters",
-            before="fp32",
-            after="bf16 weights and the low 16 bits of each master weight",
-            reason="saves 2 bytes of host memory per trained weight; in each step, one master "
-            "weight in 131,072 (a tie that is rounded up to bf16) grows by one unit in the last "
-            "place",
-        )
-        return where, self._kept_gradients, kept
+        return where, self._kept_gradients, *kept
 
     def _describe_resident(self, bits: str) -> Decision:
         return Decision(
@@ -598,7 +631,29 @@ class HostEngine(CountingEngine):
         places = {slab.key.device.type for unit in self._units for slab in unit.slabs}
         checks.equal("offload_optimizer.device", "cpu", ", ".join(sorted(places)))
         checks.equal("world_size", plan.world_size, self._group.world_size)
+        place = "host" if isinstance(self._steps.update, AdamOnHost) else "device"
+        checks.equal("update", "host" if plan.update is None else "device", place)
         return checks
+
+
+_STORED: Final = {
+    "split": Decision(
+        key=f"{KEY}.split_masters",
+        before="fp32",
+        after="bf16 weights and the low 16 bits of each master weight",
+        reason="saves 2 bytes of host memory per trained weight; in each step, one master "
+        "weight in 131,072 (a tie that is rounded up to bf16) grows by one unit in the last "
+        "place",
+    ),
+    "stochastic": Decision(
+        key="update.masters",
+        before="fp32",
+        after="bf16 weights, rounded at random after each update",
+        reason="saves 4 bytes of host memory per trained weight; the rounding depends only on the "
+        "step and the position of the weight; an EMA averages the rounded weights",
+    ),
+}
+"""Decisions about master weights that are not stored in fp32, by the name of the storage."""
 
 
 def _nothing() -> None:
@@ -751,6 +806,7 @@ class HostLayout(MasterLayout):
         self._state = state
         coded = isinstance(optimizer, AdamW8BitStates)
         self._coder = Host8BitAdam(op=load_host_step(), adam=optimizer) if coded else None
+        self._is_pass = isinstance(steps.update, AdamOnHost)
         self._slabs = [slab for unit in units for slab in unit.slabs]
         addresses = tuple(
             FragmentAddress(
@@ -793,12 +849,11 @@ class HostLayout(MasterLayout):
         self._steps.settle()
 
     def _current_versions(self) -> dict[str, int]:
-        """Counts of writes by torch to units whose weights are the upper half of their masters."""
+        """Counts of writes by torch to units whose weights are a part of their masters."""
         return {
-            slab.members[0].name: unit.host._version
+            unit.members[0].name: unit.host._version
             for unit in self._units
-            for slab in unit.slabs
-            if isinstance(slab.masters, SplitMasters) and len(slab.members) == len(unit.members)
+            if all(slab.masters.holds_weights for slab in unit.slabs)
         }
 
     @override
@@ -833,7 +888,9 @@ class HostLayout(MasterLayout):
     @override
     def states_at_rest(self, slab: int) -> OptimizerStates:
         own = self._slabs[slab]
-        return OptimizerStates(self._optimizer, own.key, coder=self._coder, counts=own.counts)
+        # Whole parameters have step counters of their own.
+        counts = own.counts if self._is_pass else None
+        return OptimizerStates(self._optimizer, own.key, coder=self._coder, counts=counts)
 
     @override
     def update_emas(self, updates: Sequence[EMAUpdate]) -> bool:
@@ -844,15 +901,14 @@ class HostLayout(MasterLayout):
         unit, member = self._places[address.name]
         if unit.resident and unit.is_current:
             return member.parameter.data.reshape(-1)[address.start : address.stop]
-        # A split master weight contains the model's weight as its upper half.
-        split = any(isinstance(slab.masters, SplitMasters) for slab in unit.slabs)
-        return None if split else unit.host[member.span][address.start : address.stop]
+        held = any(slab.masters.holds_weights for slab in unit.slabs)
+        return None if held else unit.host[member.span][address.start : address.stop]
 
     @override
     def refresh(self) -> None:
         for unit in self._units:
             for slab in unit.slabs:
-                if not isinstance(slab.masters, SplitMasters):
+                if not slab.masters.holds_weights:
                     unit.host[slab.span].copy_(slab.masters.read())
         self._steps.refresh()
         self._versions = self._current_versions()

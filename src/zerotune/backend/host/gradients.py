@@ -1,10 +1,11 @@
-"""``Gradients``: host memory that holds the gradients of units until the units are updated."""
+"""``Gradients``: memory that holds the gradients of units until the units are updated."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
+from typing import ClassVar
 
 import attrs
 import torch
@@ -17,7 +18,7 @@ from zerotune.backend.host.units import HostMemory, Unit, UnitSlab
 class Place:
     """Host memory for the gradients of one unit in one step."""
 
-    slabs: Mapping[UnitSlab, torch.Tensor]
+    slabs: dict[UnitSlab, torch.Tensor]
     """Flat gradients in the dtype of the weights, with zeros between the parameters."""
     buffer: torch.Tensor | None = None
     """Buffer of a ``GradientPool`` that contains ``slabs``; ``None`` if the unit has its own
@@ -25,7 +26,10 @@ class Place:
 
 
 class Gradients(ABC):
-    """Host memory for the gradients of units."""
+    """Memory for the gradients of units."""
+
+    on_host: ClassVar[bool] = True
+    """Whether gradients are copied to host memory."""
 
     @abstractmethod
     def take(self, unit: Unit) -> Place:
@@ -100,6 +104,33 @@ class GradientPool(Gradients):
     def give_back(self, place: Place) -> None:
         if place.buffer is not None:
             self._free.put(place.buffer)
+
+
+class GradientsOnDevice(Gradients):
+    """Gradients that stay on the device, where units are updated in the backward pass.
+
+    ``take`` waits until fewer than ``count`` units have gradients, as in ``GradientPool``.
+
+    Args:
+        count: Number of units whose gradients may be on the device.
+    """
+
+    on_host = False
+
+    def __init__(self, count: int) -> None:
+        self._free: SimpleQueue[None] = SimpleQueue()
+        for _ in range(count):
+            self._free.put(None)
+
+    @override
+    def take(self, unit: Unit) -> Place:
+        self._free.get()
+        return Place({})
+
+    @override
+    def give_back(self, place: Place) -> None:
+        place.slabs.clear()
+        self._free.put(None)
 
 
 def _bytes_of(slab: UnitSlab) -> int:

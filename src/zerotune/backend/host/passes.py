@@ -17,10 +17,10 @@ from queue import SimpleQueue
 import torch
 
 from zerotune.backend.host.lanes import Copy
-from zerotune.backend.host.units import Unit, UnitPart, UnitSlab
-from zerotune.backend.master_weights import EMAInMemory, EMAUpdate
-from zerotune.backend.step.adams import SlabStep
-from zerotune.backend.step.kernel import HostStepOp, Piece, ema_parts
+from zerotune.backend.host.units import Unit, UnitPart
+from zerotune.backend.host.updates import Run, average
+from zerotune.backend.master_weights import EMAUpdate
+from zerotune.backend.step.kernel import HostStepOp
 
 
 class UnitPass:
@@ -28,13 +28,13 @@ class UnitPass:
 
     Args:
         unit: The unit.
-        steps: Each of the unit's slabs with its ``SlabStep``, which has already begun.
+        run: Function that updates the unit.
         ema_updates: EMA updates of this step; more may be appended later.
         landed: Copy of the gradients to the host; ``None`` if they are already there.
         check: Function that is called once the gradients are on the host; returns the parameters
             that got no gradient and stay as they are, or ``None`` if the whole unit must.
         written: Future that is done once the unit is updated.
-        views: Number of views of the unit's weights in ``steps``.
+        views: Number of views of the unit's weights in ``run``.
         rank: Priority; updates with a lower rank run first.
     """
 
@@ -42,7 +42,7 @@ class UnitPass:
         self,
         *,
         unit: Unit,
-        steps: Sequence[tuple[UnitSlab, SlabStep]],
+        run: Run,
         ema_updates: list[EMAUpdate],
         landed: Copy | None,
         check: Callable[[], Collection[UnitPart] | None],
@@ -52,7 +52,7 @@ class UnitPass:
     ) -> None:
         self.unit, self.rank, self._landed, self._check = unit, rank, landed, check
         self.views = views
-        self._steps, self._ema_updates = steps, ema_updates
+        self._run, self._ema_updates = run, ema_updates
         self._emas_updated = 0
         # A copy of the previous step's weights may still be running.
         self._reading = unit.loading
@@ -95,63 +95,15 @@ class UnitPass:
                     copy.finish()
             still = self._check()
             if still is not None:
-                for slab, step in self._steps:
-                    _run(slab, step, updates, still)
+                self._run(updates, still)
         self._emas_updated += len(updates)
         if not self.written.done():
             self.written.set_result(None)
 
     def _update_emas(self, updates: Sequence[EMAUpdate]) -> None:
-        for slab, step in self._steps:
+        for slab in self.unit.slabs:
             for part in slab.parts:
-                _average(part, step, updates)
-
-
-def _average(part: UnitPart, step: SlabStep, updates: Sequence[EMAUpdate]) -> None:
-    """Update the EMAs of weights that do not change any more."""
-    size = part.place.stop - part.offset
-    for start, stop, emas in ema_parts(updates, part.key, 0, size):
-        weight = step.masters.read(slice(part.offset + start, part.offset + stop))
-        for ema in emas:
-            ema.tensor.lerp_(weight, ema.weight)
-
-
-def _run(
-    slab: UnitSlab, step: SlabStep, updates: Sequence[EMAUpdate], still: Collection[UnitPart]
-) -> None:
-    counts = slab.counts
-    has_singles = step.whole is None and any(part.singles for part in slab.parts)
-    if not updates and not has_singles and not still and not counts:
-        step.run([Piece(0, step.masters.numel)])
-        return
-    # An EMA in a file is in memory until its next elements are opened.
-    together = all(isinstance(update.tensors, EMAInMemory) for update in updates)
-    pieces = []
-    # Padding between parameters stays zero. If it were updated with the last elements, it would
-    # extend them to whole vectors.
-    for part in slab.parts:
-        taken = counts.get(part.key, step.taken)
-        if part in still:
-            counts[part.key] = taken
-            _average(part, step, updates)
-            continue
-        if part.key in counts:
-            counts[part.key] = taken + 1
-        own = step.after(taken)
-        for piece in _pieces(part, own, updates):
-            if together and own is step:
-                pieces.append(piece)
-            else:
-                own.run([piece])
-    if pieces:
-        step.run(pieces)
-
-
-def _pieces(part: UnitPart, step: SlabStep, updates: Sequence[EMAUpdate]) -> Iterator[Piece]:
-    for run, is_single in part.runs() if step.whole is None else [(part.place, False)]:
-        inside = run.start - part.offset, run.stop - part.offset
-        for start, stop, emas in ema_parts(updates, part.key, *inside):
-            yield Piece(part.offset + start, part.offset + stop, emas, is_single=is_single)
+                average(slab, part, updates)
 
 
 class Passes:

@@ -179,7 +179,7 @@ class SharedHostMemory(HostMemory, Closable):
         if self._group.is_main:
             self._memory.reserve(start, nbytes)
         weights = self._memory.tensor(start, numel, dtype)
-        if self._pin:
+        if self.pins:
             self._memory.lock(weights)
         self._places[weights.data_ptr()] = start
         return weights
@@ -199,6 +199,14 @@ class SharedHostMemory(HostMemory, Closable):
         size = -(-vectors // self._group.world_size) * UNIT_ALIGNED
         start = span.start + self._group.rank * size
         return slice(min(start, span.stop), min(start + size, span.stop))
+
+    @override
+    def owned(self, sizes: Sequence[int]) -> Sequence[bool]:
+        loads, owners = [0] * self._group.world_size, [0] * len(sizes)
+        for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+            owners[index] = loads.index(min(loads))
+            loads[owners[index]] += sizes[index]
+        return [owner == self._group.rank for owner in owners]
 
     @override
     def keep(self, weights: torch.Tensor) -> torch.Tensor:

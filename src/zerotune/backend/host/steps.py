@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -26,9 +26,9 @@ from zerotune.backend.host.gradients import Gradients, Place
 from zerotune.backend.host.lanes import Copy, Lane
 from zerotune.backend.host.passes import Passes, UnitPass
 from zerotune.backend.host.residency import Residency
-from zerotune.backend.host.units import FlatOrder, Unit, UnitPart, UnitSlab
+from zerotune.backend.host.units import FlatOrder, Unit, UnitPart
+from zerotune.backend.host.updates import Update
 from zerotune.backend.master_weights import EMAUpdate
-from zerotune.backend.step.adams import SplitMasters, stepper_of
 from zerotune.backend.step.awaited import hold, release
 from zerotune.backend.step.kernel import HostStepOp
 from zerotune.backend.step.uses import CALL_COMPILED, COMPILED, VIEWED, ForeignUses
@@ -42,13 +42,15 @@ class Window:
     """The gradients of a unit in the current accumulation window."""
 
     place: Place | None = None
-    """Host memory for the gradients."""
+    """Memory for the gradients, on the host if ``Gradients.on_host``."""
     came: dict[int, torch.Tensor] = attrs.field(factory=dict)
     """Gradients of the current micro batch on the device, by the parameter's index."""
     landed: Copy | None = None
     """Newest copy of gradients to the host; it completes after all earlier copies."""
     on_host: set[int] = attrs.field(factory=set)
-    """Indices of the parameters whose gradient is in host memory."""
+    """Indices of the parameters whose gradient is in ``place``."""
+    norms: torch.Tensor = attrs.field(factory=lambda: torch.empty(0))
+    """Norms of gradients that stay on the device, in the order in which they came."""
     squares: dict[tuple[int, int], float] = attrs.field(factory=dict)
     """Sums of squared gradients, by parameter index and the elements' owner under ZeRO-2."""
     expected: int = 0
@@ -73,8 +75,7 @@ class StreamedSteps:
     Args:
         units: The trained units.
         order: ZeRO-2's layout of the parameters, which determines how norms are summed.
-        adam: An Adam optimizer that ``stepper_of`` supports; its parameters are the tensors
-            ``UnitSlab.key``.
+        update: Object that updates the weights of units.
         op: The compiled kernels.
         gradients: Host memory for gradients.
         lane: Lane for copies from the device.
@@ -92,7 +93,7 @@ class StreamedSteps:
         *,
         units: Sequence[Unit],
         order: FlatOrder,
-        adam: Any,
+        update: Update,
         op: HostStepOp,
         gradients: Gradients,
         lane: Lane,
@@ -102,22 +103,13 @@ class StreamedSteps:
         in_backward: bool = True,
         foreign: ForeignUses | None = None,
     ) -> None:
-        self._units, self._adam, self._op, self._gradients = units, adam, op, gradients
+        self._units, self.update, self._op, self._gradients = units, update, op, gradients
         self._lane, self.passes, self._clipping = lane, passes, clipping
         self._in_backward, self._foreign, self._factor = in_backward, foreign, factor
-        self._stepper = stepper_of(adam)(op=op, adam=adam)
         self._windows = {unit: Window() for unit in units}
         places = {m.name: (u, i) for u in units for i, m in enumerate(u.members)}
         self._unit_of = {name: unit for name, (unit, _) in places.items()}
         self._order = [[places[name] for name in group] for group in order.groups]
-        self._places = {
-            slab: [
-                (part.offset, order.place_of(part.member.name, part.span.start))
-                for part in slab.parts
-            ]
-            for unit in units
-            for slab in unit.slabs
-        }
         self._world_size = order.world_size
         self._parts = {
             unit: {
@@ -193,6 +185,9 @@ class StreamedSteps:
             self._leaving.popleft().finish()
 
     def _land(self, unit: Unit, came: Mapping[int, torch.Tensor], window: Window) -> None:
+        if not self._gradients.on_host:
+            self._keep(unit, came, window)
+            return
         for index, gradient in came.items():
             target, source = self._gradient(unit, index, window), gradient.reshape(-1)
             if index not in window.on_host:
@@ -205,7 +200,23 @@ class StreamedSteps:
                 source = source + target.to(source.device, non_blocking=target.is_pinned())
                 target.copy_(source, non_blocking=target.is_pinned())
 
+    def _keep(self, unit: Unit, came: Mapping[int, torch.Tensor], window: Window) -> None:
+        """Keep gradients on the device, and copy only their norms to the host."""
+        norms = []
+        for index, gradient in came.items():
+            slab, _ = self._parts[unit][index]
+            cast(Place, window.place).slabs[slab] = gradient.reshape(-1)
+            norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        if norms:
+            window.norms = torch.stack(norms).to("cpu", non_blocking=True)
+
     def _take_squares(self, unit: Unit, came: Mapping[int, torch.Tensor], window: Window) -> None:
+        if not self._gradients.on_host:
+            norms = window.norms.tolist() if came else ()
+            found = zip(came, norms, strict=True)
+            window.squares.update({(index, 0): norm**2 for index, norm in found})
+            window.on_host.update(came)
+            return
         sources = {}
         if self._lane.is_on_host:
             # Copied here, where each is read anyway.
@@ -281,8 +292,8 @@ class StreamedSteps:
             if self._any_stepped():
                 return False
             for unit, window in self._windows.items():
-                for slab in _stepped(unit) if window.taken else ():
-                    self._adam.state[slab.key]["step"] -= 1
+                if window.taken:
+                    self.update.take_back(unit)
         self.forget_all()
         return True
 
@@ -408,25 +419,14 @@ class StreamedSteps:
         if not self._under_way:
             self.passes.begin_step()
             self._under_way = True
-        groups, views = self._adam.param_groups, _views_of(unit)
-        steps = []
-        for slab in _stepped(unit):
-            step = self._stepper.begin(
-                slab.key,
-                gradient=place.slabs[slab],
-                group=groups[slab.group],
-                factor=factor,
-                out=None if isinstance(slab.masters, SplitMasters) else unit.host.data[slab.span],
-                masters=slab.masters,
-                places=self._places[slab],
-            )
-            steps.append((slab, step))
+        views = _views_of(unit)
+        run = self.update.begin(unit, place.slabs, factor=factor)
         written = self._to_be_written(unit)
         # Also on failure, so that no thread waits forever.
         written.add_done_callback(lambda _: self._gradients.give_back(place))
         unit_pass = UnitPass(
             unit=unit,
-            steps=steps,
+            run=run,
             ema_updates=self.passes.ema_updates,
             check=partial(self._check, unit, window, self._tally),
             landed=window.landed,
@@ -450,7 +450,7 @@ class StreamedSteps:
 
     def replay(self, steps: int) -> None:
         """Continue as if ``steps`` optimizer steps had been taken."""
-        self._stepper.replay(steps)
+        self.update.replay(steps)
 
     def settle(self) -> None:
         """Wait until all updates are complete.
@@ -542,11 +542,6 @@ class StreamedSteps:
                 release(member.parameter)
         self._held = []
         self._leaving.clear()
-
-
-def _stepped(unit: Unit) -> Iterator[UnitSlab]:
-    """Slabs with weights of this rank; the others have no step counter after a resume."""
-    return (slab for slab in unit.slabs if slab.parts)
 
 
 def _views_of(unit: Unit) -> int:

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import torch
 
-from zerotune.backend.step.adams import VECTOR, Masters, SplitMasters, WholeMasters
+from zerotune.backend.step.adams import (
+    VECTOR,
+    Masters,
+    SplitMasters,
+    StochasticMasters,
+    WholeMasters,
+)
 from zerotune.errors import EngineError
+from zerotune.plan.context import MastersName
 from zerotune.plan.facts import UNIT_ALIGNED, outermost_modules, repeated_modules
 
 if TYPE_CHECKING:
@@ -33,7 +40,7 @@ class HostMemory:
     """
 
     def __init__(self, *, pin: bool) -> None:
-        self._pin = pin
+        self.pins = pin
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor of zeros, private to this process.
@@ -42,7 +49,7 @@ class HostMemory:
             numel: Number of elements of the new tensor.
             dtype: Dtype of the new tensor.
         """
-        return torch.zeros(numel, dtype=dtype, pin_memory=self._pin)
+        return torch.zeros(numel, dtype=dtype, pin_memory=self.pins)
 
     def weights(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor of zeros for a unit's weights.
@@ -72,6 +79,14 @@ class HostMemory:
             span: Range of the group's elements in the unit.
         """
         return span
+
+    def owned(self, sizes: Sequence[int]) -> Sequence[bool]:
+        """Return which of a unit's parameters this process updates, if it updates whole ones.
+
+        Args:
+            sizes: Number of elements of each parameter.
+        """
+        return [True] * len(sizes)
 
     def keep(self, weights: torch.Tensor) -> torch.Tensor:
         """Return a unit's weights, stored in memory that outlives the engine.
@@ -147,7 +162,8 @@ class UnitSlab:
     """All of the group's parameters in the unit."""
     parts: tuple[UnitPart, ...]
     key: torch.nn.Parameter
-    """Flat tensor in the optimizer's groups: fp32 master weights, or their low 16 bits."""
+    """Tensor in the optimizer's groups: fp32 master weights, or what is stored in their place. It
+    is flat, or has the shape of the parameter if each parameter is a slab."""
     masters: Masters
     """The fp32 master weights."""
     dtype: torch.dtype
@@ -185,7 +201,8 @@ class Unit:
         device: Device that the model computes on.
         memory: Host memory for the weights.
         resident: Whether the weights stay on the device.
-        split: Whether each master weight is stored as its bf16 weight and its low 16 bits.
+        masters: How each master weight is stored.
+        by_parameter: Whether each parameter is a slab of its own, whole on one rank.
         in_place: Whether the model computes with the weights in host memory; the device is a CPU.
     """
 
@@ -198,7 +215,8 @@ class Unit:
         device: torch.device,
         memory: HostMemory,
         resident: bool = False,
-        split: bool = False,
+        masters: MastersName = "fp32",
+        by_parameter: bool = False,
         in_place: bool = False,
     ) -> None:
         self.name, self.resident = name, resident
@@ -216,7 +234,10 @@ class Unit:
             parameter.data = flat.view(parameter.shape)
         memory.filled()
         trained = self.members[0].group is not None
-        self.slabs = tuple(self._slabs(order, memory, split)) if trained else ()
+        self.slabs: tuple[UnitSlab, ...] = ()
+        if trained:
+            slabs = self._slab_of_each if by_parameter else self._slabs
+            self.slabs = tuple(slabs(order, memory, masters))
         self._storage = self.flat.untyped_storage()
         if not self.in_place:
             self._storage.resize_(0)
@@ -233,22 +254,41 @@ class Unit:
         self.version = 0
         """Number of updates of the weights in host memory, by steps and edits."""
 
-    def _slabs(self, order: FlatOrder, memory: HostMemory, split: bool) -> Iterator[UnitSlab]:
+    def _slabs(self, order: FlatOrder, memory: HostMemory, kind: MastersName) -> Iterator[UnitSlab]:
         for group in dict.fromkeys(member.group for member in self.members):
             members = tuple(member for member in self.members if member.group == group)
             start = members[0].span.start
             after = [m.span.start for m in self.members if m.span.start > members[-1].span.start]
             span = memory.share(slice(start, min(after, default=self.numel)))
-            key, masters = _masters(self.host.data[span], split)
-            yield UnitSlab(
-                group=group or 0,
-                span=span,
-                members=members,
-                parts=tuple(_parts(members, span, order)),
-                key=key,
-                masters=masters,
-                dtype=self.host.dtype,
-            )
+            yield self._slab(members, span, order, _masters(self.host.data[span], kind))
+
+    def _slab_of_each(
+        self, order: FlatOrder, memory: HostMemory, kind: MastersName
+    ) -> Iterator[UnitSlab]:
+        owned = memory.owned([member.parameter.numel() for member in self.members])
+        for member, own in zip(self.members, owned, strict=True):
+            span, shape = member.span, member.parameter.shape
+            if not own:
+                span, shape = slice(span.start, span.start), torch.Size([0])
+            masters = _masters(self.host.data[span], kind, memory=memory, shape=shape)
+            yield self._slab((member,), span, order, masters)
+
+    def _slab(
+        self,
+        members: tuple[Member, ...],
+        span: slice,
+        order: FlatOrder,
+        kept: tuple[torch.nn.Parameter, Masters],
+    ) -> UnitSlab:
+        return UnitSlab(
+            group=members[0].group or 0,
+            span=span,
+            members=members,
+            parts=tuple(_parts(members, span, order)),
+            key=kept[0],
+            masters=kept[1],
+            dtype=self.host.dtype,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -295,13 +335,29 @@ class Unit:
             member.parameter.data = self.of_member(member)
 
 
-def _masters(weights: torch.Tensor, split: bool) -> tuple[torch.nn.Parameter, Masters]:
-    """The optimizer's tensor of a slab, and master weights initialised from the weights."""
-    if split:
-        low = torch.nn.Parameter(torch.zeros_like(weights, dtype=torch.int16), requires_grad=False)
-        return low, SplitMasters(high=weights, low=low.data)
-    key = torch.nn.Parameter(weights.float())
-    return key, WholeMasters(key.data)
+def _masters(
+    weights: torch.Tensor,
+    kind: MastersName,
+    *,
+    memory: HostMemory | None = None,
+    shape: Sequence[int] = (-1,),
+) -> tuple[torch.nn.Parameter, Masters]:
+    """The optimizer's tensor of a slab, and master weights initialised from the weights.
+
+    Without ``memory``, only this process's threads access them.
+    """
+    memory = memory or HostMemory(pin=False)
+    masters: Masters
+    if kind == "stochastic":
+        kept, masters = weights, StochasticMasters(weights)
+    elif kind == "split":
+        kept = memory.zeros(weights.numel(), torch.int16)
+        masters = SplitMasters(high=weights, low=kept)
+    else:
+        kept = memory.zeros(weights.numel(), torch.float32).copy_(weights)
+        masters = WholeMasters(kept)
+    key = torch.nn.Parameter(kept.view(tuple(shape)), requires_grad=kind == "fp32")
+    return key, masters
 
 
 def _laid_out(
@@ -346,7 +402,8 @@ def make_units(
     order: FlatOrder,
     device: torch.device,
     memory: HostMemory,
-    split: bool = False,
+    masters: MastersName = "fp32",
+    by_parameter: bool = False,
     resident: int = 1,
     in_place: bool = False,
 ) -> tuple[list[Unit], dict[torch.nn.Module, list[Unit]]]:
@@ -362,7 +419,8 @@ def make_units(
         order: Position of every trained parameter in ZeRO-2's flat buffers.
         device: Device that the model computes on.
         memory: Host memory for the weights.
-        split: See ``Unit``.
+        masters: See ``Unit``.
+        by_parameter: See ``Unit``.
         resident: Largest number of resident units of each dtype.
         in_place: See ``Unit``.
 
@@ -382,7 +440,8 @@ def make_units(
             device=device,
             memory=memory,
             resident=resident,
-            split=split,
+            masters=masters,
+            by_parameter=by_parameter,
             in_place=in_place,
         )
         units.append(unit)

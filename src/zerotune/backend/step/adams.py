@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import attrs
 import torch
@@ -48,6 +48,9 @@ from zerotune.backend.step.kernel import (
 class Masters(ABC):
     """Flat fp32 master weights in any storage format."""
 
+    holds_weights: ClassVar[bool] = True
+    """Whether the model's bf16 weights are a part of what is stored."""
+
     @property
     @abstractmethod
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -76,11 +79,30 @@ class Masters(ABC):
             part: Elements to write.
         """
 
+    @abstractmethod
+    def fetch(self, device: torch.device) -> torch.Tensor:
+        """Return the weights in fp32 on a device, where they may be changed before ``store``.
+
+        Args:
+            device: The device; on a CPU, the result may be a view.
+        """
+
+    @abstractmethod
+    def store(self, values: torch.Tensor, bits: Callable[[slice], torch.Tensor]) -> None:
+        """Set weights to fp32 values on a device, without waiting for the copies.
+
+        Args:
+            values: The values.
+            bits: Function that returns random bits of some elements on the device, as int32 from 0
+                to 65535.
+        """
+
 
 @attrs.frozen(eq=False)
 class WholeMasters(Masters):
     """Master weights stored in fp32."""
 
+    holds_weights = False
     weight: torch.Tensor
     """fp32, 1-D."""
 
@@ -102,6 +124,15 @@ class WholeMasters(Masters):
     def write(self, values: torch.Tensor, part: slice = slice(None)) -> None:
         if values.data_ptr() != self.weight[part].data_ptr():
             self.weight[part].copy_(values)
+
+    @override
+    def fetch(self, device: torch.device) -> torch.Tensor:
+        return moved(self.weight, device)
+
+    @override
+    def store(self, values: torch.Tensor, bits: Callable[[slice], torch.Tensor]) -> None:
+        if values.data_ptr() != self.weight.data_ptr():
+            move_into(self.weight, values)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -136,6 +167,86 @@ class SplitMasters(Masters):
     @override
     def write(self, values: torch.Tensor, part: slice = slice(None)) -> None:
         load_host_step().split(values, high=self.high[part], low=self.low[part])
+
+    @override
+    def fetch(self, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu":
+            return self.read()
+        bits = moved(self.high, device).view(torch.int16).int() << 16
+        low = moved(self.low, device).int()
+        # Only the low half of a tie that was not rounded up is 0x8000.
+        return bits.add_(torch.where(low == -0x8000, 0x8000, low)).view(torch.float32)
+
+    @override
+    def store(self, values: torch.Tensor, bits: Callable[[slice], torch.Tensor]) -> None:
+        if values.device.type == "cpu":
+            self.write(values)
+            return
+        high = values.bfloat16()
+        low = values.view(torch.int32) - (high.view(torch.int16).int() << 16)
+        move_into(self.high, high)
+        move_into(self.low, torch.where(low == -0x8000, -0x7FFF, low).to(torch.int16))
+
+
+@attrs.frozen(eq=False)
+class StochasticMasters(Masters):
+    """Master weights that are only the model's bf16 weights, rounded at random in every update."""
+
+    weight: torch.Tensor
+    """bf16, 1-D."""
+
+    @property
+    @override
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return {"weight": self.weight}
+
+    @property
+    @override
+    def numel(self) -> int:
+        return self.weight.numel()
+
+    @override
+    def read(self, part: slice = slice(None)) -> torch.Tensor:
+        return self.weight[part].float()
+
+    @override
+    def write(self, values: torch.Tensor, part: slice = slice(None)) -> None:
+        self.weight[part].copy_(values)
+
+    @override
+    def fetch(self, device: torch.device) -> torch.Tensor:
+        return moved(self.weight, device).float()
+
+    @override
+    def store(self, values: torch.Tensor, bits: Callable[[slice], torch.Tensor]) -> None:
+        for start in range(0, self.numel, _ROUNDED_AT_ONCE):
+            part = slice(start, min(start + _ROUNDED_AT_ONCE, self.numel))
+            rounded = (values[part].view(torch.int32) + bits(part)) & ~0xFFFF
+            move_into(self.weight[part], rounded.view(torch.float32).bfloat16())
+
+
+_ROUNDED_AT_ONCE: Final = 2**22
+"""Random bits are drawn as int64, so fewer of them at once need less memory."""
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host tensor on a device; on a CPU, the tensor itself.
+
+    Args:
+        tensor: The tensor.
+        device: The device.
+    """
+    return tensor.to(device, non_blocking=tensor.is_pinned())
+
+
+def move_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor to host memory, without waiting for the copy if the memory is page-locked.
+
+    Args:
+        target: The host memory.
+        source: The tensor.
+    """
+    target.copy_(source, non_blocking=target.is_pinned())
 
 
 # -- Steps of each Adam.

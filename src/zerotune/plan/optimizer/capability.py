@@ -52,6 +52,8 @@ class Situation:
     """Number of processes."""
     zenflow: bool = False
     """Whether ``zero_optimization.zenflow`` replaces the CPU optimizer."""
+    by_weight: bool = False
+    """Whether the host engine's update on the device passes one weight at a time."""
 
     @classmethod
     def of(cls, resolved: Resolved) -> Situation:
@@ -68,10 +70,13 @@ class Situation:
             # The optimizer's tensors are in host memory, wherever the model computes.
             accelerator = "cpu"
         zero = resolved.plan.zero_optimization
+        by_weight = resolved.update is not None
+        sharded = resolved.uses_deepspeed and not by_weight
         return cls(
-            uses_deepspeed=resolved.uses_deepspeed,
-            stage=resolved.stage,
-            offload=resolved.offload_optimizer if resolved.uses_deepspeed else "none",
+            by_weight=by_weight,
+            uses_deepspeed=sharded,
+            stage=resolved.stage if sharded else 0,
+            offload=resolved.offload_optimizer if sharded else "none",
             precision=resolved.precision,
             accelerator=accelerator,
             versions=platform.versions,
@@ -112,6 +117,8 @@ class Situation:
         return bool(installed) and installed < release
 
     def __str__(self) -> str:
+        if self.by_weight:
+            return f"the host engine with its update on {self.accelerator}"
         if not self.uses_deepspeed:
             return f"the plain engine on {self.accelerator}"
         place = f"stage {self.stage}, optimizer offload {self.offload}, {self.precision}"
@@ -177,6 +184,8 @@ class Situation:
             )
         if self.sharded:
             yield from self._obstacles_in_parts(entry)
+        if self.by_weight and (needs := _needs_all_weights(entry)) is not None:
+            yield _cannot(f"{needs}, but the update on the device passes one weight at a time")
         if entry.name == "Adagrad" and self.offloaded:
             accelerator = self.accelerator
             if accelerator not in _CPU_KERNELS["Adagrad"]:
@@ -240,6 +249,17 @@ OPTIONAL_PACKAGES: Final = ("mup", "bitsandbytes", "torchao", "prodigyopt", "sch
 def installed_packages() -> frozenset[str]:
     """Return the optional packages that are installed, without importing any."""
     return frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
+
+
+def _needs_all_weights(entry: OptimizerEntry) -> str | None:
+    """What of all weights together an optimizer needs; ``None`` if its states are per weight."""
+    if entry.own_schedule:
+        return "the optimizer keeps global values that depend on all weights"
+    if entry.package == "mup":
+        return "mup finds each weight's width by the model's own parameters"
+    if entry.name == _BF16_STATES:
+        return "the rounding of the states depends on the order of all weights"
+    return None
 
 
 CONFIGURATION_ONLY: Final = frozenset({"adam_w_mode", "torch_adam"})

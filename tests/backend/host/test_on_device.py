@@ -1,0 +1,142 @@
+"""Updates on the device give the bits of the same optimizer on the whole model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import attrs
+import pytest
+import torch
+
+from tests.backend.host import streaming
+from tests.backend.host.streaming import Run, make_model
+from tests.backend.host.whole import contents_of, train_whole, unlike
+from zerotune.backend.host.updates import _check_unchanged
+from zerotune.checkpoint import load_checkpoint, save_checkpoint
+from zerotune.errors import InvalidValueError, OptimizerError
+from zerotune.plan.context import DeviceUpdate, Streaming
+from zerotune.plan.optimizer.resolver import OptimizerResolver
+from zerotune.plan.plan import DeepSpeedPlan
+
+pytestmark = pytest.mark.deepspeed
+
+OPTIMIZERS = {
+    "AdamW": partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.01),
+    "Adafactor": partial(torch.optim.Adafactor, lr=2e-3, weight_decay=0.01),
+}
+WEB = Run(family="web", scheduler=False)
+
+
+def train(run: Run, *, seed: int = 3, **how):
+    """Train with the update on the device, and random delays of all threads."""
+    with (
+        streaming.delays(seed),
+        streaming.start(run, make_model(run), **how) as engine,
+    ):
+        found = streaming.advance(run, engine, range(run.steps))
+        return {**found, "contents": contents_of(engine), "decisions": engine.decisions}
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split"])
+@pytest.mark.parametrize("clipping", [0.05, 0.0])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_bits_are_those_of_the_whole_model(optimizer, clipping, masters):
+    run = Run(family="web", optimizer=optimizer, clipping=clipping, scheduler=False)
+    update = DeviceUpdate(masters=masters)
+    mine = train(run, streamed=Streaming(window=2), update=update)
+    whole = train_whole(
+        run, make_model(run), OPTIMIZERS[optimizer], norms=mine["norms"], masters=masters
+    )
+    assert not unlike(mine, whole)
+
+
+@pytest.mark.parametrize("masters", ["split", "stochastic"])
+def test_a_resumed_run_is_that_without_interruption(masters, tmp_path):
+    run = attrs.evolve(WEB, optimizer="Adafactor")
+    how = {"streamed": Streaming(window=2), "update": DeviceUpdate(masters=masters)}
+    whole = train(run, **how)
+    with streaming.start(run, make_model(run), **how) as engine:
+        streaming.advance(run, engine, range(3))
+        save_checkpoint(tmp_path / "saved", engine=engine)
+    with streaming.start(run, make_model(run), **how) as engine:
+        load_checkpoint(tmp_path / "saved", engine=engine)
+        streaming.advance(run, engine, range(3, 6))
+        resumed = contents_of(engine)
+    for name, kept in whole["contents"].items():
+        assert all(map(torch.equal, resumed[name], kept)), name
+
+
+def test_loading_without_the_saved_states_begins_them_anew(tmp_path):
+    run = attrs.evolve(WEB, optimizer="Adafactor", steps=2)
+    how = {"streamed": Streaming(window=2), "update": DeviceUpdate()}
+    adam = attrs.evolve(run, optimizer="AdamW")
+    with streaming.start(adam, make_model(run), **how) as engine:
+        streaming.advance(adam, engine, range(2))
+        save_checkpoint(tmp_path / "saved", engine=engine)
+    with streaming.start(run, make_model(run), **how) as engine:
+        streaming.advance(run, engine, range(2))
+        load_checkpoint(tmp_path / "saved", engine=engine)
+        engine.master_weights.settle()
+        assert not any("row_var" in state for state in engine.optimizer.state.values())
+        streaming.advance(run, engine, range(2, 4))
+
+
+def test_the_update_on_the_device_takes_over_the_moments_of_the_host(tmp_path):
+    run = attrs.evolve(WEB, steps=2)
+    with streaming.start(run, make_model(run), streamed=True) as engine:
+        streaming.advance(run, engine, range(2))
+        save_checkpoint(tmp_path / "saved", engine=engine)
+        theirs = streaming.contents(engine)
+    with streaming.start(run, make_model(run), streamed=True, update=DeviceUpdate()) as engine:
+        load_checkpoint(tmp_path / "saved", engine=engine)
+        mine = streaming.contents(engine)
+        assert all(map(torch.equal, mine[n], theirs[n]) for n in theirs)
+        streaming.advance(run, engine, range(2, 3))
+
+
+def test_a_group_that_changes_in_a_step_is_refused():
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            self.param_groups[0]["lr"] *= 0.5
+
+    made = [Counting([torch.nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2)]
+    weight = torch.nn.Parameter(torch.ones(1))
+    made[0].param_groups[0]["params"] = [weight]
+    weight.grad = torch.ones(1)
+    before = dict(made[0].param_groups[0])
+    made[0].step()
+    with pytest.raises(OptimizerError, match="changes lr of its parameter groups"):
+        _check_unchanged(made[0], made[0].param_groups[0], before)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["AdamW", "NAdam", "RMSprop", "Adagrad", "SGD", "Lion", "Muon"]
+)
+def test_any_optimizer_with_states_per_weight_runs(optimizer):
+    run = attrs.evolve(WEB, optimizer=optimizer, steps=2)
+    found = train(run, streamed=Streaming(window=2), update=DeviceUpdate(masters="split"))
+    assert found["losses"][0] != found["losses"][1]
+
+
+@pytest.mark.parametrize("optimizer", ["Prodigy", "AdamWScheduleFree", "AdamWBF16States"])
+def test_optimizers_that_need_all_weights_are_refused(optimizer):
+    plan = DeepSpeedPlan.build(
+        stage=2, offload="cpu", precision="bf16", micro_batch_size=2, optimizer=optimizer
+    ).resolve(world_size=1, streamed=True, update="device")
+    with pytest.raises(OptimizerError, match="all weights"):
+        OptimizerResolver(on_unsupported="error").resolve(plan)
+
+
+def test_what_cannot_be_updated_on_the_device_is_updated_on_the_host_with_a_reason():
+    plan = DeepSpeedPlan.build(
+        stage=2, offload="cpu", precision="fp32", micro_batch_size=2
+    ).resolve(world_size=1, engine="host", update="device")
+    decision = next(each for each in plan.decisions if each.key == "update")
+    assert plan.update is None
+    assert (decision.after, decision.severity) == ("host", "warning")
+    assert "fp32" in decision.reason
+    with pytest.raises(InvalidValueError, match="nearest"):
+        DeviceUpdate(masters="bf16")
+    with pytest.raises(InvalidValueError, match="no place"):
+        DeviceUpdate.of("moon")
