@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import attrs
+import psutil
 import pytest
+import torch
 
 from zerotune.errors import OffloadError
 from zerotune.offload import OffloadManager
@@ -11,6 +13,7 @@ from zerotune.offload.space import fit_host_memory, host_budget
 from zerotune.optim import OptimizerResolver
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
+from zerotune.training.setup import start_hosted
 
 GIB = 1024**3
 MODEL = ModelFacts.from_shapes([(f"layer{n}.weight", (4096, 4096)) for n in range(12)])
@@ -137,3 +140,20 @@ def test_decisions_of_the_lease_are_part_of_its_plan(tmp_path):
         keys = {decision.key for decision in one.plan.decisions}
         assert {"offload.host_memory", "offload.space", "offload.root"} <= keys
         assert "available" in one.plan.explain()
+
+
+def test_memory_is_checked_again_when_deepspeed_runs_instead_of_the_host_engine():
+    plan = resolved(machine(64, torch="2.13.0"))
+    held = psutil.Process().memory_info().rss
+    budgets = [
+        host_budget(each, ranks=1, held=held).needed
+        for each in (plan, attrs.evolve(plan, engine="deepspeed"))
+    ]
+    assert plan.waits_for_proof
+    assert budgets[0] < budgets[1]
+    roomy = start_hosted(model=torch.nn.Linear(2, 2), plan=plan, timeout_s=1)
+    assert (roomy.engine, roomy.decisions[-1].key) == ("deepspeed", "offload.host_memory")
+    tight = resolved(machine(sum(budgets) / 2 / GIB, torch="2.13.0"))
+    tight, _ = fit_host_memory(tight, ranks=1)
+    with pytest.raises(OffloadError, match="needs more host memory"):
+        start_hosted(model=torch.nn.Linear(2, 2), plan=tight, timeout_s=1)

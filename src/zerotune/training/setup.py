@@ -32,6 +32,8 @@ from zerotune.diffusion.models.family import Unconditional
 from zerotune.diffusion.pretrained import Pretrained
 from zerotune.errors import DataError, EngineError, InvalidValueError
 from zerotune.offload import OffloadManager
+from zerotune.offload.manager import local_ranks
+from zerotune.offload.space import fit_host_memory
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.context import DeviceUpdate, EngineName, RunFacts
 from zerotune.plan.facts import ModelFacts
@@ -293,12 +295,22 @@ def _without_host(plan: ResolvedPlan, obstacle: str) -> ResolvedPlan:
     asked = plan.streamed or plan.engine == "host"
     if not asked and (plan.engine is not None or plan.offload_optimizer != "cpu"):
         return plan
+    was_hosted = plan.is_hosted
     if plan.streamed:
         plan = attrs.evolve(plan.without_streaming(obstacle), engine="deepspeed")
     else:
         plan = plan.with_engine("deepspeed", obstacle)
     announce(plan.decisions[-1:])
-    return plan
+    return _checked_again(plan) if was_hosted else plan
+
+
+def _checked_again(plan: ResolvedPlan) -> ResolvedPlan:
+    """Check host memory for DeepSpeed, which needs more than the host engine that was checked."""
+    plan, found = fit_host_memory(plan, ranks=local_ranks(plan))
+    announce(found)
+    keys = {each.key for each in found}
+    former = (each for each in plan.decisions if each.key not in keys)
+    return attrs.evolve(plan, decisions=(*former, *found))
 
 
 def _on_the_device(plan: ResolvedPlan, obstacle: str) -> ResolvedPlan:
