@@ -101,7 +101,7 @@ def training_environment(session: nox.Session, *ops: str) -> None:
     # On machines with few cores, spinning threads of one process starve the others.
     session.env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Exit code 1: DeepSpeed cannot run here, and the plain engine runs instead.
-    run(session, "-m", "zerotune", "doctor", "--build-missing", *ops, success_codes=[0, 1])
+    run(session, "-m", "zerotune", "doctor", "--build", *ops, success_codes=[0, 1])
 
 
 @nox.session(python=False)
@@ -193,7 +193,7 @@ def engine_tests_with(session: nox.Session, package: str, version: str) -> None:
     session.env["TORCH_EXTENSIONS_DIR"] = f"{EXTENSIONS}-{package}-{version}"
     session.env.setdefault("MAX_JOBS", str(os.cpu_count() or 2))
     session.env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    session.run("python", "-m", "zerotune", "doctor", "--build-missing")
+    session.run("python", "-m", "zerotune", "doctor", "--build")
     report = Path(session.create_tmp()) / "tests.xml"
     session.run(
         "python", "-m", "pytest", f"--junitxml={report}",

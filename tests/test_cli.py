@@ -266,10 +266,10 @@ class TestOutput:
     @pytest.mark.parametrize(
         "line",
         [
-            "device 1        Synthetic CUDA device, 24.0 GiB, capability 8.9",
-            "RAM             64.0 GiB, 32.0 GiB available",
-            "container limit 32.0 GiB",
-            "lockable        8.0 MiB",
+            "device 1        Synthetic CUDA device, 24.00 GiB, capability 8.9",
+            "RAM             64.00 GiB, 32.00 GiB available",
+            "container limit 32.00 GiB",
+            "lockable        8.00 MiB",
             "torch           2.9.0",
             "deepspeed       not installed",
             "c++             12.2.0 (/usr/bin/c++)",
@@ -300,15 +300,8 @@ class TestOutput:
 
 class TestBuild:
     def test_building_an_op_is_refused_where_deepspeed_does_not_run(self):
-        with pytest.raises(PlatformError, match="op cpu_adam: the synthetic platform"):
+        with pytest.raises(PlatformError, match="--build: the synthetic platform"):
             doctor._build(["cpu_adam"], Platform.synthetic(deepspeed=False))
-
-    def test_build_can_be_given_several_times(self):
-        parser = argparse.ArgumentParser()
-        doctor.configure(parser)
-
-        assert parser.parse_args([]).build == []
-        assert parser.parse_args(["--build", "a", "--build", "b"]).build == ["a", "b"]
 
 
 @pytest.mark.deepspeed
@@ -361,12 +354,6 @@ class TestThisMachine:
             "error: op = 'cpu_adm': no such op. Fix: did you mean cpu_adam."
         )
         assert "Traceback" not in done.stderr
-
-    def test_an_unknown_op_to_build_is_refused_with_a_suggestion(self):
-        done = run("doctor", "--build-missing", "cpu_adm")
-
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.endswith("no such op. Fix: did you mean cpu_adam.\n")
 
     def test_a_contradicting_variable_is_the_verdict(self):
         done = run("doctor", DS_ACCELERATOR="xpu")

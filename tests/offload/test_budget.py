@@ -89,7 +89,7 @@ def test_pinning_is_switched_off_where_that_makes_the_plan_fit():
 def test_an_explicit_pin_memory_is_not_changed():
     tight = machine(between_pinned_and_not())
     plan = resolved(tight, offload_optimizer={"pin_memory": True, "device": "cpu"})
-    with pytest.raises(OffloadError, match="pin_memory: false: "):
+    with pytest.raises(OffloadError, match="set pin_memory to false"):
         fit_host_memory(plan, ranks=1, held=0)
 
 
@@ -107,10 +107,8 @@ def test_a_plan_that_needs_too_much_is_refused_with_a_remedy():
     assert error.key == "offload.host_memory"
     assert "1 rank(s) x" in error.reason
     assert "1.50 GiB available" in error.reason
-    for way in ("pin_memory: false", "DS_PIN_MEMORY_BACKEND=native"):
+    for way in ("pin_memory to false", "DS_PIN_MEMORY_BACKEND=native", "NVMe at stage 3"):
         assert way in error.fix
-    assert "stage 3 with the optimizer on NVMe" in error.fix
-    assert "(not enough alone)" in error.fix
 
 
 def test_exceeding_the_memlock_limit_is_refused():

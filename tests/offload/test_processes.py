@@ -62,7 +62,7 @@ def test_a_new_lease_removes_leftovers_of_a_killed_run_and_records_it(tmp_path, 
         (report,) = [one for one in lease.decisions if one.key == "offload.stale_swap"]
         assert report.severity == "note"
         assert (report.before, report.after) == (str(dead), None)
-        assert "freed 0.1 MiB" in report.reason
+        assert "freed " in report.reason
         assert not dead.exists()
         assert (alive / "rank0.swp").stat().st_size == 65536
     assert str(dead) in caplog.text

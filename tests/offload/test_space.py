@@ -11,7 +11,7 @@ import torch
 from tests.offload.engines import fill, plan_for, wide_net
 from tests.offload.plans import swapping_plan
 from tests.support.ranks import ranks
-from zerotune._util.text import disk_size
+from zerotune._util.text import format_size
 from zerotune.errors import OffloadError
 from zerotune.offload import OffloadManager
 from zerotune.offload.manager import local_ranks
@@ -112,9 +112,9 @@ def test_the_needs_of_ranks_add_up(small):
     check_space(roots(small), asking(7 * MIB), ranks=2, run_id="")
     with pytest.raises(OffloadError) as caught:
         check_space(roots(small), asking(7 * MIB), ranks=3, run_id="")
-    assert "21.2 MiB for 3 rank(s), 7.0 MiB each" in caught.value.reason
-    assert "16.0 MiB" in caught.value.reason
-    assert "5.2 MiB are missing" in caught.value.reason
+    assert "21.21 MiB for 3 rank(s), 7.00 MiB each" in caught.value.reason
+    assert "16.00 MiB" in caught.value.reason
+    assert "5.21 MiB are missing" in caught.value.reason
 
 
 def test_two_roots_on_one_disk_share_its_space(small):
@@ -162,8 +162,8 @@ def test_the_remaining_writes_are_compared_with_the_free_space(tmp_path, free, o
     if told is not None:
         assert f"another program used up the swap disk of {tmp_path}" in told
         assert f"({free} bytes) are free" in told
-        assert f"this run must still write {disk_size(own)}" in told
-        assert ("other runs have reserved 5.0 MiB" in told) == bool(others)
+        assert f"this run must still write {format_size(own)}" in told
+        assert ("other runs have reserved 5.00 MiB" in told) == bool(others)
 
 
 def test_a_disk_is_watched_until_a_step_writes_nothing_new(small):
@@ -172,7 +172,7 @@ def test_a_disk_is_watched_until_a_step_writes_nothing_new(small):
         watch = SpaceWatch([lease.path])
         assert watch.shortage(stepped=False) is None
         (small / "other").write_bytes(b"x" * 12 * MIB)
-        assert "4.0 MiB" in watch.shortage(stepped=False)
+        assert "4.00 MiB" in watch.shortage(stepped=False)
         (small / "other").unlink()
         (lease.path / "all.swp").write_bytes(b"x" * 3 * MIB)
         assert watch.shortage(stepped=True) is None
@@ -214,7 +214,7 @@ def test_a_disk_filled_by_another_program_stops_the_run_with_a_checkpoint(tmp_pa
         other.unlink()
         second = trainer.fit(steps=3).stopped
         assert "this run must still write" in first
-        assert f"another program used up the swap disk of {disk}: only 0.0 MiB (0 bytes)" in first
+        assert f"another program used up the swap disk of {disk}: only 0 B (0 bytes)" in first
         assert saved == ["step-00000000"]
         assert "a checkpoint was saved" in trainer.decisions[-1].reason
         assert second is None, "once all is written no room is needed"

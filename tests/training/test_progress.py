@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from tests.training.fakes import drive
-from zerotune._util.text import brief_size, format_seconds
+from zerotune._util.text import format_seconds, format_size
 from zerotune.training import ProgressBar
 
 
@@ -38,7 +38,7 @@ def test_a_terminal_shows_a_bar():
     text = shown(terminal=True, steps=range(1, 26), device_peak=2**20)
     assert "25/25" in text
     assert "loss 0.5000" in text
-    assert "peak 1.0 MiB" in text, "GPU memory where there is a GPU"
+    assert "peak 1.00 MiB" in text, "GPU memory where there is a GPU"
     assert "━" in text
 
 
@@ -53,10 +53,10 @@ def test_a_run_without_steps_left_prints_nothing():
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**21, "2.0 MiB"), (2**41, "2048.00 GiB")],
+    [(0, "0 B"), (1000, "1000 B"), (1536, "1.50 KiB"), (2**21, "2.00 MiB"), (2**41, "2048.00 GiB")],
 )
 def test_memory_sizes_are_shown_in_binary_units(count, text):
-    assert brief_size(count) == text
+    assert format_size(count) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (61, "1:01"), (3723, "1:02:03")])

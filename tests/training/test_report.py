@@ -25,9 +25,9 @@ def test_rates_and_rows_follow_from_plain_arithmetic():
         ("rest", "25.0 ms", "5 %"),
     ]
     rows = found.memory_rows()
-    assert ("weights", "device", "1.0 MiB", "bf16") in rows
-    assert ("master weights", "host", "1.0 MiB", "fp32, 1/2 of it; pinned") in rows
-    assert [row[:3] for row in rows if row[0] == "EMA"] == [("EMA", "host", "1.0 MiB")]
+    assert ("weights", "device", "1.00 MiB", "bf16") in rows
+    assert ("master weights", "host", "1.00 MiB", "fp32, 1/2 of it; pinned") in rows
+    assert [row[:3] for row in rows if row[0] == "EMA"] == [("EMA", "host", "1.00 MiB")]
     (reduced,) = [row[3] for row in rows if row[0] == "buckets"]
     assert reduced.endswith("only in the forward and backward pass")
     assert [row[:2] for row in rows[-5:]] == [

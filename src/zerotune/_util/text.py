@@ -287,28 +287,13 @@ def parse_memory(value: Any, *, key: str) -> int:
     return parse_size(bare, key=key)
 
 
-def format_size(nbytes: int) -> str:
+def format_size(nbytes: float) -> str:
     """Format ``nbytes`` with two decimals in the largest unit up to GiB, or in bytes."""
     for unit, size in _SHOWN_UNITS:
         # Rounded first, so that it never reads "1024.00 MiB".
         if round(abs(nbytes) / size, 2) >= 1:
             return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes} B"
-
-
-def brief_size(nbytes: float) -> str:
-    """Format ``nbytes`` briefly: with one decimal in KiB and MiB, and two in GiB."""
-    for unit, size in _SHOWN_UNITS:
-        if abs(nbytes) >= size:
-            return f"{nbytes / size:.{2 if unit == 'GiB' else 1}f} {unit}"
     return f"{nbytes:.0f} B"
-
-
-def disk_size(nbytes: int) -> str:
-    """Format a file's size in MiB with one decimal, or from 1 GiB on in GiB with two."""
-    if nbytes >= 1024**3:
-        return f"{nbytes / 1024**3:,.2f} GiB"
-    return f"{nbytes / 1024**2:.1f} MiB"
 
 
 def common_unit(sizes: Iterable[int]) -> tuple[str, int]:

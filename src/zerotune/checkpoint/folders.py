@@ -32,7 +32,7 @@ from zerotune._util.closing import Closable
 from zerotune._util.files import exchange, of_system, open_regular, sync, system_errors
 from zerotune._util.ownership import OwnerRecord, new_run_id, try_lock
 from zerotune._util.proc import ProcessIdentity, filesystem_kind
-from zerotune._util.text import disk_size, json_of, listing
+from zerotune._util.text import format_size, json_of, listing
 from zerotune.backend.stored import read_header
 from zerotune.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from zerotune.checkpoint.tensors import hash_of
@@ -168,7 +168,7 @@ def check_space(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes + _FREE_MARGIN:
         raise CheckpointError(
-            f"needs {disk_size(nbytes)} of disk space, but only {disk_size(free)} are free",
+            f"needs {format_size(nbytes)} of disk space, but only {format_size(free)} are free",
             key=str(folder),
             fix="free disk space, keep fewer checkpoints (prune), or save to a different disk",
         )

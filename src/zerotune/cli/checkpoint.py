@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from zerotune._util.table import Page, Table
-from zerotune._util.text import counted, disk_size
+from zerotune._util.text import counted, format_size
 from zerotune.cli import Below, add_commands, print_json, print_page, print_text
 from zerotune.errors import MissingDependencyError
 from zerotune.plan.sections import PRECISIONS
@@ -127,7 +127,7 @@ class _Verify(Below):
             print_text("\n".join(f"{each.key}: {each.reason}" for each in damage))
         else:
             print_text(
-                f"{counted(len(manifest.files), 'file')}, {disk_size(manifest.nbytes)}: intact"
+                f"{counted(len(manifest.files), 'file')}, {format_size(manifest.nbytes)}: intact"
             )
         return 1 if damage else 0
 
@@ -156,9 +156,9 @@ def _contents_page(manifest: Manifest) -> Page:
         ("shadows", ", ".join(manifest.shadows) or "none"),
         ("saved under", saved_under),
         ("versions", versions),
-        ("size", disk_size(manifest.nbytes)),
+        ("size", format_size(manifest.nbytes)),
     )
-    files = tuple((file.name, disk_size(file.nbytes)) for file in manifest.files)
+    files = tuple((file.name, format_size(file.nbytes)) for file in manifest.files)
     return Page(
         blocks=(Table(rows=contents, widths=(11,), gap=1, indent=0), Table(rows=files, align="lr"))
     )

@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import redirect_stdout
 from typing import Any, Final
 
 import attrs
 
 from zerotune._util.table import Block, Line, Page, Table
+from zerotune._util.text import format_size
 from zerotune.backend.ops import OpStatus, build_op, check_op_name, extensions_folder, op_report
 from zerotune.cli import print_json, print_page
 from zerotune.errors import PlatformError, ZeroTuneError
 from zerotune.plan.memory.time import RATE_NAMES, Rates, known_rates, store_rates
 from zerotune.platform import Platform, detect_platform
-from zerotune.platform.facts import GIB
 from zerotune.platform.toolchain import Toolchain, detect_toolchain
 
 _STATE_STYLES: Final = {
@@ -111,27 +111,16 @@ class Checkup:
         return data
 
     def _print(self, rates: Rates | None = None) -> None:
-        platform = self.platform
-        memory, lockable = platform.host_memory, platform.memlock_limit
-        container = memory.cgroup_limit
-        names = ("python", "torch", "deepspeed", "accelerate", "diffusers")
-        versions = [(name, platform.versions.get(name, "not installed")) for name in names]
         sections = {
             "Platform": _table(self._platform_rows()),
-            "Memory": _table(
-                [
-                    ("RAM", f"{_gib(memory.total)}, {_gib(memory.available)} available"),
-                    ("container limit", "none" if container is None else _gib(container)),
-                    ("lockable", "no limit" if lockable is None else _gib(lockable)),
-                ]
-            ),
-            "Versions": _table([*versions, ("torch built for", platform.torch_build or "unknown")]),
+            "Memory": _table(self._memory_rows()),
+            "Versions": _table(self._version_rows()),
             "Toolchain": _table(self._toolchain_rows()),
             "DeepSpeed ops": _ops_table(self.ops),
             "Own op": _ops_table([] if self.own_op is None else [self.own_op]),
-            "Fast paths": _table(_proof_rows(platform), label=_PATH_CHARACTERS),
+            "Fast paths": _table(_proof_rows(self.platform), label=_PATH_CHARACTERS),
             "Rates": _table([] if rates is None else _rate_rows(rates)),
-            "Decisions": _table((one.severity, str(one)) for one in platform.decisions),
+            "Decisions": _table((one.severity, str(one)) for one in self.platform.decisions),
         }
         blocks: list[Block] = []
         for title, table in sections.items():
@@ -141,51 +130,45 @@ class Checkup:
         blocks.append(Line(f"Verdict: {self.verdict}", style=style))
         print_page(Page(blocks=tuple(blocks)))
 
-    def _platform_rows(self) -> list[tuple[str, str]]:
-        cores = (
-            f"{self.platform.physical_cores} physical, {self.platform.logical_cores} logical, "
-            f"{self.platform.usable_cores} usable"
-        )
-        processor = f", {self.platform.processor}" if self.platform.processor else ""
-        devices = []
-        for index, device in enumerate(self.platform.devices):
-            major_minor = ".".join(map(str, device.capability or ()))
-            capability = f", capability {major_minor}" if major_minor else ""
-            memory = _gib(device.total_memory)
-            devices.append((f"device {index}", f"{device.name}, {memory}{capability}"))
-        bf16, fp16 = (
-            "yes" if works else "no" for works in (self.platform.bf16, self.platform.fp16)
-        )
-        return [
-            ("system", f"{self.platform.system} {self.platform.machine}{processor}"),
-            ("cores", cores),
-            ("accelerator", self.platform.accelerator),
-            *devices,
-            ("precision", f"bf16 {bf16}, fp16 {fp16}"),
-            ("DeepSpeed", self.platform.deepspeed.reason),
-        ]
+    def _platform_rows(self) -> Iterator[tuple[str, str]]:
+        here = self.platform
+        yield "system", f"{here.system} {here.machine}, {here.processor}".rstrip(", ")
+        cores = f"{here.physical_cores} physical, {here.logical_cores} logical"
+        yield "cores", f"{cores}, {here.usable_cores} usable"
+        yield "accelerator", here.accelerator
+        for index, device in enumerate(here.devices):
+            version = ".".join(map(str, device.capability or ()))
+            capability = f", capability {version}" if version else ""
+            yield (
+                f"device {index}",
+                f"{device.name}, {format_size(device.total_memory)}{capability}",
+            )
+        bf16, fp16 = ("yes" if works else "no" for works in (here.bf16, here.fp16))
+        yield "precision", f"bf16 {bf16}, fp16 {fp16}"
+        yield "DeepSpeed", here.deepspeed.reason
 
-    def _toolchain_rows(self) -> list[tuple[str, str]]:
-        def presence(answer: bool | None) -> str:
-            if answer is None:
-                return "unknown without a compiler"
-            return "found" if answer else "absent"
+    def _memory_rows(self) -> Iterator[tuple[str, str]]:
+        memory, lockable = self.platform.host_memory, self.platform.memlock_limit
+        limit = memory.cgroup_limit
+        yield "RAM", f"{format_size(memory.total)}, {format_size(memory.available)} available"
+        yield "container limit", "none" if limit is None else format_size(limit)
+        yield "lockable", "no limit" if lockable is None else format_size(lockable)
 
-        libaio = self.toolchain.libaio
-        tools = {
-            "c++": self.toolchain.cxx,
-            "ninja": self.toolchain.ninja,
-            "nvcc": self.toolchain.nvcc,
-        }
-        return [
-            *(
-                (name, f"{tool.version or 'does not run'} ({tool.path})" if tool else "absent")
-                for name, tool in tools.items()
-            ),
-            ("Python.h", presence(self.toolchain.python_headers)),
-            ("libaio", f"header {presence(libaio.header)}, library {presence(libaio.library)}"),
-            *((("ops", self.ops_folder),) if self.ops_folder else ()),
-        ]
+    def _version_rows(self) -> Iterator[tuple[str, str]]:
+        for name in ("python", "torch", "deepspeed", "accelerate", "diffusers"):
+            yield name, self.platform.versions.get(name, "not installed")
+        yield "torch built for", self.platform.torch_build or "unknown"
+
+    def _toolchain_rows(self) -> Iterator[tuple[str, str]]:
+        here, words = self.toolchain, {True: "found", False: "absent", None: "unknown"}
+        for name, tool in (("c++", here.cxx), ("ninja", here.ninja), ("nvcc", here.nvcc)):
+            found = tool and f"{tool.version or 'does not run'} ({tool.path})"
+            yield name, found or "absent"
+        yield "Python.h", words[here.python_headers]
+        libaio = here.libaio
+        yield "libaio", f"header {words[libaio.header]}, library {words[libaio.library]}"
+        if self.ops_folder:
+            yield "ops", self.ops_folder
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -193,17 +176,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--build",
-        action="append",
-        default=[],
-        metavar="OP",
-        help="compile and load this DeepSpeed op first; may be repeated",
-    )
-    parser.add_argument(
-        "--build-missing",
         nargs="*",
         metavar="OP",
-        help="compile the named ops (default: all ops); ops that are compiled already or cannot "
-        "be compiled are skipped",
+        help="compile the named DeepSpeed ops (default: all); ops that are compiled already or "
+        "cannot be compiled are skipped",
     )
     parser.add_argument(
         "--rates",
@@ -223,12 +199,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-mps", action="store_true", help="allow DeepSpeed on Apple GPUs")
 
 
-def _check_op_names(names: list[str]) -> None:
-    if names:
-        for name in names:
-            check_op_name(name)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Examine the machine and print the result.
 
@@ -240,12 +210,10 @@ def run(arguments: argparse.Namespace) -> int:
         platform = detect_platform(
             allow_rocm=arguments.allow_rocm, allow_mps=arguments.allow_mps, log=False
         )
-        _check_op_names([*arguments.build, *(arguments.build_missing or ())])
-        _build(arguments.build, platform)
-        if arguments.build_missing is not None and platform.deepspeed.available:
-            missing = [op.name for op in op_report() if op.state in ("buildable", "stale")]
-            wanted = arguments.build_missing or missing
-            _build([name for name in missing if name in wanted], platform)
+        for name in arguments.build or ():
+            check_op_name(name)
+        if arguments.build is not None:
+            _build(arguments.build, platform)
         proven = _prove(platform) if arguments.prove else True
         checkup = Checkup.of(platform)
         if arguments.rates:
@@ -268,15 +236,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if checkup.healthy and proven else 1
 
 
-def _build(names: Iterable[str], platform: Platform) -> None:
-    for name in names:
+def _build(wanted: Collection[str], platform: Platform) -> None:
+    if not platform.deepspeed.available:
         support = platform.deepspeed
-        if not support.available:
-            raise PlatformError(support.reason, key=f"op {name}", fix=support.fix)
-        sys.stderr.write(f"loading {name}, compiling it first if necessary ...\n")
-        started = time.perf_counter()
-        build_op(name)
-        sys.stderr.write(f"loaded {name} in {time.perf_counter() - started:.1f} s\n")
+        raise PlatformError(support.reason, key="--build", fix=support.fix)
+    for op in op_report():
+        if op.state in ("buildable", "stale") and op.name in (wanted or [op.name]):
+            sys.stderr.write(f"compiling {op.name} ...\n")
+            started = time.perf_counter()
+            build_op(op.name)
+            sys.stderr.write(f"loaded {op.name} in {time.perf_counter() - started:.1f} s\n")
 
 
 def _prove(platform: Platform) -> bool:
@@ -304,34 +273,27 @@ def _proof_data(platform: Platform) -> dict[str, Any]:
     return {**data, "unproven": {path: why for path, why in unproven.items() if why is not None}}
 
 
-def _proof_rows(platform: Platform) -> list[tuple[str, str]]:
-    if "torch" not in platform.versions:
-        return []
+def _proof_rows(platform: Platform) -> Iterator[tuple[str, str]]:
     data = _proof_data(platform)
     if "problem" in data:
-        return [("proof", next(iter(data["unproven"].values())))]
-    from zerotune.backend.proof import PATHS
+        yield "proof", next(iter(data["unproven"].values()))
+    elif data:
+        from zerotune.backend.proof import PATHS
 
-    rows = [(path, data["unproven"].get(path, "proven")) for path in PATHS]
-    of = data["combination"]
-    return [
-        *rows,
-        ("proof", f"{len(data['checks'])} checks, {data['finished']}"),
-        ("proof of", f"{of['device']}, driver {of['driver']}, torch {of['torch']}"),
-    ]
+        yield from ((path, data["unproven"].get(path, "proven")) for path in PATHS)
+        of = data["combination"]
+        yield "proof", f"{len(data['checks'])} checks, {data['finished']}"
+        yield "proof of", f"{of['device']}, driver {of['driver']}, torch {of['torch']}"
 
 
-def _rate_rows(rates: Rates) -> list[tuple[str, str]]:
-    rows = []
+def _rate_rows(rates: Rates) -> Iterator[tuple[str, str]]:
+    yield "origin", rates.origin
     for name in RATE_NAMES:
-        rate = getattr(rates, name)
-        unit = "GFLOP/s" if name.startswith("products") else "GB/s"
-        value = f"{rate / 1e9:,.1f} {unit}"
+        unit, size = ("GFLOP/s" if name.startswith("products") else "GB/s"), 1e9
         if name == "operators":
-            value = f"{rate / 1e3:,.1f} thousand/s"
+            unit, size = "thousand/s", 1e3
         label = "  in fp32" if name.endswith("_fp32") else name.replace("_", " ")
-        rows.append((label, f"{value}, {rates.source(name)}"))
-    return [("origin", rates.origin), *rows]
+        yield label, f"{getattr(rates, name) / size:,.1f} {unit}, {rates.source(name)}"
 
 
 def _table(rows: Iterable[tuple[str, str]], *, label: int = _LABEL_CHARACTERS) -> Table:
@@ -351,7 +313,3 @@ def _ops_table(ops: Iterable[OpStatus]) -> Table:
         gap=1,
         style=lambda row: _STATE_STYLES.get(row[1], ""),
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB // 10 else f"{size / 1024**2:.1f} MiB"

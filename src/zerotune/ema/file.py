@@ -30,7 +30,7 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.files import of_system
-from zerotune._util.text import disk_size
+from zerotune._util.text import format_size
 from zerotune.backend.master_weights import EMATensors
 from zerotune.errors import EMAError
 from zerotune.plan.memory.estimate import EMA_CHUNK, EMA_CHUNKS
@@ -170,7 +170,7 @@ class FileTensors(EMATensors):
                 Path(path).unlink()
         except (OSError, ValueError) as error:
             raise EMAError(
-                f"{disk_size(nbytes)} for the shadow cannot be allocated: "
+                f"{format_size(nbytes)} for the shadow cannot be allocated: "
                 f"{getattr(error, 'strerror', None) or error}",
                 key="FileStore.folder",
                 value=str(self._folder),

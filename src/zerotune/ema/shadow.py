@@ -17,7 +17,7 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.table import Line, Page, Readable
-from zerotune._util.text import counted, disk_size, listing, whole
+from zerotune._util.text import counted, format_size, listing, whole
 from zerotune.backend.deepspeed.external import master_weights_of
 from zerotune.backend.engine import StartedEngine
 from zerotune.backend.master_weights import EMAInMemory, EMATensors, EMAUpdate
@@ -382,7 +382,7 @@ class EMAShadow(Readable):
         if self._master is not None:
             lines.append(
                 f"  this rank averages {self.nbytes // _BYTES:,} fp32 elements {self._store} "
-                f"({disk_size(self.nbytes)}); {counted(self._steps, 'step')} counted, "
+                f"({format_size(self.nbytes)}); {counted(self._steps, 'step')} counted, "
                 f"current decay {self.decay:.6g}"
             )
         return "\n".join(lines)

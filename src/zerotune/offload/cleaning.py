@@ -14,7 +14,7 @@ import attrs
 
 from zerotune._util.files import system_errors
 from zerotune._util.proc import filesystem_kind, mount_identity
-from zerotune._util.text import disk_size
+from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.lease import (
@@ -99,7 +99,7 @@ def _cleanup_decision(one: Leftover, verb: str, *, gone: bool) -> Decision:
         key="offload.stale_swap",
         before=str(one.path),
         after=None if gone else str(one.path),
-        reason=f"{verb} {disk_size(one.nbytes)}: {one.reason}",
+        reason=f"{verb} {format_size(one.nbytes)}: {one.reason}",
         severity="note" if gone else "warning",
     )
 

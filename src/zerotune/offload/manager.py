@@ -35,8 +35,6 @@ from zerotune.offload.root import (
     Target,
     check_root,
     choose_root,
-    usable_settings,
-    with_settings,
 )
 from zerotune.offload.space import check_space, fit_host_memory, swap_needs
 
@@ -119,15 +117,12 @@ class Invitation:
     """Data that rank 0 shares with the other ranks."""
 
     run_id: str
-    aio: Mapping[str, Any] = attrs.field(factory=dict)
-    """Measured ``aio`` settings, which must be equal on all ranks."""
     plan: Mapping[str, Any] = attrs.field(factory=dict)
     """``ResolvedPlan.content()`` of rank 0's plan; empty if unknown."""
 
     def to_given_path(self) -> str:
-        """Encode run id, settings and plan as one line of text."""
-        content = {"aio": dict(self.aio), "plan": dict(self.plan)}
-        return f"{self.run_id} {json.dumps(content, sort_keys=True)}"
+        """Encode run id and plan as one line of text."""
+        return f"{self.run_id} {json.dumps(dict(self.plan), sort_keys=True)}"
 
     @classmethod
     def from_given_path(cls, text: str) -> Invitation:
@@ -142,9 +137,9 @@ class Invitation:
             )
         run_id, _, rest = text.partition(" ")
         try:
-            content = json_of(rest) if rest else {"aio": {}, "plan": {}}
-            valid = is_run_id(run_id) and all(isinstance(content[k], dict) for k in ("aio", "plan"))
-        except (ValueError, TypeError, KeyError):
+            plan = json_of(rest) if rest else {}
+            valid = is_run_id(run_id) and isinstance(plan, dict)
+        except ValueError:
             valid = False
         if not valid:
             raise OffloadError(
@@ -153,7 +148,7 @@ class Invitation:
                 value=text,
                 fix="set share= to a collective that broadcasts rank 0's string to all ranks",
             )
-        return cls(run_id=run_id, aio=content["aio"], plan=content["plan"])
+        return cls(run_id=run_id, plan=plan)
 
     def check_plan(self, resolved: ResolvedPlan, *, rank: int) -> None:
         """Check that a rank has the same plan as rank 0.
@@ -345,14 +340,10 @@ class OffloadManager:
     def _begin(
         self, resolved: ResolvedPlan, targets: tuple[Target, ...]
     ) -> tuple[Invitation, tuple[Lease, _Directories]]:
-        """Lease as rank 0; the settings measured for its disk apply to all ranks."""
+        """Lease as rank 0."""
+        invitation = Invitation(run_id=new_run_id(), plan=resolved.content())
         roots = self._roots(resolved, targets)
-        first = next(iter(roots.values()))
-        settings, decisions = usable_settings(first.path)
-        invitation = Invitation(run_id=new_run_id(), aio=settings, plan=resolved.content())
-        lease, directories = self._claim(resolved, roots, invitation, 0)
-        lease.decisions = (*lease.decisions, *decisions)
-        return invitation, (lease, directories)
+        return invitation, self._claim(resolved, roots, invitation, 0)
 
     def _claim(
         self,
@@ -362,7 +353,6 @@ class OffloadManager:
         rank: int,
     ) -> tuple[Lease, _Directories]:
         require_locks()
-        resolved = with_settings(resolved, invitation.aio)
         needs = swap_needs(resolved)
         run_id = invitation.run_id
         record = LeaseRecord.for_this_process(

@@ -1,26 +1,22 @@
-"""Choose and check a run's swap root, and read ``aio`` settings measured for its disk."""
+"""Choose and check a run's swap root."""
 
 from __future__ import annotations
 
 import os
-import platform
 import secrets
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import attrs
 
-from zerotune._util.files import read_record
 from zerotune._util.proc import filesystem_kind, is_rotational, locality_of
-from zerotune._util.text import disk_size, json_of
-from zerotune.decisions import Decision, Severity
+from zerotune._util.text import format_size
+from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.lease import making_in
-from zerotune.plan.section import evolved
-from zerotune.plan.values import AUTO
 
 if TYPE_CHECKING:
     from zerotune.plan.plan import ResolvedPlan
@@ -125,7 +121,7 @@ class RootChoice:
             key="offload.root",
             before=None if self.fallback else self.path,
             after=str(path),
-            reason=f"{reason}; {kind or 'unknown file system'}, {disk_size(free)} free",
+            reason=f"{reason}; {kind or 'unknown file system'}, {format_size(free)} free",
             severity="warning" if self.fallback else "note",
         )
 
@@ -279,70 +275,3 @@ def _about_owner(facts: os.stat_result) -> str | None:
             "sticky bit with chmod +t"
         )
     return None
-
-
-# -- The ``aio`` settings that DeepSpeed's tuner measured, from a file in the root.
-
-MEASURED_FILE: Final = "zerotune-aio.json"
-"""Output file of ``ds_nvme_tune``, or of ``offload bench --save`` in an earlier release."""
-TUNED: Final = ("block_size", "queue_depth", "intra_op_parallelism")
-"""Keys of ``aio`` whose values are measured."""
-
-
-def usable_settings(root: Path) -> tuple[Mapping[str, int], tuple[Decision, ...]]:
-    """Return the ``aio`` settings measured for a root's disk on this machine, and decisions.
-
-    Args:
-        root: The swap root, which may contain the file of measured settings.
-    """
-    path = root / MEASURED_FILE
-    settings: dict[str, int] = {}
-    severity: Severity = "note"
-    try:
-        text = read_record(path, most=2**20)
-        # The tuner prints some lines before the JSON.
-        measured: dict[str, Any] = json_of(text[max(text.rfind("\n{"), 0) :])
-        settings = _tuned_settings(measured)
-    except FileNotFoundError:
-        return {}, ()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        reason, severity = f"cannot be used ({error})", "warning"
-    else:
-        # The tuner's file does not name the machine; that of an earlier release does.
-        host, device = platform.node(), root.stat().st_dev
-        reason = "measured for this disk"
-        if (measured.get("host", host), measured.get("device", device)) != (host, device):
-            settings = {}
-            reason = (
-                "the settings were measured for another machine or disk, or before the disk was "
-                f"remounted (on host {measured['host']})"
-            )
-    decision = Decision(
-        key="aio", before=str(path), after=settings or None, reason=reason, severity=severity
-    )
-    return settings, (decision,)
-
-
-def _tuned_settings(measured: Mapping[str, Any]) -> dict[str, int]:
-    section = measured.get("aio", measured)
-    if "num_threads" in section:
-        section = {**section, "intra_op_parallelism": section["num_threads"]}
-    settings = {name: section[name] for name in TUNED}
-    if not all(type(value) is int and value > 0 for value in settings.values()):
-        raise ValueError("a setting is not a positive integer")
-    return settings
-
-
-def with_settings(resolved: ResolvedPlan, settings: Mapping[str, Any]) -> ResolvedPlan:
-    """Return the plan with measured values for the ``aio`` settings that the user did not set."""
-    written = resolved.requested.aio
-    chosen = {
-        name: settings[name]
-        for name in TUNED
-        if name in settings and getattr(written, name, None) in (None, AUTO)
-    }
-    aio = resolved.plan.aio
-    if not chosen or aio is None:
-        return resolved
-    plan = attrs.evolve(resolved.plan, aio=evolved(aio, **chosen))
-    return attrs.evolve(resolved, plan=plan)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from zerotune._util.text import disk_size, format_size
+from zerotune._util.text import format_size
 from zerotune.decisions import Decision
-from zerotune.errors import OffloadError, PlanError
+from zerotune.errors import OffloadError
 from zerotune.offload.lease import FoundLease, find_lease, find_leases
 from zerotune.offload.root import SwapRoot, Target
 from zerotune.plan.memory.estimate import PHASES, Workload
@@ -54,12 +54,12 @@ class SwapNeeds:
         space = os.statvfs(path)
         free = space.f_bavail * space.f_frsize
         others = sum(_still_to_come(folder, run_id) for folder in folders)
-        said = f"{disk_size(nbytes)} for {ranks} rank(s), {disk_size(per_rank.nbytes)} each"
-        taken = f", of which other runs have reserved {disk_size(others)}" if others else ""
+        said = f"{format_size(nbytes)} for {ranks} rank(s), {format_size(per_rank.nbytes)} each"
+        taken = f", of which other runs have reserved {format_size(others)}" if others else ""
         if nbytes > free - others:
             raise OffloadError(
-                f"the plan swaps {said}, but only {disk_size(free)} ({free} bytes) are "
-                f"free{taken}: {disk_size(nbytes + others - free)} are missing",
+                f"the plan swaps {said}, but only {format_size(free)} ({free} bytes) are "
+                f"free{taken}: {format_size(nbytes + others - free)} are missing",
                 key="offload.root",
                 value=str(path),
                 fix="free disk space (`zerotune offload clean` deletes leftovers of dead runs), "
@@ -77,7 +77,7 @@ class SwapNeeds:
             key="offload.space",
             before=None,
             after=str(path),
-            reason=f"the plan swaps {said}; {disk_size(free)} are free{taken}",
+            reason=f"the plan swaps {said}; {format_size(free)} are free{taken}",
         )
 
 
@@ -203,10 +203,10 @@ def tell_shortage(root: Path, *, free: int, own: int, others: int) -> str | None
     # No swap file is smaller: a smaller rest is unaligned ends, which stay in memory.
     if own < SMALLEST_SWAP_BYTES or own + others <= free:
         return None
-    taken = f", of which other runs have reserved {disk_size(others)}" if others else ""
+    taken = f", of which other runs have reserved {format_size(others)}" if others else ""
     return (
-        f"another program used up the swap disk of {root}: only {disk_size(free)} ({free} "
-        f"bytes) are free{taken}, but this run must still write {disk_size(own)}"
+        f"another program used up the swap disk of {root}: only {format_size(free)} ({free} "
+        f"bytes) are free{taken}, but this run must still write {format_size(own)}"
     )
 
 
@@ -275,26 +275,6 @@ class HostBudget:
             for name in _PINNED_SECTIONS
             if getattr(getattr(zero, name), "pin_memory", None) is True
         )
-
-    def _alternatives(self, resolved: ResolvedPlan) -> Iterator[tuple[str, int]]:
-        """Yield changes that would save host memory, with the bytes that each rank then needs."""
-        ways: dict[str, Callable[[], HostBudget]] = {
-            "pin_memory: false": lambda: _budget_like(
-                _unpinned(resolved, only_automatic=False), self
-            ),
-            f"{BACKEND_VARIABLE}=native": lambda: _budget_like(
-                resolved, self, {BACKEND_VARIABLE: "native"}
-            ),
-            "stage 3 with the optimizer on NVMe": lambda: _budget_like(_on_nvme(resolved), self),
-        }
-        for what, count in ways.items():
-            try:
-                other = count()
-            except PlanError:
-                continue
-            if other.per_rank < self.per_rank:
-                enough = "" if other.fits and other.lock_fits else " (not enough alone)"
-                yield what + enough, other.per_rank
 
 
 def host_budget(
@@ -369,53 +349,28 @@ def fit_host_memory(
     if budget.fits:
         needed = format_size(budget.needed)
         return resolved, (Decision(key=KEY, before=None, after=needed, reason=str(budget)),)
-    unpinned = _unpinned(resolved, only_automatic=True)
+    unpinned = _unpinned(resolved)
     if resolved.world_size == 1 and unpinned != resolved:
         fitting = host_budget(unpinned, ranks=ranks, held=held)
         if fitting.fits:
             return unpinned, budget._pinning_given_up(fitting, resolved)
-    others = [f"{what}: {format_size(size)}" for what, size in budget._alternatives(resolved)]
     raise OffloadError(
         f"the plan needs more host memory than is available: {budget}",
         key=KEY,
         value=budget.needed,
-        fix=f"use one of these settings (shown with memory per rank): {'; '.join(others)}"
-        if others
-        else "offload less, or find a plan that fits with DeepSpeedPlan.advise",
+        fix=f"set pin_memory to false or {BACKEND_VARIABLE}=native, offload to NVMe at stage 3, or "
+        "find a plan that fits with DeepSpeedPlan.advise",
     )
 
 
-def _unpinned(resolved: ResolvedPlan, *, only_automatic: bool) -> ResolvedPlan:
+def _unpinned(resolved: ResolvedPlan) -> ResolvedPlan:
     zero, written = resolved.plan.zero_optimization, resolved.requested.zero_optimization
     if zero is None:
         return resolved
     for name in _PINNED_SECTIONS:
         section = getattr(zero, name)
         asked = getattr(getattr(written, name, None), "pin_memory", None)
-        if section is not None and section.pin_memory is True:
-            if only_automatic and asked not in (None, AUTO):
-                continue
+        if section is not None and section.pin_memory is True and asked in (None, AUTO):
             zero = evolved(zero, **{name: evolved(section, pin_memory=False)})
     plan = attrs.evolve(resolved.plan, zero_optimization=zero)
     return attrs.evolve(resolved, plan=plan)
-
-
-def _budget_like(
-    resolved: ResolvedPlan, budget: HostBudget, environ: Mapping[str, str] | None = None
-) -> HostBudget:
-    return host_budget(resolved, ranks=budget.ranks, held=budget.held, environ=environ)
-
-
-def _on_nvme(resolved: ResolvedPlan) -> ResolvedPlan:
-    """Return the plan with stage 3 and the optimizer on NVMe; other settings are kept."""
-    written = resolved.requested.to_deepspeed()
-    zero = dict(written.get("zero_optimization") or {})
-    zero |= {"stage": 3, "offload_optimizer": {"device": "nvme"}}
-    plan: Any = type(resolved.requested).from_dict({**written, "zero_optimization": zero})
-    other: ResolvedPlan = plan.resolve(
-        platform=resolved.platform,
-        model=resolved.model,
-        world_size=resolved.world_size,
-        run=resolved.run,
-    )
-    return attrs.evolve(other, optimizer=resolved.optimizer)

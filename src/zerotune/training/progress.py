@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from zerotune._util.text import brief_size, format_seconds
+from zerotune._util.text import format_seconds, format_size
 from zerotune.training.events import Callback
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class ProgressBar(Callback):
             "loss": f"{sum(finite) / len(finite) if finite else math.nan:.4f}",
             "lr": f"{metrics.lr:.2e}",
             "rate": f"{rate:.2f}",
-            "peak": brief_size(peak),
+            "peak": format_size(peak),
             "eta": "-" if left is None else format_seconds(left),
         }
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from zerotune._util.files import system_errors, write_atomically
 from zerotune._util.table import Block, Line, Page, Readable, Table
-from zerotune._util.text import brief_size, counted
+from zerotune._util.text import counted, format_size
 from zerotune.backend import rates
 from zerotune.errors import TrainingError
 from zerotune.plan.memory.estimate import PHASES as MOMENTS
@@ -91,14 +91,14 @@ class Report(Readable):
             rows += [_item_row(item) for item in items]
             for place in dict.fromkeys(item.place for item in items):
                 peak = self.estimate.peak(place)
-                size, when = brief_size(peak.nbytes), DURING[peak.phase]
+                size, when = format_size(peak.nbytes), DURING[peak.phase]
                 rows.append(("expected peak", PLACE_NAMES[place], size, when))
         if self.device_peak is not None:
-            size = brief_size(self.device_peak)
+            size = format_size(self.device_peak)
             rows.append(("measured peak", "device", size, "whole process, context included"))
-        before = brief_size(self.host_before)
+        before = format_size(self.host_before)
         rows.append(("measured before", "host", before, "libraries, model and data"))
-        rows.append(("measured peak", "host", brief_size(self.host_peak), "whole process"))
+        rows.append(("measured peak", "host", format_size(self.host_peak), "whole process"))
         return rows
 
     @property
@@ -215,7 +215,7 @@ def _item_row(item: MemoryItem) -> tuple[str, str, str, str]:
     if len(held) == len(MOMENTS) - 1 and MOMENTS[0] not in held:
         when = "not during set-up"
     note = "; ".join(part for part in (item.note, "pinned" if item.pinned else "", when) if part)
-    return item.component, PLACE_NAMES[item.place], brief_size(item.nbytes), note
+    return item.component, PLACE_NAMES[item.place], format_size(item.nbytes), note
 
 
 class Record(Callback):
@@ -293,10 +293,10 @@ class Bound:
         """Describe the bottleneck and its rate."""
         words = _WAITS[self.resource]
         if self.nbytes and self.phase == _FORWARD_BACKWARD:
-            moved, rate = brief_size(self.nbytes), brief_size(self.rate)
+            moved, rate = format_size(self.nbytes), format_size(self.rate)
             return f"{words}; meanwhile the bus transfers at least {moved} at {rate}/s"
         if self.nbytes:
-            words += f": at least {brief_size(self.nbytes)} at {brief_size(self.rate)}/s"
+            words += f": at least {format_size(self.nbytes)} at {format_size(self.rate)}/s"
         if self.reference:
             words += f", {self.rate / self.reference:.0%} of a plain copy's rate"
         return words
