@@ -85,38 +85,23 @@ def test_a_proof_for_another_combination_does_not_count(field: str) -> None:
     assert "is for different hardware or software" in str(load_proof(other))
 
 
-def _cut(values: Any) -> str:
-    return json.dumps(values)[:-20]
-
-
-def _another_format(values: Any) -> str:
-    return json.dumps(values | {"format": 99})
-
-
 def _no_answer(values: Any) -> str:
     values["checks"]["training"]["passed"] = "yes"
     return json.dumps(values)
 
 
-def _a_list(values: Any) -> str:
-    return json.dumps([values])
+DAMAGES: dict[str, Callable[[Any], str]] = {
+    "cut": lambda values: json.dumps(values)[:-20],
+    "another format": lambda values: json.dumps(values | {"format": 99}),
+    "no answer": _no_answer,
+    "a list": lambda values: json.dumps([values]),
+    "one field more": lambda values: json.dumps(values | {"more": 1}),
+    "too deep": lambda _: "[" * 100_000,
+    "empty": lambda _: "",
+}
 
 
-def _one_field_more(values: Any) -> str:
-    return json.dumps(values | {"more": 1})
-
-
-def _too_deep(_values: Any) -> str:
-    return "[" * 100_000
-
-
-def _empty(_values: Any) -> str:
-    return ""
-
-
-@pytest.mark.parametrize(
-    "damage", [_cut, _another_format, _no_answer, _a_list, _one_field_more, _too_deep, _empty]
-)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_proof_does_not_count_and_is_reported(damage: Callable[[Any], str]) -> None:
     store_proof(passed())
     path = proof_path(CARD)

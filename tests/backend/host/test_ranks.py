@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -107,7 +108,11 @@ def test_weights_on_the_devices_of_two_ranks_equal_zero_2_bit_for_bit(run):
     assert not differences(theirs, mine)
 
 
-@pytest.mark.parametrize("run", [CLIPPED, EAGER, ADAPTERS], ids=str)
+# Stage 3 streams as stage 2 does, above.
+@pytest.mark.parametrize(
+    "run", [CLIPPED, *(pytest.param(r, marks=pytest.mark.nightly) for r in (EAGER, ADAPTERS))],
+    ids=str,
+)  # fmt: skip
 @ranks(2)
 def test_stage_3_streams_weights_on_two_ranks_and_equals_zero_2_bit_for_bit(run):
     mine, theirs = train(run, engine="host", stage=3, seed=3), train(run)
@@ -434,7 +439,7 @@ def go_on(
         return {**kept, "contents": gathered(engine, ema)}
 
 
-@pytest.mark.parametrize("run", [CLIPPED, ADAPTERS], ids=str)
+@pytest.mark.parametrize("run", [CLIPPED, attrs.evolve(ADAPTERS, family="web")], ids=str)
 @ranks(2)
 def test_checkpoints_equal_those_of_stage_2_and_resume_under_any_engine(tmp_path, run):
     names = OTHERS if run is CLIPPED else ("streamed", "stage 3")
