@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.diffusion.families.parity import check_run, worst
-from tests.diffusion.families.training import Variant, train_several
+from tests.diffusion.families.training import Variant, train_under
 from tests.support.declared_pipelines import EXPERTS, MAKERS
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case
@@ -25,11 +25,10 @@ VARIANTS = {
 
 @pytest.mark.deepspeed
 def test_losses_equal_those_of_the_plain_engine(folders, tmp_path):
-    jobs = [(str(folders[name]), [variant]) for name, variant in VARIANTS.items()]
-    case, exported = Case(stage=2, offload="cpu"), str(tmp_path / "exported")
-    (reference,) = run_ranks(train_several, jobs, PLAIN, STEPS)
-    (found,) = run_ranks(train_several, jobs, case, STEPS, exported)
-    for name, (alone,), (run,) in zip(VARIANTS, reference, found, strict=True):
+    jobs = [(str(folders[name]), variant) for name, variant in VARIANTS.items()]
+    cases = (PLAIN, Case(stage=2, offload="cpu"))
+    (found,) = run_ranks(train_under, jobs, cases, STEPS, str(tmp_path / "exported"))
+    for name, (alone, run) in zip(VARIANTS, found, strict=True):
         check_run(run, stage=2)
         assert worst(run["losses"], alone["losses"]) < TOLERANCE, name
         assert len(set(alone["losses"])) == STEPS
