@@ -28,6 +28,12 @@ CASES = [
     (Case(stage=3, overrides=PARTITIONED), 2),
     (Case(stage=3, offload="cpu", precision="bf16", overrides=PERSISTENT, engine="deepspeed"), 1),
 ]
+NIGHTLY = [
+    (Case(stage=1, offload="cpu", precision="bf16"), 1),
+    (Case(stage=2), 2),
+    (Case(stage=3, offload="cpu", overrides=PARTITIONED), 2),
+    (Case(stage=3, precision="bf16", overrides=PARTITIONED), 1),
+]
 
 
 def check(results: list[dict[str, Any]]) -> None:
@@ -46,7 +52,9 @@ def check(results: list[dict[str, Any]]) -> None:
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
-    ("case", "world_size"), CASES, ids=[f"{case}-{world_size}" for case, world_size in CASES]
+    ("case", "world_size"),
+    [*CASES, *(pytest.param(*run, marks=pytest.mark.nightly) for run in NIGHTLY)],
+    ids=str,
 )
 def test_the_shadow_follows_the_weights_and_swaps_with_them_exactly(case, world_size):
     results = run_ranks(follow, case, world_size=world_size)
@@ -80,10 +88,14 @@ def test_master_weights_that_deepspeed_confuses_are_refused():
 
 @pytest.mark.deepspeed
 @pytest.mark.nvme
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_shadow_follows_weights_on_nvme(world_size, tmp_path):
+@pytest.mark.parametrize(
+    ("precision", "world_size"),
+    [("fp32", 1), ("fp32", 2), pytest.param("bf16", 2, marks=pytest.mark.nightly)],
+)
+def test_the_shadow_follows_weights_on_nvme(precision, world_size, tmp_path):
     case = Case(
         stage=3,
+        precision=precision,
         offload="nvme",
         offload_param="nvme",
         nvme_path=str(tmp_path),

@@ -1,4 +1,4 @@
-"""Start resolved plans on the real DeepSpeed, with and without zerotune's engine."""
+"""Start resolved plans on the real DeepSpeed, without zerotune's engine."""
 
 from __future__ import annotations
 
@@ -49,17 +49,6 @@ def settled(request: dict[str, Any], folder: Path) -> Any:
         **request,
     ).resolve(model=ModelFacts.from_module(model), engine="deepspeed")
     return OptimizerResolver().apply(plan), model
-
-
-def start_engine(request: dict[str, Any], folder: str) -> Started:
-    """Start through ``zerotune.training.setup.build_engine``."""
-    from zerotune.training.setup import build_engine
-
-    plan, model = settled(request, Path(folder))
-    engine = build_engine(model=model, plan=plan)
-    started = _step(engine.deepspeed_engine, engine.backward, engine.step, folder)
-    engine.close()
-    return started
 
 
 def start_raw(requests: list[dict[str, Any]], folder: str) -> list[Started]:
