@@ -11,7 +11,7 @@ import torch
 
 from tests.offload.plans import swapping_plan
 from tests.training.faulty import small
-from zerotune.checkpoint import RootHold, export_pipeline, merge_adapters
+from zerotune.checkpoint import RootHold, export_pipeline
 from zerotune.checkpoint.conversion import convert
 from zerotune.checkpoint.export.model import export_checkpoint
 from zerotune.checkpoint.folders import verify_checkpoint
@@ -38,7 +38,6 @@ def reading(trainer: Trainer, root: Path) -> dict[str, Work]:
         "verify": verify_checkpoint,
         "export a checkpoint": lambda path: export_checkpoint(path, root / "1"),
         "convert": lambda path: convert(path, root / "2"),
-        "merge": lambda path: merge_adapters(path, root / "3", base=root),
         "base": lambda path: export_pipeline(root / "4", engine=engine, base=path),
         "metrics": read_metrics,
         "images": ImageFolder,

@@ -24,7 +24,7 @@ from tests.diffusion.adapting import (
 from tests.support.needs import needs
 from zerotune.backend.adapters import adapter_layers
 from zerotune.backend.stored import read_header
-from zerotune.checkpoint import export_adapters, export_merged, export_model, merge_adapters
+from zerotune.checkpoint import export_adapters, export_model
 from zerotune.checkpoint import tensors as tensorfile
 from zerotune.diffusion import OFT, LoHa, LoKr, LoRA, add_lora, load_adapters
 from zerotune.errors import (
@@ -188,80 +188,9 @@ def test_adapters_are_cast_only_when_written(runs, tmp_path):
     assert all(torch.equal(half[key], full[key].bfloat16()) for key in full)
 
 
-@pytest.mark.parametrize("kind", ["dora", "sd3", "text"])
-def test_merged_weights_give_the_same_output(kind, runs, tmp_path):
-    engine, adapted = runs(kind)
-    component = {"sd3": "transformer"}.get(kind, "unet")
-    named = component if kind == "text" else None
-    folder = export_merged(tmp_path / "merged", engine=engine, component=named)
-    expected = output_of(engine, adapted)
-    base = adapted.base()
-    model = base[component] if kind == "text" else base
-    folded = type(model).from_pretrained(folder)
-    assert folded.state_dict().keys() == model.state_dict().keys()
-    if kind == "text":
-        # The U-Net is merged; the encoder keeps its adapters.
-        base = loaded(adapted, export_adapters(tmp_path / "file", engine=engine))
-        setattr(base, component, folded)
-        output = output_without_engine(base, adapted, torch.float32)
-    else:
-        output = output_without_engine(folded, adapted, torch.float32)
-    assert float((output - expected).abs().max() / expected.abs().max()) < 2e-6
-    # Merging from the file alone gives the same weights.
-    model.save_pretrained(tmp_path / "base")
-    file = export_adapters(tmp_path / "file.safetensors", engine=engine)
-    again = merge_adapters(file, tmp_path / "again", base=tmp_path / "base", component=component)
-    other = type(model).from_pretrained(again).state_dict()
-    assert all(torch.equal(tensor, other[key]) for key, tensor in folded.state_dict().items())
-
-
-def test_merging_at_half_strength_gives_half_the_difference(runs, tmp_path):
-    engine, adapted = runs("sd3")
-    base = adapted.base()
-    base.save_pretrained(tmp_path / "base")
-    file = export_adapters(tmp_path, engine=engine)
-    layer = "transformer_blocks.0.attn.to_q.weight"
-    weights = {
-        scale: type(base)
-        .from_pretrained(
-            merge_adapters(
-                file,
-                tmp_path / str(scale),
-                base=tmp_path / "base",
-                component="transformer",
-                scale=scale,
-            )
-        )
-        .state_dict()[layer]
-        for scale in (0.5, 1.0)
-    }
-    original = base.state_dict()[layer]
-    assert torch.allclose(weights[0.5] - original, (weights[1.0] - original) / 2, atol=1e-7)
-    assert not torch.equal(weights[1.0], original)
-
-
-def test_dora_can_be_merged_only_at_full_strength(runs, tmp_path):
-    engine, adapted = runs("dora")
-    adapted.base().save_pretrained(tmp_path / "base")
-    file = export_adapters(tmp_path, engine=engine)
-    with pytest.raises(InvalidValueError, match="full strength"):
-        merge_adapters(file, tmp_path / "x", base=tmp_path / "base", scale=0.5)
-    assert not (tmp_path / "x").exists()
-
-
-def test_merging_into_a_base_that_does_not_fit_is_refused(runs, tmp_path):
-    engine, _ = runs("unet")
-    KINDS["sd3"].base().save_pretrained(tmp_path / "base")
-    file = export_adapters(tmp_path, engine=engine)
-    with pytest.raises(CheckpointMismatchError, match="has an adapter, but is not in"):
-        merge_adapters(file, tmp_path / "x", base=tmp_path / "base")
-    with pytest.raises(CheckpointMismatchError, match="no adapters for 'transformer'"):
-        merge_adapters(file, tmp_path / "x", base=tmp_path / "base", component="transformer")
-
-
 def test_a_model_folder_cannot_hold_adapters(runs, tmp_path):
     engine, _ = runs("sd3")
-    with pytest.raises(CheckpointMismatchError, match="export_merged for a whole model"):
+    with pytest.raises(CheckpointMismatchError, match="belongs to an adapter"):
         export_model(tmp_path / "x", engine=engine)
     assert not (tmp_path / "x").exists()
 
@@ -335,17 +264,12 @@ def test_trained_weights_that_an_adapter_file_cannot_hold_are_refused(fresh, tmp
     engine = fresh(KINDS["unet"], steps=1, model=model)
     with pytest.raises(CheckpointMismatchError, match=r"conv_out\.bias: is trained"):
         export_adapters(tmp_path, engine=engine)
-    folder = export_merged(tmp_path / "merged", engine=engine)
-    folded = type(model).from_pretrained(folder)
-    assert torch.equal(folded.conv_out.bias, model.conv_out.bias)
-    assert not torch.equal(folded.conv_out.bias, KINDS["unet"].base().conv_out.bias)
 
 
-@pytest.mark.parametrize("export", [export_adapters, export_merged])
-def test_a_model_without_adapters_has_none_to_export(export, fresh, tmp_path):
+def test_a_model_without_adapters_has_none_to_export(fresh, tmp_path):
     engine = fresh(KINDS["unet"], steps=0, model=KINDS["unet"].base())
     with pytest.raises(CheckpointMismatchError, match="trains no adapters"):
-        export(tmp_path / "x", engine=engine)
+        export_adapters(tmp_path / "x", engine=engine)
     assert not list(tmp_path.iterdir())
 
 
@@ -412,9 +336,6 @@ def test_component_names_must_be_those_of_the_pipeline(runs, tmp_path):
         pipeline=StableDiffusionXLPipeline,
     )
     assert all(key.startswith("text_encoder.") for key in read_header(renamed.path)[0])
-    text, _ = runs("text")
-    with pytest.raises(InvalidValueError, match="must name one model"):
-        export_merged(tmp_path / "y", engine=text)
 
 
 @pytest.mark.parametrize("kind", ["unet", "text"])
@@ -473,7 +394,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", list(OTHERS))
-def test_other_adapter_kinds_can_be_exported_and_merged(kind, fresh, tmp_path):
+def test_other_adapter_kinds_can_be_exported(kind, fresh, tmp_path):
     adapted = Adapted(kind="sd3", lora=OTHERS[kind])
     engine = fresh(adapted)
     expected = output_of(engine, adapted)
@@ -486,17 +407,6 @@ def test_other_adapter_kinds_can_be_exported_and_merged(kind, fresh, tmp_path):
         with pytest.raises(CheckpointMismatchError, match=r"does not support (LoHa|OFT)"):
             export_adapters(tmp_path / "x", engine=engine)
         assert not (tmp_path / "x").exists()
-    whole = type(adapted.base()).from_pretrained(export_merged(tmp_path / "m", engine=engine))
-    merged = output_without_engine(whole, adapted, torch.float32)
-    assert (merged - expected).abs().max() < 5e-6 * expected.abs().max()
-    if layout == "diffusers":
-        adapted.base().save_pretrained(tmp_path / "base")
-        merge_adapters(
-            tmp_path / layout, tmp_path / "f", base=tmp_path / "base", component="transformer"
-        )
-        other = type(whole).from_pretrained(tmp_path / "f").state_dict()
-        same = whole.state_dict()
-        assert all(torch.equal(other[name], same[name]) for name in same)
 
 
 def tiny_wan():

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.runs import PLAIN, Case, start
 from zerotune.backend.trained_parts import TrainedParts
-from zerotune.checkpoint import export_adapters, export_merged, load_checkpoint, save_checkpoint
+from zerotune.checkpoint import export_adapters, load_checkpoint, save_checkpoint
 from zerotune.diffusion.lora import Adapters, LoKr, LoRA, add_lora, load_adapters
 from zerotune.ema import EMAShadow
 
@@ -236,7 +236,7 @@ def loaded(adapted: Adapted, file: Any) -> Any:
 
 
 def follow(case: Case, adapted: Adapted, folder: str, steps: int, half: int) -> dict[str, Any]:
-    """Train, saving half way; export the adapters, their EMA, and the merged model."""
+    """Train, saving half way; export the adapters and their EMA."""
     model = adapted.model()
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     engine = start(case, model)
@@ -303,27 +303,19 @@ def exported(engine: Any, adapted: Adapted, ema: Any, folder: str) -> dict[str, 
     """Compare exports, loaded without an engine, with the engine's output."""
     place = f"{folder}/{secrets.token_hex(4)}" if engine.group.is_main else ""
     place = engine.group.broadcast(place)
-    component = "unet" if adapted.kind == "text" else None
     output = output_of(engine, adapted)
     trained = export_adapters(f"{place}/trained", engine=engine, layout=adapted.layout)
     averaged = export_adapters(f"{place}/ema", engine=engine, weights=ema, layout=adapted.layout)
-    merged = export_merged(f"{place}/merged", engine=engine, component=component)
     with ema.swapped_in():
         output_of_average = output_of(engine, adapted)
     if not engine.group.is_main:
         return {}
     alone = partial(output_without_engine, adapted=adapted, dtype=engine.dtype)
     model = loaded(adapted, trained)
-    folded = adapted.base() if adapted.kind != "text" else loaded(adapted, trained)
-    kind = type(folded.primary if adapted.kind == "text" else folded)
-    whole = kind.from_pretrained(merged)
-    if adapted.kind == "text":
-        whole = TrainedParts(unet=whole, text_encoder=folded["text_encoder"])
     return {
         "same": torch.equal(alone(model), output),
         "same_average": torch.equal(alone(loaded(adapted, averaged)), output_of_average),
         "average_differs": not torch.equal(output, output_of_average),
-        "merged_error": float((alone(whole) - output).abs().max() / output.abs().max()),
         "learned": float((alone(adapted.base()) - output).abs().max() / output.abs().max()),
         "warnings": [str(decision) for decision in trained.decisions],
         "file": (trained.tensors, trained.elements, trained.components),

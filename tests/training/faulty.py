@@ -15,7 +15,7 @@ import torch
 
 from tests.support.errors import error_of
 from zerotune import DeepSpeedPlan, ImageTensors, Trainer, prepare
-from zerotune.checkpoint import export_adapters, export_merged, export_pipeline
+from zerotune.checkpoint import export_adapters, export_pipeline
 from zerotune.training import SaveEvery, SaveEveryInBackground, Watchdog
 from zerotune.training.watchdog import EXIT_CODE
 
@@ -57,7 +57,6 @@ def needing_all(trainer: Trainer, root: Path) -> dict[str, Any]:
         "export": lambda: trainer.export(root / "model"),
         "export a pipeline": lambda: export_pipeline(root / "p", engine=engine, base=root),
         "export adapters": lambda: export_adapters(root / "lora", engine=engine),
-        "merge": lambda: export_merged(root / "merged", engine=engine),
         "draw": lambda: trainer.sample(count=1),
         "run on an average": lambda: ema.swapped_in().__enter__(),
         "gather an average": lambda: next(ema.gather()),

@@ -115,7 +115,6 @@ def test_collective_calls_begin_at_a_barrier_that_names_their_purpose(monkeypatc
         "export": "exporting to nowhere/model",
         "export a pipeline": "exporting to ",
         "export adapters": "exporting adapters to ",
-        "merge": "merging into nowhere/merged",
         "draw": "drawing images",
         "run on an average": "running with averaged weights",
         "gather an average": "gathering the weights",

@@ -115,7 +115,7 @@ def test_modules_to_save_are_refused_because_no_export_contains_them() -> None:
     model = peft.get_peft_model(
         torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), config
     )
-    with pytest.raises(InvalidValueError, match=r"model\.1 \(modules_to_save\).*export_merged"):
+    with pytest.raises(InvalidValueError, match=r"model\.1 \(modules_to_save\)"):
         zerotune.prepare(model=model, plan=PLAN)
 
 

@@ -1,8 +1,6 @@
 # All that the package exports: for type checkers, and for ``zerotune._util.lazy`` at run time.
 
 from zerotune.checkpoint.export.adapters import export_adapters as export_adapters
-from zerotune.checkpoint.export.merge import export_merged as export_merged
-from zerotune.checkpoint.export.merge import merge_adapters as merge_adapters
 from zerotune.checkpoint.export.model import export_model as export_model
 from zerotune.checkpoint.export.pipeline import export_pipeline as export_pipeline
 from zerotune.checkpoint.folders import RootHold as RootHold

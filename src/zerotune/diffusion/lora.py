@@ -373,7 +373,7 @@ def _require_no_adapters(model: torch.nn.Module) -> None:
             "the model already has adapters, which new adapters would disable",
             key="model",
             value=there,
-            fix="merge the existing adapters with merge_adapters, or load the model again",
+            fix="fuse the existing adapters (fuse_lora), or load the model again",
         )
 
 

@@ -395,8 +395,7 @@ def _check_whole(model: torch.nn.Module) -> None:
                 "peft wraps this module, which would rename its weights in checkpoints and exports",
                 key=f"{key} (modules_to_save)",
                 value=value,
-                fix="omit modules_to_save, call requires_grad_(True) on the module after adding "
-                "the adapters, and export with export_merged",
+                fix="omit modules_to_save, and target the module with adapters as well",
             )
         if getattr(module, "sparse", None) is True and module.weight.requires_grad:
             raise InvalidValueError(

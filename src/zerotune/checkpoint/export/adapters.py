@@ -393,7 +393,7 @@ def _adapter_key(name: str, adapters: Mapping[str, tuple[str, torch.nn.Module, s
     raise CheckpointMismatchError(
         "is trained but is not an adapter, so an adapter file cannot contain it",
         key=name,
-        fix="freeze the parameter, or export the whole model with export_merged",
+        fix="freeze the parameter, or adapt its layer as well",
     )
 
 

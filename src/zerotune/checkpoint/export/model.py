@@ -146,8 +146,7 @@ def export_model(
         CheckpointError: The path exists and is not an export, the disk has too little free space,
             or writing fails.
         CheckpointCorruptError: The data on disk differ from the written data.
-        CheckpointMismatchError: The model trains adapters; use ``export_adapters`` or
-            ``export_merged``.
+        CheckpointMismatchError: The model trains adapters; use ``export_adapters``.
         InvalidValueError: ``weights`` names an EMA that is not attached to the engine.
         CollectiveError: A rank did not call ``export_model``, or the arguments differ.
     """
@@ -177,7 +176,7 @@ def refuse_adapters(engine: Engine) -> None:
             raise CheckpointMismatchError(
                 "belongs to an adapter, which a model folder cannot contain",
                 key=name,
-                fix="use export_adapters for a LoRA file, or export_merged for a whole model",
+                fix="use export_adapters, and merge its file with diffusers' fuse_lora",
             )
 
 
