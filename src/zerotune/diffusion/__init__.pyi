@@ -21,7 +21,6 @@ from zerotune.diffusion.models.pipeline_family import PipelineFamily as Pipeline
 from zerotune.diffusion.noise import InputPerturbation as InputPerturbation
 from zerotune.diffusion.noise import OffsetNoise as OffsetNoise
 from zerotune.diffusion.objective import DenoisingObjective as DenoisingObjective
-from zerotune.diffusion.objective import EDMObjective as EDMObjective
 from zerotune.diffusion.objective import FlowMatchingObjective as FlowMatchingObjective
 from zerotune.diffusion.pretrained import load_pretrained as load_pretrained
 from zerotune.diffusion.sampling import sample as sample

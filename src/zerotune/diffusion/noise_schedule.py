@@ -55,12 +55,13 @@ def adding_scheduler(scheduler: Any) -> Any:
     velocity targets.
     """
     if not hasattr(scheduler, "alphas_cumprod"):
-        fix = "use DDPMScheduler, or FlowMatchingObjective for flow matching"
         raise InvalidValueError(
             "DenoisingObjective needs a scheduler with alphas_cumprod",
             key="scheduler",
             value=type(scheduler).__name__,
-            fix="use EDMObjective" if preconditions(scheduler) else fix,
+            fix="train as examples/recipes/edm.py does"
+            if preconditions(scheduler)
+            else "use DDPMScheduler, or FlowMatchingObjective for flow matching",
         )
     if adds_noise(scheduler):
         return scheduler

@@ -30,13 +30,12 @@ from zerotune.diffusion.noise_schedule import (
     check_range,
     noise_levels,
     own_copy,
-    preconditions,
     replacement_decision,
 )
 from zerotune.errors import InvalidValueError
 
 if TYPE_CHECKING:
-    from diffusers import DDPMScheduler, EDMEulerScheduler, FlowMatchEulerDiscreteScheduler
+    from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
 
 _SIGMA_ROUNDING = 1e-5
@@ -527,125 +526,6 @@ class FlowMatchingObjective(SchedulerObjective):
         )
         # In fp32, a logit-normal sigmoid occasionally rounds to exactly 1.
         return (u * levels).long().clamp(0, levels - 1)
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class EDMObjective(SchedulerObjective):
-    """EDM: noise with standard deviation sigma, and a loss between denoised and clean samples.
-
-    The scheduler's methods precondition inputs, noise levels and outputs. A batch's
-    ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.
-
-    The defaults reproduce the loss of diffusers'
-    ``examples/dreambooth/train_dreambooth_lora_sdxl.py`` with ``--do_edm_style_training``.
-    ``density="log_normal"`` with ``weighting="edm"`` reproduces ``EDMLoss`` of NVlabs/edm
-    (``training/loss.py``).
-
-    Source: https://arxiv.org/abs/2206.00364.
-    """
-
-    scheduler: EDMEulerScheduler = attrs.field(
-        factory=partial(_new_scheduler, "EDMEulerScheduler"), converter=own_copy
-    )
-    """``EDMEulerScheduler`` or ``EDMDPMSolverMultistepScheduler``; the objective makes a copy."""
-    family: Family = attrs.field(factory=Unconditional)
-    """Family that turns a batch into the model's inputs."""
-    noise: Noise = attrs.field(factory=GaussianNoise)
-    """Training noise: ``OffsetNoise``, ``InputPerturbation``, a combination, or a custom noise."""
-    loss: Loss | None = None
-    """``Huber``, ``SmoothL1`` or a custom loss; by default squared error."""
-    density: Literal["uniform", "log_normal"] = "uniform"
-    """Distribution of sigmas: uniform over the scheduler's table of sigmas, or log-normal."""
-    log_mean: float = -1.2
-    """Mean of log sigma for the density ``"log_normal"``."""
-    log_std: float = 1.2
-    """Standard deviation of log sigma for the density ``"log_normal"``."""
-    weighting: Literal["none", "edm"] = "none"
-    """``"edm"`` is the paper's weighting, which makes the loss of an untrained model equal at all
-    sigmas. With ``density="uniform"``, some weights are extreme: up to 250,000 at sigma 0.002."""
-    timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
-    """Trained range of the scheduler's sigma table, from 0 (least noise) to 1 (most noise)."""
-
-    def __attrs_post_init__(self) -> None:
-        for name, known in (("density", ("uniform", "log_normal")), ("weighting", ("none", "edm"))):
-            if getattr(self, name) not in known:
-                raise InvalidValueError(
-                    f"is not one of {', '.join(known)}",
-                    key=name,
-                    value=getattr(self, name),
-                    fix=f'write "{known[0]}" or "{known[1]}"',
-                )
-        if not preconditions(self.scheduler):
-            raise InvalidValueError(
-                "EDM needs a scheduler that preconditions the model's inputs and outputs",
-                key="scheduler",
-                value=type(self.scheduler).__name__,
-                fix="use EDMEulerScheduler, or DenoisingObjective",
-            )
-        if self.scheduler.config.prediction_type not in ("epsilon", "v_prediction"):
-            raise InvalidValueError(
-                "EDM supports only epsilon and v_prediction",
-                key="scheduler.prediction_type",
-                value=self.scheduler.config.prediction_type,
-                fix="create the scheduler with the prediction type of the model's original "
-                "training",
-            )
-        if self.density == "log_normal" and self.timestep_range != (0.0, 1.0):
-            raise InvalidValueError(
-                'has no effect with density="log_normal", which draws sigmas independently of the '
-                "scheduler's time steps",
-                key="timestep_range",
-                value=self.timestep_range,
-                fix='write density="uniform", or omit timestep_range and change log_mean',
-            )
-        if getattr(self.loss, "schedule", None) == "exponential":
-            raise unknown_schedule("exponential")
-        self._bounds()
-
-    def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> NoiseLevels:
-        """Draw sigmas and time steps (b,) from ``density``."""
-        count = len(inputs.clean)
-        if self.density == "uniform":
-            index = torch.randint(*self._bounds(), (count,), generator=generator)
-            return self._levels(index)
-        drawn = torch.randn(count, generator=generator)
-        sigmas = (drawn * self.log_std + self.log_mean).exp()
-        return NoiseLevels(sigmas=sigmas, timesteps=self.scheduler.precondition_noise(sigmas))
-
-    def _bounds(self) -> tuple[int, int]:
-        # The table starts at the highest noise level, the range at the lowest.
-        count = int(self.scheduler.config.num_train_timesteps)
-        low, high = bounds(count, self.timestep_range)
-        return count - high, count - low
-
-    def _levels(self, index: torch.Tensor) -> NoiseLevels:
-        return NoiseLevels(
-            sigmas=self.scheduler.sigmas[index], timesteps=self.scheduler.timesteps[index]
-        )
-
-    def _levels_at(self, inputs: Inputs, quantiles: Sequence[float]) -> list[NoiseLevels]:
-        first, end = self._bounds()
-        places = [end - 1 - at_quantile(quantile, end - first) for quantile in quantiles]
-        return [self._levels(torch.full((len(inputs.clean),), place)) for place in places]
-
-    def _predict(self, model: Denoiser, inputs: Inputs, levels: NoiseLevels) -> Comparison:
-        clean, noise = inputs.clean, inputs.noise
-        sigma = levels.spread(clean)
-        given = self.scheduler.precondition_inputs(clean + sigma * noise.added, sigma)
-        found = self.family.predict(model, given, levels.timesteps, inputs.conditioning).float()
-        # With the target noise: a perturbed input would reveal the perturbation.
-        noisy, sigma = (clean + sigma * noise.target).to(found.device), sigma.to(found.device)
-        denoised = self.scheduler.precondition_outputs(noisy, found, sigma)
-        return Comparison(prediction=denoised, target=clean, batch=inputs.batch)
-
-    def _weights(self, levels: NoiseLevels) -> torch.Tensor | None:
-        if self.weighting == "none":
-            return None
-        data = float(self.scheduler.config.sigma_data)
-        return (levels.sigmas**2 + data**2) / (levels.sigmas * data) ** 2
-
-    def _level(self, inputs: Inputs, levels: NoiseLevels) -> Level:
-        return Level(noise_to_signal=levels.sigmas.to(inputs.clean.device))
 
 
 # -- Weights by noise level.

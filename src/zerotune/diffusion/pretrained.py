@@ -88,7 +88,6 @@ from zerotune.diffusion.models.probe import probe, probe_texts
 from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of, preconditions
 from zerotune.diffusion.objective import (
     DenoisingObjective,
-    EDMObjective,
     FlowMatchingObjective,
 )
 from zerotune.errors import CheckpointCorruptError, InvalidValueError, MissingDependencyError
@@ -208,14 +207,11 @@ class Pretrained:
         bring_weights(self.model, dtype=None if dtype is None else _dtype(dtype), device=device)
         return self.model
 
-    def objective(
-        self, **settings: Any
-    ) -> DenoisingObjective | EDMObjective | FlowMatchingObjective:
+    def objective(self, **settings: Any) -> DenoisingObjective | FlowMatchingObjective:
         """Return the objective with which models of this family were trained.
 
-        Families with ``flow_matching`` get a ``FlowMatchingObjective`` with logit-normal density.
-        Denoising families get an ``EDMObjective`` if their scheduler implements EDM, and a
-        ``DenoisingObjective`` if not.
+        Families with ``flow_matching`` get a ``FlowMatchingObjective`` with logit-normal density;
+        all others get a ``DenoisingObjective``. A recipe has the objective for EDM schedulers.
 
         Args:
             **settings: Options of the objective; ``scheduler`` replaces the loaded scheduler.
@@ -225,8 +221,6 @@ class Pretrained:
             settings = self.family.objective_settings() | settings
         if getattr(self.family, "flow_matching", False):
             return FlowMatchingObjective(**usual | {"density": "logit_normal"} | settings)
-        if preconditions(settings.get("scheduler", self.scheduler)):
-            return EDMObjective(**usual | settings)
         return DenoisingObjective(**usual | settings)
 
 

@@ -15,7 +15,6 @@ from diffusers import (
     CogVideoXDDIMScheduler,
     DDPMScheduler,
     DPMSolverMultistepScheduler,
-    EDMDPMSolverMultistepScheduler,
     EDMEulerScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -30,9 +29,7 @@ from tests.support.models import tiny_unet
 from zerotune.diffusion import (
     ClassConditional,
     DenoisingObjective,
-    EDMObjective,
     FlowMatchingObjective,
-    Huber,
     load_pretrained,
 )
 from zerotune.diffusion.models.declared import (
@@ -156,29 +153,12 @@ def test_a_scheduler_with_another_noise_schedule_is_used_for_training(folders, t
     assert (decision.before, decision.after) == ("DDPMScheduler", "CogVideoXDDIMScheduler")
 
 
-@pytest.mark.parametrize("kind", [EDMEulerScheduler, EDMDPMSolverMultistepScheduler])
-def test_an_edm_base_is_trained_with_its_edm_scheduler(folders, tmp_path, kind):
-    scheduler = kind(sigma_max=40.0, prediction_type="v_prediction")
-    folder = with_scheduler(folders["sdxl"], tmp_path / "edm", scheduler)
+def test_an_edm_base_keeps_its_scheduler_for_the_recipe(folders, tmp_path):
+    folder = with_scheduler(folders["sdxl"], tmp_path / "edm", EDMEulerScheduler())
     loaded = load_pretrained(folder, parts=False)
-    assert type(loaded.scheduler) is kind
-    objective = loaded.objective(loss=Huber())
-    assert isinstance(objective, EDMObjective)
-    assert torch.equal(objective.scheduler.sigmas, scheduler.sigmas)
-    batch = {
-        "latents": torch.randn(2, 4, 8, 8),
-        "prompt_embeds": torch.randn(2, 5, loaded.model.config.cross_attention_dim),
-        "pooled_prompt_embeds": torch.randn(2, 32),
-    }
-    given = []
-    loaded.model.register_forward_pre_hook(lambda _, args: given.extend(args))
-    loss = objective(loaded.model, batch, torch.Generator().manual_seed(1))
-    loss.backward()
-    assert loaded.model.conv_in.weight.grad.abs().max() > 0
-    sigmas = (4 * given[1]).exp().view(-1, 1, 1, 1)
-    noise = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
-    expected = (batch["latents"] + sigmas * noise) / (sigmas**2 + 0.25).sqrt()
-    torch.testing.assert_close(given[0], expected, rtol=1e-5, atol=1e-5)
+    assert type(loaded.scheduler) is EDMEulerScheduler
+    with pytest.raises(InvalidValueError, match="recipes/edm"):
+        loaded.objective()
 
 
 def test_schedulers_that_denoising_cannot_use_are_refused(folders, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from diffusers import DDPMScheduler, EDMEulerScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from examples.recipes.preference import PreferenceObjective, PreferencePairs
 from PIL import Image
 
@@ -15,7 +15,6 @@ from tests.support.needs import needs
 from zerotune import encode_dataset, load_pretrained
 from zerotune.diffusion import (
     DenoisingObjective,
-    EDMObjective,
     FlowMatchingObjective,
     Huber,
 )
@@ -183,7 +182,6 @@ def test_flow_matching_preference_equals_flow_dpo():
     [
         DenoisingObjective(snr_gamma=5.0, loss=Huber()),
         FlowMatchingObjective(precondition_outputs=True, weighting="cosmap"),
-        EDMObjective(scheduler=EDMEulerScheduler()),
     ],
 )
 def test_both_halves_share_noise_and_level_and_use_the_objectives_own_errors(inner):

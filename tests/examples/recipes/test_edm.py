@@ -1,0 +1,114 @@
+"""The EDM recipe: its losses are those of diffusers' script and of NVlabs/edm, and it resumes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import EDMDPMSolverMultistepScheduler, EDMEulerScheduler
+from examples.recipes.edm import EDMObjective
+
+from tests.examples.recipes.starting import photographs, started
+from tests.support import pipelines
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.nightly
+
+SMALL = "--area 256 --bucket-step 4 --batch 1 --every 2 --lr 1e-3 --rank 2".split()  # noqa: SIM905
+
+PLAYGROUND = {"sigma_data": 0.5, "sigma_max": 80.0, "sigma_min": 0.002}
+
+
+def generator(seed=7):
+    return torch.Generator().manual_seed(seed)
+
+
+class Model(torch.nn.Module):
+    """Predict some function of the input and its time, with gradients."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.convolution = torch.nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, noisy, timesteps):
+        self.timesteps = timesteps
+        return (self.convolution(noisy) + timesteps.view(-1, 1, 1, 1),)
+
+
+def latents(count=8):
+    return torch.randn(count, 4, 8, 8, generator=generator(1))
+
+
+def script_loss(scheduler, model, model_input, noise, indices):
+    """Compute the loss of train_dreambooth_lora_sdxl.py with ``--do_edm_style_training``."""
+    timesteps = scheduler.timesteps[indices]
+    step_indices = [(scheduler.timesteps == t).nonzero().item() for t in timesteps]
+    sigmas = scheduler.sigmas[step_indices].flatten().view(-1, 1, 1, 1)
+    noisy_model_input = scheduler.add_noise(model_input, noise, timesteps)
+    inp_noisy_latents = scheduler.precondition_inputs(noisy_model_input, sigmas)
+    model_pred = model(inp_noisy_latents, timesteps)[0]
+    model_pred = scheduler.precondition_outputs(noisy_model_input, model_pred, sigmas)
+    return ((model_pred.float() - model_input.float()) ** 2).mean()
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("kind", [EDMEulerScheduler, EDMDPMSolverMultistepScheduler])
+def test_the_loss_equals_that_of_the_diffusers_script(kind, prediction):
+    scheduler = kind(**PLAYGROUND, prediction_type=prediction)
+    model, random = Model(), generator()
+    noise = torch.randn(latents().shape, generator=random)
+    indices = torch.randint(0, 1000, (8,), generator=random)
+    theirs = script_loss(scheduler, model, latents(), noise, indices)
+    ours = EDMObjective(scheduler=scheduler)(model, {"images": latents()}, generator())
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    mine, wanted = (
+        torch.autograd.grad(loss, model.convolution.weight)[0] for loss in (ours, theirs)
+    )
+    torch.testing.assert_close(mine / wanted.abs().max(), wanted / wanted.abs().max())
+
+
+def test_the_loss_of_the_paper_equals_nvlabs():
+    objective = EDMObjective(density="log_normal", weighting="edm", log_mean=-1.0, log_std=1.1)
+    model, random = Model(), generator()
+    noise = torch.randn(latents().shape, generator=random)
+
+    # training/loss.py, EDMLoss, with the preconditioning of training/networks.py, EDMPrecond.
+    rnd_normal = torch.randn(8, generator=random).view(-1, 1, 1, 1)
+    sigma = (rnd_normal * 1.1 - 1.0).exp()
+    sigma_data = 0.5
+    weight = (sigma**2 + sigma_data**2) / (sigma * sigma_data) ** 2
+    x = latents() + noise * sigma
+    c_skip = sigma_data**2 / (sigma**2 + sigma_data**2)
+    c_out = sigma * sigma_data / (sigma**2 + sigma_data**2).sqrt()
+    c_in = 1 / (sigma_data**2 + sigma**2).sqrt()
+    c_noise = sigma.log() / 4
+    denoised = c_skip * x + c_out * model(c_in * x, c_noise.flatten())[0]
+    theirs = (weight * (denoised - latents()) ** 2).mean()
+
+    ours = objective(model, {"images": latents()}, generator())
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+def test_only_the_given_range_is_trained_from_little_noise_to_much():
+    model = Model()
+    for share, least, most in (((0.0, 0.25), 0.002, 0.2), ((0.75, 1.0), 17.0, 80.0)):
+        objective = EDMObjective(timestep_range=share)
+        objective(model, {"images": torch.zeros(300, 4, 2, 2)}, generator())
+        sigmas = (4 * model.timesteps).exp()
+        assert least < sigmas.min()
+        assert sigmas.max() <= most * 1.001
+        assert sigmas.max() > most / 1.3
+
+
+@pytest.mark.deepspeed
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    base = pipelines.MAKERS["sdxl"](tmp_path / "sdxl")
+    EDMEulerScheduler(**PLAYGROUND).save_pretrained(base / "scheduler")
+    data = photographs(tmp_path / "photos", {"chelsea": "a cat", "coffee": "coffee"})
+    common = ["--base", str(base), "--data", str(data), *SMALL]
+    stopped, whole = ([*common, "--output", str(tmp_path / name)] for name in ("stopped", "whole"))
+    starts = [[*stopped, "--steps", "2"], [*stopped, "--steps", "4"], [*whole, "--steps", "4"]]
+    before, after, at_once = run_ranks(started, "edm", starts, world_size=1)[0]
+    assert before + after == at_once
