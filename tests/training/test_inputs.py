@@ -23,8 +23,7 @@ from tests.support.ranks import ranks
 from zerotune import EMAShadow, export_model
 from zerotune.diffusion import DataStream
 from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages
-from zerotune.diffusion.models.declared import StableDiffusionXL, WanLowNoise
-from zerotune.diffusion.models.image_to_video import WanImageToVideoLowNoise
+from zerotune.diffusion.models.declared import StableDiffusionXL
 from zerotune.diffusion.pretrained import FAMILIES, FAMILY_NAMES, named_family
 from zerotune.errors import (
     DataError,
@@ -365,9 +364,9 @@ def test_a_loaded_model_trains_under_its_plan_and_exports_as_a_pipeline(
 
 def test_a_family_can_be_given_by_name() -> None:
     # Advice, ``zerotune init`` and the builder must know every family.
-    assert set(FAMILY_NAMES) == set(family_names())
-    experts = {WanLowNoise, WanImageToVideoLowNoise}
-    assert set(FAMILY_NAMES.values()) | experts == set(FAMILIES.values()) | experts
+    recipes = {"hunyuan-video-i2v", "wan-14b-i2v"}
+    assert set(FAMILY_NAMES) == set(family_names()) - recipes
+    assert set(FAMILY_NAMES.values()) == set(FAMILIES.values())
     assert named_family("StableDiffusionXLPipeline") is named_family("sdxl") is StableDiffusionXL
     with pytest.raises(InvalidValueError, match=r"family = 'sdlx'.*did you mean sdxl"):
         named_family("sdlx")

@@ -68,12 +68,6 @@ from zerotune.diffusion.models.declared import (
     ZImage,
 )
 from zerotune.diffusion.models.family import ClassConditional, Family, Unconditional
-from zerotune.diffusion.models.image_to_video import (
-    IMAGE_TO_VIDEO,
-    HunyuanVideoImageToVideo,
-    WanImageToVideo,
-    WanImageToVideoLowNoise,
-)
 from zerotune.diffusion.models.latents import LatentSpace
 from zerotune.diffusion.models.pipeline import (
     Blueprint,
@@ -100,11 +94,8 @@ if TYPE_CHECKING:
 _KNOWN: Final[tuple[type[PipelineFamily], ...]] = (
     *DECLARED,
     *CONTROLNETS,
-    *IMAGE_TO_VIDEO,
 )
 
-_EXPERTS: Final[tuple[type[PipelineFamily], ...]] = (WanLowNoise, WanImageToVideoLowNoise)
-"""Families for the second model of pipelines that have two."""
 
 FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in _KNOWN}
 """Families, keyed by the class name of their diffusers pipeline."""
@@ -120,7 +111,6 @@ FAMILY_NAMES: Final[dict[str, type[PipelineFamily]]] = {
     "flux2-klein-9b": Flux2Klein,
     "hidream": HiDream,
     "hunyuan-video": HunyuanVideo,
-    "hunyuan-video-i2v": HunyuanVideoImageToVideo,
     "krea2": Krea2,
     "ltx-video": LTXVideo,
     "lumina2": Lumina2,
@@ -141,7 +131,6 @@ FAMILY_NAMES: Final[dict[str, type[PipelineFamily]]] = {
     "sdxl-controlnet": StableDiffusionXLControlNet,
     "wan-1.3b": Wan,
     "wan-14b": Wan,
-    "wan-14b-i2v": WanImageToVideo,
     "z-image": ZImage,
 }
 """Families, keyed by their names in plans."""
@@ -453,7 +442,7 @@ def named_family(name: str) -> type[TextToImage]:
     if ":" in name:
         return _imported_family(name)
     names: dict[str, type[TextToImage]] = {**FAMILY_NAMES, **FAMILIES}
-    names |= {family.__name__: family for family in (*_KNOWN, *_EXPERTS)}
+    names |= {family.__name__: family for family in (*_KNOWN, WanLowNoise)}
     if name in names:
         return names[name]
     close = did_you_mean(name, names)
@@ -510,7 +499,8 @@ class _StoredPipeline:
                 f"this pipeline has no known family; supported pipelines are {', '.join(FAMILIES)}",
                 key=f"{self.folder / INDEX}: _class_name",
                 value=name,
-                fix="declare a family for this pipeline (docs/families.md) and pass it as family=",
+                fix="declare a family for this pipeline (docs/families.md) and pass it as family=; "
+                "recipes have families for image-to-video pipelines",
             )
         return FAMILIES[name]
 
