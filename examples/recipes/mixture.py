@@ -3,9 +3,8 @@
     torchrun examples/recipes/mixture.py --base SDXL --data photos --output runs/zoe --steps 2000
 
 photos contains one folder per set, named as for kohya's scripts: images in 10_zoe are used ten
-times per epoch, images in 1_people once. Every set is used at each of --areas. --trigger adds words
-before the captions of a set. Captions of sets without trigger words are dropped at random, for
-classifier-free guidance. To resume a stopped run, use the same command.
+times per epoch, images in 1_people once. --trigger adds words before the captions of a set. To
+resume a stopped run, use the same command.
 """
 
 from __future__ import annotations
@@ -13,10 +12,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import attrs
 
 import zerotune
 from zerotune import AspectBuckets, ImageFolder, PreparedImages
-from zerotune.diffusion.data import Augmentation, Mixture
+from zerotune.diffusion.data import Augmentation
+from zerotune.diffusion.data.sources import ImageItem, JoinedSources, RepeatedSource
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
@@ -27,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     )  # fmt: skip
     loaded = zerotune.load_pretrained(options.base, plan=plan)
     zerotune.add_lora(loaded.model, zerotune.LoRA(rank=16, targets=loaded.family.lora_targets))
-    # Latents and embeddings are computed once; each set keeps its captions and masks.
+    # Latents and embeddings are computed once per image, not per repeat.
     cache = options.output / "cache"
     data = zerotune.encode_dataset(mixture(options), family=loaded.family, folder=cache)
     checkpoints = options.output / "checkpoints"
@@ -36,25 +39,44 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         if checkpoint := zerotune.latest_checkpoint(checkpoints):
             trainer.resume(checkpoint)
         report = trainer.fit(steps=options.steps)
-        print(trainer.explain())
         trainer.export(options.output / "lora.safetensors")
     return list(report.losses)
 
 
-def mixture(options: argparse.Namespace) -> Mixture:
+def mixture(options: argparse.Namespace) -> PreparedImages:
+    """Join the sets; the sample order is exact, and every use of an image has its own flip."""
     triggers = dict(each.split("=", 1) for each in options.trigger)
-    sets, repeats = {}, {}
+    sets: list[Any] = []
     for folder in sorted(path for path in options.data.iterdir() if path.is_dir()):
         often, _, name = folder.name.partition("_")
-        rules = Augmentation(
-            prefix=triggers.get(name, ""), caption_dropout=0.0 if name in triggers else 0.1
-        )
-        for area in options.areas:
-            buckets = AspectBuckets(area=area, step=options.bucket_step)
-            of = f"{name} at {area} pixels"
-            sets[of] = PreparedImages(ImageFolder(folder), buckets=buckets, augmentation=rules)
-            repeats[of] = float(often)
-    return Mixture(sets, repeats=repeats)
+        source = Triggered(ImageFolder(folder), words=triggers.get(name, ""))
+        sets.append(RepeatedSource(source, times=int(often)))
+    return PreparedImages(
+        JoinedSources(sets),
+        buckets=AspectBuckets(area=options.area, step=options.bucket_step),
+        augmentation=Augmentation(caption_dropout=0.1),
+    )
+
+
+class Triggered:
+    """An image source with words before all captions."""
+
+    def __init__(self, source: ImageFolder, *, words: str) -> None:
+        self._source, self._words = source, words
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def item(self, index: int) -> ImageItem:
+        """Return the name, size and captions of an image."""
+        item = self._source.item(index)
+        further = tuple(self._words + text for text in item.further)
+        return attrs.evolve(item, caption=self._words + item.caption, further=further)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -65,7 +87,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2000, help="total optimizer steps")
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
     parser.add_argument("--trigger", nargs="*", default=[], metavar="SET=WORDS")
-    parser.add_argument("--areas", type=int, nargs="+", default=[512 * 512, 1024 * 1024])
+    parser.add_argument("--area", type=int, default=1024 * 1024, help="maximum pixels per image")
     parser.add_argument("--bucket-step", type=int, default=64, help="divisor of image sides")
     parser.add_argument("--stage", type=int, default=2, help="ZeRO stage")
     parser.add_argument("--batch", type=int, default=2, help="micro batch size per GPU")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +20,6 @@ from zerotune.diffusion.data.cache import (
     cache_latents,
     cache_texts,
 )
-from zerotune.diffusion.data.mixture import Mixture
 from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ class Ranks(Protocol):
 
 
 def encode_dataset(
-    images: PreparedImages | Mixture,
+    images: PreparedImages,
     *,
     family: TextToImage,
     folder: str | os.PathLike[str],
@@ -55,14 +53,14 @@ def encode_dataset(
     batch_size: int = 4,
     progress: bool = True,
     timeout_s: float = 24 * 3600.0,
-) -> CachedImages | Mixture:
+) -> CachedImages:
     """Cache a dataset's latents and text embeddings, and move the VAE and text encoders to the CPU.
 
     With several ranks, call this function on every rank; each rank encodes its share. Entries in
     ``folder`` from an earlier run with the same settings are reused; see ``cache_latents``.
 
     Args:
-        images: Images with captions, or a ``Mixture`` of such datasets.
+        images: Images with captions.
         family: Family whose frozen parts (VAE, text encoders) encode the dataset.
         folder: Folder for the caches.
         ranks: Processes that share the work, such as an engine's ``group``. By default, all
@@ -75,7 +73,7 @@ def encode_dataset(
             detected immediately.
 
     Returns:
-        The dataset to train on: a ``Mixture`` if ``images`` is one, otherwise ``CachedImages``.
+        The dataset to train on.
 
     Raises:
         DataError: The family has no frozen parts, or an image is broken.
@@ -110,7 +108,7 @@ def _launched_ranks(resources: ExitStack) -> Ranks:
 
 
 def _encode(
-    images: PreparedImages | Mixture,
+    images: PreparedImages,
     *,
     family: TextToImage,
     folder: str | os.PathLike[str],
@@ -119,11 +117,8 @@ def _encode(
     batch_size: int,
     shown: bool,
     timeout_s: float,
-) -> CachedImages | Mixture:
-    several = images if isinstance(images, Mixture) else None
-    sets: Mapping[str, Any] = {"": images} if several is None else several.sets
-    for each in sets.values():
-        family.check_dataset(each)  # Before any image is encoded.
+) -> CachedImages:
+    family.check_dataset(images)  # Before any image is encoded.
     latents = TensorCache(folder, settings=family.latent_settings())
     shared: dict[str, Any] = {
         "rank": ranks.rank,
@@ -136,26 +131,24 @@ def _encode(
             "progress": report,
             "barrier": lambda: ranks.barrier("use cached latents", timeout_s=timeout_s),
         }
-        for each in sets.values():
-            cache_latents(
-                each,
-                cache=latents,
-                encode=lambda pixels: family.encode_images(pixels, device=device),
-                encode_references=lambda pixels: family.encode_references(pixels, device=device),
-                **shared,
-            )
+        cache_latents(
+            images,
+            cache=latents,
+            encode=lambda pixels: family.encode_images(pixels, device=device),
+            encode_references=lambda pixels: family.encode_references(pixels, device=device),
+            **shared,
+        )
     with _Bar("captions", shown and not family.trains_texts) as report:
         shared |= {
             "progress": report,
             "barrier": lambda: ranks.barrier("use cached captions", timeout_s=timeout_s),
         }
-        texts = _encode_captions(sets, family=family, folder=folder, device=device, shared=shared)
-    done = {name: CachedImages(each, latents=latents, texts=texts) for name, each in sets.items()}
-    return done[""] if several is None else several.over(done)
+        texts = _encode_captions(images, family=family, folder=folder, device=device, shared=shared)
+    return CachedImages(images, latents=latents, texts=texts)
 
 
 def _encode_captions(
-    sets: Mapping[str, Any],
+    images: PreparedImages,
     *,
     family: TextToImage,
     folder: str | os.PathLike[str],
@@ -174,21 +167,20 @@ def _encode_captions(
         return None
     cache = TensorCache(folder, settings=family.text_settings())
     if family.reads_references:
-        for each in sets.values():
-            cache_edits(
-                each,
-                cache=cache,
-                encode=lambda captions, edited: family.encode_texts(
-                    captions, device=device, references=edited
-                ),
-                read=family.read_images,
-                **shared,
-            )
+        cache_edits(
+            images,
+            cache=cache,
+            encode=lambda captions, edited: family.encode_texts(
+                captions, device=device, references=edited
+            ),
+            read=family.read_images,
+            **shared,
+        )
         return cache
     if isinstance(family, PipelineFamily) and family.texts_alone:
         shared = {**shared, "batch_size": 1}  # Unequal lengths, without a mask.
     cache_texts(
-        (text for each in sets.values() for text in each.texts()),
+        images.texts(),
         cache=cache,
         encode=lambda captions: family.encode_texts(captions, device=device),
         **shared,

@@ -26,7 +26,6 @@ from zerotune.checkpoint import (
 from zerotune.checkpoint.export.model import trains_adapters
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.activations import ActivationOffload
-from zerotune.diffusion.data import BucketStream
 from zerotune.diffusion.objective import FlowMatchingObjective
 from zerotune.diffusion.pretrained import Pretrained
 from zerotune.ema import FileStore
@@ -477,10 +476,8 @@ class Trainer(Closing, Readable):
         return running_page(self.engine.plan, [*self.engine.decisions, *self.decisions])
 
     def explain(self) -> str:
-        """Describe the verified engine, every decision, the data's buckets and the EMAs."""
+        """Describe the verified engine, every decision and the EMAs."""
         parts = [self.engine.explain(*self.decisions)]
-        if isinstance(self.stream, BucketStream) and (mixed := self.stream.explain()):
-            parts.append(mixed)
         if self.emas.shadows:
             parts.append(self.emas.explain())
         return "\n".join(parts)

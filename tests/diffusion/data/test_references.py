@@ -15,7 +15,6 @@ from zerotune.diffusion.data import (
     BucketStream,
     HuggingFaceImages,
     ImageFolder,
-    Mixture,
     PreparedImages,
     TarShards,
 )
@@ -136,16 +135,6 @@ def test_folders_with_single_references_use_plain_buckets_and_unstacked_referenc
     assert images[0]["reference_images"].shape == (3, 16, 16)
     assert type(images.assignment.placements[0].bucket).__name__ == "Bucket"
     assert images.companions == {"reference"}
-
-
-def test_a_mixture_may_combine_sets_with_one_and_with_several_references(tmp_path):
-    sets = {
-        name: PreparedImages(ImageFolder(edits(tmp_path / name, counts)), buckets=SQUARES)
-        for name, counts in {"one": (1, 1), "several": (1, 2)}.items()
-    }
-    stream = BucketStream(Mixture(sets), micro_batch_size=1)
-    shapes = {next(stream)["reference_images"].shape[1:-2] for _ in range(8)}
-    assert shapes == {(3,), (1, 3), (2, 3)}
 
 
 def test_references_are_flipped_with_their_image_and_are_part_of_its_key(tmp_path):

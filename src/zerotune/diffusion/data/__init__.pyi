@@ -9,7 +9,6 @@ from zerotune.diffusion.data.folder import MetadataFile as MetadataFile
 from zerotune.diffusion.data.folder import TextBeside as TextBeside
 from zerotune.diffusion.data.hugging_face import DatasetImages as DatasetImages
 from zerotune.diffusion.data.hugging_face import HuggingFaceImages as HuggingFaceImages
-from zerotune.diffusion.data.mixture import Mixture as Mixture
 from zerotune.diffusion.data.preparation import Augmentation as Augmentation
 from zerotune.diffusion.data.preparation import Preparation as Preparation
 from zerotune.diffusion.data.preparation import PreparedImages as PreparedImages

@@ -80,7 +80,7 @@ class BucketAssignment:
         found: dict[Bucket, list[int]] = {}
         for index, placement in enumerate(self.placements):
             found.setdefault(placement.bucket, []).append(index)
-        # Sorted by fields, because buckets of a mixture may be of several classes.
+        # Sorted by fields, because buckets may be of several classes.
         return {bucket: tuple(found[bucket]) for bucket in sorted(found, key=attrs.astuple)}
 
     def table(self) -> str:

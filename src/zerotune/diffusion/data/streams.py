@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkable
@@ -15,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from zerotune._util.text import whole
 from zerotune.backend.distributed import rank_and_world_size
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data.buckets import Bucket, BucketAssignment
-from zerotune.diffusion.data.order import BucketOrder, Draw, SampleOrder, Share, derive_seed
+from zerotune.diffusion.data.buckets import BucketAssignment
+from zerotune.diffusion.data.order import BucketOrder, Draw, SampleOrder, derive_seed
 from zerotune.errors import UNSET, DataError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -512,14 +511,11 @@ class BucketStream(_OrderedStream):
         loading = {"num_workers": num_workers, "collate_fn": collate, "pin_memory": pin_memory}
         super().__init__(dataset, micro_batch_size, rank, world_size, **loading)
         self._taken = self.world_size
-        members = dataset.assignment.members
         self._order: BucketOrder = BucketOrder(
-            buckets=tuple(members.values()),
+            buckets=tuple(dataset.assignment.members.values()),
             micro_batch_size=micro_batch_size,
             seed=seed,
             shuffle=shuffle,
-            shares=shares_of(dataset),
-            groups=tuple(map(_size_class, members)) if shares_of(dataset) else (),
         )
         self._identity = dataset_digest(dataset)
         self.decisions = _small_buckets(dataset.assignment, micro_batch_size)
@@ -534,25 +530,6 @@ class BucketStream(_OrderedStream):
     def steps_per_epoch(self) -> float:
         """Mean number of micro batches per epoch on each rank."""
         return self._order.length / self._order.micro_batch_size / self.world_size
-
-    @property
-    def used(self) -> dict[str, int]:
-        """Number of images used from each set, over all ranks; empty if there is no mixture."""
-        shares = self._order.shares
-        if not shares:
-            return {}
-        names = [share.name for share in shares]
-        return dict(zip(names, self._order.used_of_shares(self._position), strict=True))
-
-    def explain(self) -> str:
-        """Describe each set's repeats and used images; an empty string without a mixture."""
-        used = self.used
-        rows = [
-            f" {share.name}: {len(share.images)} images, each {float(share.repeats):g} "
-            f"times per epoch, {used[share.name]} used so far"
-            for share in self._order.shares
-        ]
-        return "\n".join(["data: a mixture", *rows]) if rows else ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the sample order, identical on every rank."""
@@ -569,16 +546,15 @@ class BucketStream(_OrderedStream):
         """Continue from a saved position, with the saved seed and ``shuffle`` setting.
 
         Raises:
-            DataError: The state is invalid, or the images, their buckets or their repeats have
-                changed. After this error, the stream's position is unchanged.
+            DataError: The state is invalid, or the images or their buckets have changed. After this
+                error, the stream's position is unchanged.
         """
         if saved(state, "data", str) != self._identity:
             raise DataError(
-                "the images, their buckets or repeats have changed since this state was saved",
+                "the images or their buckets have changed since this state was saved",
                 key="dataset",
                 value=self._identity,
-                fix="use the same data, buckets and repeats, or start a new stream without "
-                "this state",
+                fix="use the same data and buckets, or start a new stream without this state",
             )
         order = attrs.evolve(
             self._order,
@@ -607,23 +583,11 @@ class BucketStream(_OrderedStream):
 
 
 def dataset_digest(dataset: BucketedDataset) -> str:
-    """Return a digest of the samples, buckets and repeats, which determine the sample order."""
+    """Return a digest of the samples and buckets, which determine the sample order."""
     digest = hashlib.sha256(dataset.identity.encode())
     for bucket, members in dataset.assignment.members.items():
         digest.update(f"{bucket}:{members}\n".encode())
-    for share in shares_of(dataset):
-        digest.update(f"{share.images}:{share.repeats}\n".encode())
     return digest.hexdigest()[:32]
-
-
-def shares_of(dataset: Any) -> tuple[Share, ...]:
-    """Return the sets of a mixture; an empty tuple for any other dataset."""
-    return tuple(getattr(dataset, "shares", ()))
-
-
-def _size_class(bucket: Bucket) -> int:
-    """Return a number that is equal for buckets with about equal pixels times frames."""
-    return round(math.log2(bucket.width * bucket.height * getattr(bucket, "frames", 1)))
 
 
 def _small_buckets(assignment: BucketAssignment, size: int) -> tuple[Decision, ...]:
