@@ -15,7 +15,7 @@ from zerotune.checkpoint import RootHold, export_pipeline
 from zerotune.checkpoint.conversion import convert
 from zerotune.checkpoint.export.model import export_checkpoint
 from zerotune.checkpoint.folders import verify_checkpoint
-from zerotune.diffusion.data import ImageFolder, TarShards
+from zerotune.diffusion.data import ImageFolder
 from zerotune.diffusion.data.cache import CacheSettings, TensorCache
 from zerotune.diffusion.data.images import write_broken
 from zerotune.ema import EMAModel, EMAShadow, FileStore
@@ -41,7 +41,6 @@ def reading(trainer: Trainer, root: Path) -> dict[str, Work]:
         "base": lambda path: export_pipeline(root / "4", engine=engine, base=path),
         "metrics": read_metrics,
         "images": ImageFolder,
-        "shards": lambda path: TarShards([path]),
         "cache": lambda path: TensorCache(path, settings=CACHE).read("0" * 40),
         "leases": find_leases,
         "clean": cleanup_stale_swap,

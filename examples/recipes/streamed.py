@@ -6,7 +6,7 @@
 --data names WebDataset shards with .jpg or .png members and .txt captions. Every rank reads the
 whole stream, but uses only its share of the micro batches, so all ranks run the same number of
 steps. The training process decodes the images, and a resumed run reads the stream from the
-beginning. If the images fit on disk, use TarShards or HuggingFaceImages instead. For a streaming
+beginning. If the images fit on disk, use HuggingFaceImages instead. For a streaming
 Hugging Face dataset, pass its rows and a matching read function to StreamedImages.
 To resume a stopped run, use the same command.
 """

@@ -8,7 +8,6 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.diffusion.data.test_sources import tar_of
 from zerotune.diffusion.data import (
     AspectBuckets,
     Augmentation,
@@ -16,7 +15,6 @@ from zerotune.diffusion.data import (
     HuggingFaceImages,
     ImageFolder,
     PreparedImages,
-    TarShards,
 )
 from zerotune.diffusion.data.sources import JoinedSources
 from zerotune.errors import DataError
@@ -45,11 +43,6 @@ def edits(folder, counts=COUNTS, size=(16, 16)):
     return folder
 
 
-def in_a_tar(folder):
-    members = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-    return TarShards([tar_of(folder.parent / "edits.tar", members)])
-
-
 def in_folders(folder):
     """Move the references to folders: one for the first of each image, one for the second, …"""
     for place in (1, 2, 3):
@@ -76,13 +69,12 @@ def in_columns(counts=COUNTS):
     return HuggingFaceImages(made, reference=columns[1:])
 
 
-@pytest.mark.parametrize("made", ["folder", "folders", "tar", "columns", "joined"])
+@pytest.mark.parametrize("made", ["folder", "folders", "columns", "joined"])
 def test_samples_contain_all_references_in_order(tmp_path, made):
     folder = edits(tmp_path / "edits")
     source = {
         "folder": lambda: ImageFolder(folder),
         "folders": lambda: in_folders(folder),
-        "tar": lambda: in_a_tar(folder),
         "columns": in_columns,
         "joined": lambda: JoinedSources([ImageFolder(edits(tmp_path / "one", (1,))), in_columns()]),
     }[made]()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tarfile
 
 import pytest
 from PIL import Image
@@ -13,7 +12,7 @@ from PIL import Image
 from tests.diffusion.data import workers
 from tests.diffusion.data.workers import Counting
 from tests.support.ranks import run_ranks
-from zerotune.diffusion.data import ClipFolder, HuggingFaceImages, ImageFolder, TarShards
+from zerotune.diffusion.data import ClipFolder, HuggingFaceImages, ImageFolder
 from zerotune.diffusion.data.images import HeaderOnly, WholeImage
 from zerotune.errors import DataError
 
@@ -166,25 +165,15 @@ def test_ranks_share_the_reading_of_sizes(few, looked, tmp_path):
     assert looked() == 7, "one rank looked at each file"
 
 
-def test_sizes_of_shards_rows_and_clips_are_cached_too(few, looked, tmp_path):
+def test_sizes_of_rows_are_cached_too(few, looked):
     datasets = pytest.importorskip("datasets")
     (few / "0.mask.png").unlink()
-    shard = tmp_path / "a.tar"
-    with tarfile.open(shard, "w") as archive:
-        for path in sorted(few.iterdir()):
-            archive.add(path, path.name)
     rows = datasets.Dataset.from_dict(
         {"image": [{"bytes": path.read_bytes(), "path": None} for path in sorted(few.iterdir())]}
     )
     for expected in (6, 0):
-        TarShards([shard], check=Counting())
-        assert looked() == expected
         HuggingFaceImages(rows, caption=None, check=Counting())
         assert looked() == expected
-    with tarfile.open(shard, "a") as archive:
-        archive.add(few / "1.jpg", "7.jpg")
-    assert len(TarShards([shard], check=Counting())) == 7
-    assert looked() == 7, "the shard has changed"
 
 
 def test_clips_are_decoded_only_once(tmp_path, cuttings, monkeypatch):

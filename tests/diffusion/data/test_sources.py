@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import io
 import json
 import logging
 import os
 import sys
-import tarfile
 
 import numpy as np
 import pytest
@@ -21,7 +18,6 @@ from zerotune.diffusion.data import (
     ImageFolder,
     MetadataFile,
     Preparation,
-    TarShards,
     TextBeside,
 )
 from zerotune.diffusion.data.images import (
@@ -37,15 +33,6 @@ from zerotune.errors import DataError, InvalidValueError, MissingDependencyError
 
 def pixels(image):
     return np.asarray(image.convert("RGB")).astype(int)
-
-
-def tar_of(path, members):
-    with tarfile.open(path, "w") as archive:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return path
 
 
 def test_a_folder_yields_all_its_images_and_lists_the_broken_ones(
@@ -149,18 +136,6 @@ def test_an_image_may_have_several_captions(tmp_path, photos):
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": ["one", 2]}')
     with pytest.raises(DataError, match=r"line 1 has no text in column 'text'"):
         ImageFolder(tmp_path)
-    png = (tmp_path / "a.png").read_bytes()
-    shard = tar_of(
-        tmp_path / "0.tar",
-        {
-            "1.png": png,
-            "1.txt": b"first\nsecond",
-            "1.json": json.dumps({"caption": ["x", "y", 3]}).encode(),
-        },
-    )
-    assert told(TarShards([shard])) == [("first\nsecond",)]
-    assert told(TarShards([shard], words=TextLines())) == [("first", "second")]
-    assert told(TarShards([shard], caption="json")) == [("x", "y")]
     data = [{"image": small, "words": ["p", "q"]}]
     assert told(DatasetImages(data, image="image", caption="words")) == [("p", "q")]
 
@@ -180,21 +155,16 @@ def beside(folder, photos, *, masks=(0, 1), references=(0, 1)):
     return folder
 
 
-def in_a_tar(folder):
-    members = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-    return TarShards([tar_of(folder.parent / f"{folder.name}.tar", members)])
-
-
-def test_masks_and_references_are_found_beside_images_in_folders_and_shards(tmp_path, photos):
+def test_masks_and_references_are_found_beside_images(tmp_path, photos):
     whole = beside(tmp_path / "whole", photos, masks=(1,))
-    for source in (ImageFolder(whole), in_a_tar(whole)):
-        assert [source.item(index).caption for index in range(2)] == ["picture 0", "picture 1"]
-        assert source.companions == {"mask", "reference"}
-        assert source.companion(0, "mask") is None
-        assert source.companion(1, "mask").size == (20, 16)
-        assert source.companion(0, "reference").size == (64, 64)
-        found = {decision.key: decision.after for decision in source.decisions}
-        assert (found["data.masks"], found["data.references"]) == (1, 2)
+    source = ImageFolder(whole)
+    assert [source.item(index).caption for index in range(2)] == ["picture 0", "picture 1"]
+    assert source.companions == {"mask", "reference"}
+    assert source.companion(0, "mask") is None
+    assert source.companion(1, "mask").size == (20, 16)
+    assert source.companion(0, "reference").size == (64, 64)
+    found = {decision.key: decision.after for decision in source.decisions}
+    assert (found["data.masks"], found["data.references"]) == (1, 2)
     bare = beside(tmp_path / "bare", photos, masks=(), references=())
     plain = ImageFolder(bare)
     assert plain.companions == frozenset()
@@ -218,7 +188,6 @@ def test_masks_and_references_are_found_beside_images_in_folders_and_shards(tmp_
 def test_an_image_with_a_broken_mask_or_reference_is_broken(tmp_path, photos):
     folder = beside(tmp_path / "one", photos, references=(0,))
     assert "has no reference" in ImageFolder(folder).broken[0].reason
-    assert [image.name for image in in_a_tar(folder).broken] == ["one.tar/1"]
     folder = beside(tmp_path / "two", photos)
     photos[0].resize((16, 20)).save(folder / "1.mask.png")
     (folder / "0.reference.webp").write_bytes(b"no")
@@ -243,21 +212,14 @@ def test_a_named_pipe_among_the_images_does_not_block(tmp_path, photos):
     for read in (source.image, source.content):
         with pytest.raises(DataError, match="not a regular file"):
             read(0)
-    os.mkfifo(tmp_path / "pipe.tar")
-    with pytest.raises(DataError, match="not a regular file"):
-        TarShards([tmp_path / "pipe.tar"])
 
 
 def test_files_deleted_after_the_start_are_named(tmp_path, photos):
     folder = beside(tmp_path / "one", photos)
-    source, packed = ImageFolder(folder), in_a_tar(folder)
+    source = ImageFolder(folder)
     (folder / "0.reference.webp").unlink()
     with pytest.raises(DataError, match=r"0\.reference\.webp: .*cannot be read \(No such file"):
         source.content(0)
-    (tmp_path / "one.tar").unlink()
-    for read in (packed.image, packed.content):
-        with pytest.raises(DataError, match=r"one\.tar: .*cannot be read \(No such file"):
-            read(0)
 
 
 def test_a_caption_with_an_unpaired_surrogate_is_refused_by_name(tmp_path, photos):
@@ -318,70 +280,6 @@ def test_images_of_every_mode_keep_their_brightness(tmp_path, photos):
     assert np.array_equal(pixels(images["gray.png"]), pixels(gray))
     assert np.abs(pixels(images["cmyk.tif"]) - pixels(small)).mean() < 4
     assert np.abs(pixels(images["palette.png"]) - pixels(small)).mean() < 20
-
-
-@pytest.fixture
-def samples(cuttings, encode):
-    """Return the members of a shard: the kinds that img2dataset writes, and a broken one."""
-    members = {}
-    for number, image in enumerate(cuttings[:20]):
-        members[f"set/{number:04}.png"] = encode(image)
-        members[f"set/{number:04}.txt"] = f"cutting {number}".encode()
-        members[f"set/{number:04}.json"] = json.dumps({"caption": f"json {number}"}).encode()
-    members["set/0020.png"] = members["set/0001.png"][:50]
-    members["set/0021.txt"] = b"alone"
-    return members
-
-
-def test_tar_shards_can_be_read_in_any_order(samples, cuttings, tmp_path):
-    items = list(samples.items())
-    shards = [
-        tar_of(tmp_path / "b.tar", dict(items[:30])),
-        tar_of(tmp_path / "a.tar", dict(items[30:])),
-    ]
-    source = TarShards(shards)
-    assert len(source) == 20
-    assert [source.item(index).caption for index in range(20)] == [
-        f"cutting {n}" for n in range(20)
-    ]
-    for index in (19, 3, 11):
-        assert np.array_equal(pixels(source.image(index)), pixels(cuttings[index]))
-    assert [image.name for image in source.broken] == ["a.tar/set/0020", "a.tar/set/0021"]
-    assert TarShards(shards, caption="json").item(3).caption == "json 3"
-    assert TarShards(shards, caption="json", caption_key="url").item(3).caption == ""
-    with pytest.raises(DataError, match="0020"):
-        TarShards(shards, on_broken=RefuseBroken())
-
-
-# webdataset leaves the shard open, which Python reports as a ResourceWarning.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_tar_shards_yield_what_webdataset_reads(samples, tmp_path):
-    webdataset = pytest.importorskip("webdataset")
-    members = {name: content for name, content in samples.items() if name < "set/0020"}
-    shard = tar_of(tmp_path / "0.tar", members)
-    theirs = list(webdataset.WebDataset(str(shard), shardshuffle=False))
-    gc.collect()
-    ours = TarShards([shard])
-    assert [f"0.tar/{sample['__key__']}" for sample in theirs] == [
-        ours.item(index).name for index in range(len(ours))
-    ]
-    assert [sample["png"] for sample in theirs] == [ours.encoded(i) for i in range(len(ours))]
-
-
-def test_shards_that_cannot_be_indexed_are_named(samples, tmp_path):
-    shard = tar_of(tmp_path / "0.tar", samples)
-    (tmp_path / "cut.tar").write_bytes(shard.read_bytes()[:3000])
-    with pytest.raises(DataError, match=r"cut.tar.*cannot be read"):
-        TarShards([tmp_path / "cut.tar"])
-    with tarfile.open(tmp_path / "0.tar.gz", "w:gz") as archive:
-        archive.add(shard, "x.png")
-    with pytest.raises(DataError, match=r"0.tar.gz.*gunzip"):
-        TarShards([tmp_path / "0.tar.gz"])
-    with pytest.raises(DataError, match="twice"):
-        TarShards([shard, shard])
-    bad = tar_of(tmp_path / "1.tar", {"1.png": samples["set/0000.png"], "1.txt": b"\xff"})
-    with pytest.raises(DataError, match=r"1.tar/1.txt.*not a valid caption"):
-        TarShards([bad])
 
 
 def test_missing_packages_are_named_with_their_extra(monkeypatch, tmp_path, photos):

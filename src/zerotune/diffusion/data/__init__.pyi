@@ -16,4 +16,3 @@ from zerotune.diffusion.data.preparation import TagShuffle as TagShuffle
 from zerotune.diffusion.data.streams import BucketStream as BucketStream
 from zerotune.diffusion.data.streams import DataStream as DataStream
 from zerotune.diffusion.data.streams import ImageTensors as ImageTensors
-from zerotune.diffusion.data.tar_shards import TarShards as TarShards

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -38,6 +41,26 @@ def test_hugging_face_datasets_yield_the_stored_bytes(cuttings, tmp_path, encode
     assert len(HuggingFaceImages(dataset, caption=None)) == 7
     with pytest.raises(DataError, match=r"'words'.*image, text"):
         HuggingFaceImages(dataset, caption="words")
+
+
+def test_local_webdataset_shards_are_read_by_the_datasets_library(cuttings, tmp_path, encode):
+    datasets = pytest.importorskip("datasets")
+    members = {}
+    for number, image in enumerate(cuttings[:5]):
+        members[f"set/{number:04}.png"] = encode(image)
+        members[f"set/{number:04}.txt"] = f"cutting {number}".encode()
+    shard = tmp_path / "0.tar"
+    with tarfile.open(shard, "w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    rows = datasets.load_dataset(
+        "webdataset", data_files=str(shard), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    source = HuggingFaceImages(rows, image="png", caption="txt")
+    assert [source.item(n).caption for n in range(5)] == [f"cutting {n}" for n in range(5)]
+    assert source.encoded(3) == members["set/0003.png"]
 
 
 def test_any_dataset_of_images_can_be_a_source(cuttings):
