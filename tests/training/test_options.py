@@ -14,7 +14,6 @@ from tests.training import diagnosed, workers
 from zerotune import ImageTensors
 from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.facts import UNIT_ALIGNED
 from zerotune.platform import Platform
 from zerotune.training import Trainer, activations
 from zerotune.training.activations import set_recomputing
@@ -50,14 +49,6 @@ def _check_report(report):
     rows = {row[0]: row for row in report.memory_rows()}
     assert rows["activations"][3].startswith("blocks recomputed")
     assert rows["expected peak"][1] == "host"
-    assert {one.phase for one in report.bounds} >= {"forward and backward", "optimizer"}
-    (optimizer,) = [one for one in report.bounds if one.phase == "optimizer"]
-    # The host engine aligns each parameter.
-    aligned = [-(-p.numel // UNIT_ALIGNED) for p in report.estimate.resolved.model.parameters]
-    assert optimizer.nbytes == 32 * UNIT_ALIGNED * sum(aligned)
-    assert 0 < optimizer.rate < 10 * optimizer.reference
-    text = report.render()
-    assert "bottleneck of each phase:" in text
 
 
 @pytest.mark.deepspeed

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
-import torch
 from typing_extensions import override
 
 from zerotune._util.files import system_errors, write_atomically
 from zerotune._util.table import Block, Line, Page, Readable, Table
 from zerotune._util.text import counted, format_size
-from zerotune.backend import rates
 from zerotune.errors import TrainingError
 from zerotune.plan.memory.estimate import PHASES as MOMENTS
 from zerotune.plan.memory.estimate import PLACES
-from zerotune.plan.memory.time import step_traffic
 from zerotune.plan.text import DURING, PLACE_NAMES, time_data
 from zerotune.training.events import PHASES, Callback
 
@@ -61,8 +57,6 @@ class Report(Readable):
     GPU."""
     estimate: MemoryEstimate | None
     """The plan's memory estimate per rank; ``None`` if the plan was resolved without a model."""
-    copy_rate: float | None = None
-    """Host memory bandwidth in bytes per second; ``None`` if not measured."""
     stopped: str | None = None
     """Why the latest ``fit`` ended early; ``None`` if it reached its goal."""
 
@@ -100,17 +94,6 @@ class Report(Readable):
         rows.append(("measured before", "host", before, "libraries, model and data"))
         rows.append(("measured peak", "host", format_size(self.host_peak), "whole process"))
         return rows
-
-    @property
-    def bounds(self) -> tuple[Bound, ...]:
-        """Bottleneck of each phase, longest phase first."""
-        return bounds(
-            phases=self.phases,
-            seconds=self.seconds,
-            steps=self.steps,
-            estimate=self.estimate,
-            reference=self.copy_rate,
-        )
 
     @property
     def split(self) -> dict[str, float]:
@@ -173,9 +156,6 @@ class Report(Readable):
                 Line(title, style="title"),
                 Table(rows=tuple(rows), align="lrr", widths=(12, 10, 10)),
             ]
-        if self.bounds:
-            blocks += [Line("bottleneck of each phase:", style="title")]
-            blocks += [Line(str(bound), indent=2) for bound in self.bounds]
         if self.stopped is not None:
             blocks.append(Line(f"stopped early: {self.stopped}", style="warning"))
         return Page(title=self.brief(), blocks=tuple(blocks))
@@ -190,7 +170,6 @@ class Report(Readable):
             "samples_per_second": self.samples_per_second,
             "estimate": None if self.estimate is None else self.estimate.to_dict(),
             "predicted": None if self.predicted is None else time_data(self.predicted),
-            "bounds": [attrs.asdict(one) | {"rate": one.rate} for one in self.bounds],
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
@@ -252,137 +231,3 @@ class Record(Callback):
         self._losses: list[float] = []
         self._seconds = 0.0
         self._phases = dict.fromkeys(PHASES, 0.0)
-
-
-# -- Bottlenecks of a run: which phase takes the time, what it moves meanwhile, and how fast.
-
-
-Resource = Literal["compute", "bus", "host memory", "disk", "data", "other"]
-
-_FORWARD_BACKWARD: Final = "forward and backward"
-_NEAR: Final = 0.5
-"""If a phase moves bytes at more than this share of the copy rate, memory bandwidth is its
-bottleneck."""
-
-
-@attrs.frozen(kw_only=True)
-class Bound:
-    """One phase of a step and its bottleneck."""
-
-    resource: Resource
-    """Likely bottleneck, based on the measurements."""
-    phase: str
-    """``"data"``, ``"forward and backward"``, ``"optimizer"``, ``"ema"`` or ``"rest"``."""
-    seconds: float
-    """Seconds per step."""
-    share: float
-    """Share of the step time, from 0 to 1."""
-    nbytes: int = 0
-    """Minimum number of bytes that the phase moves per step and rank; 0 if unknown."""
-    reference: float | None = None
-    """Host memory bandwidth in bytes per second, to compare with ``rate``; ``None`` if not
-    measured."""
-
-    @property
-    def rate(self) -> float:
-        """Transfer rate of the phase in bytes per second."""
-        return self.nbytes / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def words(self) -> str:
-        """Describe the bottleneck and its rate."""
-        words = _WAITS[self.resource]
-        if self.nbytes and self.phase == _FORWARD_BACKWARD:
-            moved, rate = format_size(self.nbytes), format_size(self.rate)
-            return f"{words}; meanwhile the bus transfers at least {moved} at {rate}/s"
-        if self.nbytes:
-            words += f": at least {format_size(self.nbytes)} at {format_size(self.rate)}/s"
-        if self.reference:
-            words += f", {self.rate / self.reference:.0%} of a plain copy's rate"
-        return words
-
-    def __str__(self) -> str:
-        milliseconds = 1000 * self.seconds
-        return f"{self.phase}, {self.share:.0%} of the step, {milliseconds:.1f} ms: {self.words}"
-
-
-_WAITS: Final[Mapping[Resource, str]] = {
-    "compute": "compute",
-    "bus": "the bus between host and device",
-    "host memory": "host memory",
-    "disk": "files on disk",
-    "data": "reading data",
-    "other": "work outside the phases",
-}
-
-
-def bounds(
-    *,
-    phases: Mapping[str, float],
-    seconds: float,
-    steps: int,
-    estimate: MemoryEstimate | None,
-    reference: float | None = None,
-) -> tuple[Bound, ...]:
-    """Return the bottleneck of each phase, longest phase first.
-
-    Args:
-        phases: Total seconds of each phase.
-        seconds: Total wall-clock seconds of all steps.
-        steps: Number of optimizer steps.
-        estimate: The plan's memory estimate, from which transferred bytes are computed.
-        reference: Host memory bandwidth in bytes per second; ``None`` if not measured.
-    """
-    if steps <= 0 or seconds <= 0:
-        return ()
-    each = {name: value / steps for name, value in phases.items()}
-    step = seconds / steps
-    passes = each.get("forward", 0.0) + each.get("backward", 0.0)
-    traffic = None if estimate is None else step_traffic(estimate)
-    # The time alone does not show whether the bus or the device is slower, because gradients and
-    # parameters cross the bus while the device computes. The rate lets the reader judge.
-    crossing = traffic.bus - traffic.weights if traffic else 0
-    on_disk = traffic.swap.read + traffic.swap.written if traffic else 0
-    averaged = 2 * traffic.ema_on_disk if traffic else 0
-    optimizer = each.get("optimizer", 0.0)
-
-    def bound(resource: Resource, phase: str, seconds: float, nbytes: int = 0) -> Bound:
-        return Bound(
-            resource=resource, phase=phase, seconds=seconds, share=seconds / step, nbytes=nbytes
-        )
-
-    def on_host(phase: str, nbytes: int) -> Bound:
-        """Return the bottleneck of a phase in host memory: memory bandwidth or compute."""
-        spent = each.get(phase, 0.0)
-        if not nbytes:
-            return bound("compute", phase, spent)
-        near = reference is None or nbytes / max(spent, 1e-9) > _NEAR * reference
-        moving = bound("host memory" if near else "compute", phase, spent, nbytes)
-        return attrs.evolve(moving, reference=reference)
-
-    parts = [
-        bound("data", "data", each.get("data", 0.0)),
-        bound("compute", _FORWARD_BACKWARD, passes, crossing),
-        bound("disk", "optimizer", optimizer, on_disk)
-        if on_disk
-        else on_host("optimizer", traffic.optimizer if traffic else 0),
-        bound("disk", "ema", each.get("ema", 0.0), averaged)
-        if averaged
-        else on_host("ema", traffic.ema if traffic else 0),
-        bound("other", "rest", max(0.0, step - sum(each.values()))),
-    ]
-    return tuple(sorted((one for one in parts if one.seconds > 0), key=lambda one: -one.seconds))
-
-
-def copy_rate() -> float:
-    """Measure host memory bandwidth in bytes per second, counting a copy's reads and writes.
-
-    The result is the rate of the fastest of four copies, with torch's current number of threads.
-    The result is cached for each number of threads.
-    """
-    return _copy_rate_with(torch.get_num_threads())
-
-
-@functools.cache
-def _copy_rate_with(_threads: int) -> float:
-    return rates.copy_rate()

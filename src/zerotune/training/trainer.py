@@ -50,7 +50,7 @@ from zerotune.training.memory import (
     host_peak,
 )
 from zerotune.training.progress import ProgressBar
-from zerotune.training.report import Record, Report, copy_rate
+from zerotune.training.report import Record, Report
 from zerotune.training.save import resumed, rolled_back, seed_everything, trainer_state
 from zerotune.training.setup import (
     PlanSource,
@@ -461,7 +461,7 @@ class Trainer(Closing, Readable):
             host_peak=host_peak(),
             device_peak=device_peak(self.engine.device),
             stopped=self._stopping.reason,
-            **self.running.measured(self.emas.shadows.values(), thorough=thorough),
+            estimate=self.running.estimate(self.emas.shadows.values(), measure=thorough),
             **self._record.totals,
         )
 
@@ -658,18 +658,6 @@ class Running:
             frames=activations.frames,
             gradient_checkpointing=recomputes(self._engine.module),
         )
-
-    def measured(self, shadows: Iterable[EMAShadow], *, thorough: bool) -> dict[str, Any]:
-        """Return the report's memory estimate and copy rate.
-
-        Args:
-            shadows: EMAs of the run.
-            thorough: Whether to measure activations and copy rate, which takes about a second.
-        """
-        return {
-            "estimate": self.estimate(shadows, measure=thorough),
-            "copy_rate": copy_rate() if thorough else None,
-        }
 
     def situation(self, shadows: Iterable[EMAShadow]) -> Situation:
         """Describe the run's current phase and step, for an out-of-memory error."""
