@@ -26,7 +26,7 @@ from zerotune.backend.adapters import adapter_layers
 from zerotune.backend.stored import read_header
 from zerotune.checkpoint import export_adapters, export_model
 from zerotune.checkpoint import tensors as tensorfile
-from zerotune.diffusion import OFT, LoHa, LoKr, LoRA, add_lora, load_adapters
+from zerotune.diffusion import LoRA, add_lora, load_adapters
 from zerotune.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -34,7 +34,7 @@ from zerotune.errors import (
     InvalidValueError,
 )
 
-needs("peft")
+peft = needs("peft")
 
 PATTERNS = LoRA(
     rank=4,
@@ -387,9 +387,9 @@ def test_a_peft_folder_gives_the_trained_output_bit_for_bit(runs, tmp_path):
 
 OTHERS = {
     "rslora": LoRA(rank=4, alpha=8, rslora=True),
-    "lokr": LoKr(rank=4, alpha=8),
-    "loha": LoHa(rank=4, targets=("to_q", "to_k")),
-    "oft": OFT(block_size=8),
+    "lokr": peft.LoKrConfig(r=4, alpha=8),
+    "loha": peft.LoHaConfig(r=4, alpha=4, target_modules=["to_q", "to_k"]),
+    "oft": peft.OFTConfig(oft_block_size=8),
 }
 
 
@@ -428,7 +428,7 @@ def tiny_wan():
 @pytest.mark.parametrize("layout", ["comfyui", "kohya"])
 @pytest.mark.parametrize(
     "lora",
-    [LoRA(rank=4, alpha=2), LoKr(rank=1, alpha=2), LoHa(rank=2, alpha=1)],
+    [LoRA(rank=4, alpha=2), peft.LoKrConfig(r=1, alpha=2), peft.LoHaConfig(r=2, alpha=1)],
     ids=["lora", "lokr", "loha"],
 )
 def test_layers_with_other_names_in_a_layout_are_read_back(layout, lora, fresh, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from tests.support.runs import PLAIN, Case, start
 from zerotune.backend.trained_parts import TrainedParts
 from zerotune.checkpoint import export_adapters, load_checkpoint, save_checkpoint
-from zerotune.diffusion.lora import Adapters, LoKr, LoRA, add_lora, load_adapters
+from zerotune.diffusion.lora import LoRA, add_lora, load_adapters
 from zerotune.ema import EMAShadow
 
 WHOLE = ("stage3_param_persistence_threshold", 0)
@@ -100,14 +100,14 @@ class Adapted:
 
     kind: str = "sdxl"
     """``"sdxl"``, ``"sd3"``, or ``"text"``: SDXL with a text encoder in the same engine."""
-    lora: Adapters = _LORA
+    lora: Any = _LORA
     checkpointing: bool = False
     wide: int = 0
 
     @property
     def layout(self) -> str:
         """The export layout: diffusers' own if it reads such adapters, else peft's."""
-        return "diffusers" if isinstance(self.lora, (LoRA, LoKr)) else "peft"
+        return "diffusers" if type(self.lora).__name__ in ("LoRA", "LoKrConfig") else "peft"
 
     def model(self) -> torch.nn.Module:
         """Build the model with its adapters, identical on every rank and in every process."""

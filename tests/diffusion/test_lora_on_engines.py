@@ -12,9 +12,9 @@ from tests.support.needs import needs
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case
 from zerotune import DeepSpeedPlan
-from zerotune.diffusion import LoKr, LoRA
+from zerotune.diffusion import LoRA
 
-needs("peft")
+peft = needs("peft")
 
 STEPS, HALF = 12, 6
 LENGTHS = pytest.mark.parametrize(
@@ -23,7 +23,9 @@ LENGTHS = pytest.mark.parametrize(
 TEXT = Adapted(kind="text", checkpointing=True)
 """A U-Net and its text encoder, both with adapters, in one engine."""
 DORA = Adapted(kind="sd3", lora=LoRA(rank=4, alpha=8, dora=True))
-LOKR = Adapted(lora=LoKr(rank=2, alpha=4, targets=("to_q", "conv1")), checkpointing=True)
+LOKR = Adapted(
+    lora=peft.LoKrConfig(r=2, alpha=4, target_modules=["to_q", "conv1"]), checkpointing=True
+)
 """LoKr factors: no module's forward pass fetches them, and they need the base weight's shape."""
 WIDE = Adapted(lora=LoRA(rank=16, targets=("attn2.to_k", "attn2.to_v")), wide=2048)
 """Adapters of more than 1 MiB together: DeepSpeed swaps nothing smaller."""

@@ -7,9 +7,6 @@ from zerotune.diffusion.data import ImageTensors as ImageTensors
 from zerotune.diffusion.encoding import encode_dataset as encode_dataset
 from zerotune.diffusion.grid import images_to_grid as images_to_grid
 from zerotune.diffusion.held_out import validation_loss as validation_loss
-from zerotune.diffusion.lora import OFT as OFT
-from zerotune.diffusion.lora import LoHa as LoHa
-from zerotune.diffusion.lora import LoKr as LoKr
 from zerotune.diffusion.lora import LoRA as LoRA
 from zerotune.diffusion.lora import add_lora as add_lora
 from zerotune.diffusion.lora import load_adapters as load_adapters

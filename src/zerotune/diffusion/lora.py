@@ -6,14 +6,15 @@ the model's frozen parameters simply do not require gradients.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
@@ -56,7 +57,7 @@ would not fit the published base model."""
 
 _CLOSE: Final = 3
 
-# -- Kinds of adapters, and the layers they adapt.
+# -- Settings of adapters.
 
 
 _POSITIVE: Final = validated(positive, fix="such as 16")
@@ -67,225 +68,125 @@ def _as_targets(targets: Any) -> Any:
 
 
 @attrs.frozen(kw_only=True)
-class Adapters:
-    """Settings shared by all kinds of adapters."""
-
-    targets: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
-    """Layers to adapt: either suffixes of dotted names (``"to_q"``, ``"to_out.0"``), such as a
-    family's ``lora_targets``, or one regular expression that matches whole names. Default: the
-    attention projections."""
-    exclude: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
-    """Layers to exclude, in the format of ``targets``."""
-    name: str = attrs.field(default="default")
-    """Name of the adapter in the model; adapter files do not contain this name."""
-
-    peft_names: ClassVar[Mapping[str, str]]
-    """Name of each setting in peft's configuration, except ``targets`` and ``exclude``."""
-
-    @name.validator
-    def _check_name(self, _attribute: Any, value: str) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", value):
-            raise InvalidValueError(
-                "may contain only letters, digits, - and _",
-                key=f"{type(self).__name__}.name",
-                value=value,
-            )
-
-    @property
-    def kind(self) -> str:
-        """Return the name of peft's configuration class."""
-        return f"{type(self).__name__}Config"
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments for peft's configuration, except for targets and excluded layers."""
-        found = {theirs: getattr(self, name) for name, theirs in self.peft_names.items()}
-        return {name: dict(v) if isinstance(v, dict) else v for name, v in found.items()}
-
-    def config_in(self, model: torch.nn.Module) -> Any:
-        """Check that ``model`` contains the target layers, and return peft's configuration."""
-        layers, kind = _Layers.of(model), type(self).__name__
-        targets = self.targets or layers.projections()
-        layers.require(targets, key=f"{kind}.targets")
-        if self.exclude:
-            layers.require(self.exclude, key=f"{kind}.exclude")
-        settings = self.settings()
-        for key in ("rank_pattern", "alpha_pattern"):
-            for expression in settings.get(key, ()):
-                inside = _regular_expression(rf"(.*\.)?({expression})", key=f"{kind}.{key}")
-                layers.require(inside, key=f"{kind}.{key}", written=expression)
-        return self.config(targets)
-
-    def config(self, targets: tuple[str, ...] | str | None) -> Any:
-        """Return the adapters' peft configuration for the target layers ``targets``."""
-        target, exclude = (
-            list(layers) if isinstance(layers, tuple) else layers
-            for layers in (targets, self.exclude)
-        )
-        kind = getattr(_peft(), self.kind)
-        return kind(target_modules=target, exclude_modules=exclude, **self.settings())
-
-
-@attrs.frozen(kw_only=True)
-class _Ranked(Adapters):
-    """Adapters that have a rank."""
+class LoRA:
+    """The common settings of peft's ``LoraConfig``, with the rank as default of ``alpha``."""
 
     rank: int = attrs.field(default=16, validator=_POSITIVE)
     """Inner dimension of the factors."""
     alpha: float | None = attrs.field(default=None, validator=attrs.validators.optional(_POSITIVE))
     """Numerator of the scale ``alpha / rank`` of the factors' product; default ``rank``, which
     gives a scale of 1."""
+    targets: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
+    """Layers to adapt: either suffixes of dotted names (``"to_q"``, ``"to_out.0"``), such as a
+    family's ``lora_targets``, or one regular expression that matches whole names. Default: the
+    attention projections."""
+    exclude: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
+    """Layers to exclude, in the format of ``targets``."""
     rank_pattern: dict[str, int] = attrs.field(factory=dict)
     """Ranks of single layers, by a suffix of the layer's name or a regular expression."""
     alpha_pattern: dict[str, float] = attrs.field(factory=dict)
     """Alphas of single layers, by a suffix of the layer's name or a regular expression."""
-
-    peft_names: ClassVar[Mapping[str, str]] = {
-        "rank": "r",
-        "alpha": "alpha",
-        "rank_pattern": "rank_pattern",
-        "alpha_pattern": "alpha_pattern",
-    }
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments of peft's configuration, with ``alpha`` filled in."""
-        return super().settings() | {self.peft_names["alpha"]: self.alpha or self.rank}
-
-
-@attrs.frozen(kw_only=True)
-class LoRA(_Ranked):
-    """Low-rank adapters, which add a product of two small matrices to each adapted weight."""
-
-    dropout: float = attrs.field(default=0.0)
-    """Dropout probability of an adapter's inputs."""
+    dropout: float = 0.0
+    """Dropout probability of an adapter's inputs, below 1."""
     dora: bool = False
     """Train weight-decomposed adapters (Liu et al., 2024) with a magnitude per output."""
     rslora: bool = False
     """Scale by ``alpha / sqrt(rank)`` (Kalajdzievski, 2023), which suits high ranks."""
-    init: bool | str = attrs.field(default=True)
+    init: bool | str = True
     """Initialisation, peft's ``init_lora_weights``: ``True``, ``False``, ``"gaussian"`` or
     ``"orthogonal"``. Random values come from torch's global generator."""
 
-    peft_names: ClassVar[Mapping[str, str]] = {
-        **_Ranked.peft_names,
-        "alpha": "lora_alpha",
-        "dropout": "lora_dropout",
-        "dora": "use_dora",
-        "rslora": "use_rslora",
-        "init": "init_lora_weights",
-    }
-
-    @dropout.validator
-    def _check_dropout(self, _attribute: Any, value: float) -> None:
-        if not 0.0 <= value < 1.0:
-            raise InvalidValueError("is not a probability below 1", key="LoRA.dropout", value=value)
-
-    @init.validator
-    def _check_init(self, _attribute: Any, value: Any) -> None:
-        if value not in _INITIALIZATIONS or (not isinstance(value, (bool, str))):
-            raise InvalidValueError(
-                "is not supported, because this initialisation changes base weights or needs data",
-                key="LoRA.init",
-                value=value,
-                fix=f"write one of {list(_INITIALIZATIONS)}",
-            )
-
-    @property
-    def kind(self) -> str:
-        """Return the name of peft's configuration class."""
-        return "LoraConfig"
+    def config(self) -> Any:
+        """Return peft's configuration."""
+        return _peft().LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha or self.rank,
+            target_modules=self.targets,
+            exclude_modules=self.exclude,
+            rank_pattern=dict(self.rank_pattern),
+            alpha_pattern=dict(self.alpha_pattern),
+            lora_dropout=self.dropout,
+            use_dora=self.dora,
+            use_rslora=self.rslora,
+            init_lora_weights=self.init,
+        )
 
 
-@attrs.frozen(kw_only=True)
-class LoKr(_Ranked):
-    """Adapters that add a Kronecker product to each adapted weight (Yeh et al., 2024).
-
-    LoKr files are small. The second factor of the product is itself a product of two low-rank
-    matrices if ``rank`` is less than half the factor's size.
-    """
-
-    factor: int = -1
-    """Size of the first factor, used if it divides the layer's size. -1 chooses a size near the
-    square root of the layer's size."""
-    decompose_both: bool = False
-    """Whether a sufficiently large first factor is also a product of two low-rank matrices."""
-
-    peft_names: ClassVar[Mapping[str, str]] = {
-        **_Ranked.peft_names,
-        "factor": "decompose_factor",
-        "decompose_both": "decompose_both",
-    }
-
-
-@attrs.frozen(kw_only=True)
-class LoHa(_Ranked):
-    """Adapters that add an elementwise product of low-rank matrices (Hyeon-Woo et al., 2022)."""
-
-
-@attrs.frozen(kw_only=True)
-class OFT(Adapters):
-    """Adapters that rotate blocks of the inputs of each adapted weight (Qiu et al., 2023)."""
-
-    block_size: int = attrs.field(default=32, validator=_POSITIVE)
-    """Number of inputs per block; peft uses the nearest divisor of the layer's input size."""
-
-    peft_names: ClassVar[Mapping[str, str]] = {"block_size": "oft_block_size"}
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments for peft's configuration, with the rank derived from block_size."""
-        return super().settings() | {"r": 0}
-
-
-_ADAPTER_KINDS: Final = {kind().kind: kind for kind in (LoRA, LoKr, LoHa, OFT)}
-"""Adapter classes by the name of peft's configuration."""
-
+_RANKED: Final = frozenset(
+    {"target_modules", "exclude_modules", "r", "rank_pattern", "alpha_pattern"}
+)
+_SUPPORTED: Final[Mapping[str, frozenset[str]]] = {
+    "LoraConfig": _RANKED
+    | {"lora_alpha", "lora_dropout", "use_dora", "use_rslora", "init_lora_weights"},
+    "LoKrConfig": _RANKED | {"alpha", "decompose_factor", "decompose_both"},
+    "LoHaConfig": _RANKED | {"alpha"},
+    "OFTConfig": frozenset({"target_modules", "exclude_modules", "oft_block_size"}),
+}
+"""Settings of peft's configurations that training, checkpoints and exports support."""
 _NOT_TRAINED: Final = frozenset(
     {"auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type"}
 )
 """Fields of peft's configurations that do not affect training."""
 
 
-def as_adapters(lora: Any) -> Adapters:
-    """Convert ``lora`` to an ``Adapters`` object.
-
-    Args:
-        lora: Adapters, peft's ``LoraConfig``, ``LoKrConfig``, ``LoHaConfig`` or ``OFTConfig``, or
-            ``None`` for ``LoRA()``. Every setting of a peft configuration must be supported.
-    """
-    if lora is None:
-        return LoRA()
-    if isinstance(lora, Adapters):
-        return lora
-    theirs = type(lora).__name__
-    if theirs not in _ADAPTER_KINDS:
+def _checked_config(given: Any) -> Any:
+    """Return a copy of a peft configuration whose settings are all supported."""
+    kind = type(given).__name__
+    if kind not in _SUPPORTED:
         raise InvalidValueError(
             "is not a supported kind of adapter",
             key="lora",
-            value=theirs,
-            fix="pass adapters such as LoRA(rank=16), or one of these peft configurations: "
-            f"{', '.join(_ADAPTER_KINDS)}",
+            value=kind,
+            fix=f"pass LoRA(rank=16), or one of these peft configurations: {', '.join(_SUPPORTED)}",
         )
-    kind = _ADAPTER_KINDS[theirs]
-    adapters = kind(
-        targets=_as_written(lora.target_modules),
-        exclude=_as_written(lora.exclude_modules),
-        **{name: getattr(lora, field) for name, field in kind.peft_names.items()},
-    )
-    kept = adapters.config(adapters.targets)
-    for field in dataclasses.fields(kept):
-        value, default = getattr(lora, field.name), getattr(kept, field.name)
-        if field.name not in _NOT_TRAINED and value != default:
+    config, usual = copy.deepcopy(given), type(given)()
+    for field in dataclasses.fields(config):
+        value, default = getattr(given, field.name), getattr(usual, field.name)
+        if field.name not in _SUPPORTED[kind] | _NOT_TRAINED and value != default:
             raise InvalidValueError(
-                f"is not supported by zerotune's {kind.__name__}",
-                key=f"{theirs}.{field.name}",
+                "is not supported",
+                key=f"{kind}.{field.name}",
                 value=value,
                 fix=f"leave {field.name} at {default!r}",
             )
-    return adapters
+    for name in ("r", "lora_alpha", "alpha", "oft_block_size"):
+        if name in _SUPPORTED[kind]:
+            positive(getattr(config, name), key=f"{kind}.{name}", fix="such as 16")
+    _check_start(config, kind)
+    return config
 
 
-def _as_written(layers: Any) -> Any:
-    # peft stores a set, whose order differs between processes.
-    return tuple(sorted(layers)) if isinstance(layers, set) else layers
+def _check_start(config: Any, kind: str) -> None:
+    init, dropout = getattr(config, "init_lora_weights", True), getattr(config, "lora_dropout", 0)
+    if init not in _INITIALIZATIONS or not isinstance(init, (bool, str)):
+        raise InvalidValueError(
+            "is not supported, because this initialisation changes base weights or needs data",
+            key=f"{kind}.init_lora_weights",
+            value=init,
+            fix=f"write one of {list(_INITIALIZATIONS)}",
+        )
+    if not 0.0 <= dropout < 1.0:
+        raise InvalidValueError(
+            "is not a probability below 1", key=f"{kind}.lora_dropout", value=dropout
+        )
+
+
+def _config_in(model: torch.nn.Module, lora: LoRA | PeftConfig | None) -> tuple[Any, bool]:
+    """Return a configuration whose targets exist, and whether they are the default ones."""
+    given = LoRA() if lora is None else lora
+    config = _checked_config(given.config() if isinstance(given, LoRA) else given)
+    layers, kind = _Layers.of(model), type(config).__name__
+    usual = not config.target_modules
+    if usual:
+        config.target_modules = set(layers.projections())
+    layers.require(config.target_modules, key=f"{kind}.target_modules")
+    if config.exclude_modules:
+        layers.require(config.exclude_modules, key=f"{kind}.exclude_modules")
+    for name in ("rank_pattern", "alpha_pattern"):
+        for expression in getattr(config, name, None) or ():
+            inside = _regular_expression(rf"(.*\.)?({expression})", key=f"{kind}.{name}")
+            layers.require(inside, key=f"{kind}.{name}", written=expression)
+    return config, usual
 
 
 # -- New adapters.
@@ -293,8 +194,9 @@ def _as_written(layers: Any) -> Any:
 
 def add_lora(
     model: torch.nn.Module,
-    lora: Adapters | PeftConfig | None = None,
+    lora: LoRA | PeftConfig | None = None,
     *,
+    name: str = "default",
     base_dtype: str | torch.dtype | None = None,
 ) -> AdapterFacts:
     """Freeze a model and add trainable adapters to it, in place.
@@ -307,8 +209,9 @@ def add_lora(
 
     Args:
         model: A diffusers model, a transformers text encoder, or any module that peft can adapt.
-        lora: ``LoRA``, ``LoKr``, ``LoHa`` or ``OFT``, or a peft configuration of one of these
-            kinds, such as ``LoraConfig``; by default ``LoRA()``.
+        lora: ``LoRA``, or peft's ``LoraConfig``, ``LoKrConfig``, ``LoHaConfig`` or ``OFTConfig``;
+            by default ``LoRA()``.
+        name: Name of the adapter in the model; adapter files do not contain this name.
         base_dtype: Dtype of the frozen weights: ``"bf16"``, ``"fp16"``, ``"fp32"`` or a torch
             dtype; by default unchanged.
 
@@ -320,7 +223,6 @@ def add_lora(
             of a peft configuration is not supported.
         MissingDependencyError: peft is not installed.
     """
-    wanted = as_adapters(lora)
     if isinstance(model, TrainedParts):
         raise InvalidValueError(
             "adapters can be added only to a single model",
@@ -329,16 +231,16 @@ def add_lora(
             fix='call add_lora(parts["unet"], ...) for each part',
         )
     _require_no_adapters(model)
-    config = wanted.config_in(model)
+    config, usual = _config_in(model, lora)
     model.requires_grad_(False)
-    decisions = _read_for_magnitudes(model) if isinstance(wanted, LoRA) and wanted.dora else ()
+    decisions = _read_for_magnitudes(model) if getattr(config, "use_dora", False) else ()
     add = getattr(model, "add_adapter", None)
     with standing_in(model):
         if add is not None:
-            add(config, adapter_name=wanted.name)
+            add(config, adapter_name=name)
         else:
-            _peft().inject_adapter_in_model(config, model, adapter_name=wanted.name)
-    if not wanted.targets:
+            _peft().inject_adapter_in_model(config, model, adapter_name=name)
+    if usual:
         decisions += (
             Decision(
                 key="LoRA.targets",
@@ -347,7 +249,7 @@ def add_lora(
                 reason="targets default to the model's attention projections",
             ),
         )
-    return _train_only(model, wanted.name, base_dtype=base_dtype, decisions=decisions)
+    return _train_only(model, name, base_dtype=base_dtype, decisions=decisions)
 
 
 def _read_for_magnitudes(model: torch.nn.Module) -> tuple[Decision, ...]:
@@ -673,14 +575,14 @@ class _Layers:
         if not found:
             raise InvalidValueError(
                 f"{self.model} has no known attention projections",
-                key="LoRA.targets",
+                key="targets",
                 value=None,
                 fix=f"set targets to the layers to adapt, such as {self.endings[:_CLOSE]}",
             )
         return found
 
     def require(
-        self, targets: tuple[str, ...] | str, *, key: str, written: str | None = None
+        self, targets: Collection[str] | str, *, key: str, written: str | None = None
     ) -> None:
         """Check that every target matches a layer.
 
@@ -694,7 +596,7 @@ class _Layers:
             if not any(re.fullmatch(pattern, name) for name in self.names):
                 raise self._no_match(key, written or targets)
             return
-        for target in targets:
+        for target in sorted(targets):
             if not self._has(target):
                 raise self._no_match(key, target)
 

@@ -91,10 +91,7 @@ from zerotune.platform.detect import first_line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-_KNOWN: Final[tuple[type[PipelineFamily], ...]] = (
-    *DECLARED,
-    *CONTROLNETS,
-)
+_KNOWN: Final[tuple[type[PipelineFamily], ...]] = (*DECLARED, *CONTROLNETS)
 
 
 FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in _KNOWN}
@@ -442,7 +439,7 @@ def named_family(name: str) -> type[TextToImage]:
     if ":" in name:
         return _imported_family(name)
     names: dict[str, type[TextToImage]] = {**FAMILY_NAMES, **FAMILIES}
-    names |= {family.__name__: family for family in (*_KNOWN, WanLowNoise)}
+    names |= {family.__name__: family for family in _KNOWN} | {"WanLowNoise": WanLowNoise}
     if name in names:
         return names[name]
     close = did_you_mean(name, names)
