@@ -125,7 +125,6 @@ RELATED = {
     },
     "zerotune.diffusion.PipelineFamily": {
         f"{_MODELS}.family": "Family PromptFamily LabelFamily Conditioning Denoiser Drawing",
-        f"{_MODELS}.pipeline_family": "TextToImage",
         f"{_MODELS}.latents": "Packing Tokens Unpacked",
         f"{_MODELS}.declared": "AuraFlow Chroma Flux Flux2 Flux2Klein FluxKontext HiDream "
         "HunyuanVideo Krea2 LTXVideo Lumina2 PixArtAlpha PixArtSigma QwenImage QwenImageEdit "

@@ -20,11 +20,10 @@ from zerotune.diffusion.data.cache import (
     cache_latents,
     cache_texts,
 )
-from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
 if TYPE_CHECKING:
     from zerotune.diffusion.data.preparation import PreparedImages
-    from zerotune.diffusion.models.pipeline_family import TextToImage
+    from zerotune.diffusion.models.pipeline_family import PipelineFamily
 
 
 class Ranks(Protocol):
@@ -46,7 +45,7 @@ class Ranks(Protocol):
 def encode_dataset(
     images: PreparedImages,
     *,
-    family: TextToImage,
+    family: PipelineFamily,
     folder: str | os.PathLike[str],
     ranks: Ranks | None = None,
     device: torch.device | str | None = None,
@@ -110,7 +109,7 @@ def _launched_ranks(resources: ExitStack) -> Ranks:
 def _encode(
     images: PreparedImages,
     *,
-    family: TextToImage,
+    family: PipelineFamily,
     folder: str | os.PathLike[str],
     ranks: Ranks,
     device: torch.device,
@@ -150,7 +149,7 @@ def _encode(
 def _encode_captions(
     images: PreparedImages,
     *,
-    family: TextToImage,
+    family: PipelineFamily,
     folder: str | os.PathLike[str],
     device: torch.device,
     shared: dict[str, Any],
@@ -177,7 +176,7 @@ def _encode_captions(
             **shared,
         )
         return cache
-    if isinstance(family, PipelineFamily) and family.texts_alone:
+    if family.texts_alone:
         shared = {**shared, "batch_size": 1}  # Unequal lengths, without a mask.
     cache_texts(
         images.texts(),

@@ -77,7 +77,7 @@ from zerotune.diffusion.models.pipeline import (
     component_class,
     pipeline_class,
 )
-from zerotune.diffusion.models.pipeline_family import PipelineFamily, TextToImage
+from zerotune.diffusion.models.pipeline_family import PipelineFamily
 from zerotune.diffusion.models.probe import probe, probe_texts
 from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of, preconditions
 from zerotune.diffusion.objective import (
@@ -94,7 +94,7 @@ if TYPE_CHECKING:
 _KNOWN: Final[tuple[type[PipelineFamily], ...]] = (*DECLARED, *CONTROLNETS)
 
 
-FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in _KNOWN}
+FAMILIES: Final[dict[str, type[PipelineFamily]]] = {family.pipeline: family for family in _KNOWN}
 """Families, keyed by the class name of their diffusers pipeline."""
 
 FAMILY_NAMES: Final[dict[str, type[PipelineFamily]]] = {
@@ -164,7 +164,7 @@ class Pretrained:
     @property
     def component(self) -> str | None:
         """Name of the model in its pipeline; ``None`` if it is a ControlNet or has no pipeline."""
-        if isinstance(self.family, ControlNetFamily) or not isinstance(self.family, TextToImage):
+        if isinstance(self.family, ControlNetFamily) or not isinstance(self.family, PipelineFamily):
             return None
         return self.family.component
 
@@ -218,7 +218,7 @@ def load_pretrained(
     dtype: str | None = None,
     quantization: Any = None,
     frozen_dtype: str = "bf16",
-    family: type[TextToImage] | str | None = None,
+    family: type[PipelineFamily] | str | None = None,
     controlnet: str | os.PathLike[str] | torch.nn.Module | None = None,
     parts: bool = True,
     text_encoders: bool | Sequence[str] = False,
@@ -317,15 +317,13 @@ def load_pretrained(
             options |= stored.left_out(leave_out, kind.also_needed)
             options |= _dtype_option(_dtype(frozen_dtype))
             loaded = stored.frozen(kind, model.config, options, encoders)
-        if issubclass(kind, PipelineFamily):
-            settings["blueprint"] = Blueprint.read(folder, pipeline_class(kind.pipeline))
+        settings["blueprint"] = Blueprint.read(folder, pipeline_class(kind.pipeline))
     chosen = kind(parts=loaded, **settings)
     decisions = found + read + replaced + (() if loaded is None else _spare_the_vae(loaded))
-    if isinstance(chosen, PipelineFamily):
-        decisions += probe(chosen, model)
-        if kind not in _KNOWN:  # zerotune's own are tested, and encoders are slow on a host.
-            chosen, found = probe_texts(chosen)
-            decisions += found
+    decisions += probe(chosen, model)
+    if kind not in _KNOWN:  # zerotune's own are tested, and encoders are slow on a host.
+        chosen, found = probe_texts(chosen)
+        decisions += found
     if encoders:
         decisions += _freeze_unread(chosen, encoders)
         model = TrainedParts(**{kind.component: model, **encoders})
@@ -430,7 +428,7 @@ def _single_file(
     )
 
 
-def named_family(name: str) -> type[TextToImage]:
+def named_family(name: str) -> type[PipelineFamily]:
     """Find a family class by its command-line name, class name, pipeline, or ``module:Class``.
 
     Raises:
@@ -438,7 +436,7 @@ def named_family(name: str) -> type[TextToImage]:
     """
     if ":" in name:
         return _imported_family(name)
-    names: dict[str, type[TextToImage]] = {**FAMILY_NAMES, **FAMILIES}
+    names: dict[str, type[PipelineFamily]] = {**FAMILY_NAMES, **FAMILIES}
     names |= {family.__name__: family for family in _KNOWN} | {"WanLowNoise": WanLowNoise}
     if name in names:
         return names[name]
@@ -451,7 +449,7 @@ def named_family(name: str) -> type[TextToImage]:
     )
 
 
-def _imported_family(name: str) -> type[TextToImage]:
+def _imported_family(name: str) -> type[PipelineFamily]:
     """Import a custom family from a module in the working directory or an installed module."""
     module, _, attribute = name.partition(":")
     here = str(Path.cwd())
@@ -469,7 +467,7 @@ def _imported_family(name: str) -> type[TextToImage]:
                 fix="write the module's import name, a colon and the class name, such as "
                 "my_family:OvisImage",
             ) from error
-    if not (isinstance(found, type) and issubclass(found, TextToImage)):
+    if not (isinstance(found, type) and issubclass(found, PipelineFamily)):
         raise InvalidValueError(
             "is not a family",
             key="family",
@@ -489,7 +487,7 @@ class _StoredPipeline:
     single: SingleFile | None = None
     """Single file with the trained model, and possibly other parts of the pipeline."""
 
-    def family(self) -> type[TextToImage]:
+    def family(self) -> type[PipelineFamily]:
         name = str(self.index.get("_class_name"))
         if name not in FAMILIES:
             raise InvalidValueError(
@@ -501,7 +499,7 @@ class _StoredPipeline:
             )
         return FAMILIES[name]
 
-    def chosen_family(self, told: type[TextToImage] | str | None) -> type[TextToImage]:
+    def chosen_family(self, told: type[PipelineFamily] | str | None) -> type[PipelineFamily]:
         """Return the requested family; by default the family of the pipeline."""
         if told is None or not isinstance(told, str):
             return told or self.family()
@@ -509,8 +507,7 @@ class _StoredPipeline:
             return named_family(told)
         own = self.family()
         steering = own if issubclass(own, ControlNetFamily) else None
-        if steering is None and issubclass(own, PipelineFamily):
-            steering = controlnet_of(own)
+        steering = steering or controlnet_of(own)
         if steering is None:
             raise InvalidValueError(
                 f"{own.pipeline} has no declared ControlNet",
@@ -618,7 +615,7 @@ class _StoredPipeline:
 
     def frozen(
         self,
-        kind: type[TextToImage],
+        kind: type[PipelineFamily],
         config: Any,
         options: dict[str, Any],
         encoders: Mapping[str, torch.nn.Module],
@@ -733,14 +730,13 @@ class _StoredPipeline:
 
 
 def _freeze_unread(
-    family: TextToImage, encoders: Mapping[str, torch.nn.Module]
+    family: PipelineFamily, encoders: Mapping[str, torch.nn.Module]
 ) -> tuple[Decision, ...]:
     """Freeze weights on which embeddings do not depend, such as CLIP's last layer in SDXL.
 
     An optimizer would decay such weights, although they never get a gradient.
     """
-    if isinstance(family, PipelineFamily):  # A T5 is slow on the host.
-        family = attrs.evolve(family, max_sequence_length=8)
+    family = attrs.evolve(family, max_sequence_length=8)  # A T5 is slow on the host.
     with torch.enable_grad():
         texts = family.embed(cast("FrozenParts", family.parts), ["a"], torch.device("cpu"))
     read = _leaves_of(texts.values())

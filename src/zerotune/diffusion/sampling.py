@@ -161,7 +161,7 @@ def sample(
         scheduler: Diffusers scheduler, such as ``DDIMScheduler``; sampling uses a copy. For a
             text-to-image family, the default is the pipeline's scheduler.
         family: Family that calls the model; by default ``Unconditional()``.
-        prompts: Prompts for a text-to-image family; see ``TextToImage.draw``.
+        prompts: Prompts for a text-to-image family; see ``PipelineFamily.draw``.
         negative_prompt: Negative prompt for guidance; only with prompts.
         labels: Labels (n,) for a class-conditional family.
         count: Number of images; required without labels and prompts.

@@ -24,7 +24,7 @@ from zerotune.diffusion import (
     load_pretrained,
     sample,
 )
-from zerotune.diffusion.models.pipeline_family import TextToImage
+from zerotune.diffusion.models.pipeline_family import PipelineFamily
 from zerotune.diffusion.noise_schedule import drawing_scheduler
 from zerotune.errors import DataError, InvalidValueError
 
@@ -118,11 +118,11 @@ def test_guidance_moves_images_away_from_the_negative_prompt(loaded):
         assert (one - other).abs().max() > 1e-3, name
 
 
-class ByHand(TextToImage):
+class ByHand(PipelineFamily):
     """SD 1.5 that does not run its pipeline's ``__call__``."""
 
     pipeline, component, text_tensors = "StableDiffusionPipeline", "unet", ("prompt_embeds",)
-    lora_targets = ("to_q",)
+    flow_matching = False
 
     def embed(self, parts, captions, device):
         embeds, _ = parts.pipeline.encode_prompt(captions, device, 1, False)

@@ -18,7 +18,6 @@ from zerotune.checkpoint.export.adapters import LORA_FILE, export_adapters
 from zerotune.diffusion import PipelineFamily, load_pretrained, sample
 from zerotune.diffusion.lora import LoRA, add_lora
 from zerotune.diffusion.models.declared import WanLowNoise
-from zerotune.diffusion.models.pipeline_family import TextToImage
 from zerotune.diffusion.pretrained import Pretrained
 
 TOKENS = 6
@@ -96,7 +95,7 @@ def example(family: PipelineFamily, model: Any, step: int, share: int) -> dict[s
     return found
 
 
-def data_of(family: TextToImage, model: Any, step: int, share: int) -> dict[str, torch.Tensor]:
+def data_of(family: PipelineFamily, model: Any, step: int, share: int) -> dict[str, torch.Tensor]:
     """Return a micro batch in the family's format."""
     if isinstance(family, PipelineFamily):
         return example(family, model, step, share)
@@ -136,7 +135,7 @@ def _train(
 ) -> dict[str, Any]:
     model: Any = copy.deepcopy(loaded.model)
     family = loaded.family
-    assert isinstance(family, TextToImage)
+    assert isinstance(family, PipelineFamily)
     if variant.lora:
         torch.manual_seed(5)
         add_lora(model, LoRA(rank=4, targets=family.lora_targets))
@@ -160,7 +159,7 @@ def _train(
     return found
 
 
-def _step(engine: Any, objective: Any, step: int, family: TextToImage, model: Any) -> float:
+def _step(engine: Any, objective: Any, step: int, family: PipelineFamily, model: Any) -> float:
     ranks = engine.group.world_size
     total = torch.zeros(1)
     for share in range(engine.group.rank, SHARES, ranks):
@@ -174,7 +173,9 @@ def _step(engine: Any, objective: Any, step: int, family: TextToImage, model: An
     return float(total)
 
 
-def _reloaded(engine: Any, target: str, folder: str, variant: Variant, family: TextToImage) -> Any:
+def _reloaded(
+    engine: Any, target: str, folder: str, variant: Variant, family: PipelineFamily
+) -> Any:
     """Load the exported model with plain diffusers."""
     path, kind = Path(target), type(engine.module)
     if variant.lora:
@@ -190,7 +191,7 @@ def _reloaded(engine: Any, target: str, folder: str, variant: Variant, family: T
     return plain.eval()
 
 
-def _predicts_the_same(engine: Any, plain: Any, family: TextToImage) -> bool:
+def _predicts_the_same(engine: Any, plain: Any, family: PipelineFamily) -> bool:
     with engine.evaluating():
         wanted = _predict(family, engine)
     with torch.no_grad():
@@ -215,7 +216,7 @@ def _draws_the_same(engine: Any, plain: Any, loaded: Pretrained) -> bool:
     return bool(torch.allclose(ours, theirs, rtol=0, atol=2e-5)) and float(ours.std()) > 0.01
 
 
-def _predict(family: TextToImage, model: Any) -> torch.Tensor:
+def _predict(family: PipelineFamily, model: Any) -> torch.Tensor:
     data = data_of(family, getattr(model, "module", model), 99, 0)
     conditioning = family.conditioning(data, torch.Generator())
     return family.predict(model, data["latents"], torch.tensor([500.0, 20.0]), conditioning)

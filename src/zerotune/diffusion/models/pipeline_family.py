@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -60,27 +59,44 @@ class _UsualSpace:
         return latent_frames(frames, per_latent=self.frames)
 
 
+REFERENCES: Final = "reference_latents"
+"""Batch key of reference latents (b, c, h, w), or (b, r, c, h, w) with several per sample."""
+
+_TEXT_WIDTHS: Final = (
+    "joint_attention_dim",
+    "text_dim",
+    "text_embed_dim",
+    "caption_channels",
+    "cap_feat_dim",
+    "cross_attention_dim",
+)
+"""Keys under which configurations of diffusers models store the text width."""
+
+
 @attrs.frozen(kw_only=True, eq=False)
-class TextToImage(ABC):
-    """Base class of latent text-to-image families.
+class PipelineFamily:
+    """A latent text-to-image or text-to-video family, defined by its diffusers pipeline.
 
     A batch contains either ``latents`` (b, c, h, w) from a cache, or ``images`` (b, 3, height,
     width) in [-1, 1]. A batch also contains either the tensors named in ``text_tensors`` or
     ``captions``. Images and captions are encoded in each step.
 
-    A subclass names its pipeline and implements ``embed``, which encodes texts, and ``predict``,
-    which calls the model.
+    A subclass declares how its pipeline differs from the defaults. The pipeline must accept
+    ``latents`` and ``prompt_embeds`` and pass its model's prediction to its scheduler; if it does
+    not, the subclass overrides ``embed``, which encodes texts, and ``predict``, which calls the
+    model. ``load_pretrained`` tests the family on the ``meta`` device; if the test fails, the error
+    gives the reason.
     """
 
     pipeline: ClassVar[Any]
     """Pipeline class for loading and sampling: the name of a diffusers class, or a custom class."""
-    component: ClassVar[str]
+    component: ClassVar[str] = "transformer"
     """Name of the trained model in the pipeline."""
-    text_tensors: ClassVar[tuple[str, ...]]
+    text_tensors: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
     """Names of the tensors that ``embed`` returns; they are also arguments of the pipeline."""
-    lora_targets: ClassVar[tuple[str, ...]]
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     """Modules that get adapters by default, as in diffusers' training scripts."""
-    flow_matching: ClassVar[bool] = False
+    flow_matching: ClassVar[bool] = True
     """Whether these models use flow matching; if not, they are denoising diffusion models."""
     reads_references: ClassVar[bool] = False
     """Whether the text encoder encodes each text together with the image to edit."""
@@ -113,6 +129,19 @@ class TextToImage(ABC):
     arguments: ClassVar[Mapping[str, Any]] = _NONE
     """Additional keyword arguments for the pipeline's ``__call__``."""
 
+    model: ClassVar[str] = ""
+    """Class name of the trained model in diffusers; ``model_facts`` needs it to find the family of
+    a configuration."""
+    encoded: ClassVar[tuple[str, ...]] = ()
+    """Names of ``encode_prompt``'s outputs in order; by default ``text_tensors``, then the same
+    names with the prefix ``negative_``."""
+    text_width: ClassVar[str | None] = None
+    """Configuration key of the text embedding dimension; set it only if the key is not in
+    ``_TEXT_WIDTHS``."""
+    one_by_one: ClassVar[bool] = False
+    """Whether each sample needs its own pipeline call, because a call supports only one time
+    step."""
+
     parts: FrozenParts | None = None
     """VAE and text encoders. Required for sampling, but not for training from caches."""
     dropout: float = attrs.field(default=0.0, validator=validated(probability))
@@ -124,6 +153,12 @@ class TextToImage(ABC):
     """Guidance scale that a distilled model receives in training."""
     blueprint: Blueprint | None = None
     """The pipeline without weights; by default created from the pipeline of ``parts``."""
+    max_sequence_length: int | None = None
+    """Number of tokens per text; by default the pipeline's value."""
+    texts_alone: bool = False
+    """Whether texts are encoded one by one. ``load_pretrained`` sets this attribute if the pipeline
+    pads texts to the longest text of a batch, because embeddings would otherwise depend on the
+    batch."""
 
     base_component: ClassVar[str | None] = None
     """Component name of the frozen model that a ControlNet controls."""
@@ -136,55 +171,18 @@ class TextToImage(ABC):
         """Return the component names of the trained model and of a ControlNet's frozen model."""
         return tuple(name for name in (cls.component, cls.base_component) if name is not None)
 
-    @abstractmethod
-    def embed(
-        self, parts: FrozenParts, captions: Sequence[str], device: torch.device
-    ) -> dict[str, Tensor]:
-        """Encode captions with the pipeline.
-
-        Args:
-            parts: VAE and text encoders.
-            captions: One caption per sample.
-            device: Device of the encoders.
-
-        Returns:
-            The tensors named in ``text_tensors``, batch first.
-        """
-
-    def embed_negative(
-        self, parts: FrozenParts, texts: Sequence[str], device: torch.device
-    ) -> dict[str, Tensor]:
-        """Encode negative prompts, which some pipelines encode differently from captions.
-
-        Args:
-            parts: VAE and text encoders.
-            texts: One negative prompt per sample.
-            device: Device of the encoders.
-        """
-        return self.embed(parts, texts, device)
-
-    @abstractmethod
-    def predict(
-        self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
-    ) -> Tensor:
-        """Return the model's prediction in the shape of ``noisy``.
-
-        Args:
-            model: Model that predicts.
-            noisy: Noisy latents (b, c, [frames,] h, w), fp32.
-            timesteps: Time steps (b,) in the scheduler's units.
-            conditioning: Value returned by ``conditioning``.
-        """
-
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return a batch's latents (b, c, h, w) in fp32, encoding its images if needed."""
+        """Return a batch's latents (b, c, [frames,] h, w), fp32, encoding its images if needed."""
         if "latents" in batch:
-            return batch["latents"].float()
-        images = images_of(batch)
-        return self.encode_images(images, device=images.device)["latents"].to(images.device)
+            latents = batch["latents"].float()
+        else:
+            images = images_of(batch)
+            encoded = self.encode_images(images, device=images.device)
+            latents = encoded["latents"].to(images.device)
+        return latents.unsqueeze(2) if self.clips and latents.ndim == 4 else latents
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
-        """Return a batch's text embeddings.
+        """Return a batch's text embeddings and the latents of its reference images.
 
         With probability ``dropout``, the embedding of the empty text replaces a sample's embedding.
 
@@ -192,6 +190,13 @@ class TextToImage(ABC):
             batch: Batch with captions or embeddings.
             generator: Random generator for dropout.
         """
+        texts = self._texts(batch, generator)
+        without = REFERENCES not in batch and REFERENCE_IMAGES not in batch
+        if self.reference is None or (without and not self.needs_references):
+            return texts
+        return {**texts, REFERENCES: self._references(batch)}
+
+    def _texts(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
         first = self.text_tensors[0]
         if self.trains_texts:
             return {CAPTIONS: self._kept_captions(batch, generator)}  # type: ignore[dict-item]
@@ -221,6 +226,26 @@ class TextToImage(ABC):
             for n, gone in enumerate(dropped)
         ]
         return stack_named(rows)
+
+    def _references(self, batch: Mapping[str, Tensor]) -> Tensor:
+        if REFERENCES in batch:
+            latents = batch[REFERENCES].float()
+            return latents if self.clips else self.one_of_each(latents)
+        images = batch.get(REFERENCE_IMAGES)
+        if images is None:
+            raise DataError(
+                f"{type(self).__name__} needs reference images, but the batch contains "
+                f"only {sorted(batch)}",
+                key=f"batch[{REFERENCES!r}]",
+                fix="add reference_images (b, 3, height, width) or reference_latents to the "
+                "batches",
+            )
+        device = images.device
+
+        def encode(each: Tensor) -> Tensor:
+            return self.encode_references(each, device=device)["latents"].to(device)
+
+        return of_each(self.one_of_each(images), encode)
 
     @property
     def trains_texts(self) -> bool:
@@ -497,10 +522,6 @@ class TextToImage(ABC):
             },
         )
 
-    def embedding_settings(self) -> dict[str, Any]:
-        """Return the settings, other than weights, that affect embeddings, as JSON values."""
-        return {}
-
     def known_blueprint(self) -> Blueprint:
         """Return the pipeline without weights.
 
@@ -563,7 +584,7 @@ class TextToImage(ABC):
         """
         return latents
 
-    def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:  # noqa: B027 - few need it
+    def adjust(self, pipe: Any, call_kwargs: dict[str, Any]) -> None:
         """Adapt a new pipeline to the arguments with which it will be called.
 
         Args:
@@ -756,83 +777,6 @@ class TextToImage(ABC):
         if wanted is not None:
             parts.to(wanted, names)
 
-
-def of_each(images: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply ``encode`` to images (b, 3, h, w), or to several images per sample (b, r, 3, h, w)."""
-    if images.ndim == 4:
-        return encode(images)
-    found = encode(images.flatten(0, 1))
-    return found.reshape(*images.shape[:2], *found.shape[1:])
-
-
-class _LastStep:
-    """Records the latents of the last step, because pipelines return their latents differently."""
-
-    latents: Tensor
-
-    def listening(self, call: Any) -> dict[str, Any]:
-        """Return the argument of a pipeline's ``call`` that receives a callback for each step."""
-        if "callback_on_step_end" in parameters_of(call):
-            return {"callback_on_step_end": self._stepped}
-        return {"callback": self._called}
-
-    def _stepped(self, _pipe: Any, _step: int, _time: Any, tensors: Mapping[str, Any]) -> Any:
-        self.latents = tensors["latents"]
-        return {}
-
-    def _called(self, _step: int, _time: Any, latents: Tensor) -> None:
-        self.latents = latents
-
-
-REFERENCES: Final = "reference_latents"
-"""Batch key of reference latents (b, c, h, w), or (b, r, c, h, w) with several per sample."""
-
-_TEXT_WIDTHS: Final = (
-    "joint_attention_dim",
-    "text_dim",
-    "text_embed_dim",
-    "caption_channels",
-    "cap_feat_dim",
-    "cross_attention_dim",
-)
-"""Keys under which configurations of diffusers models store the text width."""
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class PipelineFamily(TextToImage):
-    """A family defined by its diffusers pipeline.
-
-    A subclass declares how its pipeline differs from the defaults. The pipeline must accept
-    ``latents`` and ``prompt_embeds`` and pass its model's prediction to its scheduler.
-    ``load_pretrained`` tests the family on the ``meta`` device; if the test fails, the error gives
-    the reason.
-    """
-
-    component: ClassVar[str] = "transformer"
-    text_tensors: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
-    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    flow_matching: ClassVar[bool] = True
-
-    model: ClassVar[str] = ""
-    """Class name of the trained model in diffusers; ``model_facts`` needs it to find the family of
-    a configuration."""
-    encoded: ClassVar[tuple[str, ...]] = ()
-    """Names of ``encode_prompt``'s outputs in order; by default ``text_tensors``, then the same
-    names with the prefix ``negative_``."""
-    text_width: ClassVar[str | None] = None
-    """Configuration key of the text embedding dimension; set it only if the key is not in
-    ``_TEXT_WIDTHS``."""
-    one_by_one: ClassVar[bool] = False
-    """Whether each sample needs its own pipeline call, because a call supports only one time
-    step."""
-
-    max_sequence_length: int | None = None
-    """Number of tokens per text; by default the pipeline's value."""
-    texts_alone: bool = False
-    """Whether texts are encoded one by one. ``load_pretrained`` sets this attribute if the pipeline
-    pads texts to the longest text of a batch, because embeddings would otherwise depend on the
-    batch."""
-
     # -- Texts.
 
     def embed(
@@ -910,41 +854,6 @@ class PipelineFamily(TextToImage):
         if self.max_sequence_length is not None:
             known["max_sequence_length"] = self.max_sequence_length
         return known
-
-    # -- Samples.
-
-    def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return a batch's latents (b, c, [frames,] h, w), fp32, encoding its images if needed."""
-        latents = super().clean(batch)
-        return latents.unsqueeze(2) if self.clips and latents.ndim == 4 else latents
-
-    def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
-        """Return a batch's text embeddings and the latents of its reference images."""
-        texts = super().conditioning(batch, generator)
-        without = REFERENCES not in batch and REFERENCE_IMAGES not in batch
-        if self.reference is None or (without and not self.needs_references):
-            return texts
-        return {**texts, REFERENCES: self._references(batch)}
-
-    def _references(self, batch: Mapping[str, Tensor]) -> Tensor:
-        if REFERENCES in batch:
-            latents = batch[REFERENCES].float()
-            return latents if self.clips else self.one_of_each(latents)
-        images = batch.get(REFERENCE_IMAGES)
-        if images is None:
-            raise DataError(
-                f"{type(self).__name__} needs reference images, but the batch contains "
-                f"only {sorted(batch)}",
-                key=f"batch[{REFERENCES!r}]",
-                fix="add reference_images (b, 3, height, width) or reference_latents to the "
-                "batches",
-            )
-        device = images.device
-
-        def encode(each: Tensor) -> Tensor:
-            return self.encode_references(each, device=device)["latents"].to(device)
-
-        return of_each(self.one_of_each(images), encode)
 
     # -- The prediction.
 
@@ -1137,6 +1046,33 @@ class PipelineFamily(TextToImage):
         """Return the number of tokens to which texts are padded."""
         usual = parameters_of(self.known_blueprint().kind.__call__).get("max_sequence_length")
         return self.max_sequence_length or (usual.default if usual is not None else 0) or 64
+
+
+def of_each(images: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply ``encode`` to images (b, 3, h, w), or to several images per sample (b, r, 3, h, w)."""
+    if images.ndim == 4:
+        return encode(images)
+    found = encode(images.flatten(0, 1))
+    return found.reshape(*images.shape[:2], *found.shape[1:])
+
+
+class _LastStep:
+    """Records the latents of the last step, because pipelines return their latents differently."""
+
+    latents: Tensor
+
+    def listening(self, call: Any) -> dict[str, Any]:
+        """Return the argument of a pipeline's ``call`` that receives a callback for each step."""
+        if "callback_on_step_end" in parameters_of(call):
+            return {"callback_on_step_end": self._stepped}
+        return {"callback": self._called}
+
+    def _stepped(self, _pipe: Any, _step: int, _time: Any, tensors: Mapping[str, Any]) -> Any:
+        self.latents = tensors["latents"]
+        return {}
+
+    def _called(self, _step: int, _time: Any, latents: Tensor) -> None:
+        self.latents = latents
 
 
 # -- A scheduler of one step.
