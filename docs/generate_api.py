@@ -136,16 +136,11 @@ RELATED = {
         f"{_DATA}.cache": "CachedImages TensorCache CacheSettings cache_latents cache_texts "
         "cache_edits hash_weights",
     },
-    f"{_DATA}.Preparation": {
-        f"{_DATA}.preparation": "CenterCrop",
-        f"{_DATA}.images": "AlphaOnColor DropAlpha",
-    },
     f"{_DATA}.ImageFolder": {
-        f"{_DATA}.sources": "ImageSource ImageItem JoinedSources RepeatedSource CaptionText "
-        "TextLines WholeText",
-        f"{_DATA}.images": "BrokenImage RefuseBroken SkipBroken HeaderOnly WholeImage write_broken",
+        f"{_DATA}.sources": "ImageSource ImageItem JoinedSources RepeatedSource",
+        f"{_DATA}.images": "BrokenImage write_broken",
     },
-    f"{_DATA}.ClipFolder": {f"{_DATA}.clips": "ClipSource ClipItem FirstFrame WholeClip"},
+    f"{_DATA}.ClipFolder": {f"{_DATA}.clips": "ClipSource ClipItem"},
     "zerotune.diffusion.DataStream": {
         f"{_DATA}.streams": "Batch BatchStream Captions RepeatedBatches stack_samples",
         f"{_DATA}.order": "Draw SampleOrder derive_seed",

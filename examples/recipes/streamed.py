@@ -26,7 +26,7 @@ import zerotune
 from zerotune import AspectBuckets
 from zerotune.diffusion.data import Augmentation, Preparation
 from zerotune.diffusion.data.buckets import Placement
-from zerotune.diffusion.data.images import decode, image_check, readable_errors, why
+from zerotune.diffusion.data.images import decode, image_size, readable_errors, why
 from zerotune.diffusion.data.order import Draw
 from zerotune.diffusion.data.preparation import micro_conditioning, to_pixels
 from zerotune.diffusion.data.streams import Batch, stack_samples
@@ -117,7 +117,6 @@ class StreamedImages:
         self._samples, self._read, self._buckets = samples, read, buckets
         self._size, self._rank, self._world_size = micro_batch_size, rank, world_size
         self._augmentation = augmentation or Augmentation()
-        self._check = image_check("whole")
         self._waiting: dict[Any, list[Arrived]] = {}
         self._epoch, self._count, self._last = 0, 0, ""
         self._arrived_in = 0
@@ -202,7 +201,7 @@ class StreamedImages:
         draw = Draw(index=self._count - 1, epoch=self._epoch)
         try:
             encoded, caption = self._read(sample)
-            placement = self._buckets.place(self._check.size(encoded))
+            placement = self._buckets.place(image_size(encoded, "whole"))
         except readable_errors() as error:
             if self._rank == 0:
                 print(f"sample {draw.index} is skipped: {why(error)}")
@@ -212,16 +211,12 @@ class StreamedImages:
         self._waiting.setdefault(placement.bucket, []).append(arrived)
 
     def _prepare(self, arrived: Arrived) -> dict[str, Any]:
-        pixels, corner = to_pixels(
-            decode(arrived.encoded),
-            arrived.placement,
-            Preparation(),
-            flipped=self._augmentation.flips(arrived.draw),
-        )
+        placement, flipped = arrived.placement, self._augmentation.flips(arrived.draw)
+        image = decode(arrived.encoded)
         return {
-            "images": pixels,
+            "images": to_pixels(image, placement, Preparation(), flipped=flipped),
             "captions": self._augmentation.words((arrived.caption,), arrived.draw),
-            **micro_conditioning(arrived.placement, corner),
+            **micro_conditioning(placement, flipped=flipped),
         }
 
     def _digest(self, sample: Any) -> str:

@@ -30,7 +30,6 @@ from zerotune.diffusion.data import (
     TextBeside,
 )
 from zerotune.diffusion.data.order import Draw
-from zerotune.diffusion.data.sources import TextLines
 from zerotune.errors import CollectiveError, DataError, MissingDependencyError
 
 
@@ -187,7 +186,7 @@ def test_an_edit_model_trains_on_references_and_masks_from_a_folder_and_from_a_c
 ):
     loaded = load_pretrained(flux_kontext(tmp_path / "kontext"), frozen_dtype="fp32")
     images = PreparedImages(
-        ImageFolder(edits, captions=TextBeside(words=TextLines())),
+        ImageFolder(edits, captions=TextBeside(words="lines")),
         buckets=AspectBuckets(area=16 * 16, step=16),
     )
     cached = encode_dataset(images, family=loaded.family, folder=tmp_path / "c", progress=False)
@@ -208,7 +207,7 @@ def test_an_edit_model_trains_on_references_and_masks_from_a_folder_and_from_a_c
 
 def edited(edits, **settings):
     return PreparedImages(
-        ImageFolder(edits, captions=TextBeside(words=TextLines())),
+        ImageFolder(edits, captions=TextBeside(words="lines")),
         buckets=AspectBuckets(area=16 * 16, step=16), **settings,
     )  # fmt: skip
 

@@ -65,11 +65,6 @@ def json_of(text: str | bytes, **options: Any) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def is_reproducible(written: str) -> bool:
-    """Return whether a ``repr`` is the same in every process, without a memory address."""
-    return _ADDRESS.search(written) is None
-
-
 def listing(names: Collection[object], *, most: int = 3) -> str:
     """Return the first ``most`` names and the number of others: ``"a, b, c and 4 more"``."""
     shown = ", ".join([str(name) for name in names][:most]) or "nothing"

@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.cropping import FirstLight
 from tests.support.declared_pipelines import hunyuan_video, ltx, wan
 from tests.support.needs import needs
 from tests.support.ranks import ranks
@@ -24,12 +23,10 @@ from zerotune.diffusion.data import (
     BucketStream,
     ClipBuckets,
     ClipFolder,
-    Preparation,
     PreparedClips,
 )
 from zerotune.diffusion.data.cache import CacheSettings, TensorCache, cache_latents
-from zerotune.diffusion.data.clips import ClipItem, FirstFrame
-from zerotune.diffusion.data.images import RefuseBroken
+from zerotune.diffusion.data.clips import ClipItem
 from zerotune.diffusion.data.order import Draw
 from zerotune.diffusion.data.sources import JoinedSources, RepeatedSource
 from zerotune.diffusion.grid import MP4, AnimatedPNG
@@ -163,23 +160,21 @@ def test_all_frames_are_cropped_and_flipped_alike(tmp_path):
     place.mkdir(parents=True)
     colors = np.random.default_rng(0)
     for number in range(5):
-        # The detail moves to the right; the first frame decides the crop of all.
+        # The detail moves to the right; all frames keep their middle.
         pixels = np.zeros((16, 64, 3), np.uint8)
         pixels[:, 12 * number : 12 * number + 12] = colors.integers(0, 255, (16, 12, 3))
         Image.fromarray(pixels).save(place / f"{number}.png")
     options = {
         "buckets": buckets(sizes=AspectBuckets(area=256, step=8, max_aspect=1), frames=(5,)),
-        "preparation": Preparation(crop=FirstLight()),
     }
     plain = PreparedClips(ClipFolder(tmp_path / "clips"), **options)[0]
     mirrored = PreparedClips(
         ClipFolder(tmp_path / "clips"), augmentation=Augmentation(flip=1.0), **options
     )[0]
-    assert plain["crop_corners"].tolist() == [0, 0]
-    assert plain["images"][:, 0].std() > 0.1
-    assert plain["images"][:, 4].unique().tolist() == [-1.0], "cut where its own detail is"
+    assert plain["crop_corners"].tolist() == [0, 24]
+    assert plain["images"][:, 2].std() > 0.1
+    assert plain["images"][:, 4].unique().tolist() == [-1.0], "cut where the others are"
     assert torch.equal(mirrored["images"], plain["images"].flip(-1))
-    assert mirrored["crop_corners"].tolist() == [0, 48]
 
 
 def test_frames_and_rate_are_part_of_the_cache_key(root, tmp_path):
@@ -217,8 +212,8 @@ def test_broken_clips_are_skipped_or_refused(root):
     assert "format is unknown" in reasons["long"]
     assert "different sizes: 8x8, 16x16" in reasons["mixed"]
     with pytest.raises(DataError, match=r"different sizes|format is unknown"):
-        ClipFolder(root, on_broken=RefuseBroken())
-    fast = ClipFolder(root, check=FirstFrame())
+        ClipFolder(root, on_broken="error")
+    fast = ClipFolder(root, check="first")
     assert len(fast) == 3
     with pytest.raises(DataError, match=r'^long.*check="whole"'):
         fast.frames(1, range(12))
@@ -255,7 +250,7 @@ def test_videos_are_read_frame_by_frame(tmp_path):
     (films / "steps.txt").write_text("brighter and brighter")
     (films / "thumb.png").write_bytes(b"")
     (films / "cut.mp4").write_bytes((films / "steps.mp4").read_bytes()[:400])
-    for check in (None, FirstFrame()):
+    for check in ("whole", "first"):
         source = ClipFolder(films, check=check)
         assert [broken.name for broken in source.broken] == ["thumb.png", "cut.mp4"]
         found = source.item(0)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.cropping import FirstLight
 from zerotune.diffusion.data import (
     AspectBuckets,
     Augmentation,
@@ -21,9 +20,7 @@ from zerotune.diffusion.data import (
     TagShuffle,
     TextBeside,
 )
-from zerotune.diffusion.data.images import AlphaOnColor, DropAlpha
 from zerotune.diffusion.data.order import Draw
-from zerotune.diffusion.data.sources import TextLines
 from zerotune.errors import InvalidValueError
 
 SMALL = AspectBuckets(area=32 * 32, step=8)
@@ -54,10 +51,7 @@ def test_a_photograph_is_cropped_into_its_bucket_as_recorded(photos):
 
 def test_a_flip_mirrors_the_image_and_the_recorded_corner(photos):
     wide = photos[1].crop((0, 0, 640, 150))
-    options = {
-        "buckets": AspectBuckets(area=64 * 64, step=8),
-        "preparation": Preparation(crop=FirstLight()),
-    }
+    options = {"buckets": AspectBuckets(area=64 * 64, step=8)}
     plain = prepared(wide, **options)[0]
     flipped = prepared(wide, augmentation=Augmentation(flip=1.0), **options)[0]
     torch.testing.assert_close(flipped["images"], plain["images"].flip(-1))
@@ -69,17 +63,12 @@ def test_a_flip_mirrors_the_image_and_the_recorded_corner(photos):
 def test_transparency_follows_the_given_policy():
     image = Image.new("RGBA", (32, 32), (255, 0, 0, 0))
     image.paste((0, 0, 255, 255), (0, 0, 16, 32))
-    colors = {
-        "white": AlphaOnColor(),
-        "green": AlphaOnColor(color=(0, 255, 0)),
-        "hidden": DropAlpha(),
-    }
     right = {}
-    for name, policy in colors.items():
-        sample = prepared(image, preparation=Preparation(alpha=policy))[0]["images"]
+    for alpha in ("white", "black", "drop"):
+        sample = prepared(image, preparation=Preparation(alpha=alpha))[0]["images"]
         assert sample[:, 5, 5].tolist() == [-1, -1, 1]
-        right[name] = sample[:, 5, 28].tolist()
-    assert right == {"white": [1, 1, 1], "green": [-1, 1, -1], "hidden": [1, -1, -1]}
+        right[alpha] = sample[:, 5, 28].tolist()
+    assert right == {"white": [1, 1, 1], "black": [-1, -1, -1], "drop": [1, -1, -1]}
 
 
 def test_pixel_art_is_scaled_without_smoothing():
@@ -182,7 +171,7 @@ def test_shuffled_captions_resume_exactly(folder):
 
     def stream(**options):
         dataset = PreparedImages(
-            ImageFolder(folder, captions=TextBeside(words=TextLines())),
+            ImageFolder(folder, captions=TextBeside(words="lines")),
             buckets=SMALL,
             minimum=4,
             augmentation=Augmentation(tags=TagShuffle(kept=1, dropout=0.2), caption_dropout=0.1),
@@ -219,7 +208,7 @@ def test_masks_and_references_are_cropped_with_their_image(tmp_path, photos):
     def dataset(**options):
         return PreparedImages(ImageFolder(tmp_path), buckets=square, **options)
 
-    plain = dataset(preparation=Preparation(crop=FirstLight()))
+    plain = dataset()
     sample = plain[0]
     assert sample["images"].shape == sample["reference_images"].shape == (3, 32, 32)
     assert sample["loss_masks"].shape == (1, 32, 32)
@@ -228,16 +217,13 @@ def test_masks_and_references_are_cropped_with_their_image(tmp_path, photos):
     shown = 24 - sample["crop_corners"][1].item()  # End of the white half.
     assert sample["loss_masks"][0, 0, : shown - 3].min() > 0.95
     assert sample["loss_masks"][0, 0, shown + 3 :].max() < 0.05
-    mirrored = dataset(
-        preparation=Preparation(crop=FirstLight()), augmentation=Augmentation(flip=1.0)
-    )[0]
+    mirrored = dataset(augmentation=Augmentation(flip=1.0))[0]
     for name in ("images", "loss_masks", "reference_images"):
         assert torch.equal(mirrored[name], sample[name].flip(-1)), name
     other = plain[1]
     assert torch.equal(other["loss_masks"], torch.ones(1, 32, 32)), "without a mask all counts"
     # A reference with another aspect ratio is cropped to the bucket on its own.
-    alone = PreparedImages(source_of(photos[0].resize((32, 64))), buckets=square,
-                           preparation=Preparation(crop=FirstLight()))  # fmt: skip
+    alone = PreparedImages(source_of(photos[0].resize((32, 64))), buckets=square)
     assert torch.equal(other["reference_images"], alone[0]["images"])
     batch = next(BucketStream(plain, micro_batch_size=2))
     assert batch["reference_images"].shape == (2, 3, 32, 32)

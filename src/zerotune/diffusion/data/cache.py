@@ -23,14 +23,13 @@ from safetensors.torch import save
 from typing_extensions import Unpack
 
 from zerotune._util.files import check_regular, system_errors, write_atomically
-from zerotune._util.text import is_reproducible, json_of, whole
+from zerotune._util.text import json_of, whole
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import BucketAssignment
 from zerotune.diffusion.data.order import Draw
 from zerotune.diffusion.data.preparation import (
     LOSS_MASKS,
     REFERENCE_IMAGES,
-    Preparation,
     PreparedImages,
     micro_conditioning,
     shrunk,
@@ -328,8 +327,6 @@ EncodeEdits = Callable[[Sequence[str], torch.Tensor], Mapping[str, torch.Tensor]
 ReadImages = Callable[[Mapping[str, torch.Tensor]], torch.Tensor | None]
 """Function that takes a batch and returns the images for the text encoder, or ``None``."""
 
-_CORNER = "crop_corner"
-
 
 class CacheOptions(TypedDict, total=False):
     """Options of the functions that fill a cache."""
@@ -394,10 +391,9 @@ def cache_latents(
 
     def compute(keys: list[str]) -> dict[str, dict[str, torch.Tensor]]:
         loaded = [dataset.tensors(shapes[key][0], flipped=shapes[key][1]) for key in keys]
-        tensors = stack_named([tensors for tensors, _ in loaded])
-        encoded = _encoded(tensors, encode, encode_references or encode)
-        corners = torch.tensor([corner for _, corner in loaded])
-        return _rows_by_key(keys, {**encoded, _CORNER: corners})
+        return _rows_by_key(
+            keys, _encoded(stack_named(loaded), encode, encode_references or encode)
+        )
 
     options = {"batch_size": 4, "shard_size": 256, **options}
     _compute_missing(shapes, compute, cache=cache, bucket=bucket, **options)
@@ -487,7 +483,7 @@ def cache_edits(
 
     def compute(keys: list[str]) -> dict[str, dict[str, torch.Tensor]]:
         wanted = [found[key] for key in keys]
-        loaded = [dataset.tensors(index, flipped=flipped)[0] for _, index, flipped in wanted]
+        loaded = [dataset.tensors(index, flipped=flipped) for _, index, flipped in wanted]
         edited = cast("torch.Tensor", read(stack_named(loaded)))
         return _rows_by_key(keys, encode([text for text, _, _ in wanted], edited))
 
@@ -531,8 +527,7 @@ class CachedImages:
 
     Raises:
         DataError: An image or caption is not cached; raised when a sample is read.
-        InvalidValueError: ``texts`` is given although tags are shuffled anew at each use, or the
-            preparation contains an object whose ``repr`` differs between processes.
+        InvalidValueError: ``texts`` is given although tags are shuffled anew at each use.
     """
 
     def __init__(
@@ -540,7 +535,6 @@ class CachedImages:
     ) -> None:
         if texts is not None:
             dataset.augmentation.check_countable()
-        _check_reproducible(dataset.preparation)
         self._dataset, self._latents, self._texts = dataset, latents, texts
         _ = dataset.contents  # Computed once here, and not in each worker.
         flip = dataset.augmentation.flip
@@ -604,29 +598,13 @@ class CachedImages:
             raise IndexError(use.index)
         flipped = self._dataset.augmentation.flips(use)
         sample: dict[str, Any] = self._latents.read(self.latent_key(use.index, flipped=flipped))
-        left, top = sample.pop(_CORNER).tolist()
         caption = self._dataset.caption(use)
         if self._texts is None:
             sample["captions"] = caption
         else:
             sample |= self._texts.read(self.words_key(caption, use.index, flipped=flipped))
         placement = self._dataset.assignment.placements[use.index]
-        return sample | micro_conditioning(placement, (left, top))
-
-
-def _check_reproducible(preparation: Preparation) -> None:
-    """Reject objects whose ``repr`` differs between processes, because keys contain it."""
-    for name, part in attrs.asdict(preparation, recurse=False).items():
-        if not is_reproducible(repr(part)):
-            raise InvalidValueError(
-                "the repr of this object is part of every cache key but contains a memory "
-                "address, so every process would encode all images again",
-                key=f"preparation.{name}",
-                value=part,
-                fix="decorate the object's class with attrs.frozen or dataclass(frozen=True), or "
-                "define a __repr__ with all settings; instead of a function, use an "
-                "object of such a class",
-            )
+        return sample | micro_conditioning(placement, flipped=flipped)
 
 
 def _compute_missing(

@@ -22,12 +22,11 @@ from zerotune.diffusion.data.folder import CaptionFiles, caption_files
 from zerotune.diffusion.data.images import (
     SUFFIXES,
     BrokenImage,
-    HeaderOnly,
     OnBroken,
-    broken_policy,
     bytes_of,
+    check_choice,
     decode,
-    named_policy,
+    image_size,
     need,
     readable_errors,
     reading,
@@ -37,7 +36,7 @@ from zerotune.diffusion.data.preparation import (
     Augmentation,
     Preparation,
     PreparedImages,
-    all_to_pixels,
+    to_pixels,
 )
 from zerotune.diffusion.data.sources import ImageItem, SizeIndex, scan, stamp_of, worded
 from zerotune.errors import DataError, InvalidValueError
@@ -92,7 +91,7 @@ class _FramesInFolder:
     rate: Fraction
 
     def first(self) -> tuple[Size, int]:
-        return HeaderOnly().size(self.files[0]), len(self.files)
+        return image_size(self.files[0], "header"), len(self.files)
 
     def images(self) -> Iterator[Image]:
         return map(decode, self.files)
@@ -165,51 +164,24 @@ def _container(path: Path) -> Iterator[tuple[Any, Any]]:
         yield container, container.streams.video[0]
 
 
-class ClipCheck(Protocol):
-    """Protocol for checking clips when a source is opened."""
-
-    def look(self, clip: Clip) -> tuple[Size, int]:
-        """Return the width and height of the upright frames, and the number of frames.
-
-        Args:
-            clip: Clip to check.
-        """
-        ...
+def _whole(clip: Clip) -> tuple[Size, int]:
+    """Decode every frame, and return the common size and the number of frames."""
+    sizes = [image.size for image in clip.images()]
+    if len(set(sizes)) != 1:
+        found = ", ".join(f"{width}x{height}" for width, height in sorted(set(sizes)))
+        raise ValueError(f"its frames have different sizes: {found}" if sizes else "no frames")
+    return sizes[0], len(sizes)
 
 
-@attrs.frozen(kw_only=True)
-class WholeClip:
-    """Decode every frame to detect truncated clips and count frames exactly."""
-
-    def look(self, clip: Clip) -> tuple[Size, int]:
-        """Return the frames' common width and height, and the number of frames."""
-        sizes = [image.size for image in clip.images()]
-        if len(set(sizes)) != 1:
-            found = ", ".join(f"{width}x{height}" for width, height in sorted(set(sizes)))
-            raise ValueError(f"its frames have different sizes: {found}" if sizes else "no frames")
-        return sizes[0], len(sizes)
+def _first(clip: Clip) -> tuple[Size, int]:
+    """Decode the first frame, and trust the declared number of frames."""
+    size, count = clip.first()
+    if count < 1:
+        raise ValueError('the file does not declare its length; use check="whole"')
+    return size, count
 
 
-@attrs.frozen(kw_only=True)
-class FirstFrame:
-    """Decode only the first frame of each clip and trust the declared length.
-
-    If a clip is shorter than declared, the run fails when it reads the clip.
-    """
-
-    def look(self, clip: Clip) -> tuple[Size, int]:
-        """Return the width and height of the first frame, and the declared number of frames.
-
-        Args:
-            clip: The clip.
-        """
-        size, count = clip.first()
-        if count < 1:
-            raise ValueError('the file does not declare its length; use check="whole"')
-        return size, count
-
-
-_CLIP_CHECKS: Final = {"whole": WholeClip, "first": FirstFrame}
+_CLIP_CHECKS: Final = {"whole": _whole, "first": _first}
 
 
 # -- The source.
@@ -289,8 +261,8 @@ class ClipFolder:
         *,
         frame_rate: float = 24.0,
         captions: CaptionFiles | None = None,
-        check: ClipCheck | Literal["whole", "first"] | None = None,
-        on_broken: OnBroken | None = None,
+        check: Literal["whole", "first"] = "whole",
+        on_broken: OnBroken = "skip",
     ) -> None:
         place, rate = Path(root), _checked_rate(frame_rate, key="frame_rate")
         with system_errors(DataError, place, "the clip folder cannot be read"):
@@ -299,8 +271,7 @@ class ClipFolder:
             raise DataError(
                 "is not a folder", key="root", value=os.fspath(root), fix="pass a folder of clips"
             )
-        policy = broken_policy(on_broken)
-        looker: ClipCheck = named_policy(check, _CLIP_CHECKS, key="check", method="look")
+        check_choice(check, tuple(_CLIP_CHECKS), key="check")
         found, strays = _clips_in(place)
         videos = any(isinstance(files, Path) for files in found.values())
         self._errors: tuple[type[Exception], ...] = ()
@@ -308,11 +279,11 @@ class ClipFolder:
             self._errors = (need("av", package="av", extra="video").error.FFmpegError,)
         chosen, decisions = (captions, ()) if captions else caption_files(place)
         words = chosen.read(place, found)
-        index = SizeIndex("clips", str(place.resolve()), looker, count=3)
+        index = SizeIndex("clips", str(place.resolve()), check, count=3)
         clips: dict[str, Clip] = {}
 
         def read(name: str) -> tuple[int, int, int]:
-            (width, height), frames = looker.look(clips[name])
+            (width, height), frames = _CLIP_CHECKS[check](clips[name])
             return width, height, frames
 
         def look(name: str) -> tuple[Size, int]:
@@ -338,7 +309,7 @@ class ClipFolder:
             look,
             item,
             index=index,
-            on_broken=policy,
+            on_broken=on_broken,
             strays=strays,
             errors=self._errors,
         )
@@ -655,10 +626,10 @@ class PreparedClips(PreparedImages):
         items = [self.source.item(index) for index in range(len(self.source))]
         return buckets.assign(items, minimum=minimum)  # type: ignore[no-any-return]
 
-    def pixels(self, index: int, *, flipped: bool) -> tuple[torch.Tensor, Size]:
-        """Return a clip (3, frames, h, w) in [-1, 1] and the (left, top) corner of its crop."""
+    def pixels(self, index: int, *, flipped: bool) -> torch.Tensor:
+        """Return a clip (3, frames, h, w) in [-1, 1]."""
         placement = self.assignment.placements[index]
         source: Any = self.source
         frames = source.frames(index, _frame_numbers(placement))
-        tensors, corner = all_to_pixels(frames, placement, self.preparation, flipped=flipped)
-        return torch.stack(tensors, dim=1), corner
+        each = (to_pixels(one, placement, self.preparation, flipped=flipped) for one in frames)
+        return torch.stack(list(each), dim=1)

@@ -22,8 +22,7 @@ from zerotune.diffusion.data.images import (
     BrokenImage,
     Check,
     OnBroken,
-    broken_policy,
-    image_check,
+    check_choice,
 )
 from zerotune.diffusion.data.sources import (
     MASK,
@@ -32,10 +31,9 @@ from zerotune.diffusion.data.sources import (
     EncodedSource,
     SizeIndex,
     Stamp,
-    WholeText,
     Words,
     by_reference,
-    caption_text,
+    captions_in,
     companion_endings,
     stamp_of,
 )
@@ -148,8 +146,12 @@ class TextBeside:
     """Captions in text files: ``cat.txt`` describes ``cat.png`` or the folder ``cat``."""
 
     suffix: str = ".txt"
-    words: CaptionText = attrs.field(factory=WholeText, converter=caption_text)
+    words: CaptionText = attrs.field(default="whole")
     """``"whole"`` reads a file as one caption; ``"lines"`` reads each line as a caption."""
+
+    @words.validator
+    def _known(self, _: Any, value: str) -> None:
+        check_choice(value, ("whole", "lines"), key="words")
 
     def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:
         """Read the captions of all images that have a text file.
@@ -165,7 +167,7 @@ class TextBeside:
             stem = place if os.path.isdir(place) else os.path.splitext(place)[0]
             beside = stem + self.suffix
             if os.path.isfile(beside):
-                found[name] = self.words.captions(_read_utf8(beside))
+                found[name] = captions_in(_read_utf8(beside), self.words)
         return found
 
 
@@ -235,14 +237,13 @@ class ImageFolder(EncodedSource):
         masks: str | None = MASK,
         references: str | None = REFERENCE,
         reference_folder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
-        check: Check | None = None,
-        on_broken: OnBroken | None = None,
+        check: Check = "whole",
+        on_broken: OnBroken = "skip",
     ) -> None:
         self._root = _checked_folder(root, key="root")
         single = isinstance(reference_folder, str | os.PathLike)
         folders: Any = [reference_folder] if single else reference_folder or ()
         apart = [Path(folder).absolute() for folder in folders]
-        policy, closely = broken_policy(on_broken), image_check(check)
         found = _images_in(self._root)
         for folder in apart:
             _checked_folder(folder, key="reference_folder")
@@ -256,15 +257,15 @@ class ImageFolder(EncodedSource):
             names,
             self._root.joinpath,
             lambda name: words.get(name, ""),
-            check=closely,
-            on_broken=policy,
+            check=check,
+            on_broken=on_broken,
             index=SizeIndex(
                 "images",
                 str(self._root.resolve()),
                 masks,
                 references,
                 *apart,
-                closely,
+                check,
             ),
             stamp=self._stamp,
             beside=self._files_beside,

@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 from zerotune.diffusion.data.images import (
     Check,
     OnBroken,
-    WholeImage,
-    broken_policy,
-    image_check,
     need,
 )
 from zerotune.diffusion.data.sources import (
@@ -63,8 +60,8 @@ class HuggingFaceImages(EncodedSource):
         image: str = "image",
         caption: str | None = "text",
         reference: str | Sequence[str] | None = None,
-        check: Check | None = None,
-        on_broken: OnBroken | None = None,
+        check: Check = "whole",
+        on_broken: OnBroken = "skip",
     ) -> None:
         library = need("datasets", package="datasets")
         edited = (reference,) if isinstance(reference, str) else tuple(reference or ())
@@ -86,14 +83,14 @@ class HuggingFaceImages(EncodedSource):
             self._images = self._images.cast_column(each, library.Image(decode=False))
         self._column, self._references = image, by_reference(edited, key="reference")
         words = plain[caption] if caption is not None else None
-        closely, fingerprint = image_check(check), getattr(dataset, "_fingerprint", None)
+        fingerprint = getattr(dataset, "_fingerprint", None)
         self._scan(
             map(str, range(len(plain))),
             lambda name: self._encoded(int(name)),
             lambda name: "" if words is None else words[int(name)] or "",
-            check=closely,
-            on_broken=broken_policy(on_broken),
-            index=SizeIndex("rows", fingerprint, image, *edited, closely) if fingerprint else None,
+            check=check,
+            on_broken=on_broken,
+            index=SizeIndex("rows", fingerprint, image, *edited, check) if fingerprint else None,
             stamp=lambda name: self._stamp(int(name)),
             beside=lambda name: self._beside_row(int(name)),
             companions=Counter(
@@ -160,7 +157,7 @@ class DatasetImages(EncodedSource):
         *,
         image: Callable[[Any], Image] | str | int,
         caption: Callable[[Any], Words] | str | int,
-        on_broken: OnBroken | None = None,
+        on_broken: OnBroken = "skip",
     ) -> None:
         first = dataset[0] if len(dataset) else None
         picture, words = _taker("image", image, first), _taker("caption", caption, first)
@@ -176,8 +173,8 @@ class DatasetImages(EncodedSource):
             map(str, range(len(dataset))),
             encoded,
             captions.__getitem__,
-            check=WholeImage(),
-            on_broken=broken_policy(on_broken),
+            check="whole",
+            on_broken=on_broken,
         )
 
     def encoded(self, index: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Decode images to upright RGB, with policies for transparency and broken files."""
+"""Decode images to upright RGB, and find broken files."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import importlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import attrs
 
@@ -28,51 +28,6 @@ _ORIENTATION = 0x0112  # EXIF tag
 _SCALED = frozenset(("JPEG", "MPO"))
 
 
-class AlphaPolicy(Protocol):
-    """Protocol for removing transparency from an image."""
-
-    def flatten(self, image: Image) -> Image:
-        """Convert an RGBA image to RGB.
-
-        Args:
-            image: RGBA image.
-        """
-        ...
-
-
-@attrs.frozen(kw_only=True)
-class AlphaOnColor:
-    """Composite transparent images onto a background colour."""
-
-    color: tuple[int, int, int] = (255, 255, 255)
-
-    def flatten(self, image: Image) -> Image:
-        """Composite the image onto the background.
-
-        Args:
-            image: An image with an alpha channel.
-        """
-        background = pillow("Image").new("RGBA", image.size, (*self.color, 255))
-        flat: Image = pillow("Image").alpha_composite(background, image).convert("RGB")
-        return flat
-
-
-@attrs.frozen(kw_only=True)
-class DropAlpha:
-    """Remove the alpha channel and keep the stored colours."""
-
-    def flatten(self, image: Image) -> Image:
-        """Return the colour channels only."""
-        return image.convert("RGB")
-
-
-def alpha_policy(alpha: Any) -> AlphaPolicy:
-    """Look up a transparency policy by name; a policy object is checked and returned."""
-    kinds = {"white": AlphaOnColor, "drop": DropAlpha}
-    policy: AlphaPolicy = named_policy(alpha, kinds, key="alpha", method="flatten")
-    return policy
-
-
 @attrs.frozen(kw_only=True)
 class BrokenImage:
     """A file or record that cannot be decoded."""
@@ -81,139 +36,44 @@ class BrokenImage:
     reason: str
 
 
-class BrokenPolicy(Protocol):
-    """Protocol: handles a broken image."""
-
-    def broken(self, image: BrokenImage) -> None:
-        """Handle a broken image: return normally to skip it, or raise an error to stop the run.
-
-        Args:
-            image: Name of the image and reason for the failure.
-        """
-        ...
+OnBroken = Literal["skip", "error"]
+"""Whether a source skips broken images, or stops at the first one."""
+Check = Literal["whole", "header"]
+"""How image files are checked: decoded completely, which finds truncated files before training, or
+only their headers, which is faster. PNG files are always read completely, because the orientation
+may be stored at the end."""
 
 
-@attrs.frozen(kw_only=True)
-class SkipBroken:
-    """Skip broken images; the source lists them in ``broken`` and logs them."""
-
-    def broken(self, image: BrokenImage) -> None:
-        """Skip the image."""
-
-
-@attrs.frozen(kw_only=True)
-class RefuseBroken:
-    """Stop at the first broken image."""
-
-    def broken(self, image: BrokenImage) -> None:
-        """Raise an error.
-
-        Args:
-            image: Name of the image, and why it cannot be read.
-
-        Raises:
-            DataError: Always.
-        """
-        raise DataError(
-            image.reason,
-            key=image.name,
-            fix='repair or remove the file, or pass on_broken="skip"',
-        )
-
-
-OnBroken = BrokenPolicy | Literal["skip", "error", "refuse"]
-"""Policy for broken images: ``"skip"``, ``"error"`` or a ``BrokenPolicy`` object."""
-
-
-def named_policy(
-    value: Any, kinds: Mapping[str, Callable[[], Any]], *, key: str, method: str
-) -> Any:
-    """Look up a policy by name; a policy object is checked and returned.
-
-    Args:
-        value: Policy name or object; ``None`` selects the first policy in ``kinds``.
-        kinds: Policy factories by name.
-        key: Name of the argument, for the error message.
-        method: Method that a policy object must have.
-    """
-    if value is None or (isinstance(value, str) and value in kinds):
-        return kinds[value or next(iter(kinds))]()
-    if isinstance(value, str) or not callable(getattr(value, method, None)):
+def check_choice(value: Any, known: Sequence[str], *, key: str) -> None:
+    """Check that a setting has one of its values."""
+    if value not in known:
         raise InvalidValueError(
-            "is not the name of a policy",
+            "is not a known value",
             key=key,
             value=value,
-            fix=f"write one of {', '.join(map(repr, kinds))}, or pass an object with the method "
-            f"{method}",
+            fix=f"write one of {', '.join(map(repr, known))}",
         )
-    return value
 
 
-def broken_policy(on_broken: OnBroken | None) -> BrokenPolicy:
-    """Look up the policy for broken images by name; ``None`` selects ``SkipBroken()``."""
-    kinds = {"skip": SkipBroken, "error": RefuseBroken, "refuse": RefuseBroken}
-    policy: BrokenPolicy = named_policy(on_broken, kinds, key="on_broken", method="broken")
-    return policy
+def image_size(file: Path | bytes, check: Check) -> Size:
+    """Return the width and height of an upright image; Pillow's errors propagate.
 
-
-class ImageCheck(Protocol):
-    """Protocol for checking images when a source is opened."""
-
-    def size(self, file: Path | bytes) -> Size:
-        """Return the width and height of the upright image; Pillow's errors propagate.
-
-        Args:
-            file: Path or bytes of an encoded image.
-        """
-        ...
-
-
-@attrs.frozen(kw_only=True)
-class WholeImage:
-    """Decode every image completely, which detects truncated files before training."""
-
-    def size(self, file: Path | bytes) -> Size:
-        """Return the width and height of the upright image."""
-        with _open(file) as image:
-            if image.format in _SCALED and image.getexif().get(_ORIENTATION, 1) == 1:
-                width, height = image.size
-                # Decodes every byte, but computes only an eighth of the pixels along each side.
-                image.draft(None, (width // 8, height // 8))
-                image.load()
-                return width, height
-        width, height = decode(file).size
-        return width, height
-
-
-@attrs.frozen(kw_only=True)
-class HeaderOnly:
-    """Read only the size of each image from its header.
-
-    If an image is damaged after its header, the run fails when it reads the image. PNG files are
-    always read completely, because the orientation may be stored at the end.
+    Args:
+        file: Path or bytes of an encoded image.
+        check: How much of the file is read.
     """
-
-    def size(self, file: Path | bytes) -> Size:
-        """Return the width and height of the upright image.
-
-        Args:
-            file: Path or bytes of an encoded image.
-        """
-        with _open(file) as image:
-            width, height = image.size
-            swapped = image.getexif().get(_ORIENTATION) in _SWAPPED
-        return (height, width) if swapped else (width, height)
-
-
-Check = ImageCheck | Literal["whole", "header"]
-"""How image files are checked: an ``ImageCheck``, or the name of one."""
-
-
-def image_check(check: Check | None) -> ImageCheck:
-    """Look up an image check by name; ``None`` selects ``WholeImage()``."""
-    kinds = {"whole": WholeImage, "header": HeaderOnly}
-    found: ImageCheck = named_policy(check, kinds, key="check", method="size")
-    return found
+    with _open(file) as image:
+        width, height = image.size
+        orientation = image.getexif().get(_ORIENTATION, 1)
+        if check == "header":
+            return (height, width) if orientation in _SWAPPED else (width, height)
+        if image.format in _SCALED and orientation == 1:
+            # Decodes every byte, but computes only an eighth of the pixels along each side.
+            image.draft(None, (width // 8, height // 8))
+            image.load()
+            return width, height
+    width, height = decode(file).size
+    return width, height
 
 
 def pillow(module: str) -> ModuleType:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import attrs
 import torch
@@ -18,10 +18,9 @@ from zerotune.diffusion.data.buckets import (
     BucketAssignment,
     Placement,
     ReferenceBucket,
-    Size,
     place_in,
 )
-from zerotune.diffusion.data.images import AlphaOnColor, AlphaPolicy, alpha_policy, pillow
+from zerotune.diffusion.data.images import check_choice, pillow
 from zerotune.diffusion.data.order import Draw, derive_seed
 from zerotune.diffusion.data.sources import (
     MASK,
@@ -49,74 +48,39 @@ _BETWEEN_WORDS: Final = " ,;."
 Resampling = Literal["lanczos", "bicubic", "bilinear", "box", "nearest"]
 
 
-class Crop(Protocol):
-    """Protocol: chooses where a resized image is cropped."""
-
-    def corner(self, image: Image, excess: Size) -> Size:
-        """Return the (left, top) corner of the crop in pixels, between (0, 0) and ``excess``.
-
-        Args:
-            image: Resized image.
-            excess: Number of columns and rows to crop.
-        """
-        ...
-
-
-@attrs.frozen(kw_only=True)
-class CenterCrop:
-    """Keep the middle of the image."""
-
-    def corner(self, image: Image, excess: Size) -> Size:  # noqa: ARG002
-        """Return half of the excess in each direction.
-
-        Args:
-            image: The resized image.
-            excess: Number of columns and rows to crop.
-        """
-        return excess[0] // 2, excess[1] // 2
-
-
 @attrs.frozen(kw_only=True)
 class Preparation:
     """Settings for converting images to tensors; every setting is part of the latent cache key."""
 
-    alpha: AlphaPolicy = attrs.field(factory=AlphaOnColor, converter=alpha_policy)
-    """``"white"`` composites transparent images onto white; ``"drop"`` keeps their stored colours.
-    """
-    crop: Crop = attrs.field(factory=CenterCrop)
+    alpha: Literal["white", "black", "drop"] = attrs.field(default="white")
+    """``"white"`` and ``"black"`` composite transparent images onto this colour; ``"drop"`` keeps
+    their stored colours."""
     resampling: Resampling = attrs.field(default="lanczos")
     """Resize filter; ``"nearest"`` keeps pixel art sharp."""
 
-    @resampling.validator
-    def _known(self, _: Any, value: str) -> None:
+    def __attrs_post_init__(self) -> None:
+        check_choice(self.alpha, ("white", "black", "drop"), key="alpha")
         known = ("lanczos", "bicubic", "bilinear", "box", "nearest")
-        if value not in known:
-            raise InvalidValueError(
-                "is not a known filter",
-                key="resampling",
-                value=value,
-                fix=f"write one of {', '.join(known)}",
-            )
+        check_choice(self.resampling, known, key="resampling")
 
-    def apply(
-        self, image: Image, placement: Placement, *, corner: Size | None = None
-    ) -> tuple[Image, Size]:
-        """Remove transparency, resize and crop.
+    def apply(self, image: Image, placement: Placement) -> Image:
+        """Remove transparency, resize, and keep the middle.
 
         Args:
             image: Image, RGB or RGBA.
             placement: Placement of the image in its bucket.
-            corner: The (left, top) corner of the crop; by default the result of ``crop.corner``.
 
         Returns:
-            The bucket-sized RGB image, and the (left, top) corner of the crop in the resized image.
+            The bucket-sized RGB image.
         """
-        flat = self.alpha.flatten(image) if image.mode == "RGBA" else image
+        if image.mode == "RGBA" and self.alpha != "drop":
+            background = pillow("Image").new("RGBA", image.size, self.alpha)
+            image = pillow("Image").alpha_composite(background, image)
         kind = pillow("Image").Resampling[self.resampling.upper()]
-        resized = flat.resize(placement.resized, kind)
-        left, top = corner or self.crop.corner(resized, placement.excess)
+        resized = image.convert("RGB").resize(placement.resized, kind)
+        left, top = (excess // 2 for excess in placement.excess)
         bucket = placement.bucket
-        return resized.crop((left, top, left + bucket.width, top + bucket.height)), (left, top)
+        return resized.crop((left, top, left + bucket.width, top + bucket.height))
 
 
 @attrs.frozen(kw_only=True)
@@ -359,72 +323,63 @@ class PreparedImages:
     def _words_of(self, index: int) -> Iterator[str]:
         return self.augmentation.all_words(self.source.item(index).captions, index)
 
-    def pixels(self, index: int, *, flipped: bool) -> tuple[torch.Tensor, Size]:
-        """Return an image (3, h, w) in [-1, 1] and the (left, top) corner of its crop.
+    def pixels(self, index: int, *, flipped: bool) -> torch.Tensor:
+        """Return an image (3, h, w) in [-1, 1].
 
         Args:
             index: Index of the image.
-            flipped: Whether to mirror the image; if so, the corner refers to the mirrored image.
+            flipped: Whether to mirror the image.
         """
         placement = self.assignment.placements[index]
         return to_pixels(self.source.image(index), placement, self.preparation, flipped=flipped)
 
-    def tensors(self, index: int, *, flipped: bool) -> tuple[dict[str, torch.Tensor], Size]:
-        """Return an image with its mask and references, and the (left, top) corner of its crop.
+    def tensors(self, index: int, *, flipped: bool) -> dict[str, torch.Tensor]:
+        """Return an image with its mask and references.
 
         Args:
             index: Index of the image.
-            flipped: Whether to mirror the images; if so, the corner refers to the mirrored image.
+            flipped: Whether to mirror the images.
 
         Returns:
-            The tensors by name, and the corner. ``images`` is the image that ``pixels`` returns. If
-            the source has masks, ``loss_masks`` is (1, h, w) in [0, 1], all ones for an image
-            without a mask. If the source has references, ``reference_images`` is (3, h, w) in
-            [-1, 1], or (r, 3, h, w) if some images have several references.
+            The tensors by name. ``images`` is the image that ``pixels`` returns. If the source has
+            masks, ``loss_masks`` is (1, h, w) in [0, 1], all ones for an image without a mask. If
+            the source has references, ``reference_images`` is (3, h, w) in [-1, 1], or (r, 3, h, w)
+            if some images have several references.
         """
-        if not self.companions:
-            pixels, corner = self.pixels(index, flipped=flipped)
-            return {"images": pixels}, corner
-        placement, source = self.assignment.placements[index], cast("EncodedSource", self.source)
-        beside = {kind: source.companion(index, kind) for kind in sorted(self.companions)}
-        alike = {
-            kind: image
-            for kind, image in beside.items()
-            if image is not None and same_shape(image.size, placement.original)
-        }
-        (pixels, *others), corner = all_to_pixels(
-            [source.image(index), *alike.values()], placement, self.preparation, flipped=flipped
-        )
-        cut = dict(zip(alike, others, strict=True))
+        pixels = self.pixels(index, flipped=flipped)
         found = {"images": pixels}
-        if MASK in beside:
-            mask = (cut[MASK][:1] + 1) / 2 if MASK in cut else torch.ones_like(pixels[:1])
-            found[LOSS_MASKS] = mask
-        edited = [
-            cut[kind]
-            if kind in cut
-            else self._of_its_own_shape(beside[kind], placement, flipped=flipped)
-            for kind in REFERENCES
-            if beside.get(kind) is not None
-        ]
+        if not self.companions:
+            return found
+        placement, source = self.assignment.placements[index], cast("EncodedSource", self.source)
+
+        def cut(image: Image) -> torch.Tensor:
+            alike = same_shape(image.size, placement.original)
+            own = placement if alike else place_in(image.size, placement.bucket)
+            return to_pixels(image, own, self.preparation, flipped=flipped)
+
+        beside = {
+            kind: cut(image)
+            for kind in sorted(self.companions)
+            if (image := source.companion(index, kind)) is not None
+        }
+        if MASK in self.companions:
+            whole = torch.ones_like(pixels[:1])
+            found[LOSS_MASKS] = (beside[MASK][:1] + 1) / 2 if MASK in beside else whole
+        edited = [beside[kind] for kind in REFERENCES if kind in beside]
         if edited:
             several = has_several_references(source)
             found[REFERENCE_IMAGES] = torch.stack(edited) if several else edited[0]
-        return found, corner
-
-    def _of_its_own_shape(self, image: Any, placement: Placement, *, flipped: bool) -> torch.Tensor:
-        own = place_in(image.size, placement.bucket)
-        return to_pixels(image, own, self.preparation, flipped=flipped)[0]
+        return found
 
     def __getitem__(self, draw: Draw | int) -> dict[str, Any]:
         use = Draw(index=draw, epoch=0) if isinstance(draw, int) else draw
         if not 0 <= use.index < len(self):
             raise IndexError(use.index)
-        tensors, corner = self.tensors(use.index, flipped=self.augmentation.flips(use))
+        flipped = self.augmentation.flips(use)
         return {
-            **tensors,
+            **self.tensors(use.index, flipped=flipped),
             "captions": self.caption(use),
-            **micro_conditioning(self.assignment.placements[use.index], corner),
+            **micro_conditioning(self.assignment.placements[use.index], flipped=flipped),
         }
 
 
@@ -450,25 +405,12 @@ def _assign_by_references(
 
 def to_pixels(
     image: Image, placement: Placement, preparation: Preparation, *, flipped: bool
-) -> tuple[torch.Tensor, Size]:
-    """Return an image (3, h, w) in [-1, 1] and its crop corner, both mirrored if ``flipped``."""
-    (pixels,), corner = all_to_pixels([image], placement, preparation, flipped=flipped)
-    return pixels, corner
-
-
-def all_to_pixels(
-    images: Iterable[Image], placement: Placement, preparation: Preparation, *, flipped: bool
-) -> tuple[list[torch.Tensor], Size]:
-    """Return several images, all cropped like the first image; see ``to_pixels``."""
-    tensors: list[torch.Tensor] = []
-    corner: Size | None = None
-    for image in images:
-        part, corner = preparation.apply(image, placement, corner=corner)
-        if flipped:
-            part = part.transpose(pillow("Image").Transpose.FLIP_LEFT_RIGHT)
-        tensors.append(to_tensor(part))
-    left, top = corner or (0, 0)
-    return tensors, (placement.excess[0] - left if flipped else left, top)
+) -> torch.Tensor:
+    """Return an image (3, h, w) in [-1, 1], mirrored if ``flipped``."""
+    part = preparation.apply(image, placement)
+    if flipped:
+        part = part.transpose(pillow("Image").Transpose.FLIP_LEFT_RIGHT)
+    return to_tensor(part)
 
 
 def shrunk(masks: torch.Tensor, sides: Sequence[int]) -> torch.Tensor:
@@ -476,13 +418,15 @@ def shrunk(masks: torch.Tensor, sides: Sequence[int]) -> torch.Tensor:
     return torch.nn.functional.interpolate(masks, size=tuple(sides), mode="area")
 
 
-def micro_conditioning(placement: Placement, corner: Size) -> dict[str, torch.Tensor]:
+def micro_conditioning(placement: Placement, *, flipped: bool) -> dict[str, torch.Tensor]:
     """Return SDXL's size and crop conditioning as tensors (2,), vertical before horizontal."""
     width, height = placement.original
     bucket = placement.bucket
+    left, top = (excess // 2 for excess in placement.excess)
+    left = placement.excess[0] - left if flipped else left
     return {
         "original_sizes": torch.tensor([height, width]),
-        "crop_corners": torch.tensor([corner[1], corner[0]]),
+        "crop_corners": torch.tensor([top, left]),
         "target_sizes": torch.tensor([bucket.height, bucket.width]),
     }
 

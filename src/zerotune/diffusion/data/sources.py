@@ -13,22 +13,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar, runtime_checkable
 
 import attrs
 
 from zerotune._util.files import write_atomically
 from zerotune._util.ownership import has_locks, try_lock
-from zerotune._util.text import is_reproducible, json_of, whole
+from zerotune._util.text import json_of, whole
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import Size
 from zerotune.diffusion.data.images import (
     BrokenImage,
-    BrokenPolicy,
-    ImageCheck,
+    Check,
+    OnBroken,
     bytes_of,
+    check_choice,
     decode,
-    named_policy,
+    image_size,
     readable_errors,
     why,
 )
@@ -57,7 +58,7 @@ class SizeIndex:
 
     Args:
         parts: Other values that determine the sizes, such as the folder. Nothing is cached if
-            ``parts`` is empty or the ``repr`` of a part differs between processes.
+            ``parts`` is empty.
         count: Number of integers per entry: 2 for images, 3 for clips.
     """
 
@@ -196,9 +197,7 @@ def stamp_of(files: Iterable[str | Path]) -> Stamp | None:
 
 
 def _index_place(parts: Iterable[object]) -> Path | None:
-    written = [repr(part) for part in parts]
-    if not all(map(is_reproducible, written)):
-        return None
+    written = map(repr, parts)
     digest = hashlib.sha256("\0".join(written).encode(errors="surrogateescape")).hexdigest()
     try:
         return user_cache() / "sizes" / f"{digest[:32]}.json"
@@ -250,41 +249,15 @@ def worded(found: Words) -> dict[str, Any]:
     return {"caption": texts[0] if texts else "", "further": texts[1:]}
 
 
-class CaptionText(Protocol):
-    """Protocol: parses the captions in a text file."""
-
-    def captions(self, text: str) -> Words:
-        """Parse a text into one or several captions.
-
-        Args:
-            text: Content of the file.
-        """
-        ...
+CaptionText = Literal["whole", "lines"]
+"""Whether a text file is one caption, or each of its non-blank lines is."""
 
 
-@attrs.frozen(kw_only=True)
-class WholeText:
-    """Read the whole file as one caption."""
-
-    def captions(self, text: str) -> Words:
-        """Return the text without surrounding whitespace."""
+def captions_in(text: str, words: CaptionText) -> Words:
+    """Return the captions in a text file, without surrounding whitespace."""
+    if words == "whole":
         return text.strip()
-
-
-@attrs.frozen(kw_only=True)
-class TextLines:
-    """Read each non-blank line as a caption."""
-
-    def captions(self, text: str) -> Words:
-        """Return the non-blank lines, without surrounding whitespace."""
-        return tuple(line.strip() for line in text.splitlines() if line.strip())
-
-
-def caption_text(words: Any) -> CaptionText:
-    """Look up a caption parser by name; a parser object is checked and returned."""
-    kinds = {"whole": WholeText, "lines": TextLines}
-    found: CaptionText = named_policy(words, kinds, key="words", method="captions")
-    return found
+    return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
 MASK: Final = "mask"
@@ -405,8 +378,8 @@ class EncodedSource:
         encoded: Callable[[str], Path | bytes],
         words: Callable[[str], Words],
         *,
-        check: ImageCheck,
-        on_broken: BrokenPolicy,
+        check: Check,
+        on_broken: OnBroken,
         index: SizeIndex | None = None,
         stamp: Callable[[str], Stamp | None] = lambda _name: None,
         beside: Callable[[str], Mapping[str, Path | bytes]] = lambda _name: {},
@@ -421,7 +394,7 @@ class EncodedSource:
             encoded: Function that returns the file of an image, or its content.
             words: Function that returns the captions of an image; called after the image was read.
             check: How thoroughly images are checked.
-            on_broken: Policy for unreadable images.
+            on_broken: What to do about unreadable images.
             index: Cache of sizes that earlier runs have read.
             stamp: Function that returns a value that changes with the image or its companions.
             beside: Function that returns an image's companions. The image is broken if a companion
@@ -431,13 +404,14 @@ class EncodedSource:
             missing: Broken images that are not in ``names``.
             decisions: Earlier decisions.
         """
+        check_choice(check, ("whole", "header"), key="check")
         counts = companions or {}
         self.companions = frozenset(counts)
         edits, several = not self.companions.isdisjoint(REFERENCES), has_several_references(self)
         sizes = SizeIndex() if index is None else index
 
         def read(name: str) -> Size:
-            size = check.size(encoded(name))
+            size = image_size(encoded(name), check)
             for kind, file in beside(name).items():
                 _check_companion(kind, file, size, check)
             return size
@@ -470,9 +444,9 @@ class EncodedSource:
             ) from error
 
 
-def _check_companion(kind: str, file: Path | bytes, size: Size, check: ImageCheck) -> None:
+def _check_companion(kind: str, file: Path | bytes, size: Size, check: Check) -> None:
     try:
-        found = check.size(file)
+        found = image_size(file, check)
     except readable_errors() as error:
         raise ValueError(f"its {kind} {why(error)}") from error
     if kind == MASK and not same_shape(found, size):
@@ -494,7 +468,7 @@ def scan(
     item: Callable[[str, T], Item],
     *,
     index: SizeIndex,
-    on_broken: BrokenPolicy,
+    on_broken: OnBroken,
     strays: Iterable[BrokenImage] = (),
     missing: Iterable[BrokenImage] = (),
     errors: tuple[type[Exception], ...] = (),
@@ -506,7 +480,7 @@ def scan(
         look: Function that takes a name, and returns an image's size, or a clip's size and length.
         item: Function that creates an item from a name and the result of ``look``.
         index: Cache of sizes that earlier runs have read.
-        on_broken: Policy for unreadable images.
+        on_broken: What to do about unreadable images.
         strays: Images already known to be broken; these are reported first.
         missing: Images that do not exist; these are reported last.
         errors: Exceptions that ``look`` raises for unreadable files, in addition to Pillow's.
@@ -518,8 +492,14 @@ def scan(
 
     def leave_out(image: BrokenImage) -> None:
         broken.append(image)
-        on_broken.broken(image)
+        if on_broken == "error":
+            raise DataError(
+                image.reason,
+                key=image.name,
+                fix='repair or remove the file, or pass on_broken="skip"',
+            )
 
+    check_choice(on_broken, ("skip", "error"), key="on_broken")
     for image in strays:
         leave_out(image)
     items: list[Item] = []
