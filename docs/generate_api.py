@@ -117,7 +117,7 @@ RELATED = {
         "zerotune.diffusion.noise_schedule": "Shift ResolutionShift",
     },
     "zerotune.diffusion.images_to_grid": {
-        "zerotune.diffusion.grid": "clips_to_grid MP4 AnimatedPNG",
+        "zerotune.diffusion.grid": "clips_to_grid animated_png",
     },
     "zerotune.diffusion.load_pretrained": {
         "zerotune.diffusion.pretrained": "Pretrained FAMILIES",

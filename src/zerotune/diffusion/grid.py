@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import io
 from collections.abc import Sequence
-from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-import attrs
 import torch
 
-from zerotune._util.text import positive, validated
-from zerotune.decisions import Decision
-from zerotune.errors import InvalidValueError, MissingDependencyError
+from zerotune.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -79,92 +73,24 @@ def images_to_grid(
 # -- Clips: a grid that moves.
 
 
-class ClipFormat(Protocol):
-    """Protocol: a file format for a grid of clips."""
+def animated_png(frames: Sequence[Image], *, fps: float) -> bytes:
+    """Return the content of a lossless PNG animation, which browsers play.
 
-    @property
-    def suffix(self) -> str:
-        """File name extension, including the dot."""
-        ...
-
-    def encode(self, frames: Sequence[Image]) -> bytes:
-        """Return the content of a file with the given frames.
-
-        Args:
-            frames: Images of equal size, in order.
-        """
-        ...
-
-
-@attrs.frozen(kw_only=True)
-class AnimatedPNG:
-    """A lossless PNG animation that browsers can play; encoding requires only Pillow."""
-
-    fps: float = attrs.field(default=16.0, validator=validated(positive, fix="write 16"))
-    """Frames per second."""
-    suffix: str = attrs.field(default=".png", init=False)
-
-    def encode(self, frames: Sequence[Image]) -> bytes:
-        """Return the content of a PNG file with the given frames.
-
-        Args:
-            frames: RGB images of one size.
-        """
-        content = io.BytesIO()
-        first, *others = frames
-        first.save(
-            content,
-            format="PNG",
-            save_all=True,
-            append_images=others,
-            duration=1000 / self.fps,
-            loop=0,
-        )
-        return content.getvalue()
-
-
-@attrs.frozen(kw_only=True)
-class MP4:
-    """A small, lossy video file: H.264, or MPEG-4 if PyAV has no H.264 encoder.
-
-    Raises:
-        MissingDependencyError: PyAV is not installed; raised by ``encode``.
+    Args:
+        frames: RGB images of one size, in order.
+        fps: Frames per second.
     """
-
-    fps: float = attrs.field(default=16.0, validator=validated(positive, fix="write 16"))
-    """Frames per second."""
-    suffix: str = attrs.field(default=".mp4", init=False)
-
-    def encode(self, frames: Sequence[Image]) -> bytes:
-        """Return the content of an MP4 file; an odd width or height is padded by one pixel."""
-        if not _has_av():
-            raise MissingDependencyError(
-                "is not installed but is required to write MP4",
-                key="av",
-                fix="run pip install 'zerotune[video]', or pass AnimatedPNG()",
-            )
-        av: Any = importlib.import_module("av")
-        content = io.BytesIO()
-        with av.open(content, "w", format="mp4") as container:
-            kind = "libx264" if "libx264" in av.codecs_available else "mpeg4"
-            rate = Fraction(self.fps).limit_denominator(1001)
-            stream = container.add_stream(kind, rate=rate, options={"crf": "18"})
-            pictures = [_even_sides(frame.convert("RGB")) for frame in frames]
-            stream.width, stream.height = pictures[0].size
-            stream.pix_fmt = "yuv420p"
-            for picture in pictures:
-                container.mux(stream.encode(av.VideoFrame.from_image(picture)))
-            container.mux(stream.encode(None))
-        return content.getvalue()
-
-
-def clip_format(fps: float) -> tuple[ClipFormat, Decision]:
-    """Return this installation's default clip format, and a decision that gives the reason."""
-    if _has_av():
-        reason = "PyAV is installed"
-        return MP4(fps=fps), _format_decision(".mp4", reason)
-    reason = "MP4 needs PyAV, which is not installed (zerotune[video])"
-    return AnimatedPNG(fps=fps), _format_decision("animated .png", reason)
+    content = io.BytesIO()
+    first, *others = frames
+    first.save(
+        content,
+        format="PNG",
+        save_all=True,
+        append_images=others,
+        duration=1000 / fps,
+        loop=0,
+    )
+    return content.getvalue()
 
 
 def clips_to_grid(clips: torch.Tensor, *, columns: int) -> list[Image]:
@@ -185,27 +111,6 @@ def clips_to_grid(clips: torch.Tensor, *, columns: int) -> list[Image]:
             fix="pass images to images_to_grid",
         )
     return [images_to_grid(frame, columns=columns) for frame in clips.unbind(2)]
-
-
-def _has_av() -> bool:
-    return importlib.util.find_spec("av") is not None
-
-
-def _format_decision(after: str, reason: str) -> Decision:
-    return Decision(key="validation.clips", before=None, after=after, reason=reason)
-
-
-def _even_sides(picture: Image) -> Image:
-    # Colours have half the resolution, so both sides must be even.
-    width, height = picture.size
-    if width % 2 == 0 and height % 2 == 0:
-        return picture
-    from PIL import Image as Pillow
-
-    wider = Pillow.new("RGB", (width + width % 2, height + height % 2))
-    for place in ((width % 2, height % 2), (0, height % 2), (width % 2, 0), (0, 0)):
-        wider.paste(picture, place)
-    return wider
 
 
 def _font_size(height: int) -> int:

@@ -17,9 +17,8 @@ from zerotune._util.files import write_atomically
 from zerotune._util.text import whole
 from zerotune.backend.distributed import together
 from zerotune.checkpoint.contents import capture_generators, restore_generators
-from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.streams import BucketedDataset, stack_samples
-from zerotune.diffusion.grid import ClipFormat, clip_format, clips_to_grid, images_to_grid
+from zerotune.diffusion.grid import animated_png, clips_to_grid, images_to_grid
 from zerotune.diffusion.held_out import validation_loss
 from zerotune.diffusion.sampling import sample
 from zerotune.errors import InvalidValueError
@@ -91,16 +90,9 @@ class ValidationImages(Validation):
         folder: Folder for the image grids.
         columns: Images per row; by default the grid is nearly square.
         name: Name of the images in trackers.
-        clips: File format for clips: ``MP4(fps=24)`` or ``AnimatedPNG(fps=24)``. The default is MP4
-            at 16 frames per second if PyAV is installed, otherwise an animated PNG.
         wanted: Arguments of ``trainer.sample``: ``prompts``, ``labels`` or ``count``, ``seed``,
             ``steps``, ``guidance_scale``, ``ema``, …
-
-    Attributes:
-        decisions: Decision about the automatic choice of clip format; empty if ``clips`` is given.
     """
-
-    decisions: tuple[Decision, ...] = ()
 
     def __init__(
         self,
@@ -109,12 +101,11 @@ class ValidationImages(Validation):
         folder: str | os.PathLike[str],
         columns: int | None = None,
         name: str = "validation/images",
-        clips: ClipFormat | None = None,
         **wanted: Unpack[SampleOptions],
     ) -> None:
         super().__init__(every=every)
         self._folder, self._columns, self._name = Path(folder), columns, name
-        self._wanted, self._clips = wanted, clips
+        self._wanted = wanted
 
     def measure(self, trainer: RunView) -> None:
         """Sample, write and log the images. Collective.
@@ -123,8 +114,7 @@ class ValidationImages(Validation):
             trainer: The trainer that runs ``fit``.
         """
         images = trainer.sample(**self._wanted)
-        suffix = self._clip_format().suffix if images.ndim == 5 else ".png"
-        path = self._folder / f"step-{trainer.step:08d}{suffix}"
+        path = self._folder / f"step-{trainer.step:08d}.png"
         together(
             trainer.engine.group,
             f"writing {path}",
@@ -132,17 +122,10 @@ class ValidationImages(Validation):
         )
         trainer.show(self._name, images)
 
-    def _clip_format(self) -> ClipFormat:
-        if self._clips is None:
-            self._clips, decision = clip_format(_PREVIEW_FPS)
-            self.decisions = (decision,)
-            announce(self.decisions)
-        return self._clips
-
     def _write(self, path: Path, images: torch.Tensor) -> None:
         columns = self._columns or math.ceil(math.sqrt(len(images)))
         if images.ndim == 5:
-            content = self._clip_format().encode(clips_to_grid(images, columns=columns))
+            content = animated_png(clips_to_grid(images, columns=columns), fps=_PREVIEW_FPS)
         else:
             buffer = io.BytesIO()
             images_to_grid(images, columns=columns).save(buffer, format="PNG")
