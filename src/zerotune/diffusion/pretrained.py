@@ -17,7 +17,7 @@ import torch
 from packaging.version import Version
 
 from zerotune._util.text import did_you_mean, json_of, listing
-from zerotune.backend.checks import DTYPES, is_torchao
+from zerotune.backend.checks import DTYPES
 from zerotune.backend.single_file import INDEX, SUFFIX, SingleFile, place_rows
 from zerotune.backend.stored import (
     StoredWeight,
@@ -32,15 +32,6 @@ from zerotune.backend.stored import (
 from zerotune.backend.trained_parts import TrainedParts
 from zerotune.backend.upstream import unpartitioned
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.models.controlnet import (
-    CONTROLNETS,
-    ControlNetFamily,
-    FluxControlNet,
-    QwenImageControlNet,
-    StableDiffusion3ControlNet,
-    StableDiffusionXLControlNet,
-    controlnet_of,
-)
 from zerotune.diffusion.models.declared import (
     DECLARED,
     AuraFlow,
@@ -68,7 +59,6 @@ from zerotune.diffusion.models.declared import (
     ZImage,
 )
 from zerotune.diffusion.models.family import ClassConditional, Family, Unconditional
-from zerotune.diffusion.models.latents import LatentSpace
 from zerotune.diffusion.models.pipeline import (
     Blueprint,
     FrozenParts,
@@ -91,17 +81,14 @@ from zerotune.platform.detect import first_line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-_KNOWN: Final[tuple[type[PipelineFamily], ...]] = (*DECLARED, *CONTROLNETS)
 
-
-FAMILIES: Final[dict[str, type[PipelineFamily]]] = {family.pipeline: family for family in _KNOWN}
+FAMILIES: Final[dict[str, type[PipelineFamily]]] = {family.pipeline: family for family in DECLARED}
 """Families, keyed by the class name of their diffusers pipeline."""
 
 FAMILY_NAMES: Final[dict[str, type[PipelineFamily]]] = {
     "aura-flow": AuraFlow,
     "chroma": Chroma,
     "flux": Flux,
-    "flux-controlnet": FluxControlNet,
     "flux-kontext": FluxKontext,
     "flux2": Flux2,
     "flux2-klein-4b": Flux2Klein,
@@ -114,18 +101,15 @@ FAMILY_NAMES: Final[dict[str, type[PipelineFamily]]] = {
     "pixart-alpha": PixArtAlpha,
     "pixart-sigma": PixArtSigma,
     "qwen-image": QwenImage,
-    "qwen-image-controlnet": QwenImageControlNet,
     "qwen-image-edit": QwenImageEdit,
     "qwen-image-edit-plus": QwenImageEditPlus,
     "sana": Sana,
     "sd15": StableDiffusion,
     "sd21": StableDiffusion,
-    "sd3-controlnet": StableDiffusion3ControlNet,
     "sd3-medium": StableDiffusion3,
     "sd35-large": StableDiffusion3,
     "sd35-medium": StableDiffusion3,
     "sdxl": StableDiffusionXL,
-    "sdxl-controlnet": StableDiffusionXLControlNet,
     "wan-1.3b": Wan,
     "wan-14b": Wan,
     "z-image": ZImage,
@@ -136,7 +120,6 @@ _CONFIGURATION: Final = ("**/*.json", "*.json", "*.txt", "**/*.txt", "**/*.model
 """Files of a hub pipeline except weights."""
 _PARTS: Final = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 """Frozen parts that a single file may omit."""
-_CONTROLNET: Final = "controlnet"
 _UNUSED: Final = ("safety_checker", "feature_extractor", "image_encoder")
 """Files not needed for latents, embeddings or sampling; exports copy them from the folder."""
 
@@ -163,10 +146,8 @@ class Pretrained:
 
     @property
     def component(self) -> str | None:
-        """Name of the model in its pipeline; ``None`` if it is a ControlNet or has no pipeline."""
-        if isinstance(self.family, ControlNetFamily) or not isinstance(self.family, PipelineFamily):
-            return None
-        return self.family.component
+        """Name of the model in its pipeline; ``None`` if it has no pipeline."""
+        return self.family.component if isinstance(self.family, PipelineFamily) else None
 
     @property
     def base(self) -> Path:
@@ -219,7 +200,6 @@ def load_pretrained(
     quantization: Any = None,
     frozen_dtype: str = "bf16",
     family: type[PipelineFamily] | str | None = None,
-    controlnet: str | os.PathLike[str] | torch.nn.Module | None = None,
     parts: bool = True,
     text_encoders: bool | Sequence[str] = False,
     leave_out: Sequence[str] = (),
@@ -251,15 +231,11 @@ def load_pretrained(
         dtype: Dtype in which the trained model is loaded; by default ``"fp32"``. Use ``"bf16"`` for
             a base model with adapters. DeepSpeed trains in the plan's precision, not in ``dtype``.
         quantization: A diffusers quantization configuration (``BitsAndBytesConfig``,
-            ``TorchAoConfig``) for a base model with adapters, or for the frozen model that a
-            ControlNet controls. Every rank reads and quantizes the whole model.
-        frozen_dtype: Dtype of the VAE, the text encoders, and the frozen model that a ControlNet
-            controls.
+            ``TorchAoConfig``) for a base model with adapters. Every rank reads and quantizes the
+            whole model.
+        frozen_dtype: Dtype of the VAE and the text encoders.
         family: A custom family for an unsupported pipeline, or a name. A name selects a known
-            family of the pipeline (``"sdxl"``), a class (``"module:Class"``) or ``"controlnet"``.
-            ``"controlnet"`` trains a ControlNet and freezes the pipeline's model.
-        controlnet: Folder of an existing ControlNet, or the ControlNet itself; by default a new
-            ControlNet is initialised from the pipeline's model.
+            family of the pipeline (``"sdxl"``) or a class (``"module:Class"``).
         parts: ``False`` omits VAE and text encoders, which training from caches does not need.
         text_encoders: Text encoders to train with the model, by their names in the pipeline;
             ``True`` selects all CLIP text encoders. With trained text encoders,
@@ -304,12 +280,7 @@ def load_pretrained(
     trained = stored.encoders_to_train(text_encoders, leave_out, parts=parts)
     scheduler, replaced = stored.training_scheduler(flow_matching=kind.flow_matching)
     with unpartitioned():
-        if issubclass(kind, ControlNetFamily):
-            stored.refuse_file("family", kind.__name__)
-            steered = _Steered(loading=loading, stored=stored, kind=kind)
-            model, settings["base"], read = steered.read(controlnet, frozen_dtype)
-        else:
-            model, read = loading.model(stored.class_of(kind.component), kind.component)
+        model, read = loading.model(stored.class_of(kind.component), kind.component)
         loaded = None
         encoders = stored.encoders(trained, _dtype(dtype or "fp32"), variant)
         if parts:
@@ -321,7 +292,7 @@ def load_pretrained(
     chosen = kind(parts=loaded, **settings)
     decisions = found + read + replaced + (() if loaded is None else _spare_the_vae(loaded))
     decisions += probe(chosen, model)
-    if kind not in _KNOWN:  # zerotune's own are tested, and encoders are slow on a host.
+    if kind not in DECLARED:  # zerotune's own are tested, and encoders are slow on a host.
         chosen, found = probe_texts(chosen)
         decisions += found
     if encoders:
@@ -437,7 +408,7 @@ def named_family(name: str) -> type[PipelineFamily]:
     if ":" in name:
         return _imported_family(name)
     names: dict[str, type[PipelineFamily]] = {**FAMILY_NAMES, **FAMILIES}
-    names |= {family.__name__: family for family in _KNOWN} | {"WanLowNoise": WanLowNoise}
+    names |= {family.__name__: family for family in DECLARED} | {"WanLowNoise": WanLowNoise}
     if name in names:
         return names[name]
     close = did_you_mean(name, names)
@@ -495,7 +466,7 @@ class _StoredPipeline:
                 key=f"{self.folder / INDEX}: _class_name",
                 value=name,
                 fix="declare a family for this pipeline (docs/families.md) and pass it as family=; "
-                "recipes have families for image-to-video pipelines",
+                "recipes have families for ControlNets and image-to-video pipelines",
             )
         return FAMILIES[name]
 
@@ -503,20 +474,7 @@ class _StoredPipeline:
         """Return the requested family; by default the family of the pipeline."""
         if told is None or not isinstance(told, str):
             return told or self.family()
-        if told != _CONTROLNET:
-            return named_family(told)
-        own = self.family()
-        steering = own if issubclass(own, ControlNetFamily) else None
-        steering = steering or controlnet_of(own)
-        if steering is None:
-            raise InvalidValueError(
-                f"{own.pipeline} has no declared ControlNet",
-                key="family",
-                value=told,
-                fix="to train a ControlNet, load one of these pipelines: "
-                f"{', '.join(family.pipeline for family in CONTROLNETS)}",
-            )
-        return steering
+        return named_family(told)
 
     def check_left_out(self, names: Sequence[str], component: str) -> None:
         known = [n for n, entry in self.index.items() if isinstance(entry, list) and n != component]
@@ -622,7 +580,7 @@ class _StoredPipeline:
     ) -> FrozenParts:
         """Load the pipeline, with stand-ins for the models that are trained."""
         made, single = pipeline_class(kind.pipeline), self.single
-        apart = dict.fromkeys((*kind.separate_models(), *encoders))
+        apart = dict.fromkeys((kind.component, *encoders))
         try:
             if single is None:
                 pipeline = made.from_pretrained(self.folder, **apart, **options)
@@ -652,8 +610,7 @@ class _StoredPipeline:
                 ) from error
             raise _not_loaded(self.folder, error) from error
         # The pipeline asks its model for sizes while it encodes texts.
-        for name in kind.separate_models():
-            setattr(pipeline, name, PipelineModel(config=config))
+        setattr(pipeline, kind.component, PipelineModel(config=config))
         for name, module in encoders.items():
             setattr(pipeline, name, TrainedEncoder(name=name, module=module))
         return FrozenParts(pipeline)
@@ -1013,92 +970,6 @@ def _waits_in(names: str) -> Decision:
         after=f"read from {names} by the engine",
         reason="load_pretrained received a plan; without an engine, call Pretrained.read_weights()",
     )
-
-
-@attrs.frozen(kw_only=True)
-class _Steered:
-    """A frozen model, and the ControlNet that controls it."""
-
-    loading: _Loading
-    stored: _StoredPipeline
-    kind: type[ControlNetFamily]
-
-    def read(
-        self, controlnet: str | os.PathLike[str] | torch.nn.Module | None, frozen: str
-    ) -> tuple[Any, Any, tuple[Decision, ...]]:
-        """Load the ControlNet, and the frozen model in dtype ``frozen``; also return a decision."""
-        import diffusers
-
-        trained, name = getattr(diffusers, self.kind.controlnet), str(self.kind.base_component)
-        _dtype(frozen)
-        base = None
-        if isinstance(controlnet, torch.nn.Module):
-            model: Any = controlnet
-            origin = f"the {type(controlnet).__name__} that was passed"
-        elif controlnet is not None:
-            model, _ = attrs.evolve(self._plain, folder=Path(controlnet)).model(trained)
-            origin = f"that of {os.fspath(controlnet)}"
-        elif _CONTROLNET in self.stored.index:
-            model, _ = self._plain.model(trained, _CONTROLNET)
-            origin = "the pipeline's"
-        else:
-            # In the precision of the files: rounded weights would make a different ControlNet.
-            exact = _stored_dtype(self.loading.folder / name, self.loading.variant)
-            base = self._base(exact)
-            # Weights that are not copied are random: the same on every rank and in every run.
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                model = self.kind.new_controlnet(trained, base, scale=self._scale)
-            model.to(_dtype(self.loading.dtype or "fp32"))
-            base = base if exact == frozen and self.loading.quantization is None else None
-            origin = f"a copy of the {name}'s first blocks, initially without effect"
-        if self.loading.quantization is not None:
-            base, _ = attrs.evolve(self.loading, plan=None).model(self.stored.class_of(name), name)
-            self._check_linear(base)
-        base = self._base(frozen) if base is None else base
-        decision = Decision(key="model", before=name, after=_CONTROLNET, reason=f"it is {origin}")
-        return model, base.requires_grad_(False).eval(), (decision,)
-
-    def _check_linear(self, base: torch.nn.Module) -> None:
-        """Reject torchao's weights at stage 3 if its linear layer, which transposes, is enabled."""
-        plan = self.loading.plan
-        plan = plan.plan if isinstance(plan, ResolvedPlan) else plan
-        zero = None if plan is None else plan.zero_optimization
-        if zero is None or zero.stage != 3 or zero.memory_efficient_linear is False:
-            return
-        if any(map(is_torchao, base.parameters())):
-            raise InvalidValueError(
-                "DeepSpeed's linear layer for stage 3 does not support torchao's tensors",
-                key="quantization",
-                value=type(self.loading.quantization).__name__,
-                fix="set zero_optimization.memory_efficient_linear to false, or quantize with "
-                "bitsandbytes (diffusers.BitsAndBytesConfig)",
-            )
-
-    def _base(self, dtype: str) -> Any:
-        name = str(self.kind.base_component)
-        plain = attrs.evolve(self._plain, dtype=dtype)
-        return plain.model(self.stored.class_of(name), name)[0]
-
-    @property
-    def _scale(self) -> int:
-        kind = pipeline_class(self.kind.pipeline)
-        return LatentSpace(Blueprint.read(self.loading.folder, kind).vae).scale
-
-    @property
-    def _plain(self) -> _Loading:
-        """Return options without a plan, because the engine does not read these models' weights."""
-        return attrs.evolve(self.loading, quantization=None, plan=None)
-
-
-def _stored_dtype(place: Path, variant: str | None) -> str:
-    """Return the dtype of a model's files; fp32 if they contain several dtypes."""
-    found = {
-        tensor.dtype
-        for file in weight_files(place, variant=variant)
-        for tensor in read_header(file)[0].values()
-    }
-    return next((name for name, dtype in DTYPES.items() if found == {dtype}), "fp32")
 
 
 def _stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:

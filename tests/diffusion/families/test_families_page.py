@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from zerotune.diffusion.models.controlnet import CONTROLNETS
 from zerotune.diffusion.models.declared import DECLARED, WanLowNoise
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -53,7 +52,7 @@ def test_each_family_is_listed_with_its_pipeline_unless_the_names_agree(generato
     cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     entry = re.compile(r"`(\w+)`(?: \((?:`(\w+Pipeline)`)?[^)]*\))?")
     listed = {name: pipeline for cell in cells for name, pipeline in entry.findall(cell)}
-    for kind in (*DECLARED, *CONTROLNETS, WanLowNoise):
+    for kind in (*DECLARED, WanLowNoise):
         usual = f"{kind.__name__}Pipeline"
         assert listed[kind.__name__] == ("" if kind.pipeline == usual else kind.pipeline)
 

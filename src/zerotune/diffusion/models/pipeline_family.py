@@ -38,7 +38,7 @@ from zerotune.errors import DataError, InvalidValueError
 from zerotune.plan.facts import latent_frames
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 NEGATIVE: Final = "negative_"
 CAPTIONS: Final = "captions"
@@ -160,16 +160,8 @@ class PipelineFamily:
     pads texts to the longest text of a batch, because embeddings would otherwise depend on the
     batch."""
 
-    base_component: ClassVar[str | None] = None
-    """Component name of the frozen model that a ControlNet controls."""
-
     also_needed: ClassVar[tuple[str, ...]] = ()
     """Names of components that this family loads and most other families omit."""
-
-    @classmethod
-    def separate_models(cls) -> tuple[str, ...]:
-        """Return the component names of the trained model and of a ControlNet's frozen model."""
-        return tuple(name for name in (cls.component, cls.base_component) if name is not None)
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return a batch's latents (b, c, [frames,] h, w), fp32, encoding its images if needed."""
@@ -990,10 +982,6 @@ class PipelineFamily:
         return self._around(self.known_blueprint(), model, scheduler)
 
     # -- Examples.
-
-    def without_data(self) -> Self:
-        """Return a version of the family for tests on the ``meta`` device."""
-        return self
 
     def example(
         self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2

@@ -78,11 +78,11 @@ def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...
     kind: Any = type(model)
     with unpartitioned(), torch.device("meta"):
         module = kind.from_config(model.config).train()
-    witness, tried = Witness(module), family.without_data()
+    witness = Witness(module)
     try:
         with sizes_only():
-            latents, conditioning = tried.example(module, batch=_PROBED_SAMPLES, side=_PROBED_SIDE)
-            output = tried.predict(witness, latents, torch.tensor(_TIMES), conditioning)
+            latents, conditioning = family.example(module, batch=_PROBED_SAMPLES, side=_PROBED_SIDE)
+            output = family.predict(witness, latents, torch.tensor(_TIMES), conditioning)
             output.sum().backward()  # type: ignore[no-untyped-call]
     except ZeroTuneError as error:
         raise _not_trainable(family, str(error)) from error
