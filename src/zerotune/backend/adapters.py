@@ -172,8 +172,10 @@ def adapter_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-Layout = Literal["diffusers", "peft", "comfyui", "kohya"]
-LAYOUTS: Final[tuple[Layout, ...]] = ("diffusers", "peft", "comfyui", "kohya")
+Layout = Literal["diffusers", "peft"]
+LAYOUTS: Final[tuple[Layout, ...]] = ("diffusers", "peft")
+Form = Literal["comfyui", "kohya"]
+"""Format of files with the layer names of a model's original release."""
 
 LORA_FILE: Final = "pytorch_lora_weights.safetensors"
 """File name that diffusers expects in a LoRA folder."""
@@ -233,13 +235,13 @@ class Published:
 
     pipeline: str
     """Name of the diffusers pipeline whose ``lora_state_dict`` reads files with these names."""
-    layouts: tuple[Layout, ...]
+    layouts: tuple[Form, ...]
     """File formats that the pipeline reads."""
     layers: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
     """Maps each original name to diffusers' names, with ``#`` for a block's number. If a name maps
     to several diffusers layers, the original layer concatenates their outputs. Empty if diffusers
     uses the original names."""
-    reader: Layout | None = attrs.field(default=None, kw_only=True)
+    reader: Form | None = attrs.field(default=None, kw_only=True)
     """Format to which files are converted before diffusers reads them; ``None`` for no
     conversion."""
 
@@ -263,7 +265,7 @@ class Published:
             fix='remove the layer from the targets, or export with layout="diffusers"',
         )
 
-    def respelled(self, state: Mapping[str, torch.Tensor], to: Layout) -> dict[str, torch.Tensor]:
+    def respelled(self, state: Mapping[str, torch.Tensor], to: Form) -> dict[str, torch.Tensor]:
         """Convert tensor names from ComfyUI's to kohya's or back; ``{}`` if any name is unknown.
 
         Args:
@@ -441,8 +443,8 @@ _KREA_2: Final = _one_by_one(
     )
 )
 
-_BOTH: Final[tuple[Layout, ...]] = ("comfyui", "kohya")
-_COMFYUI_ALONE: Final[tuple[Layout, ...]] = ("comfyui",)
+_BOTH: Final[tuple[Form, ...]] = ("comfyui", "kohya")
+_COMFYUI_ALONE: Final[tuple[Form, ...]] = ("comfyui",)
 PUBLISHED: Final[Mapping[str, Published]] = {
     "UNet2DConditionModel": Published("StableDiffusionXLPipeline", ("kohya",)),
     "FluxTransformer2DModel": Published("FluxPipeline", _BOTH, _FLUX, reader="kohya"),

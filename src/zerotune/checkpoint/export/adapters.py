@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
-from typing_extensions import override
 
 from zerotune.backend.adapters import (
     LAYOUTS,
@@ -20,22 +19,13 @@ from zerotune.backend.adapters import (
     SETTINGS,
     AdapterParameter,
     Layout,
-    adapter_layers,
     fingerprint,
     peft_config,
-    read_others,
     recall,
     trained_adapter,
 )
 from zerotune.backend.checks import checked_dtype
 from zerotune.backend.trained_parts import components
-from zerotune.checkpoint.export.adapter_layouts import (
-    Factors,
-    compare,
-    published,
-    write_lora,
-    write_lycoris,
-)
 from zerotune.checkpoint.export.driver import (
     ExportWriter,
     Gatherable,
@@ -43,7 +33,6 @@ from zerotune.checkpoint.export.driver import (
     json_text,
     meet,
 )
-from zerotune.checkpoint.folders import check_replaceable
 from zerotune.checkpoint.tensors import TensorSpec
 from zerotune.decisions import Decision, announce
 from zerotune.errors import CheckpointCorruptError, CheckpointMismatchError, InvalidValueError
@@ -208,7 +197,7 @@ class ExportedAdapters(os.PathLike[str]):
     sha256: str
     """SHA-256 (hex) of the file."""
     decisions: tuple[Decision, ...] = ()
-    """Decisions about untrained layers, or about the rounding of scaled factors."""
+    """Decisions about untrained layers."""
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -240,10 +229,7 @@ def export_adapters(
         dtype: Dtype of the tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch
             dtype.
         layout: ``"diffusers"``, or ``"peft"`` for a folder that ``PeftModel.from_pretrained``
-            reads. ``"comfyui"`` writes a file with ``diffusion_model.*`` tensors, and ``"kohya"``
-            writes a file in the format of kohya's trainers. Exports to ``"comfyui"`` and
-            ``"kohya"`` need memory for all adapters at once, and are verified with diffusers'
-            converters.
+            reads. A recipe converts diffusers' file for ComfyUI and kohya's trainers.
         component: Name of the model in the pipeline; by default derived from the model's class.
             For ``TrainedParts``, the names of the parts are used.
         pipeline: A pipeline or its class; the export fails if the pipeline cannot load adapters
@@ -286,11 +272,10 @@ def export_adapters(
     outline = AdapterOutline.of(engine, component=component)
     _check_loadable(pipeline, tuple(outline.metadata))
     outline.check_layout(layout)
-    draft = _Foreign if layout in ("comfyui", "kohya") else _Draft
     written = export_together(
         engine,
         "the export of adapters",
-        begin=lambda: draft(
+        begin=lambda: _Draft(
             target, outline, Judgement.of(engine, outline.adapters), dtype=chosen, layout=layout
         ),
         weights=exported,
@@ -346,7 +331,7 @@ class AdapterOutline:
                 value=layout,
                 fix='pass layout="diffusers" to export the adapters of several models',
             )
-        for component, (_, module, adapter) in self.adapters.items():
+        for _, module, adapter in self.adapters.values():
             config = peft_config(module, adapter).to_dict()
             kind = str(getattr(config["peft_type"], "value", config["peft_type"]))
             kind = {"LORA": "LoRA", "LOKR": "LoKr", "LOHA": "LoHa"}.get(kind, kind)
@@ -358,15 +343,11 @@ class AdapterOutline:
                     value=layout,
                     fix='pass layout="peft", and load the folder with PeftModel.from_pretrained',
                 )
-            if layout in ("comfyui", "kohya"):
-                published(module, layout, component)
 
 
 _HOLDS: Final[Mapping[Layout, tuple[str, ...]]] = {
     "diffusers": ("LoRA", "DoRA", "LoKr"),
     "peft": ("LoRA", "DoRA", "LoKr", "LoHa", "OFT"),
-    "comfyui": ("LoRA", "LoKr", "LoHa"),
-    "kohya": ("LoRA", "LoKr", "LoHa"),
 }
 
 
@@ -439,14 +420,11 @@ class _Draft:
         """Inspect and write a tensor."""
         written = tensor.to(self._dtype)
         self._judgement.see(name, tensor, written)
-        if self._writer is not None:
-            self._writer.append(self._keys[name], written)
+        self._writer.append(self._keys[name], written)
 
     def publish(self) -> ExportedAdapters:
         """Check that the adapters have changed, verify the file and rename it."""
-        decisions = (*self._judgement.conclude(), *self._complete())
-        if self._writer is None:
-            raise ValueError("no file was begun")
+        decisions = self._judgement.conclude()
         self._writer.publish()
         (record,) = self._writer.records
         shapes = [torch.Size(shape) for shape in self._outline.shapes.values()]
@@ -462,10 +440,9 @@ class _Draft:
 
     def abandon(self) -> None:
         """Delete the unfinished file."""
-        if self._writer is not None:
-            self._writer.abandon()
+        self._writer.abandon()
 
-    def _open(self) -> ExportWriter | None:
+    def _open(self) -> ExportWriter:
         stem, texts, metadata = None, {}, {}
         if self._layout == "peft":
             ((component, config),) = self._outline.metadata.items()
@@ -486,117 +463,3 @@ class _Draft:
             for name, shape in self._outline.shapes.items()
         ]
         return ExportWriter(self._path, stem=stem, specs=specs, texts=texts, metadata=metadata)
-
-    def _complete(self) -> tuple[Decision, ...]:
-        """Write what remains after the last tensor, and return decisions about the export."""
-        return ()
-
-
-# -- ComfyUI's and kohya's formats, whose tensors do not match ours one to one.
-
-
-class _Foreign(_Draft):
-    """Collects all trained tensors, then writes a file in ComfyUI's or kohya's names."""
-
-    @override
-    def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
-        """Inspect a tensor, and store it by component, layer and kind."""
-        super().append(name, tensor, trained=trained)
-        for component, (prefix, module, _) in self._outline.adapters.items():
-            parsed = AdapterParameter.parse(name.removeprefix(prefix))
-            if name.startswith(prefix) and parsed is not None:
-                layer = f"{published_prefix(module)}{parsed.layer}"
-                layers = self._layers.setdefault(component, {})
-                layers.setdefault(layer, {})[f"{parsed.kind}{parsed.rest}"] = tensor.clone()
-                return
-
-    @override
-    def _open(self) -> None:
-        check_replaceable(self._path)
-        self._layers: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
-
-    @override
-    def _complete(self) -> tuple[Decision, ...]:
-        """Write the collected tensors under a temporary name."""
-        tensors: dict[str, torch.Tensor] = {}
-        exact = True
-        for component, layers in self._layers.items():
-            _, module, adapter = self._outline.adapters[component]
-            renamed, same = self._of(component, module, adapter, layers)
-            tensors |= renamed
-            exact = exact and same
-        specs = [TensorSpec.of(key, tensor) for key, tensor in tensors.items()]
-        self._writer = ExportWriter(self._path, stem=None, specs=specs, metadata=self._header())
-        for key, tensor in tensors.items():
-            self._writer.append(key, tensor)
-        return () if exact else (self._rounded(),)
-
-    def _of(
-        self,
-        component: str,
-        module: torch.nn.Module,
-        adapter: str,
-        layers: Mapping[str, Mapping[str, torch.Tensor]],
-    ) -> tuple[dict[str, torch.Tensor], bool]:
-        """Return a component's tensors, and whether diffusers reads the same bits."""
-        prefix = published_prefix(module)
-        wrapped = {f"{prefix}{name}": layer for name, layer in adapter_layers(module)}
-        scales = {name: float(wrapped[name].scaling[adapter]) for name in layers}
-        if any("lora_A.weight" not in tensors for tensors in layers.values()):
-            for layer, tensors in layers.items():
-                if any(name.startswith("lora_") for name in tensors):
-                    raise _homeless(layer, "adapts an embedding")
-            return write_lycoris(
-                layers,
-                model=module,
-                form=self._layout,
-                component=component,
-                scales=scales,
-                dtype=self._dtype,
-            ), True
-        for layer, tensors in layers.items():
-            if extra := sorted(tensors.keys() - {"lora_A.weight", "lora_B.weight"}):
-                raise _homeless(layer, f"has {', '.join(extra)}")
-        factors = {
-            name: Factors(
-                down=tensors["lora_A.weight"], up=tensors["lora_B.weight"], scale=scales[name]
-            )
-            for name, tensors in layers.items()
-        }
-        renamed = write_lora(
-            factors,
-            model=module,
-            form=self._layout,
-            component=component,
-            outputs=lambda layer: int(module.get_submodule(layer).out_features),  # type: ignore[arg-type]
-            dtype=self._dtype,
-        )
-        read = read_others(renamed, model=module, component=component)
-        return renamed, compare(read, factors, component=component, dtype=self._dtype)
-
-    def _header(self) -> dict[str, str]:
-        if self._layout != "kohya":
-            return {}
-        config = next(iter(self._outline.metadata.values()))
-        alpha = config.get("lora_alpha", config.get("alpha"))
-        return {
-            "ss_network_module": "networks.lora" if "lora_alpha" in config else "lycoris.kohya",
-            "ss_network_dim": str(config["r"]),
-            "ss_network_alpha": str(alpha),
-        }
-
-    def _rounded(self) -> Decision:
-        return Decision(
-            key="adapters.alpha",
-            before="separate from the factors",
-            after="in the factors",
-            reason=f"{self._layout} files store LoRA factors multiplied by alpha / rank and "
-            f"rounded to {str(self._dtype).removeprefix('torch.')}",
-            severity="warning",
-        )
-
-
-def _homeless(layer: str, what: str) -> CheckpointMismatchError:
-    return CheckpointMismatchError(
-        f"{what}, which the format does not support", key=layer, fix='pass layout="diffusers"'
-    )

@@ -1,28 +1,34 @@
-"""Adapters in ComfyUI's and kohya's names, read back by diffusers' own converters."""
+"""The recipe's files in ComfyUI's and kohya's names, read back by diffusers' own converters."""
 
 from __future__ import annotations
 
 import attrs
 import diffusers
+import peft
 import pytest
 import torch
-
-from tests.support.needs import needs
-from zerotune.backend.adapters import PUBLISHED, read_others
-from zerotune.checkpoint.export.adapter_layouts import (
+from examples.recipes.convert_lora import (
     Factors,
     compare,
+    main,
     published,
     write_lora,
     write_lycoris,
 )
+
+from tests.diffusion.adapting import PLAIN_RUN
+from tests.support import declared_pipelines
+from tests.support.runs import start
+from zerotune.backend.adapters import PUBLISHED, adapter_layers, read_others
+from zerotune.checkpoint import export_adapters
+from zerotune.diffusion import add_lora, load_adapters
 from zerotune.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     InvalidValueError,
 )
 
-needs("peft")
+pytestmark = pytest.mark.nightly
 
 ONE = {"num_layers": 1}
 DEPTHS = {
@@ -147,7 +153,7 @@ def test_models_and_layers_without_published_names_are_refused():
     with pytest.raises(InvalidValueError, match="cannot read SD3Transformer2DModel"):
         published(tiny_sd3(), "comfyui", "transformer")
     unet = diffusers.UNet2DConditionModel
-    with pytest.raises(InvalidValueError, match="'diffusers', 'peft', 'kohya'"):
+    with pytest.raises(InvalidValueError, match="use one of 'kohya'"):
         published(unet.__new__(unet), "comfyui", "unet")
     with pytest.raises(CheckpointMismatchError, match=r"proj_out: diffusers cannot read"):
         PUBLISHED["WanTransformer3DModel"].theirs("proj_out")
@@ -188,3 +194,32 @@ def test_lycoris_files_keep_alpha_if_a_factor_is_a_product():
             scales={"transformer_blocks.0.attn.to_q": 1.0},
             dtype=torch.float32,
         )
+
+
+@pytest.mark.parametrize("form", ["comfyui", "kohya"])
+@pytest.mark.parametrize("kind", ["LoraConfig", "LoKrConfig"])
+def test_an_export_is_converted_and_read_back_into_the_same_layers(form, kind, tmp_path):
+    base = declared_pipelines.wan(tmp_path / "wan")
+    kept = {"r": 4, "lora_alpha": 2} if kind == "LoraConfig" else {"r": 1, "alpha": 2}
+    config = getattr(peft, kind)(target_modules=["to_q", "to_k"], **kept)
+    model = diffusers.WanTransformer3DModel.from_pretrained(base / "transformer")
+    add_lora(model, config)
+    torch.manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_()
+    engine = start(PLAIN_RUN, model)
+    file = export_adapters(tmp_path / "ours", engine=engine)
+    engine.close()
+    output = tmp_path / "theirs.safetensors"
+    line = [str(file.path), "--base", str(base), "--to", form, "--output", str(output)]
+    assert main(line), "all scales are powers of two, so no bit is lost"
+    other = diffusers.WanTransformer3DModel.from_pretrained(base / "transformer")
+    told = load_adapters(other, output).decisions[0]
+    assert told.key == "adapters.format"
+    deltas, back = (
+        {name: layer.get_delta_weight("default") for name, layer in adapter_layers(each)}
+        for each in (model, other)
+    )
+    assert deltas.keys() == back.keys()
+    assert all(torch.equal(deltas[name], back[name]) for name in deltas)

@@ -1,34 +1,146 @@
-"""Adapters in the layouts of other programs: ComfyUI's and kohya's names and scales.
+r"""Convert an exported LoRA or LoKr file to the layer names of ComfyUI or kohya's trainers.
 
-The layers have the names of the original release, where one layer may combine three projections.
-diffusers' converters read each written file back (``compare``), before it gets its final name.
+    python examples/recipes/convert_lora.py runs/flux --base FLUX --to comfyui \
+        --output flux-for-comfyui.safetensors
+
+ComfyUI and kohya's trainers use the layer names of a model's original release, in which one layer
+may combine several projections of diffusers' model. The factors of combined projections are written
+as blocks of one matrix, with zeros for projections without adapters. The file is read back through
+diffusers' converters before it is written. A ComfyUI file has no alpha, so the scale is multiplied
+into the second factor; if the scale is not a power of two, this rounds.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import re
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 import attrs
+import peft
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from zerotune._util.text import json_of
 from zerotune.backend.adapters import (
     COMFYUI_PREFIX,
     ENCODER_PREFIXES,
     KOHYA_PREFIX,
-    Layout,
+    Form,
     Published,
     Read,
+    adapter_layers,
+    adapter_settings,
+    find_adapters,
     layer_and_kind,
     lycoris_rank,
     publication_of,
+    read_others,
 )
-from zerotune.errors import CheckpointCorruptError, CheckpointMismatchError, InvalidValueError
+from zerotune.backend.checks import checked_dtype
+from zerotune.diffusion.models.pipeline import component_class
+from zerotune.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    InvalidValueError,
+)
 
 _CLOSE_STEPS: Final = 4
 """Tolerance, in units of machine epsilon, for scales that a reader multiplies into factors."""
+
+
+def main(arguments: Sequence[str] | None = None) -> bool:
+    options = parse(arguments)
+    with safe_open(find_adapters(options.file), framework="pt") as opened:
+        state = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        metadata = opened.metadata() or {}
+    tensors, exact = {}, True
+    for component in sorted({key.split(".")[0] for key in state}):
+        own = {
+            key.removeprefix(f"{component}."): tensor.float()
+            for key, tensor in state.items()
+            if key.startswith(f"{component}.")
+        }
+        settings = adapter_settings(metadata, component) or {}
+        model = model_of(options.base, component)
+        dtype = checked_dtype(options.dtype)
+        renamed, same = converted(own, settings, model, component, form=options.to, dtype=dtype)
+        tensors |= renamed
+        exact = exact and same
+    save_file(tensors, options.output, metadata=_header(settings) if options.to == "kohya" else {})
+    if not exact:
+        print("scales that are not powers of two were multiplied into the factors and rounded")
+    return exact
+
+
+def model_of(base: Path, component: str) -> torch.nn.Module:
+    """Return a pipeline's model without weights."""
+    kind = component_class(*json_of((base / "model_index.json").read_text())[component])
+    with torch.device("meta"):
+        if hasattr(kind, "load_config"):
+            made: torch.nn.Module = kind.from_config(kind.load_config(base, subfolder=component))
+            return made
+        config = kind.config_class.from_pretrained(base, subfolder=component)
+        return kind(config)  # type: ignore[no-any-return]
+
+
+def converted(
+    state: Mapping[str, torch.Tensor],
+    settings: Mapping[str, Any],
+    model: Any,
+    component: str,
+    *,
+    form: Form,
+    dtype: torch.dtype,
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """Return a component's tensors in another format, and whether diffusers reads the same bits."""
+    with torch.device("meta"):
+        model.add_adapter(peft.PeftConfig.from_peft_type(**settings), adapter_name="default")
+    scales = {name: float(layer.scaling["default"]) for name, layer in adapter_layers(model)}
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in state.items():
+        layer, kind = layer_and_kind(key)
+        layers.setdefault(layer, {})[kind] = tensor
+    # transformers 5 dropped a level of CLIP, which files keep.
+    scale_of = {name: scales[name if name in scales else name.partition(".")[2]] for name in layers}
+    if settings.get("peft_type") == "LOKR":
+        return write_lycoris(
+            layers, model=model, form=form, component=component, scales=scale_of, dtype=dtype
+        ), True
+    for layer, tensors in layers.items():
+        if extra := sorted(tensors.keys() - {"lora_A.weight", "lora_B.weight"}):
+            raise CheckpointMismatchError(
+                f"has {', '.join(extra)}, which the format does not support", key=layer
+            )
+    factors = {
+        name: Factors(
+            down=tensors["lora_A.weight"], up=tensors["lora_B.weight"], scale=scale_of[name]
+        )
+        for name, tensors in layers.items()
+    }
+    renamed = write_lora(
+        factors,
+        model=model,
+        form=form,
+        component=component,
+        outputs=lambda layer: int(model.get_submodule(layer).out_features),
+        dtype=dtype,
+    )
+    read = read_others(renamed, model=model, component=component)
+    return renamed, compare(read, factors, component=component, dtype=dtype)
+
+
+def _header(settings: Mapping[str, Any]) -> dict[str, str]:
+    alpha = settings.get("lora_alpha", settings.get("alpha"))
+    return {
+        "ss_network_module": "networks.lora" if "lora_alpha" in settings else "lycoris.kohya",
+        "ss_network_dim": str(settings["r"]),
+        "ss_network_alpha": str(alpha),
+    }
 
 
 @attrs.frozen(kw_only=True)
@@ -76,7 +188,7 @@ class Factors:
         return attrs.evolve(self, down=down[used], up=up[:, used])
 
 
-def published(model: torch.nn.Module, form: Layout, component: str) -> Published:
+def published(model: torch.nn.Module, form: Form, component: str) -> Published:
     """Return a model's layer names in a format; raise an error if diffusers cannot read it.
 
     Args:
@@ -89,10 +201,10 @@ def published(model: torch.nn.Module, form: Layout, component: str) -> Published
         return known
     others = [] if known is None else [repr(each) for each in known.layouts]
     raise InvalidValueError(
-        f"diffusers cannot read {kind} from this format, so the export could not be verified",
-        key="layout",
+        f"diffusers cannot read {kind} from this format, so the file could not be verified",
+        key="--to",
         value=form,
-        fix=f"use one of {', '.join([repr('diffusers'), repr('peft'), *others])}",
+        fix=f"use one of {', '.join(others)}" if others else None,
     )
 
 
@@ -100,7 +212,7 @@ def write_lora(
     layers: Mapping[str, Factors],
     *,
     model: torch.nn.Module,
-    form: Layout,
+    form: Form,
     component: str,
     outputs: Callable[[str], int],
     dtype: torch.dtype,
@@ -139,7 +251,7 @@ def write_lycoris(
     layers: Mapping[str, Mapping[str, torch.Tensor]],
     *,
     model: torch.nn.Module,
-    form: Layout,
+    form: Form,
     component: str,
     scales: Mapping[str, float],
     dtype: torch.dtype,
@@ -182,7 +294,7 @@ def write_lycoris(
     return written
 
 
-def _their_stem(theirs: str, form: Layout, component: str) -> str:
+def _their_stem(theirs: str, form: Form, component: str) -> str:
     if form == "comfyui":
         return f"{COMFYUI_PREFIX}{theirs}"
     return f"{ENCODER_PREFIXES.get(component, KOHYA_PREFIX)}{theirs.replace('.', '_')}"
@@ -215,10 +327,7 @@ def _joined_factors(
     return Factors(down=down, up=up, scale=there[0].scale)
 
 
-# -- Check: does diffusers read what was written?
-
-
-def _factors_of(read: Read, component: str) -> dict[str, Factors]:
+def factors_of(read: Read, component: str) -> dict[str, Factors]:
     """LoRA factors by layer, for one component."""
     utils = importlib.import_module("diffusers.utils.state_dict_utils")
     state = {
@@ -269,7 +378,7 @@ def compare(
         component: Name of the model in its pipeline, such as ``"transformer"``.
         dtype: Dtype of the file's tensors.
     """
-    there = _factors_of(read, component)
+    there = factors_of(read, component)
     exact = True
     for name, factors in layers.items():
         found = there.pop(name, None)
@@ -291,3 +400,17 @@ def _differs(layer: str, reason: str) -> CheckpointCorruptError:
         key=layer,
         fix='export with layout="diffusers", which uses the diffusers layer names',
     )
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Convert a LoRA file for other programs.")
+    parser.add_argument("file", type=Path, help="LoRA file, or the folder of an export")
+    parser.add_argument("--base", type=Path, required=True, help="folder of the base pipeline")
+    parser.add_argument("--to", choices=["comfyui", "kohya"], required=True, help="format")
+    parser.add_argument("--output", type=Path, required=True, help="file to write")
+    parser.add_argument("--dtype", default="fp32", help="dtype of the tensors")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
