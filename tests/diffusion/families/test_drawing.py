@@ -94,7 +94,7 @@ def test_an_edm_base_is_sampled_with_its_own_scheduler(folders, tmp_path, kind):
     index["scheduler"] = ["diffusers", kind.__name__]
     (folder / "model_index.json").write_text(json.dumps(index))
     loaded = load_pretrained(folder, frozen_dtype="fp32")
-    images = ours(loaded, guidance_scale=3.0, trained_with=loaded.objective().scheduler)
+    images = ours(loaded, guidance_scale=3.0, trained_with=loaded.scheduler)
     wanted = plain_images(folder, "sdxl", negative="", guidance=3.0)
     # The initial noise has 20 times the scale of other schedulers (sigma_max=20).
     torch.testing.assert_close(images.clamp(-1, 1), wanted, rtol=0, atol=2e-5)

@@ -774,7 +774,16 @@ class PipelineFamily:
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode captions with ``encode_prompt``, using the arguments that ``__call__`` passes."""
+        """Encode captions with ``encode_prompt``, using the arguments that ``__call__`` passes.
+
+        Args:
+            parts: VAE and text encoders.
+            captions: One caption per sample.
+            device: Device of the encoders.
+
+        Returns:
+            The tensors named in ``text_tensors``, batch first.
+        """
         singles = [[caption] for caption in captions] if self.texts_alone else [list(captions)]
         found = [
             self.encode_with(
@@ -787,7 +796,13 @@ class PipelineFamily:
     def embed_negative(
         self, parts: FrozenParts, texts: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
-        """Encode negative prompts; some pipelines add instructions only to positive prompts."""
+        """Encode negative prompts; some pipelines add instructions only to positive prompts.
+
+        Args:
+            parts: VAE and text encoders.
+            texts: One negative prompt per sample.
+            device: Device of the encoders.
+        """
         if "negative_prompt" not in parameters_of(parts.pipeline.encode_prompt):
             return self.embed(parts, texts, device)
         prompts = {
