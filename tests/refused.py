@@ -24,7 +24,6 @@ from zerotune.offload import OffloadManager, cleanup_stale_swap
 from zerotune.offload.lease import find_leases
 from zerotune.training import SaveEvery, SaveEveryInBackground, Trainer
 from zerotune.training.events import read_metrics
-from zerotune.training.report import plot_loss, plot_report
 
 Work = Callable[[Path], Any]
 
@@ -60,8 +59,6 @@ def writing(trainer: Trainer, root: Path) -> dict[str, Work]:
         "save every": lambda path: saving(SaveEvery(steps=1, root=path, keep=1)),
         "in the background": lambda path: saving(SaveEveryInBackground(steps=1, root=path)),
         "report": report.save,
-        "plot": lambda path: plot_report(path, report),
-        "losses": lambda path: plot_loss(path, steps=[1], losses=[1.0]),
         "a shadow": lambda path: EMAShadow(store=FileStore(folder=path)).attach(engine),
         "averages": averages,
         "cache": cached,

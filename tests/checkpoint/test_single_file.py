@@ -8,6 +8,8 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from examples.recipes.one_file import ORIGINALS
+from examples.recipes.one_file import main as one_file
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.refusals import told
@@ -18,9 +20,9 @@ from zerotune import DeepSpeedPlan, cli
 from zerotune.backend.single_file import Run, SingleFile, place_rows
 from zerotune.backend.stored import StoredTensor
 from zerotune.checkpoint import export_pipeline, save_checkpoint
-from zerotune.checkpoint.export.original_names import ORIGINALS
+from zerotune.checkpoint.conversion import convert
 from zerotune.diffusion import load_pretrained
-from zerotune.errors import InvalidValueError
+from zerotune.errors import CheckpointMismatchError, InvalidValueError
 
 PLAN = DeepSpeedPlan.build(stage=3)
 MODEL = "model.diffusion_model."
@@ -61,7 +63,7 @@ def test_plain_diffusers_reads_the_file_bit_for_bit(kind, folders, tmp_path, mon
         single_files.narrow_flux(monkeypatch)
     folder, component = folders[kind], single_files.COMPONENTS[kind]
     engine = start(PLAIN, trained(folder))
-    file = export_pipeline(tmp_path / "one.safetensors", engine=engine, base=folder)
+    file = single_files.in_one_file(engine, folder, tmp_path / "one.safetensors")
     expected = {name: t.clone() for name, t in engine.module.state_dict().items()}
     engine.close()
     read = single_files.reloaded(kind, file, folder)
@@ -80,7 +82,7 @@ def test_plain_diffusers_reads_the_file_bit_for_bit(kind, folders, tmp_path, mon
 def test_a_single_file_can_be_trained_at_stage_3_and_written_with_its_own_names(folders, tmp_path):
     folder, base = folders["sd3"], tmp_path / "base.safetensors"
     engine = start(PLAIN, trained(folder))
-    export_pipeline(tmp_path / "out.safetensors", engine=engine, base=folder)
+    single_files.in_one_file(engine, folder, tmp_path / "out.safetensors")
     if engine.group.is_main:
         extra = {
             "model_ema.decay": torch.ones(()),
@@ -109,17 +111,19 @@ def test_a_single_file_can_be_trained_at_stage_3_and_written_with_its_own_names(
 def test_a_folder_can_be_exported_from_a_single_file_and_configurations(folders, tmp_path):
     folder, bare = folders["sdxl"], no_weights(folders["sdxl"], tmp_path / "bare")
     engine = start(PLAIN, trained(folder))
-    file = export_pipeline(tmp_path / "one.safetensors", engine=engine, base=folder)
+    file = single_files.in_one_file(engine, folder, tmp_path / "one.safetensors")
     target = export_pipeline(tmp_path / "out", engine=engine, base=file, config=bare)
     error = told(lambda: export_pipeline(tmp_path / "x", engine=engine, base=file))
     own = told(lambda: export_pipeline(file, engine=engine, base=file))
     saved = save_checkpoint(tmp_path / "saved", engine=engine)
     engine.close()
-    for base in (folder, file):  # This writes the same file without an engine.
-        again = tmp_path / f"{base.name}-again.safetensors"
-        line = ["checkpoint", "convert", str(saved), str(again), "--base", str(base)]
-        assert cli.main(line) == 0
-        assert same(load_file(again), load_file(file))
+    # This writes the same file without an engine.
+    again = tmp_path / "again.safetensors"
+    line = ["checkpoint", "convert", str(saved), str(again), "--base"]
+    assert cli.main([*line, str(file)]) == 0
+    assert same(load_file(again), load_file(file))
+    with pytest.raises(CheckpointMismatchError, match="recipes/one_file"):
+        convert(saved, tmp_path / "other.safetensors", base=folder)
     read, expected = (single_files.original("sdxl", each) for each in (target, folder))
     for name in ("vae", "text_encoder", "text_encoder_2"):
         assert same(getattr(read, name).state_dict(), getattr(expected, name).state_dict()), name
@@ -221,7 +225,7 @@ def test_unreadable_files_are_refused_with_what_to_pass_instead(folders, tmp_pat
 
 
 @ranks(1)
-def test_pipelines_without_names_and_models_without_converters_are_refused(tmp_path, monkeypatch):
+def test_a_folder_is_no_base_of_a_single_file_and_models_need_a_converter(tmp_path):
     folder = declared_pipelines.pixart_sigma(tmp_path / "pixart")
     model = load_pretrained(folder, parts=False).model
     engine = start(PLAIN, model)
@@ -229,6 +233,7 @@ def test_pipelines_without_names_and_models_without_converters_are_refused(tmp_p
     engine.close()
     with pytest.raises(InvalidValueError, match="cannot convert a single file to PixArt"):
         place_rows(type(model), model.config, model={}, file={"x": (1,)})
-    assert message.startswith("CheckpointMismatchError: base")
-    assert "single-file layout of PixArtSigmaPipeline" in message
+    assert "examples/recipes/one_file.py" in message
+    with pytest.raises(CheckpointMismatchError, match="layout of PixArtSigmaPipeline is unknown"):
+        one_file([str(folder), str(tmp_path / "x.safetensors")])
     assert sorted(each.name for each in tmp_path.iterdir()) == ["pixart"]

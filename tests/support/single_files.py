@@ -11,6 +11,7 @@ import torch
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from tests.support import pipelines
+from zerotune.checkpoint import export_pipeline
 
 PUBLISHED_WIDTH = 3072
 COMPONENTS = {
@@ -98,3 +99,15 @@ def original(kind: str, folder: Path) -> Any:
     if kind == "sd3":
         absent |= {"image_encoder": None, "feature_extractor": None}
     return diffusers.DiffusionPipeline.from_pretrained(folder, **absent)
+
+
+def in_one_file(engine: Any, folder: Path, file: Path) -> Path:
+    """Write an engine's pipeline as a single file, by the recipe."""
+    from examples.recipes.one_file import main
+
+    whole = file.with_name(f"{file.stem}-folder")
+    export_pipeline(whole, engine=engine, base=folder)
+    if engine.group.is_main:
+        main([str(whole), str(file)])
+    engine.group.barrier("the file is there")
+    return file

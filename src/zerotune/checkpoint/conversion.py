@@ -8,6 +8,7 @@ from pathlib import Path
 from zerotune._util.files import system_errors
 from zerotune.backend.single_file import INDEX, SUFFIX
 from zerotune.checkpoint.export.model import export_checkpoint
+from zerotune.checkpoint.export.pipeline import single_file_of_folder
 from zerotune.checkpoint.export.single_file import export_checkpoint_as_file
 from zerotune.errors import CheckpointError
 
@@ -30,8 +31,8 @@ def convert(
         shadow: Name of the EMA shadow to write instead of the trained weights.
         dtype: Dtype of the tensors: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         base: For a checkpoint with frozen parameters, the model folder that training started from.
-            If ``base`` is a pipeline and ``target`` ends with ``.safetensors``, the file has
-            ComfyUI's layout.
+            If ``base`` is a single file and ``target`` ends with ``.safetensors``, the result has
+            the layout of ``base``.
 
     Returns:
         The absolute path of the result.
@@ -44,12 +45,10 @@ def convert(
     """
     with system_errors(CheckpointError, target, f"cannot be written from {os.fspath(source)}"):
         origin = None if base is None else Path(base)
-        # A single file that contains a whole pipeline.
-        if (
-            origin is not None
-            and Path(target).suffix == SUFFIX
-            and (origin.is_file() or (origin / INDEX).is_file())
-        ):
+        single = origin is not None and Path(target).suffix == SUFFIX
+        if origin is not None and single and (origin / INDEX).is_file():
+            raise single_file_of_folder(Path(target))
+        if origin is not None and single and origin.is_file():
             return export_checkpoint_as_file(
                 source, target, base=origin, shadow=shadow, dtype=dtype
             )

@@ -29,7 +29,6 @@ from tests.support.declared_pipelines import hunyuan_video_i2v, wan_i2v
 from tests.support.needs import needs
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, start
-from zerotune.checkpoint import export_pipeline
 from zerotune.diffusion import load_pretrained
 
 PHOTOS = {"astronaut": "an astronaut", "chelsea": "a cat", "coffee": "a cup of coffee"}
@@ -119,7 +118,7 @@ def of_one_file(folder: Path, base: Path) -> list[str]:
 
 def in_one_file(folder: Path, file: Path) -> None:
     engine = start(PLAIN, load_pretrained(folder, parts=False).model)
-    export_pipeline(file, engine=engine, base=folder)
+    single_files.in_one_file(engine, folder, file)
     engine.close()
 
 

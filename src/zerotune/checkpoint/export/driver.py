@@ -293,17 +293,10 @@ class ExportWriter:
         """
         self._writer.write(name, part, start=start)
 
-    def publish(self, *, check: Callable[[Path], None] | None = None) -> Path:
-        """Compare the files on disk with the written data, then give them their final names.
-
-        Args:
-            check: Function that is called with a single file's temporary path before the file is
-                renamed.
-        """
+    def publish(self) -> Path:
+        """Compare the files on disk with the written data, then give them their final names."""
         self.records = self._writer.confirm(self._files, self._writer.written)
         self._writer.close()
-        if check is not None:
-            check(self._staging.path / self.path.name)
         if self._single:
             (self._staging.path / self.path.name).rename(self.path)
             sync(self.path.parent)

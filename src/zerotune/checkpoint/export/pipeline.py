@@ -30,7 +30,6 @@ from zerotune.checkpoint.export.single_file import (
     Trained,
     component_of,
     layout_of_file,
-    layout_of_folder,
 )
 from zerotune.checkpoint.folders import ExportStaging, check_apart, checked_path
 from zerotune.checkpoint.tensors import hash_of
@@ -120,6 +119,16 @@ def export_pipeline(
     )
 
 
+def single_file_of_folder(target: Path) -> CheckpointMismatchError:
+    """Return the error for a single file of a model that was loaded from a folder."""
+    return CheckpointMismatchError(
+        "can be a single file only if training started from one",
+        key="path",
+        value=str(target),
+        fix="export to a folder, and convert the folder with examples/recipes/one_file.py",
+    )
+
+
 def _draft(
     target: Path,
     engine: Engine,
@@ -152,10 +161,7 @@ def _draft(
         )
     folder = base if config is None else config
     if single:
-        part, pipeline = component_of(folder, component, type(engine.module).__name__)
-        trained = Trained.by(engine, dtype)
-        layout = layout_of_folder(trained, folder, part=part, pipeline=pipeline)
-        return SingleFileDraft(target, base=folder, layout=layout)
+        raise single_file_of_folder(target)
     return _PipelineDraft(
         target,
         engine,

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from zerotune._util.files import system_errors
-from zerotune._util.text import json_of, listing
+from zerotune._util.text import json_of
 from zerotune.backend.checks import checked_dtype
 from zerotune.backend.single_file import (
     INDEX,
@@ -26,20 +26,17 @@ from zerotune.backend.stored import StoredTensor, StoredWeight
 from zerotune.checkpoint.contents import model_config
 from zerotune.checkpoint.export.driver import ExportWriter, Named
 from zerotune.checkpoint.export.model import (
-    Frozen,
-    ModelFolderReader,
     checked_checkpoint,
     engine_specs,
     records_of,
     specs_of,
     stored_tensors,
 )
-from zerotune.checkpoint.export.original_names import ORIGINALS, Original, as_published
 from zerotune.checkpoint.folders import check_apart
 from zerotune.checkpoint.load import CheckpointReader
 from zerotune.checkpoint.manifest import Manifest
 from zerotune.checkpoint.tensors import TensorReader, TensorSpec
-from zerotune.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from zerotune.errors import CheckpointError, CheckpointMismatchError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
@@ -106,8 +103,6 @@ class Layout:
     """Positions of the trained model's tensors in the file."""
     others: Callable[[], Named]
     """Function that yields the names and tensors of the untrained parts."""
-    check: Callable[[Path], None] | None = None
-    """Function that is called with the file's temporary path before the file is renamed."""
 
 
 class SingleFileDraft:
@@ -135,7 +130,7 @@ class SingleFileDraft:
         """Write the untrained parts, verify the file and give it its final name."""
         for key, tensor in self._layout.others():
             self._writer.append(key, tensor)
-        return self._writer.publish(check=self._layout.check)
+        return self._writer.publish()
 
     def abandon(self) -> None:
         """Delete the temporary file if it does not have its final name yet."""
@@ -172,44 +167,6 @@ def layout_of_file(model: Trained, path: Path, *, dtype: torch.dtype) -> Layout:
     )
 
 
-def layout_of_folder(model: Trained, folder: Path, *, part: str, pipeline: str) -> Layout:
-    """Return the single-file layout in which the models of a pipeline class were released.
-
-    Args:
-        model: The trained model.
-        folder: Pipeline folder that training started from; its other parts are copied.
-        part: Name of the model in the pipeline.
-        pipeline: Name of the pipeline's class.
-    """
-    originals = ORIGINALS.get(pipeline, {})
-    if part not in originals:
-        raise CheckpointMismatchError(
-            f"the single-file layout of {pipeline} is unknown",
-            key="base",
-            value=str(folder),
-            fix="export to a folder, or start training from a single file to keep its layout; "
-            f"known pipelines are {listing(list(ORIGINALS))}",
-        )
-    specs = []
-    for key, names in originals[part].keys(list(model.specs), model.config).items():
-        first = model.specs[names[0]]
-        rows = sum(math.prod(model.specs[name].shape[:1]) for name in names)
-        specs.append(attrs.evolve(first, key=key, shape=(rows, *first.shape[1:])))
-    places = _places(model, {spec.key: spec.shape for spec in specs})
-    parts = {
-        name: original
-        for name, original in originals.items()
-        if name != part and (folder / name).is_dir()
-    }
-    specs += [TensorSpec.of(*each) for each in _published(folder, parts, read=False)]
-    return Layout(
-        specs=specs,
-        places=places,
-        others=lambda: _published(folder, parts, read=True),
-        check=lambda file: _compare_rows(file, folder, pipeline=pipeline, parts=list(parts)),
-    )
-
-
 def _places(model: Trained, file: Shapes) -> Places:
     """Return the places of the model's rows in the file, which must be covered exactly once."""
     places = place_rows(model.kind, model.config, model=model.shapes, file=file)
@@ -231,42 +188,6 @@ def _places(model: Trained, file: Shapes) -> Places:
     return places
 
 
-def _published(folder: Path, parts: Mapping[str, Original], *, read: bool) -> Named:
-    """Yield tensors of frozen parts by their names in the file; meta tensors if not ``read``."""
-    for part, original in parts.items():
-        with ModelFolderReader(folder / part) as reader:
-            for key, names in original.keys(list(reader.tensors), reader.config or {}).items():
-                if read:
-                    tensors = [reader.tensor(name) for name in names]
-                else:
-                    stored = [reader.tensors[name] for name in names]
-                    tensors = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in stored]
-                yield key, as_published(key, tensors)
-
-
-def _compare_rows(file: Path, folder: Path, *, pipeline: str, parts: Sequence[str]) -> None:
-    """Compare frozen parts as diffusers reads them from the file with those of the folder."""
-    import diffusers
-
-    if not parts:
-        return
-    single = SingleFile.open(file, config=folder)
-    options = {"local_files_only": True, **single.without(parts)}
-    kind = getattr(diffusers, pipeline)
-    read, meant = single.pipeline(kind, options), kind.from_pretrained(folder, **options)
-    for name in parts:
-        theirs = getattr(read, name).state_dict()
-        for key, tensor in getattr(meant, name).state_dict().items():
-            other = theirs.get(key)
-            if other is None or other.is_meta or not torch.equal(other.float(), tensor.float()):
-                raise CheckpointCorruptError(
-                    f"diffusers reads a different tensor from the file ({key})",
-                    key=name,
-                    value=str(folder / name),
-                    fix="export to a folder",
-                )
-
-
 def export_checkpoint_as_file(
     directory: str | os.PathLike[str],
     path: str | os.PathLike[str],
@@ -280,7 +201,7 @@ def export_checkpoint_as_file(
     Args:
         directory: Folder of the checkpoint.
         path: Path of the file.
-        base: Pipeline folder or single file that training started from.
+        base: Single file that training started from.
         shadow: As in ``export_checkpoint``.
         dtype: Dtype of the trained model's tensors.
 
@@ -291,14 +212,8 @@ def export_checkpoint_as_file(
         folder, manifest = checked_checkpoint(directory, shadow=shadow)
         origin, chosen = Path(base), checked_dtype(dtype)
         model = Trained.stored(manifest, chosen)
-        frozen: Frozen
-        if origin.is_file():
-            layout = layout_of_file(model, origin, dtype=chosen)
-            frozen = _ModelOfFile.at(origin, layout.places, model.shapes)
-        else:
-            part, pipeline = component_of(origin, None, model.kind.__name__)
-            layout = layout_of_folder(model, origin, part=part, pipeline=pipeline)
-            frozen = opened.enter_context(ModelFolderReader(origin / part))
+        layout = layout_of_file(model, origin, dtype=chosen)
+        frozen = _ModelOfFile.at(origin, layout.places, model.shapes)
         draft = SingleFileDraft(Path(path).absolute(), base=origin, layout=layout)
         opened.callback(draft.abandon)
         reader = opened.enter_context(CheckpointReader(folder, manifest))

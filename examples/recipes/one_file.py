@@ -1,21 +1,102 @@
-"""Names of a diffusers pipeline's components in the single file of the models' first release.
+"""Write a pipeline folder as a single file in the layout of the model's original release.
 
-Only names: positions of rows follow from diffusers' converters (``place_rows``), which also verify
-each export. diffusers has these names in scripts that are not part of its package:
+    python examples/recipes/one_file.py runs/sdxl sdxl.safetensors
+
+ComfyUI and diffusers' from_single_file read this layout. The file contains the U-Net, the VAE and
+the text encoders of Stable Diffusion 1.5, 2.1 and SDXL; the transformer and the VAE of SD3; and the
+transformer of FLUX.1, Kontext, Chroma, Qwen-Image, Z-Image and HiDream. Positions of rows follow
+from diffusers' converters, which also verify the file. diffusers has these names only in scripts
+that are not part of its package:
 https://github.com/huggingface/diffusers/blob/main/scripts/convert_diffusers_to_original_sdxl.py
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import attrs
+import diffusers
 import torch
+from safetensors.torch import load_file, save_file
 
+from zerotune._util.text import json_of
 from zerotune.backend.adapters import PUBLISHED, numbered, with_number
-from zerotune.errors import InvalidValueError
+from zerotune.backend.single_file import INDEX, SingleFile, place_rows
+from zerotune.backend.stored import weight_files
+from zerotune.diffusion.models.pipeline import component_class
+from zerotune.errors import CheckpointCorruptError, CheckpointMismatchError, InvalidValueError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    index = json_of((options.folder / INDEX).read_text())
+    originals = ORIGINALS.get(index["_class_name"])
+    if originals is None:
+        raise CheckpointMismatchError(
+            f"the single-file layout of {index['_class_name']} is unknown",
+            key="folder",
+            value=str(options.folder),
+            fix=f"known pipelines are {', '.join(ORIGINALS)}",
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    parts = [part for part in originals if (options.folder / part).is_dir()]
+    for part in parts:
+        place = options.folder / part
+        config = json_of((place / "config.json").read_text())
+        state = {name: t for file in weight_files(place) for name, t in load_file(file).items()}
+        keys = originals[part].keys(list(state), config)
+        if part in ("unet", "transformer"):
+            tensors |= placed(component_class(*index[part]), config, state, keys)
+        else:
+            tensors |= {
+                key: as_published(key, [state[name] for name in of]) for key, of in keys.items()
+            }
+    save_file(tensors, options.output)
+    compare(options.output, options.folder, pipeline=index["_class_name"], parts=parts)
+
+
+def placed(
+    kind: type[Any],
+    config: Config,
+    state: Mapping[str, torch.Tensor],
+    keys: Mapping[str, tuple[str, ...]],
+) -> dict[str, torch.Tensor]:
+    """Return a model's rows at their positions in the file's tensors."""
+    file: dict[str, torch.Tensor] = {}
+    for key, names in keys.items():
+        rows = sum(math.prod(state[name].shape[:1]) for name in names)
+        file[key] = state[names[0]].new_empty(rows, *state[names[0]].shape[1:])
+    model = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    shapes = {key: tuple(tensor.shape) for key, tensor in file.items()}
+    for name, runs in place_rows(kind, config, model=model, file=shapes).items():
+        rows = state[name].reshape(math.prod(state[name].shape[:1]), -1)
+        for run in runs:
+            there = file[run.key].view(math.prod(shapes[run.key][:1]), -1)
+            there[run.there : run.there + run.count] = rows[run.here : run.here + run.count]
+    return file
+
+
+def compare(file: Path, folder: Path, *, pipeline: str, parts: Sequence[str]) -> None:
+    """Compare all parts as diffusers reads them from the file with those of the folder."""
+    single, kind = SingleFile.open(file, config=folder), getattr(diffusers, pipeline)
+    options = {"local_files_only": True, **single.without(parts)}
+    read, meant = single.pipeline(kind, options), kind.from_pretrained(folder, **options)
+    for name in parts:
+        theirs = getattr(read, name).state_dict()
+        for key, tensor in getattr(meant, name).state_dict().items():
+            other = theirs.get(key)
+            if other is None or other.is_meta or not torch.equal(other.float(), tensor.float()):
+                raise CheckpointCorruptError(
+                    f"diffusers reads a different tensor from the file ({key})",
+                    key=name,
+                    value=str(folder / name),
+                )
+
 
 Config = Mapping[str, Any]
 
@@ -66,9 +147,6 @@ def as_published(key: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 _MATRIX: Final = 2
 _VAE_PROJECTION: Final = re.compile(r"\.attn_1\.(q|k|v|proj_out)\.weight$")
 """Layers that are 1 x 1 convolutions in the original VAE, but linear layers in diffusers."""
-
-
-# -- U-Nets and VAEs of Stable Diffusion.
 
 
 _RESNET: Final = {
@@ -159,9 +237,6 @@ def _vae_block(name: str, last: int) -> str:
     return f"{half}.{side}.{number}.{kind.removesuffix('rs')}.{rest}"
 
 
-# -- Text encoders.
-
-
 def _clip_names(names: list[str], config: Config) -> dict[str, str]:  # noqa: ARG001
     # transformers 5.6 removed the prefix text_model.
     return {name: name if name.startswith("text_") else f"text_model.{name}" for name in names}
@@ -199,9 +274,6 @@ def _first_names(names: list[str], config: Config) -> dict[str, str]:
     found = (_clip_names if openai else _open_clip_names)(names, config)
     prefix = "transformer" if openai else "model"
     return {name: f"{prefix}.{theirs}" for name, theirs in found.items()}
-
-
-# -- Transformers.
 
 
 Layers = Mapping[str, tuple[str, ...]]
@@ -330,9 +402,6 @@ def _in_table(name: str, theirs: Mapping[str, str]) -> str:
     return name
 
 
-# -- Pipelines.
-
-
 _ORIGINAL_MODEL: Final = "model.diffusion_model."
 _ORIGINAL_UNET: Final = {"unet": Original(_ORIGINAL_MODEL, _unet_names)}
 _VAE: Final = {"vae": Original("first_stage_model.", _vae_names)}
@@ -367,3 +436,14 @@ ORIGINALS: Final[Mapping[str, Mapping[str, Original]]] = {
 The text encoders of SD3 and Flux are not listed, because they are published as separate files. In
 addition, diffusers does not read CLIP's projection from a single-file SD3 model.
 """
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Write a pipeline folder as a single file.")
+    parser.add_argument("folder", type=Path, help="folder of a diffusers pipeline")
+    parser.add_argument("output", type=Path, help="file to write")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
