@@ -50,8 +50,8 @@ class _ConvertCheckpoint(Below):
             "--base",
             type=Path,
             metavar="MODEL",
-            help="model folder with the frozen weights; for a .safetensors TARGET in "
-            "ComfyUI's layout, the single file or pipeline that training started from",
+            help="model folder with the frozen weights, or the single file that training "
+            "started from, whose layout a .safetensors TARGET then has",
         )
 
     def run(self) -> int:

@@ -409,8 +409,8 @@ class Trainer(Closing, Readable):
         (``export_pipeline``); otherwise it writes the model (``export_model``).
 
         Args:
-            path: Folder to export to. For a pipeline, a path that ends in ``.safetensors`` selects
-                a single file in ComfyUI's layout.
+            path: Folder to export to. For a model from a single file, a path that ends in
+                ``.safetensors`` selects a single file with the same layout.
             weights: ``"trained"``, the name of an EMA such as ``"ema"``, or the EMA itself.
                 Default: the first EMA, or the trained weights if there is no EMA.
             dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype.

@@ -1,1 +1,1 @@
-"""Export models and adapters for diffusers, peft and ComfyUI from an engine or a checkpoint."""
+"""Export models and adapters for diffusers and peft from an engine or a checkpoint."""

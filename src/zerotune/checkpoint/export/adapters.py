@@ -1,4 +1,4 @@
-"""Export an engine's adapters to a file for diffusers, peft or ComfyUI."""
+"""Export an engine's adapters to a file for diffusers or peft."""
 
 from __future__ import annotations
 

@@ -57,12 +57,9 @@ def export_pipeline(
     (VAE, text encoders, tokenizers, scheduler) are copied unchanged. An earlier export is replaced
     when the new export is complete.
 
-    If the path ends in ``.safetensors``, a single file is written in the layout of the model's
-    original release. ComfyUI and diffusers' ``from_single_file`` read this layout. If ``base`` is a
-    single file, the export keeps the tensor names and untrained tensors of ``base``, but omits EMA
-    weights (``model_ema``). If ``base`` is a folder, the single file contains the trained model.
-    For SD3 it also contains the VAE, and for Stable Diffusion 1 and XL the VAE and the text
-    encoders. The file gets its final name only after it is verified with diffusers' converters.
+    If ``base`` is a single file and the path ends in ``.safetensors``, a single file is written. It
+    keeps the tensor names and untrained tensors of ``base``, but omits EMA weights (``model_ema``).
+    A recipe writes a folder as a single file.
 
     Args:
         path: Path of the folder or of the single file.
