@@ -152,7 +152,7 @@ RELATED = {
     "zerotune.training.Trainer": {
         "zerotune.training.trainer": "RunOptions RunView",
         "zerotune.training.validate": "SampleOptions",
-        "zerotune.training.report": "Report plot_loss plot_report",
+        "zerotune.training.report": "Report",
         "zerotune.training.step": "TrainStep NonFinite NonFinitePolicy RaiseNonFinite",
         "zerotune.training.memory": "expected_memory",
         "zerotune.backend.compilation": "Compilation",
