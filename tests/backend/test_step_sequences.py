@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import attrs
+import deepspeed
 import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
@@ -19,6 +20,7 @@ from tests.backend.act_runs import UNITS
 from tests.backend.acts import Net, Oops
 from tests.support.ranks import ranks
 from tests.support.runs import build
+from zerotune import EmbeddedPlan
 from zerotune.ema import EMAShadow
 from zerotune.errors import EngineError, StepOrderError
 from zerotune.plan.context import Streaming
@@ -54,6 +56,10 @@ class Kind:
     """Takes zeros where a weight got no gradient."""
     needs_last: bool = False
     """Refuses a window in whose last micro batch alone a weight got no gradient."""
+    is_attached: bool = False
+    """A script initialised DeepSpeed's engine, and calls it."""
+    needs_own_forward: bool = False
+    """Refuses losses that come from the module, but not from the engine."""
 
 
 STREAMING: Final = {"streamed": Streaming(units=UNITS, window=2)}
@@ -73,7 +79,31 @@ KINDS: Final = {
         freezes=False,
         needs_last=True,
     ),
-    "z3": Kind(stage=3, offload="none", **DEEPSPEED, is_lost=True, freezes=False),
+    "z3": Kind(
+        stage=3,
+        offload="none",
+        **DEEPSPEED,
+        is_lost=True,
+        freezes=False,
+        needs_own_forward=True,
+    ),
+    "attached z2": Kind(
+        stage=2,
+        **DEEPSPEED,
+        is_lost=True,
+        freezes=False,
+        needs_last=True,
+        is_attached=True,
+    ),
+    "attached z3": Kind(
+        stage=3,
+        offload="none",
+        **DEEPSPEED,
+        is_lost=True,
+        freezes=False,
+        needs_own_forward=True,
+        is_attached=True,
+    ),
 }
 
 
@@ -83,7 +113,19 @@ def start(kind: Kind, accumulation: int) -> Any:
         gradient_clipping=kind.clipping, gradient_accumulation_steps=accumulation,
         optimizer={"type": "AdamW", "params": ADAM},
     )  # fmt: skip
+    if kind.is_attached:
+        return attach(Net(), plan)
     return build(Net(), plan, deepspeed=kind.stage is not None, **kind.options)
+
+
+def attach(model: torch.nn.Module, plan: DeepSpeedPlan) -> Any:
+    """Start DeepSpeed as a script does, and attach to its engine."""
+    run = EmbeddedPlan(plan=plan)
+    theirs, *_ = deepspeed.initialize(**run.initialize_arguments(model))
+    engine = run.attach(theirs)
+    # What closes the engine closes the rest.
+    engine.resources.callback(theirs.destroy)
+    return engine
 
 
 def batch(number: int) -> torch.Tensor:
@@ -162,8 +204,10 @@ class Pair:
     def __init__(self, name: str, accumulation: int) -> None:
         self.name, self.kind = name, KINDS[name]
         self.engine, self.torch = (make(self.kind, accumulation) for make in (start, Reference))
+        self.loop = self.engine.deepspeed_engine if self.kind.is_attached else self.engine
+        """What the script calls."""
         self.ema = EMAShadow(decay=0.5).attach(self.engine)
-        self.losses: list[tuple[Any, int, int]] = []
+        self.losses: list[tuple[Any, int, int, bool]] = []
         self.number = 0
 
     def do(self, legal: bool, call: Callable[[], Any], *, raises: type[BaseException]) -> bool:
@@ -181,19 +225,25 @@ class Pair:
 
     def loss(self) -> Any:
         self.number += 1
-        return self.engine(batch(self.number)).square().mean()
+        return self.loop(batch(self.number)).square().mean()
 
     def forward(self) -> None:
         def call() -> None:
-            self.losses.append((self.loss(), self.number, self.torch.version))
+            self.losses.append((self.loss(), self.number, self.torch.version, True))
 
         self.do(self.may_begin, call, raises=StepOrderError)
 
+    def forward_past_the_engine(self) -> None:
+        self.number += 1
+        loss = self.engine.module(batch(self.number)).square().mean()
+        self.losses.append((loss, self.number, self.torch.version, False))
+
     def backward(self, which: int = -1) -> None:
         if self.losses:
-            loss, number, version = self.losses.pop(which)
+            loss, number, version, is_own = self.losses.pop(which)
             legal = self.torch.at == "idle" and version == self.torch.version
-            if self.do(legal, lambda: self.engine.backward(loss), raises=StepOrderError):
+            legal &= is_own or not self.kind.needs_own_forward
+            if self.do(legal, lambda: self.loop.backward(loss), raises=StepOrderError):
                 self.torch.backward(number)
 
     def backward_of_the_oldest(self) -> None:
@@ -204,8 +254,8 @@ class Pair:
         refused = self.torch.is_frozen and not self.kind.freezes
         refused |= self.kind.needs_last and self.torch.came_before and not self.torch.came
         if legal and self.torch.is_last and refused:
-            self.do(False, self.engine.step, raises=EngineError)
-        elif self.do(legal, self.engine.step, raises=StepOrderError):
+            self.do(False, self.loop.step, raises=EngineError)
+        elif self.do(legal, self.loop.step, raises=StepOrderError):
             self.torch.step()
 
     def train(self) -> None:
@@ -219,9 +269,9 @@ class Pair:
 
     def foreign_backward(self) -> None:
         if self.losses:
-            loss, _, _ = self.losses.pop()
+            loss, _, _, is_own = self.losses.pop()
             self.do(False, loss.backward, raises=StepOrderError)
-            if not self.kind.is_guarded:
+            if not self.kind.is_guarded or not is_own:
                 self.torch.lose_gradients()
 
     def backward_of_a_part(self) -> None:
@@ -234,13 +284,13 @@ class Pair:
         legal = self.may_begin and not self.kind.is_guarded
         self.do(
             legal,
-            lambda: torch.autograd.grad(self.engine(x).sum(), x),
+            lambda: torch.autograd.grad(self.loop(x).sum(), x),
             raises=StepOrderError,
         )
 
     def bad_loss(self) -> None:
         for loss in (1.0, torch.ones(2, requires_grad=True), torch.ones(())):
-            self.do(False, lambda loss=loss: self.engine.backward(loss), raises=EngineError)
+            self.do(False, lambda loss=loss: self.loop.backward(loss), raises=EngineError)
 
     def evaluate(self) -> None:
         with self.engine.evaluating():
@@ -269,7 +319,7 @@ class Pair:
             with self.hooked(oops, backward=True):
                 loss = self.loss()
             with pytest.raises(Oops):
-                self.engine.backward(loss)
+                self.loop.backward(loss)
             self.torch.fail()
 
     def interrupted_forward(self) -> None:
@@ -282,7 +332,7 @@ class Pair:
             with self.hooked(interrupt, backward=True):
                 loss = self.loss()
             with pytest.raises(KeyboardInterrupt):
-                self.engine.backward(loss)
+                self.loop.backward(loss)
             self.torch.backward(self.number)
 
     def freeze(self) -> None:
@@ -313,7 +363,7 @@ class Pair:
         if self.torch.at == "idle":
             with self.ema.swapped_in():
                 loss = self.loss()
-                self.do(False, lambda: self.engine.backward(loss), raises=StepOrderError)
+                self.do(False, lambda: self.loop.backward(loss), raises=StepOrderError)
 
     def check(self) -> None:
         """Compare the weights, which are whole in every state but two."""
@@ -337,7 +387,7 @@ def interrupt(*_: Any) -> None:
 
 CALLS: Final = (
     Pair.train, Pair.train, Pair.train, Pair.train, Pair.freeze, Pair.freeze, Pair.leave_out,
-    Pair.forward,
+    Pair.forward, Pair.forward_past_the_engine,
     Pair.backward, Pair.backward_of_the_oldest, Pair.step,
     Pair.discard, Pair.foreign_backward, Pair.backward_of_a_part, Pair.gradient_of_an_input,
     Pair.bad_loss, Pair.evaluate, Pair.failed_forward, Pair.failed_backward,

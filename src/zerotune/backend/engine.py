@@ -83,8 +83,6 @@ class Engine(Closing):
     """Ids of the parameters that the optimizer updates."""
     _walked: tuple[tuple[str, torch.nn.Parameter], ...] = ()
     """Names and parameters at the last forward pass, since listing those of a U-Net takes 4 ms."""
-    _sees_backward: ClassVar[bool] = True
-    """Whether all backward passes go through ``backward``."""
     _guards_outputs: ClassVar[bool] = False
     """Whether other backward passes must not even reach the model's outputs."""
 
@@ -193,7 +191,8 @@ class Engine(Closing):
         if (fault := fault_of(loss)) is not None:
             reason, value, fix = fault
             raise EngineError(f"the loss {reason}", key="engine.backward", value=value, fix=fix)
-        self._step_state.check_graph(loss)
+        if not self._step_state.check_graph(loss):
+            self._check_bypassed()
         self._check_not_averaged("backward")
         self._check_before_backward()
         passing = self._step_state.passing(self._after_failure)
@@ -210,8 +209,7 @@ class Engine(Closing):
         Raises:
             StepOrderError: ``backward`` has not been called since the last step, or it failed.
         """
-        if self._sees_backward:
-            self._step_state.ask("step")
+        self._step_state.ask("step")
         with self.group.naming("training"), uninterrupted():
             try:
                 outcome = self._step()
@@ -290,6 +288,22 @@ class Engine(Closing):
 
     def _check_before_backward(self) -> None:
         """Check what must hold before a backward pass that updates weights."""
+
+    @property
+    def _needs_own_forward(self) -> bool:
+        """Whether gradients are wrong if ``module`` was called instead of this engine."""
+        return False
+
+    def _check_bypassed(self) -> None:
+        """Check what a forward pass would have checked if it had gone through this engine."""
+        if self._needs_own_forward:
+            raise StepOrderError(
+                "the loss does not come from a call of this engine, so gradients would not be "
+                "summed over the ranks or the accumulation window",
+                key="engine.backward",
+                fix="call engine(...) instead of engine.module(...) or a part of the model",
+            )
+        self._check_before_forward()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

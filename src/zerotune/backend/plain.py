@@ -168,6 +168,11 @@ class PlainEngine(Autocasting, CountingEngine):
         if (scaler := self._scaler) is not None:
             scaler.load_state_dict(carried_scale(state.loss_scaler, fresh=scaler.state_dict()))
 
+    @property
+    @override
+    def _needs_own_forward(self) -> bool:
+        return self._group.world_size > 1
+
     @override
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -82,6 +82,9 @@ class StepState:
         self.came_before: set[int] = set()
         """Ids of those with a gradient from earlier passes of the window."""
         self._version = 0
+        self._node = 0
+        """Number that torch gave to the last node of a graph before the newest weights."""
+        self._watched: frozenset[int] = frozenset()
         self._is_passing = False
         self._why = ""
         self._hooks: list[Any] = []
@@ -137,7 +140,8 @@ class StepState:
             boundary: Whether the accumulation window has ended.
             applied: Whether the weights have changed.
         """
-        self._version += applied
+        if applied:
+            self._renew()
         self.is_open = self.is_open and not boundary
         if boundary:
             self._forget()
@@ -151,8 +155,18 @@ class StepState:
             loaded: Whether the weights have been replaced too.
         """
         self.stage, self.is_open, self._why = Stage.IDLE, False, ""
-        self._version += loaded
+        if loaded:
+            self._renew()
         self._forget()
+
+    def _renew(self) -> None:
+        """Make all graphs that exist too old for a backward pass."""
+        import torch
+
+        self._version += 1
+        with torch.enable_grad():
+            newest: Any = torch.zeros((), requires_grad=True).neg().grad_fn
+        self._node = newest._sequence_nr()
 
     def _forget(self) -> None:
         self.came, self.came_before = set(), set()
@@ -179,7 +193,9 @@ class StepState:
         import torch
         from torch.utils._pytree import tree_leaves
 
-        for tensor in (cast(Any, t) for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)):
+        # Models may return objects that torch does not take apart.
+        leaves = [x for leaf in tree_leaves(outputs) for x in (leaf, *tree_leaves(_fields(leaf)))]
+        for tensor in (cast(Any, leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.metadata[_MARK] = self, self._version
                 if guarded:
@@ -187,23 +203,34 @@ class StepState:
                     # Before DeepSpeed's hook, which prepares its optimizer for the pass.
                     _call_first(hook, tensor._backward_hooks)
 
-    def check_graph(self, loss: torch.Tensor) -> None:
+    def check_graph(self, loss: torch.Tensor) -> bool:
         """Check that no weight has changed since the forward passes that a loss comes from.
 
         Args:
             loss: The loss.
 
+        Returns:
+            Whether the loss comes from an output of the engine.
+
         Raises:
             StepOrderError: The graph is older than the last step.
         """
-        seen, ahead = set(), [loss.grad_fn]
+        seen, ahead, is_own = set(), [loss.grad_fn], False
         while ahead:
             node: Any = ahead.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
             state, version = node.metadata.get(_MARK, (None, 0))
-            if state is not None and version != state._version:
+            old = state is not None and version != state._version
+            if state is self:
+                is_own = True
+            else:
+                # A part of the model was called, or a weight is used outside the model.
+                before = [next_node for next_node, _ in node.next_functions]
+                ahead.extend(before)
+                old |= node._sequence_nr() < self._node and any(map(self._adds_to_weight, before))
+            if old:
                 raise StepOrderError(
                     "the loss was computed before the last engine.step(), with weights that have "
                     "changed since",
@@ -211,10 +238,12 @@ class StepState:
                     fix="call the engine again on this batch, and pass the new loss; run forward "
                     "pass, engine.backward and engine.step of a micro batch before the next one",
                 )
-            if state is not self:
-                ahead.extend(next_node for next_node, _ in node.next_functions)
+        return is_own
 
-    def watch(self, parameters: Iterable[torch.Tensor], *, sums_in_place: bool) -> None:
+    def _adds_to_weight(self, node: Any) -> bool:
+        return id(getattr(node, "variable", None)) in self._watched
+
+    def watch(self, parameters: Sequence[torch.Tensor], *, sums_in_place: bool) -> None:
         """Drop gradients of parameters that come from other backward passes, with an error.
 
         Args:
@@ -223,6 +252,7 @@ class StepState:
                 are then dropped too.
         """
         self._sums_in_place = sums_in_place
+        self._watched = frozenset(map(id, parameters))
         for each in parameters:
             hook = each.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
             # Before the engine's own hooks, which take the gradient.
@@ -250,6 +280,10 @@ class StepState:
     def _check_passing(self, _gradient: torch.Tensor) -> None:
         if not self._is_passing:
             raise _foreign()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {} if hasattr(value, "grad_fn") else getattr(value, "__dict__", {})
 
 
 def _foreign() -> StepOrderError:

@@ -78,6 +78,9 @@ class ZeROEngine(Engine):
     _engine: Any
     _wrapper: OptimizerWrapper
     _expected_groups: tuple[RunningGroup, ...]
+    _guards_outputs = True
+    _raw_backward: Callable[[torch.Tensor], object]
+    _raw_step: Callable[[], object]
     _took_zeros = False
 
     def _verify(self, *, builder: str) -> None:
@@ -87,6 +90,7 @@ class ZeROEngine(Engine):
         """
         layout, inner = self._wrapper.layout, self._wrapper.inner
         self._wrapper.note_edits()
+        self._raw_backward, self._raw_step = self._engine.backward, self._engine.step
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
         if isinstance(inner, ShardAware):
             inner.attach(layout=layout, group=self._group, device=self.device)
@@ -161,7 +165,7 @@ class ZeROEngine(Engine):
             check_same_order(loss, self._module, self._group)
         self._master_weights.settle()
         try:
-            self._engine.backward(loss)
+            self._raw_backward(loss)
         except (AssertionError, RuntimeError) as error:
             is_refused = isinstance(error, AssertionError)
             clear = self._wrapper.refused() if is_refused else self._strided()
@@ -175,7 +179,7 @@ class ZeROEngine(Engine):
     def _without_gradient(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Names and parameters that are trained, but got no gradient in the last backward pass."""
         came = self._step_state.came
-        if not self._sees_backward or self._trained <= came:
+        if self._trained <= came:
             return []
         expected = self._trained - came
         return [(n, p) for n, p in self._named() if id(p) in expected and p.requires_grad]
@@ -208,6 +212,11 @@ class ZeROEngine(Engine):
             self._decisions = (*self._decisions, decision)
             announce([decision], rank=self._group.rank)
 
+    @property
+    @override
+    def _needs_own_forward(self) -> bool:
+        return self._plan.stage == 3
+
     @override
     def _after_failure(self) -> Stage:
         return Stage.LOST if self._plan.stage >= 2 else Stage.BROKEN
@@ -236,7 +245,7 @@ class ZeROEngine(Engine):
         if norm is not None and not math.isfinite(norm):
             self._discard()
             return StepOutcome(applied=False, boundary=True, grad_norm=norm)
-        self._engine.step()
+        self._raw_step()
         applied = boundary and bool(self._engine.was_step_applied())
         if boundary and norm is None:
             norm = self._engine.get_global_grad_norm()
@@ -363,8 +372,6 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         MissingDependencyError: DeepSpeed is not installed.
         VerificationError: The engine that DeepSpeed built differs from the plan.
     """
-
-    _guards_outputs = True
 
     @override
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:

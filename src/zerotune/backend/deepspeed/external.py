@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -451,10 +452,6 @@ class AttachedEngine(ZeROEngine):
         VerificationError: The engine differs from the plan; the error lists every difference.
     """
 
-    _sees_backward = False
-    _checked_at = -1
-    """Number of optimizer steps at the last check of the model."""
-
     def __init__(
         self,
         *,
@@ -493,10 +490,12 @@ class AttachedEngine(ZeROEngine):
             *self._install_schedule(),
         )
         self._verify(builder="the trainer")
-        self._trained = frozenset(id(p) for p in self._module.parameters() if p.requires_grad)
+        self._trained = frozenset(id(parameter) for _, parameter in named)
+        trained = [parameter for _, parameter in named]
+        self._step_state.watch(trained, sums_in_place=self._sums_in_place)
+        self.resources.callback(self._step_state.unwatch)
         self.resources.callback(setattr, self._master_weights, "closed", True)
-        checked = self._wrapper.inner.register_step_pre_hook(self._before_optimizer)
-        self.resources.callback(checked.remove)
+        self._follow_trainer()
         if plan.stage == 3:
             refuse_empty_tensors(engine)
         announce(self._decisions, rank=self._group.rank)
@@ -519,11 +518,54 @@ class AttachedEngine(ZeROEngine):
             ),
         )
 
-    def _before_optimizer(self, *_: Any) -> None:
-        """Check the model before the trainer's step, which at stage 3 runs once per sub-group."""
-        if self._checked_at != self._engine.global_steps:
-            self._checked_at = self._engine.global_steps
-            self._check_before_step(self._checked_at)
+    def _follow_trainer(self) -> None:
+        """Let the trainer's calls of DeepSpeed's engine ask and change this engine's state."""
+        engine, raw_backward, raw_step = self._engine, self._raw_backward, self._raw_step
+
+        def backward(loss: torch.Tensor, *args: Any, **options: Any) -> Any:
+            results = []
+            self._raw_backward = lambda loss: results.append(raw_backward(loss, *args, **options))
+            try:
+                self.backward(loss)
+            finally:
+                self._raw_backward = raw_backward
+            return results[0]
+
+        def step(*args: Any, **options: Any) -> None:
+            self._raw_step = partial(raw_step, *args, **options)
+            try:
+                self.step()
+            finally:
+                self._raw_step = raw_step
+
+        engine.backward, engine.step = backward, step
+        self.resources.callback(vars(engine).pop, "backward")
+        self.resources.callback(vars(engine).pop, "step")
+        for hook in (
+            engine.register_forward_pre_hook(self._before_forward),
+            engine.register_forward_hook(self._after_forward),
+        ):
+            self.resources.callback(hook.remove)
+
+    def _before_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._step_state.ask("forward")
+            self._check_before_forward()
+
+    def _after_forward(self, _module: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self._step_state.mark(outputs, guarded=self._guards_outputs)
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    @override
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        if self._trainers_boundary is False or self._engine.inside_no_sync_ctxt:
+            # The trainer calls step only at the end of a window.
+            self._step_state.end_micro_batch(boundary=False, applied=False)
 
     @property
     @override
@@ -536,17 +578,6 @@ class AttachedEngine(ZeROEngine):
         # one.
         closed = state.global_step * self._plan.gradient_accumulation_steps
         return attrs.evolve(state, micro_step=closed if boundary else closed + 1)
-
-    @override
-    def _step(self) -> StepOutcome:
-        if self._trainers_boundary is not None:
-            raise EngineError(
-                "accelerator.backward has already taken this step; this call would take a second "
-                "step",
-                key="engine.step",
-                fix="remove this call, or call engine.backward instead of accelerator.backward",
-            )
-        return super()._step()
 
     @property
     def _trainers_boundary(self) -> bool | None:
