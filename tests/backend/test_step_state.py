@@ -15,7 +15,7 @@ from tests.support.ranks import ranks
 from tests.support.runs import build
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow
-from zerotune.errors import EngineError, StepOrderError
+from zerotune.errors import CollectiveError, EngineError, StepOrderError
 from zerotune.plan.context import Streaming
 from zerotune.plan.plan import DeepSpeedPlan
 
@@ -31,10 +31,10 @@ def start(kind: str) -> Any:
     return begin(KINDS[kind], MODES["default"], Net())
 
 
-def loss_of(engine: Any, number: int = 0) -> torch.Tensor:
-    x = torch.randn(2, 16, 4, 4, generator=torch.Generator().manual_seed(number))
+def loss_of(engine: Any, number: int = 0, model: Any = None) -> torch.Tensor:
+    x = batch(number)
     torch.manual_seed(number)
-    return engine(x.to(engine.dtype)).float().square().mean()
+    return (model or engine)(x.to(engine.dtype)).float().square().mean()
 
 
 def train(engine: Any, number: int) -> float | None:
@@ -215,6 +215,38 @@ def test_an_interrupt_inside_a_call_is_delivered_after_it(kind):
         engine.step()
         train(reference, 0)
         assert same(engine, reference)
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_a_loss_that_bypasses_the_engine_is_trained_or_refused_and_never_stale(kind):
+    with start(kind) as engine, start(kind) as reference:
+        past = loss_of(engine, 0, engine.module)
+        if kind == "z3":
+            with pytest.raises(StepOrderError, match="call engine"):
+                engine.backward(past)
+        else:
+            old = loss_of(engine, 1, engine.module)
+            engine.backward(past)
+            engine.step()
+            train(reference, 0)
+            with pytest.raises(StepOrderError, match="before the last"):
+                engine.backward(old)
+        assert same(engine, reference), kind
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(2, 16, 4, 4, generator=torch.Generator().manual_seed(number))
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["plain", "z2 cpu"])
+def test_data_that_end_earlier_on_a_rank_are_named_within_seconds_in_a_loop_of_ones_own(kind):
+    with start(kind) as engine, pytest.raises(CollectiveError) as raised:
+        for number in range(2 if engine.group.rank else 4):
+            train(engine, number)
+        engine.group.barrier("saving")
+    if engine.group.rank:
+        assert "rank 0 has begun pass 3, but the data of rank 1 ended after 2" in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", ["plain", "host", "z2"])

@@ -305,6 +305,21 @@ class ProcessGroup:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control)
         return bool(largest)
 
+    def begin_pass(self) -> None:
+        """Record that a backward pass begins, in which the ranks wait for each other."""
+        if self.world_size > 1:
+            self._roll.passes += 1
+            self.note_pass(0)
+
+    def note_pass(self, ahead: int) -> None:
+        """Record which backward pass this rank has reached.
+
+        Args:
+            ahead: 1 in the forward pass before the next one; otherwise 0.
+        """
+        if self.world_size > 1:
+            self._roll.note("/passes", str(self._roll.passes + ahead))
+
     def ended(self) -> dict[int, str]:
         """Return the state of each rank on this machine whose process has ended or is stopped."""
         return {} if self.world_size == 1 else self._roll.ended()
@@ -356,8 +371,9 @@ class ProcessGroup:
         """
         token, tag = torch.zeros(1, dtype=torch.uint8), 2 * self._roll.count
         if not self.is_main:
-            _await(self._send(token, 0, tag), deadline)
-            _await(self._receive(token, 0, tag + 1), deadline)
+            with self._looking():
+                _await(self._send(token, 0, tag), deadline)
+                _await(self._receive(token, 0, tag + 1), deadline)
             if bool(token):
                 raise RuntimeError("rank 0 has lost another rank")
             return
@@ -398,12 +414,15 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def _looking(self) -> Iterator[None]:
-        """Stop waiting for a late rank if the process of any rank has ended."""
+        """Stop waiting for a late rank that cannot come.
+
+        The process of a rank has ended, which rank 0 tells all others, or is in a later pass.
+        """
         over = threading.Event()
 
         def look() -> None:
             while not over.wait(LOOK_S):
-                if self._roll.dead():
+                if (self.is_main and self._roll.dead()) or self._roll.ahead():
                     self._wake()
                     return
 
@@ -413,12 +432,13 @@ class ProcessGroup:
             yield
         finally:
             over.set()
-            looking.join()
+            looking.join(_ANSWER_S)
 
     def close(self) -> None:
         """Leave the group; the last user destroys one that zerotune created. Repeatable."""
         if self._control is not None:
             control, self._control = self._control, None
+            self._roll.leave()
             end_groups([control])
         if self._owned:
             self._owned = False
@@ -686,8 +706,8 @@ class _RollCall:
         """Process of each rank."""
         self.holders: list[int] = [0] if before is None else before.holders
         """Ranks on whose process or launcher the store depends."""
-        self.count = 0
-        """Number of collectives of this group so far."""
+        self.count = self.passes = 0
+        """Numbers of collectives of this group, and of backward passes, so far."""
 
     def lost(
         self, what: str, error: RuntimeError, *, patience: float = _SETTLING_S
@@ -701,8 +721,30 @@ class _RollCall:
     def here(self, purpose: str) -> None:
         """Record in the store which collective this rank has reached."""
         self.count += 1
+        self.note("", f"{self.count} {purpose}")
+
+    def leave(self) -> None:
+        """Record in the store that this rank takes part in nothing more."""
+        self.note("", f"-1 has closed its engine after {self.passes} backward passes")
+
+    def note(self, what: str, value: str) -> None:
+        """Record a value in the store."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"{self._prefix}/{self._rank}", f"{self.count} {purpose}")
+            self._store.set(f"{self._prefix}/{self._rank}{what}", value)
+
+    def ahead(self) -> dict[int, str]:
+        """Return ranks that wait for this one in a backward pass, while it waits elsewhere."""
+        own, ahead = self.passes, {}
+        with contextlib.suppress(RuntimeError):
+            for rank in self._elsewhere():
+                key = f"{self._prefix}/{rank}/passes"
+                begun = int(self._store.get(key)) if self._store.check([key]) else 0
+                if begun > own:
+                    ahead[rank] = (
+                        f"has begun pass {begun}, but the data of rank {self._rank} ended "
+                        f"after {own}"
+                    )
+        return ahead
 
     def absent(self, *, patience: float) -> dict[int, str]:
         """Return the ranks that have not reached this rank's collective, each with its state.
@@ -712,7 +754,7 @@ class _RollCall:
         deadline = time.monotonic() + patience
         while not (absent := self.ended()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        return absent or self._behind(patience)
+        return absent or Asking().ask(self.ahead, seconds=_ANSWER_S) or self._behind(patience)
 
     def dead(self) -> bool:
         """Return whether any visible rank's process has ended; stopped processes do not count."""
@@ -766,6 +808,7 @@ class _RollCall:
             count, _, purpose = note.partition(" ")
             if int(count) < self.count:
                 state = f"last reached {purpose!r}" if int(count) else "never arrived"
+                state = purpose if int(count) < 0 else state
                 absent[rank] = f"{state}{self._place(rank)}"
         return absent
 
@@ -835,8 +878,8 @@ def _naming_the_absent(
     return CollectiveError(
         f"{what} ({who})",
         key=f"rank {rank}",
-        fix="make this call on every rank, not inside `if rank == 0`; if a rank has ended, look "
-        "for its error in its log",
+        fix="make this call on every rank, not inside `if rank == 0`, and give every rank the same "
+        "number of batches; if a rank has ended, look for its error in its log",
     )
 
 

@@ -166,11 +166,21 @@ class Engine(Closing):
         with self.group.naming("training"), uninterrupted():
             if not torch.is_grad_enabled():
                 return self._forward(*args, **kwargs)
-            self._step_state.ask("forward")
-            self._check_before_forward()
+            self._begin_forward()
             outputs = self._forward(*args, **kwargs)
-            self._step_state.mark(outputs, guarded=self._guards_outputs)
+            self._end_forward(outputs)
             return outputs
+
+    def _begin_forward(self) -> None:
+        self._step_state.ask("forward")
+        self._check_before_forward()
+        if self._needs_own_forward:
+            self.group.note_pass(1)
+
+    def _end_forward(self, outputs: Any) -> None:
+        if self._needs_own_forward:
+            self.group.note_pass(0)
+        self._step_state.mark(outputs, guarded=self._guards_outputs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate the loss of one micro batch, divided by the accumulation steps.
@@ -195,6 +205,7 @@ class Engine(Closing):
             self._check_bypassed()
         self._check_not_averaged("backward")
         self._check_before_backward()
+        self.group.begin_pass()
         passing = self._step_state.passing(self._after_failure)
         with self.group.naming("training"), uninterrupted(), passing:
             self._backward(loss)
@@ -291,7 +302,10 @@ class Engine(Closing):
 
     @property
     def _needs_own_forward(self) -> bool:
-        """Whether gradients are wrong if ``module`` was called instead of this engine."""
+        """Whether gradients are wrong if ``module`` was called instead of this engine.
+
+        The ranks may then wait for each other in a forward pass.
+        """
         return False
 
     def _check_bypassed(self) -> None:

@@ -549,12 +549,11 @@ class AttachedEngine(ZeROEngine):
 
     def _before_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled():
-            self._step_state.ask("forward")
-            self._check_before_forward()
+            self._begin_forward()
 
     def _after_forward(self, _module: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
         if torch.is_grad_enabled():
-            self._step_state.mark(outputs, guarded=self._guards_outputs)
+            self._end_forward(outputs)
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
