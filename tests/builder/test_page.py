@@ -402,15 +402,6 @@ def test_fit_my_card_offers_plans_that_a_click_applies(page):
     assert page.tab.locator("#counts").text_content() == "runs and fits"
 
 
-def test_a_folder_is_checked_while_it_is_typed(page, place):
-    page.tab.locator("#config-zero-optimization-stage-3").check()
-    page.tab.locator("#config-zero-optimization-offload-optimizer-device-2").check()
-    field = "#config-zero-optimization-offload-optimizer-nvme-path"
-    for path, expected in ((str(place), "free of"), ("/nowhere/else", "outside")):
-        page.tab.fill(field, path)
-        page.tab.locator(f"{field}-facts", has_text=expected).wait_for()
-
-
 def test_an_answer_to_an_outdated_form_is_not_shown(page):
     page.tab.evaluate(
         """() => {

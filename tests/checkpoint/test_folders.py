@@ -387,7 +387,7 @@ def test_pruning_every_checkpoint_is_refused(tmp_path, keep):
 
 def test_too_little_disk_space_is_refused_with_the_size_needed(tmp_path):
     check_space(tmp_path, 1000)
-    with pytest.raises(CheckpointError, match=r"needs 1,048,576\.00 GiB of disk space, but"):
+    with pytest.raises(CheckpointError, match=r"needs 1048576\.00 GiB of disk space, but"):
         check_space(tmp_path, 2**50)
 
 

@@ -58,7 +58,7 @@ def test_warnings_fail_only_when_strict(check):
 def test_warnings_from_reading_the_file_count(check):
     status, out, _ = check(json.dumps(CLEAN) + " // mine", "--strict")
     assert status == 1
-    assert "a comment at line 1" in out
+    assert "contains comments" in out
 
 
 @pytest.mark.parametrize(
@@ -299,8 +299,8 @@ def test_trailing_commas_give_a_warning_with_a_fix(check):
     status, out, _ = check(json.dumps(CLEAN)[:-1] + ",}")
     assert status == 0
     assert re.search(
-        r"\[warning\] read: ds.json: contains a trailing comma at line 1, column \d+, which strict "
-        r"JSON and accelerate reject. Fix: remove it.\n",
+        r"\[warning\] read: ds.json: contains trailing commas, which strict "
+        r"JSON and accelerate reject. Fix: remove them.\n",
         out,
     )
 

@@ -207,7 +207,7 @@ def test_comments_in_a_file_give_a_warning(tmp_path):
     plan = DeepSpeedPlan.from_json(file)
     assert plan.stage == 2
     assert [d.severity for d in plan.decisions] == ["warning"]
-    assert "trailing comma at line 1, column 34" in plan.decisions[0].reason
+    assert "comments and trailing commas" in plan.decisions[0].reason
 
 
 def test_json_text_is_read_like_a_file(reference_a):

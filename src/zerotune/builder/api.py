@@ -16,7 +16,6 @@ from zerotune._util.text import format_size
 from zerotune.builder.fields import catalogue
 from zerotune.builder.forms import (
     FormState,
-    as_choice,
     as_mapping,
     as_text,
     parse_request,
@@ -26,7 +25,6 @@ from zerotune.builder.forms import (
 from zerotune.builder.preview import (
     Machines,
     advise,
-    capabilities,
     message_data,
     preview_data,
     read_setup,
@@ -42,7 +40,6 @@ from zerotune.errors import (
     PlanSyntaxError,
     ZeroTuneError,
 )
-from zerotune.plan.sections import OFFLOAD_DEVICES, PRECISIONS
 
 logger = logging.getLogger("zerotune")
 
@@ -63,8 +60,6 @@ class Api:
             _get_route("/start", self._start),
             _get_route("/catalogue", lambda _: catalogue()),
             _get_route("/machine", self._machine),
-            _get_route("/optimizers", self._optimizers),
-            _get_route("/path", self._path),
             _post_route("/preview", self._preview),
             _post_route("/advise", lambda payload: advise(_state(payload), self.machines)),
             _post_route("/open", self._open),
@@ -86,23 +81,6 @@ class Api:
             "deepspeed": machine.deepspeed.reason,
             "versions": dict(machine.versions),
         }
-
-    def _optimizers(self, query: Data) -> Data:
-        setup, _ = read_setup({"this_machine": query.get("machine") == "this"})
-
-        def choice(name: str, default: str, choices: tuple[str, ...]) -> str:
-            return as_choice(query.get(name, default), name, choices=choices)
-
-        found = capabilities(
-            self.machines.of(setup),
-            stage=int(choice("stage", "2", ("0", "1", "2", "3"))),
-            offload=choice("offload", "none", OFFLOAD_DEVICES),
-            precision=choice("precision", "bf16", PRECISIONS),
-        )
-        return {"optimizers": found}
-
-    def _path(self, query: Data) -> Data:
-        return attrs.asdict(self.session.root.facts(query.get("path")))
 
     def _preview(self, payload: Data) -> Data:
         state = _state(payload)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, Final
 import attrs
 
 from zerotune._util.files import fix_of
-from zerotune._util.text import format_size
 from zerotune.builder.forms import FormState, check_content, droppable_settings, read_plan
 from zerotune.builder.preview import message_data, notable_decisions
 from zerotune.decisions import Decision, Log
@@ -46,51 +44,6 @@ _TYPICAL: Final = (
 
 
 @attrs.frozen(kw_only=True)
-class PathFacts:
-    """Facts about the path in a field of the page."""
-
-    path: str
-    """Absolute path without symbolic links."""
-    exists: bool
-    folder: bool
-    """Whether the path is a folder."""
-    writable: bool
-    """Whether the user may create files in the folder, or the folder itself if it is missing."""
-    free: int
-    """Free bytes on the path's file system for an unprivileged user."""
-    total: int
-    sentence: str
-    """The facts as one sentence."""
-
-    @classmethod
-    def of(cls, path: Path) -> PathFacts:
-        """Examine ``path`` as a folder for swap files."""
-        exists = path.exists()
-        nearest = next(each for each in (path, *path.parents) if each.exists())
-        writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-        usage = shutil.disk_usage(nearest)
-        if exists and not path.is_dir():
-            sentence = "This is a file; swap files need a folder."
-        elif not writable:
-            refused = "exists, but this user may not write to it"
-            missing = "does not exist, and this user may not create it"
-            sentence = f"The folder {refused if exists else missing}."
-        else:
-            there = "exists" if exists else "will be created"
-            free, total = format_size(usage.free), format_size(usage.total)
-            sentence = f"The folder {there}; {free} free of {total}."
-        return cls(
-            path=str(path),
-            exists=exists,
-            folder=path.is_dir(),
-            writable=writable,
-            free=usage.free,
-            total=usage.total,
-            sentence=sentence,
-        )
-
-
-@attrs.frozen(kw_only=True)
 class Root:
     """The only folder that the page may access; paths are checked with symbolic links resolved."""
 
@@ -118,16 +71,6 @@ class Root:
                 fix="choose a path inside this folder, or start the builder with another --root",
             )
         return path
-
-    def facts(self, written: Any, *, key: str = "path") -> PathFacts:
-        """Examine a path inside the root."""
-        path = self.inside(written, key=key)
-        try:
-            return PathFacts.of(path)
-        except (OSError, ValueError) as error:
-            raise InvalidValueError(
-                f"cannot be examined ({error})", key=key, value=written, fix="write another path"
-            ) from None
 
 
 # -- Opening a configuration that was pasted, uploaded or named.

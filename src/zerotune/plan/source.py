@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import attrs
-
 from zerotune._util.text import format_size
 from zerotune.decisions import Log
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, shorten
@@ -63,25 +61,27 @@ def _refuse_too_large(size: int, largest: int, source: str, key: str) -> None:
         )
 
 
-# -- JSON with the positions of its parts.
+# -- JSON, with the comments and trailing commas that DeepSpeed itself accepts in files.
 #
-# ``json`` parses it. Comments and trailing commas, which DeepSpeed itself accepts in files, are
-# blanked out and reported. Everything else that is not JSON is an error with line and column.
+# ``json`` parses it. What it alone refuses has a line and a column.
 
 _MOST_LEVELS = 100
 _LONGEST_NUMBER = 400
-_MOST_LIBERTIES = 20
-"""Maximum number of comments and commas that a warning lists."""
 _STRING = r'"[^"]*"?'
-_COMMENT = r"(?://[^\n]*|#[^\n]*|/\*.*?\*/)"
-_TEXT_OR_COMMENTS = re.compile(rf"{_STRING}|(?:{_COMMENT}[ \t\r\n]*){{1,1000}}", re.DOTALL)
-_ONE_COMMENT = re.compile(_COMMENT, re.DOTALL)
-_TEXT_OR_LAST_COMMA = re.compile(rf"{_STRING}|,(?=[ \t\r\n]*[}}\]])", re.DOTALL)
-_TOKENS = re.compile(rf"{_STRING}(?P<colon>[ \t\r\n]*:)?|[\[{{}}\]]|[-+.\w]+")
+_LIBERTIES = {
+    "comments": re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL),
+    "trailing commas": re.compile(
+        rf"{_STRING}|(?<=[^ \t\r\n\[{{,:])[ \t\r\n]*,(?=[ \t\r\n]*[}}\]])", re.DOTALL
+    ),
+}
+_TOKENS = re.compile(rf"{_STRING}(?P<colon>[ \t\r\n]*:)?|[\[{{}}\]]")
 _LONE_SURROGATE = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
-    r"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+    r"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]|[\ud800-\udfff]"
 )
+_LONG_NUMBER = ("contains a number that is too long", "write fewer digits")
+_TOO_DEEP = ("is nested too deeply", f"nest at most {_MOST_LEVELS} levels")
+_KEEP_ONE = "keep one of the two"
 
 
 def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
@@ -92,165 +92,85 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
         source: Name of the text in errors.
 
     Returns:
-        The value, and one sentence for each tolerated deviation from JSON.
+        The value, and the kinds of tolerated deviations from JSON.
     """
-    return _Json(text.removeprefix("\ufeff"), source).parsed()
+    text = text.removeprefix("\ufeff")
+    _refuse_too_large(len(text), _LARGEST_FILE, source, "file")
+    most = _LARGEST_FILE // _BYTES_OF_A_VALUE
+    if text.count(",") >= most and _QUOTED.sub("", _without_escapes(text)).count(",") >= most:
+        reason = f"contains more than {most:,} values, the limit for a configuration"
+        raise PlanFileError(reason, key="file", value=source, fix=_SHORTER)
+    try:
+        return _strictly(text), []
+    except (ValueError, RecursionError):
+        plain, liberties = _without_liberties(text)
+    at, reason, fix = 0, *_TOO_DEEP
+    try:
+        return _strictly(plain), liberties
+    except json.JSONDecodeError as error:
+        at, reason = error.pos, f"is not JSON: {error.msg}"
+        fix = "check quotes, commas and brackets at this place"
+    except ValueError as error:
+        reason, fix = error.args
+    except RecursionError:
+        pass
+    raise _misplaced(text, source, at, reason, fix)
 
 
-@attrs.frozen
-class _Json:
-    """JSON text of a file, with methods to parse it and to locate errors."""
+def _misplaced(text: str, source: str, at: int, reason: str, fix: str) -> PlanSyntaxError:
+    line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+    return PlanSyntaxError(reason, source=source, line=line, column=column, fix=fix)
 
-    text: str
-    source: str
 
-    def parsed(self) -> tuple[Any, list[str]]:
-        _refuse_too_large(len(self.text), _LARGEST_FILE, self.source, "file")
-        try:
-            self.text.encode()
-        except UnicodeEncodeError as error:
-            raise self.error(error.start, *_HALF_LETTER) from None
-        self._refuse_too_many()
-        try:
-            return self._strictly(), []
-        except (ValueError, RecursionError):
-            blanked, liberties = self._without_liberties()
-        plain = _Json(blanked, self.source)
-        try:
-            return plain._strictly(), liberties
-        except json.JSONDecodeError as error:
-            raise self.error(error.pos, f"is not JSON: {error.msg}", _LOOK_HERE) from None
-        except (ValueError, RecursionError):
-            raise self.error(*plain._refused_place()) from None
+def _strictly(text: str) -> Any:
+    """Parse strictly; raise ``ValueError`` also for invalid JSON that ``json`` accepts."""
+    if _LONE_SURROGATE.search(text.replace("\\\\", "  ")):
+        reason = "contains an unpaired surrogate (\\ud800-\\udfff), which is not valid Unicode"
+        raise ValueError(reason, "write the character")
+    value = _DECODER.decode(text)
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(_MOST_LEVELS):
+        inside = (each.values() if type(each) is dict else each for each in level)
+        level = [one for many in inside for one in many if type(one) is dict or type(one) is list]
+    if level:
+        raise ValueError(*_TOO_DEEP)
+    return value
 
-    def _refuse_too_many(self) -> None:
-        """Reject JSON with too many values before it is parsed."""
-        most = _LARGEST_FILE // _BYTES_OF_A_VALUE
-        if (
-            self.text.count(",") >= most
-            and _QUOTED.sub("", _without_escapes(self.text)).count(",") >= most
-        ):
-            raise PlanFileError(
-                f"contains more than {most:,} values, the limit for a configuration",
-                key="file",
-                value=self.source,
-                fix=_SHORTER,
-            )
 
-    def _strictly(self) -> Any:
-        """Parse strictly; raise ``ValueError`` also for invalid JSON that ``json`` accepts."""
-        if "\\u" in self.text and _LONE_SURROGATE.search(self.text.replace("\\\\", "  ")):
-            raise ValueError(*_HALF_LETTER)
-        value = _DECODER.decode(self.text)
-        level = [value] if isinstance(value, dict | list) else []
-        for _ in range(_MOST_LEVELS):
-            level = [
-                inner
-                for outer in level
-                for inner in (outer.values() if type(outer) is dict else outer)
-                if type(inner) is dict or type(inner) is list
-            ]
-            if not level:
-                return value
-        raise ValueError("is nested too deeply")
-
-    def _without_liberties(self) -> tuple[str, list[str]]:
-        """Return the text with blanks for comments and trailing commas, and their positions."""
-        found: list[tuple[str, int]] = []
+def _without_liberties(text: str) -> tuple[str, list[str]]:
+    """Return the text with blanks for comments and trailing commas, and which of them it has."""
+    found = []
+    for name, pattern in _LIBERTIES.items():
         parts, done = [], 0
-        for match in _TEXT_OR_COMMENTS.finditer(_without_escapes(self.text)):
-            if match[0][0] == '"':
-                continue
-            parts += [self.text[done : match.start()], " " * len(match[0])]
-            done = match.end()
-            if len(found) <= _MOST_LIBERTIES:
-                inside = _ONE_COMMENT.finditer(self.text, match.start(), match.end())
-                found += [("a comment", each.start()) for each in inside]
-        plain = "".join((*parts, self.text[done:]))
-        parts, done, commas = [], 0, []
-        for match in _TEXT_OR_LAST_COMMA.finditer(_without_escapes(plain)):
-            before = match.start() - 1
-            while before >= 0 and plain[before] in " \t\r\n":
-                before -= 1
-            if match[0] == "," and before >= 0 and plain[before] not in "[{,:":
-                parts += [plain[done : match.start()], " "]
+        for match in pattern.finditer(_without_escapes(text)):
+            if match[0][0] != '"':
+                parts += [text[done : match.start()], " " * len(match[0])]
                 done = match.end()
-                commas.append(("a trailing comma", match.start()))
-        plain = "".join((*parts, plain[done:]))
-        found = sorted((*found, *commas), key=lambda each: each[1])
-        sentences = []
-        for what, at in found[:_MOST_LIBERTIES]:
-            line, column = self._line_and_column(at)
-            sentences.append(f"{what} at line {line}, column {column}")
-        if len(found) > _MOST_LIBERTIES:
-            sentences.append("and more of them")
-        return plain, sentences
-
-    def _refused_place(self) -> tuple[int, str, str]:
-        """Return position, description and fix of invalid JSON that ``json`` accepts."""
-        half = _LONE_SURROGATE.search(self.text.replace("\\\\", "  "))
-        if half is not None:
-            return half.start(), *_HALF_LETTER
-        keys: list[set[str]] = []
-        for match in _TOKENS.finditer(_without_escapes(self.text)):
-            at, token = match.start(), self.text[match.start() : match.end()]
-            if token in ("{", "["):
-                keys.append(set())
-                if len(keys) > _MOST_LEVELS:
-                    return at, *_TOO_DEEP
-            elif token in ("}", "]"):
-                keys.pop()
-            elif match["colon"]:
-                key = json.loads(token.rstrip(": \t\r\n"))
-                if key in keys[-1]:
-                    reason = f"contains the key {shorten(key)} twice in one object"
-                    return at, reason, _KEEP_ONE
-                keys[-1].add(key)
-            elif token[0] != '"':
-                try:
-                    _DECODER.decode(token)
-                except ValueError as error:
-                    reason, fix = error.args
-                    return at, reason, fix
-        return 0, *_TOO_DEEP
-
-    def key_lines(self) -> Iterator[tuple[str, int]]:
-        """Yield path and line of each key that is not inside a list."""
-        plain, _ = self._without_liberties()
-        # Prefix of the paths inside each open bracket; ``None`` in a list.
-        open_ones: list[str | None] = []
-        below: str | None = ""
-        line, counted = 1, 0
-        for match in _TOKENS.finditer(_without_escapes(plain)):
-            written = plain[match.start() : match.end()]
-            if written in ("{", "["):
-                open_ones.append(below if written == "{" else None)
-                below = None
-            elif written in ("}", "]"):
-                open_ones.pop()
-            elif match["colon"] and open_ones[-1] is not None:
-                path = open_ones[-1] + json.loads(written.rstrip(": \t\r\n"))
-                line += self.text.count("\n", counted, match.start())
-                counted = match.start()
-                yield path, line
-                below = f"{path}."
-
-    def error(self, at: int, reason: str, fix: str) -> PlanSyntaxError:
-        line, column = self._line_and_column(at)
-        return PlanSyntaxError(reason, source=self.source, line=line, column=column, fix=fix)
-
-    def _line_and_column(self, at: int) -> tuple[int, int]:
-        return self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at)
+        text = "".join((*parts, text[done:]))
+        found += [name] if parts else []
+    return text, found
 
 
-_LONG_NUMBER = ("contains a number that is too long", "write fewer digits")
-_TOO_DEEP = ("is nested too deeply", f"nest at most {_MOST_LEVELS} levels")
-_LOOK_HERE = "check quotes, commas and brackets at this place"
-_KEEP_ONE = "keep one of the two"
-_HALF_LETTER = (
-    "contains an unpaired surrogate (\\ud800-\\udfff), which is not valid Unicode",
-    "write the character",
-)
+def _json_key_lines(text: str) -> Iterator[tuple[str, int]]:
+    """Yield path and line of each key that is not inside a list."""
+    plain, _ = _without_liberties(text)
+    # Prefix of the paths inside each open bracket; ``None`` in a list.
+    open_ones: list[str | None] = []
+    below: str | None = ""
+    line, counted = 1, 0
+    for match in _TOKENS.finditer(_without_escapes(plain)):
+        written = plain[match.start() : match.end()]
+        if written in ("{", "["):
+            open_ones.append(below if written == "{" else None)
+            below = None
+        elif written in ("}", "]"):
+            open_ones.pop()
+        elif match["colon"] and open_ones[-1] is not None:
+            path = open_ones[-1] + json.loads(written.rstrip(": \t\r\n"))
+            line += text.count("\n", counted, match.start())
+            counted = match.start()
+            yield path, line
+            below = f"{path}."
 
 
 def key_lines(text: str, path: Path) -> dict[str, int]:
@@ -264,7 +184,7 @@ def key_lines(text: str, path: Path) -> dict[str, int]:
         import yaml
 
         return dict(_yaml_key_lines(yaml.SafeLoader(text).get_single_node(), ""))
-    return dict(_Json(text.removeprefix("\ufeff"), str(path)).key_lines())
+    return dict(_json_key_lines(text.removeprefix("\ufeff")))
 
 
 def _yaml_key_lines(node: Any, above: str) -> Iterator[tuple[str, int]]:
@@ -284,7 +204,9 @@ def _no_constant(word: str) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        raise ValueError("contains a key twice in one object")
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"contains the key {shorten(twice)} twice in one object", _KEEP_ONE)
     return entries
 
 
@@ -413,7 +335,7 @@ def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
         ),
     }.get(suffix)
     if other is not None:
-        raise _Json(text, str(path)).error(0, *other)
+        raise _misplaced(text, str(path), 0, *other)
     return parse_json(text, source=str(path))
 
 
@@ -462,42 +384,27 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
         tried: All paths that were tried, for messages.
     """
     name = key or "file"
+    fix = "check path and permissions"
     try:
-        largest = _LARGEST_FILE
         if path.is_fifo():
-            raise PlanFileError(
-                "is a pipe, and reading it may wait for ever",
-                key=name,
-                value=str(path),
-                fix="save the configuration in a file",
-            )
+            raise OSError("it is a pipe, which may wait for ever")
         with path.open("rb") as file:
-            content = file.read(largest + 1)
-        _refuse_too_large(len(content), largest, str(path), name)
-        text = content.decode("utf-8-sig")
-        return text.replace("\r\n", "\n").replace("\r", "\n")
+            content = file.read(_LARGEST_FILE + 1)
+        _refuse_too_large(len(content), _LARGEST_FILE, str(path), name)
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except PlanFileError:
         raise
     except FileNotFoundError:
-        places = f" (looked at {', '.join(str(place) for place in tried)})" if tried else ""
-        raise PlanFileError(
-            f"there is no such file{places}",
-            key=name,
-            value=str(path),
-            fix="check the path; relative paths start at the working directory",
-        ) from None
+        places = f" (looked at {', '.join(map(str, tried))})" if tried else ""
+        reason = f"there is no such file{places}"
+        fix = "check the path; relative paths start at the working directory"
     except IsADirectoryError:
-        raise PlanFileError(
-            "is a folder", key=name, value=str(path), fix="pass the path of a file"
-        ) from None
+        reason, fix = "is a folder", "pass the path of a file"
     except UnicodeDecodeError:
-        raise PlanFileError(
-            "is not UTF-8 text", key=name, value=str(path), fix="save it as UTF-8"
-        ) from None
+        reason, fix = "is not UTF-8 text", "save it as UTF-8"
     except (OSError, ValueError) as error:
-        raise PlanFileError(
-            f"cannot be read: {error}", key=name, value=str(path), fix="check path and permissions"
-        ) from None
+        reason = f"cannot be read: {error}"
+    raise PlanFileError(reason, key=name, value=str(path), fix=fix)
 
 
 class Named(NamedTuple):
@@ -505,7 +412,7 @@ class Named(NamedTuple):
 
     value: Any
     sentences: list[str]
-    """Descriptions of tolerated deviations from JSON."""
+    """Kinds of tolerated deviations from JSON."""
     source: str
     """Name of the configuration in messages."""
     folder: Path | None
@@ -539,15 +446,15 @@ def tolerated(sentences: Collection[str], source: str, log: Log) -> None:
     """Record one warning in ``log`` that lists all tolerated deviations from JSON.
 
     Args:
-        sentences: One sentence for each deviation, from ``parse_any``.
+        sentences: Kinds of deviations, from ``parse_any``.
         source: Name of the file.
         log: Log that receives the warning; nothing is recorded if ``sentences`` is empty.
     """
     if sentences:
         log.warn(
             key=source,
-            reason=f"contains {', '.join(sentences)}, which strict JSON and accelerate reject",
-            fix="remove it" if len(sentences) == 1 else "remove them",
+            reason=f"contains {' and '.join(sentences)}, which strict JSON and accelerate reject",
+            fix="remove them",
         )
 
 
@@ -563,7 +470,7 @@ def parse_any(text: str, *, source: str) -> tuple[Any, list[str]]:
             HJSON or TOML, the text is parsed as JSON and, if that fails, as YAML.
 
     Returns:
-        The value, and one sentence for each tolerated deviation from JSON.
+        The value, and the kinds of tolerated deviations from JSON.
 
     Raises:
         PlanFileError: The text is too large, or its suffix is not supported.

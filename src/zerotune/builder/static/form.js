@@ -1,7 +1,6 @@
 // Synchronises controls and state. The page declares which values a choice writes.
 
 import { all, byId, show } from "./dom.js";
-import { get } from "./api.js";
 import { changed, parse, print, read, same, state, write } from "./state.js";
 
 const DEVICE = "zero_optimization.";
@@ -92,35 +91,11 @@ function reveal() {
     const used = read("config", `${section}.device`) === "nvme";
     show(folder, used || read("config", `${section}.nvme_path`) !== undefined);
   }
-  for (const input of all("[data-kind=path]")) lookUpPath(input);
   show(byId("setup-frames").closest(".field"), hasFrames(read("setup", "family")));
   const adapted = read("setup", "lora") !== undefined && read("setup", "lora") !== "";
   show(byId("setup-base-dtype").closest(".field"), adapted || Boolean(read("setup", "base_dtype")));
   show(byId("machine-sizes"), read("setup", "this_machine") !== true);
   show(byId("machine-facts"), read("setup", "this_machine") === true);
-}
-
-const lookups = new WeakMap();
-
-function lookUpPath(input) {
-  const facts = byId(`${input.id}-facts`);
-  const path = input.value.trim();
-  if (!path || lookups.get(input)?.path === path) {
-    if (!path) facts.textContent = "";
-    return;
-  }
-  clearTimeout(lookups.get(input)?.timer);
-  const timer = setTimeout(async () => {
-    const say = (text) => {
-      if (input.value.trim() === path) facts.textContent = text;
-    };
-    try {
-      say((await get("/path", { path })).sentence);
-    } catch (error) {
-      say(error.data?.reason ? `The path ${error.data.reason}.` : error.message);
-    }
-  }, 250);
-  lookups.set(input, { path, timer });
 }
 
 // Shows in empty fields the values that will be used.
