@@ -207,7 +207,7 @@ def _verbs(
     if not found:
         return
     resolved = found[0]
-    yield "settle", lambda: found.append(OptimizerResolver().settled(resolved))
+    yield "settle", lambda: found.append(OptimizerResolver().apply(resolved))
     settled = found[-1]
     yield "resolved.explain", settled.explain
     yield "resolved.explain_markdown", settled.explain_markdown

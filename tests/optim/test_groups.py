@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, OptimizerError, UnknownKeyError
 from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
+from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.facts import ModelFacts, ParameterFacts
 from zerotune.plan.optimizer.groups import matches
+from zerotune.platform import Platform
 
 SHAPES = [
     ("unet.conv_in.weight", (8, 4, 3, 3)),
@@ -179,24 +181,23 @@ def test_groups_require_the_model(make_plan):
         OptimizerResolver(groups=ParameterGroups.no_decay()).resolve(plan)
 
 
-def test_a_preview_without_a_model_leaves_the_groups_open(make_plan):
-    for optimizer, groups in (("AdamW", ParameterGroups.no_decay()), ("Muon", None)):
-        plan = attrs.evolve(make_plan(optimizer, {"lr": 1e-3}), model=None)
-        resolver = OptimizerResolver(groups=groups)
+def test_muon_without_a_model_leaves_its_groups_open_and_does_not_start():
+    plan = DeepSpeedPlan.build(optimizer="Muon", lr=1e-3).resolve(
+        platform=Platform.synthetic("cuda")
+    )
+    assert (plan.optimizer.name, plan.optimizer.groups) == ("Muon", ())
+    (decision,) = [one for one in plan.decisions if one.key == "optimizer.groups"]
+    assert decision.after == "open"
+    for start in (OptimizerResolver().resolve, lambda plan: plan.for_run(None)):
         with pytest.raises(OptimizerError, match="from_module"):
-            resolver.settled(plan)
-        previewed = resolver.previewed(plan)
-        assert previewed.optimizer.name == optimizer
-        assert previewed.optimizer.groups == ()
-        (decision,) = [one for one in previewed.decisions if one.key == "optimizer.groups"]
-        assert decision.after == "open"
+            start(plan)
 
 
-def test_a_preview_with_a_model_equals_the_settled_plan(make_plan):
-    shapes = [(f"layer{number}.weight", (4, 4)) for number in range(3)]
-    plan = attrs.evolve(make_plan("Muon", {"lr": 1e-3}), model=ModelFacts.from_shapes(shapes))
-    resolver = OptimizerResolver()
-    assert resolver.previewed(plan) == resolver.settled(plan)
+def test_a_second_choice_replaces_the_first(make_plan):
+    plan = make_plan("AdamW", {"lr": 1e-3})
+    other = OptimizerResolver(overrides={"lr": 1e-4}).apply(plan)
+    assert other.optimizer.lr == 1e-4
+    assert OptimizerResolver().apply(other) == plan
 
 
 def test_explain_and_the_decision_show_sizes_and_arguments(resolve, decisions_for):

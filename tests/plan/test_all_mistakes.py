@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from zerotune import DeepSpeedPlan, OptimizerResolver, Platform, RunFacts
+from zerotune import DeepSpeedPlan, Platform, RunFacts
 from zerotune.errors import PlanError, PlanFileError
 from zerotune.plan.accelerate import OF_THE_SCRIPT
 from zerotune.plan.plan import raised
@@ -48,7 +48,6 @@ def mistakes_of(read):
 def inspected(plan, mistakes=()):
     return plan.inspect(
         RuleContext(),
-        settle=OptimizerResolver().settled,
         resolve_in=RuleContext(platform=Platform.synthetic("cuda"), run=RunFacts(lr=1e-4)),
         mistakes=mistakes,
     )

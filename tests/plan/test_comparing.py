@@ -133,16 +133,18 @@ class TestResolvedPlans:
         one = self.resolve()
         assert not one.diff(attrs.evolve(one, decisions=()))
 
-    def test_unsettled_plans_can_be_compared(self):
+    def test_stages_and_offload_are_compared(self):
         found = changes(self.resolve().diff(self.resolve(stage=3, offload="nvme")))
 
         assert found["zero_optimization.stage"] == ("changed", 2, 3)
         assert found["zero_optimization.sub_group_size"][0] == "added"
 
     def test_optimizer_and_schedule_are_compared(self):
-        one = self.resolve().with_choices(ADAMW, None)
-        other = self.resolve().with_choices(
-            attrs.evolve(ADAMW, params={"lr": 2e-4}, implementation="FusedAdam"), WARMUP
+        one = attrs.evolve(self.resolve(), optimizer=ADAMW, scheduler=None)
+        other = attrs.evolve(
+            self.resolve(),
+            optimizer=attrs.evolve(ADAMW, params={"lr": 2e-4}, implementation="FusedAdam"),
+            scheduler=WARMUP,
         )
 
         assert changes(one.diff(other)) == {
@@ -160,8 +162,10 @@ class TestResolvedPlans:
         ]
         grouped = attrs.evolve(ADAMW, groups=tuple(groups))
         groups[1] = attrs.evolve(groups[1], params={"lr": 1e-5})
-        one = self.resolve().with_choices(grouped, None)
-        other = self.resolve().with_choices(attrs.evolve(ADAMW, groups=tuple(groups)), None)
+        one = attrs.evolve(self.resolve(), optimizer=grouped, scheduler=None)
+        other = attrs.evolve(
+            self.resolve(), optimizer=attrs.evolve(ADAMW, groups=tuple(groups)), scheduler=None
+        )
 
         assert changes(one.diff(other)) == {
             "optimizer.groups.no_decay.params.lr": ("changed", 1e-4, 1e-5)
@@ -169,8 +173,10 @@ class TestResolvedPlans:
 
     def test_an_optimizer_that_the_engine_builds_is_compared(self):
         torch = attrs.evolve(ADAMW, source="torch", implementation="AdamW")
-        one = self.resolve().with_choices(torch, None)
-        other = self.resolve().with_choices(attrs.evolve(torch, params={"lr": 3e-4}), None)
+        one = attrs.evolve(self.resolve(), optimizer=torch, scheduler=None)
+        other = attrs.evolve(
+            self.resolve(), optimizer=attrs.evolve(torch, params={"lr": 3e-4}), scheduler=None
+        )
 
         assert changes(one.diff(other)) == {"optimizer.params.lr": ("changed", 1e-4, 3e-4)}
 
@@ -191,7 +197,9 @@ class TestResolvedPlans:
         }
 
     def test_equal_digests_mean_no_difference(self):
-        one, other = (self.resolve().with_choices(ADAMW, WARMUP) for _ in range(2))
+        one, other = (
+            attrs.evolve(self.resolve(), optimizer=ADAMW, scheduler=WARMUP) for _ in range(2)
+        )
         assert one.digest() == other.digest()
         assert not one.diff(other)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 
+import attrs
 import pytest
 
 from zerotune._util.palette import COMPONENTS
@@ -37,7 +38,7 @@ def test_a_resolved_plan_shows_overruled_values_first_and_counts_defaults(refere
     first = lines[lines.index("changed from what was written:") + 1]
     assert first.startswith("  [warning] zero_optimization.offload_param")
     assert "optimizer state in host memory" in text
-    assert "not settled yet" in text
+    assert "run by DeepSpeedCPUAdam" in text
     assert f"UNet: {unet.numel:,} elements in {len(unet.parameters)} parameters" in text
     chosen = text.partition("chosen automatically:")[2]
     assert "  [note] train_batch_size" in chosen or "unset ->" in chosen
@@ -62,14 +63,16 @@ def test_the_explanation_shows_choices_and_folders(cuda):
     plan = DeepSpeedPlan.build(stage=3, offload="nvme")
     resolved = plan.resolve(platform=cuda)
     assert "in files (NVMe) under a leased folder" in resolved.explain()
-    settled = resolved.with_nvme_path(optimizer="/mnt/x").with_choices(
-        ADAMW, SchedulerChoice(name="WarmupLR", params={"warmup_num_steps": 5})
+    settled = attrs.evolve(
+        resolved.with_nvme_path(optimizer="/mnt/x"),
+        optimizer=ADAMW,
+        scheduler=SchedulerChoice(name="WarmupLR", params={"warmup_num_steps": 5}),
     )
     text = settled.explain()
     assert "under /mnt/x" in text
     assert "AdamW(lr=0.0001) run by DeepSpeedCPUAdam" in text
     assert "WarmupLR(warmup_num_steps=5)" in text
-    assert "the learning rate is constant" in resolved.with_choices(ADAMW, None).explain()
+    assert "the learning rate is constant" in resolved.explain()
 
 
 def test_the_explanation_names_the_plain_engine(reference_a, no_deepspeed):
@@ -80,7 +83,7 @@ def test_the_explanation_names_the_plain_engine(reference_a, no_deepspeed):
 
 def test_the_summary_of_a_resolved_plan_is_plain_data(reference_a, cuda):
     resolved = DeepSpeedPlan.from_dict(reference_a).resolve(platform=cuda)
-    summary = resolved.with_choices(ADAMW, None).summary()
+    summary = attrs.evolve(resolved, optimizer=ADAMW, scheduler=None).summary()
     assert json.loads(json.dumps(summary)) == summary
     assert summary["stage"] == 2
     assert summary["offload_optimizer"] == "cpu"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from zerotune import DeepSpeedPlan, OptimizerResolver, Platform
+from zerotune import DeepSpeedPlan, Platform
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanError
 
 YAML = """\
@@ -82,8 +82,7 @@ def test_a_refused_precision_is_not_suggested():
 @pytest.mark.parametrize("name", ["constant", "WarmupLR"])
 def test_an_unknown_argument_always_has_a_complete_fix(name):
     plan = DeepSpeedPlan.from_dict({"scheduler": {"type": name, "params": {"zzzzz": 1}}})
-    resolved = plan.resolve(platform=Platform.synthetic("cuda"))
-    text = message(lambda: OptimizerResolver().settled(resolved))
+    text = message(lambda: plan.resolve(platform=Platform.synthetic("cuda")))
     assert text.endswith(
         "Fix: remove it: constant accepts no arguments." if name == "constant" else "_type."
     )
@@ -108,9 +107,9 @@ def test_an_unfilled_template_is_recognised(template):
     }
     assert len(caught.value.each()) == 5
     settings = {"optimizer": {"type": "AdamW", "params": {"lr": template}}}
-    resolved = DeepSpeedPlan.from_dict(settings).resolve(platform=Platform.synthetic("cuda"))
+    plan = DeepSpeedPlan.from_dict(settings)
     with pytest.raises(InvalidValueError, match=r"^optimizer\.params\.lr .* is a template"):
-        OptimizerResolver().settled(resolved)
+        plan.resolve(platform=Platform.synthetic("cuda"))
 
 
 @pytest.mark.parametrize("path", ["$SCRATCH/swap", "/a/${USER}", "/a/{{ user }}", "<folder>"])

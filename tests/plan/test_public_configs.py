@@ -186,9 +186,8 @@ def test_one_bit_optimizers_are_explained_with_what_to_write_instead(name):
 
 
 def test_an_unknown_optimizer_is_named_and_not_replaced(resolve):
-    resolved = resolve({**zero(stage=1), "optimizer": {"type": "MyOptimizer"}})
     with pytest.raises(OptimizerError) as caught:
-        OptimizerResolver().apply(resolved)
+        resolve({**zero(stage=1), "optimizer": {"type": "MyOptimizer"}})
     assert caught.value.key == "optimizer.type"
 
 

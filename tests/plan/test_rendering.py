@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from tests.plan.conftest import ADAMW, REFERENCE_A, REFERENCE_B, REFERENCE_C, WARMUP, unet_facts
@@ -138,7 +139,9 @@ def settle(resolved: ResolvedPlan, **changes: Any) -> ResolvedPlan:
         "weight_decay_mode": "decoupled",
     }
     scheduler = SchedulerChoice(name="WarmupLR", params=WARMUP["params"])
-    return resolved.with_choices(OptimizerChoice(**(optimizer | changes)), scheduler)
+    return attrs.evolve(
+        resolved, optimizer=OptimizerChoice(**(optimizer | changes)), scheduler=scheduler
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -155,13 +158,10 @@ def test_every_golden_file_belongs_to_a_case():
     assert {file.stem for file in GOLDEN.glob("*.json")} == CASES.keys()
 
 
-def test_auto_values_of_the_optimizer_must_be_settled_before_rendering(tmp_path):
-    resolved = resolve("hugging_face_auto", tmp_path)
-    with pytest.raises(UnresolvedPlanError) as caught:
-        resolved.to_deepspeed()
-    assert caught.value.key == "optimizer.params.lr"
-    assert "OptimizerResolver" in caught.value.fix
-    assert settle(resolved).to_deepspeed()["optimizer"]["params"]["lr"] == 1e-4
+def test_no_value_of_the_optimizer_is_automatic_in_a_resolved_plan(tmp_path):
+    rendered = resolve("hugging_face_auto", tmp_path).to_deepspeed()
+    assert rendered["optimizer"]["params"]["lr"] == 1e-4
+    assert AUTO not in {*rendered["optimizer"]["params"].values()} - {(0.9, 0.999)}
 
 
 def test_a_torch_optimizer_is_left_out_and_allowed_as_untested(tmp_path):
@@ -188,7 +188,9 @@ def test_an_optimizer_untested_with_zero_is_allowed(implementation, untested, tm
 def test_without_a_scheduler_no_section_is_rendered(tmp_path):
     resolved = resolve("reference_a_cuda", tmp_path)
     choice = OptimizerChoice(name="AdamW", params={"lr": 1.0}, implementation="FusedAdam")
-    assert "scheduler" not in resolved.with_choices(choice, None).to_deepspeed()
+    assert (
+        "scheduler" not in attrs.evolve(resolved, optimizer=choice, scheduler=None).to_deepspeed()
+    )
 
 
 def test_nvme_offload_without_a_folder_is_not_rendered():

@@ -11,7 +11,6 @@ import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.platform import Platform
 
 AUTOMATIC = {
@@ -57,7 +56,7 @@ def filled_by_transformers(config, trained):
 
 
 def settled(plan):
-    return OptimizerResolver().previewed(plan.resolve(platform=Platform.synthetic("cuda")))
+    return plan.resolve(platform=Platform.synthetic("cuda"))
 
 
 @pytest.mark.deepspeed

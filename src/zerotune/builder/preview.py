@@ -272,9 +272,6 @@ _SETUP_READERS: Final[Mapping[str, Callable[..., Any]]] = {
 # -- What the page shows of a form: files, messages, memory, optimizers, changes.
 
 
-ASSUMED_LR: Final = 1e-4
-"""Learning rate to assume if the training script, not the plan, sets it."""
-
 LEASE_PLACEHOLDER: Final = "(a temporary folder for each run)"
 """Placeholder for a swap folder that is not set."""
 
@@ -521,17 +518,19 @@ class _Form:
 
     def resolve(self, plan: DeepSpeedPlan) -> tuple[ResolvedPlan | None, list[Decision]]:
         model = self._model()
-        run, assumed = self._assumed_run(plan)
         context = Context(
-            world_size=self.setup.world_size, platform=self.platform, model=model, run=run
+            world_size=self.setup.world_size,
+            platform=self.platform,
+            model=model,
+            run=self._run(plan),
         )
-        found = plan.inspect(context, settle=OptimizerResolver(platform=self.platform).previewed)
+        found = plan.inspect(context)
         messages = [*found.refusals, *found.findings]
         if found.resolved is None:
-            # A plan that cannot run has no choices or assumptions to report.
+            # A plan that cannot run has no choices to report.
             return None, [*messages, *notable_decisions(plan.decisions, findings=found.findings)]
         notable = notable_decisions(found.resolved.decisions, findings=found.findings)
-        return raised(ResolvedPlan, found.resolved), [*messages, *assumed, *notable]
+        return raised(ResolvedPlan, found.resolved), [*messages, *notable]
 
     def _model(self) -> ModelFacts | None:
         setup = self.setup
@@ -545,13 +544,13 @@ class _Form:
 
     def remaining_errors(self, partial_plan: DeepSpeedPlan) -> list[Decision]:
         """Return the errors that remain after a plan's invalid settings are removed."""
-        run, _ = self._assumed_run(partial_plan)
         try:
             found = partial_plan.inspect(
                 Context(world_size=self.setup.world_size),
-                settle=OptimizerResolver(platform=self.platform).previewed,
                 resolve_in=Context(
-                    world_size=self.setup.world_size, platform=self.platform, run=run
+                    world_size=self.setup.world_size,
+                    platform=self.platform,
+                    run=self._run(partial_plan),
                 ),
                 mistakes=self.reading.errors,
             )
@@ -560,28 +559,12 @@ class _Form:
         every = (*found.findings, *found.refusals)
         return [each for each in every if value_at(self.state.config, each.key) is not UNSET]
 
-    def _assumed_run(self, plan: DeepSpeedPlan) -> tuple[RunFacts, list[Decision]]:
-        """Assume the values that the plan leaves to the training script."""
-        params = (plan.optimizer.params if plan.optimizer else None) or {}
-        scheduled = (plan.scheduler.params if plan.scheduler else None) or {}
-        automatic = AUTO in scheduled.values()
-        assumed = []
-        if params.get("lr") == AUTO:
-            assumed.append(
-                Decision(
-                    key="optimizer.params.lr",
-                    before=AUTO,
-                    after=ASSUMED_LR,
-                    reason="the training script sets the learning rate; the page assumes "
-                    "this value",
-                )
-            )
-        run = RunFacts(
-            lr=ASSUMED_LR if assumed else None,
-            total_steps=self.setup.total_steps if plan.scheduler else None,
-            warmup_steps=0 if automatic else None,
-        )
-        return run, assumed
+    def _run(self, plan: DeepSpeedPlan) -> RunFacts:
+        if plan.scheduler is None:
+            return RunFacts()
+        # As transformers and accelerate do, an automatic warm-up is left out.
+        warmup = 0 if AUTO in (plan.scheduler.params or {}).values() else None
+        return RunFacts(total_steps=self.setup.total_steps, warmup_steps=warmup)
 
 
 def preview_data(preview: Preview, *, applied: DeepSpeedPlan | None) -> dict[str, Any]:

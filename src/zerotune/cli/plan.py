@@ -19,7 +19,7 @@ from zerotune.errors import (
     UnknownKeyError,
     ZeroTuneError,
 )
-from zerotune.plan import RunFacts, read
+from zerotune.plan import read
 from zerotune.plan.advise import PREFERENCES
 from zerotune.plan.charts import plot_memory
 from zerotune.plan.context import EngineName, Streaming
@@ -27,8 +27,8 @@ from zerotune.plan.facts import STORAGES
 from zerotune.plan.families import ModelFamily, family_names, model_family
 from zerotune.plan.memory.estimate import EMAPlace, Place
 from zerotune.plan.memory.time import card_named, card_platform
+from zerotune.plan.optimizer.choose import BY_CHOICE
 from zerotune.plan.optimizer.names import parse_optimizer_name
-from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import Advice, DeepSpeedPlan, MemoryEstimate, ResolvedPlan, raised
 from zerotune.plan.resolve import with_engine
 from zerotune.plan.rules import RuleContext, all_rules
@@ -303,11 +303,6 @@ def _draw_chart(
 # -- check
 
 
-_ASSUMED_LR: Final = 1e-4
-_ASSUMED_STEPS: Final = 10_000
-_ASSUMED_WARMUP: Final = 100
-
-
 class _Check(Below):
     summary: ClassVar[str] = (
         "Check a configuration for mistakes; needs neither torch nor DeepSpeed."
@@ -379,21 +374,20 @@ class _Check(Below):
             return refused, None
         inspection = plan.inspect(
             RuleContext(world_size=world_size),
-            settle=_settle_written,
             # Rules need only the file; resolving needs a machine, so assume one that supports
             # everything.
             resolve_in=RuleContext(
                 world_size=world_size,
                 platform=Platform.synthetic(CUDA, device_count=world_size),
-                run=_open_run(plan),
             ),
             mistakes=mistakes,
         )
         read_as = (attrs.evolve(one, rule="read") for one in plan.decisions)
         problems = [*refused, *read_as, *inspection.findings]
         keys = {problem.key for problem in problems}
-        settled = (one for one in inspection.settled if one.severity == "warning")
-        later = [*inspection.refusals, *(attrs.evolve(one, rule="optimizer") for one in settled)]
+        chosen = inspection.resolved.decisions if inspection.resolved else ()
+        warnings = (one for one in chosen if one.rule == BY_CHOICE and one.severity == "warning")
+        later = [*inspection.refusals, *warnings]
         return [*problems, *(each for each in later if each.key not in keys)], plan
 
     def _key_lines(self, plan: DeepSpeedPlan | None) -> Mapping[str, _Place]:
@@ -457,24 +451,6 @@ def _problem_data(one: Decision, lines: Mapping[str, _Place]) -> dict[str, Any]:
         # Only syntax errors have a column.
         "column": getattr(one.error, "column", None),
     }
-
-
-def _settle_written(resolved: ResolvedPlan) -> ResolvedPlan:
-    if resolved.plan.optimizer is None and resolved.plan.scheduler is None:
-        return resolved
-    return OptimizerResolver().previewed(resolved)
-
-
-def _open_run(plan: DeepSpeedPlan) -> Any:
-    """Return a run with assumed values for what the plan leaves to the script."""
-    optimizer = (plan.optimizer.params if plan.optimizer else None) or {}
-    scheduler = (plan.scheduler.params if plan.scheduler else None) or {}
-    automatic = AUTO in scheduler.values()
-    return RunFacts(
-        lr=_ASSUMED_LR if optimizer.get("lr", AUTO) == AUTO else None,
-        total_steps=_ASSUMED_STEPS if automatic else None,
-        warmup_steps=_ASSUMED_WARMUP if automatic else None,
-    )
 
 
 # -- convert

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -31,8 +31,8 @@ from zerotune.plan.memory.time import (
     step_time,
     swap_traffic,
 )
+from zerotune.plan.optimizer.choose import DEFAULTS
 from zerotune.plan.optimizer.names import parse_optimizer_name
-from zerotune.plan.resolve import with_engine
 from zerotune.plan.resolved import Resolved
 from zerotune.plan.rules import Inspection
 from zerotune.plan.section import read_section
@@ -42,6 +42,7 @@ from zerotune.plan.values import AUTO, Auto, Choice
 from zerotune.plan.write import SavedPlan
 
 if TYPE_CHECKING:
+    from zerotune.plan.optimizer.resolver import OptimizerResolver
     from zerotune.platform import Platform
 
 
@@ -128,8 +129,7 @@ class ResolvedPlan(Resolved):
         """Return a deep copy of the configuration for DeepSpeed.
 
         Raises:
-            UnresolvedPlanError: A value is still ``"auto"``, a swap folder is missing, or the
-                optimizer is not resolved although DeepSpeed would build it.
+            UnresolvedPlanError: A swap folder is missing, or the schedule's length is not known.
         """
         return render.render(self)
 
@@ -154,9 +154,9 @@ class ResolvedPlan(Resolved):
             "config": render.render(self, folders=False),
             "world_size": self.world_size,
         }
-        if self.optimizer is not None and self.optimizer.source != "deepspeed":
+        if self.optimizer.source != "deepspeed":
             content["optimizer"] = attrs.asdict(self.optimizer)
-        elif self.optimizer is not None and self.optimizer.groups:
+        elif self.optimizer.groups:
             content["groups"] = [attrs.asdict(group) for group in self.optimizer.groups]
         if self.scheduler is not None and self.scheduler.source != "deepspeed":
             content["scheduler"] = attrs.asdict(self.scheduler)
@@ -515,6 +515,7 @@ class DeepSpeedPlan(Settings):
         streamed: bool | Streaming | None = None,
         engine: EngineName | None = None,
         update: Literal["host", "device"] | DeviceUpdate | None = None,
+        resolver: OptimizerResolver | None = None,
     ) -> ResolvedPlan:
         """Resolve all automatic values for one machine, model and world size.
 
@@ -537,9 +538,11 @@ class DeepSpeedPlan(Settings):
             update: Where the host engine updates weights: ``"host"`` (the default), or
                 ``"device"``, by any optimizer whose states are per weight; or ``DeviceUpdate``
                 options. If the host engine cannot run the plan, a decision gives the reason.
+            resolver: How to choose the optimizer and the schedule.
 
         Raises:
             PlanError: The plan cannot run here; the message names key, reason and fix.
+            OptimizerError: The optimizer or the schedule is unknown or cannot run here.
         """
         context = Context(
             world_size=world_size,
@@ -548,36 +551,35 @@ class DeepSpeedPlan(Settings):
             run=run or RunFacts(),
             uses_deepspeed=deepspeed,
         )
-        resolved = attrs.evolve(
-            rules.resolve(self, context),
+        resolved = rules.resolve(
+            self,
+            context,
             streamed=streamed,
             engine=engine,
             update=DeviceUpdate.of(update),
+            options=resolver or DEFAULTS,
         )
-        return raised(ResolvedPlan, with_engine(resolved))
+        return raised(ResolvedPlan, resolved)
 
     def inspect(
         self,
         context: Context,
         *,
-        settle: Callable[[ResolvedPlan], ResolvedPlan],
         resolve_in: Context | None = None,
         mistakes: Collection[ZeroTuneError] = (),
     ) -> Inspection:
         """Return all findings about this plan, and the resolved plan.
 
-        Unlike ``check``, ``inspect`` also resolves the plan with its optimizer and schedule, even
-        if a rule rejects another setting.
+        Unlike ``check``, ``inspect`` also resolves the plan; optimizer and schedule are checked
+        even if a rule rejects another setting.
 
         Args:
             context: Context for the rules.
-            settle: Function that resolves optimizer and schedule, such as
-                ``OptimizerResolver().settled``.
             resolve_in: Context for resolving the plan, if it contains a machine or run that the
                 rules must ignore; by default ``context``.
             mistakes: Errors from reading the plan, which are not reported again.
         """
-        return rules.inspect(self, context, settle=settle, resolve_in=resolve_in, mistakes=mistakes)
+        return rules.inspect(self, context, resolve_in=resolve_in, mistakes=mistakes)
 
     def explain(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
         """Describe this plan and the findings of the rules as text.

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerotune.errors import UnresolvedPlanError
+from zerotune.plan.optimizer.choices import BY_RUN
+from zerotune.plan.optimizer.pace import open_length
 from zerotune.plan.resolved import Resolved
 from zerotune.plan.values import AUTO
 
@@ -58,9 +60,14 @@ def render(resolved: Resolved, *, folders: bool = True) -> dict[str, Any]:
             'is still "auto" in the rendered configuration',
             key=path,
             value=AUTO,
-            fix="call zerotune.optim.OptimizerResolver().apply(resolved_plan) to resolve the value"
-            if path.startswith(("optimizer", "scheduler"))
-            else "write a value; zerotune has no automatic value for this key",
+            fix="write a value; zerotune has no automatic value for this key",
+        )
+    if "scheduler" in config and (length := open_length(resolved.scheduler)):
+        raise UnresolvedPlanError(
+            "is the length of a run that is not known yet",
+            key=f"scheduler.params.{length}",
+            value=BY_RUN,
+            fix="write a number, or pass run=RunFacts(total_steps=…) to resolve",
         )
     return config
 
@@ -100,8 +107,6 @@ def _may_be_automatic(value: Any) -> bool:
 
 def _render_choices(resolved: Resolved, config: dict[str, Any]) -> None:
     optimizer = resolved.optimizer
-    if optimizer is None:
-        return
     config.pop("optimizer", None)
     config.pop("scheduler", None)
     if optimizer.source == "deepspeed":

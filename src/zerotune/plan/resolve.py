@@ -28,6 +28,8 @@ from zerotune.errors import (
 )
 from zerotune.plan.context import Context, RunFacts, Streaming
 from zerotune.plan.facts import UNET_BLOCKS, BlockFacts, ModelFacts, ParameterFacts
+from zerotune.plan.optimizer.capability import Situation
+from zerotune.plan.optimizer.choose import ChoiceOptions, choose
 from zerotune.plan.optimizer.names import entry_of
 from zerotune.plan.render import automatic_paths
 from zerotune.plan.resolved import (
@@ -911,11 +913,11 @@ class Filler(Log):
             zero = self._without_lossy_swapping(zero)
             if self.case.swaps_parameters(zero, self.aio):
                 zero = self.fill(zero, path, "stage3_prefetch_bucket_size", 0, NO_PREFETCH)
-        for name, (stages, choose) in _CHOICES.items():
+        for name, (stages, chosen) in _CHOICES.items():
             if self.stage not in stages:
                 zero = self.drop(zero, path, name, f"the key has no effect at stage {self.stage}")
             else:
-                zero = self.fill(zero, path, name, *choose(self, zero))
+                zero = self.fill(zero, path, name, *chosen(self, zero))
         zero = self._with_leaf_modules(zero)
         for name in ("offload_optimizer", "offload_param"):
             section: OffloadSection | None = getattr(zero, name)
@@ -1153,8 +1155,16 @@ def prepared(requested: Settings, context: Context, log: Log) -> Case:
     return Case(plan=requested, context=context)
 
 
-def filled(requested: Settings, plan: Settings, case: Case, log: Log) -> Resolved:
-    """Return the resolved plan with every key set.
+def filled(
+    requested: Settings,
+    plan: Settings,
+    case: Case,
+    log: Log,
+    options: ChoiceOptions,
+    *,
+    by_weight: bool,
+) -> Resolved:
+    """Return the resolved plan with every key set, and its optimizer and schedule.
 
     Args:
         requested: The plan as the user wrote it.
@@ -1162,6 +1172,8 @@ def filled(requested: Settings, plan: Settings, case: Case, log: Log) -> Resolve
         case: The plan and context before the rules' corrections; no correction changes batch sizes
             or precision.
         log: Earlier decisions.
+        options: How to choose the optimizer.
+        by_weight: Whether the optimizer updates one weight at a time, on the device.
     """
     context = case.context
     precision, why = case.precision
@@ -1170,16 +1182,21 @@ def filled(requested: Settings, plan: Settings, case: Case, log: Log) -> Resolve
     filler = Filler(
         case=case, stage=int(plan.stage), aio=plan.aio, decisions=[*log.decisions, *why]
     )
+    plan = filler.filled_in(plan)
+    situation = Situation.of(plan, context, precision, by_weight=by_weight)
+    chosen = choose(plan, situation, run=context.run, model=context.model, options=options)
     return (requested.resolved_as or Resolved)(
         requested=requested,
-        plan=filler.filled_in(plan),
+        plan=plan,
         platform=context.machine,
         world_size=context.world_size,
         model=context.model,
         run=context.run,
         uses_deepspeed=context.uses_deepspeed,
         precision=precision,
-        decisions=filler.decisions,
+        optimizer=chosen.optimizer,
+        scheduler=chosen.scheduler,
+        decisions=[*filler.decisions, *chosen.decisions],
     )
 
 

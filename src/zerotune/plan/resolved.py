@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import attrs
 
 from zerotune._util.table import Readable
-from zerotune.decisions import Decision
+from zerotune.decisions import Decision, Log
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan.context import (
     Context,
@@ -20,8 +19,17 @@ from zerotune.plan.context import (
     Streaming,
 )
 from zerotune.plan.facts import ModelFacts
+from zerotune.plan.optimizer.capability import Situation
 from zerotune.plan.optimizer.catalogue import ADAM, OPTIMIZERS
 from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
+from zerotune.plan.optimizer.choose import (
+    BY_CHOICE,
+    ChoiceOptions,
+    Chosen,
+    choose,
+    require_startable,
+)
+from zerotune.plan.optimizer.pace import with_length
 from zerotune.plan.section import evolved
 from zerotune.plan.sections import OffloadSection
 from zerotune.plan.settings import Settings
@@ -43,9 +51,8 @@ class Resolved(Readable):
     requested: Settings
     """The plan as the user wrote it."""
     plan: Settings
-    """The requested plan with every relevant key set explicitly. Only the parameters of
-    ``optimizer`` and ``scheduler`` may still be ``"auto"``; ``zerotune.optim`` resolves them and
-    calls ``with_choices``."""
+    """The requested plan with every relevant key set explicitly; ``optimizer`` and ``scheduler``
+    stay as written, since the attributes of the same names hold the choices."""
     platform: Platform
     """The machine the plan was resolved for."""
     world_size: int
@@ -58,13 +65,12 @@ class Resolved(Readable):
     """``True`` if DeepSpeed trains, ``False`` if the plain engine does."""
     precision: str
     """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
+    optimizer: OptimizerChoice
+    """The optimizer that runs, with every argument explicit."""
+    scheduler: SchedulerChoice | None
+    """The learning-rate schedule; ``None`` for a constant learning rate."""
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
     """All decisions, beginning with those made while the configuration was read."""
-    optimizer: OptimizerChoice | None = None
-    """Optimizer chosen by ``zerotune.optim``; ``None`` before ``with_choices``."""
-    scheduler: SchedulerChoice | None = None
-    """Schedule chosen by ``zerotune.optim``; ``None`` without a schedule, or before
-    ``with_choices``."""
     streamed: bool | Streaming | None = None
     """Whether weights are streamed; ``None``: only if ``zerotune doctor --prove`` has verified
     streaming."""
@@ -210,22 +216,32 @@ class Resolved(Readable):
             if section is not None and section.device == "nvme"
         }
 
-    def with_choices(
-        self,
-        optimizer: OptimizerChoice,
-        scheduler: SchedulerChoice | None,
-        decisions: Iterable[Decision] = (),
-    ) -> Self:
-        """Return this plan with optimizer and scheduler set.
+    def with_choice(self, chosen: Chosen) -> Self:
+        """Return this plan with another choice of optimizer and schedule."""
+        others = [each for each in self.decisions if each.rule != BY_CHOICE]
+        return attrs.evolve(
+            self,
+            optimizer=chosen.optimizer,
+            scheduler=chosen.scheduler,
+            decisions=(*others, *chosen.decisions),
+        )
+
+    def for_run(self, run: RunFacts | None) -> Self:
+        """Return this plan with what it left to the run, ready to start.
 
         Args:
-            optimizer: The optimizer that will run.
-            scheduler: The schedule; ``None`` keeps the learning rate constant.
-            decisions: Decisions to append to those of this plan.
+            run: Values from the training script; its ``total_steps`` are the schedule's length.
+
+        Raises:
+            OptimizerError: The schedule's length is unknown, or Muon's parameters are.
+            MissingDependencyError: The optimizer's package is not installed.
         """
-        return attrs.evolve(
-            self, optimizer=optimizer, scheduler=scheduler, decisions=(*self.decisions, *decisions)
-        )
+        log = Log(decisions=[*self.decisions])
+        scheduler = self.scheduler
+        if run is not None and run.total_steps is not None and scheduler is not None:
+            scheduler = with_length(scheduler, run.total_steps, log)
+        require_startable(self.optimizer, scheduler)
+        return attrs.evolve(self, scheduler=scheduler, decisions=log.decisions)
 
     def without_streaming(self, reason: str) -> Self:
         """Return this plan without streaming; a decision records ``reason``."""
@@ -301,6 +317,15 @@ class Resolved(Readable):
         return attrs.evolve(self, plan=attrs.evolve(self.plan, zero_optimization=zero))
 
 
+def chosen_for(resolved: Resolved, options: ChoiceOptions) -> Chosen:
+    """Choose the optimizer and the schedule of a resolved plan anew."""
+    by_weight = resolved.update is not None
+    situation = Situation.of(
+        resolved.plan, resolved.context, resolved.precision, by_weight=by_weight
+    )
+    return choose(resolved.plan, situation, run=resolved.run, model=resolved.model, options=options)
+
+
 def _integer(value: Any, key: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise _unresolved(key, value)
@@ -362,9 +387,7 @@ def host_obstacle(resolved: Resolved) -> str | None:
     return next((reason for reason, holds in obstacles.items() if holds), None)
 
 
-def _optimizer_obstacles(choice: OptimizerChoice | None) -> dict[str, bool]:
-    if choice is None:
-        return {}
+def _optimizer_obstacles(choice: OptimizerChoice) -> dict[str, bool]:
     known = [name for name, entry in OPTIMIZERS.items() if entry.streams]
     # torch's classes of the same names are run by DeepSpeed.
     runs = choice.name in known and choice.implementation in {"DeepSpeedCPUAdam", *known} - ADAM
@@ -390,11 +413,10 @@ def _plain_obstacle(resolved: Resolved) -> str | None:
         NO_DEEPSPEED: bool(resolved.streamed),
         "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
     }
-    if choice is not None:
-        known = choice.package is None and choice.implementation in STEPPED_PLAINLY
-        chosen = [name for name in _OTHER_STEPS if choice.params.get(name)]
-        obstacles[f"{PLAIN_NEEDS}, not {choice.implementation}"] = not known
-        obstacles[f"the host engine does not support {', '.join(chosen)}"] = bool(chosen)
+    known = choice.package is None and choice.implementation in STEPPED_PLAINLY
+    chosen = [name for name in _OTHER_STEPS if choice.params.get(name)]
+    obstacles[f"{PLAIN_NEEDS}, not {choice.implementation}"] = not known
+    obstacles[f"the host engine does not support {', '.join(chosen)}"] = bool(chosen)
     return next((reason for reason, holds in obstacles.items() if holds), None)
 
 

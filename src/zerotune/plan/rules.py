@@ -27,8 +27,10 @@ from zerotune.errors import (
 )
 from zerotune.plan import keys as known_keys
 from zerotune.plan.accelerate import FROM_ENVIRONMENT, device_list
-from zerotune.plan.context import Context
+from zerotune.plan.context import Context, DeviceUpdate, EngineName, Streaming
+from zerotune.plan.optimizer.capability import Situation
 from zerotune.plan.optimizer.catalogue import ONE_BIT
+from zerotune.plan.optimizer.choose import BY_CHOICE, DEFAULTS, ChoiceOptions, choose
 from zerotune.plan.optimizer.names import clipping_in_optimizer, entry_of
 from zerotune.plan.optimizer.schedules import canonical_schedule
 from zerotune.plan.resolve import (
@@ -48,9 +50,10 @@ from zerotune.plan.resolve import (
     pins_exactly,
     prepared,
     rehearses_in_bf16,
+    with_engine,
     without_inactive_offload,
 )
-from zerotune.plan.resolved import Resolved
+from zerotune.plan.resolved import Resolved, chosen_for
 from zerotune.plan.schema import faults, passed_schema
 from zerotune.plan.section import (
     Section,
@@ -1679,14 +1682,29 @@ def _findings(case: Case, rules: tuple[Rule, ...]) -> tuple[Decision, ...]:
     return tuple(worst_first(findings))
 
 
-def resolve(requested: Settings, context: Context) -> Resolved:
-    """Resolve a plan: apply every rule once, then fill in all values."""
+def resolve(
+    requested: Settings,
+    context: Context,
+    *,
+    streamed: bool | Streaming | None = None,
+    engine: EngineName | None = None,
+    update: DeviceUpdate | None = None,
+    options: ChoiceOptions = DEFAULTS,
+) -> Resolved:
+    """Resolve a plan: apply every rule once, fill in all values, choose optimizer and engine."""
     log = Log(decisions=[*requested.decisions])
     case = prepared(requested, context, log)
     for each in FIRST:
         case = attrs.evolve(case, plan=_repaired(case, (each,), log))
     case = attrs.evolve(case, plan=without_inactive_offload(case.plan))
-    return filled(requested, _repaired(case, REPAIRS, log), case, log)
+    plan, by_weight = _repaired(case, REPAIRS, log), update is not None
+    resolved = filled(requested, plan, case, log, options, by_weight=by_weight)
+    if streamed is None and engine is None and update is None:
+        return resolved
+    resolved = with_engine(attrs.evolve(resolved, streamed=streamed, engine=engine, update=update))
+    if by_weight and resolved.update is None:
+        return resolved.with_choice(chosen_for(resolved, options))
+    return resolved
 
 
 def _repaired(case: Case, rules: tuple[Rule, ...], log: Log) -> Settings:
@@ -1706,10 +1724,7 @@ def _with_setting(section: SectionT, path: list[str], value: Any) -> SectionT:
     return evolved(section, **{name: new})
 
 
-# -- All errors of a plan: from the rules, from resolution, and from settling the optimizer.
-#
-# ``zerotune.optim``, a higher layer, settles which optimizer and schedule will run. So the caller
-# passes a function that settles them. Both are also checked if the rules report errors.
+# -- All errors of a plan: from the rules, from resolution, and from the optimizer's choice.
 
 
 @attrs.frozen(kw_only=True)
@@ -1722,8 +1737,6 @@ class Inspection:
     """Errors of later steps; ``rule`` names the step, ``"resolve"`` or ``"optimizer"``."""
     resolved: Resolved | None = None
     """The resolved plan; ``None`` if there is an error."""
-    settled: tuple[Decision, ...] = ()
-    """Decisions about the optimizer and the schedule."""
 
     def _besides(self, mistakes: Collection[ZeroTuneError]) -> Inspection:
         """Return the errors that ``mistakes`` neither contain nor cause."""
@@ -1747,41 +1760,29 @@ def inspect(
     context: Context,
     *,
     resolve_in: Context | None,
-    settle: Callable[[Any], Resolved],
     mistakes: Collection[ZeroTuneError] = (),
 ) -> Inspection:
     """Return all findings about a plan, as ``DeepSpeedPlan.inspect`` does."""
     findings = check_plan(plan, context)
     where = resolve_in or context
-    refusals: list[Decision] = []
-    if not mistakes and not any(finding.severity == "error" for finding in findings):
-        step = "resolve"
-        try:
-            resolved = resolve(plan, where)
-            step = "optimizer"
-            settled = settle(resolved)
-        except ZeroTuneError as error:
-            refusals += [Decision.of(each, rule=step) for each in error.each()]
-        else:
-            decided = settled.decisions[len(resolved.decisions) :]
-            return Inspection(findings=findings, resolved=settled, settled=decided)
     told = {finding.key for finding in findings if finding.severity == "error"}
-    for refusal in _settled_apart(plan, where, settle):
-        if refusal.key not in {*told, *(one.key for one in refusals)}:
-            refusals.append(refusal)
-    found = Inspection(findings=findings, refusals=tuple(refusals))
+    refusals: dict[str, Decision] = {}
+    if not mistakes and not told:
+        try:
+            return Inspection(findings=findings, resolved=resolve(plan, where))
+        except ZeroTuneError as error:
+            for each in error.each():
+                step = BY_CHOICE if (each.key or "").startswith(_CHOSEN) else "resolve"
+                refusals[each.key or ""] = Decision.of(each, rule=step)
+    # Errors that hold in any plan: those of resolution may have hidden them.
+    try:
+        choose(plan, Situation(), run=where.run, model=where.model)
+    except ZeroTuneError as error:
+        for each in error.each():
+            if each.key not in told:
+                refusals.setdefault(each.key or "", Decision.of(each, rule=BY_CHOICE))
+    found = Inspection(findings=findings, refusals=tuple(refusals.values()))
     return found._besides(mistakes) if mistakes else found
 
 
-def _settled_apart(
-    plan: Settings, context: Context, settle: Callable[[Any], Resolved]
-) -> Iterator[Decision]:
-    """Yield errors of optimizer and schedule that hold in any plan."""
-    both = Settings(optimizer=plan.optimizer, scheduler=plan.scheduler)
-    for alone in (both, Settings(scheduler=plan.scheduler)):
-        try:
-            settle(resolve(alone, context))
-        except ZeroTuneError as error:
-            yield from (Decision.of(each, rule="optimizer") for each in error.each())
-        else:
-            return
+_CHOSEN: Final = ("optimizer", "scheduler")

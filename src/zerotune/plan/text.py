@@ -225,14 +225,10 @@ def _resolved_rows(resolved: Resolved) -> list[Setting]:
         f"{resolved.train_batch_size} = micro {resolved.micro_batch_size} x accumulation"
         f" {resolved.gradient_accumulation_steps} x world size {resolved.world_size}"
     )
-    asked, choice, schedule = resolved.plan, resolved.optimizer, resolved.scheduler
-    optimizer = f"{_asked(asked.optimizer)}, not settled yet"
-    scheduler = f"{_asked(asked.scheduler)}, not settled yet"
-    if choice is not None:
-        optimizer = f"{_call(choice.name, choice.params)} run by {choice.implementation}"
-        scheduler = "none; the learning rate is constant"
-        if schedule is not None:
-            scheduler = _call(schedule.name, schedule.params)
+    choice, schedule = resolved.optimizer, resolved.scheduler
+    scheduler = "none; the learning rate is constant"
+    if schedule is not None:
+        scheduler = _call(schedule.name, schedule.params)
     rows = [
         ("engine", f"{_engine(resolved)}, {_ranks(resolved.world_size)}"),
         ("ZeRO stage", f"{stage}: {_PARTITIONED[stage]}"),
@@ -244,7 +240,7 @@ def _resolved_rows(resolved: Resolved) -> list[Setting]:
         ("precision", resolved.precision),
         ("batch", batch),
         ("clipping", str(resolved.gradient_clipping or "off")),
-        ("optimizer", optimizer),
+        ("optimizer", f"{_call(choice.name, choice.params)} run by {choice.implementation}"),
         ("scheduler", scheduler),
     ]
     if resolved.model is not None:
@@ -335,7 +331,7 @@ def resolved_data(resolved: Resolved) -> dict[str, Any]:
     choice, schedule = resolved.optimizer, resolved.scheduler
     return {
         **{name: getattr(resolved, name) for name in _RESOLVED},
-        "optimizer": choice and _as_data(choice.name, choice.params),
+        "optimizer": _as_data(choice.name, choice.params),
         "scheduler": schedule and _as_data(schedule.name, schedule.params),
         "decisions": _record_data(resolved.decisions, _DECISION),
     }

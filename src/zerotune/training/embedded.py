@@ -88,7 +88,7 @@ class EmbeddedPlan(Closing):
         model: The model to train, in fp32; only its shapes and names are read. Required only for
             frameworks, such as Fabric, that read the whole configuration before they receive the
             model.
-        resolver: Resolves optimizer and schedule; default ``OptimizerResolver()``.
+        resolver: Chooses optimizer and schedule; default ``OptimizerResolver()``.
         offload: Creates the swap folders; default ``OffloadManager()``.
         run: Values for the fields that are ``"auto"`` in the plan, as ``RunFacts`` or as the
             script's parsed flags. The script's flags must have the same names as in diffusers'

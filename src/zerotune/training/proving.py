@@ -24,7 +24,6 @@ from zerotune.backend.step.adams import torch_rounds_alike
 from zerotune.backend.step.kernel import load_host_step
 from zerotune.ema import EMAShadow
 from zerotune.errors import MissingDependencyError, PlatformError
-from zerotune.optim import OptimizerResolver
 from zerotune.plan.context import Streaming
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.plan import DeepSpeedPlan
@@ -164,7 +163,7 @@ def _small_engine(model: torch.nn.Module, platform: Platform, settings: Mapping[
         model=ModelFacts.from_module(model),
         **{"streamed": False, **settings},
     )
-    return build_engine(model=model, plan=OptimizerResolver().apply(resolved), timeout_s=60.0)
+    return build_engine(model=model, plan=resolved, timeout_s=60.0)
 
 
 class _Chain(torch.nn.Module):

@@ -84,8 +84,8 @@ def prepare(
         model: The model in fp32, or the object returned by ``load_pretrained``.
         plan: A plan, a DeepSpeed configuration as a dict, or the path to a configuration file; a
             ``ResolvedPlan`` is used unchanged. Default: the plan passed to ``load_pretrained``.
-        resolver: Resolves optimizer and schedule; default ``OptimizerResolver()``. Ignored if
-            ``plan`` is resolved and already contains an optimizer.
+        resolver: Chooses optimizer and schedule, also for a ``ResolvedPlan``; default
+            ``OptimizerResolver()``.
         offload: Creates the swap folders; default ``OffloadManager()``.
         run: Values for the fields that are ``"auto"`` in the plan.
         platform: The machine to run on; detected by default.
@@ -174,26 +174,26 @@ def settled(
 ) -> ResolvedPlan:
     """Resolve a plan for a model, a machine and the number of processes.
 
-    Without a model the optimizer stays unresolved, and values that depend on the model are
-    preliminary.
+    Without a model, values that depend on it are preliminary, and parameter groups are missing.
     """
-    streamed = plan.streamed if isinstance(plan, Advice) else None
-    if isinstance(plan, Advice):
-        plan = plan.plan
-    if not isinstance(plan, ResolvedPlan):
-        plan = plan.resolve(
+    if model is None and resolver is not None:
+        # Groups are rules for a model's parameters.
+        resolver = attrs.evolve(resolver, groups=None)
+    if isinstance(plan, ResolvedPlan):
+        plan = plan if resolver is None else resolver.apply(plan)
+    else:
+        plan = (plan.plan if isinstance(plan, Advice) else plan).resolve(
             platform=platform or detect_platform(),
             model=None if model is None else ModelFacts.from_module(model),
             world_size=rank_and_world_size()[1],
             run=run,
             deepspeed=deepspeed,
-            streamed=streamed,
+            streamed=plan.streamed if isinstance(plan, Advice) else None,
             engine=engine,
             update=update,
+            resolver=resolver,
         )
-    if plan.optimizer or model is None:
-        return plan
-    return (resolver or OptimizerResolver()).apply(plan)
+    return plan if model is None else plan.for_run(run)
 
 
 def leased(

@@ -156,8 +156,8 @@ def _hyperparameters(trainer: RunView) -> dict[str, Scalar]:
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "train_batch_size": plan.train_batch_size,
         "gradient_clipping": float(plan.gradient_clipping),
-        "optimizer": plan.optimizer.implementation if plan.optimizer else None,
-        "lr": plan.optimizer.lr if plan.optimizer else None,
+        "optimizer": plan.optimizer.implementation,
+        "lr": plan.optimizer.lr,
         "scheduler": plan.scheduler.name if plan.scheduler else None,
     }
     return {name: value for name, value in settings.items() if value is not None}

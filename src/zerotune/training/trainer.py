@@ -685,7 +685,7 @@ class _CompileCheck(Callback):
 
 
 def _groups_of(engine: Engine) -> Sequence[GroupChoice]:
-    return () if engine.plan.optimizer is None else engine.plan.optimizer.groups
+    return engine.plan.optimizer.groups
 
 
 class _GroupStops(Callback):

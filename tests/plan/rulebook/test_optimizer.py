@@ -4,7 +4,6 @@ import pytest
 
 from tests.plan.rulebook.findings import find, one, read, zero
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
-from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.platform import Platform
 
 LINEAR = ModelFacts.from_shapes([("a.weight", (8, 8)), ("a.bias", (8,))])
@@ -110,8 +109,7 @@ def test_defaults_that_differ_from_deepspeeds(optimizer, decay):
     plan = DeepSpeedPlan.from_dict({"optimizer": optimizer})
     finding = one("optimizer-lr-unset", plan)
     assert ("weight decay" in finding.reason) == decay
-    resolved = plan.resolve(platform=Platform.synthetic("cuda"))
-    ours = OptimizerResolver().previewed(resolved).optimizer.params
+    ours = plan.resolve(platform=Platform.synthetic("cuda")).optimizer.params
     assert (ours["lr"], ours["weight_decay"]) == (1e-4, 0.01 if decay else 0.0)
     assert "0.0001" in finding.reason
 

@@ -145,7 +145,7 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "zero_optimization": {"stage": plan.stage},
     }
-    if plan.optimizer:
+    if plan.model is not None:
         config = plan.to_deepspeed()
     arguments = {
         "deepspeed_plugin": WholeModelsPlugin(hf_ds_config=config),

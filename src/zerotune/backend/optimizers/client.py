@@ -24,12 +24,6 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 def chosen_optimizer(plan: ResolvedPlan) -> OptimizerChoice:
     """Return the plan's optimizer; raise an error if it has not been resolved completely."""
-    if plan.optimizer is None:
-        raise EngineError(
-            "the plan's optimizer has not been resolved",
-            key="plan.optimizer",
-            fix="call plan = OptimizerResolver().apply(plan)",
-        )
     if plan.optimizer.name == "Muon" and not plan.optimizer.groups:
         raise EngineError(
             "the parameters that Muon updates have not been chosen",
@@ -220,7 +214,7 @@ class CurveScheduler:
 
 def curve(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveScheduler] | None:
     """Return a factory for an optimizer's schedule; ``None`` if the plan has no schedule."""
-    if plan.scheduler is None or plan.optimizer is None:
+    if plan.scheduler is None:
         return None
     until = [group.until for group in plan.optimizer.groups]
     return partial(CurveScheduler, choice=plan.scheduler, base_lr=plan.optimizer.lr, until=until)

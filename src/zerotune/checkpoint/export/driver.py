@@ -130,7 +130,7 @@ def meet(
 def _trained(engine: Engine) -> Gatherable:
     """Return an engine's weights, or the average that a schedule-free optimizer makes of them."""
     choice = engine.plan.optimizer
-    if choice is None or choice.name != "AdamWScheduleFree":
+    if choice.name != "AdamWScheduleFree":
         return engine.master_weights
     weights = engine.master_weights
     betas = dict.fromkeys(weights.parameters, choice.params["betas"])

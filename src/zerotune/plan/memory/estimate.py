@@ -301,18 +301,13 @@ class Costing:
     @property
     def states(self) -> float:
         """Size of the optimizer states per trained weight, as a number of fp32 values."""
-        plan, choice = self.resolved.plan, self.resolved.optimizer
-        if choice is not None:
-            return entry_of(choice.name).states_per_weight(choice.params)
-        params = plan.optimizer.params if plan.optimizer else None
-        return entry_of(plan.optimizer_name).states_per_weight(params)
+        choice = self.resolved.optimizer
+        return entry_of(choice.name).states_per_weight(choice.params)
 
     @property
     def codes_moments(self) -> bool:
         """Whether the optimizer stores moments as 8-bit codes, which take longer to update."""
-        choice = self.resolved.optimizer
-        name = self.resolved.plan.optimizer_name if choice is None else choice.name
-        return "streamed weights" in entry_of(name).requires
+        return "streamed weights" in entry_of(self.resolved.optimizer.name).requires
 
     @property
     def checks_gradients(self) -> bool:
@@ -531,8 +526,7 @@ def _on_device(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     yield case.item(
         "temporaries", case.device, element * part + cast, STEP, "flattened gradients, in fp32"
     )
-    choice = case.resolved.optimizer
-    if choice is not None and choice.source == "torch" and not case.on_cpu:
+    if case.resolved.optimizer.source == "torch" and not case.on_cpu:
         yield case.item("temporaries", case.device, 4 * part, STEP, "of the torch optimizer")
     # First a flat copy of the weights exists; later, zero gradients beside the master weights.
     flattening = element * count - 4 * part

@@ -12,7 +12,8 @@ import attrs
 from zerotune._util.text import did_you_mean
 from zerotune.decisions import OVERRIDE, WRITTEN, Log, Severity, precedence, raise_all
 from zerotune.errors import REMOVAL, UNSET, OptimizerError, UnknownKeyError
-from zerotune.plan.optimizer.entries import Parameter
+from zerotune.plan.optimizer.choices import BY_RUN
+from zerotune.plan.optimizer.entries import Entry, Parameter
 from zerotune.plan.values import (
     AUTO,
     Anything,
@@ -102,6 +103,12 @@ def reject_unknown(
         )
 
 
+def below(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """Return the settings in a section, by their names in it."""
+    start = f"{section}."
+    return {k.removeprefix(start): v for k, v in settings.items() if k.startswith(start)}
+
+
 @attrs.frozen(kw_only=True)
 class Suggestion:
     """A value for an unset argument, and where it comes from."""
@@ -113,33 +120,37 @@ class Suggestion:
     """Whether an explicit argument overrides the value without a warning."""
 
 
-@attrs.frozen(kw_only=True)
-class Sources:
-    """Values from which the arguments of one optimizer or schedule are filled in."""
+@attrs.define(kw_only=True)
+class Arguments(Log):
+    """Arguments of one optimizer or schedule: the source of each value, the value, the decision.
 
-    owner: str
-    """Canonical name of the optimizer or schedule, for the recorded reasons."""
+    An override takes precedence over the configuration, then the run, then the default.
+    """
+
+    entry: Entry
     section: str
     """``"optimizer.params"`` or ``"scheduler.params"``."""
     written: Mapping[str, Any]
     """Values from the configuration; may contain ``"auto"``."""
     overrides: Mapping[str, Any]
-    """Values passed to the resolver, which take precedence."""
+    """Values passed to the resolver."""
     suggestions: Mapping[str, Suggestion]
     """Values that the run provides."""
     plain_defaults: bool = False
     """Whether a missing key gets ``Parameter.default``, like a key set to ``"auto"``, instead of
     the default of DeepSpeed's class."""
+    values: dict[str, Any] = attrs.field(init=False, factory=dict)
+    """Checked values; optional arguments without a value are omitted."""
+    defaulted: set[str] = attrs.field(init=False, factory=set)
+    """Names of the arguments left at defaults."""
 
-    def fill(self, parameters: Collection[Parameter]) -> Filled:
-        """Return checked values for the parameters; omit optional parameters without a value."""
-        filled = Filled()
-        for parameter in parameters:
-            filled.attempt(self._fill_one, parameter, filled)
-        raise_all(filled.mistakes)
-        return filled
+    def fill(self) -> None:
+        """Give every argument its value; raise all errors as one."""
+        for parameter in self.entry.parameters:
+            self.attempt(self._fill_one, parameter)
+        raise_all(self.mistakes)
 
-    def _fill_one(self, parameter: Parameter, filled: Filled) -> None:
+    def _fill_one(self, parameter: Parameter) -> None:
         name, key = parameter.name, f"{self.section}.{parameter.name}"
         written = self.written.get(name, UNSET)
         explicit = UNSET if is_auto(written) else written
@@ -152,7 +163,7 @@ class Sources:
         )
         if not said:
             if not parameter.optional:
-                filled.values[name] = self._default(parameter, filled)
+                self.values[name] = self._default(parameter, key)
             return
         value, reason = read(parameter, said[0][0], section=self.section)
         before, severity, who = None if written is UNSET else written, _NOTE, said[0][1]
@@ -163,52 +174,37 @@ class Sources:
         elif who != WRITTEN and rival is not None:
             before, reason = before and AUTO, f"taken from {rival.source}"
         if reason is not None:
-            filled.decide(key, before, value, reason, severity)
+            self.decide(key, before, value, reason, severity)
         if who == WRITTEN and rival is not None and not rival.yields:
             other = check(parameter, rival.value, section=self.section)
             if other != value:
                 wins = f"the configuration overrides the value from {rival.source}"
                 wins += '; write "auto" to use that value'
-                filled.decide(key, other, value, wins, "warning")
-        filled.values[name] = value
+                self.decide(key, other, value, wins, "warning")
+        self.values[name] = value
 
-    def _default(self, parameter: Parameter, filled: Filled) -> Any:
-        key, owner = f"{self.section}.{parameter.name}", self.owner
-        automatic = parameter.name in self.written
+    def _default(self, parameter: Parameter, key: str) -> Any:
+        owner, automatic = self.entry.name, parameter.name in self.written
         plain = automatic or self.plain_defaults
         value = parameter.default if plain else parameter.unwritten
-        if value is UNSET:
-            fact = _RUN_FACT.get(parameter.name)
+        if value is UNSET and parameter.name not in LENGTHS:
             raise OptimizerError(
                 f"{owner} needs this value, but neither the configuration nor the run sets it",
                 key=key,
                 value=AUTO if automatic else UNSET,
-                fix=f"write a number, or pass RunFacts({fact}=…) to the run"
-                if fact
-                else "write a number",
+                fix="write a number",
             )
+        if value is UNSET:
+            self.decide(key, AUTO if automatic else None, BY_RUN, "its number of steps is unknown")
+            return BY_RUN
         if automatic:
-            filled.decide(
-                key,
-                AUTO,
-                value,
-                f"the run does not set this value; zerotune's default for {owner} is used",
-            )
+            why = f"the run does not set this value; zerotune's default for {owner} is used"
+            self.decide(key, AUTO, value, why)
         else:
-            filled.defaulted.add(parameter.name)
+            self.defaulted.add(parameter.name)
         return value
 
-
-@attrs.define(kw_only=True)
-class Filled(Log):
-    """Values by argument, with decisions; ``defaulted`` names the arguments left at defaults."""
-
-    values: dict[str, Any] = attrs.field(factory=dict)
-    defaulted: set[str] = attrs.field(factory=set)
-
-    def change(
-        self, section: str, name: str, value: Any, reason: str, severity: Severity | None = None
-    ) -> None:
+    def change(self, name: str, value: Any, reason: str, severity: Severity | None = None) -> None:
         """Change the argument ``name`` to ``value``, and record a decision.
 
         By default, the decision is a warning if the previous value was explicit, else a note.
@@ -218,24 +214,21 @@ class Filled(Log):
         self.defaulted.discard(name)
         self.values[name] = value
         severity = severity or ("warning" if written else "note")
-        self.decide(f"{section}.{name}", before, value, reason, severity)
+        self.decide(f"{self.section}.{name}", before, value, reason, severity)
 
-    def record_defaults(self, section: str, owner: str, keys: Collection[str]) -> None:
-        """Record in one decision that the values of ``keys`` are the defaults of ``owner``."""
+    def record_defaults(self, keys: Collection[str]) -> None:
+        """Record in one decision that the values of ``keys`` are the entry's defaults."""
         values = {key: value for key, value in self.values.items() if key in keys}
         if values:
             self.decide(
-                section,
+                self.section,
                 None,
                 values,
-                f"the configuration does not set these arguments; the defaults of {owner} "
-                "are written out, because defaults change between releases",
+                f"the configuration does not set these arguments; the defaults of {self.entry.name}"
+                " are written out, because defaults change between releases",
             )
 
 
 _NOTE: Final[Severity] = "note"
-_RUN_FACT: Final[Mapping[str, str]] = {
-    "total_num_steps": "total_steps",
-    "warmup_num_steps": "warmup_steps",
-    "num_training_steps": "total_steps",
-}
+LENGTHS: Final = ("total_num_steps", "num_training_steps")
+"""Arguments of schedules that are the run's number of optimizer steps."""

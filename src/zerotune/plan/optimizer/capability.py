@@ -17,11 +17,12 @@ import attrs
 from zerotune._util.proc import installed_version
 from zerotune._util.text import release_of
 from zerotune.errors import Edits, writes
+from zerotune.plan.context import Context
 from zerotune.plan.optimizer.catalogue import ADAM
 from zerotune.plan.optimizer.choices import OptimizerChoice
 from zerotune.plan.optimizer.entries import OptimizerEntry, OptimizerSource, WeightDecay
 from zerotune.plan.optimizer.names import DEFAULT_OPTIMIZER
-from zerotune.plan.resolved import Resolved
+from zerotune.plan.settings import Settings
 from zerotune.platform.facts import CUDA
 
 
@@ -56,40 +57,29 @@ class Situation:
     """Whether the host engine's update on the device passes one weight at a time."""
 
     @classmethod
-    def of(cls, resolved: Resolved) -> Situation:
-        """Derive the situation from a resolved plan.
-
-        Args:
-            resolved: The resolved plan.
-        """
-        platform = resolved.platform
+    def of(cls, plan: Settings, context: Context, precision: str, *, by_weight: bool) -> Situation:
+        """Derive the situation from a plan with every key set, its context and its precision."""
+        platform, on_engine = context.machine, context.uses_deepspeed
         accelerator: str = platform.accelerator
-        if resolved.uses_deepspeed and platform.deepspeed.accelerator:
+        if on_engine and platform.deepspeed.accelerator:
             accelerator = platform.deepspeed.accelerator
-        if not resolved.uses_deepspeed and resolved.offload_optimizer == "cpu":
+        if not on_engine and plan.offload_optimizer_device == "cpu":
             # The optimizer's tensors are in host memory, wherever the model computes.
             accelerator = "cpu"
-        zero = resolved.plan.zero_optimization
-        by_weight = resolved.update is not None
-        sharded = resolved.uses_deepspeed and not by_weight
+        zero = plan.zero_optimization
+        sharded = on_engine and not by_weight
         return cls(
             by_weight=by_weight,
             uses_deepspeed=sharded,
-            stage=resolved.stage if sharded else 0,
-            offload=resolved.offload_optimizer if sharded else "none",
-            precision=resolved.precision,
+            stage=int(plan.stage) if sharded else 0,
+            offload=plan.offload_optimizer_device if sharded else "none",
+            precision=precision,
             accelerator=accelerator,
             versions=platform.versions,
-            # The resolved plan writes every key; only the request tells what the user wrote.
-            **{
-                name: value if isinstance(value, bool) else None
-                for name, value in {
-                    "allow_untested": resolved.requested.zero_allow_untested_optimizer,
-                    "force_cpu": resolved.requested.zero_force_ds_cpu_optimizer,
-                }.items()
-            },
+            allow_untested=_switch(plan.zero_allow_untested_optimizer),
+            force_cpu=_switch(plan.zero_force_ds_cpu_optimizer),
             packages=installed_packages(),
-            world_size=resolved.world_size,
+            world_size=context.world_size,
             zenflow=zero is not None and bool(zero.extra.get("zenflow")),
         )
 
@@ -241,6 +231,10 @@ class Situation:
         return Capability(
             status="works with", reason="; ".join(part for part in parts if part), config=config
         )
+
+
+def _switch(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
 
 
 OPTIONAL_PACKAGES: Final = ("mup", "bitsandbytes", "torchao", "prodigyopt", "schedulefree")

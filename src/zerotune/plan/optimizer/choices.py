@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
 from zerotune.plan.optimizer.entries import OptimizerSource, SchedulerSource, WeightDecay
+
+BY_RUN: Final = "decided by the run"
+"""Value of a schedule's length in a plan that was resolved without it; the start fills it in."""
 
 
 @attrs.frozen(kw_only=True)
@@ -62,7 +65,8 @@ class SchedulerChoice:
     name: str
     """Canonical name from DeepSpeed (``"WarmupLR"``) or diffusers (``"cosine"``)."""
     params: Mapping[str, Any]
-    """Explicit values of all arguments, never ``"auto"``."""
+    """Explicit values of all arguments, never ``"auto"``; only the schedule's length may be
+    ``BY_RUN``."""
     source: SchedulerSource = "deepspeed"
     """``"deepspeed"`` if DeepSpeed's class sets the learning rate; ``"zerotune"`` if zerotune does,
     with the same formula scaled for each parameter group."""

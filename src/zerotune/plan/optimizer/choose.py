@@ -1,45 +1,63 @@
-"""From a request to one optimizer, step by step."""
+"""Choose the optimizer and the schedule of a plan: what runs here, with every argument explicit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import attrs
 
-from zerotune.decisions import Decision, Log, Severity
+from zerotune._util.text import as_number
+from zerotune.decisions import Decision, Log, Severity, raise_all
 from zerotune.errors import (
     REMOVAL,
     InvalidValueError,
     MissingDependencyError,
     OptimizerError,
+    UnknownKeyError,
     writes,
 )
-from zerotune.plan.optimizer.arguments import Filled, Sources, Suggestion, reject_unknown
+from zerotune.plan.context import RunFacts
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.optimizer.arguments import Arguments, Suggestion, below, reject_unknown
 from zerotune.plan.optimizer.capability import (
     CONFIGURATION_ONLY,
     GROUP_RATES,
+    LOW_BIT,
     Capability,
     Situation,
     capability_of,
     implementation_of,
+    installed_packages,
     missing_package,
 )
 from zerotune.plan.optimizer.catalogue import ADAM, OPTIMIZERS
-from zerotune.plan.optimizer.choices import OptimizerChoice
+from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
 from zerotune.plan.optimizer.entries import OptimizerEntry, Parameter
+from zerotune.plan.optimizer.groups import KEY, ParameterGroups, group_parameters
+from zerotune.plan.optimizer.muon import MuonPatterns, muon_groups
 from zerotune.plan.optimizer.names import (
     DECAY_SPELLINGS,
     DEFAULT_OPTIMIZER,
     OPTIMIZER_TYPE,
     OptimizerName,
     clipping_in_optimizer,
+    parse_optimizer_name,
 )
+from zerotune.plan.optimizer.pace import SCHEDULER, ScheduleRequest, choose_schedule, open_length
+from zerotune.plan.optimizer.schedules import SCHEDULER_TYPE
+from zerotune.plan.read import SHORT_NAMES, settings_by_path
+from zerotune.plan.sections import OptimizerSection
+from zerotune.plan.settings import Settings
+from zerotune.plan.values import AUTO, is_auto
 
 Policy = Literal["fallback", "error"]
 
 OPTIMIZER: Final = "optimizer.params"
+BY_CHOICE: Final = "optimizer"
+"""``Decision.rule`` of all decisions about the optimizer and the schedule."""
 
+_TYPES: Final = frozenset({OPTIMIZER_TYPE, SCHEDULER_TYPE})
 _TRANSLATABLE: Final = ("lr", "betas", "eps", "weight_decay")
 _EVERY_ARGUMENT: Final = frozenset(
     name for entry in OPTIMIZERS.values() for name in entry.parameter_names
@@ -47,319 +65,397 @@ _EVERY_ARGUMENT: Final = frozenset(
 
 
 @attrs.frozen(kw_only=True)
-class Request:
-    """The requested optimizer."""
+class ChoiceOptions:
+    """How an optimizer is chosen; ``OptimizerResolver`` adds the verbs."""
 
-    name: OptimizerName
-    params: Mapping[str, Any]
-    """Arguments as written; may contain ``"auto"``."""
-    configured: bool = True
-    """``False`` if no optimizer is configured, so that the name is zerotune's default."""
+    on_unsupported: Policy = attrs.field(default="fallback")
+    """What to do if an optimizer cannot run here, or does not accept an argument. ``"fallback"``
+    switches to AdamW with translated arguments, or removes the argument, and warns; ``"error"``
+    raises an error."""
+    overrides: Mapping[str, Any] | None = None
+    """Values that override the configuration and the run: ``{"lr": 3e-5}``,
+    ``{"scheduler.params.warmup_num_steps": 100}``, ``{"optimizer.type": "Lion"}``,
+    ``{"scheduler.type": None}`` for a constant learning rate."""
+    groups: ParameterGroups | None = None
+    """Parameter groups; ``None`` gives all parameters the same arguments."""
+    muon: MuonPatterns = attrs.field(default=MuonPatterns())
+    """Parameters that Muon updates; ignored by other optimizers."""
 
-    @property
-    def entry(self) -> OptimizerEntry:
-        """Catalogue entry of the optimizer."""
-        return OPTIMIZERS[self.name.canonical]
+    @on_unsupported.validator
+    def _check_policy(self, _attribute: Any, value: str) -> None:
+        if value not in get_args(Policy):
+            raise InvalidValueError(
+                "is not a valid policy",
+                key="on_unsupported",
+                value=value,
+                fix='use "fallback" or "error"',
+            )
+
+
+DEFAULTS: Final = ChoiceOptions()
 
 
 @attrs.frozen(kw_only=True)
-class Settled:
-    """The chosen optimizer with its catalogue entry and decisions."""
+class Chosen:
+    """The optimizer and the schedule of a plan, with the reason for each choice."""
 
-    choice: OptimizerChoice
-    entry: OptimizerEntry
+    optimizer: OptimizerChoice
+    """The optimizer that will run, with every argument explicit."""
+    scheduler: SchedulerChoice | None
+    """The learning-rate schedule; ``None`` for a constant learning rate."""
+    states: tuple[str, ...]
+    """Names of the fp32 tensors that the optimizer keeps for each parameter."""
+    situation: Situation
+    """The situation in which the optimizer runs."""
     decisions: tuple[Decision, ...]
-    rates: Mapping[str, float] = attrs.field(factory=dict)
-    """Explicit learning rates for Muon and its auxiliary Adam, by key (``"muon_lr"``,
-    ``"adam_lr"``)."""
+    """All automatic choices."""
+
+
+def choose(
+    plan: Settings,
+    situation: Situation,
+    *,
+    run: RunFacts,
+    model: ModelFacts | None,
+    options: ChoiceOptions = DEFAULTS,
+) -> Chosen:
+    """Choose the optimizer and the schedule of a plan; raise all errors about both as one."""
+    overrides = settings_by_path(options.overrides, _override_paths) if options.overrides else {}
+    choosing = _Choosing(situation=situation, options=options, overrides=overrides)
+    request = choosing.outcome(ScheduleRequest.of, plan.scheduler, overrides)
+    suggestions = _suggestions(run, request)
+    found = choosing.outcome(choosing.optimizer, plan.optimizer, suggestions)
+    # After an error, the schedule is checked too.
+    choice = _STAND_IN
+    if found is not None:
+        choice = choosing.outcome(choosing.grouped, *found, model) or _STAND_IN
+    entry = OPTIMIZERS[choice.name]
+    scheduler = choosing.outcome(choose_schedule, request, plan.scheduler, choice, run, choosing)
+    raise_all(choosing.mistakes)
+    choosing.warn_of_unsaved(entry)
+    return Chosen(
+        optimizer=choice,
+        scheduler=scheduler,
+        states=entry.states_for(choice.params),
+        situation=situation,
+        decisions=tuple([attrs.evolve(each, rule=BY_CHOICE) for each in choosing.decisions]),
+    )
+
+
+_STAND_IN: Final = OptimizerChoice(
+    name=DEFAULT_OPTIMIZER, params={"lr": 1e-4, "betas": (0.9, 0.999)}, implementation="FusedAdam"
+)
+
+
+def _override_paths(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the path of an override; a name without dots is an argument of the optimizer."""
+    path = name
+    if "." not in name:
+        short = SHORT_NAMES.get(name, "")
+        of_choice = short.startswith(("optimizer.", "scheduler."))
+        path = short if of_choice else f"{OPTIMIZER}.{name}"
+    if path not in _TYPES and not path.startswith((f"{OPTIMIZER}.", f"{SCHEDULER}.")):
+        raise UnknownKeyError(
+            "is not a setting of the optimizer or the scheduler",
+            key=name,
+            value=value,
+            fix=f'use "{OPTIMIZER}.lr", "{SCHEDULER}.warmup_num_steps", '
+            '"optimizer.type" or "scheduler.type"',
+        )
+    return [(path, value)]
+
+
+def _suggestions(run: RunFacts, request: ScheduleRequest | None) -> dict[str, Suggestion]:
+    """Return values for unset optimizer arguments, from the run or else from the schedule."""
+    suggestions = {
+        name: Suggestion(value=getattr(run, name), source=f"the run ({name})")
+        for name in ("lr", "betas", "eps", "weight_decay")
+        if getattr(run, name) is not None
+    }
+    peak = None if request is None else request.entry.peak
+    if request is not None and peak is not None and "lr" not in suggestions:
+        value = as_number(request.params.get(peak))
+        # A peak out of range is refused under its own name, not as the optimizer's lr.
+        if value is not None and value > 0:
+            source = f"{SCHEDULER}.{peak}"
+            suggestions["lr"] = Suggestion(value=value, source=source, yields=True)
+    return suggestions
 
 
 @attrs.define(kw_only=True)
-class Settling:
-    """Chooses an optimizer for a request."""
+class _Choosing(Log):
+    """The choice of one optimizer, with its decisions and errors."""
 
-    asked: Request
     situation: Situation
+    options: ChoiceOptions
     overrides: Mapping[str, Any]
-    """Arguments that override the request, even after a fallback."""
-    suggestions: Mapping[str, Suggestion]
-    policy: Policy
-    log: Log = attrs.field(init=False, factory=Log)
-    request: Request = attrs.field(init=False)
-    """The request that can run here: ``asked``, or AdamW after a fallback."""
-    capability: Capability = attrs.field(init=False)
-    filled: Filled = attrs.field(init=False)
+    """Overrides by path; they hold after a fallback too."""
 
-    def settled(self) -> Settled:
-        """Choose an optimizer."""
-        self._respell_decay()
-        self.log.whole(self._complete)
-        self._keep_decay_meaning()
-        entry, values = self.request.entry, self.filled.values
-        implementation = implementation_of(entry, values, self.situation)
-        params = self._constructor_arguments(implementation)
-        self._record_name(implementation)
-        self._record_capability(implementation)
-        return Settled(
-            choice=attrs.evolve(implementation, params=params),
+    @property
+    def strict(self) -> bool:
+        """Whether what cannot run or is not accepted is an error."""
+        return self.options.on_unsupported == "error"
+
+    def optimizer(
+        self, section: OptimizerSection | None, suggestions: Mapping[str, Suggestion]
+    ) -> tuple[OptimizerChoice, Arguments]:
+        written = self.overrides.get(OPTIMIZER_TYPE, section.type if section else None)
+        configured = written is not None and not is_auto(written)
+        name = parse_optimizer_name(written if configured else DEFAULT_OPTIMIZER)
+        params = dict((section.params if section else None) or {})
+        if name.canonical in ADAM:
+            params = self._respell_decay(params)
+            name = attrs.evolve(name, canonical=name.under(params))
+        asked, overrides = OPTIMIZERS[name.canonical], below(self.overrides, OPTIMIZER)
+        self._refuse_unknown(asked, params, overrides)
+        self._assume_package(asked, name)
+        capability = capability_of(asked, self.situation)
+        entry = asked
+        if not capability.runs:
+            entry = self._fallback(name, capability, params)
+            capability = capability_of(entry, self.situation)
+        params = self._accepted(asked, entry, params)
+        arguments = Arguments(
             entry=entry,
-            decisions=(*self.log.decisions, *self.filled.decisions),
-            rates={key: values[key] for key in GROUP_RATES if key in values},
+            section=OPTIMIZER,
+            written=params,
+            overrides=self._accepted_overrides(entry, overrides),
+            suggestions={key: each for key, each in suggestions.items() if entry.parameter(key)},
+            plain_defaults=not params or (entry is asked and name.origin == "torch"),
+            decisions=self.decisions,
         )
+        arguments.fill()
+        self._lr_by_default(arguments, configured=configured)
+        _check_together(entry, arguments.values)
+        _keep_decay_meaning(arguments, of_torch=name.origin == "torch")
+        implementation = implementation_of(entry, arguments.values, self.situation)
+        params = self._constructor_arguments(arguments, implementation)
+        if entry is asked:
+            self._record_name(name, configured, implementation)
+        self._record_capability(entry, capability, implementation)
+        return attrs.evolve(implementation, params=params), arguments
 
-    def _complete(self) -> None:
-        self._check_request()
-        self._find_runnable()
-        self._leave_out_foreign()
-        self._fill()
+    def _respell_decay(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Rename other spellings of ``adam_w_mode``, which torch and DeepSpeed's classes use."""
+        for spelling in DECAY_SPELLINGS[1:]:
+            if spelling in params:
+                value = params.pop(spelling)
+                reason = "DeepSpeed's configuration calls this argument adam_w_mode"
+                self.decide(f"{OPTIMIZER}.{spelling}", value, None, reason)
+                params.setdefault("adam_w_mode", value)
+        return params
 
-    def _check_request(self) -> None:
+    def _refuse_unknown(
+        self, entry: OptimizerEntry, params: Mapping[str, Any], overrides: Mapping[str, Any]
+    ) -> None:
         """Refuse unknown arguments, and overrides that the optimizer does not have.
 
         Arguments of other optimizers are refused only under ``"error"``.
         """
-        entry = self.asked.entry
-        foreign = () if self.policy == "error" else _EVERY_ARGUMENT
-        for given, others in ((self.asked.params, foreign), (self.overrides, ())):
+        foreign = () if self.strict else _EVERY_ARGUMENT
+        for given, others in ((params, foreign), (overrides, ())):
             if (misplaced := clipping_in_optimizer(given)) is not None:
-                self.log.refuse(misplaced)
+                self.refuse(misplaced)
             judged = {k: v for k, v in given.items() if k != "max_grad_norm" and k not in others}
-            reject_unknown(
-                judged, entry.parameter_names, self.log, section=OPTIMIZER, owner=entry.name
-            )
+            reject_unknown(judged, entry.parameter_names, self, section=OPTIMIZER, owner=entry.name)
+
+    def _assume_package(self, entry: OptimizerEntry, name: OptimizerName) -> None:
+        """Record that a package is missing, which only a start needs; there is no fallback."""
         package = missing_package(entry, self.situation)
         if package is not None and entry.family == "package":
-            # No fallback: a user who names an optimizer of a package wants that one.
-            raise MissingDependencyError(
-                f"{entry.name} needs the package {package}, which is not installed",
-                key=OPTIMIZER_TYPE,
-                value=self.asked.name.written,
-                fix=f"pip install 'zerotune[{entry.extra}]'",
-            )
+            reason = f"{entry.name} needs the package {package}, which is not installed; before "
+            reason += f"training, run pip install 'zerotune[{entry.extra}]'"
+            self.decide(OPTIMIZER_TYPE, name.written, entry.name, reason, "warning")
+            self.situation = attrs.evolve(self.situation, packages=None)
 
-    def _respell_decay(self) -> None:
-        """Rename other spellings of ``adam_w_mode``, which torch and DeepSpeed's classes use."""
-        params = dict(self.asked.params)
-        if self.asked.entry.name not in ADAM:
-            return
-        for spelling in DECAY_SPELLINGS[1:]:
-            if spelling in params:
-                value = params.pop(spelling)
-                self.log.decide(
-                    f"{OPTIMIZER}.{spelling}",
-                    value,
-                    None,
-                    "DeepSpeed's configuration calls this argument adam_w_mode",
-                )
-                params.setdefault("adam_w_mode", value)
-        name = attrs.evolve(self.asked.name, canonical=self.asked.name.under(params))
-        self.asked = attrs.evolve(self.asked, name=name, params=params)
-
-    def _leave_out_foreign(self) -> None:
-        """Drop arguments and overrides of other optimizers, with a warning for each."""
-        accepted = self.request.entry.parameter_names
-        for key, value in self.request.params.items():
-            if key not in accepted:
-                self.log.decide(
-                    f"{OPTIMIZER}.{key}",
-                    value,
-                    None,
-                    f"{self.request.entry.name} has no such argument, so it is removed",
-                    "warning",
-                )
-        for key in self.overrides.keys() - set(accepted):
-            self.log.decide(
-                f"{OPTIMIZER}.{key}",
-                self.overrides[key],
-                None,
-                f"the override is ignored, because {self.request.entry.name} has no such argument",
-                "warning",
-            )
-        kept = {key: value for key, value in self.request.params.items() if key in accepted}
-        self.overrides = {key: value for key, value in self.overrides.items() if key in accepted}
-        self.request = attrs.evolve(self.request, params=kept)
-
-    def _find_runnable(self) -> None:
-        """Fall back to AdamW if a different optimizer cannot run."""
-        self.request, name = self.asked, self.asked.name
-        self.capability = capability = capability_of(self.asked.entry, self.situation)
-        if capability.runs:
-            return
-        if self.policy == "error" or self.asked.entry.family == "package":
+    def _fallback(
+        self, name: OptimizerName, capability: Capability, params: Mapping[str, Any]
+    ) -> OptimizerEntry:
+        """Return AdamW's entry in place of an optimizer that cannot run."""
+        entry = OPTIMIZERS[name.canonical]
+        why = f"{entry.name} cannot run on {self.situation}: {capability.reason}"
+        if self.strict or entry.family == "package":
             # AdamW replaces only optimizers of DeepSpeed's configuration: with Prodigy's lr of 1,
             # or without the memory that 8-bit states save, it would not help.
             raise OptimizerError(
-                f"{name.canonical} cannot run on {self.situation}: {capability.reason}",
+                why,
                 key=OPTIMIZER_TYPE,
                 value=name.written,
                 fix=f"use {capability.alternative}",
                 edits=capability.edits,
             )
-        self.log.decide(OPTIMIZER_TYPE, name.written, DEFAULT_OPTIMIZER, self._why(), "warning")
-        fallback = OptimizerName(canonical=DEFAULT_OPTIMIZER, written=name.written)
-        self.request = attrs.evolve(self.asked, name=fallback, params=self._translate())
-        self.capability = capability_of(self.request.entry, self.situation)
-
-    def _why(self) -> str:
-        name = self.asked.name.canonical
-        text = f"{name} cannot run on {self.situation}: {self.capability.reason}"
-        if self.capability.alternative not in (None, DEFAULT_OPTIMIZER):
-            text += f"; a closer alternative is {self.capability.alternative}"
-        if self.asked.entry.lr_scale and "lr" in self.asked.params:
-            text += (
-                f"; the learning rate is unchanged: check it, because {name}'s is usually "
-                f"{self.asked.entry.lr_scale} than {DEFAULT_OPTIMIZER}'s"
+        if capability.alternative not in (None, DEFAULT_OPTIMIZER):
+            why += f"; a closer alternative is {capability.alternative}"
+        if entry.lr_scale and "lr" in params:
+            why += (
+                f"; the learning rate is unchanged: check it, because {entry.name}'s is usually "
+                f"{entry.lr_scale} than {DEFAULT_OPTIMIZER}'s"
             )
-        return text
+        self.decide(OPTIMIZER_TYPE, name.written, DEFAULT_OPTIMIZER, why, "warning")
+        return OPTIMIZERS[DEFAULT_OPTIMIZER]
 
-    def _translate(self) -> dict[str, Any]:
-        """Return the arguments that mean the same to AdamW; drop the others, each with a note."""
-        renamed = self.asked.entry.renamed
-        params: dict[str, Any] = {}
-        for key, value in self.asked.params.items():
-            if key in _TRANSLATABLE:
-                params.setdefault(key, value)
-            elif key in renamed:
-                params[renamed[key]] = value
-                self.log.decide(
-                    f"{OPTIMIZER}.{key}",
-                    value,
-                    None,
-                    f"{DEFAULT_OPTIMIZER} calls this argument {renamed[key]}",
-                )
+    def _accepted(
+        self, asked: OptimizerEntry, entry: OptimizerEntry, params: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the arguments that mean the same to ``entry``; drop others, each with a record."""
+        kept: dict[str, Any] = {}
+        names = entry.parameter_names if entry is asked else _TRANSLATABLE
+        for key, value in params.items():
+            severity: Severity = "note"
+            if key in names:
+                kept.setdefault(key, value)
+                continue
+            if entry is asked:
+                why, severity = f"{entry.name} has no such argument, so it is removed", "warning"
+            elif key in asked.renamed:
+                kept[asked.renamed[key]] = value
+                why = f"{entry.name} calls this argument {asked.renamed[key]}"
             else:
-                self.log.decide(
-                    f"{OPTIMIZER}.{key}",
-                    value,
-                    None,
-                    f"{DEFAULT_OPTIMIZER} lacks this argument of {self.asked.name.canonical}",
-                )
-        return params
+                why = f"{entry.name} lacks this argument of {asked.name}"
+            self.decide(f"{OPTIMIZER}.{key}", value, None, why, severity)
+        return kept
 
-    def _fill(self) -> None:
-        entry = self.request.entry
-        sources = Sources(
-            owner=entry.name,
-            section=OPTIMIZER,
-            written=self.request.params,
-            overrides=self.overrides,
-            suggestions={
-                key: value for key, value in self.suggestions.items() if entry.parameter(key)
-            },
-            plain_defaults=not self.request.params or self.request.name.origin == "torch",
-        )
-        self.filled = filled = sources.fill(entry.parameters)
-        if "lr" in filled.defaulted:
-            filled.defaulted.discard("lr")
-            filled.decide(
+    def _accepted_overrides(
+        self, entry: OptimizerEntry, overrides: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        why = f"the override is ignored, because {entry.name} has no such argument"
+        for key, value in overrides.items():
+            if key not in entry.parameter_names:
+                self.decide(f"{OPTIMIZER}.{key}", value, None, why, "warning")
+        return {key: value for key, value in overrides.items() if entry.parameter(key)}
+
+    def _lr_by_default(self, arguments: Arguments, *, configured: bool) -> None:
+        if "lr" in arguments.defaulted:
+            arguments.defaulted.discard("lr")
+            self.decide(
                 f"{OPTIMIZER}.lr",
                 None,
-                filled.values["lr"],
+                arguments.values["lr"],
                 "neither the configuration nor the run sets the learning rate; this is "
-                f"zerotune's default for {entry.name}",
-                "warning" if self.request.configured else "note",
+                f"zerotune's default for {arguments.entry.name}",
+                "warning" if configured else "note",
             )
-        _check_together(entry, filled.values)
 
-    def _keep_decay_meaning(self) -> None:
-        """Set ``adam_w_mode`` to the decay that will run, and report surprising cases."""
-        values, entry = self.filled.values, self.request.entry
-        if entry.name == "AdamW" and values["adam_w_mode"] is False:
-            reason = (
-                "adam_w_mode has no effect on AdamW, whose decay is decoupled; write type Adam "
-            )
-            reason += "with adam_w_mode false for L2 decay"
-            self.filled.change(OPTIMIZER, "adam_w_mode", True, reason, "warning")
-        if entry.name != "Adam" or "adam_w_mode" not in self.filled.defaulted:
-            return
-        if self.request.name.origin == "torch":
-            reason = "torch.optim.Adam decays weights by L2"
-            self.filled.change(OPTIMIZER, "adam_w_mode", False, reason)
-            return
-        reason = "DeepSpeed's Adam applies AdamW's decoupled decay unless adam_w_mode is false; "
-        reason += "write type AdamW, or adam_w_mode false for Adam's L2 decay"
-        # Without decay, Adam and AdamW are the same algorithm.
-        severity: Severity = "warning" if values["weight_decay"] > 0 else "note"
-        self.filled.change(OPTIMIZER, "adam_w_mode", True, reason, severity)
-
-    def _constructor_arguments(self, implementation: OptimizerChoice) -> dict[str, Any]:
+    def _constructor_arguments(
+        self, arguments: Arguments, implementation: OptimizerChoice
+    ) -> dict[str, Any]:
         """Return the arguments that the running class accepts; report others that were set."""
-        entry = self.request.entry
-        kept: dict[str, Any] = {}
-        for key, value in self.filled.values.items():
+        entry, kept = arguments.entry, {}
+        for key, value in arguments.values.items():
             parameter = entry.parameter(key)
             if key in CONFIGURATION_ONLY:
                 taken = implementation.source == "deepspeed"
+            elif key in GROUP_RATES or parameter is None:
+                taken = False
             else:
-                accepted = parameter is not None and parameter.accepts(
-                    implementation.implementation
-                )
-                taken = accepted and key not in GROUP_RATES
+                taken = parameter.accepts(implementation.implementation)
+                if not taken and key not in arguments.defaulted and value != parameter.default:
+                    self._drop_argument(parameter, implementation, value)
             if taken:
                 kept[key] = value
-            elif key not in self.filled.defaulted and key not in CONFIGURATION_ONLY | GROUP_RATES:
-                self._drop_argument(parameter, implementation, value)
-        self.filled.record_defaults(OPTIMIZER, entry.name, self.filled.defaulted & kept.keys())
+        arguments.record_defaults(arguments.defaulted & kept.keys())
         return kept
 
     def _drop_argument(
-        self, parameter: Parameter | None, implementation: OptimizerChoice, value: Any
+        self, parameter: Parameter, implementation: OptimizerChoice, value: Any
     ) -> None:
-        if parameter is None or value == parameter.default:
-            return
         key = f"{OPTIMIZER}.{parameter.name}"
         reason = (
             f"{implementation.implementation}, which performs the update here, has no "
             f"such argument (accepted only by {' and '.join(sorted(parameter.only))})"
         )
         # Without maximize, the weights would move in the opposite direction.
-        if self.policy == "error" or parameter.name == "maximize":
+        if self.strict or parameter.name == "maximize":
             of_torch = parameter.only == ADAM and parameter.name in ("amsgrad", "maximize")
             edits = {f"{OPTIMIZER}.torch_adam": True} if of_torch else REMOVAL
             raise OptimizerError(reason, key=key, value=value, edits=[edits])
-        self.filled.decide(key, value, None, reason, "warning")
+        self.decide(key, value, None, reason, "warning")
 
-    def _record_name(self, implementation: OptimizerChoice) -> None:
-        name, canonical = self.asked.name, self.asked.name.canonical
-        if not self.asked.configured:
-            self.log.decide(
-                OPTIMIZER_TYPE,
-                None,
-                canonical,
-                f"no optimizer is configured; {canonical} is the default",
-            )
-        if self.request.name.canonical != canonical:
+    def _record_name(
+        self, name: OptimizerName, configured: bool, implementation: OptimizerChoice
+    ) -> None:
+        canonical, before = name.canonical, name.written if configured else None
+        runs = f"{canonical} runs as {implementation.implementation} here"
+        if not configured:
+            reason = f"no optimizer is configured; {canonical} is the default"
+        elif name.implementation:
+            reason = f"this is the name of a class, but the engine chooses the class: {runs}"
+        elif name.written != canonical:
+            reason = f"the name is an alias; {runs}"
+        else:
             return
-        if name.implementation:
-            self.log.decide(
-                OPTIMIZER_TYPE,
-                name.written,
-                canonical,
-                "this is the name of a class, but the engine chooses the class: "
-                f"{canonical} runs as {implementation.implementation} here",
-                "warning",
-            )
-        elif self.asked.configured and name.written != canonical:
-            self.log.decide(
-                OPTIMIZER_TYPE,
-                name.written,
-                canonical,
-                f"the name is an alias; {canonical} runs as {implementation.implementation} here",
-            )
+        severity: Severity = "warning" if configured and name.implementation else "note"
+        self.decide(OPTIMIZER_TYPE, before, canonical, reason, severity)
 
-    def _record_capability(self, implementation: OptimizerChoice) -> None:
-        name, why = self.request.name.canonical, self.capability.reason
+    def _record_capability(
+        self, entry: OptimizerEntry, capability: Capability, implementation: OptimizerChoice
+    ) -> None:
+        why = capability.reason
         written = {
             "zero_allow_untested_optimizer": self.situation.allow_untested,
             "zero_force_ds_cpu_optimizer": self.situation.force_cpu,
         }
-        for key, value in self.capability.config.items():
+        for key, value in capability.config.items():
             if written.get(key) != value:
-                reason = f"{name} needs this value: {why}"
-                self.log.decide(key, written.get(key), value, reason, "warning")
+                reason = f"{entry.name} needs this value: {why}"
+                self.decide(key, written.get(key), value, reason, "warning")
                 why = f"see the reason given at {key}"
         if implementation.source == "zerotune":
-            self.log.decide("optimizer.implementation", name, f"zerotune's {name}", why)
+            self.decide("optimizer.implementation", entry.name, f"zerotune's {entry.name}", why)
+
+    def grouped(
+        self, choice: OptimizerChoice, arguments: Arguments, model: ModelFacts | None
+    ) -> OptimizerChoice:
+        """Return the choice with its parameter groups."""
+        options = self.options
+        if choice.name == "Muon" and model is None:
+            reason = "parameter groups depend on the model's parameters, which are unknown here"
+            self.decide(KEY, None, "open", reason)
+            return choice
+        decisions: tuple[Decision, ...] = ()
+        if options.groups is not None:
+            groups, decisions = group_parameters(
+                options.groups, model, choice, OPTIMIZERS[choice.name]
+            )
+            choice = attrs.evolve(choice, groups=groups)
+        if choice.name == "Muon" and model is not None:
+            # The split into Muon's and Adam's parameters replaces the groups decided above.
+            choice, decisions = muon_groups(choice, model, options.muon, arguments.values)
+        self.decisions.extend(decisions)
+        return choice
+
+    def warn_of_unsaved(self, entry: OptimizerEntry) -> None:
+        """Record a warning about states that are not saved."""
+        name = entry.name
+        if name in LOW_BIT:
+            reason = "checkpoints do not support 8-bit or 4-bit states, so saving will fail"
+        elif entry.own_schedule:
+            reason = "checkpoints omit the values that the optimizer keeps for all weights "
+            reason += "together, so a resumed run resets them"
+            if name == "AdamWScheduleFree":
+                reason += "; evaluation, EMA and exports use the trained weights, not their average"
+        else:
+            return
+        self.decide("optimizer.state", name, name, reason, "warning")
+
+
+def _keep_decay_meaning(arguments: Arguments, *, of_torch: bool) -> None:
+    """Set ``adam_w_mode`` to the decay that will run, and report surprising cases."""
+    values, name = arguments.values, arguments.entry.name
+    if name == "AdamW" and values["adam_w_mode"] is False:
+        reason = "adam_w_mode has no effect on AdamW, whose decay is decoupled; write type Adam "
+        reason += "with adam_w_mode false for L2 decay"
+        arguments.change("adam_w_mode", True, reason, "warning")
+    if name != "Adam" or "adam_w_mode" not in arguments.defaulted:
+        return
+    if of_torch:
+        arguments.change("adam_w_mode", False, "torch.optim.Adam decays weights by L2")
+        return
+    reason = "DeepSpeed's Adam applies AdamW's decoupled decay unless adam_w_mode is false; "
+    reason += "write type AdamW, or adam_w_mode false for Adam's L2 decay"
+    # Without decay, Adam and AdamW are the same algorithm.
+    severity: Severity = "warning" if values["weight_decay"] > 0 else "note"
+    arguments.change("adam_w_mode", True, reason, severity)
 
 
 def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
@@ -377,4 +473,36 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
             value=values["etas"],
             fix="write for example [0.5, 1.2]",
             edits=writes([0.5, 1.2]),
+        )
+
+
+def require_startable(optimizer: OptimizerChoice, scheduler: SchedulerChoice | None) -> None:
+    """Raise an error for what a start needs and a resolved plan may lack.
+
+    Raises:
+        MissingDependencyError: The optimizer's package is not installed.
+        OptimizerError: Muon's parameters or the schedule's length are unknown.
+    """
+    entry = OPTIMIZERS[optimizer.name]
+    package = missing_package(entry, Situation(packages=installed_packages()))
+    if package is not None:
+        raise MissingDependencyError(
+            f"{entry.name} needs the package {package}, which is not installed",
+            key=OPTIMIZER_TYPE,
+            value=entry.name,
+            fix=f"pip install 'zerotune[{entry.extra}]'",
+        )
+    if entry.name == "Muon" and not optimizer.groups:
+        raise OptimizerError(
+            "Muon needs the names and shapes of the parameters",
+            key=OPTIMIZER_TYPE,
+            value=entry.name,
+            fix="pass them: plan.resolve(model=ModelFacts.from_module(model))",
+        )
+    if scheduler is not None and (length := open_length(scheduler)):
+        raise OptimizerError(
+            f"{scheduler.name} needs this value, but neither the configuration nor the run sets it",
+            key=f"{SCHEDULER}.{length}",
+            value=AUTO,
+            fix="write a number, or pass RunFacts(total_steps=…) to the run",
         )

@@ -17,7 +17,7 @@ from zerotune.errors import (
     OptimizerError,
     UnresolvedPlanError,
 )
-from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
+from zerotune.plan.optimizer.choices import BY_RUN, OptimizerChoice, SchedulerChoice
 
 ONE_CYCLE_BETA2: Final = 0.99
 """Second beta that ``OneCycle`` sets on the optimizer while it cycles momentum."""
@@ -81,14 +81,14 @@ class _Update:
     base_lr: float = math.nan
 
     def __getitem__(self, key: str) -> Any:
-        try:
-            return self.params[key]
-        except KeyError:
+        value = self.params.get(key, BY_RUN)
+        if value == BY_RUN:
             raise UnresolvedPlanError(
                 "the schedule cannot be evaluated without this argument",
                 key=f"scheduler.params.{key}",
-                fix="let OptimizerResolver fill the scheduler's arguments",
-            ) from None
+                fix="write it, or pass run=RunFacts(…) to DeepSpeedPlan.resolve",
+            )
+        return value
 
     def warmup(self) -> float | None:
         """Return the factor on the learning rate during the warm-up; ``None`` after the warm-up."""

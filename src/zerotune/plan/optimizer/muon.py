@@ -102,18 +102,11 @@ class MuonPatterns:
 
 def muon_groups(
     choice: OptimizerChoice,
-    model: ModelFacts | None,
+    model: ModelFacts,
     patterns: MuonPatterns,
-    rates: Mapping[str, float],
+    rates: Mapping[str, Any],
 ) -> tuple[OptimizerChoice, tuple[Decision, ...]]:
     """Split every group of ``choice`` into one group for Muon and one for Adam."""
-    if model is None:
-        raise OptimizerError(
-            "Muon needs the names and shapes of the parameters",
-            key="optimizer.type",
-            value=choice.name,
-            fix="pass them: plan.resolve(model=ModelFacts.from_module(model))",
-        )
     selected = patterns.select(model.trainable)
     if not selected:
         raise OptimizerError(
@@ -140,7 +133,7 @@ def muon_groups(
 
 
 def _adam_rate(
-    choice: OptimizerChoice, rates: Mapping[str, float]
+    choice: OptimizerChoice, rates: Mapping[str, Any]
 ) -> tuple[float, tuple[Decision, ...]]:
     if "adam_lr" in rates:
         return rates["adam_lr"], ()

@@ -7,13 +7,32 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune.decisions import Decision, Log, Severity
+from zerotune.decisions import Log, Severity
 from zerotune.errors import REMOVAL, InvalidValueError, OptimizerError
 from zerotune.plan.context import RunFacts
-from zerotune.plan.optimizer.arguments import Filled, Sources, Suggestion, reject_unknown
-from zerotune.plan.optimizer.choices import GroupChoice, OptimizerChoice, SchedulerChoice
+from zerotune.plan.optimizer.arguments import (
+    LENGTHS,
+    Arguments,
+    Suggestion,
+    below,
+    reject_unknown,
+)
+from zerotune.plan.optimizer.catalogue import OPTIMIZERS
+from zerotune.plan.optimizer.choices import (
+    BY_RUN,
+    GroupChoice,
+    OptimizerChoice,
+    SchedulerChoice,
+)
 from zerotune.plan.optimizer.curves import ONE_CYCLE_BETA2
-from zerotune.plan.optimizer.schedules import SCHEDULER_TYPE, SCHEDULERS, SchedulerEntry
+from zerotune.plan.optimizer.schedules import (
+    DEFAULT_SCHEDULER,
+    SCHEDULER_TYPE,
+    SCHEDULERS,
+    SchedulerEntry,
+    normalise_scheduler_name,
+)
+from zerotune.plan.sections import SchedulerSection
 from zerotune.plan.values import is_auto
 
 SCHEDULER: Final = "scheduler.params"
@@ -30,262 +49,283 @@ WARMUP_SHARE: Final = 20
 class ScheduleRequest:
     """The requested schedule."""
 
-    name: str
-    """Canonical name."""
+    entry: SchedulerEntry
     params: Mapping[str, Any]
     """Arguments as written; may contain ``"auto"``."""
-    written: str | None = None
+    written: str | None
     """The name as written; ``None`` if nothing is configured."""
-    overrides: Mapping[str, Any] = attrs.field(factory=dict)
+    overrides: Mapping[str, Any]
     """Arguments that override the written ones."""
-    lr_overridden: bool = False
-    """Whether the resolver overrides the optimizer's learning rate."""
+    lr_overridden: bool
+    """Whether the optimizer's learning rate is overridden."""
 
-    @property
-    def entry(self) -> SchedulerEntry:
-        """Catalogue entry of the schedule."""
-        return SCHEDULERS[self.name]
+    @classmethod
+    def of(
+        cls, section: SchedulerSection | None, overrides: Mapping[str, Any]
+    ) -> ScheduleRequest | None:
+        """Return the request of a section and overrides by path; ``None`` for a constant rate."""
+        given = below(overrides, SCHEDULER)
+        written = overrides.get(SCHEDULER_TYPE, section.type if section else None)
+        unnamed = SCHEDULER_TYPE in overrides and written is None
+        if unnamed or (section is None and not given and written is None):
+            return None
+        written = None if is_auto(written) else written
+        name = DEFAULT_SCHEDULER if written is None else normalise_scheduler_name(written)
+        return cls(
+            entry=SCHEDULERS[name],
+            params=dict((section.params if section else None) or {}),
+            written=written,
+            overrides=given,
+            lr_overridden="optimizer.params.lr" in overrides,
+        )
 
 
-@attrs.define(kw_only=True)
-class ScheduleSettling:
-    """Chooses a schedule for a request."""
+def choose_schedule(
+    request: ScheduleRequest | None,
+    section: SchedulerSection | None,
+    optimizer: OptimizerChoice,
+    run: RunFacts,
+    log: Log,
+) -> SchedulerChoice | None:
+    """Return the schedule for ``optimizer``, with every argument; ``None`` for a constant rate."""
+    own_pace = OPTIMIZERS[optimizer.name].own_schedule
+    if request is None or (own_pace and request.written is None):
+        stopped = next((group for group in optimizer.groups if group.until is not None), None)
+        if stopped is not None:
+            return _constant_until(stopped, log, own_pace=own_pace)
+        overridden = section if request is None else None
+        _without_schedule(overridden, optimizer, run, log, own_pace=own_pace)
+        return None
+    entry, written = request.entry, request.written
+    params = _scalars(request.params, optimizer)
+    for given in (params, request.overrides):
+        reject_unknown(given, entry.parameter_names, log, section=SCHEDULER, owner=entry.name)
+    arguments = Arguments(
+        entry=entry,
+        section=SCHEDULER,
+        written=_follow_override(request, params, optimizer, log),
+        overrides=request.overrides,
+        suggestions=_suggestions(entry, optimizer, run),
+        decisions=log.decisions,
+    )
+    arguments.fill()
+    if written is None:
+        _default_warmup(arguments, run)
+        reason = f"no scheduler is named, so {entry.name} is used"
+        log.decide(SCHEDULER_TYPE, None, entry.name, reason)
+    elif written != entry.name:
+        log.decide(SCHEDULER_TYPE, written, entry.name, "another spelling")
+    _no_warmup(arguments, "note" if written is None else "warning")
+    peak = optimizer.lr if entry.peak is None else arguments.values[entry.peak]
+    if peak != optimizer.lr:
+        reason = f"{entry.name} sets the learning rate from {entry.peak} and ignores the "
+        reason += "optimizer's"
+        log.decide("optimizer.params.lr", optimizer.lr, peak, reason, "warning")
+    _compare_lengths(arguments.values, log)
+    if entry.name == "OneCycle":
+        _check_one_cycle(arguments, optimizer)
+    arguments.record_defaults(arguments.defaulted)
+    if entry.source == "zerotune":
+        reason = "DeepSpeed has no such class; zerotune applies diffusers' curve at each "
+        log.decide(SCHEDULER_TYPE, entry.name, entry.name, f"{reason}optimizer step")
+    choice = SchedulerChoice(name=entry.name, params=arguments.values, source=entry.source)
+    return _per_group(choice, optimizer, log)
 
-    request: ScheduleRequest
-    optimizer: OptimizerChoice
-    run: RunFacts
-    filled: Filled = attrs.field(init=False)
 
-    def settled(self) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
-        """Choose a schedule."""
-        self._complete()
-        entry, written, filled = self.request.entry, self.request.written, self.filled
-        if written is None:
-            reason = f"no scheduler is named, so {entry.name} is used"
-            filled.decide(SCHEDULER_TYPE, None, entry.name, reason)
-        elif written != entry.name:
-            filled.decide(SCHEDULER_TYPE, written, entry.name, "another spelling")
-        self._no_warmup()
-        peak = self.optimizer.lr if entry.peak is None else filled.values[entry.peak]
-        if peak != self.optimizer.lr:
-            reason = f"{entry.name} sets the learning rate from {entry.peak} and ignores the "
-            reason += "optimizer's"
-            filled.decide("optimizer.params.lr", self.optimizer.lr, peak, reason, "warning")
-        self._compare_lengths()
-        if entry.name == "OneCycle":
-            self._check_one_cycle()
-        filled.record_defaults(SCHEDULER, entry.name, filled.defaulted)
-        if entry.source == "zerotune":
-            reason = "DeepSpeed has no such class; zerotune applies diffusers' curve at each "
-            filled.decide(SCHEDULER_TYPE, entry.name, entry.name, f"{reason}optimizer step")
-        choice = SchedulerChoice(name=entry.name, params=filled.values, source=entry.source)
-        return choice, tuple(filled.decisions)
+def _without_schedule(
+    overridden: SchedulerSection | None,
+    optimizer: OptimizerChoice,
+    run: RunFacts,
+    log: Log,
+    *,
+    own_pace: bool,
+) -> None:
+    """Record why there is no schedule; the learning rate is then constant."""
+    key: str = SCHEDULER_TYPE
+    before: Any = None
+    severity: Severity = "note"
+    if overridden is not None:
+        before, severity = overridden.type, "warning"
+        reason = "an override disables the schedule, so the learning rate stays constant"
+    elif own_pace:
+        reason = f"no scheduler is configured, and {optimizer.name} adapts its own learning rate"
+    elif run.warmup_steps:
+        key, before, severity = "run.warmup_steps", run.warmup_steps, "warning"
+        reason = "no scheduler is configured, so the learning rate stays constant without "
+        reason += 'a warm-up; write scheduler.type = "WarmupLR", or "auto"'
+    else:
+        reason = "no scheduler is configured, so the learning rate stays constant, as in DeepSpeed"
+    log.decide(key, before, None, reason, severity)
 
-    def _complete(self) -> None:
-        entry, log = self.request.entry, Log()
 
-        def completed() -> Filled:
-            params = self._scalars()
-            for given in (params, self.request.overrides):
-                reject_unknown(
-                    given, entry.parameter_names, log, section=SCHEDULER, owner=entry.name
-                )
-            sources = Sources(
-                owner=entry.name,
-                section=SCHEDULER,
-                written=self._follow_override(params, log),
-                overrides=self.request.overrides,
-                suggestions=self._schedule_suggestions(),
-            )
-            return sources.fill(entry.parameters)
-
-        self.filled = log.whole(completed)
-        self.filled.decisions[:0] = log.decisions
-        if self.request.written is None and "warmup_num_steps" in self.filled.defaulted:
-            self._default_warmup()
-
-    def _scalars(self) -> dict[str, Any]:
-        """Unpack lists of one value per parameter group, because there is only one group."""
-        params = self.request.params
-        start = params.get("last_batch_iteration", -1)
-        if start != -1:
+def _scalars(params: Mapping[str, Any], optimizer: OptimizerChoice) -> dict[str, Any]:
+    """Unpack lists of one value per parameter group, because there is only one group."""
+    start = params.get("last_batch_iteration", -1)
+    if start != -1:
+        raise InvalidValueError(
+            "a resumed run continues the schedule, because the checkpoint contains the step",
+            key=f"{SCHEDULER}.last_batch_iteration",
+            value=start,
+            edits=[REMOVAL],
+        )
+    plain: dict[str, Any] = {}
+    for key, value in params.items():
+        several = isinstance(value, (list, tuple))
+        if several and len(value) != 1:
             raise InvalidValueError(
-                "a resumed run continues the schedule, because the checkpoint contains the step",
-                key=f"{SCHEDULER}.last_batch_iteration",
-                value=start,
-                edits=[REMOVAL],
+                f"expected one value, because {optimizer.name} has one parameter group",
+                key=f"{SCHEDULER}.{key}",
+                value=value,
+                fix="write one number",
             )
-        plain: dict[str, Any] = {}
-        for key, value in params.items():
-            if key == "last_batch_iteration":
-                continue
-            if isinstance(value, (list, tuple)):
-                if len(value) != 1:
-                    raise InvalidValueError(
-                        f"expected one value, because {self.optimizer.name} has one "
-                        "parameter group",
-                        key=f"{SCHEDULER}.{key}",
-                        value=value,
-                        fix="write one number",
-                    )
-                plain[key] = value[0]
-            else:
-                plain[key] = value
-        return plain
+        if key != "last_batch_iteration":
+            plain[key] = value[0] if several else value
+    return plain
 
-    def _follow_override(self, params: dict[str, Any], log: Log) -> dict[str, Any]:
-        """Set the schedule's peak to an overridden learning rate, which otherwise has no effect."""
-        peak = self.request.entry.peak
-        if (
-            not self.request.lr_overridden
-            or peak != "warmup_max_lr"
-            or peak in self.request.overrides
-        ):
-            return params
-        written = params.get(peak)
-        if written is None or is_auto(written) or written == self.optimizer.lr:
-            return params
-        log.decide(
-            f"{SCHEDULER}.{peak}",
-            written,
-            self.optimizer.lr,
-            "follows the learning rate set by OptimizerResolver(overrides=…)",
+
+def _follow_override(
+    request: ScheduleRequest, params: dict[str, Any], optimizer: OptimizerChoice, log: Log
+) -> dict[str, Any]:
+    """Set the schedule's peak to an overridden learning rate, which otherwise has no effect."""
+    peak = request.entry.peak
+    if not request.lr_overridden or peak != "warmup_max_lr" or peak in request.overrides:
+        return params
+    written = params.get(peak)
+    if written is None or is_auto(written) or written == optimizer.lr:
+        return params
+    why = "follows the learning rate set by OptimizerResolver(overrides=…)"
+    log.decide(f"{SCHEDULER}.{peak}", written, optimizer.lr, why, "warning")
+    return {**params, peak: optimizer.lr}
+
+
+def _suggestions(
+    entry: SchedulerEntry, optimizer: OptimizerChoice, run: RunFacts
+) -> dict[str, Suggestion]:
+    suggestions: dict[str, Suggestion] = {}
+    if entry.peak is not None:
+        # A peak that differs from the optimizer's lr gets a decision of its own.
+        source = "the optimizer's lr"
+        suggestions[entry.peak] = Suggestion(value=optimizer.lr, source=source, yields=True)
+    if run.warmup_steps is not None:
+        warmup = Suggestion(value=run.warmup_steps, source="the run (warmup_steps)")
+        suggestions |= dict.fromkeys(("warmup_num_steps", "num_warmup_steps"), warmup)
+    if run.total_steps is not None:
+        total = Suggestion(value=run.total_steps, source="the run (total_steps)")
+        suggestions |= dict.fromkeys(LENGTHS, total)
+    return {key: value for key, value in suggestions.items() if key in entry.parameter_names}
+
+
+def _default_warmup(arguments: Arguments, run: RunFacts) -> None:
+    """Choose the warm-up length where none was requested."""
+    if "warmup_num_steps" not in arguments.defaulted:
+        return
+    if run.total_steps is None:
+        steps, reason = DEFAULT_WARMUP, "the run's length is unknown"
+    else:
+        steps = min(DEFAULT_WARMUP, run.total_steps // WARMUP_SHARE)
+        # DeepSpeed's shortest warm-up keeps two updates at the minimum.
+        steps = 0 if steps < 2 else steps
+        reason = f"5 % of the run's {run.total_steps} steps, at most {DEFAULT_WARMUP}"
+    arguments.change("warmup_num_steps", steps, reason)
+
+
+def _no_warmup(arguments: Arguments, severity: Severity) -> None:
+    """Replace 0 warm-up steps, which DeepSpeed refuses, with 1: two updates at the minimum."""
+    name, values = arguments.entry.name, arguments.values
+    if values.get("warmup_num_steps") != 0:
+        return
+    values["warmup_num_steps"] = 1
+    reason = "DeepSpeed rejects 0; 1 is its minimum"
+    if name == "WarmupDecayLR":
+        reason += ", so the first two updates run at warmup_min_lr"
+    arguments.decide(f"{SCHEDULER}.warmup_num_steps", 0, 1, reason, severity)
+    floor = {"WarmupLR": "warmup_min_lr", "WarmupCosineLR": "warmup_min_ratio"}.get(name)
+    if floor is None:
+        return
+    peak = values["warmup_max_lr"] if name == "WarmupLR" else 1.0
+    reason = "no warm-up: the schedule starts at its peak"
+    if name == "WarmupCosineLR":
+        reason += "; DeepSpeed still runs the first update at a learning rate of 0"
+    arguments.change(floor, peak, reason, "note")
+
+
+def _compare_lengths(values: Mapping[str, Any], log: Log) -> None:
+    key = next((key for key in LENGTHS if key in values), "")
+    total, warmup = values.get(key), values.get("warmup_num_steps", values.get("num_warmup_steps"))
+    if total in (None, BY_RUN) or warmup is None:
+        return
+    if values.get("lr_end") is not None and total == warmup:
+        raise InvalidValueError(
+            "the polynomial schedule divides by the number of steps after the warm-up, "
+            "which is zero",
+            key=f"{SCHEDULER}.{key}",
+            value=total,
+            fix="make the schedule longer than its warm-up",
+        )
+    if total < warmup:
+        reason = f"the value is unchanged, but the warm-up of {warmup} steps is longer than the "
+        log.decide(f"{SCHEDULER}.{key}", total, total, f"{reason}whole schedule", "warning")
+
+
+def _check_one_cycle(arguments: Arguments, optimizer: OptimizerChoice) -> None:
+    values, betas = arguments.values, optimizer.params.get("betas")
+    if values["cycle_momentum"] and betas is None:
+        reason = f"DeepSpeed cycles only betas, which {optimizer.name} does not have"
+        arguments.change("cycle_momentum", False, reason)
+    elif values["cycle_momentum"]:
+        arguments.decide(
+            "optimizer.params.betas",
+            betas,
+            (values["cycle_min_mom"], ONE_CYCLE_BETA2),
+            "OneCycle cycles the first beta and sets the second to 0.99; set "
+            "cycle_momentum to false to keep the optimizer's betas",
             "warning",
         )
-        return {**params, peak: self.optimizer.lr}
-
-    def _schedule_suggestions(self) -> dict[str, Suggestion]:
-        entry, run = self.request.entry, self.run
-        suggestions: dict[str, Suggestion] = {}
-        if entry.peak is not None:
-            # A peak that differs from the optimizer's lr gets a decision of its own.
-            suggestions[entry.peak] = Suggestion(
-                value=self.optimizer.lr, source="the optimizer's lr", yields=True
-            )
-        if run.warmup_steps is not None:
-            warmup = Suggestion(value=run.warmup_steps, source="the run (warmup_steps)")
-            suggestions |= dict.fromkeys(("warmup_num_steps", "num_warmup_steps"), warmup)
-        if run.total_steps is not None:
-            total = Suggestion(value=run.total_steps, source="the run (total_steps)")
-            suggestions |= dict.fromkeys(("total_num_steps", "num_training_steps"), total)
-        return {key: value for key, value in suggestions.items() if key in entry.parameter_names}
-
-    def _default_warmup(self) -> None:
-        """Choose the warm-up length where none was requested."""
-        if self.run.total_steps is None:
-            steps, reason = DEFAULT_WARMUP, "the run's length is unknown"
-        else:
-            steps = min(DEFAULT_WARMUP, self.run.total_steps // WARMUP_SHARE)
-            # DeepSpeed's shortest warm-up keeps two updates at the minimum.
-            steps = 0 if steps < 2 else steps
-            reason = f"5 % of the run's {self.run.total_steps} steps, at most {DEFAULT_WARMUP}"
-        self.filled.change(SCHEDULER, "warmup_num_steps", steps, reason)
-
-    def _no_warmup(self) -> None:
-        """Replace 0 warm-up steps, which DeepSpeed refuses, with 1: two updates at the minimum."""
-        entry, values = self.request.entry, self.filled.values
-        if values.get("warmup_num_steps") != 0:
-            return
-        values["warmup_num_steps"] = 1
-        reason = "DeepSpeed rejects 0; 1 is its minimum"
-        if entry.name == "WarmupDecayLR":
-            reason += ", so the first two updates run at warmup_min_lr"
-        severity: Severity = "note" if self.request.written is None else "warning"
-        self.filled.decide(f"{SCHEDULER}.warmup_num_steps", 0, 1, reason, severity)
-        floor = {"WarmupLR": "warmup_min_lr", "WarmupCosineLR": "warmup_min_ratio"}.get(entry.name)
-        if floor is None:
-            return
-        peak = values["warmup_max_lr"] if entry.name == "WarmupLR" else 1.0
-        reason = "no warm-up: the schedule starts at its peak"
-        if entry.name == "WarmupCosineLR":
-            reason += "; DeepSpeed still runs the first update at a learning rate of 0"
-        self.filled.change(SCHEDULER, floor, peak, reason, "note")
-
-    def _compare_lengths(self) -> None:
-        values = self.filled.values
-        key = "total_num_steps" if "total_num_steps" in values else "num_training_steps"
-        total, warmup = (
-            values.get(key),
-            values.get("warmup_num_steps", values.get("num_warmup_steps")),
-        )
-        if values.get("lr_end") is not None and total == warmup:
-            raise InvalidValueError(
-                "the polynomial schedule divides by the number of steps after the warm-up, "
-                "which is zero",
-                key=f"{SCHEDULER}.{key}",
-                value=total,
-                fix="make the schedule longer than its warm-up",
-            )
-        if total is not None and warmup is not None and total < warmup:
-            self.filled.decide(
-                f"{SCHEDULER}.{key}",
-                total,
-                total,
-                f"the value is unchanged, but the warm-up of {warmup} steps is longer than the "
-                "whole schedule",
-                "warning",
-            )
-
-    def _check_one_cycle(self) -> None:
-        values = self.filled.values
-        betas = self.optimizer.params.get("betas")
-        if values["cycle_momentum"] and betas is None:
-            reason = f"DeepSpeed cycles only betas, which {self.optimizer.name} does not have"
-            self.filled.change(SCHEDULER, "cycle_momentum", False, reason)
-        elif values["cycle_momentum"]:
-            self.filled.decide(
-                "optimizer.params.betas",
-                betas,
-                (values["cycle_min_mom"], ONE_CYCLE_BETA2),
-                "OneCycle cycles the first beta and sets the second to 0.99; set "
-                "cycle_momentum to false to keep the optimizer's betas",
-                "warning",
-            )
-        if values["decay_step_size"] == 0 and values["decay_lr_rate"] > 0:
-            self.filled.decide(
-                f"{SCHEDULER}.decay_lr_rate",
-                values["decay_lr_rate"],
-                values["decay_lr_rate"],
-                "the value is unchanged, but DeepSpeed does not decay while decay_step_size is 0",
-                "warning",
-            )
+    if values["decay_step_size"] == 0 and values["decay_lr_rate"] > 0:
+        rate = values["decay_lr_rate"]
+        reason = "the value is unchanged, but DeepSpeed does not decay while decay_step_size is 0"
+        arguments.decide(f"{SCHEDULER}.decay_lr_rate", rate, rate, reason, "warning")
 
 
-def per_group_schedule(
-    choice: SchedulerChoice, optimizer: OptimizerChoice
-) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
+def open_length(choice: SchedulerChoice | None) -> str | None:
+    """Return the argument that the run has yet to decide; ``None`` if there is none."""
+    params = {} if choice is None else choice.params
+    return next((key for key in LENGTHS if params.get(key) == BY_RUN), None)
+
+
+def with_length(choice: SchedulerChoice, steps: int, log: Log) -> SchedulerChoice:
+    """Return a schedule with the length that its run has decided, in optimizer steps."""
+    key = open_length(choice)
+    if key is None:
+        return choice
+    params = {**choice.params, key: steps}
+    log.decide(f"{SCHEDULER}.{key}", BY_RUN, steps, "taken from the run (total_steps)")
+    _compare_lengths(params, log)
+    return attrs.evolve(choice, params=params)
+
+
+def _per_group(choice: SchedulerChoice, optimizer: OptimizerChoice, log: Log) -> SchedulerChoice:
     """Replace a DeepSpeed schedule class that would set one learning rate for all groups."""
     rates = {float(group.params.get("lr", optimizer.lr)) for group in optimizer.groups}
     stopped = any(group.until is not None for group in optimizer.groups)
     if choice.source != "deepspeed" or not (rates - {optimizer.lr} or stopped):
-        return choice, ()
+        return choice
     why = "a group stops before the others" if stopped else "the groups' learning rates differ"
-    decision = Decision(
-        key=SCHEDULER_TYPE,
-        before=choice.name,
-        after=choice.name,
-        reason=f"{why}, but DeepSpeed's {choice.name} would set one rate for all of them; "
-        "zerotune applies the same curve, scaled for each group",
-    )
-    return attrs.evolve(choice, source="zerotune"), (decision,)
+    why += f", but DeepSpeed's {choice.name} would set one rate for all of them; "
+    why += "zerotune applies the same curve, scaled for each group"
+    log.decide(SCHEDULER_TYPE, choice.name, choice.name, why)
+    return attrs.evolve(choice, source="zerotune")
 
 
-def constant_until(
-    group: GroupChoice, *, own_pace: bool
-) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
+def _constant_until(group: GroupChoice, log: Log, *, own_pace: bool) -> SchedulerChoice:
     """Return the schedule of a run that sets none, but has a group that stops early."""
-    key = f"optimizer.groups.{group.name}.until"
     if own_pace:
         raise OptimizerError(
             "the optimizer adapts its own learning rate, but only a schedule can stop the group",
-            key=key,
+            key=f"optimizer.groups.{group.name}.until",
             value=group.until,
             fix="use AdamW, or omit until",
         )
-    decision = Decision(
-        key=SCHEDULER_TYPE,
-        before=None,
-        after="constant",
-        reason=f"the schedule stops the training of group {group.name} after step {group.until}",
-    )
-    return SchedulerChoice(name="constant", params={}, source="zerotune"), (decision,)
+    why = f"the schedule stops the training of group {group.name} after step {group.until}"
+    log.decide(SCHEDULER_TYPE, None, "constant", why)
+    return SchedulerChoice(name="constant", params={}, source="zerotune")
