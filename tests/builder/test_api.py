@@ -113,7 +113,7 @@ class TestPreview:
         config = {**PLAN, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
         found = preview(client, config=config)
         assert found["runs"]
-        assert any("training script" in m["text"] for m in messages(found, "optimizer.params.lr"))
+        assert any("run does not set" in m["text"] for m in messages(found, "optimizer.params.lr"))
         assert json.loads(found["outputs"]["json"]["text"]) == config
 
     def test_no_learning_rate_is_assumed_for_a_plan_that_cannot_run(self, client):

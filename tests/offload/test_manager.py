@@ -93,10 +93,9 @@ class TestOneRank:
             assert lease.plan.digest() == plan.digest()
 
     def test_an_unresolved_plan_is_refused_before_anything_is_created(self, tmp_path):
-        optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
-        plan = DeepSpeedPlan.build(stage=3, offload="nvme", optimizer=optimizer)
+        plan = DeepSpeedPlan.build(stage=3, offload="nvme", scheduler="WarmupDecayLR")
         plan = plan.resolve(platform=Platform.synthetic())
-        with pytest.raises(UnresolvedPlanError, match=r"optimizer\.params\.lr"):
+        with pytest.raises(UnresolvedPlanError, match=r"scheduler\.params\.total_num_steps"):
             OffloadManager(root=tmp_path / "swap").lease(plan).__enter__()
         assert list(tmp_path.iterdir()) == []
 

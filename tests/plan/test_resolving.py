@@ -500,7 +500,6 @@ def test_a_plan_without_deepspeed_keeps_its_optimizer_in_host_memory(cuda, no_de
         ({"gradient_clipping": AUTO}, {"gradient_clipping": 0.3}, 0.3),
         ({}, {"gradient_clipping": 0.0}, 0.0),
         ({}, {}, 1.0),
-        ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 0.7}}}, {}, 0.7),
         ({"deepspeed_config": {}, "max_grad_norm": 0.2}, {}, 0.2),
     ],
 )

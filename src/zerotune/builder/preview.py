@@ -694,6 +694,8 @@ def advise(state: FormState, machines: Machines) -> dict[str, Any]:
             ema=setup.ema,
             platform=machines.this if setup.this_machine else None,
             rates=known_rates(machines.of(setup)),
+            # A configuration file cannot express streamed weights.
+            streamed=False,
             **_advice_kwargs(state),
         )
     except NothingFitsError as error:
@@ -717,7 +719,6 @@ def _no_fit_data(error: NothingFitsError, state: FormState, setup: Setup) -> dic
 
 def _advice_data(advice: Advice, state: FormState, setup: Setup) -> dict[str, Any]:
     """Return the plans that a configuration file can express, each with its form."""
-    # A configuration file cannot express streamed weights.
     kept = tuple(one for one in advice.candidates if one.streamed is None)
     advice = attrs.evolve(advice, candidates=kept)
     shown = foremost(advice, FOREMOST)

@@ -747,9 +747,9 @@ class _Advise(Below):
         )
         parser.add_argument(
             "--streamed",
-            action="store_true",
-            help="allow zerotune to choose a plan with streamed weights; such plans are always "
-            "listed",
+            action=argparse.BooleanOptionalAction,
+            default=True,
+            help="whether a plan with streamed weights may be chosen; such plans are always listed",
         )
         _add_workload(parser)
         _add_output(parser)

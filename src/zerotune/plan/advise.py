@@ -11,7 +11,7 @@ import attrs
 from zerotune._util.table import Readable
 from zerotune._util.text import format_size, is_number, parse_size
 from zerotune.decisions import Decision
-from zerotune.errors import InvalidValueError, NothingFitsError
+from zerotune.errors import InvalidValueError, NothingFitsError, OptimizerError
 from zerotune.plan.context import Context, Streaming
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import as_facts, frozen_beside
@@ -30,9 +30,8 @@ from zerotune.plan.memory.estimate import (
     with_units_kept,
 )
 from zerotune.plan.memory.time import Rates, StepTime, known_rates, step_time
-from zerotune.plan.optimizer.catalogue import OPTIMIZERS
-from zerotune.plan.optimizer.names import entry_of
-from zerotune.plan.resolve import with_engine
+from zerotune.plan.optimizer.catalogue import ADAM, OPTIMIZERS
+from zerotune.plan.optimizer.names import DEFAULT_OPTIMIZER, entry_of
 from zerotune.plan.resolved import Resolved
 from zerotune.plan.rules import resolve
 from zerotune.plan.sections import OffloadSection, OptimizerSection, ZeroSection
@@ -91,6 +90,13 @@ class Candidate:
     """Predicted time of a step; ``None`` if the model's operation counts are unknown."""
     streamed: Streaming | None = None
     """Options for ``plan.resolve(streamed=...)``; ``None`` if weights are not streamed."""
+    instead_of: str | None = None
+    """The requested optimizer, if another one runs."""
+
+    @property
+    def optimizer(self) -> str:
+        """Name of the optimizer that runs."""
+        return self.estimate.resolved.optimizer.name
 
     @property
     def reason(self) -> str:
@@ -142,9 +148,18 @@ class Advised(Readable):
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Decisions about streaming, gradient checkpointing and activation offload."""
-        reason = f"{self.chosen.title}: {self.chosen.reason}"
+        """Decisions about streaming, checkpointing, activation offload and another optimizer."""
+        chosen = self.chosen
+        reason = f"{chosen.title}: {chosen.reason}"
+        replaced = Decision(
+            key="optimizer.type",
+            before=chosen.instead_of,
+            after=chosen.optimizer,
+            reason=reason,
+            severity="warning",
+        )
         return (
+            *((replaced,) if chosen.instead_of else ()),
             Decision(key="streamed", before=None, after=self.streamed or False, reason=reason),
             Decision(
                 key="gradient checkpointing",
@@ -251,9 +266,8 @@ LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
 """Layouts from least to most offload, ordered by stage within each level. Offload costs more time
 than partitioning, and recomputation costs less than either."""
 
-_OPT_IN: Final = (
-    "chosen only if streaming is requested; `zerotune doctor --prove` verifies its results"
-)
+_OPT_IN: Final = "not chosen, because streaming is off"
+_PROVE: Final = "`zerotune doctor --prove` verifies streaming on this machine"
 _SUGGESTED_BASE: Final = "nf4"
 _SUGGESTED_RANK: Final = 16
 
@@ -287,6 +301,8 @@ class Request:
     """Criterion for choosing among plans that fit."""
     streamed: bool
     """Whether a plan with streamed weights may be chosen."""
+    asked: str
+    """Name of the requested optimizer."""
 
     @property
     def context(self) -> Context:
@@ -347,6 +363,7 @@ def advise(
         prefer=prefer,
         # Such an optimizer is a request for streamed weights.
         streamed=streamed or "streamed weights" in entry_of(plan.optimizer_name).requires,
+        asked=plan.optimizer_name or DEFAULT_OPTIMIZER,
     )
     return _choose(request)
 
@@ -384,6 +401,11 @@ cases of `bench prediction`, the error of the prediction was larger."""
 def _choose(request: Request) -> Advised:
     candidates = list(_candidates(request))
     fitting = _eligible(request, candidates)
+    for name in _lean_optimizers(request) if request.streamed else ():
+        if fitting:
+            break
+        candidates += _candidates(_with_optimizer(request, name), (STREAMING,))
+        fitting = _eligible(request, candidates)
     if not fitting:
         raise _nothing_fits(request, candidates)
     timed = [one.time.expected for one in fitting if one.time is not None]
@@ -393,16 +415,33 @@ def _choose(request: Request) -> Advised:
         first = next(one for one in fitting if one.time is not None and one.time.expected <= limit)
         if first is not fitting[0]:
             reason = "predicted to be the fastest that fits"
-    chosen = attrs.evolve(first, reasons=(reason, *_without_clipping(first)))
+    reasons = (reason, *_another_optimizer(first), *_without_clipping(first))
+    if first.streamed is not None and request.platform.accelerator != "cpu":
+        reasons = (*reasons, _PROVE)
+    chosen = attrs.evolve(first, reasons=reasons)
     listed = tuple(chosen if one is first else one for one in candidates)
     return Advised(budget=request.budget, chosen=chosen, candidates=listed)
 
 
 def _eligible(request: Request, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the candidates that may be chosen; inexact ones only if nothing else fits."""
+    """Return the candidates that may be chosen.
+
+    Those with another optimizer and inexact ones are returned only if nothing else fits.
+    """
     fitting = [one for one in candidates if one.fits and (request.streamed or one.streamed is None)]
+    fitting = [one for one in fitting if one.instead_of is None] or fitting
     exact = [one for one in fitting if one.streamed is None or not one.streamed.split_masters]
     return exact or fitting
+
+
+def _another_optimizer(candidate: Candidate) -> tuple[str, ...]:
+    """Return in words why another optimizer runs than the requested one."""
+    if candidate.instead_of is None:
+        return ()
+    name, entry = candidate.instead_of, entry_of(candidate.optimizer)
+    if entry.streams and entry.name not in ADAM:
+        return (f"nothing fits with {name}; {entry.name} is {entry.summary}",)
+    return (f"{entry.name} runs instead of {name}, which cannot run or does not fit",)
 
 
 def _without_clipping(candidate: Candidate) -> tuple[str, ...]:
@@ -422,8 +461,8 @@ def _candidates(
     ]
     for level in levels:
         plans = {each: _laid_out(request, each) for each in level if _sensible(request, each)}
-        resolved = {layout: _resolved(request, layout, plan) for layout, plan in plans.items()}
-        plans = {layout: plan for layout, plan in plans.items() if _as_laid_out(layout, resolved)}
+        resolved = dict(_resolved_layouts(request, plans))
+        plans = {each: plan for each, plan in plans.items() if _as_laid_out(each, resolved)}
         for work in choices:
             lacks_host = True
             for layout, plan in plans.items():
@@ -449,19 +488,27 @@ def _fill_both(request: Request, estimate: Estimate) -> Estimate:
 
 
 def _as_laid_out(layout: Layout, resolved: Mapping[Layout, Resolved]) -> bool:
-    """Whether resolution has kept the streaming options of ``layout``."""
+    """Whether the optimizer runs in ``layout`` and resolution has kept its streaming options."""
+    if layout not in resolved:
+        return False
     streaming = resolved[layout].streaming
     if streaming is None:
         return not layout.streams
     return streaming.split_masters == layout.splits
 
 
-def _resolved(request: Request, layout: Layout, plan: Settings) -> Resolved:
-    resolved = resolve(plan, request.context)
-    if not layout.streams:
-        return resolved
-    streaming = Streaming(split_masters=layout.splits)
-    return with_engine(attrs.evolve(resolved, streamed=streaming))
+def _resolved_layouts(
+    request: Request, plans: Mapping[Layout, Settings]
+) -> Iterator[tuple[Layout, Resolved]]:
+    """Yield the plans in whose layouts the optimizer, or AdamW in its place, can run."""
+    for layout, plan in plans.items():
+        streaming = Streaming(split_masters=layout.splits) if layout.streams else None
+        try:
+            yield layout, resolve(plan, request.context, streamed=streaming)
+        except OptimizerError:
+            # At stage 0, every optimizer runs that runs at all.
+            if layout.stage == 0:
+                raise
 
 
 def _fill_device(request: Request, layout: Layout, estimate: Estimate) -> tuple[Settings, Estimate]:
@@ -571,7 +618,11 @@ def _judged(
         reasons=tuple(reasons),
         time=step_time(estimate, request.rates),
         streamed=estimate.resolved.streaming,
+        instead_of=None if estimate.resolved.optimizer.name == request.asked else request.asked,
     )
+    if candidate.instead_of is not None:
+        title = f"{candidate.title}, {candidate.optimizer}"
+        candidate = attrs.evolve(candidate, title=title)
     if shortfalls or candidate.streamed is None or request.streamed:
         return candidate
     return attrs.evolve(candidate, reasons=(_OPT_IN, *_without_clipping(candidate)))
@@ -643,33 +694,50 @@ class Remedy:
         return f"{self.what}: {settings}" + (f", {self.gain}" if self.gain else "")
 
 
-def _streamed_weights(request: Request) -> Remedy | None:
-    """Return a remedy with streamed weights and smaller optimizer states, if one fits."""
-    asked, clipping = request.plan.optimizer_name, request.plan.gradient_clipping
-    kept = entry_of(asked).streamed_bytes_per_weight()
+def _lean_optimizers(request: Request) -> list[str]:
+    """Return the optimizers that need less host memory than the requested one, exacter first."""
+    asked = entry_of(request.asked)
+    kept = asked.streamed_bytes_per_weight()
     lean = [
         entry
         for entry in OPTIMIZERS.values()
         if entry.streams and entry.name != "Adam" and entry.streamed_bytes_per_weight() < kept
     ]
     lean.sort(key=lambda entry: -entry.streamed_bytes_per_weight())
-    names = [asked, *(entry.name for entry in lean)] if entry_of(asked).streams else []
+    return [entry.name for entry in lean] if asked.streams else []
+
+
+def _with_optimizer(request: Request, name: str) -> Request:
+    """Return the request with another optimizer, which keeps the arguments that it accepts."""
+    section = request.plan.optimizer
+    params = {
+        k: v for k, v in ((section and section.params) or {}).items() if entry_of(name).parameter(k)
+    }
+    optimizer = OptimizerSection(type=name, params=params or None)
+    return attrs.evolve(request, plan=attrs.evolve(request.plan, optimizer=optimizer))
+
+
+def _streamed_weights(request: Request) -> Remedy | None:
+    """Return a remedy with streamed weights, other clipping and another optimizer, if one fits."""
+    clipping = request.plan.gradient_clipping
+    names = [request.asked, *_lean_optimizers(request)]
     for clipped, name in product(dict.fromkeys((clipping, 0)), names):
-        settings: dict[str, Any] = {} if name == asked else {"optimizer": name}
+        if request.streamed and clipped == clipping:
+            continue  # has been tried
+        settings: dict[str, Any] = {} if name == request.asked else {"optimizer": name}
         settings |= {} if clipped == clipping else {"gradient_clipping": clipped}
-        plan = attrs.evolve(
-            request.plan, optimizer=OptimizerSection(type=name), gradient_clipping=clipped
-        )
-        trying = attrs.evolve(request, plan=plan, streamed=True)
+        settings |= {} if request.streamed else {"streamed": True}
+        trying = request if name == request.asked else _with_optimizer(request, name)
+        plan = attrs.evolve(trying.plan, gradient_clipping=clipped)
+        trying = attrs.evolve(trying, plan=plan, streamed=True)
         fitting = _eligible(trying, _candidates(trying, (STREAMING,)))
-        if not fitting or (request.streamed and not settings):
-            continue
-        seconds = min((one.time.expected for one in fitting if one.time is not None), default=None)
-        return Remedy(
-            what="streamed weights fit",
-            settings={**settings, "streamed": True},
-            gain="" if seconds is None else f"{seconds:.2f} s per step",
-        )
+        if fitting:
+            seconds = min((one.time.expected for one in fitting if one.time), default=None)
+            return Remedy(
+                what="streamed weights fit",
+                settings=settings,
+                gain="" if seconds is None else f"{seconds:.2f} s per step",
+            )
     return None
 
 

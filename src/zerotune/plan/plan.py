@@ -641,7 +641,7 @@ class DeepSpeedPlan(Settings):
         base_dtype: str | None = None,
         rates: Rates | None = None,
         prefer: Preference = "fastest",
-        streamed: bool = False,
+        streamed: bool = True,
     ) -> Advice:
         """Return the plan with the shortest predicted step time among those that fit the machine.
 
@@ -676,7 +676,8 @@ class DeepSpeedPlan(Settings):
                 regardless of time. If the model's operation counts are unknown, the least offload
                 is chosen.
             streamed: Whether a plan with streamed weights may be chosen; such plans are always
-                listed. To enable streaming, call ``plan.resolve(streamed=advice.streamed)``.
+                listed. ``plan.resolve(streamed=advice.streamed)`` streams as advised. If nothing
+                fits with the requested optimizer, one with smaller states is chosen and named.
 
         Raises:
             NothingFitsError: No plan fits; the error contains the closest plan.

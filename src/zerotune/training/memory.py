@@ -346,6 +346,7 @@ class Limits:
             model_in_memory=work.model_in_memory,
             # The fastest plan would fill the device again, which has just been too small.
             prefer="least offload",
+            streamed=False,
             platform=plan.platform,
         )
 

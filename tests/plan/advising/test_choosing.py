@@ -196,17 +196,18 @@ def streamed_of(advice):
     return [one for one in advice.candidates if one.title == STREAMED]
 
 
-def test_streamed_weights_are_considered_only_when_requested():
-    plain, asked = flux_on("256GiB"), flux_on("256GiB", streamed=True)
+def test_streamed_weights_are_chosen_if_they_are_the_fastest_unless_refused():
+    plain, asked = flux_on("256GiB", streamed=False), flux_on("256GiB")
     assert plain.streamed is None
     assert all(one.streamed is not None for one in streamed_of(plain))
     fitting = [one for one in streamed_of(plain) if one.fits]
     offered = min(fitting, key=lambda one: one.time.expected)
-    assert "if streaming is requested" in offered.reason
+    assert "streaming is off" in offered.reason
     assert f"{offered.time.eager_seconds:.2f} s with gradient_clipping 0" in offered.reason
     assert offered.time.expected < plain.chosen.time.expected
     assert STREAMED in plain.page().text(), "among the five that are shown"
     assert asked.chosen.title == STREAMED
+    assert "doctor --prove" in asked.chosen.reason
     assert asked.chosen.time.expected == offered.time.expected
     assert asked.decisions[0].after == asked.streamed
     again = asked.plan.resolve(
@@ -235,22 +236,52 @@ def test_as_many_units_as_fit_stay_on_the_device():
 
 def test_the_error_says_when_only_streamed_weights_fit():
     with pytest.raises(NothingFitsError, match=r"streamed=True, 1\d\.\d\d s"):
-        flux_on("192GiB")
-    advice = flux_on("192GiB", streamed=True)
-    assert advice.chosen.title == STREAMED
+        flux_on("192GiB", streamed=False)
+    assert flux_on("192GiB").chosen.title == STREAMED
     smaller = "AdamWBF16States"
     with pytest.raises(NothingFitsError, match=f"fit: optimizer='{smaller}', streamed=True"):
-        flux_on("150GiB")
-    with pytest.raises(NothingFitsError, match=f"fit: optimizer='{smaller}', streamed=True"):
-        flux_on("150GiB", streamed=True)
-    assert flux_on("150GiB", streamed=True, optimizer=smaller).chosen.title == STREAMED
+        flux_on("150GiB", streamed=False)
     with pytest.raises(NothingFitsError) as caught:
-        flux_on("64GiB", streamed=True)
-    assert caught.value.nearest.title == SPLIT
+        flux_on("64GiB")
+    assert caught.value.nearest.streamed is not None
+
+
+@pytest.mark.parametrize(
+    ("ram", "optimizer"), [("128GiB", "AdamWBF16States"), ("100GiB", "AdamW8BitStates")]
+)
+def test_a_leaner_optimizer_is_chosen_and_named_only_where_nothing_else_fits(ram, optimizer):
+    assert flux_on("192GiB").chosen.instead_of is None
+    advice = flux_on(ram, optimizer={"type": "AdamW", "params": {"lr": 2e-5}})
+    assert (advice.chosen.optimizer, advice.chosen.instead_of) == (optimizer, "AdamW")
+    assert advice.plan.optimizer.to_dict() == {"type": optimizer, "params": {"lr": 2e-5}}
+    assert f"nothing fits with AdamW; {optimizer} is" in advice.chosen.reason
+    assert optimizer in advice.chosen.title
+    (decision,) = [one for one in advice.decisions if one.key == "optimizer.type"]
+    assert (decision.before, decision.after, decision.severity) == ("AdamW", optimizer, "warning")
+    asked = flux_on(ram, optimizer=optimizer).chosen
+    assert (asked.estimate.items, asked.instead_of) == (advice.estimate.items, None)
+
+
+def test_each_layout_is_priced_with_the_optimizer_that_runs_in_it():
+    advice = DeepSpeedPlan.advise("sdxl", vram="24GiB", ram="128GiB", optimizer="Adafactor")
+    ran = {one.estimate.resolved.stage: one.optimizer for one in advice.candidates}
+    assert ran == {0: "Adafactor", 1: "AdamW", 2: "AdamW", 3: "AdamW"}
+    assert advice.chosen.instead_of == "Adafactor"
+    assert "AdamW runs instead of Adafactor" in advice.chosen.reason
+    again = advice.plan.resolve(platform=advice.resolved.platform, model=advice.resolved.model)
+    assert again.estimate(advice.estimate.workload).items == advice.estimate.items
+    roomy = DeepSpeedPlan.advise("sdxl", vram="80GiB", ram="128GiB", optimizer="Adafactor")
+    assert (roomy.chosen.optimizer, roomy.chosen.instead_of) == ("Adafactor", None)
+    assert roomy.resolved.stage == 0
+
+
+def test_layouts_in_which_an_optimizer_of_a_package_cannot_run_are_left_out():
+    advice = DeepSpeedPlan.advise("sdxl", vram="80GiB", ram="128GiB", optimizer="Prodigy")
+    assert {one.estimate.resolved.stage for one in advice.candidates} == {0, 1, 2}
 
 
 def test_master_weights_are_split_only_where_no_exact_layout_fits():
-    exact, tight = flux_on("192GiB", streamed=True), flux_on("170GiB", streamed=True)
+    exact, tight = flux_on("192GiB"), flux_on("170GiB")
     assert SPLIT not in {one.title for one in exact.candidates}
     assert not exact.streamed.split_masters
     assert tight.chosen.title == SPLIT
@@ -265,13 +296,13 @@ def test_master_weights_are_split_only_where_no_exact_layout_fits():
 )
 def test_lean_states_make_large_models_fit(model, ram, optimizer):
     asked = {"vram": "24GiB", "ram": ram, "precision": "bf16", "optimizer": optimizer}
-    assert DeepSpeedPlan.advise(model, streamed=True, **asked).streamed is not None
+    assert DeepSpeedPlan.advise(model, **asked).streamed is not None
     if optimizer == "AdamW8BitStates":
         # It runs only with streamed weights, so that naming it is asking for them.
-        assert DeepSpeedPlan.advise(model, **asked).streamed is not None
+        assert DeepSpeedPlan.advise(model, streamed=False, **asked).streamed is not None
         return
     with pytest.raises(NothingFitsError, match="streamed weights fit"):
-        DeepSpeedPlan.advise(model, **asked)
+        DeepSpeedPlan.advise(model, streamed=False, **asked)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +314,7 @@ def test_without_clipping_gradients_need_almost_no_host_memory(model, optimizer,
     with pytest.raises(NothingFitsError, match="streamed weights fit") as caught:
         DeepSpeedPlan.advise(model, streamed=True, **asked)
     if model == "qwen-image":
-        assert "fit: gradient_clipping=0, streamed=True" in caught.value.fix
+        assert "fit: gradient_clipping=0," in caught.value.fix
     advice = DeepSpeedPlan.advise(model, streamed=True, gradient_clipping=0, **asked)
     assert advice.chosen.time.schedule == "eager"
     assert advice.streamed.gradient_buffers < len(advice.resolved.model.streamed.units) // 2

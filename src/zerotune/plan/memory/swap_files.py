@@ -78,11 +78,9 @@ class SwapCounter:
     @property
     def states(self) -> SwapFiles:
         """States of the optimizer."""
-        plan, choice = self.resolved.plan, self.resolved.optimizer
-        name, params = plan.optimizer_name, plan.optimizer.params if plan.optimizer else None
-        if choice is not None:
-            name, params = choice.name, choice.params
-        return self.masters.times(math.ceil(entry_of(name).states_per_weight(params)))
+        choice = self.resolved.optimizer
+        states = entry_of(choice.name).states_per_weight(choice.params)
+        return self.masters.times(math.ceil(states))
 
     @property
     def gradients(self) -> SwapFiles:
