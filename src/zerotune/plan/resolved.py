@@ -372,7 +372,6 @@ def host_obstacle(resolved: Resolved) -> str | None:
         f"only DeepSpeed obeys {', '.join(others)}": bool(others),
         "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
         **({} if resolved.update else _optimizer_obstacles(resolved.optimizer)),
-        **_optimizer_obstacles(resolved.optimizer),
         "DeepSpeed manages weights on NVMe": resolved.offload_param == "nvme",
         "only a part of the optimizer is in host memory": _offload_ratio(resolved.plan) < 1,
         f"{resolved.why_streamed}, and streaming is off": (
