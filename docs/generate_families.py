@@ -105,7 +105,7 @@ def table(records: Mapping[str, Any]) -> str:
         "relative difference over all runs and steps. Plain diffusers loaded each exported model "
         "and reproduced the engine's predictions bit for bit. The last two columns give the "
         "smallest GPU on which the row's published model should fit in bf16 at batch size 1, "
-        "according to `advise`. Plans for image models assume 1024 x 1024 pixels; plans for "
+        "according to `advise`, without streamed weights. Plans for image models assume 1024 x 1024 pixels; plans for "
         "video models assume the clip size in "
         f"[what fits](fits.md). Plans for adapters assume rank {RANK} and 64 GiB of host memory; "
         "plans for all weights assume 128 GiB of host memory and 2 TB of NVMe."
@@ -154,6 +154,7 @@ def _smallest(name: str, *, lora: int | None, ram: str, nvme: str) -> str:
                 resolution=None if clips else 1024,
                 precision="bf16",
                 lora=lora,
+                streamed=False,
             )
         except NothingFitsError:
             few = middle + 1
