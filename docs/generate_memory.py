@@ -44,8 +44,8 @@ dash means that no plan fits. For your own machine, run `zerotune plan advise --
 24 --ram 64`; if needed, add `--nvme 2TB`, `--lora {rank}` or `--base-dtype nf4` (QLoRA)."""
 
 STREAMING = """\
-[Streaming](streaming.md) moves weights through the GPU block by block. It has not been measured on a
-GPU. The tables above list the plans without it.
+[Streaming](streaming.md) moves weights through the GPU block by block. It has not been measured on
+a GPU. The tables above list the plans without it.
 
 The table shows the predicted seconds per step on a 24 GiB GPU for different amounts of host memory.
 The plans clip gradients, and use neither NVMe nor an EMA. In each cell, the first figure is for the
@@ -233,9 +233,7 @@ def streamed_row(name: str, lora: int | None) -> str:
 
 def _streamed_cells(name: str, lora: int | None) -> list[str]:
     try:
-        advice = DeepSpeedPlan.advise(
-            name, vram="24GiB", ram="4TiB", precision="bf16", lora=lora
-        )
+        advice = DeepSpeedPlan.advise(name, vram="24GiB", ram="4TiB", precision="bf16", lora=lora)
     except NothingFitsError:
         return ["- / -"] * len(STREAMED_HOSTS)
     return [_seconds(advice, host) for host in STREAMED_HOSTS]

@@ -94,7 +94,7 @@ def planning() -> dict[str, list[str]]:
     }  # fmt: skip
     resolved = plan.resolve(**place)
     acts: Mapping[str, Callable[[], Any]] = {
-        "settle AdamW": lambda: zerotune.OptimizerResolver().resolve(resolved),
+        "choose AdamW anew": lambda: zerotune.OptimizerResolver().resolve(resolved),
         "resolve": lambda: plan.resolve(**place),
         "advise": lambda: zerotune.DeepSpeedPlan.advise("sdxl", vram="12GiB", ram="64GiB"),
     }

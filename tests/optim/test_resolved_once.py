@@ -89,3 +89,11 @@ def test_an_optimizer_that_the_host_engine_cannot_run_is_known_when_the_engine_i
     assert resolved.engine == "deepspeed"
     (decision,) = [each for each in resolved.decisions if each.key == "engine"]
     assert "cannot run SGD" in decision.reason
+
+
+def test_the_optimizer_follows_where_the_update_can_run():
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16", optimizer="Adafactor")
+    assert plan.resolve(platform=CUDA, update="device").optimizer.name == "Adafactor"
+    other = DeepSpeedPlan.build(stage=2, offload="cpu", precision="fp32", optimizer="Adafactor")
+    resolved = other.resolve(platform=CUDA, update="device")
+    assert (resolved.update, resolved.optimizer.name) == (None, "AdamW")

@@ -123,9 +123,10 @@ def test_any_optimizer_with_states_per_weight_runs(optimizer):
 def test_optimizers_that_need_all_weights_are_refused(optimizer):
     plan = DeepSpeedPlan.build(
         stage=2, offload="cpu", precision="bf16", micro_batch_size=2, optimizer=optimizer
-    ).resolve(world_size=1, streamed=True, update="device")
+    )
+    strict = OptimizerResolver(on_unsupported="error")
     with pytest.raises(OptimizerError, match="all weights"):
-        OptimizerResolver(on_unsupported="error").resolve(plan)
+        plan.resolve(world_size=1, streamed=True, update="device", resolver=strict)
 
 
 def test_what_cannot_be_updated_on_the_device_is_updated_on_the_host_with_a_reason():
