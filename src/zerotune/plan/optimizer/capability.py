@@ -58,7 +58,14 @@ class Situation:
 
     @classmethod
     def of(cls, plan: Settings, context: Context, precision: str, *, by_weight: bool) -> Situation:
-        """Derive the situation from a plan with every key set, its context and its precision."""
+        """Derive the situation in which a plan's optimizer runs.
+
+        Args:
+            plan: The plan with every key set.
+            context: Machine and number of ranks.
+            precision: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+            by_weight: As in ``Situation``.
+        """
         platform, on_engine = context.machine, context.uses_deepspeed
         accelerator: str = platform.accelerator
         if on_engine and platform.deepspeed.accelerator:
