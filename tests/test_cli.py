@@ -327,14 +327,6 @@ class TestThisMachine:
         assert rates["host_step"] == {"per_second": 2e10, "source": "measured"}
         assert rates["disk_read"]["source"] == "catalogued"
 
-    def test_doctor_prints_a_verdict(self):
-        done = run("doctor")
-
-        assert done.returncode in {0, 1}, done.stderr
-        assert done.stdout.startswith("Platform\n")
-        assert done.stdout.splitlines()[-1].startswith("Verdict: ")
-        assert "Setting accelerator" not in done.stdout + done.stderr
-
     def test_only_json_goes_to_stdout(self, tmp_path):
         done = run("doctor", "--json", TORCH_EXTENSIONS_DIR=str(tmp_path))
 
@@ -358,8 +350,10 @@ class TestThisMachine:
     def test_a_contradicting_variable_is_the_verdict(self):
         done = run("doctor", DS_ACCELERATOR="xpu")
 
-        assert done.returncode == 1
-        assert "DS_ACCELERATOR=xpu" in done.stdout.splitlines()[-1]
+        assert done.returncode == 1, done.stderr
+        assert done.stdout.startswith("Platform\n")
+        assert "Setting accelerator" not in done.stdout + done.stderr
+        assert re.match("Verdict: .*DS_ACCELERATOR=xpu", done.stdout.splitlines()[-1])
 
 
 def test_help_does_not_break_names_at_hyphens(monkeypatch, capsys):

@@ -206,12 +206,6 @@ class TestRocm:
         assert "allow_rocm=True" in only_decision(found).reason
         assert only_decision(found).after == "cuda"
 
-    def test_allow_rocm_does_not_replace_a_missing_deepspeed(self):
-        found = detect(facts=self.facts, allow_rocm=True, versions=without("deepspeed"))
-
-        assert not found.deepspeed.available
-        assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.8'"
-
     def test_a_missing_driver_is_reported_as_rocm(self):
         found = detect(facts=TorchFacts(hip="6.4.1", cuda_error="no HIP device"))
 
@@ -238,27 +232,6 @@ class TestMac:
         assert found.deepspeed.available
         assert found.deepspeed.accelerator == "mps"
         assert "allow_mps=True" in only_decision(found).reason
-
-    @pytest.mark.parametrize("version", ["0.18.9", "0.19.7", "0.19.8rc1"])
-    def test_allow_mps_does_not_enable_an_old_deepspeed(self, version):
-        found = detect(**mac(deepspeed=version), allow_mps=True)
-
-        assert not found.deepspeed.available
-        assert version in found.deepspeed.reason
-        assert found.deepspeed.fix == "pip install --upgrade 'deepspeed>=0.19.8'"
-
-    def test_allow_mps_names_the_release_to_install(self):
-        found = detect(**mac(deepspeed=None), allow_mps=True)
-
-        assert found.deepspeed.reason == "deepspeed is not installed"
-        assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.8'"
-
-    def test_without_an_apple_gpu_allow_mps_has_no_effect(self):
-        found = detect(**mac(mps=False), allow_mps=True)
-
-        assert found.accelerator == "cpu"
-        assert not found.deepspeed.available
-        assert "Apple GPU" in found.deepspeed.reason
 
     @pytest.mark.parametrize("new_enough", [True, False])
     def test_bf16_depends_on_the_macos_release(self, new_enough):
@@ -311,13 +284,47 @@ class TestCpu:
 
         assert (found.bf16, found.native_bf16) == (True, native)
 
-    def test_deepspeed_is_unavailable_on_windows(self):
-        found = detect(system_name="Windows", machine_name="AMD64", facts=cuda(RTX_4090))
 
-        assert found.accelerator == "cuda"
-        assert not found.deepspeed.available
-        assert "Windows" in found.deepspeed.reason
-        assert "WSL2" in found.deepspeed.fix
+INSTALL, UPGRADE = "pip install 'deepspeed>=0.19.8'", "pip install --upgrade 'deepspeed>=0.19.8'"
+LACKED = "unset DS_ACCELERATOR or set it to cpu"
+REFUSED = "not an accelerator that DeepSpeed supports"
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason", "fix"),
+    [
+        (
+            {"facts": TestRocm.facts, "allow_rocm": True, "versions": without("deepspeed")},
+            "deepspeed is not installed",
+            INSTALL,
+        ),
+        *(
+            ({**mac(deepspeed=version), "allow_mps": True}, version, UPGRADE)
+            for version in ("0.18.9", "0.19.7", "0.19.8rc1")
+        ),
+        ({**mac(deepspeed=None), "allow_mps": True}, "deepspeed is not installed", INSTALL),
+        ({**mac(mps=False), "allow_mps": True}, "Apple GPU", ""),
+        (
+            {"system_name": "Windows", "machine_name": "AMD64", "facts": cuda(RTX_4090)},
+            "Windows",
+            "WSL2",
+        ),
+        ({"versions": {**INSTALLED, "deepspeed": "0.16.0"}}, "0.16.0 is older than", "0.19.8"),
+        ({"facts": None, "versions": without("torch")}, "torch is not installed", "install torch"),
+        ({"facts": TorchFacts(import_error="libcudart.so.12: no")}, "libcudart.so.12", ""),
+        *(
+            ({"environment": {"DS_ACCELERATOR": name}}, f"DS_ACCELERATOR={name}", LACKED)
+            for name in ("cuda", "xpu", "mps", "npu")
+        ),
+        *(({"environment": {"DS_ACCELERATOR": name}}, REFUSED, "") for name in ("", "CPU", "gpu")),
+    ],
+)
+def test_deepspeed_is_unavailable_with_a_reason_and_a_fix(facts, reason, fix):
+    found = detect(**facts)
+
+    assert not found.deepspeed.available
+    assert reason in found.deepspeed.reason
+    assert fix in (found.deepspeed.fix or "")
 
 
 class TestMissingPackages:
@@ -329,30 +336,10 @@ class TestMissingPackages:
         assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.8'"
         assert found.deepspeed.fix in only_decision(found).reason
 
-    def test_an_old_deepspeed_is_reported_with_the_release_to_install(self):
-        found = detect(versions={**INSTALLED, "deepspeed": "0.16.0"})
-
-        assert "0.16.0 is older than" in found.deepspeed.reason
-        assert "0.19.8" in found.deepspeed.fix
-
     def test_an_unreadable_version_is_not_refused(self):
         found = detect(versions={**INSTALLED, "deepspeed": "my-branch"})
 
         assert found.deepspeed.available
-
-    def test_a_missing_torch_is_reported_with_the_install_command(self):
-        found = detect(facts=None, versions=without("torch"))
-
-        assert found.accelerator == "cpu"
-        assert found.torch_build is None
-        assert found.deepspeed.reason == "torch is not installed"
-        assert found.deepspeed.fix == "pip install torch"
-
-    def test_a_torch_that_fails_to_import_is_reported_with_its_error(self):
-        found = detect(facts=TorchFacts(import_error="libcudart.so.12: cannot open"))
-
-        assert found.torch_build is None
-        assert "libcudart.so.12" in found.deepspeed.reason
 
 
 class TestEnvironment:
@@ -390,23 +377,6 @@ class TestEnvironment:
         assert found.accelerator == "xpu"
         assert found.devices == (ARC,)
         assert found.deepspeed.accelerator == "xpu"
-
-    @pytest.mark.parametrize("requested", ["cuda", "xpu", "mps", "npu"])
-    def test_a_device_that_the_machine_lacks_disables_deepspeed(self, requested):
-        found = detect(environment={"DS_ACCELERATOR": requested})
-
-        assert found.accelerator == "cpu"
-        assert not found.deepspeed.available
-        assert f"DS_ACCELERATOR={requested}" in found.deepspeed.reason
-        assert found.deepspeed.fix == "unset DS_ACCELERATOR or set it to cpu"
-        assert only_decision(found).severity == "warning"
-
-    @pytest.mark.parametrize("requested", ["", "CPU", "gpu"])
-    def test_a_name_that_deepspeed_refuses_disables_it(self, requested):
-        found = detect(environment={"DS_ACCELERATOR": requested})
-
-        assert not found.deepspeed.available
-        assert "not an accelerator that DeepSpeed supports" in found.deepspeed.reason
 
 
 class TestMemoryAndCores:
