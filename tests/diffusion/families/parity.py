@@ -19,23 +19,28 @@ WHOLE = (("stage3_param_persistence_threshold", 0),)
 
 
 @functools.cache
-def reference(folder: str, variant: Variant) -> tuple[float, ...]:
+def reference(folder: str, variant: Variant, steps: int) -> tuple[float, ...]:
     """Return the plain engine's losses, also for checkpointing, which changes no arithmetic."""
-    (run,) = run_ranks(train, folder, PLAIN, [variant], STEPS)[0]
+    (run,) = run_ranks(train, folder, PLAIN, [variant], steps)[0]
     return tuple(run["losses"])
 
 
 def deviations(
-    folder: Path, case: Case, variants: Sequence[Variant], world_size: int, exported: Path
+    folder: Path,
+    case: Case,
+    variants: Sequence[Variant],
+    world_size: int,
+    exported: Path,
+    steps: int = STEPS,
 ) -> dict[Variant, float]:
     """Return each variant's largest relative loss difference; check the rest of its results."""
     ranks = run_ranks(
-        train, str(folder), case, list(variants), STEPS, str(exported),
+        train, str(folder), case, list(variants), steps, str(exported),
         world_size=world_size, timeout_s=240.0 * len(variants),
     )  # fmt: skip
     found = {}
     for variant, run in zip(variants, ranks[0], strict=True):
-        expected = reference(str(folder), Variant(lora=variant.lora))
+        expected = reference(str(folder), Variant(lora=variant.lora), steps)
         _check(run, expected, stage=case.stage)
         found[variant] = worst(run["losses"], expected)
     return found

@@ -29,6 +29,7 @@ RUNS = [
     ("flux", Case(stage=1, offload="cpu"), 2, [FULL]),
     ("flux", GATHERED, 1, [LORA, CHECKPOINTED]),
 ]
+STEPS = 12
 IN_THE_SUITE = ("sd15-z1-none-none-fp32-1", "sd3-z3-none-none-fp32-2", "flux-z3-cpu-none-fp32-1")
 
 
@@ -43,5 +44,5 @@ IN_THE_SUITE = ("sd15-z1-none-none-fp32-1", "sd3-z3-none-none-fp32-2", "flux-z3-
 def test_losses_equal_those_of_the_plain_engine(
     folders, tmp_path, family, case, world_size, variants
 ):
-    found = deviations(folders[family], case, variants, world_size, tmp_path / "exported")
+    found = deviations(folders[family], case, variants, world_size, tmp_path / "exported", STEPS)
     assert max(found.values()) < TOLERANCE
