@@ -9,7 +9,7 @@ import torch
 
 from tests.support.ranks import ranks
 from tests.support.runs import build
-from zerotune.errors import EngineError
+from zerotune.errors import CollectiveError, EngineError, StepOrderError
 from zerotune.plan.context import Streaming
 from zerotune.plan.plan import DeepSpeedPlan
 
@@ -135,3 +135,26 @@ def test_what_deepspeed_would_drop_is_refused_before_the_step(stage):
         assert far(engine, before) == 0
         engine.discard()
         train(engine, LEFT_OUT_LAST[2:], first=2)
+
+
+@ranks(2)
+@pytest.mark.parametrize("leaves_out", ["all", "one"])
+def test_ranks_without_deepspeed_never_step_with_gradients_that_were_not_averaged(leaves_out):
+    plan = DeepSpeedPlan.build(
+        micro_batch_size=4, precision="fp32", gradient_clipping=0.0,
+        optimizer={"type": "AdamW", "params": ADAM},
+    )  # fmt: skip
+    with build(Net(), plan, deepspeed=False, timeout_s=20) as engine:
+        before = [value.clone() for _, value in engine.master_weights.gather()]
+        engine.module.leaves_out = leaves_out == "all" or engine.group.rank == 1
+        loss = engine(batch(engine.group.rank)).square().mean()
+        if engine.module.leaves_out:
+            with pytest.raises(EngineError, match="would not average gradients"):
+                engine.backward(loss)
+            with pytest.raises(StepOrderError):
+                engine.step()
+            weights = dict(engine.module.named_parameters()).values()
+            assert all(map(torch.equal, before, weights))
+        else:
+            with pytest.raises(CollectiveError):
+                engine.backward(loss)

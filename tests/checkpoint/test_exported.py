@@ -96,6 +96,22 @@ def test_foreign_files_in_an_export_are_kept(tmp_path):
     assert (folder / "weights-00001-of-00002.safetensors").read_bytes() == b"mine"
 
 
+def test_an_export_joins_checkpoints_and_logs_in_a_scripts_output_folder(tmp_path):
+    """diffusers' scripts write all three into ``--output_dir``."""
+    folder = tmp_path / "output"
+    (folder / "logs" / "run").mkdir(parents=True)
+    (folder / "logs" / "run" / "events").write_bytes(b"log")
+    (folder / "checkpoint-5").mkdir()
+    (folder / "checkpoint-5" / "manifest.json").write_text("{}")
+    before = names(folder)
+    for value in (1.0, 2.0):
+        export(folder, value)
+        assert values(folder) == {value}
+        assert [name for name in names(folder) if name in before] == before
+    assert (folder / "logs" / "run" / "events").read_bytes() == b"log"
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
 def edited_config(folder: Path) -> str:
     (folder / "config.json").write_text(json.dumps({**CONFIG, "mine": 1}))
     return "config.json has changed"

@@ -188,6 +188,21 @@ class PlainEngine(Autocasting, CountingEngine):
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         loss.backward()  # type: ignore[no-untyped-call]
+        if self._at_boundary and self._group.world_size > 1:
+            self._check_all_came()
+
+    def _check_all_came(self) -> None:
+        """Check that this rank has a gradient of every weight, without which DDP averages none."""
+        for name, parameter in self._named():
+            if id(parameter) in self._trained - self._step_state.came:
+                raise EngineError(
+                    "this parameter got no gradient in the window's last backward pass, so torch "
+                    "would not average gradients over the ranks",
+                    key=f"model.{name}",
+                    value=f"rank {self._group.rank}",
+                    fix="use every trained weight in every micro batch, with a factor of 0 if it "
+                    "has no input, and freeze none after the start, or train with DeepSpeed",
+                )
 
     @override
     def _step(self) -> StepOutcome:

@@ -552,8 +552,11 @@ class Mark:
 
 
 def check_replaceable(path: Path) -> None:
-    """Check that ``path`` is missing, an empty folder, or an unchanged earlier export."""
-    if not os.path.lexists(path) or (_is_folder(path) and not any(path.iterdir())):
+    """Check that ``path`` is missing, an output folder, or an unchanged earlier export.
+
+    An output folder is empty, or contains only checkpoints and logs. Replacing keeps them.
+    """
+    if not os.path.lexists(path) or (_is_folder(path) and all(map(_is_by_product, _entries(path)))):
         return
     changed: str | None = None
     for mark in _marks(path):
@@ -568,6 +571,11 @@ def check_replaceable(path: Path) -> None:
         key=str(path),
         fix="choose a different name, or remove the existing file or folder yourself",
     )
+
+
+def _is_by_product(path: Path) -> bool:
+    """Whether a training script writes such an entry into its output folder."""
+    return _is_folder(path) and (path.name == "logs" or (path / MANIFEST).is_file())
 
 
 def check_apart(path: Path, base: Path) -> None:
