@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.backend.act_runs import MODES, UNITS, begin
-from tests.backend.acts import KINDS, Net
+from tests.backend.acts import KINDS, Net, Oops
 from tests.support.ranks import ranks
 from tests.support.runs import build
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.ema import EMAShadow
 from zerotune.errors import CollectiveError, EngineError, StepOrderError
-from zerotune.plan.context import Streaming
+from zerotune.plan.context import DeviceUpdate, Streaming
 from zerotune.plan.plan import DeepSpeedPlan
 
 # Each test needs its own process: DeepSpeed keeps state of its first engine until the end.
@@ -318,6 +318,24 @@ def fill(parameter: torch.Tensor) -> None:
         parameter.fill_(0.5)
 
 
+@pytest.mark.parametrize("kind", ["plain", "z0", "z1", "z2 cpu", "z3", "host"])
+def test_a_step_that_failed_after_weights_had_moved_cannot_be_discarded(kind):
+    def fail(*_: Any) -> None:
+        raise Oops
+
+    with start(kind) as engine:
+        engine.backward(loss_of(engine))
+        patched = engine._wrapper.inner if kind.startswith("z") else None
+        patched = patched or getattr(engine, "_steps", None) or engine._torch_optimizer
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(patched, "step", fail)
+            with pytest.raises(Oops):
+                engine.step()
+        for call in (engine.step, engine.discard, lambda: loss_of(engine)):
+            with pytest.raises(StepOrderError, match=r"load|resume"):
+                call()
+
+
 @pytest.mark.parametrize("write", [fill, torch.nn.init.zeros_])
 @pytest.mark.parametrize("kind", ["z3", "split"])
 def test_weights_written_in_place_are_refused_where_their_values_cannot_tell(kind, write):
@@ -334,9 +352,29 @@ def test_weights_written_in_place_are_refused_where_their_values_cannot_tell(kin
         assert engine.step().applied
 
 
-def start_split() -> Any:
+@pytest.mark.parametrize("kind", ["split", "stochastic"])
+def test_elements_of_an_ema_that_masters_would_round_come_back_from_a_swap(kind):
+    how = {"update": DeviceUpdate(masters="stochastic")} if kind == "stochastic" else {}
+    with start_split(**how) as engine:
+        ema = EMAShadow(decay=0.5).attach(engine)
+        train(engine, 0)
+        ema.step()
+        ties = torch.tensor([0x3F818000, 0x3F808000, 0x3F818001], dtype=torch.int32)
+        for value in ema.state_dict().values():
+            if value.ndim:
+                value[:3] = ties.view(torch.float32)
+        before = {name: value.clone() for name, value in ema.state_dict().items()}
+        weights = masters(engine)
+        with ema.swapped_in():
+            assert not all(map(torch.equal, masters(engine), weights))
+        assert all(torch.equal(value, before[name]) for name, value in ema.state_dict().items())
+        assert all(map(torch.equal, masters(engine), weights))
+
+
+def start_split(**how: Any) -> Any:
     plan = DeepSpeedPlan.build(
         stage=2, offload="cpu", micro_batch_size=2, precision="bf16", gradient_clipping=0.5,
         optimizer={"type": "AdamW", "params": {"lr": 4e-3}},
     )  # fmt: skip
-    return build(Net(), plan, streamed=Streaming(units=UNITS, window=2, split_masters=True))
+    streamed = Streaming(units=UNITS, window=2, split_masters=not how)
+    return build(Net(), plan, streamed=streamed, **how)

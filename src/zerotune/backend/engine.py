@@ -227,7 +227,8 @@ class Engine(Closing):
             except ZeroTuneError:
                 raise
             except BaseException as error:
-                self._step_state.fail(Stage.BROKEN, error)
+                if self._step_state.stage is not Stage.SPOILED:
+                    self._step_state.fail(Stage.BROKEN, error)
                 raise
             # Before an interrupt is delivered.
             self._step_state.end_micro_batch(boundary=outcome.boundary, applied=outcome.applied)
@@ -240,8 +241,8 @@ class Engine(Closing):
         step. Collective: every rank must drop the same window.
 
         Raises:
-            StepOrderError: A failed backward pass has updated weights or cannot be undone by
-                DeepSpeed, or the backward pass has begun the optimizer step.
+            StepOrderError: A failed step or backward pass has updated weights or cannot be undone
+                by DeepSpeed, or the backward pass has begun the optimizer step.
         """
         self._step_state.ask("discard")
         with uninterrupted():

@@ -563,6 +563,10 @@ class MasterLayout(ABC):
     def tensors(self) -> Sequence[torch.Tensor]:
         """The flat tensors in the optimizer's parameter groups; their data may be on NVMe."""
 
+    def rounded(self, address: FragmentAddress, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """Return fp32 values as they are read from a fragment after they were written to it."""
+        return values
+
     def masters_of(self, address: FragmentAddress, part: slice) -> torch.Tensor:
         """Return a slice of a loaded fragment's fp32 weights, 1-D. Do not write to the result.
 
@@ -796,6 +800,15 @@ class MasterWeights:
             fragments.close()
             with torch.no_grad(), self._group.naming("refreshing the model's weights"):
                 self._layout.refresh()
+
+    def rounded(self, address: FragmentAddress, values: torch.Tensor) -> torch.Tensor:
+        """Return values as they are read from a fragment after they were written to it.
+
+        Args:
+            address: The fragment.
+            values: fp32; returned themselves if every value can be stored.
+        """
+        return self._layout.rounded(address, values)
 
     @torch.no_grad()
     def _editable(self) -> Generator[EditableFragment, None, None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, Final
@@ -122,9 +122,9 @@ class PlainEngine(Autocasting, CountingEngine):
         self._parameters = [parameter for _, parameter in named]
         self._torch_optimizer = build_client_optimizer(choice, named)
         is_any_order_right = isinstance(self._torch_optimizer, _ELEMENT_BY_ELEMENT)
-        prepare = _lay_alike if is_any_order_right else partial(_check_contiguous, named)
-        prepare(self._torch_optimizer)
-        self._torch_optimizer.register_step_pre_hook(prepare)
+        check = partial(_check_contiguous, named)
+        self._lay_out: Callable[[Any], None] = _lay_alike if is_any_order_right else check
+        self._lay_out(self._torch_optimizer)
         self._expected_groups = expected_groups(choice, named, self._torch_optimizer)
         layout = ParameterLayout(module=model, optimizer=self._torch_optimizer)
         schedule = curve(plan)
@@ -237,7 +237,9 @@ class PlainEngine(Autocasting, CountingEngine):
         if math.isfinite(norm):
             if limit > 0:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, limit, total)
-            self._torch_optimizer.step()
+            self._lay_out(self._torch_optimizer)
+            with self._step_state.updating():
+                self._torch_optimizer.step()
         if self._scaler is not None:
             self._scaler.update()
         return norm
@@ -293,7 +295,7 @@ def _device(plan: ResolvedPlan) -> torch.device:
     return device
 
 
-def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer) -> None:
     for name, parameter in named:
         if not parameter.is_contiguous():
             raise EngineError(
@@ -305,7 +307,7 @@ def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer, *_: Any) -
             )
 
 
-def _lay_alike(adam: torch.optim.Optimizer, *_: Any) -> None:
+def _lay_alike(adam: torch.optim.Optimizer) -> None:
     """Give moments and gradients the memory order of their weights.
 
     torch's fused step pairs elements by address. After ``model.to(memory_format=...)`` it would

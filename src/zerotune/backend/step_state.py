@@ -41,8 +41,8 @@ class Stage(enum.Enum):
     BACKWARD = "engine.backward was called, but engine.step was not called after it"
     BROKEN = "a backward pass or a step failed, so the accumulation window's gradients are partial"
     SPOILED = (
-        "only some weights have been updated: after updates had begun, the backward pass failed "
-        "or computed a gradient that is not finite"
+        "only some weights have been updated: after updates had begun, the step or the backward "
+        "pass failed, or computed a gradient that is not finite"
     )
     REPLACED = "a checkpoint was loaded only in part"
     LOST = "a backward pass failed and left partially reduced gradients, which cannot be dropped"
@@ -122,6 +122,15 @@ class StepState:
         finally:
             self._is_passing = False
         self.stage = Stage.BACKWARD
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Update weights inside the block; after an error, some of them may be updated."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(Stage.SPOILED, error)
+            raise
 
     def fail(self, stage: Stage, error: BaseException | None = None) -> None:
         """Enter a stage in which no further step may be taken.

@@ -88,6 +88,8 @@ class EMAShadow(Readable):
         self._tensors: EMATensors = EMAInMemory()
         self._exchanged: set[tuple[str, int]] = set()
         """Key of the fragment and first element of each range that contains trained weights."""
+        self._kept: dict[tuple[str, int], tuple[Any, torch.Tensor]] = {}
+        """Elements that the master weights would round, by the same keys: places and values."""
         self._swapped = False
         self._copied = False
         """Whether the shadow has only copied weights so far."""
@@ -442,9 +444,24 @@ class EMAShadow(Readable):
             for fragment in fragments:
                 key = fragment.address.key
                 for part, shadow in self._tensors.ranges(key):
-                    if ((key, part.start) in self._exchanged) != to_shadow:
+                    place = key, part.start
+                    if (place in self._exchanged) != to_shadow:
+                        if to_shadow:
+                            self._keep(place, shadow, master.rounded(fragment.address, shadow))
                         exchange(fragment.value[part], shadow)
-                        self._exchanged ^= {(key, part.start)}
+                        if place in self._kept and not to_shadow:
+                            which, values = self._kept.pop(place)
+                            shadow[which] = values
+                        self._exchanged ^= {place}
+
+    def _keep(self, place: tuple[str, int], shadow: torch.Tensor, rounded: torch.Tensor) -> None:
+        """Copy the elements that the master weights cannot hold, so that they come back."""
+        if rounded is shadow:
+            return
+        lost = rounded != shadow
+        few = int(lost.sum()) < lost.numel() // 4
+        which = lost.nonzero().squeeze(1) if few else slice(None)
+        self._kept[place] = which, shadow[which].clone()
 
 
 class EMAShadows(Mapping[str, "EMAShadow"]):

@@ -245,7 +245,8 @@ class ZeROEngine(Engine):
         if norm is not None and not math.isfinite(norm):
             self._discard()
             return StepOutcome(applied=False, boundary=True, grad_norm=norm)
-        self._raw_step()
+        with self._step_state.updating():
+            self._raw_step()
         applied = boundary and bool(self._engine.was_step_applied())
         if boundary and norm is None:
             norm = self._engine.get_global_grad_norm()

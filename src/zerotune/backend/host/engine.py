@@ -492,7 +492,8 @@ class HostEngine(CountingEngine):
         """Begin the step, and call the hooks registered on the optimizer."""
         if not self._steps.is_eager:
             self._call_hooks(_global_optimizer_pre_hooks, self._adam._optimizer_step_pre_hooks)
-        self._steps.step(norm, scale)
+        with self._step_state.updating():
+            self._steps.step(norm, scale)
         after = _global_optimizer_post_hooks, self._adam._optimizer_step_post_hooks
         if any(after):
             self._steps.settle()
@@ -843,6 +844,10 @@ class HostLayout(MasterLayout):
         first, stop, _ = part.indices(address.numel)
         masters = self._slabs[address.slab].masters
         return masters.read(slice(address.offset + first, address.offset + stop))
+
+    @override
+    def rounded(self, address: FragmentAddress, values: torch.Tensor) -> torch.Tensor:
+        return self._slabs[address.slab].masters.rounded(values)
 
     @override
     def settle(self) -> None:

@@ -79,6 +79,14 @@ class Masters(ABC):
             part: Elements to write.
         """
 
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """Return fp32 values as ``read`` would return them after ``write``.
+
+        Args:
+            values: The values; returned themselves if every value can be stored.
+        """
+        return values
+
     @abstractmethod
     def fetch(self, device: torch.device) -> torch.Tensor:
         """Return the weights in fp32 on a device, where they may be changed before ``store``.
@@ -169,6 +177,11 @@ class SplitMasters(Masters):
         load_host_step().split(values, high=self.high[part], low=self.low[part])
 
     @override
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        bits = values.view(torch.int32)
+        return (bits + ((bits & 0x1FFFF) == 0x18000).int()).view(torch.float32)
+
+    @override
     def fetch(self, device: torch.device) -> torch.Tensor:
         if device.type == "cpu":
             return self.read()
@@ -212,6 +225,10 @@ class StochasticMasters(Masters):
     @override
     def write(self, values: torch.Tensor, part: slice = slice(None)) -> None:
         self.weight[part].copy_(values)
+
+    @override
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        return values.bfloat16().float()
 
     @override
     def fetch(self, device: torch.device) -> torch.Tensor:
