@@ -553,5 +553,5 @@ def test_a_resolved_plan_resolves_to_itself(reference_b, cuda, unet):
 
 
 def test_without_an_argument_the_platform_is_detected(monkeypatch, reference_a, cpu):
-    monkeypatch.setattr("zerotune.plan.resolve.detect_platform", lambda: cpu)
+    monkeypatch.setattr("zerotune.platform.detect_platform", lambda: cpu)
     assert DeepSpeedPlan.from_dict(reference_a).resolve().platform is cpu

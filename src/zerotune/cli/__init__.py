@@ -15,7 +15,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, NoReturn
 
 from zerotune._util.proc import installed_version
 from zerotune.errors import ZeroTuneError
@@ -105,6 +105,21 @@ class Below(ABC):
         """Run the command and return the exit status."""
 
 
+class Later(NamedTuple):
+    """A subcommand whose module is imported when the command is used."""
+
+    summary: str
+    module: str
+    name: str
+    """Name of the class in the module."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Import the command, and add its arguments."""
+        kind = getattr(importlib.import_module(self.module), self.name)
+        kind.configure(parser)
+        parser.set_defaults(command=kind)
+
+
 class _WholeNames(argparse.HelpFormatter):
     """Breaks no line at a hyphen, so that a family's name can be copied from the help."""
 
@@ -136,7 +151,7 @@ class LazyParser(argparse.ArgumentParser):
         return super().parse_known_args(*args, **kwargs)
 
 
-def add_commands(parser: argparse.ArgumentParser, **commands: type[Below]) -> None:
+def add_commands(parser: argparse.ArgumentParser, **commands: type[Below] | Later) -> None:
     """Add subcommands, by name."""
     below = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=LazyParser

@@ -15,14 +15,8 @@ from typing import Any, Final
 from zerotune._util.files import drafted, system_errors, write_synced
 from zerotune._util.text import counted, format_size
 from zerotune.cli import print_text
-from zerotune.cli.plan import (
-    LORA_HELP,
-    add_family,
-    add_machine,
-    at_least_one,
-    machine_of,
-    model_of,
-)
+from zerotune.cli.plan import at_least_one
+from zerotune.cli.reports import LORA_HELP, add_family, add_machine, machine_of, model_of
 from zerotune.errors import DataError, InvalidValueError, PlanFileError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.families import ModelFamily

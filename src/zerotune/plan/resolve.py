@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import attrs
 
+from zerotune import platform as machines
 from zerotune._util.text import is_number, release_of
 from zerotune.decisions import Decision, Log, Severity, precedence
 from zerotune.errors import (
@@ -54,8 +55,7 @@ from zerotune.plan.sections import (
 )
 from zerotune.plan.settings import Settings
 from zerotune.plan.values import AUTO, Choice
-from zerotune.platform import Platform, detect_platform
-from zerotune.platform.facts import CUDA, CUDA_ALLOCATORS
+from zerotune.platform.facts import CUDA, CUDA_ALLOCATORS, Platform
 
 
 def overruled(log: Log, key: str, asked: Any, used: Any, stands: str) -> None:
@@ -1146,7 +1146,7 @@ def prepared(requested: Settings, context: Context, log: Log) -> Case:
     """
     platform = context.platform
     if platform is None:
-        platform = detect_platform()
+        platform = machines.detect_platform()
     uses_deepspeed = platform.deepspeed.available and context.uses_deepspeed
     if not uses_deepspeed:
         asked = not context.uses_deepspeed
