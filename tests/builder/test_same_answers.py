@@ -77,7 +77,9 @@ def brief(candidate):
 )
 def test_page_and_command_line_give_the_same_advice(client, capsys, number):
     question, precision = ADVISED[number], PRECISIONS[sum(divmod(number, 3)) % 3]
-    status, said = asked(capsys, "plan", "advise", *options(question), "--precision", precision)
+    status, said = asked(
+        capsys, "plan", "advise", *options(question), "--precision", precision, "--no-streamed"
+    )
     config = {key: value for key, value in PLAN.items() if key != "bf16"}
     enabled = {name: {"enabled": name == precision} for name in ("bf16", "fp16")}
     setup = {"nvme": "0", **question}

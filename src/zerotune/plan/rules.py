@@ -104,10 +104,12 @@ class Rule:
     check: Callable[[Case, Rule], Findings] = attrs.field(repr=False)
     only_deepspeed: bool
     """Whether the rule applies only to runs with DeepSpeed."""
-    left_to: str
-    """What handles a finding if resolution does not; see ``rule``."""
+    resolved_elsewhere: bool
+    """Whether a later step of resolution decides what the rule reports; see ``rule``."""
     stages: tuple[int, ...] = ()
     """ZeRO stages to which the rule applies; empty for all stages."""
+    when: Callable[[Settings], bool] | None = attrs.field(default=None, repr=False)
+    """Additional condition on the plan for the rule to apply."""
     refused_elsewhere: bool = False
     """Whether DeepSpeed or accelerate refuses what zerotune accepts; ``plan check`` reports such
     findings as errors."""
@@ -130,6 +132,11 @@ class Rule:
     def find(self, case: Case) -> list[Decision]:
         """Return the findings of this rule for the plan and context in ``case``."""
         if self.only_deepspeed and not case.context.uses_deepspeed:
+            return []
+        plan = case.plan
+        if self.stages and plan.stage not in self.stages:
+            return []
+        if self.when is not None and not self.when(plan):
             return []
         return list(self.check(case, self))
 
@@ -178,8 +185,9 @@ def rule(
     fix: str = "",
     edits: tuple[Edits, ...] = (),
     only_deepspeed: bool = True,
-    left_to: str = "",
+    resolved_elsewhere: bool = False,
     refused_elsewhere: bool = False,
+    when: Callable[[Settings], bool] | None = None,
 ) -> Callable[[Callable[[Case, Rule], Findings]], Rule]:
     """Turn a function into a rule.
 
@@ -194,9 +202,10 @@ def rule(
         fix: What to write instead, with the same placeholders; by default what ``edits`` do.
         edits: Alternative changes that mend the plan.
         only_deepspeed: Whether the rule applies only to runs with DeepSpeed.
-        left_to: What handles a finding if resolution does not: ``"the optimizer"``, ``"the choice
-            of precision"`` or ``"the launcher"``.
+        resolved_elsewhere: Whether the choice of the optimizer, that of the precision or the
+            launcher decides what the rule reports, so that resolution does not act on it.
         refused_elsewhere: Whether DeepSpeed or accelerate refuses what zerotune accepts.
+        when: Condition on the plan for the rule to apply.
     """
 
     def made(function: Callable[[Case, Rule], Findings]) -> Rule:
@@ -211,8 +220,9 @@ def rule(
             remark=" ".join(remark.split()),
             check=function,
             only_deepspeed=only_deepspeed,
-            left_to=left_to,
+            resolved_elsewhere=resolved_elsewhere,
             refused_elsewhere=refused_elsewhere,
+            when=when,
         )
 
     return made
@@ -271,6 +281,26 @@ def written_at(plan: Settings, path: str) -> Any:
     return value
 
 
+def scheduled(plan: Settings) -> bool:
+    """Whether a schedule is configured."""
+    return plan.scheduler is not None
+
+
+def launched(plan: Settings) -> bool:
+    """Whether the plan contains a launcher's settings."""
+    return plan.launch is not None
+
+
+def swaps_optimizer(plan: Settings) -> bool:
+    """Whether the optimizer is offloaded to NVMe."""
+    return plan.stage == 3 and plan.offload_optimizer_device == "nvme"
+
+
+def swaps_parameters(plan: Settings) -> bool:
+    """Whether parameters are offloaded to NVMe."""
+    return plan.stage == 3 and plan.offload_param_device == "nvme"
+
+
 def is_from_file(plan: Settings) -> bool:
     """Whether the plan was read from a configuration that may have trained with DeepSpeed."""
     return plan.source not in ("code", "form")
@@ -302,7 +332,7 @@ def setting_rule(
     remark: str = "",
     after: Any = UNSET,
     only_deepspeed: bool = True,
-    left_to: str = "",
+    resolved_elsewhere: bool = False,
     refused_elsewhere: bool = False,
 ) -> Rule:
     """Return a rule that checks the values of single settings.
@@ -321,14 +351,12 @@ def setting_rule(
         remark: Additional sentences for the documentation.
         after: Value of the setting after resolution.
         only_deepspeed: Whether the rule applies only to runs with DeepSpeed.
-        left_to: What handles a finding, as for ``rule``.
+        resolved_elsewhere: As for ``rule``.
         refused_elsewhere: Whether DeepSpeed or accelerate refuses what zerotune accepts.
     """
 
     def check(case: Case, this: Rule) -> Findings:
         plan = case.plan
-        if (stages and plan.stage not in stages) or (when is not None and not when(plan)):
-            return
         for path, refused in settings.items():
             value = written_at(plan, path)
             if refused(value):
@@ -345,8 +373,9 @@ def setting_rule(
         remark=remark,
         check=check,
         only_deepspeed=only_deepspeed,
-        left_to=left_to,
+        resolved_elsewhere=resolved_elsewhere,
         stages=stages,
+        when=when,
         refused_elsewhere=refused_elsewhere,
     )
 
@@ -569,7 +598,7 @@ SETTING_RULES: Final = (
         "warning",
         {"scheduler.params.warmup_num_steps": is_below(1)},
         only_deepspeed=False,
-        left_to="the optimizer",
+        resolved_elsewhere=True,
         refused_elsewhere=True,
         summary='DeepSpeed rejects a warm-up of 0 steps ("must be a positive integer").',
         reason="DeepSpeed's warm-up must be a positive number of steps",
@@ -637,6 +666,7 @@ def batch_triple(case: Case, this: Rule) -> Findings:
     reason="{key} is also set, to {first}, and takes precedence",
     edits=(REMOVAL,),
     only_deepspeed=False,
+    when=launched,
 )
 def accumulation_twice(case: Case, this: Rule) -> Findings:
     """Gradient accumulation is set both inside and outside the DeepSpeed block."""
@@ -650,6 +680,7 @@ def accumulation_twice(case: Case, this: Rule) -> Findings:
     "for {world_size}",
     fix="start {asked} processes, or write {world_size} for num_processes",
     only_deepspeed=False,
+    when=launched,
 )
 def world_size(case: Case, this: Rule) -> Findings:
     """The number of processes in the launcher's file differs from the world size of the plan."""
@@ -819,7 +850,7 @@ def pinned_memory(case: Case, this: Rule) -> Findings:
     "warning",
     reason="DeepSpeed rejects this spelling, which zerotune reads as {name}",
     fix='write "{name}"',
-    left_to="the optimizer",
+    resolved_elsewhere=True,
     refused_elsewhere=True,
 )
 def optimizer_spelling(case: Case, this: Rule) -> Findings:
@@ -842,7 +873,7 @@ def optimizer_spelling(case: Case, this: Rule) -> Findings:
     "warning",
     reason="DeepSpeed's default learning rate for {name} is 0.001, but zerotune's is {lr}{decay}",
     fix="write {lr}, or 0.001 to train as DeepSpeed does",
-    left_to="the optimizer",
+    resolved_elsewhere=True,
 )
 def optimizer_lr_unset(case: Case, this: Rule) -> Findings:
     """Without ``lr``, Adam and AdamW train with another learning rate than in DeepSpeed.
@@ -890,7 +921,7 @@ def clipping_twice(case: Case, this: Rule) -> Findings:
     return set_twice(case, this, CLIPPING, places)
 
 
-@rule("clipping-in-optimizer", "error", only_deepspeed=False, left_to="the optimizer")
+@rule("clipping-in-optimizer", "error", only_deepspeed=False, resolved_elsewhere=True)
 def clipping_in_the_optimizer(case: Case, this: Rule) -> Findings:
     """DeepSpeed rejects ``max_grad_norm`` among the arguments of the optimizer.
 
@@ -979,7 +1010,7 @@ def precision_unsupported(case: Case, this: Rule) -> Findings:
     reason="DeepSpeed's CPU accelerator does not support fp16 on this machine, so bf16 is used",
     fix='write bf16, or "auto"',
     edits=(only_precision("bf16"), *writes(AUTO)),
-    left_to="the choice of precision",
+    resolved_elsewhere=True,
 )
 def fp16_on_cpu(case: Case, this: Rule) -> Findings:
     """DeepSpeed's CPU accelerator supports fp16 only if torch has native fp16 arithmetic.
@@ -1032,6 +1063,7 @@ def schedule_name(plan: Settings) -> str | None:
     "peak",
     fix="write fewer warm-up steps, such as {tenth}; count optimizer steps, not micro batches",
     only_deepspeed=False,
+    when=scheduled,
 )
 def warmup_too_long(case: Case, this: Rule) -> Findings:
     """The warm-up is at least as long as the schedule or the run."""
@@ -1056,6 +1088,7 @@ def warmup_too_long(case: Case, this: Rule) -> Findings:
     reason="the run has {run_steps} optimizer steps, so {effect}",
     fix='write {run_steps}, or "auto"',
     only_deepspeed=False,
+    when=scheduled,
 )
 def scheduler_total(case: Case, this: Rule) -> Findings:
     """``total_num_steps`` differs from the number of optimizer steps in the run.
@@ -1093,6 +1126,7 @@ def scheduler_total(case: Case, this: Rule) -> Findings:
     "rate never returns to its minimum",
     fix="write at most {half_the_run}",
     only_deepspeed=False,
+    when=scheduled,
 )
 def scheduler_cycle(case: Case, this: Rule) -> Findings:
     """A ``OneCycle`` that is longer than the run never returns to its minimum learning rate.
@@ -1128,7 +1162,8 @@ _DECAY_PEAK: Final = 1e-3
     reason=f"DeepSpeed's WarmupDecayLR peaks at {_DECAY_PEAK:g} if this key is missing, but "
     "zerotune's peaks at the optimizer's learning rate",
     fix=f"write {{lr}}, or {_DECAY_PEAK:g} to train as DeepSpeed does",
-    left_to="the optimizer",
+    resolved_elsewhere=True,
+    when=scheduled,
 )
 def scheduler_peak_unset(case: Case, this: Rule) -> Findings:
     """Without ``warmup_max_lr``, ``WarmupDecayLR`` has another peak than in DeepSpeed.
@@ -1149,8 +1184,9 @@ def scheduler_peak_unset(case: Case, this: Rule) -> Findings:
     reason="DeepSpeed rejects a number of warm-up steps with a point, an exponent or quotes",
     fix="write {steps}",
     only_deepspeed=False,
-    left_to="the optimizer",
+    resolved_elsewhere=True,
     refused_elsewhere=True,
+    when=scheduled,
 )
 def scheduler_warmup_number(case: Case, this: Rule) -> Findings:
     """DeepSpeed rejects a warm-up such as 1e3 or "100" ("must be a positive integer")."""
@@ -1172,7 +1208,7 @@ _BUFFER_COUNT: Final = "zero_optimization.offload_optimizer.buffer_count"
 def swap_buffers(plan: Settings) -> int | None:
     """Return ``buffer_count`` if it is set and an optimizer with two moments is swapped."""
     section = offload_section(plan, "optimizer")
-    if plan.stage != 3 or section is None or section.device != "nvme":
+    if section is None:
         return None
     two = entry_of(plan.optimizer_name).states_per_weight() >= 2
     return integer(section.buffer_count) if two else None
@@ -1201,6 +1237,7 @@ def nvme_path_unset(case: Case, this: Rule) -> Findings:
     reason="DeepSpeed requires one buffer each for the weight, the gradient and the two moments",
     fix=f'write at least {OPTIMIZER_BUFFERS}, or "{AUTO}"',
     edits=writes(OPTIMIZER_BUFFERS, AUTO),
+    when=swaps_optimizer,
 )
 def nvme_optimizer_buffers(case: Case, this: Rule) -> Findings:
     """The swap pool of an optimizer with two moments needs at least four buffers."""
@@ -1214,6 +1251,7 @@ def nvme_optimizer_buffers(case: Case, this: Rule) -> Findings:
     "warning",
     reason="DeepSpeed runs out of swap buffers if there is more than one sub-group",
     fix=f'write at least {{need}}, or "{AUTO}"',
+    when=swaps_optimizer,
 )
 def nvme_pipeline_buffers(case: Case, this: Rule) -> Findings:
     """Pipelined swapping needs four extra buffers to read ahead, and another four to write back.
@@ -1234,6 +1272,7 @@ def nvme_pipeline_buffers(case: Case, this: Rule) -> Findings:
     reason="the swap pool has {buffers} buffers, each as large as the largest sub-group in fp32, "
     "and uses {pool} of host memory on each rank",
     edits=writes(SUB_GROUP_NVME, AUTO),
+    when=swaps_optimizer,
 )
 def nvme_sub_group_size(case: Case, this: Rule) -> Findings:
     """NVMe swap buffers use host memory: 4 bytes x buffers x elements of the largest sub-group.
@@ -1243,7 +1282,7 @@ def nvme_sub_group_size(case: Case, this: Rule) -> Findings:
     """
     plan, model = case.plan, case.context.model
     zero, section = plan.zero_optimization, offload_section(plan, "optimizer")
-    if zero is None or section is None or plan.stage != 3 or section.device != "nvme":
+    if zero is None or section is None:
         return
     size = integer(zero.sub_group_size)
     if size is None:
@@ -1262,6 +1301,7 @@ def nvme_sub_group_size(case: Case, this: Rule) -> Findings:
     reason="with gradient checkpointing, {gathered} weights of a recomputed block are gathered at "
     "once, and each needs a swap buffer",
     fix=f'write at least {{need}}, or "{AUTO}"',
+    when=swaps_parameters,
 )
 def nvme_param_buffers(case: Case, this: Rule) -> Findings:
     """A recomputed block needs one swap buffer for each of its parameters on NVMe.
@@ -1270,7 +1310,7 @@ def nvme_param_buffers(case: Case, this: Rule) -> Findings:
     """
     section, swapping = offload_section(case.plan, "param"), case.swapping(case.plan.aio)
     zero = case.plan.zero_optimization
-    if zero is None or section is None or swapping is None or case.plan.stage != 3:
+    if zero is None or section is None or swapping is None:
         return
     written, gathered = integer(section.buffer_count), swapping.gathered(recomputed=True)
     if written and written < gathered and case.swaps_parameters(zero, case.plan.aio):
@@ -1280,7 +1320,13 @@ def nvme_param_buffers(case: Case, this: Rule) -> Findings:
         yield this.finding(key, written, edits=edits, gathered=gathered, need=need)
 
 
-@rule("nvme-param-prefetch", "warning", reason=NO_PREFETCH, edits=writes(0, AUTO))
+@rule(
+    "nvme-param-prefetch",
+    "warning",
+    reason=NO_PREFETCH,
+    edits=writes(0, AUTO),
+    when=swaps_parameters,
+)
 def nvme_param_prefetch(case: Case, this: Rule) -> Findings:
     """Prefetching parameters from NVMe fails in the second step.
 
@@ -1288,9 +1334,7 @@ def nvme_param_prefetch(case: Case, this: Rule) -> Findings:
     """
     plan, zero = case.plan, case.plan.zero_optimization
     written = integer(zero.stage3_prefetch_bucket_size) if zero else None
-    if zero is None or not written or plan.stage != 3 or plan.offload_param_device != "nvme":
-        return
-    if case.swaps_parameters(zero, plan.aio):
+    if zero is not None and written and case.swaps_parameters(zero, plan.aio):
         yield this.finding("zero_optimization.stage3_prefetch_bucket_size", written, after=0)
 
 
@@ -1320,8 +1364,9 @@ def number_as_text(case: Case, this: Rule) -> Findings:
     reason="`accelerate launch` rejects {what}",
     fix="{write}",
     only_deepspeed=False,
-    left_to="the launcher",
+    resolved_elsewhere=True,
     refused_elsewhere=True,
+    when=launched,
 )
 def launcher_file(case: Case, this: Rule) -> Findings:
     """``accelerate launch`` rejects settings that zerotune reads.
@@ -1659,7 +1704,9 @@ FIRST: Final = (stage_auto, offload_without_device)
 """Rules whose corrections other rules depend on, applied first."""
 
 REPAIRS: Final = tuple(
-    each for each in RULES if each.severity != "note" and not each.left_to and each not in FIRST
+    each
+    for each in RULES
+    if each.severity != "note" and not each.resolved_elsewhere and each not in FIRST
 )
 """Other rules that reject a plan or change it during resolution."""
 
