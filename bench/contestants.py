@@ -338,6 +338,7 @@ class Advised(Ours):
             ema="host",
             optimizer={"type": "AdamW", "params": {"lr": 1e-4}},
             platform=Platform.synthetic("cuda", vram=self._settings["cap_gib"] * GIB, ram=ram),
+            streamed=False,
         )
         about = self._prepare(
             advice.plan,

@@ -60,6 +60,7 @@ class TestWhatIsWritten:
         advised = DeepSpeedPlan.advise(
             "sdxl", vram="12GiB", ram="64GiB", ema="host", gradient_accumulation_steps=4,
             optimizer={"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.01}},
+            streamed=False,
         )  # fmt: skip
         assert plan.to_dict() == advised.plan.to_dict()
         found = constants(tmp_path / "run" / "train.py")

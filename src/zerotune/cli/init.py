@@ -175,6 +175,8 @@ def _advice(arguments: argparse.Namespace, model: ModelFamily) -> Advice:
         optimizer={"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
         ema="host",
         lora=arguments.lora,
+        # The plan's file cannot express streamed weights.
+        streamed=False,
     )
 
 

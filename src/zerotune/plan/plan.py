@@ -776,7 +776,10 @@ class Advice(Advised):
 
     @property
     def plan(self) -> DeepSpeedPlan:
-        """The advised plan."""
+        """The advised plan, without what it cannot express, such as streaming.
+
+        ``Trainer`` and ``prepare`` accept the whole advice.
+        """
         return raised(DeepSpeedPlan, self.chosen.plan)
 
     @property
