@@ -84,6 +84,24 @@ def test_bits_are_those_of_the_whole_model(changes):
 
 @pytest.mark.parametrize(
     "changes",
+    [{}, {"clipping": 0.0, "optimizer": "AdamW"}, {"streamed": None, "engine": "host"}],
+    ids=str,
+)
+@on_device(ranks=2)
+def test_two_ranks_give_the_bits_of_the_whole_model(changes):
+    case = attrs.evolve(CASE, ranks=2, **changes)
+    mine = trained(case, 1, 0.05)
+    whole = train_whole(
+        case, make_model(case), OPTIMIZERS[case.optimizer], ranks=2,
+        norms=mine["norms"], device="simdev", masters=case.update.masters, batches=FAMILIES,
+    )  # fmt: skip
+    # Each rank has the master weights and states of its weights.
+    whole["contents"] = {name: whole["contents"][name] for name in mine["contents"]}
+    assert set(unlike(mine, whole)) <= ({"losses"} if torch.distributed.get_rank() else set())
+
+
+@pytest.mark.parametrize(
+    "changes",
     [
         {},
         {"optimizer": "AdamW", "clipping": 0.0},

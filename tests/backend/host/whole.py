@@ -22,6 +22,7 @@ def train_whole(
     device: str = "cpu",
     masters: str = "fp32",
     batches: Any = FAMILIES,
+    ranks: int = 1,
 ) -> Any:
     """Train; return losses, norms, and the contents by name: weight, master weight, states.
 
@@ -33,6 +34,7 @@ def train_whole(
         device: Where the model computes and is updated.
         masters: ``"fp32"`` or ``"split"``, which rounds ties up.
         batches: Functions that draw a batch, by family.
+        ranks: Number of ranks, whose gradients are averaged; losses are those of the first.
     """
     model = model.bfloat16().to(device)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -41,12 +43,23 @@ def train_whole(
     losses, own = [], []
     for step in range(run.steps):
         for micro in range(run.accumulation):
-            random_ = torch.Generator().manual_seed(100 * step + micro)
-            batch = batches[run.family][1](random_, torch.bfloat16)
-            out = model(**tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch))
-            loss = (getattr(out, "sample", out).float() - 0.5).square().mean()
-            losses.append(float(loss.detach()))
-            (loss / run.accumulation).backward()
+            came: dict[str, torch.Tensor] = {}
+            for rank in range(ranks):
+                random_ = torch.Generator().manual_seed(100 * step + micro + 10_000 * rank)
+                batch = batches[run.family][1](random_, torch.bfloat16)
+                out = model(**tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch))
+                loss = (getattr(out, "sample", out).float() - 0.5).square().mean()
+                losses += [] if rank else [float(loss.detach())]
+                gradients = torch.autograd.grad(
+                    loss / run.accumulation, list(named.values()), allow_unused=True
+                )
+                for name, gradient in zip(named, gradients, strict=True):
+                    if gradient is not None:
+                        mean = gradient / ranks
+                        came[name] = came[name] + mean if name in came else mean
+            for name, gradient in came.items():
+                earlier = named[name].grad
+                named[name].grad = gradient if earlier is None else earlier + gradient
         squares = [p.grad.double().square().sum() for p in named.values() if p.grad is not None]
         own.append(float(torch.stack(squares).sum().sqrt()))
         norm = torch.tensor(norms[step])
