@@ -23,6 +23,8 @@ class Training:
     optimizer: str = "AdamW"
     streamed: bool = False
     """Whether weights are streamed, with split masters."""
+    on_device: bool = False
+    """Whether split masters are updated on the device, here the CPU, by the optimizer."""
     lora: int | None = None
     """Rank of adapters; ``None`` trains all weights."""
     ema: str = "nvme"
@@ -50,12 +52,13 @@ class Training:
     def resolved(self, plan: Any, facts: Any) -> Any:
         """Return the plan for a model of these facts on this machine."""
         from zerotune import OptimizerResolver, detect_platform
-        from zerotune.plan.context import Streaming
+        from zerotune.plan.context import DeviceUpdate, Streaming
 
         found = plan.resolve(
             platform=detect_platform(log=False),
             model=facts,
             streamed=Streaming(split_masters=True) if self.streamed else None,
+            update=DeviceUpdate(masters="split") if self.on_device else None,
         )
         return OptimizerResolver().apply(found)
 

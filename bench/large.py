@@ -49,6 +49,10 @@ TRAININGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "model": "sdxl", "plan": _TWO, "lora": 16, "ema": "host",
     },
     f"{_SDXL}, streamed, 8-bit moments": _LEAN | {"model": "sdxl"},
+    f"{_SDXL}, Adafactor by its own code": {
+        "model": "sdxl", "plan": _TWO | {"gradient_clipping": 1.0}, "on_device": True,
+        "optimizer": "Adafactor", "ema": "none",
+    },
     f"{_SDXL}, ZeRO-3, optimizer and parameters on NVMe": {
         "model": "sdxl", "plan": {"stage": 3, "offload": "nvme", "offload_param": "nvme"},
     },

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,28 @@ def faults_of(kept: bool) -> int:
 def test_freed_memory_that_is_kept_causes_no_page_faults_when_it_is_used_again():
     (kept,), (returned,) = (run_ranks(faults_of, kept) for kept in (True, False))
     assert kept < 1000 < returned, "each tensor has 4,096 pages"
+
+
+def grown_by(returned: bool) -> float:
+    """Allocate and free large blocks between small ones that stay, in a thread of their own."""
+    import torch
+
+    if returned:
+        proc.return_large_blocks()
+    kept, before = [], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def update() -> None:
+        for index in range(60):
+            blocks = [torch.ones((3 + index % 5) * 2**20) for _ in range(4)]
+            kept.append([torch.ones(2**13) for _ in range(4)])
+            del blocks
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    thread.join()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
+
+
+def test_large_blocks_that_are_returned_do_not_pile_up_between_small_ones():
+    (returned,), (piled,) = (run_ranks(grown_by, each) for each in (True, False))
+    assert returned < 200 < piled, "MiB; four blocks have at most 112"

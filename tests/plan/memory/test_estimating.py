@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan import facts
-from zerotune.plan.context import Streaming
+from zerotune.plan.context import DeviceUpdate, Streaming
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import family
 from zerotune.plan.families.__init__ import as_facts
@@ -20,6 +20,7 @@ from zerotune.plan.memory.estimate import (
     sides,
     with_gradients_kept,
 )
+from zerotune.plan.memory.time import step_traffic
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.plan.work import ActivationCost, ActivationFacts
 from zerotune.platform import Platform
@@ -526,3 +527,31 @@ def test_only_the_named_units_are_streamed():
     assert facts.streamed_by(["blocks.1", "blocks.3"]).trained == (2048, 2048)
     assert facts.streamed_by(["blocks.1"]).resident_trained == 3 * 2048
     assert facts.streamed_by(["Block"]) == facts.streamed, "a class is known to the model alone"
+
+
+@pytest.mark.parametrize(
+    ("masters", "clipping", "each"),
+    # The weight, what is beside it of the master weight, and the gradient if it waits for the norm.
+    [("fp32", 1.0, 8), ("split", 1.0, 6), ("split", 0.0, 4), ("stochastic", 0.0, 2)],
+)
+def test_updates_on_the_device_leave_only_weights_and_states_on_the_host(masters, clipping, each):
+    facts = as_facts("flux")
+    plan = DeepSpeedPlan.build(
+        stage=2, offload="cpu", precision="bf16", optimizer="Adafactor", gradient_clipping=clipping
+    ).resolve(
+        platform=CUDA, model=facts, streamed=True, update=DeviceUpdate(masters=masters)
+    )  # fmt: skip
+    estimate = plan.estimate(Workload(exact_pinning=True))
+    host = {item.component: item.nbytes for item in estimate.items if item.place == "host"}
+    states = host.pop("optimizer states")
+    kept = sum(host.get(name, 0) for name in ("weights", "master weights", "gradients"))
+    assert kept == pytest.approx(each * facts.numel, rel=0.001)
+    # Adafactor keeps sums of rows and columns.
+    assert states < 0.05 * facts.numel
+    traffic = step_traffic(estimate)
+    # Each weight crosses the bus with the rest of its master weight, and its gradient where it was
+    # copied to the host.
+    read = {"fp32": 6, "split": 4 + 2 * bool(clipping), "stochastic": 2}[masters]
+    assert traffic.weights == pytest.approx(read * facts.numel, rel=0.05)
+    assert traffic.gradients == pytest.approx(2 * facts.numel if clipping else 0, rel=0.001)
+    assert traffic.optimizer == 0

@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from typing_extensions import override
 
-from zerotune._util.proc import keep_freed_memory
+from zerotune._util.proc import keep_freed_memory, return_large_blocks
 from zerotune._util.text import format_size
 from zerotune.backend.accelerator import accelerator_of
 from zerotune.backend.checks import (
@@ -93,7 +93,11 @@ from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, OptimizerError, PlatformError
 from zerotune.plan.context import Streaming
 from zerotune.plan.facts import ModelFacts, resident_units
-from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY, gradient_buffers
+from zerotune.plan.memory.estimate import (
+    GRADIENTS_UNDER_WAY,
+    gradient_buffers,
+    gradients_stay,
+)
 from zerotune.plan.plan import ResolvedPlan
 from zerotune.plan.resolved import host_obstacle
 from zerotune.plan.sections import pins
@@ -141,7 +145,9 @@ class HostEngine(CountingEngine):
             vector=_vector(plan),
         )
         needs = self._lay_out(model)
-        if self._computes_on_host:
+        if plan.update is not None and accelerator_of(self._device).is_host:
+            return_large_blocks()
+        elif self._computes_on_host:
             keep_freed_memory()
         self._build_optimizer(plan, named)
         self._stream(needs)
@@ -328,7 +334,7 @@ class HostEngine(CountingEngine):
         return StreamedSteps(passes=Passes(op=steps["op"], spare=spare), **steps)
 
     def _make_gradients(self, trained: list[Unit]) -> Gradients:
-        if self._gradients_stay:
+        if gradients_stay(self._plan):
             self._kept_gradients = Decision(
                 key=f"{KEY}.gradients",
                 before=None,
@@ -349,14 +355,6 @@ class HostEngine(CountingEngine):
         if not buffers:
             return GradientsOfAll(trained, memory=self._memory)
         return GradientPool(trained, count=buffers, memory=self._memory)
-
-    @property
-    def _gradients_stay(self) -> bool:
-        """Whether gradients need not leave the device."""
-        plan = self._plan
-        at_once = not plan.gradient_clipping and plan.gradient_accumulation_steps == 1
-        alone = plan.world_size == 1 and not plan.is_resident and self._scaler is None
-        return plan.update is not None and at_once and alone
 
     @property
     def _streaming(self) -> Streaming:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import cycle
-from typing import Any, Final
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -26,11 +26,10 @@ from zerotune.backend.optimizers.client import STOPPED
 from zerotune.backend.step.adams import SlabStep, move_into, moved, stepper_of
 from zerotune.backend.step.kernel import HostStepOp, Piece, ema_parts
 from zerotune.errors import OptimizerError
+from zerotune.plan.memory.estimate import WEIGHTS_AT_A_TIME
 
 Run = Callable[[Sequence[EMAUpdate], Collection[UnitPart]], None]
 """Function that updates a unit and EMAs of its weights, except for parts without a gradient."""
-_STREAMS: Final = 2
-"""Number of streams that take turns, so that copies in both directions and updates overlap."""
 
 
 class Update(ABC):
@@ -219,7 +218,8 @@ class OptimizerOnDevice(Update):
         self._begins_with_states = bool(worker.state)
         self._memory, self._device = memory, device
         self._module = accelerator_of(device).streams
-        count = 0 if self._module is None else _STREAMS
+        # They take turns, so that copies in both directions and updates overlap.
+        count = 0 if self._module is None else WEIGHTS_AT_A_TIME
         self._streams = [self._module.Stream(device) for _ in range(count)]
         self._taken: Counter[Unit] = Counter()
         self._taken_before = 0

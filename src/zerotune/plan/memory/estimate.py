@@ -254,9 +254,9 @@ class Costing:
         return self.model.streamed_by(self.streaming.units)
 
     @property
-    def splits_masters(self) -> bool:
-        """Whether each streamed master weight is stored as its bf16 weight and the low 16 bits."""
-        return self.streaming is not None and self.streaming.split_masters
+    def master_bytes(self) -> int:
+        """Bytes per weight that the host engine stores of a master weight, beside the weight."""
+        return {"fp32": 4, "split": 2, "stochastic": 0}[self.resolved.masters]
 
     @cached_property
     def streamed_capacity(self) -> int:
@@ -302,7 +302,24 @@ class Costing:
     def states(self) -> float:
         """Size of the optimizer states per trained weight, as a number of fp32 values."""
         choice = self.resolved.optimizer
+        if choice.name == "Adafactor":
+            return self._factored
         return entry_of(choice.name).states_per_weight(choice.params)
+
+    @cached_property
+    def _factored(self) -> float:
+        """Sums of rows and columns per weight, which convolutions have nearly as many as weights.
+
+        torch reduces the last and the second to last dimension.
+        """
+        trained = [one for one in self.model.parameters if one.trainable]
+        sums = (
+            one.numel / one.shape[-1] + one.numel / one.shape[-2]
+            for one in trained
+            if len(one.shape) > 1 and one.numel
+        )
+        vectors = sum(one.numel for one in trained if len(one.shape) < 2)
+        return (sum(sums) + vectors) / max(1, self.trained)
 
     @property
     def codes_moments(self) -> bool:
@@ -769,6 +786,24 @@ GRADIENTS_UNDER_WAY: Final = 2
 pass."""
 
 
+WEIGHTS_AT_A_TIME: Final = 2
+"""Number of weights that are on the device at a time for their update there."""
+_UPDATED: Final = 18
+"""Bytes per element, beside states, of a weight's update on the device: its master weight and
+gradient in fp32, its bf16 gradient, and what the optimizer computes."""
+
+
+def gradients_stay(resolved: Resolved) -> bool:
+    """Return whether gradients of streamed weights stay on the device, where these are updated.
+
+    Args:
+        resolved: The plan.
+    """
+    at_once = not resolved.gradient_clipping and resolved.gradient_accumulation_steps == 1
+    alone = resolved.world_size == 1 and resolved.streaming is not None
+    return resolved.update is not None and at_once and alone
+
+
 def gradient_buffers(resolved: Resolved, sizes: Collection[int]) -> tuple[int, str]:
     """Return the number of gradient buffers that streamed units share in host memory.
 
@@ -875,8 +910,15 @@ def _coming(case: Costing, elements: float) -> Iterator[MemoryItem]:
     """Yield the device memory of gradients that are copied to the host."""
     element = case.unit_element
     nbytes = element * min(elements, case.streamed.trained_total)
-    note = "unit gradients before the copy to the host"
+    stay = gradients_stay(case.resolved)
+    note = "unit gradients before " + ("their update" if stay else "the copy to the host")
     yield case.item("gradients", case.device, nbytes, BACKWARD, note)
+    if case.resolved.update is not None:
+        own = WEIGHTS_AT_A_TIME * (_UPDATED + 4 * case.states) * case.largest
+        # Clipped units are updated in the forward pass, when no gradient is on the device.
+        more = own if stay else max(0, own - nbytes)
+        note = f"of the update of {WEIGHTS_AT_A_TIME} weights, with their states"
+        yield case.item("temporaries", case.device, more, BACKWARD | STEP, note)
     if (case.resolved.gradient_accumulation_steps or 1) > 1:
         note = "the largest gradient, and the sum that it is added to"
         yield case.item("temporaries", case.device, 2 * element * case.largest, BACKWARD, note)
@@ -913,6 +955,8 @@ def with_units_kept(estimate: Estimate, usable: int) -> Resolved:
 def _gradients_at_a_time(case: Costing, blocks: list[float]) -> tuple[list[float], str]:
     """Return the elements of each block of gradients in host memory, and a note."""
     units, note = case.streamed, _share_of(case, case.unit_precision)
+    if gradients_stay(case.resolved):
+        return [], note
     if case.streaming is None:
         return blocks, note
     buffers, _ = gradient_buffers(case.resolved, units.trained)
@@ -942,8 +986,9 @@ def _on_host(case: Costing, blocks: list[float]) -> Iterator[MemoryItem]:
         )
     yield locked("weights", blocks, _share_of(case, case.unit_precision))
     yield locked("gradients", *_gradients_at_a_time(case, blocks))
-    master, note = (2, "their low halves") if case.splits_masters else (4, "fp32")
-    if element < 4:
+    master = case.master_bytes
+    note = "their low halves" if master == 2 else "fp32"
+    if element < 4 and master:
         # Otherwise, the weights are the master weights.
         yield case.item("master weights", "host", master * count, note=_share_of(case, note))
     nbytes = 4 * case.states * count

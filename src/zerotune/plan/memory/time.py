@@ -17,6 +17,7 @@ from zerotune.plan.memory.estimate import (
     Costing,
     Estimate,
     gradient_buffers,
+    gradients_stay,
     offloads_activations,
 )
 from zerotune.plan.work import ArithmeticFacts, PassWork
@@ -428,11 +429,13 @@ class StepTraffic:
     device."""
     new_in_step: int = 0
     """Newly allocated host memory in the optimizer step."""
+    updated: int = 0
+    """Bytes that an update on the device of weights in host memory copies back there."""
 
     @property
     def bus(self) -> int:
         """Total bytes copied over the bus; 0 if the accelerator is the CPU."""
-        returned = self.returned + self.parameters + self.weights
+        returned = self.returned + self.parameters + self.weights + self.updated
         return self.gradients + self.ema_from_device + returned
 
 
@@ -502,7 +505,7 @@ def _hosted_traffic(case: Costing, estimate: Estimate) -> StepTraffic:
     stepped = units.trained_total
     # Micro batches after the first are added up on the device.
     # A split or fp32 master weight contains the weight, which is not written a second time.
-    saved = 2 if case.splits_masters else 4 if element == 4 else 0
+    saved = 2 if case.master_bytes == 2 else 4 if element == 4 else 0
     back = (accumulated - 1) * element * stepped
     part = stepped / case.ranks
     arriving = accumulated * element * stepped
@@ -512,6 +515,25 @@ def _hosted_traffic(case: Costing, estimate: Estimate) -> StepTraffic:
     added = round(arriving + accumulated * element * part) if case.ranks > 1 else 0
     # On a CPU, a copy reads and writes host memory.
     copied = 2 * (arriving + uploaded) if case.on_cpu else 0
+    if case.resolved.update is not None and not case.on_cpu:
+        # The new weights of streamed units are copied to the device again before they are used.
+        kept = case.master_bytes + 4 * case.states
+        # An fp32 master weight contains the weight.
+        read = 0 if case.master_bytes == 4 else 2
+        stay = gradients_stay(case.resolved)
+        return StepTraffic(
+            gradients=0 if stay else arriving,
+            parameters=2 * accumulated * absent + written,
+            returned=back,
+            weights=uploaded + round((2 * (not stay) + kept + read) * part),
+            optimizer=0,
+            ema=round(8 * part) if _averaged_on_host(estimate) else 0,
+            ema_on_disk=_ema_on_disk(estimate),
+            swap=swap_traffic(estimate),
+            added=added,
+            on_device=round((_BY_OPERATORS + 8 * case.states) * part),
+            updated=round((kept + 2) * part),
+        )
     return StepTraffic(
         gradients=0 if case.on_cpu else arriving,
         parameters=0 if case.on_cpu else 2 * accumulated * absent + written,
@@ -525,6 +547,10 @@ def _hosted_traffic(case: Costing, estimate: Estimate) -> StepTraffic:
         added=added + copied,
         new_in_backward=new if case.on_cpu and new > _KEPT_BY_C else 0,
     )
+
+
+_BY_OPERATORS: Final = 64
+"""Bytes of device memory per weight that an optimizer's operators read and write, beside states."""
 
 
 def _chain(case: Costing) -> float:
@@ -988,6 +1014,7 @@ def _amounts(case: Costing, estimate: Estimate) -> Iterator[_Moved]:
     yield "optimizer", "disk", "swap files read", swap.read, "disk_read"
     yield "optimizer", "disk", "swap files written", swap.written, "disk_write"
     yield "weights", "in", "weights to the device", traffic.weights, "to_device"
+    yield "weights", "out", "updated weights to the host", traffic.updated, "to_host"
     yield "ema", "out", "weights for the EMA", traffic.ema_from_device, "to_host"
     yield "ema", "host", "the EMA", traffic.ema, "host_memory"
     yield "ema", "disk", "the EMA read", traffic.ema_on_disk, "disk_read"
