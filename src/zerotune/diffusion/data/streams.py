@@ -197,9 +197,7 @@ def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.T
     batch = {}
     for name in rows[0] if rows else ():
         tensors = [row[name] for row in rows]
-        if name + _MASK in rows[0] or (
-            name.endswith(_MASK) and name.removesuffix(_MASK) in rows[0]
-        ):
+        if any(each != name and _masked(each) == _masked(name) for each in rows[0]):
             tensors = _pad_rows(tensors)
         shapes = sorted({tuple(tensor.shape) for tensor in tensors})
         if len(shapes) > 1:
@@ -223,6 +221,15 @@ def row_of(batch: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Ten
             length = int(marked.max()) + 1 if len(marked) else 1
             row |= {each: row[each][:length] for each in (name, name + _MASK)}
     return row
+
+
+def _masked(name: str) -> str:
+    """Return the name of the text tensor that a mask belongs to; other names are unchanged.
+
+    Pipelines name the mask of ``prompt_embeds`` either ``prompt_embeds_mask`` or
+    ``prompt_attention_mask``.
+    """
+    return name.replace(_MASK, "").replace("_attention", "_embeds")
 
 
 def _pad_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -623,7 +623,8 @@ class PipelineFamily:
                 output_type="latent",
                 **last.listening(type(pipe).__call__),
             )
-        latents = self.drawn_latents(output, last.latents)
+        ended = output[0] if last.latents is None else last.latents
+        latents = self.drawn_latents(output, ended)
         with parts.on(model.device, ["vae"]):
             return parts.decode_latents(
                 self.packing.unpack(latents, self._shape_of(latents, size, len(drawing.prompts)))
@@ -734,8 +735,9 @@ class PipelineFamily:
         config = getattr(pipe, self.component).config
         side = getattr(pipe, "default_sample_size", getattr(config, "sample_size", 0)) or 0
         sides = (side, side) if isinstance(side, int) else side
+        scale = getattr(pipe, "vae_scale_factor", self.latent_space().scale)
         size = {
-            name: int(taken[name].default or each * pipe.vae_scale_factor or 1024)
+            name: int(taken[name].default or each * scale or 1024)
             for name, each in zip(("height", "width"), sides, strict=True)
         }
         if drawing.size is not None:
@@ -944,7 +946,8 @@ class PipelineFamily:
         texts = {n: v for n, v in conditioning.items() if n in self.text_tensors}
         call_kwargs = {
             "latents": self.packing.pack(noisy.to(device)),
-            "num_inference_steps": 1,
+            # The scheduler has one step, but Mochi's schedule divides by half of this number.
+            "num_inference_steps": 2,
             "output_type": "latent",
             **self.text_kwargs(texts, device),
             **self._size_of(tuple(noisy.shape)),
@@ -1062,13 +1065,16 @@ def of_each(images: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
 class _LastStep:
     """Records the latents of the last step, because pipelines return their latents differently."""
 
-    latents: Tensor
+    latents: Tensor | None = None
 
     def listening(self, call: Any) -> dict[str, Any]:
-        """Return the argument of a pipeline's ``call`` that receives a callback for each step."""
-        if "callback_on_step_end" in parameters_of(call):
-            return {"callback_on_step_end": self._stepped}
-        return {"callback": self._called}
+        """Return the argument of a pipeline's ``call`` that receives a callback, if there is one.
+
+        Without it, the pipeline's output contains the latents.
+        """
+        callbacks = {"callback_on_step_end": self._stepped, "callback": self._called}
+        taken = parameters_of(call)
+        return dict([(name, each) for name, each in callbacks.items() if name in taken][:1])
 
     def _stepped(self, _pipe: Any, _step: int, _time: Any, tensors: Mapping[str, Any]) -> Any:
         self.latents = tensors["latents"]
