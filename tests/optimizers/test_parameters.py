@@ -40,17 +40,3 @@ def test_the_states_per_weight_follow_from_the_arguments(name, params, states):
 @pytest.mark.parametrize("name", ["Adafactor", "AdamW8bit"])
 def test_factored_and_8_bit_states_take_few_bytes(name):
     assert 0 < OPTIMIZERS[name].states_per_weight() < 1
-
-
-@pytest.mark.parametrize(
-    ("name", "how", "nbytes"),
-    [
-        ("AdamW", {}, 16),
-        ("AdamW", {"gradients": False}, 14),
-        ("AdamW", {"gradients": False, "split_masters": True}, 12),
-        ("AdamWBF16States", {"gradients": False, "split_masters": True}, 8),
-    ],
-)
-def test_streamed_weights_are_counted_in_host_memory(name, how, nbytes):
-    assert OPTIMIZERS[name].streams
-    assert OPTIMIZERS[name].streamed_bytes_per_weight(**how) == nbytes

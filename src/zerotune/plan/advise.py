@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import Any, Final, Literal, get_args
 
 import attrs
@@ -31,6 +31,7 @@ from zerotune.plan.memory.estimate import (
 )
 from zerotune.plan.memory.time import Rates, StepTime, known_rates, step_time
 from zerotune.plan.optimizer.catalogue import ADAM, OPTIMIZERS
+from zerotune.plan.optimizer.entries import OptimizerEntry
 from zerotune.plan.optimizer.names import DEFAULT_OPTIMIZER, entry_of
 from zerotune.plan.resolved import Resolved
 from zerotune.plan.rules import resolve
@@ -399,13 +400,7 @@ cases of `bench prediction`, the error of the prediction was larger."""
 
 
 def _choose(request: Request) -> Advised:
-    candidates = list(_candidates(request))
-    fitting = _eligible(request, candidates)
-    for name in _lean_optimizers(request) if request.streamed else ():
-        if fitting:
-            break
-        candidates += _candidates(_with_optimizer(request, name), (STREAMING,))
-        fitting = _eligible(request, candidates)
+    candidates, fitting = _search(request)
     if not fitting:
         raise _nothing_fits(request, candidates)
     timed = [one.time.expected for one in fitting if one.time is not None]
@@ -421,6 +416,20 @@ def _choose(request: Request) -> Advised:
     chosen = attrs.evolve(first, reasons=reasons)
     listed = tuple(chosen if one is first else one for one in candidates)
     return Advised(budget=request.budget, chosen=chosen, candidates=listed)
+
+
+def _search(
+    request: Request, levels: Iterable[tuple[Layout, ...]] = LEVELS
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Return all candidates, and those that may be chosen; leaner ones only if no other fits."""
+    candidates = list(_candidates(request, levels))
+    fitting = _eligible(request, candidates)
+    for name in _lean_optimizers(request) if request.streamed else ():
+        if fitting:
+            break
+        candidates += _candidates(_with_optimizer(request, name), (STREAMING,))
+        fitting = _eligible(request, candidates)
+    return candidates, fitting
 
 
 def _eligible(request: Request, candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -697,14 +706,10 @@ class Remedy:
 def _lean_optimizers(request: Request) -> list[str]:
     """Return the optimizers that need less host memory than the requested one, exacter first."""
     asked = entry_of(request.asked)
-    kept = asked.streamed_bytes_per_weight()
-    lean = [
-        entry
-        for entry in OPTIMIZERS.values()
-        if entry.streams and entry.name != "Adam" and entry.streamed_bytes_per_weight() < kept
-    ]
-    lean.sort(key=lambda entry: -entry.streamed_bytes_per_weight())
-    return [entry.name for entry in lean] if asked.streams else []
+    size = OptimizerEntry.states_per_weight
+    streams = [entry for entry in OPTIMIZERS.values() if entry.streams and asked.streams]
+    lean = [entry for entry in streams if size(entry) < size(asked)]
+    return [entry.name for entry in sorted(lean, key=size, reverse=True)]
 
 
 def _with_optimizer(request: Request, name: str) -> Request:
@@ -718,26 +723,19 @@ def _with_optimizer(request: Request, name: str) -> Request:
 
 
 def _streamed_weights(request: Request) -> Remedy | None:
-    """Return a remedy with streamed weights, other clipping and another optimizer, if one fits."""
+    """Return a remedy with streamed weights, and if needed without clipping, if one fits."""
     clipping = request.plan.gradient_clipping
-    names = [request.asked, *_lean_optimizers(request)]
-    for clipped, name in product(dict.fromkeys((clipping, 0)), names):
-        if request.streamed and clipped == clipping:
-            continue  # has been tried
-        settings: dict[str, Any] = {} if name == request.asked else {"optimizer": name}
+    for clipped in dict.fromkeys((clipping, 0)):
+        plan = attrs.evolve(request.plan, gradient_clipping=clipped)
+        _, fitting = _search(attrs.evolve(request, plan=plan, streamed=True), (STREAMING,))
+        if not fitting:
+            continue
+        settings: dict[str, Any] = {} if request.streamed else {"streamed": True}
         settings |= {} if clipped == clipping else {"gradient_clipping": clipped}
-        settings |= {} if request.streamed else {"streamed": True}
-        trying = request if name == request.asked else _with_optimizer(request, name)
-        plan = attrs.evolve(trying.plan, gradient_clipping=clipped)
-        trying = attrs.evolve(trying, plan=plan, streamed=True)
-        fitting = _eligible(trying, _candidates(trying, (STREAMING,)))
-        if fitting:
-            seconds = min((one.time.expected for one in fitting if one.time), default=None)
-            return Remedy(
-                what="streamed weights fit",
-                settings=settings,
-                gain="" if seconds is None else f"{seconds:.2f} s per step",
-            )
+        settings |= {} if fitting[0].instead_of is None else {"optimizer": fitting[0].optimizer}
+        seconds = min((one.time.expected for one in fitting if one.time), default=None)
+        gain = "" if seconds is None else f"{seconds:.2f} s per step"
+        return Remedy(what="streamed weights fit", settings=settings, gain=gain)
     return None
 
 

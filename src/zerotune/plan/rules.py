@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import attrs
@@ -73,7 +74,6 @@ Finding = Decision
 """One finding of a rule: a record with the rule's id and a fix."""
 RuleContext = Context
 """Alias of ``Context`` for rules and their callers."""
-RuleSeverity = Severity
 Findings = Iterator[Decision]
 
 
@@ -108,7 +108,7 @@ class Rule:
     """Whether a later step of resolution decides what the rule reports; see ``rule``."""
     stages: tuple[int, ...] = ()
     """ZeRO stages to which the rule applies; empty for all stages."""
-    when: Callable[[Settings], bool] | None = attrs.field(default=None, repr=False)
+    when: Callable[[Settings], Any] | None = attrs.field(default=None, repr=False)
     """Additional condition on the plan for the rule to apply."""
     refused_elsewhere: bool = False
     """Whether DeepSpeed or accelerate refuses what zerotune accepts; ``plan check`` reports such
@@ -187,7 +187,7 @@ def rule(
     only_deepspeed: bool = True,
     resolved_elsewhere: bool = False,
     refused_elsewhere: bool = False,
-    when: Callable[[Settings], bool] | None = None,
+    when: Callable[[Settings], Any] | None = None,
 ) -> Callable[[Callable[[Case, Rule], Findings]], Rule]:
     """Turn a function into a rule.
 
@@ -281,16 +281,6 @@ def written_at(plan: Settings, path: str) -> Any:
     return value
 
 
-def scheduled(plan: Settings) -> bool:
-    """Whether a schedule is configured."""
-    return plan.scheduler is not None
-
-
-def launched(plan: Settings) -> bool:
-    """Whether the plan contains a launcher's settings."""
-    return plan.launch is not None
-
-
 def swaps_optimizer(plan: Settings) -> bool:
     """Whether the optimizer is offloaded to NVMe."""
     return plan.stage == 3 and plan.offload_optimizer_device == "nvme"
@@ -328,7 +318,7 @@ def setting_rule(
     edits: tuple[Edits, ...],
     fix: str = "",
     stages: tuple[int, ...] = (),
-    when: Callable[[Settings], bool] | None = None,
+    when: Callable[[Settings], Any] | None = None,
     remark: str = "",
     after: Any = UNSET,
     only_deepspeed: bool = True,
@@ -666,7 +656,7 @@ def batch_triple(case: Case, this: Rule) -> Findings:
     reason="{key} is also set, to {first}, and takes precedence",
     edits=(REMOVAL,),
     only_deepspeed=False,
-    when=launched,
+    when=attrgetter("launch"),
 )
 def accumulation_twice(case: Case, this: Rule) -> Findings:
     """Gradient accumulation is set both inside and outside the DeepSpeed block."""
@@ -680,7 +670,7 @@ def accumulation_twice(case: Case, this: Rule) -> Findings:
     "for {world_size}",
     fix="start {asked} processes, or write {world_size} for num_processes",
     only_deepspeed=False,
-    when=launched,
+    when=attrgetter("launch"),
 )
 def world_size(case: Case, this: Rule) -> Findings:
     """The number of processes in the launcher's file differs from the world size of the plan."""
@@ -1063,7 +1053,7 @@ def schedule_name(plan: Settings) -> str | None:
     "peak",
     fix="write fewer warm-up steps, such as {tenth}; count optimizer steps, not micro batches",
     only_deepspeed=False,
-    when=scheduled,
+    when=attrgetter("scheduler"),
 )
 def warmup_too_long(case: Case, this: Rule) -> Findings:
     """The warm-up is at least as long as the schedule or the run."""
@@ -1088,7 +1078,7 @@ def warmup_too_long(case: Case, this: Rule) -> Findings:
     reason="the run has {run_steps} optimizer steps, so {effect}",
     fix='write {run_steps}, or "auto"',
     only_deepspeed=False,
-    when=scheduled,
+    when=attrgetter("scheduler"),
 )
 def scheduler_total(case: Case, this: Rule) -> Findings:
     """``total_num_steps`` differs from the number of optimizer steps in the run.
@@ -1126,7 +1116,7 @@ def scheduler_total(case: Case, this: Rule) -> Findings:
     "rate never returns to its minimum",
     fix="write at most {half_the_run}",
     only_deepspeed=False,
-    when=scheduled,
+    when=attrgetter("scheduler"),
 )
 def scheduler_cycle(case: Case, this: Rule) -> Findings:
     """A ``OneCycle`` that is longer than the run never returns to its minimum learning rate.
@@ -1163,7 +1153,7 @@ _DECAY_PEAK: Final = 1e-3
     "zerotune's peaks at the optimizer's learning rate",
     fix=f"write {{lr}}, or {_DECAY_PEAK:g} to train as DeepSpeed does",
     resolved_elsewhere=True,
-    when=scheduled,
+    when=attrgetter("scheduler"),
 )
 def scheduler_peak_unset(case: Case, this: Rule) -> Findings:
     """Without ``warmup_max_lr``, ``WarmupDecayLR`` has another peak than in DeepSpeed.
@@ -1186,7 +1176,7 @@ def scheduler_peak_unset(case: Case, this: Rule) -> Findings:
     only_deepspeed=False,
     resolved_elsewhere=True,
     refused_elsewhere=True,
-    when=scheduled,
+    when=attrgetter("scheduler"),
 )
 def scheduler_warmup_number(case: Case, this: Rule) -> Findings:
     """DeepSpeed rejects a warm-up such as 1e3 or "100" ("must be a positive integer")."""
@@ -1366,7 +1356,7 @@ def number_as_text(case: Case, this: Rule) -> Findings:
     only_deepspeed=False,
     resolved_elsewhere=True,
     refused_elsewhere=True,
-    when=launched,
+    when=attrgetter("launch"),
 )
 def launcher_file(case: Case, this: Rule) -> Findings:
     """``accelerate launch`` rejects settings that zerotune reads.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
@@ -874,22 +873,11 @@ def foremost(advice: Advised, most: int) -> tuple[Candidate, ...]:
 
     others = [one for one in advice.candidates if one is not advice.chosen]
     fitting = [one for one in others if one.fits]
-    streamed = _fastest_streamed(advice, fitting)
     short = sorted((one for one in others if _shortfalls(one)), key=lacking)
     # One row is reserved for the candidate that lacks least, which is as informative as a fit.
-    fitting = fitting[: most - 1 - bool(short) - len(streamed)]
-    kept = [advice.chosen, *streamed, *fitting, *short][:most]
+    fitting = fitting[: most - 1 - bool(short)]
+    kept = [advice.chosen, *fitting, *short][:most]
     return tuple(one for one in advice.candidates if any(one is other for other in kept))
-
-
-def _fastest_streamed(advice: Advised, fitting: Iterable[Candidate]) -> list[Candidate]:
-    """Return the fastest candidate with streamed weights, if it is faster than the choice."""
-
-    def seconds(one: Candidate) -> float:
-        return math.inf if one.time is None else one.time.expected
-
-    streamed = min((one for one in fitting if one.streamed), key=seconds, default=advice.chosen)
-    return [streamed] if seconds(streamed) < seconds(advice.chosen) else []
 
 
 def _title(candidate: Candidate) -> str:

@@ -207,7 +207,6 @@ def test_streamed_weights_are_chosen_if_they_are_the_fastest_unless_refused():
     assert "streaming is off" in offered.reason
     assert f"{offered.time.eager_seconds:.2f} s with gradient_clipping 0" in offered.reason
     assert offered.time.expected < plain.chosen.time.expected
-    assert STREAMED in plain.page().text(), "among the five that are shown"
     assert asked.chosen.title == STREAMED
     assert "doctor --prove" in asked.chosen.reason
     assert asked.chosen.time.expected == offered.time.expected
@@ -241,7 +240,7 @@ def test_the_error_says_when_only_streamed_weights_fit():
         flux_on("192GiB", streamed=False)
     assert flux_on("192GiB").chosen.title == STREAMED
     smaller = "AdamWBF16States"
-    with pytest.raises(NothingFitsError, match=f"fit: optimizer='{smaller}', streamed=True"):
+    with pytest.raises(NothingFitsError, match=f"fit: streamed=True, optimizer='{smaller}'"):
         flux_on("150GiB", streamed=False)
     with pytest.raises(NothingFitsError) as caught:
         flux_on("64GiB")

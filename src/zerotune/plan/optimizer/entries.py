@@ -169,25 +169,6 @@ class OptimizerEntry(Entry):
             return self.fp32_per_weight
         return float(len(self.states_for(params or {})))
 
-    def streamed_bytes_per_weight(
-        self,
-        params: Mapping[str, Any] | None = None,
-        *,
-        split_masters: bool = False,
-        gradients: bool = True,
-    ) -> float:
-        """Return the bytes of host memory per trained weight if bf16 weights are streamed.
-
-        Args:
-            params: The optimizer's arguments.
-            split_masters: Whether each fp32 master weight is stored as its bf16 weight and the low
-                16 bits.
-            gradients: Whether host memory stores the bf16 gradients of all weights at the same
-                time.
-        """
-        masters = 2 if split_masters else 4
-        return 2 + masters + 4 * self.states_per_weight(params) + (2 if gradients else 0)
-
 
 OptimizerSource = Literal["deepspeed", "torch", "zerotune", "package"]
 SchedulerSource = Literal["deepspeed", "zerotune"]
