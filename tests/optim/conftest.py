@@ -9,6 +9,7 @@ from zerotune.plan.facts import ModelFacts
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
+SMALL = ModelFacts.from_shapes([("weight", (4, 4)), ("bias", (4,))])
 VERSIONS = {"python": "3.11.9", "torch": "2.13.0", "deepspeed": "0.19.8"}
 
 
@@ -25,6 +26,7 @@ def resolved_plan(
     accelerator="cpu",
     versions=None,
     deepspeed=True,
+    model=SMALL,
     **top_level,
 ):
     """Resolve a configuration as a user would write it; ``None`` leaves a section out."""
@@ -50,7 +52,7 @@ def resolved_plan(
             config[key] = section
     return DeepSpeedPlan.from_dict(config).resolve(
         platform=Platform.synthetic(accelerator, versions=versions or VERSIONS),
-        model=ModelFacts.from_shapes([("weight", (4, 4)), ("bias", (4,))]),
+        model=model,
         run=run or RunFacts(),
         deepspeed=deepspeed,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import attrs
 import pytest
 
 from zerotune.errors import InvalidValueError, OptimizerError
@@ -25,8 +24,8 @@ HIDDEN = {"down.resnet.conv1.weight", "down.attn.to_q.weight"}
 @pytest.fixture
 def resolve(make_plan):
     def run(params=None, *, shapes=SHAPES, **resolver):
-        plan = make_plan("Muon", {"lr": 0.02} | (params or {}))
-        plan = attrs.evolve(plan, model=ModelFacts.from_shapes(shapes) if shapes else None)
+        model = ModelFacts.from_shapes(shapes) if shapes else None
+        plan = make_plan("Muon", {"lr": 0.02} | (params or {}), model=model)
         return OptimizerResolver(**resolver).resolve(plan)
 
     return run

@@ -9,6 +9,7 @@ from tests.support.needs import needs
 from zerotune.errors import InvalidValueError, OptimizerError, UnknownKeyError
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.context import RunFacts
+from zerotune.plan.optimizer.choose import BY_CHOICE
 
 ADAMW = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 
@@ -508,7 +509,8 @@ def test_apply_settles_the_optimizer_of_the_plan(make_plan):
     resolution = OptimizerResolver().resolve(plan)
     assert applied.optimizer == resolution.optimizer
     assert applied.scheduler == resolution.scheduler
-    assert applied.decisions == plan.decisions + resolution.decisions
+    others = tuple(each for each in plan.decisions if each.rule != BY_CHOICE)
+    assert applied.decisions == others + resolution.decisions
     rendered = applied.to_deepspeed()
     assert rendered["optimizer"]["type"] == "AdamW"
     assert rendered["optimizer"]["params"]["weight_decay"] == 0.01
