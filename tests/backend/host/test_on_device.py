@@ -12,6 +12,7 @@ from tests.backend.host import streaming
 from tests.backend.host.streaming import Run, make_model
 from tests.backend.host.whole import contents_of, train_whole, unlike
 from zerotune.backend.host.updates import _check_unchanged
+from zerotune.backend.optimizers.classes import Lion
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.plan.context import DeviceUpdate, Streaming
@@ -23,6 +24,13 @@ pytestmark = pytest.mark.deepspeed
 OPTIMIZERS = {
     "AdamW": partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.01),
     "Adafactor": partial(torch.optim.Adafactor, lr=2e-3, weight_decay=0.01),
+}
+OTHERS = {
+    "NAdam": partial(torch.optim.NAdam, lr=2e-3, weight_decay=0.01),
+    "RMSprop": partial(torch.optim.RMSprop, lr=2e-3, weight_decay=0.01),
+    "Adagrad": partial(torch.optim.Adagrad, lr=2e-3, weight_decay=0.01),
+    "SGD": partial(torch.optim.SGD, lr=2e-3, weight_decay=0.01),
+    "Lion": partial(Lion, lr=2e-3, weight_decay=0.01, betas=(0.9, 0.999)),
 }
 WEB = Run(family="web", scheduler=False)
 
@@ -110,13 +118,24 @@ def test_a_group_that_changes_in_a_step_is_refused():
         _check_unchanged(made[0], made[0].param_groups[0], before)
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["AdamW", "NAdam", "RMSprop", "Adagrad", "SGD", "Lion", "Muon"]
-)
-def test_any_optimizer_with_states_per_weight_runs(optimizer):
-    run = attrs.evolve(WEB, optimizer=optimizer, steps=2)
+@pytest.mark.parametrize("clipping", [0.05, 0.0])
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_any_optimizer_with_states_per_weight_gives_its_own_bits(optimizer, clipping):
+    run = attrs.evolve(WEB, optimizer=optimizer, clipping=clipping, steps=3)
+    mine = train(run, streamed=Streaming(window=2), update=DeviceUpdate(masters="split"))
+    whole = train_whole(
+        run, make_model(run), OTHERS[optimizer], norms=mine["norms"], masters="split"
+    )
+    assert not unlike(mine, whole)
+
+
+def test_muon_updates_matrices_on_the_device():
+    run = attrs.evolve(WEB, optimizer="Muon", steps=3)
     found = train(run, streamed=Streaming(window=2), update=DeviceUpdate(masters="split"))
-    assert found["losses"][0] != found["losses"][1]
+    for name, before in make_model(run).named_parameters():
+        master = found["contents"][name][1]
+        assert master.isfinite().all(), name
+        assert not torch.equal(master, before.detach().bfloat16().float().flatten()), name
 
 
 @pytest.mark.parametrize("optimizer", ["Prodigy", "AdamWScheduleFree", "AdamWBF16States"])
