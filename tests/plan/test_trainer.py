@@ -155,18 +155,13 @@ def test_two_precisions_are_a_conflict(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_saving_a_precision_changes_the_flags_of_the_trainer(tmp_path, precision):
+def test_a_changed_precision_is_saved_to_a_file_of_its_own(tmp_path, precision):
     content = {"deepspeed": {}, "bf16": False, "fp16": True, "learning_rate": 1e-4}
     plan = read(tmp_path, content)
     assert plan.launch.mixed_precision == "fp16"
-    plan.save(tmp_path / "config.json")
-    saved = json.loads((tmp_path / "config.json").read_text())
-    assert (saved["bf16"], saved["fp16"]) == (False, True)
     changed = plan.with_overrides({"mixed_precision": precision})
-    changed.save(tmp_path / "config.json")
-    saved = json.loads((tmp_path / "config.json").read_text())
-    assert "mixed_precision" not in saved
-    again = DeepSpeedPlan.load(tmp_path / "config.json")
+    changed.save(tmp_path / "plan.json")
+    again = DeepSpeedPlan.load(tmp_path / "plan.json")
     assert settled(again).precision == precision
 
 
