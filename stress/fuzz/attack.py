@@ -35,24 +35,13 @@ MOST: Final = 200 * 2**20
 _HOPELESS: Final = 30.0
 """CPU seconds after which an operation is aborted."""
 _ANSWERS: Final = frozenset({200, 400, 404, 409, 413, 422})
-VARIABLES: Final = [
-    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT",
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "ACCELERATE_GRADIENT_CLIPPING",
-    "ACCELERATE_MIXED_PRECISION",
-]
 _MACHINES: Final = {
     "cuda": Platform.synthetic("cuda", device_count=8),
     "cpu": Platform.synthetic("cpu"),
     "mps": Platform.synthetic("mps", deepspeed=False),
 }
 _COMPLAINT: Final = re.compile(r"^error: \S", re.MULTILINE)
-_FORMATS: Final = {"deepspeed": ".json", "accelerate": ".yaml", "trainer": ".json", "python": ""}
+_FORMATS: Final = {"deepspeed": ".json", "accelerate": ".yaml", "python": ""}
 
 
 @attrs.frozen(kw_only=True)
@@ -163,11 +152,6 @@ def _operations(
     if not plans:  # The valid part of a faulty file is a plan too.
         yield "load rest", lambda: plans.extend(_rest(file))
     yield "from_json", lambda: DeepSpeedPlan.from_json("{" + case.text)
-    around = {name: _words(chance) for name in chance.sample(VARIABLES, 3)}
-    around |= {"ACCELERATE_USE_DEEPSPEED": "true"}
-    if chance.random() < 0.3:
-        around["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = file.name
-    yield "environment", lambda: DeepSpeedPlan.from_accelerate_environment(around)
     yield from _commands(case, file, chance)
     if plans:
         yield from _verbs(plans[0], folder, chance)

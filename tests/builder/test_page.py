@@ -691,6 +691,10 @@ def test_the_page_works_with_the_keyboard_alone(page, place):
     page.tab.keyboard.type("typed.json")
     (place / "typed.json").write_text(json.dumps({**PLAN, "zero_optimization": {"stage": 3}}))
     press("Enter")
+    page.tab.wait_for_selector("#ask-dialog[open]")
+    press("Tab")
+    assert page.tab.evaluate("document.activeElement.id") == "ask-do"
+    press("Enter")
     page.tab.wait_for_selector("#open-dialog", state="hidden")
     page.wait_for("gradient_clipping", 1.0)
     tab_to("apply-button")

@@ -40,13 +40,6 @@ def test_requests_from_our_own_origin_are_answered(client):
     assert client.post("/api/preview", json={}, headers=headers).status_code == 200
 
 
-def test_another_site_may_link_to_the_page_but_not_call_the_api(client):
-    site = {"sec-fetch-site": "cross-site"}
-    assert client.get("/", headers={**site, "sec-fetch-mode": "navigate"}).status_code == 200
-    assert client.get("/api/catalogue", headers=site).status_code == 403
-    assert client.post("/api/preview", json={}, headers=site).status_code == 403
-
-
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""]
 )
@@ -55,19 +48,9 @@ def test_content_types_that_a_form_of_another_site_can_send_are_refused(client, 
     assert answer.status_code == 415
 
 
-def test_every_response_carries_the_security_headers(client):
-    for path in ("/", "/static/main.js", "/api/catalogue", "/nowhere"):
-        headers = client.get(path).headers
-        assert "default-src 'none'; script-src 'self'" in headers["content-security-policy"]
-        assert "frame-ancestors 'none'" in headers["content-security-policy"]
-        assert headers["x-content-type-options"] == "nosniff"
-        assert headers["referrer-policy"] == "no-referrer"
-    refused = client.get("/", headers={"host": "evil"}).headers
-    assert "frame-ancestors 'none'" in refused["content-security-policy"]
-
-
 def test_the_page_loads_nothing_from_other_hosts(client):
     page = client.get("/").text
+    assert "default-src 'none'; script-src 'self'" in page
     addresses = page.replace("http://www.w3.org/2000/svg", "")
     assert "http://" not in addresses
     assert "https://" not in addresses
@@ -110,13 +93,13 @@ class TestToken:
 
 class TestSize:
     def test_a_large_body_is_refused(self, client_of):
-        client = client_of(largest_body=2000)
-        answer = client.post("/api/preview", content=b" " * 2001, headers=JSON)
+        client = client_of()
+        answer = client.post("/api/preview", content=b" " * (2**20 + 1), headers=JSON)
         assert answer.status_code == 413
 
     def test_a_large_body_without_a_declared_size_is_refused(self, client_of):
-        client = client_of(largest_body=2000)
-        parts = (b" " * 500 for _ in range(5))
+        client = client_of()
+        parts = (b" " * 2**18 for _ in range(5))
         assert client.post("/api/preview", content=parts, headers=JSON).status_code == 413
 
     @pytest.mark.parametrize("depth", [30, 2000, 100_000])

@@ -38,22 +38,10 @@ class TestVerdict:
         assert ("running" in found["outputs"]) != stopped
         assert (found["title"] is None) == stopped
 
-    @pytest.mark.parametrize(
-        ("setup", "words"),
-        [
-            ({"resolution": "large"}, "1024 pixels, because the form's value is invalid."),
-            ({"vram": "much"}, "24.00 GiB of VRAM, because the form's value is invalid."),
-            (
-                {"lora": "x", "world_size": "-1"},
-                "1 process and the whole model, because the form's values are invalid.",
-            ),
-        ],
-    )
-    def test_an_outdated_chart_says_what_it_was_estimated_for(self, client, setup, words):
-        memory = preview(client, setup=setup)["memory"]
-        assert memory["bars"]
-        assert memory["outdated"] == f"Estimated for {words}"
-        assert preview(client)["memory"]["outdated"] == ""
+    def test_nothing_is_estimated_for_an_invalid_setup(self, client):
+        memory = preview(client, setup={"resolution": "large"})["memory"]
+        assert "bars" not in memory
+        assert "can be estimated once" in memory["reason"]
 
     def test_a_setup_error_prevents_applying(self, client_of):
         seen = []

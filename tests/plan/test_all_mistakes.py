@@ -83,16 +83,6 @@ def test_all_mistakes_of_an_accelerate_yaml_are_reported(tmp_path):
     ]
 
 
-def test_all_mistakes_of_the_environment_are_reported():
-    environ = {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "9",
-        "ACCELERATE_GRADIENT_CLIPPING": "much",
-        "ACCELERATE_MIXED_PRECISION": "fp9",
-    }
-    assert len(mistakes_of(lambda: DeepSpeedPlan.from_accelerate_environment(environ))) == 3
-
-
 def test_all_mistakes_of_overrides_are_reported():
     plan = DeepSpeedPlan.build()
     asked = {"zero_stage": 9, "gradient_clipping": -1, "launch.num_processes": "two"}
@@ -208,13 +198,6 @@ READERS = {
     "a block": lambda path, keys: DeepSpeedPlan.load(path / "b.yaml", also_known=keys),
     "settings": lambda _, keys: DeepSpeedPlan.from_accelerate(
         {"distributed_type": "DEEPSPEED", "deepspeed_config": NEW}, also_known=keys
-    ),
-    "the environment": lambda path, keys: DeepSpeedPlan.from_accelerate_environment(
-        {
-            "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path / "ds.json"),
-        },
-        also_known=keys,
     ),
 }
 NEW = {"zero_optimization": {"stage": 2, "brand_new": 1}, "also_new": {"a": 1}}

@@ -181,17 +181,6 @@ def test_messages_about_a_trainers_file_use_its_keys():
     assert any(each.startswith("--max_grad_norm = 0.5") for each in told)
 
 
-def test_messages_about_the_environment_use_its_variables():
-    environ = {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "9",
-        "ACCELERATE_MIXED_PRECISION": "fp9",
-    }
-    text = message(lambda: DeepSpeedPlan.from_accelerate_environment(environ))
-    assert "ACCELERATE_DEEPSPEED_ZERO_STAGE = 9" in text
-    assert "ACCELERATE_MIXED_PRECISION = 'fp9'" in text
-
-
 @pytest.mark.parametrize(
     "value", [10**4300, -(10**4300), "9" * 5000, [10**4300]], ids=["long", "below", "text", "list"]
 )

@@ -88,25 +88,6 @@ BLOCKS = st.dictionaries(
     SCALARS | st.sampled_from(['{"zero_optimization": {"stage": 3}}', "e30="]),
     max_size=6,
 )
-VARIABLES = st.dictionaries(
-    st.sampled_from(
-        [
-            "ACCELERATE_MIXED_PRECISION",
-            "ACCELERATE_CONFIG_DS_FIELDS",
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-            "ACCELERATE_GRADIENT_CLIPPING",
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-            "ACCELERATE_DEEPSPEED_ZERO3_INIT",
-            "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-        ]
-    ),
-    st.text(max_size=8)
-    | st.sampled_from(["auto", "none", "cpu", "nvme", "true", "2", "1e-1", "bf16", "{}", "e30="]),
-    max_size=6,
-)
 OVERRIDES = st.dictionaries(
     st.sampled_from([*sorted(SHORT_NAMES), "mixed_precision", "nvme_path", "optimizer.params"])
     | st.text(alphabet="abz._", max_size=6),
@@ -179,15 +160,6 @@ def test_yaml_text_gives_a_plan_or_a_plan_error(text):
         content = parse_yaml(text, source="x.yaml")
         if isinstance(content, dict):
             assert DeepSpeedPlan.from_accelerate(content, source="x.yaml", folder=None).explain()
-
-
-@SLOW
-@given(VARIABLES)
-def test_the_environment_gives_a_plan_or_a_plan_error(variables):
-    environ = {"ACCELERATE_USE_DEEPSPEED": "true", **variables}
-    with contextlib.suppress(PlanError):
-        plan = DeepSpeedPlan.from_accelerate_environment(environ)
-        assert DeepSpeedPlan.from_dict(plan.to_deepspeed()).to_deepspeed() == plan.to_deepspeed()
 
 
 @SLOW

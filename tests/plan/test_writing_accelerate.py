@@ -281,18 +281,13 @@ def launched(tmp_path_factory):
 
 
 def test_accelerate_loads_the_written_file(launched):
-    plans, ((block, of_block), (whole, of_whole), _) = launched
+    _, ((_, of_block), (_, of_whole), _) = launched
     assert of_block["zero_optimization"]["stage"] == 3
     assert of_block["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert of_block["gradient_accumulation_steps"] == 2
     assert of_block["gradient_clipping"] == 0.7
     assert of_block["bf16"] == {"enabled": True}
     assert of_whole == {**FULL, "fp16": {"enabled": False}}
-
-    seen = [DeepSpeedPlan.from_accelerate_environment(each) for each in (block, whole)]
-    for plan, read in zip(plans, seen, strict=True):
-        assert read.to_deepspeed() == plan.to_deepspeed()
-    assert seen[0].precision == "bf16"
 
 
 def test_accelerate_would_lose_the_settings_that_are_never_written_as_keys(launched):

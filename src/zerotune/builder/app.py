@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from zerotune.builder.api import Api
 from zerotune.builder.fields import page_fields
-from zerotune.builder.security import LARGEST_BODY, LOOPBACK, Guard
+from zerotune.builder.security import LOOPBACK, Guard
 from zerotune.builder.session import Root, Session
 from zerotune.builder.templates import BUILTIN
 from zerotune.plan import DeepSpeedPlan
@@ -33,7 +33,6 @@ def create_app(
     on_apply: Callable[[DeepSpeedPlan], object] | None = None,
     token: str | None = None,
     hosts: Collection[str] = LOOPBACK,
-    largest_body: int = LARGEST_BODY,
 ) -> ASGIApp:
     """Create the config builder, an ASGI application.
 
@@ -50,7 +49,6 @@ def create_app(
             page with ``?token=`` sets the cookie.
         hosts: Host names, without ports, that the builder accepts in ``Host`` headers. Add the name
             of your server.
-        largest_body: Maximum size of a request, in bytes.
 
     Raises:
         InvalidValueError: ``plan_file`` lies outside ``root``.
@@ -84,4 +82,4 @@ def create_app(
             Mount("/static", StaticFiles(directory=_STATIC)),
         ]
     )
-    return Guard(app, hosts=hosts, token=token, largest_body=largest_body)
+    return Guard(app, hosts=hosts, token=token)

@@ -12,12 +12,8 @@ import attrs
 from zerotune._util.palette import component_colours
 from zerotune._util.proc import installed_versions
 from zerotune._util.text import (
-    as_number,
     as_sentence,
-    counted,
-    format_size,
     parse_memory,
-    whole,
 )
 from zerotune.builder.forms import (
     FormState,
@@ -56,7 +52,7 @@ from zerotune.plan.text import (
     shown_and_defaults,
     subject,
 )
-from zerotune.plan.values import AUTO
+from zerotune.plan.values import AUTO, Integer
 from zerotune.plan.write import in_order, launchable
 from zerotune.platform import CUDA, Platform, detect_platform
 
@@ -170,36 +166,6 @@ def read_setup(raw: Mapping[str, Any]) -> tuple[Setup, list[ZeroTuneError]]:
     return Setup(**values), errors
 
 
-_FALLBACK_TEXTS: Final[Mapping[str, Callable[[Setup], str]]] = {
-    "family": lambda setup: model_name(setup.family),
-    "resolution": lambda setup: f"{model_family(setup.family).resolution} pixels",
-    "frames": lambda setup: f"{model_family(setup.family).frames} frames",
-    "world_size": lambda setup: counted(setup.world_size, "process", "processes"),
-    "lora": lambda _: "the whole model",
-    "base_dtype": lambda _: "a base in the plan's precision",
-    "ema": lambda _: "no EMA",
-    "vram": lambda setup: f"{format_size(setup.vram)} of VRAM",
-    "ram": lambda setup: f"{format_size(setup.ram)} of RAM",
-    "nvme": lambda _: "no NVMe",
-    "card": lambda _: "a card of that memory",
-}
-"""Description of the default that replaces each invalid setting."""
-
-
-def fallback_sentence(setup: Setup, wrong: Collection[str]) -> str:
-    """Return a sentence about the defaults used for invalid settings; empty if all are valid."""
-    words = [words(setup) for name, words in _FALLBACK_TEXTS.items() if f"setup.{name}" in wrong]
-    if not words:
-        return ""
-    invalid = "value is" if len(words) == 1 else "values are"
-    return f"Estimated for {_join_words(words)}, because the form's {invalid} invalid."
-
-
-def _join_words(words: list[str]) -> str:
-    """Join words as in ``"a, b and c"``."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
 class Machines:
     """This machine, which is detected only once, and the machines that users describe."""
 
@@ -236,28 +202,19 @@ class Machines:
         }
 
 
-def _whole_number(value: Any, *, key: str, least: int = 1, most: int) -> int:
-    """Parse a whole number, given as a number or as text."""
-    number = as_number(value)
-    if isinstance(number, float) and number.is_integer():
-        number = int(number)
-    return whole(
-        value if number is None else number,
-        key=key,
-        least=least,
-        most=most,
-        fix=f"write {least} to {most}",
-    )
+def _whole_number(*, least: int = 1, most: int) -> Callable[..., Any]:
+    kind = Integer(minimum=least, maximum=most, auto=False)
+    return lambda value, *, key: kind.read(value, key)[0]
 
 
 _CARDS: Final = {card.label: card for card in CARDS}
 _SETUP_READERS: Final[Mapping[str, Callable[..., Any]]] = {
     "family": partial(as_choice, choices=family_names()),
-    "resolution": partial(_whole_number, least=8, most=16_384),
-    "frames": partial(_whole_number, most=10_000),
-    "world_size": partial(_whole_number, most=4096),
-    "total_steps": partial(_whole_number, most=10**9),
-    "lora": partial(_whole_number, most=4096),
+    "resolution": _whole_number(least=8, most=16_384),
+    "frames": _whole_number(most=10_000),
+    "world_size": _whole_number(most=4096),
+    "total_steps": _whole_number(most=10**9),
+    "lora": _whole_number(most=4096),
     "base_dtype": partial(as_choice, choices=tuple(STORAGES)),
     "card": partial(as_choice, choices=tuple(_CARDS)),
     "ema": partial(as_choice, choices=get_args(EMAPlace)),
@@ -394,12 +351,10 @@ class Preview:
     def _memory(self) -> dict[str, Any]:
         estimate = self.estimate
         if estimate is not None:
-            wrong = {one.key for one in self.messages if one.severity == "error"}
             return {
                 "subject": subject(estimate).replace(
                     self.setup.family, model_name(self.setup.family), 1
                 ),
-                "outdated": fallback_sentence(self.setup, wrong),
                 **_memory_bars(estimate, self.fit),
             }
         if self.resolved is not None and self.resolved.model is None:
@@ -456,7 +411,7 @@ def understand(state: FormState, machines: Machines) -> Preview:
         messages += more
     elif reading.partial_plan is not None:
         messages += form.remaining_errors(reading.partial_plan)
-    estimate, problems = _estimate_memory(resolved, setup)
+    estimate, problems = _estimate_memory(None if wrong else resolved, setup)
     messages += problems
     limits: dict[Any, int] = {
         place: size for place, size in machines.sizes(setup).items() if size is not None

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection
 from contextlib import suppress
 from http.cookies import CookieError, SimpleCookie
-from typing import Any, Final
+from typing import Final
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
@@ -25,20 +25,11 @@ LARGEST_BODY: Final = 1 << 20
 COOKIE: Final = "zerotune_builder"
 _PORT: Final = re.compile(r"(?<=.):[0-9]+\Z")
 
-_POLICY: Final = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
-)
-_SAFETY_HEADERS: Final = {
-    "content-security-policy": _POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-}
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD"})
 
 
 class Guard:
-    """Check the host, origin, token and size of each request, and add security headers."""
+    """Check the host, origin, token and size of each request."""
 
     def __init__(
         self,
@@ -46,12 +37,10 @@ class Guard:
         *,
         hosts: Collection[str] = LOOPBACK,
         token: str | None = None,
-        largest_body: int = LARGEST_BODY,
     ) -> None:
         self._app = app
         self._hosts = frozenset(host.lower() for host in hosts)
         self._token = token
-        self._largest = largest_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request, or pass it to the application."""
@@ -61,7 +50,7 @@ class Guard:
         if scope["type"] != "http":
             return  # Web sockets are not supported; returning without an answer refuses them.
         answer = self._refusal(scope) or self._token_answer(scope)
-        await (answer or self._app)(scope, receive, _with_headers(send))
+        await (answer or self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
@@ -72,12 +61,6 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
             return _refuse(403, "requests from other sites are refused")
-        site = headers.get("sec-fetch-site", "same-origin")
-        navigation = (
-            headers.get("sec-fetch-mode") == "navigate" and scope["method"] in _SAFE_METHODS
-        )
-        if site not in {"same-origin", "none"} and not navigation:
-            return _refuse(403, "requests from other sites are refused")
         if scope["method"] not in _SAFE_METHODS:
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
@@ -85,8 +68,8 @@ class Guard:
                 return _refuse(415, "send application/json")
             # The server that receives the request enforces the declared size.
             size = headers.get("content-length", "")
-            if not size.isdecimal() or int(size[:18]) > self._largest:
-                return _refuse(413, f"a request may contain {self._largest} bytes at most")
+            if not size.isdecimal() or int(size[:18]) > LARGEST_BODY:
+                return _refuse(413, f"a request may contain {LARGEST_BODY} bytes at most")
         return None
 
     def _token_answer(self, scope: Scope) -> Response | None:
@@ -127,20 +110,3 @@ class Guard:
 
 def _refuse(status: int, reason: str) -> Response:
     return JSONResponse({"error": reason}, status_code=status)
-
-
-def _with_headers(send: Send) -> Send:
-    async def sender(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            headers = list(message.get("headers", []))
-            present = {name for name, _ in headers}
-            extra = {**_SAFETY_HEADERS, "cache-control": "no-cache"}
-            headers.extend(
-                (name.encode(), value.encode())
-                for name, value in extra.items()
-                if name.encode() not in present
-            )
-            message["headers"] = headers
-        await send(message)
-
-    return sender

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -14,13 +14,14 @@ from zerotune._util.table import Line, Page
 from zerotune._util.text import counted
 from zerotune.cli import Below, Later, add_commands, print_json, print_page, print_text
 from zerotune.decisions import SEVERITIES, Decision, raise_all, worst_first
-from zerotune.errors import PlanFileError, PlanSyntaxError, UnknownKeyError
+from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, UnknownKeyError
 from zerotune.plan import read
 from zerotune.plan.context import Context
 from zerotune.plan.optimizer.choose import BY_CHOICE
 from zerotune.plan.rules import all_rules, inspect
 from zerotune.plan.settings import Settings
 from zerotune.plan.source import key_lines, read_text
+from zerotune.plan.values import Integer, Kind
 from zerotune.platform.facts import CUDA, Platform
 
 _REPORTS: Final = {
@@ -52,25 +53,24 @@ FILE_HELP: Final = "DeepSpeed JSON, a trainer's config.json, or accelerate's YAM
 _MOST_PROCESSES: Final = 1_000_000
 
 
-def at_least_one(text: str) -> int:
-    """Parse a whole number of at least 1 for ``argparse``."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return number
+def option_of(kind: Kind) -> Callable[[str], Any]:
+    """Return a function that parses an option's value for ``argparse``.
+
+    Args:
+        kind: Type of the value.
+    """
+
+    def parsed(text: str) -> Any:
+        try:
+            return kind.read(text, "")[0]
+        except InvalidValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} {error.reason}; {error.fix}") from None
+
+    return parsed
 
 
-def number_of_processes(text: str) -> int:
-    """Parse a number of processes for ``argparse``."""
-    number = at_least_one(text)
-    if number > _MOST_PROCESSES:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is more than the maximum of {_MOST_PROCESSES:,} processes"
-        )
-    return number
+at_least_one: Final = option_of(Integer(minimum=1, auto=False))
+number_of_processes: Final = option_of(Integer(minimum=1, maximum=_MOST_PROCESSES, auto=False))
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ from zerotune.cli.plan import (
     add_reading,
     at_least_one,
     number_of_processes,
+    option_of,
     set_world_size,
 )
 from zerotune.decisions import Decision
@@ -54,7 +55,7 @@ from zerotune.plan.text import (
     time_data,
     time_words,
 )
-from zerotune.plan.values import AUTO
+from zerotune.plan.values import AUTO, Number
 from zerotune.plan.write import FORMATS, launchable, plan_document
 from zerotune.platform import CUDA, Platform, detect_platform
 from zerotune.platform.facts import ACCELERATORS
@@ -64,17 +65,6 @@ from zerotune.platform.facts import ACCELERATORS
 
 FROM_HERE: Final = "sizes that are not given are taken from this machine"
 LORA_HELP: Final = "train LoRA adapters of this rank instead of the full model"
-
-
-def _gradient_norm(text: str) -> float:
-    """Parse a maximum norm of at least 0 for ``argparse``."""
-    try:
-        norm = float(text)
-    except ValueError:
-        norm = -1.0
-    if not 0 <= norm < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return norm
 
 
 def _add_workload(
@@ -111,7 +101,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument(
         "--gradient-clipping",
-        type=_gradient_norm,
+        type=option_of(Number(auto=False)),
         default=1.0,
         metavar="NORM",
         help="maximum gradient norm; default 1, 0 disables clipping",

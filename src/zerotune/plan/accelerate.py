@@ -7,7 +7,6 @@ and a decision records each of them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +23,7 @@ from zerotune.errors import (
     ZeroTuneError,
 )
 from zerotune.plan import keys as known_keys
-from zerotune.plan.section import Section, modelled, put_setting, unknown_key, value_at
+from zerotune.plan.section import Section, modelled, put_setting, unknown_key
 from zerotune.plan.sections import LaunchSection, ZeroSection
 from zerotune.plan.settings import Settings, read_launch
 from zerotune.plan.source import read_named, tolerated
@@ -113,7 +112,6 @@ def translate(
     *,
     source: str,
     folder: Path | None = None,
-    spelled: Mapping[str, str] | None = None,
 ) -> Translated:
     """Translate settings from ``accelerate config`` to DeepSpeed's keys.
 
@@ -123,7 +121,6 @@ def translate(
             discard.
         source: Origin of the settings, for messages.
         folder: Folder in which a relative ``deepspeed_config_file`` is looked up first.
-        spelled: Names of keys to show in messages, if they differ from the keys in ``content``.
     """
     block, written = content.get(BLOCK), content.get("distributed_type")
     if block is None and isinstance(written, str) and written.upper() != "DEEPSPEED":
@@ -143,9 +140,7 @@ def translate(
             " `accelerate config`",
         )
     around = {key: value for key, value in content.items() if key != BLOCK}
-    translation = _Translation(
-        around=around, block=block, source=source, folder=folder, spelled=spelled, log=log
-    )
+    translation = _Translation(around=around, block=block, source=source, folder=folder, log=log)
     return translation.translated()
 
 
@@ -158,13 +153,12 @@ class _Translation:
     block: Mapping[Any, Any]
     source: str
     folder: Path | None
-    spelled: Mapping[str, str] | None
     log: Log
 
     def translated(self) -> Translated:
         unused = self._is_unused()
         if not unused:
-            self.log.names.update(self._names(self.spelled or {}))
+            self.log.names.update(self._names())
         self.around = _launchable(self.around, self.log)
         self.block = _launchable(self.block, self.log)
         if unused:
@@ -181,11 +175,11 @@ class _Translation:
             folder=folder or self.folder,
         )
 
-    def _names(self, spelled: Mapping[str, str]) -> dict[str, str]:
+    def _names(self) -> dict[str, str]:
         """Return accelerate's name of each setting, by its path in a plan."""
 
         def name(key: str, *, inside: bool) -> str:
-            return spelled.get(key) or (f"{BLOCK}.{key}" if inside else key)
+            return f"{BLOCK}.{key}" if inside else key
 
         settings = [*known_keys.LAUNCH, *(each.name for each in modelled(LaunchSection))]
         names = {f"launch.{key}": name(key, inside=key in LAUNCH_IN_BLOCK) for key in settings}
@@ -305,7 +299,7 @@ class _Translation:
             )
 
     def _lost_by_accelerate(self) -> None:
-        for part in ("optimizer", "param") if self.spelled is None else ():
+        for part in ("optimizer", "param"):
             name = f"offload_{part}_nvme_path"
             path = self.block.get(name)
             if isinstance(path, str) and path.strip().lower() not in ("", "none"):
@@ -451,144 +445,3 @@ def _merge(merged: dict[str, Any], key: Any, value: Any, log: Log) -> None:
 def plan_keys() -> frozenset[str]:
     """Return all top-level keys of a DeepSpeed configuration, including aliases."""
     return Settings.known_names()
-
-
-# -- Reading the environment that ``accelerate launch`` sets for a script.
-#
-# The variables are those of ``prepare_deepspeed_cmd_env`` in ``accelerate/utils/launch.py`` 1.15,
-# with the effects that they have in ``DeepSpeedPlugin.__post_init__``. accelerate itself is not
-# needed.
-
-
-_USE: Final = "ACCELERATE_USE_DEEPSPEED"
-_FILE_VARIABLE: Final = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-_FIELDS_VARIABLE: Final = "ACCELERATE_CONFIG_DS_FIELDS"
-_PRECISION_VARIABLE: Final = "ACCELERATE_MIXED_PRECISION"
-_PARALLELISM: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"
-FROM_ENVIRONMENT: Final = "the environment of accelerate"
-
-_VARIABLES: Final = {
-    **{
-        f"ACCELERATE_{'' if key in OF_THE_SCRIPT else 'DEEPSPEED_'}{key.upper()}": key
-        for key in PLACES
-    },
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "zero3_init_flag",
-    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
-}
-"""Keys of accelerate's block, by environment variable."""
-_SPELLED: Final = {
-    **{key: variable for variable, key in _VARIABLES.items()},
-    "mixed_precision": _PRECISION_VARIABLE,
-}
-"""Environment variables, by key."""
-
-
-def translate_environment(environ: Mapping[str, str], log: Log) -> Translated:
-    """Translate environment variables as ``DeepSpeedPlan.from_accelerate_environment`` does."""
-    if str(environ.get(_USE, "false")).strip().lower() != "true":
-        raise InvalidValueError(
-            "the environment does not request DeepSpeed",
-            key=_USE,
-            value=environ.get(_USE, UNSET),
-            fix="start the script with `accelerate launch --use_deepspeed`, or load the plan "
-            "from accelerate's configuration file (DeepSpeedPlan.from_yaml)",
-        )
-    block = {key: environ[name] for name, key in _VARIABLES.items() if name in environ}
-    written = environ.get(_FILE_VARIABLE, "none")
-    if written.strip().lower() not in ("", "none"):
-        _refuse_fields_beside_file(environ, written)
-        config, source, folder = read_config_file(written, None, _FILE_VARIABLE, log)
-        config = _fill_automatic(config, block, log)
-        around: dict[str, Any] = {key: block[key] for key in block if key not in PLACES}
-        precision = environ.get(_PRECISION_VARIABLE)
-        if precision is not None and not _is_default_precision(precision, config):
-            around["mixed_precision"] = precision
-        log.names.update({f"launch.{key}": _SPELLED[key] for key in around})
-        launch = read_launch(around, log)
-        found = Translated(config=config, launch=launch, source=source, folder=folder)
-        return _with_parallelism(found, environ)
-    settings: dict[str, Any] = {"distributed_type": "DEEPSPEED", BLOCK: block}
-    if _PRECISION_VARIABLE in environ:
-        settings["mixed_precision"] = environ[_PRECISION_VARIABLE]
-    found = translate(settings, log, source=FROM_ENVIRONMENT, spelled=_SPELLED)
-    return _with_parallelism(found, environ)
-
-
-def _with_parallelism(found: Translated, environ: Mapping[str, str]) -> Translated:
-    """Add the settings of the launcher's options ``--parallelism_config_…``."""
-    begin = "PARALLELISM_CONFIG_"
-    written = {
-        name.removeprefix(begin).lower(): value
-        for name, value in environ.items()
-        if name.startswith(begin)
-    }
-    if not written or str(environ.get(_PARALLELISM, "true")).strip().lower() != "true":
-        return found
-    extra = {**found.launch.extra, "parallelism_config": written}
-    return attrs.evolve(found, launch=attrs.evolve(found.launch, extra=extra))
-
-
-def missing_folders(plan: Settings, log: Log) -> None:
-    """Record a warning for each swap folder that the environment variables do not name."""
-    zero = plan.zero_optimization
-    sections = {
-        "optimizer": zero.offload_optimizer if zero else None,
-        "param": zero.offload_param if zero else None,
-    }
-    for part, section in sections.items():
-        if section is not None and section.device == "nvme" and section.nvme_path is None:
-            log.decide(
-                key=f"zero_optimization.offload_{part}.nvme_path",
-                before=None,
-                after=None,
-                reason="`accelerate launch` does not pass on the path in its YAML, so accelerate"
-                ' would swap to a folder named "none"; set nvme_path in the plan, or each run'
-                " creates a temporary folder",
-                severity="warning",
-            )
-
-
-def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None:
-    fields = {name.strip() for name in environ.get(_FIELDS_VARIABLE, "").split(",")}
-    beside = sorted(fields & (PLACES.keys() | {"mixed_precision"}))
-    if beside:
-        raise PlanConflictError(
-            "accelerate rejects these YAML settings together with a configuration file: "
-            f"{', '.join(beside)}",
-            key=_FILE_VARIABLE,
-            value=written,
-            fix="move these settings from the YAML to the file",
-        )
-
-
-def _fill_automatic(config: dict[str, Any], block: dict[str, str], log: Log) -> dict[str, Any]:
-    """Replace ``"auto"`` in the file; other values of the file take precedence."""
-    config = copy.deepcopy(config)
-    for key, path in PLACES.items():
-        value, before = block.get(key), value_at(config, path)
-        before = None if before is UNSET else before
-        if value is None:
-            continue
-        if before == AUTO:
-            put_setting(config, path, value)
-            log.decide(path, AUTO, value, "the command line of `accelerate launch` sets this value")
-        elif str(before).lower() != value:
-            log.decide(
-                path,
-                value,
-                before,
-                "accelerate reads this key only from the file, not from its command line",
-                "warning",
-            )
-    return config
-
-
-def _is_default_precision(precision: str, config: Mapping[str, Any]) -> bool:
-    """Whether "no" is only accelerate's default, and the file decides the precision."""
-    if precision.strip().lower() not in ("", "no"):
-        return False
-    sections = [config.get(name) for name in ("bf16", "bfloat16", "fp16")]
-    return not any(
-        section == AUTO or (isinstance(section, Mapping) and section.get("enabled") == AUTO)
-        for section in sections
-    )

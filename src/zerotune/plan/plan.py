@@ -304,30 +304,6 @@ class DeepSpeedPlan(Settings):
         )
 
     @classmethod
-    def from_accelerate_environment(
-        cls, environ: Mapping[str, str] | None = None, *, also_known: Collection[str] = ()
-    ) -> DeepSpeedPlan:
-        """Read the environment variables that ``accelerate launch`` sets.
-
-        ``accelerate launch`` does not pass on the folders for NVMe offload, so a missing folder
-        causes only a warning. The accelerate package is not required.
-
-        Args:
-            environ: Environment variables; by default those of this process.
-            also_known: As in ``from_dict``, for the configuration file that the variables name.
-
-        Raises:
-            InvalidValueError: The variables do not request DeepSpeed.
-            PlanError: As in ``from_yaml``.
-        """
-        return raised(
-            DeepSpeedPlan,
-            read.read_whole(
-                lambda log: read.plan_from_environment(environ, log), also_known=also_known
-            ),
-        )
-
-    @classmethod
     def load(
         cls, path: str | os.PathLike[str], *, also_known: Collection[str] = ()
     ) -> DeepSpeedPlan:

@@ -309,7 +309,7 @@ class _Wrapped:
         return attrs.evolve(plan, **{name: asked})
 
 
-# -- Files and variables of `accelerate`: its YAML, the same settings in JSON, its environment.
+# -- Files of `accelerate`: its YAML, and the same settings in JSON.
 
 
 def plan_from_settings(
@@ -345,14 +345,6 @@ def plan_from_yaml(path: str | os.PathLike[str], log: Log) -> Settings:
         plain = False
     read = plan_from_mapping if plain else plan_from_settings
     return read(content, log, source=str(file), folder=file.parent)
-
-
-def plan_from_environment(environ: Mapping[str, str] | None, log: Log) -> Settings:
-    """Read environment variables as ``DeepSpeedPlan.from_accelerate_environment`` does."""
-    environ = os.environ if environ is None else environ
-    plan = _translated(accelerate.translate_environment(environ, log), log)
-    accelerate.missing_folders(plan, log)
-    return plan
 
 
 def _translated(found: accelerate.Translated, log: Log) -> Settings:

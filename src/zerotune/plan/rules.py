@@ -27,7 +27,7 @@ from zerotune.errors import (
     writes,
 )
 from zerotune.plan import keys as known_keys
-from zerotune.plan.accelerate import FROM_ENVIRONMENT, device_list
+from zerotune.plan.accelerate import device_list
 from zerotune.plan.context import Context, DeviceUpdate, EngineName, Streaming
 from zerotune.plan.optimizer.capability import Situation
 from zerotune.plan.optimizer.catalogue import ONE_BIT
@@ -1374,7 +1374,7 @@ def launcher_file(case: Case, this: Rule) -> Findings:
             {"what": "this spelling", "write": "write DEEPSPEED"},
         )
         yield this.finding(key, kind, edits=writes("DEEPSPEED"), **words)
-    if launch.num_processes in (None, -1) and case.plan.source != FROM_ENVIRONMENT:
+    if launch.num_processes in (None, -1):
         words = {
             "what": "a file that does not set the number of processes",
             "write": f"write the number of processes, such as {ranks}, or pass --num_processes",

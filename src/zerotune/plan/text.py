@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
-from typing_extensions import override
 
-from zerotune._util.palette import ROOM, component_colours
 from zerotune._util.table import Block, Line, Page, Table, brief_of, page_of, plain_value
 from zerotune._util.text import common_unit, counted, format_size
 from zerotune.decisions import Decision, worst_first
@@ -406,24 +403,6 @@ class Fit:
         rest = f"{left / size:.2f} free" if left >= 0 else f"over by {-left / size:.2f}"
         return f"{self.needed / size:.2f} of {self.available / size:.2f} {name}, {rest}"
 
-    def _html_bar(self, estimate: Estimate, words: str) -> str:
-        full = max(self.needed, self.available or 0, 1)
-        held = merged(estimate.peak(self.place).items)
-        colours = component_colours(name for name, _ in held)
-        pieces = "".join(
-            f'<span title="{escape(name)}: {format_size(size)}" style="display:inline-block;'
-            f'height:1.2em;width:{100 * size / full:.2f}%;background:{colours[name]}"></span>'
-            for name, size in held
-        )
-        key = ", ".join(
-            f'<span style="color:{colours[name]}">&#9632;</span> {escape(name)}' for name, _ in held
-        )
-        return (
-            f'<p style="margin:.4em 0 0"><b>{PLACE_NAMES[self.place]}</b> {escape(words)}</p>'
-            f'<div style="width:36em;max-width:100%;background:{ROOM};line-height:0">{pieces}</div>'
-            f'<p style="margin:0;font-size:smaller">{key}</p>'
-        )
-
 
 def fits(estimate: Estimate, budget: RankBudget | None = None) -> tuple[Fit, ...]:
     """Compare peak device, host and NVMe memory of ``estimate`` with ``budget``.
@@ -444,44 +423,25 @@ def estimate_unit(estimate: Estimate, budget: RankBudget | None = None) -> tuple
     return common_unit(fit.needed for fit in fits(estimate, budget))
 
 
-@attrs.frozen(kw_only=True)
-class MemoryTable(Table):
-    """Table of peak device, host and NVMe memory with budgets; notebooks show a chart instead."""
+def memory_table(estimate: Estimate, budget: RankBudget | None = None) -> Table:
+    """Return a table of peak device, host and NVMe memory.
 
-    estimate: Estimate
-    budget: RankBudget | None = None
-
-    @classmethod
-    def of(cls, estimate: Estimate, budget: RankBudget | None = None) -> MemoryTable:
-        """Build the table from ``estimate``, with ``budget`` in bytes per rank.
-
-        Args:
-            estimate: The memory estimate.
-            budget: Bytes available to each rank, as a mapping with the keys ``"device"``,
-                ``"host"`` and ``"nvme"``.
-        """
-        unit = estimate_unit(estimate, budget)
-        every = fits(estimate, budget)
-        over = {PLACE_NAMES[fit.place] for fit in every if not fit.fits}
-        return cls(
-            rows=tuple(
-                (PLACE_NAMES[fit.place], fit.words(unit), peak_words(estimate, fit.place))
-                for fit in every
-            ),
-            head=("place", "memory per rank", "when"),
-            style=lambda row: "error" if row[0] in over else "",
-            estimate=estimate,
-            budget=budget,
-        )
-
-    @override
-    def html(self) -> str:
-        """Return HTML bars for device, host and NVMe memory; tooltips show component sizes."""
-        unit = estimate_unit(self.estimate, self.budget)
-        return "".join(
-            fit._html_bar(self.estimate, fit.words(unit))
-            for fit in fits(self.estimate, self.budget)
-        )
+    Args:
+        estimate: The memory estimate.
+        budget: Bytes available to each rank, as a mapping with the keys ``"device"``, ``"host"``
+            and ``"nvme"``.
+    """
+    unit = estimate_unit(estimate, budget)
+    every = fits(estimate, budget)
+    over = {PLACE_NAMES[fit.place] for fit in every if not fit.fits}
+    return Table(
+        rows=tuple(
+            (PLACE_NAMES[fit.place], fit.words(unit), peak_words(estimate, fit.place))
+            for fit in every
+        ),
+        head=("place", "memory per rank", "when"),
+        style=lambda row: "error" if row[0] in over else "",
+    )
 
 
 def merged(items: Sequence[MemoryItem]) -> list[tuple[str, int]]:
@@ -549,7 +509,7 @@ def estimate_page(estimate: Estimate, *, budget: RankBudget | None = None) -> Pa
         Line(f"Memory per rank: {describe(estimate.resolved)}", style="title"),
         Line(subject(estimate), indent=2),
         Line(""),
-        MemoryTable.of(estimate, budget),
+        memory_table(estimate, budget),
     ]
     for place in PLACES:
         if any(item.place == place for item in estimate.items):
@@ -774,7 +734,7 @@ def advice_page(advice: Advised, *, most: int | None = None) -> Page:
             Line(f"headroom: {_sizes(headroom)}", indent=2),
             *([] if time is None else [Line(time_words(time), indent=2)]),
             Line(""),
-            MemoryTable.of(advice.estimate, rank_budget(budget, advice.estimate)),
+            memory_table(advice.estimate, rank_budget(budget, advice.estimate)),
             Line(""),
             Line(
                 f"{counted} in order of preference, those that fit first; GiB per rank:",
@@ -799,7 +759,7 @@ def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
             Line(f"missing: {_sizes(_shortfalls(candidate))}", indent=2),
             Line(candidate.reason, indent=2),
             Line(""),
-            MemoryTable.of(candidate.estimate, nearest_budget(candidate, budget=budget)),
+            memory_table(candidate.estimate, nearest_budget(candidate, budget=budget)),
         )
     )
 

@@ -189,20 +189,6 @@ def test_accelerates_parallelism_settings_are_refused_too(kind, prefix):
     assert not [each for each in plan(1).check() if each.rule == "parallelism"]
 
 
-@pytest.mark.parametrize(("used", "refused"), [("true", True), ("false", False)])
-def test_parallelism_in_the_launchers_environment_is_refused_too(used, refused):
-    plan = DeepSpeedPlan.from_accelerate_environment(
-        {
-            "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_USE_PARALLELISM_CONFIG": used,
-            "PARALLELISM_CONFIG_TP_SIZE": "2",
-            "PARALLELISM_CONFIG_CP_BACKEND": "torch",
-        }
-    )
-    found = [each.key for each in plan.check() if each.rule == "parallelism"]
-    assert found == (["parallelism_config.tp_size"] if refused else [])
-
-
 @pytest.mark.parametrize(
     "config",
     [{"sequence_parallel_size": 1}, {"pipeline": {"stages": "auto"}}, {"pipeline": [2]}],
@@ -370,8 +356,3 @@ def test_settings_that_accelerates_launcher_rejects(tmp_path, changes, key, fix)
     assert [finding.key for finding in found] == [f"launch.{key}"] * (key is not None)
     assert all(fix in finding.fix for finding in found)
     assert launcher_refuses(str(file)) == bool(found)
-
-
-def test_the_environment_of_a_started_process_needs_no_number_of_processes():
-    plan = DeepSpeedPlan.from_accelerate_environment({"ACCELERATE_USE_DEEPSPEED": "true"})
-    assert find("launcher-file", plan) == []

@@ -14,10 +14,8 @@ const swatch = (colour) => svg("svg", { class: "swatch", viewBox: "0 0 10 10", "
 
 export function renderMemory(memory) {
   const holder = byId("memory");
-  holder.classList.toggle("outdated", Boolean(memory.outdated));
   if (memory.reason) return fill(holder, el("p", { class: "sentence", text: memory.reason }));
   fill(holder,
-    memory.outdated ? el("p", { class: "message", "data-severity": "warning", text: memory.outdated }) : null,
     el("p", { class: "sentence", text: memory.subject }),
     ...memory.bars.flatMap(draw),
     ...memory.notes.map((note) => el("p", { class: "hint", text: `Note: ${note}.` })));
@@ -26,7 +24,6 @@ export function renderMemory(memory) {
 // Summary for narrow screens: the verdict, and each memory against its limit.
 export function renderStrip(chips, memory) {
   const [[severity, text]] = chips;
-  byId("strip").classList.toggle("outdated", Boolean(memory.outdated));
   const places = (memory.bars ?? []).map((bar) => {
     const full = Math.max(bar.needed, bar.available ?? 0) || 1;
     const words = [bar.needed, bar.available].filter((bytes) => bytes !== null).map(rounded).join("/");
