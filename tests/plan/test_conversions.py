@@ -19,7 +19,7 @@ from tests.plan.test_round_trips import (
     from_yaml_text,
     plan_of,
 )
-from zerotune.errors import InvalidValueError, PlanError
+from zerotune.errors import InvalidValueError, OptimizerError, PlanError
 from zerotune.offload.root import Roots, choose_root
 from zerotune.plan import DeepSpeedPlan, plan_document
 from zerotune.plan.accelerate import OF_THE_SCRIPT
@@ -51,7 +51,7 @@ def run(plan, machine, world_size):
     """Return what would run, including swap folders, or ``None`` if the plan is refused."""
     try:
         resolved = plan.resolve(platform=machine, world_size=world_size)
-    except PlanError:
+    except (PlanError, OptimizerError):
         return None
     config = resolved.plan.to_dict()
     roots = {}
@@ -142,7 +142,9 @@ def test_a_file_runs_the_same_after_any_conversion(name):
     read, content = FILES[name]
     plan = read(content)
     expected = runs(plan)
-    assert any(found is not None for found in expected.values())
+    # DeepSpeed and zerotune refuse clipping among the optimizer's arguments.
+    refused = name == "deepspeed: clipping in the optimizer"
+    assert any(found is not None for found in expected.values()) is not refused
     assert_every_way(expected, plan, () if plan.launch is None else (*plan.launch.to_dict(),))
 
 
