@@ -63,7 +63,7 @@ def test_damage_is_detected_before_anything_is_loaded(damaged, harm, message):
         ("not ours", r"mine: exists and is not a checkpoint, so it is not overwritten"),
         ("a file", r"thesis\.txt: exists and is not a checkpoint"),
         ("a link", r"link: is a symbolic link.*pass the folder that the link points to, .*good"),
-        ("disk too small", r"needs .* MiB of disk space, but only 16\.00 MiB are free.*prune"),
+        ("disk too small", r"needs .* KiB of disk space, but only 16\.00 MiB are free.*prune"),
         (
             "disk full",
             r"OSError: .*No space left on device: .*\.safetensors",
