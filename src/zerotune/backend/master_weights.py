@@ -501,23 +501,33 @@ class EMAUpdate:
         """Whether an optimizer step in host memory can run the update."""
         return self.tensors.device.type == "cpu"
 
-    @torch.no_grad()
-    def apply(self, fragment: Fragment) -> None:
-        """Update the part of the EMA that belongs to a fragment of the weights."""
-        for part, ema in self.tensors.ranges(fragment.address.key):
-            # Weights on the device are copied one by one to an EMA in host memory, and each copy
-            # makes the host wait. Such an EMA is limited by the copies' bytes, not by their number;
-            # if the device has room for 4 bytes per weight, a DeviceStore avoids both.
-            self.update(ema, fragment.value[part].to(ema.device))
+    def apply(self, fragments: Sequence[Fragment]) -> None:
+        """Update the parts of the EMA that belong to fragments of the weights.
 
-    def update(self, ema: torch.Tensor, weights: torch.Tensor) -> None:
+        Args:
+            fragments: The fragments, on one device.
+        """
+        tensors = self.tensors
+        if isinstance(tensors, EMAInMemory) and fragments[0].value.device == tensors.device:
+            emas = [tensors[each.address.key] for each in fragments]
+            self.update(emas, [each.value for each in fragments])
+            return
+        for fragment in fragments:
+            for part, ema in tensors.ranges(fragment.address.key):
+                # Weights on the device are copied one by one to an EMA in host memory, and each
+                # copy makes the host wait. Such an EMA is limited by the copies' bytes, not by
+                # their number; if the device has room for 4 bytes per weight, a DeviceStore avoids
+                # both.
+                self.update([ema], [fragment.value[part].to(ema.device)])
+
+    def update(self, emas: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
         """Update elements of the EMA.
 
         Args:
-            ema: Elements of the EMA, 1-D.
+            emas: Elements of the EMA, 1-D tensors.
             weights: The same elements of the weights, on the same device.
         """
-        ema.lerp_(weights, self.weight)
+        torch._foreach_lerp_(emas, weights, self.weight)
 
 
 class EMA(Protocol):
@@ -701,6 +711,7 @@ class MasterWeights:
         """
         self._layout.settle()
 
+    @torch.no_grad()
     def update_emas(self, updates: Sequence[EMAUpdate]) -> None:
         """Update EMAs of the weights, reading every fragment once.
 
@@ -714,9 +725,9 @@ class MasterWeights:
         joins = all(update.joins_steps for update in updates)
         if (joins and self._layout.update_emas(updates)) or not updates:
             return
-        for fragment in self.read():
+        for fragments in self._read_slabs():
             for update in updates:
-                update.apply(fragment)
+                update.apply(fragments)
 
     @torch.no_grad()
     def check_model(self, sample: int) -> None:
@@ -761,10 +772,17 @@ class MasterWeights:
     @torch.no_grad()
     def read(self) -> Iterator[Fragment]:
         """Yield this rank's fragments, with one flat tensor in memory at a time. Read only."""
+        for fragments in self._read_slabs():
+            yield from fragments
+
+    def _read_slabs(self) -> Iterator[list[Fragment]]:
         for index, addresses in self._by_slab():
             with self._layout.reading(index) as slab:
-                for address in addresses:
-                    yield Fragment(address=address, value=_narrow(slab.value, address), slab=slab)
+                flat = slab.value.detach().view(-1)
+                yield [
+                    Fragment(address=each, value=flat.narrow(0, each.offset, each.numel), slab=slab)
+                    for each in addresses
+                ]
 
     @torch.no_grad()
     def describe(self) -> Iterator[tuple[FragmentAddress, OptimizerStates]]:

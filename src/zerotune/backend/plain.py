@@ -193,7 +193,7 @@ class PlainEngine(Autocasting, CountingEngine):
 
     def _check_all_came(self) -> None:
         """Check that this rank has a gradient of every weight, without which DDP averages none."""
-        for name, parameter in self._named():
+        for name, parameter in self._module.named_parameters():
             if id(parameter) in self._trained - self._step_state.came:
                 raise EngineError(
                     "this parameter got no gradient in the window's last backward pass, so torch "

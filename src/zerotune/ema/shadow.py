@@ -558,13 +558,14 @@ class CheckedUpdate(EMAUpdate):
         return False
 
     @override
-    def update(self, ema: torch.Tensor, weights: torch.Tensor) -> None:
-        # Comparing all elements would take several times as long as the update.
-        sample = ema[:_COMPARED_AT_ONCE], weights[:_COMPARED_AT_ONCE]
-        self._before += squared_distance(*sample)
-        self._norm += squared_norm(sample[1])
-        super().update(ema, weights)
-        self._after += squared_distance(*sample)
+    def update(self, emas: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
+        for ema, weight in zip(emas, weights, strict=True):
+            # Comparing all elements would take several times as long as the update.
+            sample = ema[:_COMPARED_AT_ONCE], weight[:_COMPARED_AT_ONCE]
+            self._before += squared_distance(*sample)
+            self._norm += squared_norm(sample[1])
+            super().update([ema], [weight])
+            self._after += squared_distance(*sample)
 
     def verify(self) -> None:
         """Verify the update.

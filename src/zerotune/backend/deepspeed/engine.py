@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from zerotune._util.modules import every_parameter
 from zerotune.backend.checks import (
     Checks,
     RunningGroup,
@@ -182,7 +183,8 @@ class ZeROEngine(Engine):
         if self._trained <= came:
             return []
         expected = self._trained - came
-        return [(n, p) for n, p in self._named() if id(p) in expected and p.requires_grad]
+        named = self._module.named_parameters()
+        return [(n, p) for n, p in named if id(p) in expected and p.requires_grad]
 
     def _check_gradients(self) -> None:
         """Say once that DeepSpeed takes zeros for weights without a gradient; refuse lost ones."""
@@ -285,12 +287,13 @@ class ZeROEngine(Engine):
 
     @override
     def _check_before_step(self, step: int) -> None:
-        frozen = [
-            name
-            for name, parameter in (self._named() if self._plan.stage else ())
-            if not parameter.requires_grad and id(parameter) in self._trained
-        ]
-        moved = set(frozen) - self._names_at_rest() if frozen else ()
+        trained, moved = self._trained, set[str]()
+        if self._plan.stage and any(
+            not each.requires_grad and id(each) in trained for each in every_parameter(self._module)
+        ):
+            named = self._module.named_parameters()
+            moved = {name for name, p in named if not p.requires_grad and id(p) in trained}
+            moved -= self._names_at_rest()
         if moved:
             raise EngineError(
                 "this parameter was frozen after the engine started, but DeepSpeed would still "

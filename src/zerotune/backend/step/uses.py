@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from zerotune._util.modules import every_module
 from zerotune.backend.step.awaited import wait_for
 
 CALL_COMPILED: Final = (
@@ -64,7 +65,7 @@ class ForeignUses:
         # already.
         if self._watch is None and "torch._dynamo" in sys.modules:
             self._watch = CompilerWatch(self._compiling)
-        for module in self._module.modules():
+        for module in every_module(self._module):
             attributes = vars(module)
             if (
                 attributes.get("_compiled_call_impl") is not None
