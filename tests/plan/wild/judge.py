@@ -124,11 +124,11 @@ def _runs(*arguments: str) -> str:
     from tests.plan.accelerate_runs import what_runs
 
     said = what_runs(*arguments, fitting=True).get("refused", ACCEPTED)
-    return " ".join(str(said).split())[:SHORTEST]
+    return " ".join(str(said).split())
 
 
 def _said(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:SHORTEST]
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def main(folder: Path) -> dict[str, dict[str, str]]:
@@ -145,7 +145,7 @@ def main(folder: Path) -> dict[str, dict[str, str]]:
         file = placed(name, within)
         os.chdir(within)  # accelerate looks for named files in the working directory
         verdicts[name] = {
-            key: said.replace(f"{within}/", "") for key, said in verdict(file).items()
+            key: said.replace(f"{within}/", "")[:SHORTEST] for key, said in verdict(file).items()
         }
     return verdicts
 
