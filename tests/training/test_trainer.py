@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from PIL import Image
 
 from tests.support.errors import error_of
 from tests.support.models import tiny_unet
@@ -101,11 +100,6 @@ def _check_files(folder, losses, ranks):
         assert sum(line.phases.values()) <= line.seconds
         assert line.host_peak > 50 * 2**20
         assert line.device_peak is None or line.device_peak > 0
-    for name in ("loss.png", "memory.png"):
-        with Image.open(folder / name) as image:
-            image.load()
-            assert image.width > 500
-            assert len(image.convert("L").getcolors(256)) > 10, f"{name} is blank"
 
 
 def _check_report(report, ranks):
