@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import run_ranks
-
 pytest.importorskip("tomllib", reason="reads pyproject.toml with Python 3.11's parser")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,12 +34,10 @@ def test_the_arrows_inside_plan_equal_the_import_contract():
     assert block(page(), "arrows") == arrows(), AGAIN
 
 
-@pytest.mark.deepspeed
 def test_the_figures_on_the_page_equal_those_of_the_code():
-    from tools.architecture import block, figures, planning, training
+    from tools.architecture import block, figures
 
-    (journeys,) = run_ranks(training)
-    assert block(page(), "figures") == figures({**planning(), **journeys}), AGAIN
+    assert block(page(), "figures") == figures(), AGAIN
 
 
 def test_every_file_named_on_the_page_exists():

@@ -354,7 +354,9 @@ def _masters(
         kept = memory.zeros(weights.numel(), torch.int16)
         masters = SplitMasters(high=weights, low=kept)
     else:
-        kept = memory.zeros(weights.numel(), torch.float32).copy_(weights)
+        kept = weights
+        if weights.dtype != torch.float32:  # fp32 weights are their own master weights.
+            kept = memory.zeros(weights.numel(), torch.float32).copy_(weights)
         masters = WholeMasters(kept)
     key = torch.nn.Parameter(kept.view(tuple(shape)), requires_grad=kind == "fp32")
     return key, masters
