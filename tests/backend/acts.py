@@ -1252,7 +1252,6 @@ REVERSIBLE: Final = (
     "swap in an average of one's own with copy_",
     "swap in the average",
     "edit the masters",
-    "clip gradients by hand",
     "zero_grad by hand",
     "deepcopy",
     "state_dict out",

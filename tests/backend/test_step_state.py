@@ -252,6 +252,28 @@ def test_data_that_end_earlier_on_a_rank_are_named_within_seconds_in_a_loop_of_o
         assert "rank 0 has begun pass 3, but the data of rank 1 ended after 2" in str(raised.value)
 
 
+@pytest.mark.parametrize("kind", ["host", "streamed", "z2 cpu", "z3"])
+def test_gradients_that_are_kept_elsewhere_are_not_clipped_or_cleared_in_vain(kind):
+    with start(kind) as engine, start(kind) as reference:
+        weights = list(engine.module.parameters())
+        for each in (engine, reference):
+            each.backward(loss_of(each, 0))
+        for use in (
+            lambda: torch.nn.utils.clip_grad_norm_(weights, 0.1),
+            torch.optim.SGD(weights).step,
+        ):
+            with pytest.raises(StepOrderError, match=r"keeps its gradients elsewhere"):
+                use()
+        engine.step()
+        reference.step()
+        assert same(engine, reference)
+        assert all(weight.grad is None for weight in weights)
+        engine.backward(loss_of(engine, 1))
+        engine.module.zero_grad()
+        with pytest.raises(StepOrderError, match=r"keeps its gradients elsewhere"):
+            engine.step()
+
+
 @pytest.mark.parametrize("kind", ["plain", "host", "z2"])
 def test_training_with_averaged_weights_is_refused(kind):
     with start(kind) as engine, start(kind) as reference:

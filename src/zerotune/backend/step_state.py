@@ -19,6 +19,7 @@ backward passes that did not go through the engine.
 from __future__ import annotations
 
 import enum
+import functools
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -88,6 +89,11 @@ class StepState:
         self._is_passing = False
         self._why = ""
         self._hooks: list[Any] = []
+        self._sums_in_place = True
+        self._parameters: Sequence[torch.Tensor] = ()
+        self._sealed: Any = None
+        """The smallest watched parameter."""
+        self._seal: torch.Tensor | None = None
 
     def ask(self, call: str) -> None:
         """Check that a call may come next.
@@ -103,6 +109,8 @@ class StepState:
             raise StepOrderError(
                 self.stage.value + self._why, key=f"engine.{call}", fix=_NEXT[self.stage]
             )
+        if call not in ("forward", "backward", "read"):
+            self._unseal(check=call == "step")
 
     @contextmanager
     def passing(self, after_failure: Callable[[], Stage]) -> Iterator[None]:
@@ -122,6 +130,8 @@ class StepState:
         finally:
             self._is_passing = False
         self.stage = Stage.BACKWARD
+        if not self._sums_in_place:
+            self._seal_gradients()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -149,6 +159,7 @@ class StepState:
             boundary: Whether the accumulation window has ended.
             applied: Whether the weights have changed.
         """
+        self._unseal(check=False)
         if applied:
             self._renew()
         self.is_open = self.is_open and not boundary
@@ -261,7 +272,8 @@ class StepState:
                 are then dropped too.
         """
         self._sums_in_place = sums_in_place
-        self._watched = frozenset(map(id, parameters))
+        self._sealed = min(parameters, key=lambda each: each.numel())
+        self._parameters, self._watched = parameters, frozenset(map(id, parameters))
         for each in parameters:
             hook = each.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
             # Before the engine's own hooks, which take the gradient.
@@ -270,8 +282,30 @@ class StepState:
 
     def unwatch(self) -> None:
         """Remove the hooks that ``watch`` has registered."""
+        self._unseal(check=False)
         for hook in self._hooks:
             hook.remove()
+
+    def _seal_gradients(self) -> None:
+        """Let other code notice that the gradients are not in ``parameter.grad``."""
+        import torch
+
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._sealed.grad is None:
+                zeros = torch.zeros_like(self._sealed, memory_format=torch.preserve_format)
+                self._seal = self._sealed.grad = zeros.as_subclass(_gradient_elsewhere())
+
+    def _unseal(self, *, check: bool) -> None:
+        import torch
+
+        seal, self._seal = self._seal, None
+        if seal is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            is_whole = self._sealed.grad is seal
+            self._sealed.grad = None
+            if check and not (is_whole and all(each.grad is None for each in self._parameters)):
+                raise _elsewhere()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         import torch
@@ -280,7 +314,7 @@ class StepState:
             self.came.add(id(parameter))
         else:
             with torch._C.DisableTorchFunctionSubclass():
-                parameter.grad = None
+                parameter.grad = self._seal if parameter is self._sealed else None
             error = _foreign()
             if self._sums_in_place and self.is_open and self.stage is not Stage.LOST:
                 self.fail(Stage.BROKEN, error)
@@ -303,6 +337,31 @@ def _foreign() -> StepOrderError:
         "per micro batch, with the sum of all losses; while another model is trained through this "
         "one, freeze this one with engine.module.requires_grad_(False)",
     )
+
+
+def _elsewhere() -> StepOrderError:
+    return StepOrderError(
+        "other code read or cleared parameter.grad between engine.backward and engine.step, but "
+        "this engine keeps its gradients elsewhere, so that would have no effect",
+        key="parameter.grad",
+        fix="write gradient_clipping into the plan instead of calling clip_grad_norm_, leave "
+        "zero_grad and the optimizer's step to the engine, and call engine.discard() to drop "
+        "gradients; parameter.register_hook changes a gradient",
+    )
+
+
+@functools.cache
+def _gradient_elsewhere() -> type[torch.Tensor]:
+    import torch
+
+    class GradientElsewhere(torch.Tensor):
+        """Stands in ``parameter.grad`` for a gradient that the engine keeps elsewhere."""
+
+        @classmethod
+        def __torch_function__(cls, *_: Any) -> Any:
+            raise _elsewhere()
+
+    return GradientElsewhere
 
 
 def _call_first(hook: Any, hooks: dict[int, Any]) -> None:
