@@ -436,6 +436,12 @@ def run_kind(name: str, count: int) -> None:
     sequences()
 
 
+def test_graphs_of_a_whole_window_may_exist_before_its_first_backward_pass():
+    for name in KINDS:
+        for backward in ("backward", "backward_of_the_oldest"):
+            play(name, 2, ["train", "train", "forward", "forward", *(backward, "step") * 2])
+
+
 def test_100_sequences_of_calls_do_what_torch_does_or_are_refused():
     run(100)
 

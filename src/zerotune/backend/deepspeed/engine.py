@@ -165,6 +165,7 @@ class ZeROEngine(Engine):
         if mixes and self._engine.global_steps % _ORDER_EVERY == 0:
             check_same_order(loss, self._module, self._group)
         self._master_weights.settle()
+        self._wrapper.begin_backward()
         try:
             self._raw_backward(loss)
         except (AssertionError, RuntimeError) as error:

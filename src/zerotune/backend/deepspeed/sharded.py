@@ -218,6 +218,7 @@ class ShardedWrapper(OptimizerWrapper):
                 "_reassign_or_swap_out_partitioned_parameters",
                 "_release_swap_buffers",
                 "_swappable_optimizer_subgroup",
+                "clear_backward_seen_flag",
                 "create_reduce_and_remove_grad_hooks",
                 "empty_partition_cache",
                 "get_param_id",
@@ -270,6 +271,12 @@ class ShardedWrapper(OptimizerWrapper):
     @override
     def loses_earlier_gradients(self) -> bool:
         return bool(self.raw.offload_optimizer)
+
+    @override
+    def begin_backward(self) -> None:
+        # DeepSpeed counts a window's passes at the next forward pass; without one in between, the
+        # second backward pass would overwrite the gradients of the first.
+        self.raw.clear_backward_seen_flag()
 
     @override
     def begin_window(self, without: Sequence[tuple[str, torch.nn.Parameter]]) -> None:

@@ -96,6 +96,9 @@ class OptimizerWrapper(ABC):
         """Whether a step uses only weights with a gradient from a window's last backward pass."""
         return False
 
+    def begin_backward(self) -> None:  # noqa: B027
+        """Prepare for the backward pass of one micro batch."""
+
     def begin_window(self, without: Sequence[tuple[str, torch.nn.Parameter]]) -> None:  # noqa: B027
         """Handle what got no gradient in the first backward pass of an accumulation window.
 
