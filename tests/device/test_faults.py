@@ -16,7 +16,7 @@ import torch
 
 from tests.device import on_device
 from tests.device.cases import RESIDENT, STREAMED, ZERO_2, Case, differences, run
-from zerotune.backend.host import passes
+from zerotune.backend.host import updates
 from zerotune.backend.host.gradients import GradientPool
 from zerotune.backend.host.lanes import Copy, Lane
 from zerotune.diffusion.activations import StreamTransfers
@@ -73,9 +73,9 @@ def gradients_overwrite_gradients_that_are_not_used_yet(patch: pytest.MonkeyPatc
         time.sleep(0.003)
         update(*arguments)
 
-    original, update = GradientPool.take, passes._run
+    original, update = GradientPool.take, updates._run
     patch.setattr(GradientPool, "take", take)
-    patch.setattr(passes, "_run", update_later)
+    patch.setattr(updates, "_run", update_later)
 
 
 def memory_is_not_kept_for_another_stream(patch: pytest.MonkeyPatch) -> None:
