@@ -24,7 +24,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from 
 @pytest.fixture(scope="module")
 def attack(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("fuzz")
-    client = session.builder_client(tmp_path / "root", tmp_path / "templates")
+    client = session.builder_client(tmp_path / "root")
     found = Attacker(tmp_path / "root", client, longest=PATIENT)
     found(Case(text='{"train_batch_size": 1}', seed="warm-up"))
     return found

@@ -702,6 +702,9 @@ class _RollCall:
     ) -> None:
         self._prefix, self._rank = f"zerotune/{name}", rank
         self._store = dist.distributed_c10d._get_default_store() if store is None else store
+        # A read waits for an answer, and a connection lets nobody else write in the meantime: notes
+        # would wait for a store whose process is stopped.
+        self._reader = own_store(self._store)
         self.members: list[ProcessIdentity] = [] if before is None else before.members
         """Process of each rank."""
         self.holders: list[int] = [0] if before is None else before.holders
@@ -738,7 +741,7 @@ class _RollCall:
         with contextlib.suppress(RuntimeError):
             for rank in self._elsewhere():
                 key = f"{self._prefix}/{rank}/passes"
-                begun = int(self._store.get(key)) if self._store.check([key]) else 0
+                begun = int(self._reader.get(key)) if self._reader.check([key]) else 0
                 if begun > own:
                     ahead[rank] = (
                         f"has begun pass {begun}, but the data of rank {self._rank} ended "
@@ -804,7 +807,7 @@ class _RollCall:
         absent = {}
         for rank in range(len(self.members)):
             key = f"{self._prefix}/{rank}"
-            note = self._store.get(key).decode() if self._store.check([key]) else "0 nothing"
+            note = self._reader.get(key).decode() if self._reader.check([key]) else "0 nothing"
             count, _, purpose = note.partition(" ")
             if int(count) < self.count:
                 state = f"last reached {purpose!r}" if int(count) else "never arrived"

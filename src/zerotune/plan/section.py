@@ -242,7 +242,12 @@ def join(prefix: str, name: str) -> str:
 
 
 def value_at(config: Any, path: str) -> Any:
-    """Return the value at a path in nested mappings; ``UNSET`` if there is none."""
+    """Return the value at a path in nested mappings; ``UNSET`` if there is none.
+
+    Args:
+        config: The mappings.
+        path: Keys, joined with dots.
+    """
     for name in path.split("."):
         if not isinstance(config, Mapping) or name not in config:
             return UNSET
