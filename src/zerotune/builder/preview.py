@@ -203,8 +203,16 @@ class Machines:
 
 
 def _whole_number(*, least: int = 1, most: int) -> Callable[..., Any]:
-    kind = Integer(minimum=least, maximum=most, auto=False)
-    return lambda value, *, key: kind.read(value, key)[0]
+    kind, fix = Integer(minimum=least, maximum=most, auto=False), f"write {least} to {most}"
+
+    def read(value: Any, *, key: str) -> Any:
+        try:
+            return kind.read(value, key)[0]
+        except InvalidValueError as error:
+            # The kind's edits would set the field to its smallest or largest number.
+            raise InvalidValueError(error.reason, key=key, value=value, fix=fix) from None
+
+    return read
 
 
 _CARDS: Final = {card.label: card for card in CARDS}
