@@ -729,6 +729,8 @@ class _RollCall:
     def leave(self) -> None:
         """Record in the store that this rank takes part in nothing more."""
         self.note("", f"-1 has closed its engine after {self.passes} backward passes")
+        # Closes the other connection.
+        self._reader = self._store
 
     def note(self, what: str, value: str) -> None:
         """Record a value in the store."""
