@@ -107,12 +107,11 @@ class Masters(ABC):
 
 
 @attrs.frozen(eq=False)
-class WholeMasters(Masters):
-    """Master weights stored in fp32."""
+class _OneTensor(Masters):
+    """Master weights stored in one tensor."""
 
-    holds_weights = False
     weight: torch.Tensor
-    """fp32, 1-D."""
+    """1-D."""
 
     @property
     @override
@@ -123,6 +122,12 @@ class WholeMasters(Masters):
     @override
     def numel(self) -> int:
         return self.weight.numel()
+
+
+class WholeMasters(_OneTensor):
+    """Master weights stored in fp32."""
+
+    holds_weights = False
 
     @override
     def read(self, part: slice = slice(None)) -> torch.Tensor:
@@ -201,22 +206,8 @@ class SplitMasters(Masters):
         move_into(self.low, torch.where(low == -0x8000, -0x7FFF, low).to(torch.int16))
 
 
-@attrs.frozen(eq=False)
-class StochasticMasters(Masters):
+class StochasticMasters(_OneTensor):
     """Master weights that are only the model's bf16 weights, rounded at random in every update."""
-
-    weight: torch.Tensor
-    """bf16, 1-D."""
-
-    @property
-    @override
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        return {"weight": self.weight}
-
-    @property
-    @override
-    def numel(self) -> int:
-        return self.weight.numel()
 
     @override
     def read(self, part: slice = slice(None)) -> torch.Tensor:
