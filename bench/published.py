@@ -19,7 +19,7 @@ import attrs
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.families import as_facts
 from zerotune.plan.memory.estimate import Workload, sample_size
-from zerotune.plan.memory.time import CARDS, card_platform
+from zerotune.plan.memory.time import card_named, card_platform
 
 LEDGER: Final = Path(__file__).with_name("published.json")
 
@@ -59,10 +59,9 @@ def published(file: Path = LEDGER) -> list[Published]:
 
 
 def _predicted(row: Mapping[str, Any]) -> Published:
-    cards = [one for one in CARDS if one.name == row["card"]]
-    memory = row.get("memory_limit", cards[0].memory)
-    card = min(cards, key=lambda one: abs(one.memory - memory))
-    platform = card_platform(card, ram=row.get("ram", 128) * 2**30)
+    card = card_named(row["card"], key="card")
+    limit = row.get("memory_limit", card.memory)
+    platform = card_platform(card, vram=limit * 2**30, ram=row.get("ram", 128) * 2**30)
     resolution = row.get("resolution")
     facts = as_facts(row["model"], lora=row.get("lora"), base_dtype=row.get("base_dtype"))
     plan = DeepSpeedPlan.build(
@@ -78,14 +77,7 @@ def _predicted(row: Mapping[str, Any]) -> Published:
         **sample_size(row["model"], facts, resolution=size, frames=row.get("frames")),
     )
     if row.get("streamed"):
-        limited = attrs.evolve(
-            platform,
-            devices=tuple(
-                attrs.evolve(one, total_memory=memory * 2**30) for one in platform.devices
-            ),
-        )
-        resolved = attrs.evolve(resolved, platform=limited).with_units_kept(workload)
-        resolved = attrs.evolve(resolved, platform=platform)
+        resolved = resolved.with_units_kept(workload)
     estimate = resolved.estimate(workload)
     time = estimate.step_time()
     if time is None:
