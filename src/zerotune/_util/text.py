@@ -17,7 +17,6 @@ from zerotune.errors import UNSET, InvalidValueError, shorten
 _LONGEST_COMPARED: Final = 100
 """No name is longer, and the time of a comparison grows faster than the square of the length."""
 _SHORTEST_BEGUN: Final = 3
-_ADDRESS: Final = re.compile(r" at 0x[0-9A-Fa-f]+")
 
 
 def squash(name: str) -> str:

@@ -862,6 +862,8 @@ def _pass_parts(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator
 
 def _dequantized(case: Costing, rates: Rates) -> Iterator[TimePart]:
     """Yield the time in which each pass writes quantized weights in the plan's precision."""
+    if not case.model.storages:
+        return
     weights = [one for one in case.model.parameters if one.storage is not None]
     nbytes = sum(one.nbytes(case.element) + case.element * one.numel for one in weights)
     passes: Mapping[StepPhase, int] = {
