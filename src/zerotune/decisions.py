@@ -29,6 +29,15 @@ _MOST_MISTAKES: Final = 20
 _announced: set[tuple[str, str, str]] = set()
 
 
+class Rejected(str):
+    """Reason of a decision on a value that DeepSpeed rejects and zerotune reads.
+
+    ``plan check`` reports such decisions as errors.
+    """
+
+    __slots__ = ()
+
+
 @attrs.frozen(kw_only=True)
 class Decision:
     """A record about one setting: its old and new values, the reason, and the fix.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -138,6 +139,35 @@ def test_what_only_deepspeed_refuses_fails_the_check_but_not_a_run(check, change
     plan = DeepSpeedPlan.from_dict({**CLEAN, **change})
     assert [finding.severity for finding in plan.check()] == ["warning"]
     plan.resolve(platform=Platform.synthetic("cuda"))
+
+
+REJECTED = [
+    *({"zero_optimization": {"stage": 2, "offload_optimizer": each}}
+      for each in ({"device": "gpu"}, {"device": "CPU"}, {"device": None}, "cpu", False)),
+    {"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}},
+    {"bf16": True},
+    {"amp": {"enabled": False}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", REJECTED, ids=str)
+def test_spellings_that_only_zerotune_reads_fail_the_check_but_not_a_run(check, change):
+    status, out, _ = check({**CLEAN, **change})
+    assert status == 1
+    assert len([line for line in out.splitlines() if line.startswith("[error]")]) == 1
+    DeepSpeedPlan.from_dict({**CLEAN, **change}).resolve(platform=Platform.synthetic("cuda"))
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("change", REJECTED, ids=str)
+def test_deepspeed_rejects_the_spellings_that_fail_the_check(change, monkeypatch):
+    import deepspeed.runtime.config as reading
+
+    from tests.plan.test_deepspeed_agrees import Ranks
+
+    monkeypatch.setattr(reading, "dist", Ranks(1))
+    with pytest.raises((ValueError, TypeError, reading.DeepSpeedConfigError)):
+        reading.DeepSpeedConfig(copy.deepcopy({**CLEAN, **change}))
 
 
 @pytest.mark.parametrize("content", ["{", '{"a": 1,, }', "\x00"])

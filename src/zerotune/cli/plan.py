@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 from zerotune._util.table import Line, Page
 from zerotune._util.text import counted
 from zerotune.cli import Below, Later, add_commands, print_json, print_page, print_text
-from zerotune.decisions import SEVERITIES, Decision, raise_all, worst_first
+from zerotune.decisions import SEVERITIES, Decision, Rejected, raise_all, worst_first
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, UnknownKeyError
 from zerotune.plan import read
 from zerotune.plan.context import Context
@@ -220,11 +220,12 @@ class _Check(Below):
 
 
 def _as_refused(one: Decision) -> Decision:
-    """Return a finding as an error if DeepSpeed or accelerate refuses what zerotune accepts."""
+    """Return a record as an error if DeepSpeed or accelerate refuses what zerotune accepts."""
     import attrs
 
     refused = {each.id for each in all_rules() if each.refused_elsewhere}
-    return attrs.evolve(one, severity="error") if one.rule in refused else one
+    is_refused = one.rule in refused or isinstance(one.reason, Rejected)
+    return attrs.evolve(one, severity="error") if is_refused else one
 
 
 _Place = tuple[str, "int | None"]

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 
 import attrs
 
+from zerotune.decisions import Rejected
 from zerotune.errors import Edits
 from zerotune.plan.keys import (
     AIO,
@@ -75,7 +76,7 @@ class OffloadSection(Section):
         Choice(
             choices=(*OFFLOAD_DEVICES, "auto"),
             synonyms=_DEVICE_SYNONYMS,
-            respelt="DeepSpeed rejects this spelling",
+            respelt=Rejected("DeepSpeed rejects this spelling"),
             null="none",
         )
     )

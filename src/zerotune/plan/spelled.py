@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune.decisions import Log
+from zerotune.decisions import Log, Rejected
 from zerotune.errors import REMOVAL, PlanConflictError
 from zerotune.plan.keys import REMOVED, REMOVED_ZERO, ZERO_ALIASES
 from zerotune.plan.section import join
@@ -72,7 +72,7 @@ class _Translating:
                     key=key,
                     before=value,
                     after={member: value},
-                    reason="DeepSpeed requires an object here",
+                    reason=Rejected("DeepSpeed requires an object here"),
                 )
         self._drop_disabled(REMOVED)
         return section
@@ -98,7 +98,7 @@ class _Translating:
             if off:
                 why = f"dropped; DeepSpeed 0.19 rejects the key even if disabled: it removed {what}"
                 path = join(self.path, key)
-                self.log.decide(path, self.section.pop(key), None, why, "warning")
+                self.log.decide(path, self.section.pop(key), None, Rejected(why), "warning")
 
     def _boolean_zero(self) -> None:
         value = self.section.get("zero_optimization")
@@ -151,7 +151,7 @@ class _Translating:
             key=f"{self.path}.{key}",
             before=value,
             after={"device": device},
-            reason="DeepSpeed requires an object with a device here",
+            reason=Rejected("DeepSpeed requires an object with a device here"),
         )
 
     def _legacy_offload(self, key: str, modern: str) -> None:

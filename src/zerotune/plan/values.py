@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Literal
 import attrs
 
 from zerotune._util.text import as_number, is_integer, is_number
-from zerotune.decisions import Log
+from zerotune.decisions import Log, Rejected
 from zerotune.errors import InvalidValueError, writes
 
 Auto = Literal["auto"]
@@ -183,7 +183,10 @@ class Integer(Number):
     def _number(self, value: Any, key: str) -> Reading:
         number, reason = Number._number(self, value, key)
         if isinstance(number, float) and number.is_integer():
-            return int(number), "DeepSpeed wants a whole number here"
+            why = "DeepSpeed wants a whole number here"
+            # DeepSpeed reads 5e8 and "500000000", but not "5e8".
+            rejected = isinstance(value, str) and "e" in value.lower()
+            return int(number), Rejected(why) if rejected else why
         if not is_integer(number):
             raise self._refused(value, key)
         return number, reason
@@ -272,7 +275,7 @@ class Choice(Kind):
 
     def _read(self, value: Any, key: str) -> Reading:
         if value is None and self.null is not None:
-            return self.null, f"null means {self.null!r} here"
+            return self.null, Rejected(f"null means {self.null!r} here; DeepSpeed rejects null")
         word = value.strip().lower() if isinstance(value, str) else value
         if isinstance(value, bool):  # YAML reads the word `no` as false
             word = "yes" if value else "no"
