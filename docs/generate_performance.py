@@ -29,6 +29,8 @@ WRITTEN_BY = "<!-- Written by docs/generate_performance.py; edit that. -->"
 ORDER = (
     "models", "overhead", "checkpoint", "step", "stream", "ema", "data", "memory", "prediction",
 )  # fmt: skip
+BUSY = "models_busy"
+"""The benchmark of models on a machine with other load."""
 UNMEASURED = "not measured yet"
 
 # Columns: benchmark, case, contestant, quantity, reference, and label on the page.
@@ -186,6 +188,8 @@ def page() -> str:
         "## Costs",
         _compared(results, COSTS),
         _estimates(results["memory"]),
+        "## On a busy machine",
+        *_busy(),
         "## Not measured yet",
         NOT_ON_A_GPU,
         _published(),
@@ -193,6 +197,18 @@ def page() -> str:
         REPEAT,
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _busy() -> Iterator[str]:
+    """Yield the section's parts: the rows of models, measured beside other programs."""
+    busy = _result(BUSY)
+    loads = [case["load_before"] for case in busy["cases"]]
+    yield (
+        "The steps of models above ran alone or with priority over other programs. Beside other"
+        f" programs, with a load average of {min(loads):.0f} to {max(loads):.0f} on"
+        f" {busy['hardware']['usable_cores']} cores, the ratios were:"
+    )
+    yield _compared({"models": busy}, [row for row in GAINS if row[0] == "models"])
 
 
 def _machines(results: Mapping[str, Any]) -> str:
@@ -228,9 +244,11 @@ def measurements() -> str:
 
 def stored() -> dict[str, dict[str, Any]]:
     """Return the stored results, in the order of the page."""
-    return {
-        name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in ORDER
-    }
+    return {name: _result(name) for name in ORDER}
+
+
+def _result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _compared(results: Mapping[str, Any], table: Sequence[tuple[str, ...]]) -> str:
