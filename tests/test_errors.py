@@ -105,8 +105,11 @@ def wrapped(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def is_whole(call: ast.AST) -> bool:
-    named = {word.arg for word in call.keywords} if isinstance(call, ast.Call) else set()
-    return {"key", "fix"} <= named
+    if not isinstance(call, ast.Call):
+        return False
+    first = zip(("reason", "fix", "key", "value"), call.args, strict=False)
+    named = {name for name, _ in first} if made_by(call).endswith("Error") else set()
+    return {"key", "fix"} <= named | {word.arg for word in call.keywords}
 
 
 def made_by(call: ast.Call) -> str:

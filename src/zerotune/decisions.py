@@ -38,7 +38,7 @@ class Rejected(str):
     __slots__ = ()
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Decision:
     """A record about one setting: its old and new values, the reason, and the fix.
 
@@ -59,17 +59,17 @@ class Decision:
     severity: Severity = "note"
     """``"error"``: the plan cannot run; ``"warning"``: probably unintended; ``"note"``: anything
     else."""
-    fix: str = ""
+    fix: str = attrs.field(default="", kw_only=True)
     """What to write instead; empty if there is nothing to change."""
-    edits: tuple[Edits, ...] = attrs.field(default=(), eq=False, repr=False)
+    edits: tuple[Edits, ...] = attrs.field(default=(), eq=False, repr=False, kw_only=True)
     """Alternative changes that do what ``fix`` says."""
-    rule: str = ""
+    rule: str = attrs.field(default="", kw_only=True)
     """Id of the rule or step that created the record; empty for a choice."""
-    is_default: bool = attrs.field(default=False, eq=False, repr=False)
+    is_default: bool = attrs.field(default=False, eq=False, repr=False, kw_only=True)
     """Whether the value is DeepSpeed's own default, which reports count and do not list."""
-    written: str | None = attrs.field(default=None, eq=False, repr=False)
+    written: str | None = attrs.field(default=None, eq=False, repr=False, kw_only=True)
     """Name of the setting in the user's file if it differs from ``key``."""
-    error: ZeroTuneError | None = attrs.field(default=None, eq=False, repr=False)
+    error: ZeroTuneError | None = attrs.field(default=None, eq=False, repr=False, kw_only=True)
     """The error from which the record was created."""
 
     @classmethod
@@ -119,11 +119,7 @@ class Decision:
         error = self.error
         if error is None:
             error = PlanConflictError(
-                self.reason,
-                key=self.key,
-                value=self.before,
-                fix=self.fix or None,
-                edits=self.edits,
+                self.reason, self.fix or None, self.key, self.before, edits=self.edits
             )
         return error if self.written is None else error.called(self.written)
 
@@ -222,11 +218,11 @@ class Log:
         """
         self.decisions.append(
             Decision(
-                key=key,
-                before=before,
-                after=after,
-                reason=reason,
-                severity=severity,
+                key,
+                before,
+                after,
+                reason,
+                severity,
                 is_default=is_default,
                 written=name_of(key, self.names),
             )
@@ -240,7 +236,7 @@ class Log:
             reason: What is wrong.
             fix: What to write instead.
         """
-        error = PlanConflictError(reason, key=key, fix=fix)
+        error = PlanConflictError(reason, fix, key)
         self.decisions.append(Decision.of(error, severity="warning"))
 
     def refuse(self, error: ZeroTuneError) -> None:

@@ -185,10 +185,10 @@ class ZeroTuneError(Exception):
     def __init__(
         self,
         reason: str,
-        *,
+        fix: str | None = None,
         key: str | None = None,
         value: Any = UNSET,
-        fix: str | None = None,
+        *,
         edits: Iterable[Edits] = (),
         shell_fix: str | None = None,
     ) -> None:

@@ -55,9 +55,7 @@ def empty_figure(**how: Any) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError(
-            f"plots require matplotlib ({error})",
-            key="matplotlib",
-            fix="run pip install 'zerotune[plot]'",
+            f"plots require matplotlib ({error})", "run pip install 'zerotune[plot]'", "matplotlib"
         ) from error
     # Not pyplot: that would choose a backend for the whole process and keep the figure.
     figure = Figure(**how)

@@ -153,30 +153,28 @@ def whole(
     if is_integer(value) and least <= value and (most is None or value <= most):
         return value
     upper = " or more" if most is None else f" to {most}"
-    raise InvalidValueError(
-        f"must be a whole number, {least}{upper}", key=key, value=value, fix=fix
-    )
+    raise InvalidValueError(f"must be a whole number, {least}{upper}", fix, key, value)
 
 
 def finite(value: Any, *, key: str, fix: str | None = None) -> float:
     """Return ``value`` as a ``float``; raise an error unless it is a finite number."""
     if is_number(value):
         return float(value)
-    raise InvalidValueError("must be a finite number", key=key, value=value, fix=fix)
+    raise InvalidValueError("must be a finite number", fix, key, value)
 
 
 def positive(value: Any, *, key: str, fix: str | None = None) -> float:
     """Return ``value`` as a ``float``; raise an error unless it is above 0."""
     if is_number(value) and value > 0:
         return float(value)
-    raise InvalidValueError("must be a number above 0", key=key, value=value, fix=fix)
+    raise InvalidValueError("must be a number above 0", fix, key, value)
 
 
 def probability(value: Any, *, key: str, fix: str = "write a number in [0, 1]") -> float:
     """Return ``value`` as a ``float``; raise an error unless it is from 0 to 1."""
     if is_number(value) and 0 <= value <= 1:
         return float(value)
-    raise InvalidValueError("must be a probability", key=key, value=value, fix=fix)
+    raise InvalidValueError("must be a probability", fix, key, value)
 
 
 def validated(check: Callable[..., object], **bounds: Any) -> Callable[[Any, Any, Any], None]:
@@ -247,7 +245,7 @@ def parse_size(value: int | float | str, *, key: str) -> int:
     if reason is None and not 0 <= nbytes <= _LARGEST_SIZE:
         reason = "is not between 0 and 2^63 - 1 bytes"
     if reason is not None:
-        raise InvalidValueError(reason, key=key, value=value, fix=_FORMS)
+        raise InvalidValueError(reason, _FORMS, key, value)
     return nbytes
 
 

@@ -146,9 +146,9 @@ def trained_adapter(names: Iterable[str], *, prefix: str = "") -> str | None:
     if len(found) > 1:
         raise CheckpointMismatchError(
             "several adapters are trained at once, but only one can be exported",
-            key="adapter",
-            value=sorted(found),
-            fix="train one adapter, and freeze all others",
+            "train one adapter, and freeze all others",
+            "adapter",
+            sorted(found),
         )
     return next(iter(found), None)
 
@@ -203,8 +203,8 @@ def find_adapters(path: str | os.PathLike[str]) -> Path:
     if not file.is_file():
         raise CheckpointError(
             "this LoRA file does not exist",
-            key=str(file),
-            fix=f"pass the path of a LoRA file, or of a folder with {LORA_FILE}",
+            f"pass the path of a LoRA file, or of a folder with {LORA_FILE}",
+            str(file),
         )
     return file
 
@@ -261,8 +261,8 @@ class Published:
                 )
         raise CheckpointMismatchError(
             "diffusers cannot read this layer from a file in this format",
-            key=layer,
-            fix='remove the layer from the targets, or export with layout="diffusers"',
+            'remove the layer from the targets, or export with layout="diffusers"',
+            layer,
         )
 
     def respelled(self, state: Mapping[str, torch.Tensor], to: Form) -> dict[str, torch.Tensor]:
@@ -543,9 +543,9 @@ def read_others(
         raise CheckpointMismatchError(
             "the file does not use diffusers' names, and zerotune knows no other format for "
             f"{kind}",
-            key="adapters",
-            value=next(iter(state), None),
-            fix="set pipeline= to a pipeline whose load_lora_weights reads the file",
+            "set pipeline= to a pipeline whose load_lora_weights reads the file",
+            "adapters",
+            next(iter(state), None),
         )
     plain = None if known is None else _plain_lycoris(state, known, model, component)
     if plain is not None:
@@ -572,8 +572,8 @@ def _read_by(cls: Any, state: dict[str, torch.Tensor], model: torch.nn.Module) -
     except (ValueError, KeyError, RuntimeError, AssertionError, IndexError, TypeError) as error:
         raise CheckpointMismatchError(
             f"{cls.__name__} cannot read the file ({type(error).__name__}: {error})",
-            key="adapters",
-            fix="check which model and trainer the file is from",
+            "check which model and trainer the file is from",
+            "adapters",
         ) from error
     tensors, alphas = found if isinstance(found, tuple) else (found, None)
     return Read(tensors=tensors, alphas=alphas or None, reader=f"{cls.__name__}.lora_state_dict")

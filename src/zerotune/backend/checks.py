@@ -42,7 +42,7 @@ def checked_dtype(dtype: str | torch.dtype, *, key: str = "dtype") -> torch.dtyp
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or not chosen.is_floating_point:
         raise InvalidValueError(
-            "is not a dtype for weights", key=key, value=dtype, fix=f"use one of {list(DTYPES)}"
+            "is not a dtype for weights", f"use one of {list(DTYPES)}", key, dtype
         )
     return chosen
 
@@ -64,18 +64,17 @@ def check_quantized(model: torch.nn.Module, plan: ResolvedPlan) -> None:
         raise EngineError(
             "DeepSpeed casts, communicates and partitions weights in ways that torchao's tensors "
             "do not support ('Couldn't swap Linear.weight')",
-            key=key,
-            value=storage,
-            fix="quantize with bitsandbytes (diffusers.BitsAndBytesConfig), which works at every "
-            "stage",
+            "quantize with bitsandbytes (diffusers.BitsAndBytesConfig), which works at every stage",
+            key,
+            storage,
         )
     if plan.stage == 3 and plan.offload_param == "nvme":
         raise EngineError(
             "parameters cannot be offloaded to NVMe, because a weight is quantized and swap files "
             "store weights in the plan's precision",
-            key="zero_optimization.offload_param.device",
-            value=f"nvme, and {key} is {storage}",
-            fix='write "cpu"; a quantized base model needs little host memory',
+            'write "cpu"; a quantized base model needs little host memory',
+            "zero_optimization.offload_param.device",
+            f"nvme, and {key} is {storage}",
         )
 
 
@@ -108,9 +107,9 @@ def check_model_dtype(model: torch.nn.Module, plan: ResolvedPlan) -> None:
     raise EngineError(
         f"{len(halves)} of the model's weights are in {half[dtype]}, but the plan trains in fp32"
         + (" and does not cast frozen weights" if frozen else " and needs fp32 master weights"),
-        key=f"model.{name}",
-        value=dtype,
-        fix=f"load the model in float32 (torch_dtype=torch.float32, or model.float()){train}",
+        f"load the model in float32 (torch_dtype=torch.float32, or model.float()){train}",
+        f"model.{name}",
+        dtype,
     )
 
 
@@ -127,9 +126,9 @@ def _check_wide(model: torch.nn.Module, plan: ResolvedPlan) -> None:
             continue
         raise EngineError(
             f"the plan trains in {plan.precision} and needs fp32 master weights",
-            key=f"model.{name}",
-            value=parameter.dtype,
-            fix=fix,
+            fix,
+            f"model.{name}",
+            parameter.dtype,
         )
 
 
@@ -332,9 +331,9 @@ class Checks:
         )
         raise VerificationError(
             f"the engine that {engine} built differs from the plan ({differences})",
-            key=first.key,
-            value=first.actual,
-            fix="change these settings in the plan, or report a bug; training has not started",
+            "change these settings in the plan, or report a bug; training has not started",
+            first.key,
+            first.actual,
         )
 
 
@@ -380,12 +379,12 @@ def share_buffers(model: torch.nn.Module, group: ProcessGroup) -> tuple[Decision
         mine[name].data.copy_(theirs[name])
     return (
         Decision(
-            key="model.buffers",
-            before="different on each rank",
-            after="rank 0's",
-            reason=f"{counted(len(differ), 'buffer')} such as {differ[0]} differed; build the "
+            "model.buffers",
+            "different on each rank",
+            "rank 0's",
+            f"{counted(len(differ), 'buffer')} such as {differ[0]} differed; build the "
             "model with the same seed on every rank",
-            severity="warning",
+            "warning",
         ),
     )
 

@@ -67,9 +67,9 @@ class Compilation:
         if unknown:
             raise InvalidValueError(
                 f"has unknown options {', '.join(map(repr, unknown))}",
-                key=KEY,
-                value=dict(wanted),
-                fix=f"use only {', '.join(known)}",
+                f"use only {', '.join(known)}",
+                KEY,
+                dict(wanted),
             )
         return cls(**wanted)
 
@@ -91,9 +91,9 @@ class Compilation:
         if not found:
             raise EngineError(
                 f"{type(model).__name__} has no blocks of these classes",
-                key=f"{KEY}.blocks",
-                value=names,
-                fix=f"write some of {_repeated_classes(model)}",
+                f"write some of {_repeated_classes(model)}",
+                f"{KEY}.blocks",
+                names,
             )
         return found, why
 
@@ -109,10 +109,10 @@ class Compilation:
         raise EngineError(
             "at stage 3 only leaf modules can be compiled, and the plan has "
             f"{f'only {have}' if have else 'none for this model'}",
-            key=KEY,
-            value=self,
-            fix="add block classes with positional inputs, such as "
+            "add block classes with positional inputs, such as "
             f"{_repeated_classes(model)}, to zero_optimization.leaf_module.classes in the plan",
+            KEY,
+            self,
         )
 
     def _check_toolchain(self, plan: ResolvedPlan) -> None:
@@ -130,7 +130,7 @@ class Compilation:
             reason = "inductor needs triton, which is not installed"
             fix = "pip install triton"
         if reason is not None:
-            raise EngineError(reason, key=KEY, value=self, fix=f"{fix}, or use compile=False")
+            raise EngineError(reason, f"{fix}, or use compile=False", KEY, self)
 
 
 class Compiled:
@@ -152,10 +152,7 @@ class Compiled:
         kinds = sorted({type(module).__name__ for module in self._regions})
         self.decisions: tuple[Decision, ...] = (
             Decision(
-                key=KEY,
-                before=None,
-                after=f"{len(self._regions)} x {', '.join(kinds)} by {wanted.backend}",
-                reason=chosen,
+                KEY, None, f"{len(self._regions)} x {', '.join(kinds)} by {wanted.backend}", chosen
             ),
         )
         """Which modules are compiled, and why."""
@@ -198,17 +195,16 @@ class Compiled:
         if self.graphs == 0:
             raise VerificationError(
                 "no graph was compiled in the first training step",
-                key=KEY,
-                value=self._wanted,
-                fix="unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE, or use compile=False",
+                "unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE, or use compile=False",
+                KEY,
+                self._wanted,
             )
         return Decision(
-            key=f"{KEY}.graphs",
-            before=None,
-            after=self.graphs,
-            reason=f"number of graphs compiled in the first step, with {self.graph_breaks} graph "
-            "break(s)",
-            severity="warning" if self.graph_breaks else "note",
+            f"{KEY}.graphs",
+            None,
+            self.graphs,
+            f"number of graphs compiled in the first step, with {self.graph_breaks} graph break(s)",
+            "warning" if self.graph_breaks else "note",
         )
 
     def _compile(self, module: torch.nn.Module) -> None:

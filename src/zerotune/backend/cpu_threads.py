@@ -101,7 +101,7 @@ def cpu_threads(
         # The gather above needed every rank; from here on ranks may take different paths.
         if facts.chosen_by is not None:
             reason = f"not changed, because of {facts.chosen_by}"
-            yield (Decision(key=KEY, before=facts.threads, after=facts.threads, reason=reason),)
+            yield (Decision(KEY, facts.threads, facts.threads, reason),)
             return
         probe = MachineProbe()
         threads, reason = share_cores(
@@ -115,7 +115,7 @@ def cpu_threads(
         reason += f"; {VARIABLE}=1 is only {facts.launcher}'s default"
     torch.set_num_threads(threads)
     try:
-        yield (Decision(key=KEY, before=facts.threads, after=threads, reason=reason),)
+        yield (Decision(KEY, facts.threads, threads, reason),)
     finally:
         torch.set_num_threads(facts.threads)
 

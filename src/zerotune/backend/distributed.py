@@ -97,7 +97,7 @@ class Launch:
         if missing:
             raise EngineError(
                 f"the launcher set {', '.join(given)} but not {', '.join(missing)}",
-                fix="use a launcher (torchrun, accelerate launch or deepspeed) or set the missing "
+                "use a launcher (torchrun, accelerate launch or deepspeed) or set the missing "
                 "variables; to run a single process, unset all of these variables",
             )
         numbers = {}
@@ -106,18 +106,15 @@ class Launch:
                 numbers[name.lower()] = int(variables[name])
             except ValueError:
                 raise InvalidValueError(
-                    "must be a whole number",
-                    key=name,
-                    value=variables[name],
-                    fix=f"let the launcher set {name}",
+                    "must be a whole number", f"let the launcher set {name}", name, variables[name]
                 ) from None
         launch = cls(**numbers, launched=True)
         if not 0 <= launch.rank < launch.world_size:
             raise InvalidValueError(
                 f"must be between 0 and WORLD_SIZE - 1 = {launch.world_size - 1}",
-                key="RANK",
-                value=launch.rank,
-                fix="let the launcher set RANK and WORLD_SIZE",
+                "let the launcher set RANK and WORLD_SIZE",
+                "RANK",
+                launch.rank,
             )
         return launch
 
@@ -132,11 +129,11 @@ def _check_single(variables: Mapping[str, str]) -> None:
             raise EngineError(
                 f"{count} processes were started without RANK and MASTER_ADDR, so each would train "
                 "alone and write the same files",
-                key=name,
-                value=count,
-                fix="start one launcher per machine, which starts the processes (srun "
+                "start one launcher per machine, which starts the processes (srun "
                 f"--ntasks-per-node=1 torchrun --nnodes=1 --nproc-per-node={count} train.py), or "
                 f"unset {name} to train in this process alone",
+                name,
+                count,
             )
 
 
@@ -266,7 +263,7 @@ class ProcessGroup:
         values = self.gather(value, purpose=purpose)
         if any(other != values[0] for other in values):
             by_rank = differences(dict(enumerate(values)))
-            raise CollectiveError(f"the ranks disagree ({by_rank})", key=what, fix=fix)
+            raise CollectiveError(f"the ranks disagree ({by_rank})", fix, what)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks, in place, and return it.
@@ -347,8 +344,8 @@ class ProcessGroup:
         if self._control is None:
             raise EngineError(
                 f"this rank has closed its process group and cannot take part in {purpose!r}",
-                key="group",
-                fix="make this call before closing the engine",
+                "make this call before closing the engine",
+                "group",
             )
         timeout = self._timeout.total_seconds() if timeout_s is None else timeout_s
         began = time.monotonic()
@@ -882,9 +879,9 @@ def _naming_the_absent(
             who += f": {line[:_LONGEST_LINE] or type(error).__name__}"
     return CollectiveError(
         f"{what} ({who})",
-        key=f"rank {rank}",
-        fix="make this call on every rank, not inside `if rank == 0`, and give every rank the same "
+        "make this call on every rank, not inside `if rank == 0`, and give every rank the same "
         "number of batches; if a rank has ended, look for its error in its log",
+        f"rank {rank}",
     )
 
 
@@ -923,7 +920,7 @@ def together(group: ProcessGroup, purpose: str, work: Callable[[], T]) -> list[T
         failure = error
     except Exception as error:  # noqa: BLE001 - the others wait for what became of this rank
         fix = fix_of(error) if isinstance(error, OSError) else None
-        failure = CheckpointError(f"{type(error).__name__}: {error}", key=purpose, fix=fix)
+        failure = CheckpointError(f"{type(error).__name__}: {error}", fix, purpose)
         failure.__cause__ = error
     group.barrier(purpose)
     outcomes = group.gather((result, failure))

@@ -199,7 +199,7 @@ class Engine(Closing):
         self._step_state.ask("backward")
         if (fault := fault_of(loss)) is not None:
             reason, value, fix = fault
-            raise EngineError(f"the loss {reason}", key="engine.backward", value=value, fix=fix)
+            raise EngineError(f"the loss {reason}", fix, "engine.backward", value)
         if not self._step_state.check_graph(loss):
             self._check_bypassed()
         self._check_not_averaged("backward")
@@ -314,8 +314,8 @@ class Engine(Closing):
             raise StepOrderError(
                 "the loss does not come from a call of this engine, so gradients would not be "
                 "summed over the ranks or the accumulation window",
-                key="engine.backward",
-                fix="call engine(...) instead of engine.module(...) or a part of the model",
+                "call engine(...) instead of engine.module(...) or a part of the model",
+                "engine.backward",
             )
         self._check_before_forward()
 
@@ -354,8 +354,8 @@ class Engine(Closing):
         if any(ema.swapped for ema in self._master_weights.emas):
             raise StepOrderError(
                 "the model holds the weights of an EMA, so the step would be lost",
-                key=f"engine.{call}",
-                fix="leave the block of ema.swapped_in() before training goes on",
+                "leave the block of ema.swapped_in() before training goes on",
+                f"engine.{call}",
             )
 
     def _check_before_forward(self) -> None:
@@ -366,9 +366,9 @@ class Engine(Closing):
                 raise EngineError(
                     "this parameter requires a gradient, but was frozen or absent when the engine "
                     "started, so it would not be trained",
-                    key=f"model.{names[id(parameter)]}",
-                    value="requires_grad=True",
-                    fix="add or unfreeze the parameter before the engine starts",
+                    "add or unfreeze the parameter before the engine starts",
+                    f"model.{names[id(parameter)]}",
+                    "requires_grad=True",
                 )
 
     @abstractmethod
@@ -409,10 +409,10 @@ class StartedEngine(Engine):
         if others := self.trains(named):
             raise EngineError(
                 "another open engine already trains this parameter",
-                key="model",
-                value=f"{type(model).__name__}.{named[next(iter(others))]}",
-                fix="close the first trainer or engine (call trainer.close(), or use a with "
+                "close the first trainer or engine (call trainer.close(), or use a with "
                 "block), or train a copy made before the first engine started",
+                "model",
+                f"{type(model).__name__}.{named[next(iter(others))]}",
             )
         self._trained = frozenset(named)
         self._open.add(self)
@@ -476,8 +476,8 @@ def gone(module: torch.nn.Module, reason: str) -> EngineError:
     """
     return EngineError(
         f"the stage-3 engine that trained this model is closed, and {reason}",
-        key="model",
-        value=type(module).__name__,
-        fix="call trainer.export(PATH) or trainer.save(PATH) before closing, and load the model "
+        "call trainer.export(PATH) or trainer.save(PATH) before closing, and load the model "
         "from that path",
+        "model",
+        type(module).__name__,
     )

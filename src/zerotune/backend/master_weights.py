@@ -273,8 +273,8 @@ class OptimizerStates:
         if self._optimizer is None:
             raise EngineError(
                 "a plain module has no optimizer whose states could be set",
-                key="master_weights",
-                fix="use the engine's master weights",
+                "use the engine's master weights",
+                "master_weights",
             )
         state: dict[str, Any] = self._optimizer.state[self._key]
         return state
@@ -870,7 +870,7 @@ class MasterWeights:
         if pending is not None:
             raise EngineError(
                 f"parameter {pending.address.name!r} is missing from the order that all ranks use",
-                fix="report this error with the model's class and the plan",
+                "report this error with the model's class and the plan",
             )
 
     @property
@@ -926,8 +926,8 @@ def require_trainable(module: torch.nn.Module) -> Named:
     if not named:
         raise EngineError(
             "no parameter requires a gradient",
-            key="model",
-            fix="set requires_grad = True for the parameters to train",
+            "set requires_grad = True for the parameters to train",
+            "model",
         )
     return named
 
@@ -1048,9 +1048,9 @@ def check_master(tensor: torch.Tensor, name: str) -> None:
     if tensor.dtype != torch.float32:
         raise EngineError(
             "master weights must be fp32",
-            key=name,
-            value=str(tensor.dtype),
-            fix="load the model in float32; the plan's precision sets the forward pass's dtype",
+            "load the model in float32; the plan's precision sets the forward pass's dtype",
+            name,
+            str(tensor.dtype),
         )
 
 
@@ -1058,8 +1058,8 @@ def _written_elsewhere(name: str, value: str) -> EngineError:
     return EngineError(
         "the model's weights differ from the optimizer's master weights: other code replaced or "
         "changed them, so the next step would undo or ignore the change",
-        key=name,
-        value=value,
-        fix="write weights through engine.master_weights.editing(), and restore swapped weights "
+        "write weights through engine.master_weights.editing(), and restore swapped weights "
         "before the next step",
+        name,
+        value,
     )

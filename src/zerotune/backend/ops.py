@@ -62,7 +62,7 @@ class Diagnosis:
         Args:
             op: Name of the op.
         """
-        return PlatformError(self.cause, key=f"op {op}", fix=self.fix)
+        return PlatformError(self.cause, self.fix, f"op {op}")
 
 
 def missing_module(name: str) -> Diagnosis:
@@ -219,10 +219,10 @@ def folder_decisions() -> tuple[Decision, ...]:
         return ()
     return (
         Decision(
-            key=FOLDER,
-            before=None,
-            after=str(folder),
-            reason="each Python environment compiles its ops once, into its own folder",
+            FOLDER,
+            None,
+            str(folder),
+            "each Python environment compiles its ops once, into its own folder",
         ),
     )
 
@@ -733,9 +733,9 @@ def check_op_name(name: str) -> None:
         close = did_you_mean(name, OP_NAMES, count=1)
         raise InvalidValueError(
             "no such op",
-            key="op",
-            value=name,
-            fix=f"did you mean {close[0]}" if close else f"use one of {', '.join(OP_NAMES)}",
+            f"did you mean {close[0]}" if close else f"use one of {', '.join(OP_NAMES)}",
+            "op",
+            name,
         )
 
 
@@ -803,7 +803,7 @@ def _deepspeeds_accelerator() -> Any:
         if error.name != "deepspeed":
             raise PlatformError(f"deepspeed cannot be imported: {error}") from error
         raise MissingDependencyError(
-            "deepspeed is not installed", fix="pip install deepspeed"
+            "deepspeed is not installed", "pip install deepspeed"
         ) from error
     except Exception as error:
         # deepspeed inspects the machine while it is imported, so anything can go wrong here.

@@ -198,10 +198,10 @@ class PlainEngine(Autocasting, CountingEngine):
                 raise EngineError(
                     "this parameter got no gradient in the window's last backward pass, so torch "
                     "would not average gradients over the ranks",
-                    key=f"model.{name}",
-                    value=f"rank {self._group.rank}",
-                    fix="use every trained weight in every micro batch, with a factor of 0 if it "
+                    "use every trained weight in every micro batch, with a factor of 0 if it "
                     "has no input, and freeze none after the start, or train with DeepSpeed",
+                    f"model.{name}",
+                    f"rank {self._group.rank}",
                 )
 
     @override
@@ -300,10 +300,10 @@ def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer) -> None:
         if not parameter.is_contiguous():
             raise EngineError(
                 f"{type(optimizer).__name__} cannot update a parameter that is not contiguous",
-                key=name,
-                value=tuple(parameter.stride()),
-                fix="call model.to(memory_format=torch.contiguous_format) before building the "
+                "call model.to(memory_format=torch.contiguous_format) before building the "
                 "engine and before each step, or train with AdamW",
+                name,
+                tuple(parameter.stride()),
             )
 
 

@@ -252,9 +252,9 @@ def proof_setting(environ: Mapping[str, str] | None = None) -> Setting:
             return setting  # type: ignore[no-any-return]
     raise InvalidValueError(
         "is not a valid value",
-        key=VARIABLE,
-        value=written,
-        fix=f"use one of {', '.join(get_args(Setting))}, or unset {VARIABLE}",
+        f"use one of {', '.join(get_args(Setting))}, or unset {VARIABLE}",
+        VARIABLE,
+        written,
     )
 
 
@@ -296,18 +296,18 @@ def proof_decisions(accelerator: str) -> tuple[Decision, ...]:
         return ()
     if setting == "off" or isinstance(proof, str):
         reason = why_unproven("host engine", accelerator=accelerator) or ""
-        return (Decision(key=KEY, before=None, after="nothing, plain paths", reason=reason),)
+        return (Decision(KEY, None, "nothing, plain paths", reason),)
     proven = [path for path in PATHS if proof.obstacle(path) is None]
     obstacles = dict.fromkeys(filter(None, (proof.obstacle(path) for path in PATHS)))
     said = [f"{len(proof.checks)} checks in {proof.seconds:.0f} s, {proof.finished}", *obstacles]
     said += _what_to_do(proof)
     return (
         Decision(
-            key=KEY,
-            before=None,
-            after=", ".join(proven) or "nothing, plain paths",
-            reason="; ".join(said),
-            severity="warning" if _what_to_do(proof) else "note",
+            KEY,
+            None,
+            ", ".join(proven) or "nothing, plain paths",
+            "; ".join(said),
+            "warning" if _what_to_do(proof) else "note",
         ),
     )
 

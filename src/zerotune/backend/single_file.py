@@ -129,9 +129,9 @@ def _converted(
     if known is None:
         raise InvalidValueError(
             f"diffusers cannot convert a single file to {kind.__name__}",
-            key="single file",
-            value=kind.__name__,
-            fix="load and export the model as a pipeline folder",
+            "load and export the model as a pipeline folder",
+            "single file",
+            kind.__name__,
         )
     if set(names) == set(given):
         return given
@@ -148,9 +148,9 @@ def _converted(
 def _other_model(name: str, reason: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         f"{reason}, according to diffusers' converter",
-        key=name,
-        fix="pass the configuration of the model in this file; diffusers cannot convert models of "
+        "pass the configuration of the model in this file; diffusers cannot convert models of "
         "unpublished sizes",
+        name,
     )
 
 
@@ -200,9 +200,9 @@ class SingleFile:
         if kind == "v1" and theirs.CHECKPOINT_KEY_NAMES["v1"] not in shaped:
             raise InvalidValueError(
                 "diffusers does not recognise this file's model by its keys",
-                key="source",
-                value=str(self.path),
-                fix="set config= to the folder of a pipeline with the same model sizes",
+                "set config= to the folder of a pipeline with the same model sizes",
+                "source",
+                str(self.path),
             )
         found: str = theirs.DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]["pretrained_model_name_or_path"]
         return found
@@ -213,9 +213,9 @@ class SingleFile:
             if _SCALED_FP8.search(key):
                 raise InvalidValueError(
                     "the weights are stored with scales, which diffusers' converters ignore",
-                    key=str(self.path),
-                    value=key,
-                    fix="use a file in bf16, fp16 or unscaled fp8",
+                    "use a file in bf16, fp16 or unscaled fp8",
+                    str(self.path),
+                    key,
                 )
 
     def is_stale(self, key: str) -> bool:

@@ -106,9 +106,7 @@ class StepState:
             StepOrderError: Another call must come first.
         """
         if call not in _LEGAL[self.stage]:
-            raise StepOrderError(
-                self.stage.value + self._why, key=f"engine.{call}", fix=_NEXT[self.stage]
-            )
+            raise StepOrderError(self.stage.value + self._why, _NEXT[self.stage], f"engine.{call}")
         if call not in ("forward", "backward", "read"):
             self._unseal(check=call == "step")
 
@@ -254,9 +252,9 @@ class StepState:
                 raise StepOrderError(
                     "the loss was computed before the last engine.step(), with weights that have "
                     "changed since",
-                    key="engine.backward",
-                    fix="call the engine again on this batch, and pass the new loss; run forward "
+                    "call the engine again on this batch, and pass the new loss; run forward "
                     "pass, engine.backward and engine.step of a micro batch before the next one",
+                    "engine.backward",
                 )
         return is_own
 
@@ -332,10 +330,10 @@ def _fields(value: Any) -> dict[str, Any]:
 def _foreign() -> StepOrderError:
     return StepOrderError(
         "a backward pass that did not go through this engine computes gradients of its weights",
-        key="engine.backward",
-        fix="call engine.backward(loss) instead of loss.backward() or torch.autograd.grad, once "
+        "call engine.backward(loss) instead of loss.backward() or torch.autograd.grad, once "
         "per micro batch, with the sum of all losses; while another model is trained through this "
         "one, freeze this one with engine.module.requires_grad_(False)",
+        "engine.backward",
     )
 
 
@@ -343,10 +341,10 @@ def _elsewhere() -> StepOrderError:
     return StepOrderError(
         "other code read or cleared parameter.grad between engine.backward and engine.step, but "
         "this engine keeps its gradients elsewhere, so that would have no effect",
-        key="parameter.grad",
-        fix="write gradient_clipping into the plan instead of calling clip_grad_norm_, leave "
+        "write gradient_clipping into the plan instead of calling clip_grad_norm_, leave "
         "zero_grad and the optimizer's step to the engine, and call engine.discard() to drop "
         "gradients; parameter.register_hook changes a gradient",
+        "parameter.grad",
     )
 
 

@@ -129,8 +129,8 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorruptError(
             f"the file is not valid safetensors ({error})",
-            key=str(path),
-            fix="use a different checkpoint, or download the file again",
+            "use a different checkpoint, or download the file again",
+            str(path),
         ) from error
     return tensors, metadata
 
@@ -192,16 +192,16 @@ def _index_shards(index: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorruptError(
             f"the file is not a valid index of shards ({type(error).__name__}: {error})",
-            key=str(index),
-            fix="download the model again",
+            "download the model again",
+            str(index),
         ) from error
     missing = [name for name in names if not inside or not (index.parent / name).is_file()]
     if missing or not names:
         raise CheckpointCorruptError(
             "the index names a missing shard" if missing else "the index names no shards",
-            key=str(index),
-            value=missing[0] if missing else None,
-            fix="download the model again",
+            "download the model again",
+            str(index),
+            missing[0] if missing else None,
         )
     return [index.parent / name for name in names]
 
@@ -256,8 +256,8 @@ class StoredWeight:
         except OSError as error:
             raise CheckpointCorruptError(
                 f"the model's weights cannot be read from this file ({error})",
-                key=str(self.file),
-                fix="load the pipeline again, and do not change its files before the engine starts",
+                "load the pipeline again, and do not change its files before the engine starts",
+                str(self.file),
             ) from error
 
 
@@ -400,10 +400,10 @@ def check_has_weights(module: torch.nn.Module) -> None:
         if parameter.is_meta and stored_weight(parameter) is None:
             raise EngineError(
                 "the parameter has neither values nor a file to read them from",
-                key=f"model.{name}",
-                value="meta",
-                fix="train the model that load_pretrained returned, not a copy of it, or build the "
+                "train the model that load_pretrained returned, not a copy of it, or build the "
                 "model outside torch.device('meta')",
+                f"model.{name}",
+                "meta",
             )
 
 
@@ -413,10 +413,10 @@ def require_read(module: torch.nn.Module) -> None:
     if count:
         raise EngineError(
             f"{count} of the model's weights are still in their files",
-            key="model",
-            value=type(module).__name__,
-            fix="call run.shard(model) before passing the model to the trainer, or load the model "
+            "call run.shard(model) before passing the model to the trainer, or load the model "
             "without plan=",
+            "model",
+            type(module).__name__,
         )
 
 

@@ -131,9 +131,8 @@ def start_trackers(
             except Exception as error:
                 raise TrainingError(
                     f"the tracker could not be started ({type(error).__name__}: {error})",
-                    key=f"trackers.{inner.name}",
-                    fix="log in to the tracker's service, use its offline mode, or remove the "
-                    "tracker",
+                    "log in to the tracker's service, use its offline mode, or remove the tracker",
+                    f"trackers.{inner.name}",
                 ) from error
             started.append(Tracker(inner))
     except BaseException:
@@ -154,13 +153,13 @@ def _make_tracker(
     if name not in known:
         raise InvalidValueError(
             "accelerate has no tracker with this name",
-            key="trackers",
-            value=name,
-            fix=f"use one of {', '.join(sorted(known))}",
+            f"use one of {', '.join(sorted(known))}",
+            "trackers",
+            name,
         )
     if name not in [str(kind) for kind in tracking.get_available_trackers()]:
         raise MissingDependencyError(
-            "is not installed", key=name, fix=f"pip install {_TRACKER_PACKAGES.get(name, name)}"
+            "is not installed", f"pip install {_TRACKER_PACKAGES.get(name, name)}", name
         )
     places = {"logging_dir": os.fspath(folder)} if known[name].requires_logging_directory else {}
     return known[name](project, **places, **options.get(name, {}))

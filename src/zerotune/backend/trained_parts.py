@@ -50,16 +50,13 @@ class TrainedParts(torch.nn.Module):
         for name, part in parts.items():
             if hasattr(self, name) or keyword.iskeyword(name) or name == "part":
                 raise InvalidValueError(
-                    "is not a valid part name",
-                    key="parts",
-                    value=name,
-                    fix="use the pipeline's component names",
+                    "is not a valid part name", "use the pipeline's component names", "parts", name
                 )
             if any(part is other for other in self.children()):
                 raise InvalidValueError(
                     "this module is passed twice, under different names",
-                    key=name,
-                    fix="pass each module once",
+                    "pass each module once",
+                    name,
                 )
             self.add_module(name, part)
         self._primary = next(iter(parts))
@@ -130,10 +127,7 @@ class TrainedParts(torch.nn.Module):
         part = self._modules.get(name)
         if part is None:
             raise InvalidValueError(
-                "no part has this name",
-                key="part",
-                value=name,
-                fix=f"use one of {', '.join(self.names)}",
+                "no part has this name", f"use one of {', '.join(self.names)}", "part", name
             )
         return part
 
@@ -163,10 +157,7 @@ def components(
     if isinstance(model, TrainedParts):
         if name is not None and name not in model.names:
             raise InvalidValueError(
-                "no part has this name",
-                key="component",
-                value=name,
-                fix=f"use one of {', '.join(model.names)}",
+                "no part has this name", f"use one of {', '.join(model.names)}", "component", name
             )
         return {n: (f"{n}.", part) for n, part in model.items() if name in (None, n)}
     kind = type(model).__name__
@@ -177,9 +168,9 @@ def components(
     if name is None:
         raise InvalidValueError(
             "the model's name in a pipeline cannot be derived from its class",
-            key="component",
-            value=kind,
-            fix='pass component="text_encoder" (or "text_encoder_2", "transformer", ...)',
+            'pass component="text_encoder" (or "text_encoder_2", "transformer", ...)',
+            "component",
+            kind,
         )
     return {name: ("", model)}
 

@@ -41,16 +41,16 @@ def require_deepspeed(*, accelerator: str) -> ModuleType:
     if running != accelerator:
         raise UnsupportedEngineError(
             f"DeepSpeed was already imported in this process for {running!r}",
-            key="DS_ACCELERATOR",
-            value=accelerator,
-            fix=f"set DS_ACCELERATOR={accelerator} before deepspeed is first imported",
+            f"set DS_ACCELERATOR={accelerator} before deepspeed is first imported",
+            "DS_ACCELERATOR",
+            accelerator,
         )
     if Version(deepspeed.__version__).release < Version(OLDEST_DEEPSPEED).release:
         raise UnsupportedEngineError(
             f"zerotune needs DeepSpeed {OLDEST_DEEPSPEED} or newer",
-            key="deepspeed",
-            value=deepspeed.__version__,
-            fix=f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'",
+            f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'",
+            "deepspeed",
+            deepspeed.__version__,
         )
     return deepspeed
 
@@ -75,7 +75,7 @@ def require(
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingDependencyError(
-            f"{name or module} could not be imported ({error})", key=key or module, fix=fix
+            f"{name or module} could not be imported ({error})", fix, key or module
         ) from error
 
 
@@ -139,7 +139,7 @@ def check_whole(module: torch.nn.Module, *, name: str) -> None:
         if hasattr(parameter, "ds_id") or parameter.numel() == 0:
             raise EngineError(
                 "ZeRO-3 has partitioned a model that is not trained",
-                key=f"{name}.{key}",
-                value=tuple(parameter.shape),
-                fix="load the model inside `with zerotune.backend.upstream.unpartitioned():`",
+                "load the model inside `with zerotune.backend.upstream.unpartitioned():`",
+                f"{name}.{key}",
+                tuple(parameter.shape),
             )

@@ -29,6 +29,6 @@ def __getattr__(name: str) -> Any:
             raise
         raise MissingDependencyError(
             f"the builder needs the package {error.name}",
-            key="zerotune.builder",
-            fix="pip install 'zerotune[builder]'",
+            "pip install 'zerotune[builder]'",
+            "zerotune.builder",
         ) from error

@@ -101,9 +101,7 @@ class Api:
         if preview.plan is None or not preview.verdict.runs:
             worst = preview.messages[0]
             raise PlanConflictError(
-                f"the plan cannot run: {worst.reason}",
-                key=worst.key or "plan",
-                fix=worst.fix or None,
+                f"the plan cannot run: {worst.reason}", worst.fix or None, worst.key or "plan"
             )
         try:
             return self.session.apply(

@@ -101,16 +101,14 @@ def as_mapping(value: Any, key: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise InvalidValueError("must be an object", key=key, value=value, fix="send an object")
+        raise InvalidValueError("must be an object", "send an object", key, value)
     return value
 
 
 def as_text(value: Any, key: str, *, longest: int = 4096) -> str:
     """Return ``value``, which must be text of at most ``longest`` characters."""
     if not isinstance(value, str) or len(value) > longest or "\0" in value:
-        raise InvalidValueError(
-            "must be text", key=key, value=value, fix=f"send at most {longest} characters"
-        )
+        raise InvalidValueError("must be text", f"send at most {longest} characters", key, value)
     return value
 
 
@@ -118,16 +116,13 @@ def as_choice(value: Any, key: str, *, choices: tuple[_ChoiceT, ...]) -> _Choice
     """Return ``value``, which must be one of ``choices``."""
     if value not in choices:
         raise InvalidValueError(
-            "is not a valid choice",
-            key=key,
-            value=value,
-            fix=f"write one of {', '.join(map(repr, choices))}",
+            "is not a valid choice", f"write one of {', '.join(map(repr, choices))}", key, value
         )
     return choices[choices.index(value)]
 
 
 def _request_error(reason: str) -> InvalidValueError:
-    return InvalidValueError(reason, key="request", fix="send a configuration")
+    return InvalidValueError(reason, "send a configuration", "request")
 
 
 # -- The state of the form, and its plan.
@@ -199,9 +194,7 @@ def read_plan(state: FormState) -> Reading:
         if wrapper is not None:
             # Following the reference could open any file; only `open_text` does, inside the root.
             raise InvalidValueError(
-                "contains another configuration",
-                key=wrapper,
-                fix="open this configuration as a file",
+                "contains another configuration", "open this configuration as a file", wrapper
             )
         plan = plan_from_mapping(state.config, log, source="form")
         return raised(DeepSpeedPlan, with_launch(plan, read_launch(state.launch, log)))

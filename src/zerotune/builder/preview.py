@@ -82,7 +82,7 @@ def notable_decisions(
 
 
 def _plan_error(reason: str) -> Decision:
-    return Decision(key="", before=UNSET, after=UNSET, reason=reason, severity="error")
+    return Decision("", UNSET, UNSET, reason, "error")
 
 
 def _format_value(value: Any) -> str:
@@ -136,9 +136,9 @@ class Setup:
         if self.base_dtype is not None and self.lora is None:
             raise InvalidValueError(
                 "a quantized model can only be trained through LoRA adapters",
-                key="setup.base_dtype",
-                value=self.base_dtype,
-                fix="set setup.lora to 16, or remove setup.base_dtype",
+                "set setup.lora to 16, or remove setup.base_dtype",
+                "setup.base_dtype",
+                self.base_dtype,
                 edits=[{"setup.lora": 16}, REMOVAL],
             )
 
@@ -210,7 +210,7 @@ def _whole_number(*, least: int = 1, most: int) -> Callable[..., Any]:
             return kind.read(value, key)[0]
         except InvalidValueError as error:
             # The kind's edits would set the field to its smallest or largest number.
-            raise InvalidValueError(error.reason, key=key, value=value, fix=fix) from None
+            raise InvalidValueError(error.reason, fix, key, value) from None
 
     return read
 
@@ -321,10 +321,10 @@ class Preview:
         outputs: dict[str, Any] = {"json": {"text": _as_json(self.form_config), "messages": []}}
         leased = [
             Decision(
-                key=f"zero_optimization.offload_{part}.nvme_path",
-                before=UNSET,
-                after=UNSET,
-                reason="zerotune uses a temporary folder for each run; to train without zerotune, "
+                f"zero_optimization.offload_{part}.nvme_path",
+                UNSET,
+                UNSET,
+                "zerotune uses a temporary folder for each run; to train without zerotune, "
                 "set a folder",
             )
             for part, folder in (self.resolved.nvme_paths if self.resolved else {}).items()
@@ -637,9 +637,7 @@ def advise(state: FormState, machines: Machines) -> dict[str, Any]:
         raise wrong[0]
     if not setup.family:
         raise InvalidValueError(
-            "is missing, so no plan can be estimated",
-            key="setup.family",
-            fix="choose a model family",
+            "is missing, so no plan can be estimated", "choose a model family", "setup.family"
         )
     setup.check_base()
     sizes = machines.sizes(setup)

@@ -63,13 +63,9 @@ def serve(
 def _check_paths(plan_file: Path | None, root: Path | None) -> None:
     """Raise an error if the plan is a folder or the root is not a folder."""
     if plan_file is not None and plan_file.is_dir():
-        raise InvalidValueError(
-            "is a folder", key="--plan", value=str(plan_file), fix="pass the path of a file"
-        )
+        raise InvalidValueError("is a folder", "pass the path of a file", "--plan", str(plan_file))
     if root is not None and not root.is_dir():
-        raise InvalidValueError(
-            "is not a folder", key="--root", value=str(root), fix="pass an existing folder"
-        )
+        raise InvalidValueError("is not a folder", "pass an existing folder", "--root", str(root))
 
 
 def read_token(*, token: str | None, file: Path | None) -> str | None:
@@ -77,7 +73,7 @@ def read_token(*, token: str | None, file: Path | None) -> str | None:
     if token is not None:
         if not token.strip():
             raise InvalidValueError(
-                "is empty", key="--token", value=token, fix="pass a secret, or omit the option"
+                "is empty", "pass a secret, or omit the option", "--token", token
             )
         return token
     if file is None:
@@ -88,13 +84,13 @@ def read_token(*, token: str | None, file: Path | None) -> str | None:
         reason = getattr(error, "strerror", None) or error
         raise InvalidValueError(
             f"contains no readable token ({reason})",
-            key="--token-file",
-            value=str(file),
-            fix="pass a file that contains only the token",
+            "pass a file that contains only the token",
+            "--token-file",
+            str(file),
         ) from error
     if not token:
         raise InvalidValueError(
-            "contains no token", key="--token-file", value=str(file), fix="write a token to it"
+            "contains no token", "write a token to it", "--token-file", str(file)
         )
     return token
 
@@ -138,16 +134,16 @@ def open_socket(host: str, port: int) -> socket.socket:
         listening.close()
         raise InvalidValueError(
             f"is not an address of this machine ({error.strerror})",
-            key="--host",
-            value=host,
-            fix="pass an address of this machine, such as 127.0.0.1 or 0.0.0.0",
+            "pass an address of this machine, such as 127.0.0.1 or 0.0.0.0",
+            "--host",
+            host,
         ) from error
     except (OSError, OverflowError) as error:
         listening.close()
         raise InvalidValueError(
             f"is an address that the server cannot listen on ({error})",
-            key="--port",
-            value=f"{host}:{port}",
-            fix="choose another --port; 0 selects a free one",
+            "choose another --port; 0 selects a free one",
+            "--port",
+            f"{host}:{port}",
         ) from error
     return listening

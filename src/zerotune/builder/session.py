@@ -53,7 +53,7 @@ class Root:
     def inside(self, written: Any, *, key: str) -> Path:
         """Resolve the path that the user typed; a relative path starts at the root."""
         if not isinstance(written, str) or not written.strip() or "\0" in written:
-            raise InvalidValueError("is not a path", key=key, value=written, fix="write a path")
+            raise InvalidValueError("is not a path", "write a path", key, written)
         try:
             path = (self.folder / Path(written.strip()).expanduser()).resolve()
             path.exists()  # Raises an error for a path that the system considers too long.
@@ -61,14 +61,14 @@ class Root:
                 raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         except (OSError, ValueError, RuntimeError) as error:
             raise InvalidValueError(
-                f"is not a path ({error})", key=key, value=written, fix="write another path"
+                f"is not a path ({error})", "write another path", key, written
             ) from None
         if not path.is_relative_to(self.folder):
             raise InvalidValueError(
                 f"lies outside {self.folder}, the only folder that the builder may access",
-                key=key,
-                value=written,
-                fix="choose a path inside this folder, or start the builder with another --root",
+                "choose a path inside this folder, or start the builder with another --root",
+                key,
+                written,
             )
         return path
 
@@ -91,15 +91,10 @@ def open_file(written: Any, root: Root) -> OpenedConfig:
     try:
         size = path.stat().st_size if path.is_file() else 0
     except OSError as error:
-        raise PlanFileError(
-            f"cannot be read ({error})", key="path", value=str(path), fix=fix_of(error)
-        ) from None
+        raise PlanFileError(f"cannot be read ({error})", fix_of(error), "path", str(path)) from None
     if size > LARGEST_FILE:
         raise PlanFileError(
-            "is too large for a configuration",
-            key="path",
-            value=str(path),
-            fix="choose another file",
+            "is too large for a configuration", "choose another file", "path", str(path)
         )
     return open_text(read_text(path, key="path"), name=str(path), root=root, folder=path.parent)
 
@@ -120,7 +115,7 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
     check_content(content)
     if not isinstance(content, Mapping):
         raise InvalidValueError(
-            "is not a configuration", key=name, value=content, fix="open a JSON object of settings"
+            "is not a configuration", "open a JSON object of settings", name, content
         )
     here = folder or root.folder
     content = with_named_files(content, lambda key, path: root.inside(str(here / path), key=key))
@@ -236,8 +231,8 @@ class Session:
         if not self.can_apply:
             raise PlanConflictError(
                 "has no target: the builder was started without a plan file",
-                key="apply",
-                fix="start the builder with --plan FILE, or save to a file",
+                "start the builder with --plan FILE, or save to a file",
+                "apply",
             )
         written: dict[str, Any] = {"version": None, "paths": [], "backups": [], "decisions": []}
         with self._lock:
@@ -292,9 +287,9 @@ class Session:
             new = version == ABSENT
             raise PlanConflictError(
                 "already exists" if new else "has changed since this page read it",
-                key=str(path),
-                fix=f"{'choose a different name' if new else 'open the file again'}, or overwrite "
+                f"{'choose a different name' if new else 'open the file again'}, or overwrite "
                 "the file",
+                str(path),
             )
         chosen = format_ or format_of(path)
         if chosen == "accelerate":

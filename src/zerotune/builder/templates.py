@@ -101,9 +101,9 @@ def builtin_template(template_id: str) -> BuiltinTemplate:
             return template
     raise InvalidValueError(
         "is not the name of a template",
-        key="template",
-        value=template_id,
-        fix=f"use one of {', '.join(template.id for template in BUILTIN)}",
+        f"use one of {', '.join(template.id for template in BUILTIN)}",
+        "template",
+        template_id,
     )
 
 

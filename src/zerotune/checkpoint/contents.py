@@ -272,16 +272,16 @@ def _check_savable(states: OptimizerStates, parts: Mapping[str, Part], name: str
         raise CheckpointError(
             f"the optimizer states {', '.join(missing)} cannot be sharded like the weights, "
             "so they cannot be saved",
-            key=name,
-            fix="use an optimizer whose states have one element per weight, such as AdamW",
+            "use an optimizer whose states have one element per weight, such as AdamW",
+            name,
         )
     for state, part in parts.items():
         if part.form.dtype not in STATE_DTYPES:
             raise CheckpointError(
                 f"optimizer state {state!r} is {part.form.dtype}; only fp32 and bf16 states "
                 "can be saved",
-                key=name,
-                fix="use an optimizer with fp32 or bf16 states, such as AdamW",
+                "use an optimizer with fp32 or bf16 states, such as AdamW",
+                name,
             )
 
 
@@ -297,9 +297,9 @@ def plain_data(value: Any, key: str) -> Any:
             if not isinstance(name, str):
                 raise CheckpointError(
                     "is not a string, but JSON keys must be strings",
-                    key=key,
-                    value=name,
-                    fix=f"write {str(name)!r}",
+                    f"write {str(name)!r}",
+                    key,
+                    name,
                 )
         return {name: plain_data(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -309,9 +309,9 @@ def plain_data(value: Any, key: str) -> Any:
         return value
     raise CheckpointError(
         "cannot be saved as JSON",
-        key=key,
-        value=value,
-        fix="use finite numbers, strings, lists and dicts; save tensors in a shadow",
+        "use finite numbers, strings, lists and dicts; save tensors in a shadow",
+        key,
+        value,
     )
 
 

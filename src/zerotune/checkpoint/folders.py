@@ -72,12 +72,12 @@ def checked_path(directory: str | os.PathLike[str]) -> Path:
     if linked:
         raise CheckpointError(
             "is a symbolic link, but a checkpoint must be a folder",
-            key=str(path),
-            fix=f"pass the folder that the link points to, {os.path.realpath(path)}",
+            f"pass the folder that the link points to, {os.path.realpath(path)}",
+            str(path),
         )
     if not path.name or "\0" in str(path) or _LEFTOVER.fullmatch(path.name):
         raise CheckpointError(
-            "cannot be the name of a checkpoint", key=str(path), fix="choose a different name"
+            "cannot be the name of a checkpoint", "choose a different name", str(path)
         )
     return path
 
@@ -119,8 +119,8 @@ class Staging:
         if not final.is_dir() or (any(final.iterdir()) and not (final / MANIFEST).is_file()):
             raise CheckpointError(
                 "exists and is not a checkpoint, so it is not overwritten",
-                key=str(final),
-                fix="choose a different folder, or remove this one yourself",
+                "choose a different folder, or remove this one yourself",
+                str(final),
             )
 
     def _take_place(self) -> Path | None:
@@ -169,8 +169,8 @@ def check_space(folder: Path, nbytes: int) -> None:
     if free < nbytes + _FREE_MARGIN:
         raise CheckpointError(
             f"needs {format_size(nbytes)} of disk space, but only {format_size(free)} are free",
-            key=str(folder),
-            fix="free disk space, keep fewer checkpoints (prune), or save to a different disk",
+            "free disk space, keep fewer checkpoints (prune), or save to a different disk",
+            str(folder),
         )
 
 
@@ -188,7 +188,7 @@ def find_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, Manifest]:
         fix = "convert DeepSpeed's checkpoint with the recipe convert.py (docs/recipes.md)"
     elif path.is_dir() and (newest := latest_checkpoint(path)) is not None:
         fix = f"did you mean {newest}?"
-    raise CheckpointError(f"is not a checkpoint (contains no {MANIFEST})", key=str(path), fix=fix)
+    raise CheckpointError(f"is not a checkpoint (contains no {MANIFEST})", fix, str(path))
 
 
 def _located(path: Path) -> tuple[Path, Manifest] | None:
@@ -203,7 +203,7 @@ def _located(path: Path) -> tuple[Path, Manifest] | None:
             return None
     except OSError as error:
         raise CheckpointCorruptError(
-            f"cannot be read ({error.strerror})", key=str(path), fix="use a different checkpoint"
+            f"cannot be read ({error.strerror})", "use a different checkpoint", str(path)
         ) from error
     beside = _leftovers(path.parent, name=path.name, kinds=("tmp", "old"))
     for sibling in sorted(beside, key=_manifest_time, reverse=True):
@@ -212,8 +212,8 @@ def _located(path: Path) -> tuple[Path, Manifest] | None:
             return sibling, manifest
     raise CheckpointError(
         "does not exist",
-        key=str(path),
-        fix="use an existing checkpoint; latest_checkpoint(root) finds the newest in a folder",
+        "use an existing checkpoint; latest_checkpoint(root) finds the newest in a folder",
+        str(path),
     )
 
 
@@ -300,18 +300,18 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             status = path.stat()
         except OSError as error:
             raise CheckpointCorruptError(
-                f"is missing ({error.strerror})", key=str(path), fix="use a different checkpoint"
+                f"is missing ({error.strerror})", "use a different checkpoint", str(path)
             ) from None
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointCorruptError(
-                "is not a regular file", key=str(path), fix="use a different checkpoint"
+                "is not a regular file", "use a different checkpoint", str(path)
             )
         nbytes = status.st_size
         if nbytes != record.nbytes:
             raise CheckpointCorruptError(
                 f"has {nbytes} bytes instead of {record.nbytes}",
-                key=str(path),
-                fix="use a different checkpoint",
+                "use a different checkpoint",
+                str(path),
             )
 
 
@@ -382,8 +382,8 @@ def _entries(folder: Path) -> list[Path]:
     except OSError as error:
         raise CheckpointError(
             f"cannot be read ({error.strerror})",
-            key=str(folder),
-            fix="give this user permission to read the folder, or pass a different folder",
+            "give this user permission to read the folder, or pass a different folder",
+            str(folder),
         ) from error
 
 
@@ -568,8 +568,8 @@ def check_replaceable(path: Path) -> None:
         reason = f"{changed} has changed since zerotune wrote it"
     raise CheckpointError(
         f"exists and is not replaced: {reason}",
-        key=str(path),
-        fix="choose a different name, or remove the existing file or folder yourself",
+        "choose a different name, or remove the existing file or folder yourself",
+        str(path),
     )
 
 
@@ -583,8 +583,8 @@ def check_apart(path: Path, base: Path) -> None:
     if path.resolve() == base.resolve():
         raise CheckpointError(
             "exists and is not replaced, because the export is made from it",
-            key=str(path),
-            fix="choose a different name for the export",
+            "choose a different name for the export",
+            str(path),
         )
 
 
@@ -813,13 +813,7 @@ class _Hold:
             )
 
     def _note(self, reason: str, *, severity: Severity = "warning") -> None:
-        decision = Decision(
-            key="checkpoints.owner",
-            before=None,
-            after=str(self._root),
-            reason=reason,
-            severity=severity,
-        )
+        decision = Decision("checkpoints.owner", None, str(self._root), reason, severity)
         self.decisions += (decision,)
 
 
@@ -831,9 +825,9 @@ def _other_saves(root: Path, record: _Saver | None, state: str) -> CheckpointErr
     who = "another process" if record is None else _saver_words(record)
     return CheckpointError(
         f"{who} saves checkpoints in this folder and {state}",
-        key=str(root),
-        fix="if the same job was started twice, end one of the two processes; otherwise use a "
+        "if the same job was started twice, end one of the two processes; otherwise use a "
         "separate folder for each job",
+        str(root),
     )
 
 
@@ -915,6 +909,6 @@ def check_hash(folder: Path, record: FileRecord) -> None:
     if not same:
         raise CheckpointCorruptError(
             "was changed after it was written (its hash differs)",
-            key=str(path),
-            fix="use a different checkpoint",
+            "use a different checkpoint",
+            str(path),
         )

@@ -110,8 +110,8 @@ class CheckpointReader(Closable):
         if len(reader.metadata) != 1:
             raise CheckpointCorruptError(
                 f"has {len(reader.metadata)} files instead of one",
-                key=_rank_subject(rank).prefix,
-                fix="use a different checkpoint",
+                "use a different checkpoint",
+                _rank_subject(rank).prefix,
             )
         named = [name for name in reader.tensors if name.startswith(GENERATOR)]
         text = reader.metadata[0].get(GENERATOR_TEXT, "")
@@ -260,9 +260,9 @@ def check_model(manifest: Manifest, engine: Engine) -> None:
     if differences:
         raise CheckpointMismatchError(
             f"the checkpoint belongs to a different model: {'; '.join(differences)}",
-            key="model",
-            value=type(engine.module).__name__,
-            fix="build the model that was saved, with the same trainable parameters",
+            "build the model that was saved, with the same trainable parameters",
+            "model",
+            type(engine.module).__name__,
         )
 
 
@@ -273,9 +273,9 @@ def check_accumulation(engine: Engine) -> None:
         raise CheckpointError(
             f"{left} of {steps} micro batches are accumulated, and their gradients would be "
             "applied to the loaded weights",
-            key="gradient_accumulation_steps",
-            value=steps,
-            fix="load before training starts, or after engine.step() returns boundary=True",
+            "load before training starts, or after engine.step() returns boundary=True",
+            "gradient_accumulation_steps",
+            steps,
         )
 
 
@@ -553,7 +553,7 @@ def _load_decision(
     key: str, before: Any, after: Any, reason: str, *, warning: bool = False
 ) -> Decision:
     severity: Severity = "warning" if warning else "note"
-    return Decision(key=key, before=before, after=after, reason=reason, severity=severity)
+    return Decision(key, before, after, reason, severity)
 
 
 # -- ``load_checkpoint``: everything is checked before anything is changed.
@@ -661,9 +661,9 @@ class _Load:
         if absent:
             raise CheckpointMismatchError(
                 f"the checkpoint has no such shadow; its shadows are {list(self.manifest.shadows)}",
-                key="shadows",
-                value=absent,
-                fix="omit the shadow, which then starts from the loaded weights",
+                "omit the shadow, which then starts from the loaded weights",
+                "shadows",
+                absent,
             )
         return (
             *changes(self.manifest, self._engine),
@@ -721,9 +721,9 @@ class _Load:
                 if missing:
                     raise CheckpointMismatchError(
                         f"the saved shadow {name!r} is incomplete",
-                        key=f"shadows.{name}",
-                        value=missing[:3],
-                        fix="omit the shadow, which then starts from the loaded weights",
+                        "omit the shadow, which then starts from the loaded weights",
+                        f"shadows.{name}",
+                        missing[:3],
                     )
 
     def restore(self) -> None:

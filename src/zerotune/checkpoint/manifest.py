@@ -188,8 +188,8 @@ class Manifest:
             raise CheckpointError(
                 f"has format version {content.get('version')!r}, but this zerotune version reads "
                 f"only {' and '.join(map(str, _READABLE))}",
-                key=source,
-                fix="install the zerotune version that wrote the manifest, or a newer one",
+                "install the zerotune version that wrote the manifest, or a newer one",
+                source,
             )
         saved = content.pop("sha256", None)
         try:
@@ -289,7 +289,7 @@ def _content_digest(content: Mapping[str, Any]) -> str:
 
 
 def _damaged_manifest(source: str, reason: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(reason, key=source, fix="use a different checkpoint")
+    return CheckpointCorruptError(reason, "use a different checkpoint", source)
 
 
 def _no_number(text: str) -> None:

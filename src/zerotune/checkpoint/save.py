@@ -134,8 +134,8 @@ def _check_covered(subject: Subject, spec: TensorSpec, parts: list[Part]) -> Non
         raise CheckpointError(
             f"the ranks' fragments do not cover the tensor's {math.prod(spec.shape)} elements "
             "exactly once",
-            key=f"{subject.prefix}/{spec.key}",
-            fix="report this as a bug, with the model's class and the plan",
+            "report this as a bug, with the model's class and the plan",
+            f"{subject.prefix}/{spec.key}",
         )
 
 
@@ -222,8 +222,8 @@ class Writing:
         if not self._folder.is_dir():
             raise CheckpointError(
                 "rank 0 created this folder, but this rank does not see it",
-                key=str(self._folder),
-                fix="save to a file system that all machines share",
+                "save to a file system that all machines share",
+                str(self._folder),
             )
         alone = self._contents.file()
         alone.create(self._folder)
@@ -248,9 +248,9 @@ class Writing:
             raise CheckpointNotFiniteError(
                 f"NaN or infinity in {listing(spoiled, most=_MOST_NAMES)}, so the checkpoint "
                 "is not saved; earlier checkpoints are kept",
-                key=str(self._final),
-                fix="resume from an earlier checkpoint with a lower learning rate, or save "
+                "resume from an earlier checkpoint with a lower learning rate, or save "
                 "anyway with allow_not_finite=True",
+                str(self._final),
             )
 
     def _confirm(self, parts: Iterable[Written]) -> tuple[FileRecord, ...]:
@@ -391,17 +391,17 @@ def _check_savable(engine: Engine, shadows: Iterable[str]) -> None:
         raise CheckpointError(
             f"{engine.state.micro_step % steps} of {steps} micro batches are accumulated, and "
             "their gradients would be lost",
-            key="gradient_accumulation_steps",
-            value=steps,
-            fix="save after engine.step() returns boundary=True",
+            "save after engine.step() returns boundary=True",
+            "gradient_accumulation_steps",
+            steps,
         )
     for name in shadows:
         if not _SHADOW_NAME.fullmatch(name):
             raise CheckpointError(
                 "cannot be part of a file name",
-                key="shadows",
-                value=name,
-                fix="use only letters, digits, '.', '-' and '_' in the names of shadows",
+                "use only letters, digits, '.', '-' and '_' in the names of shadows",
+                "shadows",
+                name,
             )
 
 

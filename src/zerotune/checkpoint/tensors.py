@@ -158,9 +158,9 @@ class TensorFile:
             if spec.dtype not in _DTYPE_NAMES:
                 raise CheckpointError(
                     f"safetensors does not support {spec.dtype}",
-                    key=spec.key,
-                    fix="register the buffer with persistent=False, or store it in a supported "
+                    "register the buffer with persistent=False, or store it in a supported "
                     "dtype such as float32",
+                    spec.key,
                 )
             entries[spec.key] = {
                 "dtype": _DTYPE_NAMES[spec.dtype],
@@ -251,8 +251,8 @@ class TensorWriter(OpensFiles):
         ):
             raise CheckpointError(
                 f"{subject.prefix} changed while it was saved",
-                key=name,
-                fix="do not train while a checkpoint is being saved",
+                "do not train while a checkpoint is being saved",
+                name,
             )
         offset = first = file.offsets[name] + start * spec.dtype.itemsize
         crc, sound, path = 0, True, self._folder / file.name
@@ -356,8 +356,8 @@ def confirm(folder: Path, file: TensorFile, written: Iterable[Written]) -> FileR
 def _not_as_written(path: Path, offset: int) -> CheckpointCorruptError:
     return CheckpointCorruptError(
         f"the data on disk differ from the written data (at byte {offset})",
-        key=str(path),
-        fix="check the disk, or save to a different disk",
+        "check the disk, or save to a different disk",
+        str(path),
     )
 
 
@@ -380,8 +380,8 @@ class TensorReader(OpensFiles):
             if twice := [name for name in tensors if name in self._homes]:
                 raise CheckpointCorruptError(
                     f"is also in {self._homes[twice[0]].name}",
-                    key=f"{file.name}: {shorten(twice[0])}",
-                    fix="use a different checkpoint",
+                    "use a different checkpoint",
+                    f"{file.name}: {shorten(twice[0])}",
                 )
             self.tensors |= tensors
             self._homes |= dict.fromkeys(tensors, file)
@@ -391,9 +391,7 @@ class TensorReader(OpensFiles):
         """Return the dtype, full shape and byte offset of a tensor."""
         if name not in self.tensors:
             raise CheckpointCorruptError(
-                "is in no file",
-                key=f"{self._subject.prefix}/{name}",
-                fix="use a different checkpoint",
+                "is in no file", "use a different checkpoint", f"{self._subject.prefix}/{name}"
             )
         return self.tensors[name]
 
@@ -409,8 +407,8 @@ class TensorReader(OpensFiles):
         if (stored.dtype, stored.shape) != (dtype, tuple(shape)):
             raise CheckpointCorruptError(
                 f"is {stored.dtype} {stored.shape} instead of {dtype} {tuple(shape)}",
-                key=f"{self._homes[name].name}: {shorten(name)}",
-                fix="use a different checkpoint",
+                "use a different checkpoint",
+                f"{self._homes[name].name}: {shorten(name)}",
             )
 
     def fill(self, into: torch.Tensor, name: str, start: int = 0) -> None:
@@ -426,8 +424,8 @@ class TensorReader(OpensFiles):
         if start + into.numel() > numel:
             raise CheckpointCorruptError(
                 f"has {numel} elements, but elements {start} to {start + into.numel()} are needed",
-                key=f"{self._homes[name].name}: {name}",
-                fix="use a different checkpoint",
+                "use a different checkpoint",
+                f"{self._homes[name].name}: {name}",
             )
         offset = stored.offset + start * stored.dtype.itemsize
         if into.device.type == "cpu" and into.is_contiguous() and into.dtype == stored.dtype:
@@ -456,5 +454,5 @@ class TensorReader(OpensFiles):
                 raise OSError(f"the file ends {missing} bytes too early")
         except OSError as error:
             raise CheckpointCorruptError(
-                f"cannot be read ({error})", key=str(path), fix="use a different checkpoint"
+                f"cannot be read ({error})", "use a different checkpoint", str(path)
             ) from error

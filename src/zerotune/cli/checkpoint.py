@@ -82,9 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError(
-            "is not installed, but reading checkpoints requires it",
-            key="torch",
-            fix="pip install torch",
+            "is not installed, but reading checkpoints requires it", "pip install torch", "torch"
         )
     return int(arguments.command(arguments).run())
 

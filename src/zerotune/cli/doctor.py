@@ -239,7 +239,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _build(wanted: Collection[str], platform: Platform) -> None:
     if not platform.deepspeed.available:
         support = platform.deepspeed
-        raise PlatformError(support.reason, key="--build", fix=support.fix)
+        raise PlatformError(support.reason, support.fix, "--build")
     for op in op_report():
         if op.state in ("buildable", "stale") and op.name in (wanted or [op.name]):
             sys.stderr.write(f"compiling {op.name} ...\n")

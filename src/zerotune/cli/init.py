@@ -94,24 +94,24 @@ def run(arguments: argparse.Namespace) -> int:
         if os.path.lexists(path):
             raise InvalidValueError(
                 "already exists, and existing files are not overwritten",
-                key=str(path),
-                fix="choose another folder, or move the existing file",
+                "choose another folder, or move the existing file",
+                str(path),
             )
     family = arguments.family
     if family.endswith("-controlnet"):
         raise InvalidValueError(
             "needs conditioning images, which the generated script does not read",
-            key="--family",
-            value=family,
-            fix="start from the ControlNet recipe (docs/recipes.md)",
+            "start from the ControlNet recipe (docs/recipes.md)",
+            "--family",
+            family,
         )
     known = model_of(arguments)
     if known.frames is not None:
         raise InvalidValueError(
             "is trained on clips, but the generated script reads images",
-            key="--family",
-            value=family,
-            fix="choose an image model, or write your own script (docs/families.md)",
+            "choose an image model, or write your own script (docs/families.md)",
+            "--family",
+            family,
         )
     model = _model(arguments)
     count, captions = _images(arguments.photos)
@@ -145,22 +145,22 @@ def _model(arguments: argparse.Namespace) -> str:
             return _PIPELINES[arguments.family]
         raise InvalidValueError(
             f"{arguments.family} has no known pipeline on the hub",
-            key="--model",
-            fix="add --model with the folder or hub id of a pipeline",
+            "add --model with the folder or hub id of a pipeline",
+            "--model",
         )
     folder = Path(given).expanduser()
     if folder.is_dir():
         if not (folder / "model_index.json").is_file():
             raise InvalidValueError(
                 "contains no model_index.json, so it is not a pipeline",
-                key="--model",
-                value=given,
-                fix="pass a folder that a pipeline's save_pretrained wrote",
+                "pass a folder that a pipeline's save_pretrained wrote",
+                "--model",
+                given,
             )
         return str(folder.resolve())
     if folder.is_absolute() or given.startswith((".", "~")):
         raise InvalidValueError(
-            "is not a folder", key="--model", value=given, fix="pass a pipeline's folder or hub id"
+            "is not a folder", "pass a pipeline's folder or hub id", "--model", given
         )
     return str(given)
 
@@ -186,13 +186,11 @@ def _images(folder: str) -> tuple[int, list[str]]:
 
     path = Path(folder).expanduser()
     if not path.is_dir():
-        raise InvalidValueError(
-            "is not a folder", key="--photos", value=folder, fix="pass a folder of images"
-        )
+        raise InvalidValueError("is not a folder", "pass a folder of images", "--photos", folder)
     try:
         images = ImageFolder(path, check="header")
     except DataError as error:
-        raise DataError(error.reason, key="--photos", value=folder, fix=error.fix) from error
+        raise DataError(error.reason, error.fix, "--photos", folder) from error
     captions = dict.fromkeys(images.item(index).caption.strip() for index in range(len(images)))
     return len(images), [caption for caption in captions if caption]
 

@@ -182,9 +182,9 @@ def _estimated_model(arguments: argparse.Namespace) -> ModelFamily:
     if arguments.model is not None and ":" not in arguments.family:
         raise InvalidValueError(
             "has no effect without --family module:Class",
-            key="--model",
-            value=arguments.model,
-            fix="remove this option, or pass the family's class",
+            "remove this option, or pass the family's class",
+            "--model",
+            arguments.model,
         )
     return model_of(arguments)
 
@@ -202,9 +202,9 @@ def model_of(arguments: argparse.Namespace) -> ModelFamily:
     if not issubclass(kind, PipelineFamily):
         raise InvalidValueError(
             "has a hand-written forward pass, so the model's inputs are unknown",
-            key="--family",
-            value=name,
-            fix="describe the model with ModelFacts in Python (docs/own-model.md)",
+            "describe the model with ModelFacts in Python (docs/own-model.md)",
+            "--family",
+            name,
         )
     folder = arguments.model
     return family_facts(kind, folder=folder if folder and Path(folder).is_dir() else None)
@@ -219,9 +219,7 @@ def _draw_chart(
         try:
             plot_memory(estimate, arguments.chart, budget=budget)
         except InvalidValueError as error:
-            raise InvalidValueError(
-                error.reason, key="--chart", value=arguments.chart, fix=error.fix
-            ) from error
+            raise InvalidValueError(error.reason, error.fix, "--chart", arguments.chart) from error
         if new:
             tell(f"created the folder {folder} for the chart")
 
@@ -340,8 +338,8 @@ class Explain(Below):
                 if getattr(self.arguments, name) not in (None, False):
                     raise InvalidValueError(
                         "has no effect without --family NAME",
-                        key=f"--{name.replace('_', '-')}",
-                        fix="add --family NAME, or remove this option",
+                        "add --family NAME, or remove this option",
+                        f"--{name.replace('_', '-')}",
                     )
             platform = _described_machine(self.arguments)
             summary = plan.summary(world_size=self.arguments.world_size, platform=platform)
@@ -453,9 +451,11 @@ def _described_machine(arguments: argparse.Namespace) -> Platform | None:
         card = card_named(arguments.card, key="--card")
         if arguments.accelerator not in (None, card.accelerator):
             raise InvalidValueError(
-                f"contradicts --card {arguments.card}", key="--accelerator",
-                value=arguments.accelerator, fix="remove one of the two options",
-            )  # fmt: skip
+                f"contradicts --card {arguments.card}",
+                "remove one of the two options",
+                "--accelerator",
+                arguments.accelerator,
+            )
         return card_platform(card, device_count=arguments.world_size, **sizes)
     if arguments.accelerator is None and not sizes:
         return None

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(schema())
         return 0
     if arguments.file is None:
-        raise InvalidValueError("is missing", key="FILE", fix="write zerotune train run.yaml")
+        raise InvalidValueError("is missing", "write zerotune train run.yaml", "FILE")
     found = RunFile.load(arguments.file, overrides=arguments.set)
     first = os.environ.get("RANK", "0") == "0"
     for decision in found.decisions if first else ():

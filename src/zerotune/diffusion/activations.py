@@ -352,7 +352,7 @@ class ActivationOffload(Closable):
     ) -> None:
         if ahead < 1:
             raise InvalidValueError(
-                "at least one block must be prefetched", key="ahead", value=ahead, fix="write 1"
+                "at least one block must be prefetched", "write 1", "ahead", ahead
             )
         self._smallest = parse_size(smallest, key="smallest")
         self._ahead = ahead
@@ -377,12 +377,12 @@ class ActivationOffload(Closable):
             return ()
         if isinstance(self._transfers, KeptTransfers):
             why = "this device shares the host's memory, so nothing is copied"
-            return (Decision(key=KEY, before="device", after="device", reason=why),)
+            return (Decision(KEY, "device", "device", why),)
         why, where = "the host stores inputs of checkpointed blocks until the backward pass", "host"
         if isinstance(self._transfers, WaitingTransfers):
             where = "host, with synchronous copies"
             why += f"; {self._transfers.reason}"
-        return (Decision(key=KEY, before="device", after=where, reason=why),)
+        return (Decision(KEY, "device", where, why),)
 
     def attach(self, model: torch.nn.Module) -> Self:
         """Enable gradient checkpointing with activation offload for ``model``.
@@ -398,17 +398,17 @@ class ActivationOffload(Closable):
         if self.attached:
             raise InvalidValueError(
                 "is already attached to a model",
-                key="ActivationOffload",
-                value=type(model).__name__,
-                fix="call detach() first, or create one object per model",
+                "call detach() first, or create one object per model",
+                "ActivationOffload",
+                type(model).__name__,
             )
         switch: Any = getattr(model, "enable_gradient_checkpointing", None)
         if switch is None or not getattr(model, "_supports_gradient_checkpointing", False):
             raise InvalidValueError(
                 "has no gradient checkpointing",
-                key="model",
-                value=type(model).__name__,
-                fix="pass a diffusers model that supports enable_gradient_checkpointing()",
+                "pass a diffusers model that supports enable_gradient_checkpointing()",
+                "model",
+                type(model).__name__,
             )
         before = [
             (module, {name: vars(module)[name] for name in (_FLAG, _HOOK) if name in vars(module)})
@@ -570,10 +570,10 @@ class _Saved:
             raise TrainingError(
                 "an operation changed the input of a checkpointed block in place, after the block "
                 "had run",
-                key="activations",
-                value=tuple(tensor.shape),
-                fix="replace the operation with an out-of-place one, or train without "
+                "replace the operation with an out-of-place one, or train without "
                 "ActivationOffload",
+                "activations",
+                tuple(tensor.shape),
             )
 
     def here(self) -> torch.Tensor | None:
@@ -593,8 +593,8 @@ class _Saved:
         if self.loading is None:
             raise TrainingError(
                 "an offloaded activation is neither on the device nor on the host",
-                key="activations",
-                fix="run the backward pass before detach(), or report a bug if you already do",
+                "run the backward pass before detach(), or report a bug if you already do",
+                "activations",
             )
         loading, self.loading = self.loading, None
         tensor = self.transfers.finish(loading)

@@ -157,10 +157,10 @@ def _encode_captions(
     """Return the cache of captions; ``None`` if training changes the text encoders."""
     if family.trains_texts:
         decision = Decision(
-            key="data.captions",
-            before="encoded once",
-            after="tokenised and encoded at each step",
-            reason="text encoders are trained, so their embeddings change",
+            "data.captions",
+            "encoded once",
+            "tokenised and encoded at each step",
+            "text encoders are trained, so their embeddings change",
         )
         announce((decision,), rank=shared["rank"])
         return None

@@ -75,10 +75,10 @@ def example_inputs(module: torch.nn.Module) -> Callable[..., Mapping[str, Any]]:
     if name not in _MAKERS:
         raise InvalidValueError(
             "zerotune does not know the arguments of this model's forward",
-            key="module",
-            value=name,
-            fix="pass inputs=, a function that maps batch size, height and width in pixels to "
+            "pass inputs=, a function that maps batch size, height and width in pixels to "
             "keyword arguments of forward",
+            "module",
+            name,
         )
     make, config = _MAKERS[name], module.config
     return lambda batch, height, width: make(_ForwardInputs(config, batch, height, width))
@@ -125,7 +125,7 @@ def _captured_inputs(
         raise MissingDependencyError(
             f"the inputs of {type(module).__name__} come from {pipeline_name(kind.pipeline)}, "
             "which needs transformers",
-            fix="run pip install transformers, or pass inputs= or activations=False",
+            "run pip install transformers, or pass inputs= or activations=False",
         )
     family = kind(blueprint=blueprint or Blueprint.usual(pipeline_class(kind.pipeline)))
     space = family.latent_space()
@@ -302,10 +302,10 @@ def family_facts(
     if folder is None and not kind.model:
         raise InvalidValueError(
             "does not name the model's class",
-            key=f"{kind.__name__}.model",
-            value=kind.model,
-            fix="set the family's model attribute to the name of a diffusers class, or pass a "
+            "set the family's model attribute to the name of a diffusers class, or pass a "
             "pipeline folder (--model FOLDER)",
+            f"{kind.__name__}.model",
+            kind.model,
         )
     pipeline = pipeline_class(kind.pipeline)
     blueprint, config = Blueprint.usual(pipeline), _Configuration({"_class_name": kind.model})
@@ -348,9 +348,9 @@ class _Configuration:
         except (OSError, ValueError) as error:
             raise InvalidValueError(
                 f"cannot be read as a diffusers configuration: {error}",
-                key="source",
-                value=str(source),
-                fix="pass the folder of a model, its config.json, or a mapping",
+                "pass the folder of a model, its config.json, or a mapping",
+                "source",
+                str(source),
             ) from error
         return cls(config if isinstance(config, Mapping) else {})
 
@@ -363,9 +363,9 @@ class _Configuration:
         if kind is None or not hasattr(kind, "from_config"):
             raise InvalidValueError(
                 "is not a diffusers model class",
-                key="_class_name",
-                value=name,
-                fix='write the name of a model class, such as "UNet2DConditionModel"',
+                'write the name of a model class, such as "UNet2DConditionModel"',
+                "_class_name",
+                name,
             )
         return kind
 
@@ -442,9 +442,9 @@ def _facts_of_module(
     if activations and any(p.device.type != "meta" for p in module.parameters()):
         raise InvalidValueError(
             "activations can be measured only for a model on the meta device",
-            key="source",
-            value=type(module).__name__,
-            fix="pass the model's configuration (model.config), or activations=False",
+            "pass the model's configuration (model.config), or activations=False",
+            "source",
+            type(module).__name__,
         )
     facts = attrs.evolve(
         ModelFacts.from_module(module),

@@ -46,9 +46,9 @@ def images_to_grid(
     if images.ndim != 4 or images.shape[1] not in (1, 3) or len(images) == 0:
         raise InvalidValueError(
             "must have the shape (n, 1 or 3, h, w) with n at least 1",
-            key="images",
-            value=tuple(images.shape),
-            fix="decode latents to images first",
+            "decode latents to images first",
+            "images",
+            tuple(images.shape),
         )
     pixels = ((images.float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     height, width = (side * upscale for side in pixels.shape[2:])
@@ -106,9 +106,9 @@ def clips_to_grid(clips: torch.Tensor, *, columns: int) -> list[Image]:
     if clips.ndim != 5:
         raise InvalidValueError(
             "must have the shape (n, 1 or 3, frames, h, w)",
-            key="clips",
-            value=tuple(clips.shape),
-            fix="pass images to images_to_grid",
+            "pass images to images_to_grid",
+            "clips",
+            tuple(clips.shape),
         )
     return [images_to_grid(frame, columns=columns) for frame in clips.unbind(2)]
 

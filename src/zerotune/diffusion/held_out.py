@@ -131,21 +131,19 @@ def _check_levels(
     if not isinstance(objective, LevelObjective):
         raise InvalidValueError(
             "cannot compute the loss at a given noise level",
-            key="objective",
-            value=type(objective).__name__,
-            fix="implement losses_at in the objective, as LevelObjective requires",
+            "implement losses_at in the objective, as LevelObjective requires",
+            "objective",
+            type(objective).__name__,
         )
     if not levels or not all(0.0 <= level <= 1.0 for level in levels):
         raise InvalidValueError(
             "must be noise levels between 0 and 1",
-            key="quantiles",
-            value=levels,
-            fix="write at least one number from 0 to 1",
+            "write at least one number from 0 to 1",
+            "quantiles",
+            levels,
         )
     if len(batches) == 0:
-        raise DataError(
-            "there are no held-out batches", key="batches", value=0, fix="pass at least one batch"
-        )
+        raise DataError("there are no held-out batches", "pass at least one batch", "batches", 0)
     return objective
 
 
@@ -154,9 +152,9 @@ def _count_samples(batch: Batch, index: int) -> int:
     if len(counts) != 1 or counts == {0}:
         raise DataError(
             "all tensors of a batch must have the same number of samples, at least 1",
-            key=f"batches[{index}]",
-            value=sorted(counts),
-            fix="remove empty batches",
+            "remove empty batches",
+            f"batches[{index}]",
+            sorted(counts),
         )
     return counts.pop()
 

@@ -135,9 +135,9 @@ def _checked_config(given: Any) -> Any:
     if kind not in _SUPPORTED:
         raise InvalidValueError(
             "is not a supported kind of adapter",
-            key="lora",
-            value=kind,
-            fix=f"pass LoRA(rank=16), or one of these peft configurations: {', '.join(_SUPPORTED)}",
+            f"pass LoRA(rank=16), or one of these peft configurations: {', '.join(_SUPPORTED)}",
+            "lora",
+            kind,
         )
     config, usual = copy.deepcopy(given), type(given)()
     for field in dataclasses.fields(config):
@@ -145,9 +145,9 @@ def _checked_config(given: Any) -> Any:
         if field.name not in _SUPPORTED[kind] | _NOT_TRAINED and value != default:
             raise InvalidValueError(
                 "is not supported",
-                key=f"{kind}.{field.name}",
-                value=value,
-                fix=f"leave {field.name} at {default!r}",
+                f"leave {field.name} at {default!r}",
+                f"{kind}.{field.name}",
+                value,
             )
     for name in ("r", "lora_alpha", "alpha", "oft_block_size"):
         if name in _SUPPORTED[kind]:
@@ -161,9 +161,9 @@ def _check_start(config: Any, kind: str) -> None:
     if init not in _INITIALIZATIONS or not isinstance(init, (bool, str)):
         raise InvalidValueError(
             "is not supported, because this initialisation changes base weights or needs data",
-            key=f"{kind}.init_lora_weights",
-            value=init,
-            fix=f"write one of {list(_INITIALIZATIONS)}",
+            f"write one of {list(_INITIALIZATIONS)}",
+            f"{kind}.init_lora_weights",
+            init,
         )
     if not 0.0 <= dropout < 1.0:
         raise InvalidValueError(
@@ -226,9 +226,9 @@ def add_lora(
     if isinstance(model, TrainedParts):
         raise InvalidValueError(
             "adapters can be added only to a single model",
-            key="model",
-            value=type(model).__name__,
-            fix='call add_lora(parts["unet"], ...) for each part',
+            'call add_lora(parts["unet"], ...) for each part',
+            "model",
+            type(model).__name__,
         )
     _require_no_adapters(model)
     config, usual = _config_in(model, lora)
@@ -243,10 +243,10 @@ def add_lora(
     if usual:
         decisions += (
             Decision(
-                key="LoRA.targets",
-                before=None,
-                after=sorted(config.target_modules),
-                reason="targets default to the model's attention projections",
+                "LoRA.targets",
+                None,
+                sorted(config.target_modules),
+                "targets default to the model's attention projections",
             ),
         )
     return _train_only(model, name, base_dtype=base_dtype, decisions=decisions)
@@ -258,11 +258,11 @@ def _read_for_magnitudes(model: torch.nn.Module) -> tuple[Decision, ...]:
         return ()
     return (
         Decision(
-            key="model.weights",
-            before="read from their files by the engine",
-            after="read whole on every rank",
-            reason="DoRA's magnitudes are initialised to the norms of the base weights",
-            severity="warning",
+            "model.weights",
+            "read from their files by the engine",
+            "read whole on every rank",
+            "DoRA's magnitudes are initialised to the norms of the base weights",
+            "warning",
         ),
     )
 
@@ -273,9 +273,9 @@ def _require_no_adapters(model: torch.nn.Module) -> None:
     if there:
         raise InvalidValueError(
             "the model already has adapters, which new adapters would disable",
-            key="model",
-            value=there,
-            fix="fuse the existing adapters (fuse_lora), or load the model again",
+            "fuse the existing adapters (fuse_lora), or load the model again",
+            "model",
+            there,
         )
 
 
@@ -327,10 +327,10 @@ def _cast_base(model: torch.nn.Module, dtype: torch.dtype) -> tuple[Decision, ..
         return ()
     return (
         Decision(
-            key="model.base.dtype",
-            before=", ".join(before),
-            after=str(dtype).removeprefix("torch."),
-            reason="frozen weights need only the precision of the forward pass",
+            "model.base.dtype",
+            ", ".join(before),
+            str(dtype).removeprefix("torch."),
+            "frozen weights need only the precision of the forward pass",
         ),
     )
 
@@ -341,8 +341,8 @@ def _peft() -> ModuleType:
     except ImportError as error:
         raise MissingDependencyError(
             f"is required for LoRA and cannot be imported ({error})",
-            key="peft",
-            fix="pip install 'zerotune[lora]'",
+            "pip install 'zerotune[lora]'",
+            "peft",
         ) from error
 
 
@@ -403,8 +403,8 @@ def load_adapters(
         raise CheckpointMismatchError(
             f"the file has {expected} tensors for {part!r}, but only {facts.tensors} of them fit "
             "the model",
-            key=os.fspath(path),
-            fix="load the file into the model on which its adapters were trained",
+            "load the file into the model on which its adapters were trained",
+            os.fspath(path),
         )
     return facts
 
@@ -444,17 +444,17 @@ class _AdapterFile:
         if parts and parts <= _COMPONENTS:
             raise CheckpointMismatchError(
                 f"the file has no adapters for {self.component!r}, only for {sorted(parts)}",
-                key=str(file),
-                fix="pass one of these names as component=",
+                "pass one of these names as component=",
+                str(file),
             )
         read = read_others(state, model=self.module, component=self.component, pipeline=pipeline)
         count = self._load_read(read)
         return count, (
             Decision(
-                key="adapters.format",
-                before=f"unknown tensor names ({next(iter(state), None)}, …)",
-                after="diffusers",
-                reason=f"converted by {read.reader}",
+                "adapters.format",
+                f"unknown tensor names ({next(iter(state), None)}, …)",
+                "diffusers",
+                f"converted by {read.reader}",
             ),
         )
 
@@ -523,8 +523,8 @@ class _AdapterFile:
         if result.unexpected_keys:
             raise CheckpointMismatchError(
                 f"the file has {len(result.unexpected_keys)} tensors that the model does not have",
-                key=result.unexpected_keys[0],
-                fix="load the file into the model on which its adapters were trained",
+                "load the file into the model on which its adapters were trained",
+                result.unexpected_keys[0],
             )
 
 
@@ -575,9 +575,9 @@ class _Layers:
         if not found:
             raise InvalidValueError(
                 f"{self.model} has no known attention projections",
-                key="targets",
-                value=None,
-                fix=f"set targets to the layers to adapt, such as {self.endings[:_CLOSE]}",
+                f"set targets to the layers to adapt, such as {self.endings[:_CLOSE]}",
+                "targets",
+                None,
             )
         return found
 
@@ -607,7 +607,7 @@ class _Layers:
         endings = self.endings
         close = did_you_mean(target, endings, count=_CLOSE, cutoff=0.5, by=str)
         fix = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {endings}"
-        return InvalidValueError("matches no adaptable layer", key=key, value=target, fix=fix)
+        return InvalidValueError("matches no adaptable layer", fix, key, target)
 
 
 def _regular_expression(text: str, *, key: str) -> str:

@@ -57,19 +57,16 @@ def unknown_schedule(schedule: str) -> InvalidValueError:
     why = "flow matching has no signal-to-noise ratio" if flow else "EDM has no time steps"
     return InvalidValueError(
         f"{why}, which this threshold schedule requires",
-        key="loss.schedule",
-        value=schedule,
-        fix=f'write schedule="{"exponential" if flow else "snr"}" or schedule="constant"',
+        f'write schedule="{"exponential" if flow else "snr"}" or schedule="constant"',
+        "loss.schedule",
+        schedule,
     )
 
 
 def _check_positive(_instance: object, attribute: Any, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         raise InvalidValueError(
-            "is not a valid threshold",
-            key=attribute.name,
-            value=value,
-            fix="write a number above 0, such as 0.1",
+            "is not a valid threshold", "write a number above 0, such as 0.1", attribute.name, value
         )
 
 
@@ -90,16 +87,16 @@ class _ScheduledThreshold(ABC):
         if self.schedule not in _SCHEDULES:
             raise InvalidValueError(
                 f"is not one of {', '.join(_SCHEDULES)}",
-                key="schedule",
-                value=self.schedule,
-                fix='write "snr", or "exponential" for flow matching',
+                'write "snr", or "exponential" for flow matching',
+                "schedule",
+                self.schedule,
             )
         if self.schedule == "snr" and self.scale != 1.0:
             raise InvalidValueError(
                 'the schedule "snr" runs from 1 to the threshold and cannot be scaled',
-                key="scale",
-                value=self.scale,
-                fix="omit scale, or use a different schedule",
+                "omit scale, or use a different schedule",
+                "scale",
+                self.scale,
             )
 
     @abstractmethod
@@ -214,9 +211,9 @@ def _weighed(losses: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.T
     if given.shape != losses.shape:
         raise DataError(
             f"must contain one weight per sample: a tensor of shape ({len(losses)},)",
-            key=f"batch[{LOSS_WEIGHTS!r}]",
-            value=tuple(given.shape),
-            fix="add a scalar weight, a tensor of shape (), to each sample of the dataset",
+            "add a scalar weight, a tensor of shape (), to each sample of the dataset",
+            f"batch[{LOSS_WEIGHTS!r}]",
+            tuple(given.shape),
         )
     return losses * given.to(losses.device, torch.float32)
 
@@ -243,9 +240,9 @@ def _mask_of(batch: Mapping[str, torch.Tensor], *, like: torch.Tensor) -> torch.
     if mask.shape not in (places, like.shape):
         raise DataError(
             f"masks must have the shape {places}, the shape of the model's input with one channel",
-            key=f"batch[{LOSS_MASKS!r}]",
-            value=tuple(mask.shape),
-            fix="resize pixel masks to the latent size, for example with "
+            "resize pixel masks to the latent size, for example with "
             'torch.nn.functional.interpolate(masks, size=(h, w), mode="area")',
+            f"batch[{LOSS_MASKS!r}]",
+            tuple(mask.shape),
         )
     return mask.to(like.device, torch.float32)

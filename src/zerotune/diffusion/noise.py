@@ -42,9 +42,9 @@ def _check_strength(_instance: object, attribute: Any, value: float) -> None:
     if not 0.0 <= value < float("inf"):
         raise InvalidValueError(
             "is not a valid noise strength",
-            key=attribute.name,
-            value=value,
-            fix="write a non-negative number, such as 0.1",
+            "write a non-negative number, such as 0.1",
+            attribute.name,
+            value,
         )
 
 

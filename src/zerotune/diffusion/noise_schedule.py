@@ -57,11 +57,11 @@ def adding_scheduler(scheduler: Any) -> Any:
     if not hasattr(scheduler, "alphas_cumprod"):
         raise InvalidValueError(
             "DenoisingObjective needs a scheduler with alphas_cumprod",
-            key="scheduler",
-            value=type(scheduler).__name__,
-            fix="train as examples/recipes/edm.py does"
+            "train as examples/recipes/edm.py does"
             if preconditions(scheduler)
             else "use DDPMScheduler, or FlowMatchingObjective for flow matching",
+            "scheduler",
+            type(scheduler).__name__,
         )
     if adds_noise(scheduler):
         return scheduler
@@ -70,10 +70,9 @@ def adding_scheduler(scheduler: Any) -> Any:
         raise InvalidValueError(
             "can only sample, and DDPM with the same settings has a different noise "
             "schedule (alphas_cumprod)",
-            key="scheduler",
-            value=type(scheduler).__name__,
-            fix="use DDPMScheduler(trained_betas=...) with the betas of the model's original "
-            "training",
+            "use DDPMScheduler(trained_betas=...) with the betas of the model's original training",
+            "scheduler",
+            type(scheduler).__name__,
         )
     return ddpm
 
@@ -115,10 +114,10 @@ def replacement_decision(scheduler: Any, adding: Any) -> tuple[Decision, ...]:
         return ()
     return (
         Decision(
-            key="objective.scheduler",
-            before=type(scheduler).__name__,
-            after=type(adding).__name__,
-            reason=f"{type(scheduler).__name__} can only sample; {type(adding).__name__} adds "
+            "objective.scheduler",
+            type(scheduler).__name__,
+            type(adding).__name__,
+            f"{type(scheduler).__name__} can only sample; {type(adding).__name__} adds "
             "noise with the same schedule",
         ),
     )
@@ -157,12 +156,12 @@ def _ddim_instead_of(kind: type[Any]) -> type[Any]:
     announce(
         (
             Decision(
-                key="sampling.scheduler",
-                before=kind.__name__,
-                after=DDIMScheduler.__name__,
-                reason="the model was trained with rescale_betas_zero_snr, which "
+                "sampling.scheduler",
+                kind.__name__,
+                DDIMScheduler.__name__,
+                "the model was trained with rescale_betas_zero_snr, which "
                 f"{kind.__name__} does not support",
-                severity="warning",
+                "warning",
             ),
         )
     )
@@ -203,9 +202,7 @@ class ResolutionShift:
     def _check_patch(self, _attribute: Any, value: int) -> None:
         if value < 1:
             fix = "write 2, the patch size of SD3 and Flux"
-            raise InvalidValueError(
-                "is not a positive patch size", key="patch_size", value=value, fix=fix
-            )
+            raise InvalidValueError("is not a positive patch size", fix, "patch_size", value)
 
     def mu(self, shape: tuple[int, ...], config: Any) -> float:
         """Return the logarithm of the shift for samples of one shape."""
@@ -279,10 +276,9 @@ def check_range(_instance: object, attribute: Any, value: tuple[float, float]) -
     if not 0.0 <= low < high <= 1.0:
         raise InvalidValueError(
             "is not a range (low, high) with 0 <= low < high <= 1",
-            key=attribute.name,
-            value=value,
-            fix="use (0.0, 1.0) for the whole schedule, or (0.0, 0.2) for the last fifth of "
-            "sampling",
+            "use (0.0, 1.0) for the whole schedule, or (0.0, 0.2) for the last fifth of sampling",
+            attribute.name,
+            value,
         )
 
 
@@ -297,7 +293,7 @@ def bounds(steps: int, share: tuple[float, float]) -> tuple[int, int]:
 def _no_levels(share: tuple[float, float]) -> InvalidValueError:
     return InvalidValueError(
         "the range contains no noise level of the schedule",
-        key="timestep_range",
-        value=share,
-        fix="write a wider range",
+        "write a wider range",
+        "timestep_range",
+        share,
     )

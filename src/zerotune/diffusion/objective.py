@@ -248,28 +248,28 @@ class DenoisingObjective(SchedulerObjective):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise InvalidValueError(
                 "is not a positive, finite signal-to-noise ratio",
-                key="snr_gamma",
-                value=value,
-                fix="write 5.0, as in the min-SNR paper, or None for no weighting",
+                "write 5.0, as in the min-SNR paper, or None for no weighting",
+                "snr_gamma",
+                value,
             )
 
     def __attrs_post_init__(self) -> None:
         if self._prediction not in _PREDICTIONS:
             raise InvalidValueError(
                 f"DenoisingObjective supports only {', '.join(_PREDICTIONS)}",
-                key="scheduler.prediction_type",
-                value=self._prediction,
-                fix="write a supported prediction type, or use FlowMatchingObjective for a "
+                "write a supported prediction type, or use FlowMatchingObjective for a "
                 "flow-matching model",
+                "scheduler.prediction_type",
+                self._prediction,
             )
         if self._prediction == "epsilon" and float(self._adding.alphas_cumprod[-1]) == 0.0:
             raise InvalidValueError(
                 "the schedule ends in pure noise, where a model that predicts noise "
                 "learns nothing about the image",
-                key="scheduler.prediction_type",
-                value="epsilon",
-                fix='create the scheduler with prediction_type="v_prediction", or with '
+                'create the scheduler with prediction_type="v_prediction", or with '
                 "rescale_betas_zero_snr=False",
+                "scheduler.prediction_type",
+                "epsilon",
             )
         self._check_weighting()
         self._bounds()
@@ -285,17 +285,17 @@ class DenoisingObjective(SchedulerObjective):
         if self.weighting not in known:
             raise InvalidValueError(
                 f"is not one of {', '.join(known)}",
-                key="weighting",
-                value=self.weighting,
-                fix='write "none"; for min-SNR weighting, set snr_gamma=5.0',
+                'write "none"; for min-SNR weighting, set snr_gamma=5.0',
+                "weighting",
+                self.weighting,
             )
         if self.weighting != "none" and self._prediction == "sample":
             raise InvalidValueError(
                 "is defined only for models that predict noise or velocity, but this scheduler's "
                 'prediction_type is "sample"',
-                key="weighting",
-                value=self.weighting,
-                fix='write weighting="none"',
+                'write weighting="none"',
+                "weighting",
+                self.weighting,
             )
 
     def draw_levels(self, inputs: Inputs, generator: torch.Generator) -> torch.Tensor:
@@ -410,9 +410,9 @@ class FlowMatchingObjective(SchedulerObjective):
         fix = f'write density="uniform", weighting="{self.density}"'
         raise InvalidValueError(
             "is a loss weighting" if weighting else f"is not one of {', '.join(_DENSITIES)}",
-            key="density",
-            value=self.density,
-            fix=fix if weighting else 'write "uniform"',
+            fix if weighting else 'write "uniform"',
+            "density",
+            self.density,
         )
 
     def _check_weighting(self) -> None:
@@ -422,9 +422,9 @@ class FlowMatchingObjective(SchedulerObjective):
         fix = f'write density="{self.weighting}", weighting="none"'
         raise InvalidValueError(
             "is a time step density" if density else f"is not one of {', '.join(_WEIGHTINGS)}",
-            key="weighting",
-            value=self.weighting,
-            fix=fix if density else 'write "none"',
+            fix if density else 'write "none"',
+            "weighting",
+            self.weighting,
         )
 
     def _check_scheduler(self) -> None:
@@ -433,17 +433,17 @@ class FlowMatchingObjective(SchedulerObjective):
         if not flows or float(scheduler.sigmas.max()) > 1.0 + _SIGMA_ROUNDING:
             raise InvalidValueError(
                 "flow matching needs a scheduler with sigmas from 1 to 0",
-                key="scheduler",
-                value=type(scheduler).__name__,
-                fix="use FlowMatchEulerDiscreteScheduler, or DenoisingObjective",
+                "use FlowMatchEulerDiscreteScheduler, or DenoisingObjective",
+                "scheduler",
+                type(scheduler).__name__,
             )
         if scheduler.config.get("invert_sigmas", False):
             raise InvalidValueError(
                 "with invert_sigmas, time runs from noise to data, which FlowMatchingObjective "
                 "does not support",
-                key="scheduler.invert_sigmas",
-                value=True,
-                fix="set invert_sigmas=False, and invert the time steps in the family's predict",
+                "set invert_sigmas=False, and invert the time steps in the family's predict",
+                "scheduler.invert_sigmas",
+                True,
             )
         if self.resolution_shift is not None and not scheduler.config.get(
             "use_dynamic_shifting", False
@@ -451,9 +451,9 @@ class FlowMatchingObjective(SchedulerObjective):
             raise InvalidValueError(
                 "sampling would not apply the shift, because the scheduler does not set "
                 "use_dynamic_shifting",
-                key="resolution_shift",
-                value=True,
-                fix="create the scheduler with use_dynamic_shifting=True, or omit resolution_shift",
+                "create the scheduler with use_dynamic_shifting=True, or omit resolution_shift",
+                "resolution_shift",
+                True,
             )
 
     def levels(self, shape: tuple[int, ...]) -> NoiseLevels:

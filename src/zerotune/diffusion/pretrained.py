@@ -325,9 +325,9 @@ def _located(
     if path.suffix != SUFFIX or not path.is_file():
         raise InvalidValueError(
             "does not exist" if path.suffix == SUFFIX else f"is not a {SUFFIX} file",
-            key="source",
-            value=os.fspath(source),
-            fix=f"pass an existing {SUFFIX} file as source; without such a file, omit config=",
+            f"pass an existing {SUFFIX} file as source; without such a file, omit config=",
+            "source",
+            os.fspath(source),
         )
     file, found = _single_file(path, config, skip=skip, variant=variant, options=options)
     return file.config, file, found
@@ -345,10 +345,10 @@ def _local_folder(source: str | os.PathLike[str], **options: Any) -> Path:
         raise InvalidValueError(
             "is neither a local folder nor a pipeline that can be downloaded from the hub "
             f"({first_line(error)})",
-            key="source",
-            value=os.fspath(source),
-            fix=f"pass a folder that contains {INDEX}, or a hub id such as "
+            f"pass a folder that contains {INDEX}, or a hub id such as "
             "stabilityai/stable-diffusion-xl-base-1.0",
+            "source",
+            os.fspath(source),
         ) from error
 
 
@@ -382,19 +382,16 @@ def _single_file(
         raise InvalidValueError(
             f"the file contains no model configuration, and the configuration of {wanted} "
             f"cannot be downloaded from the hub ({first_line(error)})",
-            key="config",
-            value=config,
-            fix=f"pass a local copy of {wanted} that contains all .json and .txt files, and "
+            f"pass a local copy of {wanted} that contains all .json and .txt files, and "
             "the weights of the parts that the file lacks",
+            "config",
+            config,
         ) from error
     if config is not None:
         return file, ()
     return file, (
         Decision(
-            key="config",
-            before=None,
-            after=wanted,
-            reason=f"diffusers infers this pipeline from the keys of {path.name}",
+            "config", None, wanted, f"diffusers infers this pipeline from the keys of {path.name}"
         ),
     )
 
@@ -414,9 +411,9 @@ def named_family(name: str) -> type[PipelineFamily]:
     close = did_you_mean(name, names)
     raise InvalidValueError(
         "is not a known family",
-        key="family",
-        value=name,
-        fix=f"did you mean {' or '.join(close)}?" if close else f"one of {', '.join(FAMILY_NAMES)}",
+        f"did you mean {' or '.join(close)}?" if close else f"one of {', '.join(FAMILY_NAMES)}",
+        "family",
+        name,
     )
 
 
@@ -433,17 +430,17 @@ def _imported_family(name: str) -> type[PipelineFamily]:
         except (ImportError, AttributeError, ValueError) as error:
             raise InvalidValueError(
                 f"cannot be imported ({first_line(error)})",
-                key="family",
-                value=name,
-                fix="write the module's import name, a colon and the class name, such as "
+                "write the module's import name, a colon and the class name, such as "
                 "my_family:OvisImage",
+                "family",
+                name,
             ) from error
     if not (isinstance(found, type) and issubclass(found, PipelineFamily)):
         raise InvalidValueError(
             "is not a family",
-            key="family",
-            value=name,
-            fix="name a subclass of zerotune.diffusion.PipelineFamily (docs/families.md)",
+            "name a subclass of zerotune.diffusion.PipelineFamily (docs/families.md)",
+            "family",
+            name,
         )
     return found
 
@@ -463,10 +460,10 @@ class _StoredPipeline:
         if name not in FAMILIES:
             raise InvalidValueError(
                 f"this pipeline has no known family; supported pipelines are {', '.join(FAMILIES)}",
-                key=f"{self.folder / INDEX}: _class_name",
-                value=name,
-                fix="declare a family for this pipeline (docs/families.md) and pass it as family=; "
+                "declare a family for this pipeline (docs/families.md) and pass it as family=; "
                 "recipes have families for ControlNets and image-to-video pipelines",
+                f"{self.folder / INDEX}: _class_name",
+                name,
             )
         return FAMILIES[name]
 
@@ -482,9 +479,9 @@ class _StoredPipeline:
             if name not in known:
                 raise InvalidValueError(
                     "is not a frozen part of this pipeline",
-                    key="leave_out",
-                    value=name,
-                    fix=f"its parts are {', '.join(known)}",
+                    f"its parts are {', '.join(known)}",
+                    "leave_out",
+                    name,
                 )
 
     def left_out(self, names: Sequence[str], needed: Sequence[str]) -> dict[str, Any]:
@@ -511,18 +508,18 @@ class _StoredPipeline:
             if name not in there or name in leave_out:
                 raise InvalidValueError(
                     "is not a text encoder of the pipeline, or is omitted by leave_out",
-                    key="text_encoders",
-                    value=name,
-                    fix=f"one of {', '.join(n for n in there if n not in leave_out) or 'none'}",
+                    f"one of {', '.join(n for n in there if n not in leave_out) or 'none'}",
+                    "text_encoders",
+                    name,
                 )
         if (wanted and not chosen) or (chosen and not parts):
             raise InvalidValueError(
                 "can be trained only with the pipeline's tokenizers and VAE"
                 if chosen
                 else "the pipeline has no CLIP",
-                key="text_encoders",
-                value=wanted,
-                fix="omit parts=False" if chosen else f"name one of {', '.join(there)}",
+                "omit parts=False" if chosen else f"name one of {', '.join(there)}",
+                "text_encoders",
+                wanted,
             )
         return tuple(chosen)
 
@@ -551,10 +548,10 @@ class _StoredPipeline:
         if self.single is not None:
             raise InvalidValueError(
                 "needs the folder of a pipeline; source is a single file",
-                key=key,
-                value=value,
-                fix="convert the file to a folder: load it with the pipeline's from_single_file, "
+                "convert the file to a folder: load it with the pipeline's from_single_file, "
                 "then call save_pretrained",
+                key,
+                value,
             )
 
     def class_of(self, name: str) -> Any:
@@ -565,9 +562,9 @@ class _StoredPipeline:
         if kind is None:
             raise InvalidValueError(
                 "the pipeline does not contain this model",
-                key=f"{self.folder / INDEX}: {name}",
-                value=entry,
-                fix="download the whole pipeline",
+                "download the whole pipeline",
+                f"{self.folder / INDEX}: {name}",
+                entry,
             )
         return kind
 
@@ -591,22 +588,22 @@ class _StoredPipeline:
                 raise MissingDependencyError(
                     f"the image processor of {made.__name__} needs torchvision, which is not "
                     "installed",
-                    key="torchvision",
-                    fix="run pip install torchvision, or pass parts=False to train from caches",
+                    "run pip install torchvision, or pass parts=False to train from caches",
+                    "torchvision",
                 ) from error
             if single is not None and isinstance(error, OSError):
                 raise InvalidValueError(
                     "the folder does not contain the frozen parts that the file lacks "
                     f"({first_line(error)}); frozen parts in the file: "
                     f"{listing(sorted(single.parts))}",
-                    key="config",
-                    value=str(self.folder),
-                    fix="pass the folder of a complete pipeline, or pass parts=False to train "
+                    "pass the folder of a complete pipeline, or pass parts=False to train "
                     "from caches",
+                    "config",
+                    str(self.folder),
                 ) from error
             if isinstance(error, ImportError):
                 raise MissingDependencyError(
-                    "text encoders require it", key="transformers", fix="pip install transformers"
+                    "text encoders require it", "pip install transformers", "transformers"
                 ) from error
             raise _not_loaded(self.folder, error) from error
         # The pipeline asks its model for sizes while it encodes texts.
@@ -635,11 +632,10 @@ class _StoredPipeline:
         if shift is None:
             return kind.from_config(known), ()
         decision = Decision(
-            key="scheduler",
-            before=f"{stored}, flow_shift={shift:g}",
-            after=f"{kind.__name__}, shift={shift:g}",
-            reason=f"{stored} supports only sampling; training uses {kind.__name__} with the same "
-            "shift",
+            "scheduler",
+            f"{stored}, flow_shift={shift:g}",
+            f"{kind.__name__}, shift={shift:g}",
+            f"{stored} supports only sampling; training uses {kind.__name__} with the same shift",
         )
         return kind.from_config(known | {"shift": float(shift)}), (decision,)
 
@@ -665,10 +661,10 @@ class _StoredPipeline:
         if why:
             raise InvalidValueError(
                 f"{why}; training cannot add the noise with which the model was trained",
-                key=f"{self.folder / 'scheduler' / 'scheduler_config.json'}: _class_name",
-                value=stored,
-                fix="train a model with a DDPM noise schedule; if this model has such a schedule, "
+                "train a model with a DDPM noise schedule; if this model has such a schedule, "
                 "write DDPMScheduler and its betas into scheduler_config.json",
+                f"{self.folder / 'scheduler' / 'scheduler_config.json'}: _class_name",
+                stored,
             )
         before, after = stored, "DDPMScheduler"
         reason = (
@@ -682,7 +678,7 @@ class _StoredPipeline:
                 "DDPM with the same settings has a different noise schedule, so training uses the "
                 f"folder's scheduler, whose alphas_cumprod[{middle}] is {share:.4g}"
             )
-        decision = Decision(key="scheduler", before=before, after=after, reason=reason)
+        decision = Decision("scheduler", before, after, reason)
         return own if ddpm is None else ddpm, (decision,)
 
 
@@ -705,10 +701,10 @@ def _freeze_unread(
         if unread:
             found.append(
                 Decision(
-                    key=f"{name}.requires_grad",
-                    before="all weights",
-                    after=f"all but {len(unread)}, such as {unread[0]}",
-                    reason="embeddings do not depend on the excluded weights",
+                    f"{name}.requires_grad",
+                    "all weights",
+                    f"all but {len(unread)}, such as {unread[0]}",
+                    "embeddings do not depend on the excluded weights",
                 )
             )
     return tuple(found)
@@ -739,10 +735,10 @@ def _spare_the_vae(parts: FrozenParts) -> tuple[Decision, ...]:
     parts.vae.to(torch.float32)
     return (
         Decision(
-            key="vae.dtype",
-            before=before,
-            after="float32",
-            reason="the VAE overflows in half precision, as force_upcast in its configuration says",
+            "vae.dtype",
+            before,
+            "float32",
+            "the VAE overflows in half precision, as force_upcast in its configuration says",
         ),
     )
 
@@ -798,10 +794,10 @@ class _Loading:
         self._leave_in_files(model, file.path, file.weights(places, shapes))
         decisions = [
             Decision(
-                key="model.weights",
-                before=listing(dropped),
-                after=None,
-                reason="diffusers' converter does not use these weights",
+                "model.weights",
+                listing(dropped),
+                None,
+                "diffusers' converter does not use these weights",
             )
             for dropped in [file.unused(places)]
             if dropped
@@ -820,9 +816,9 @@ class _Loading:
         if config.get("_class_name") != "UNet2DModel":
             raise InvalidValueError(
                 f"the folder contains neither {INDEX} nor the config.json of a UNet2DModel",
-                key="source",
-                value=str(self.folder),
-                fix="pass the folder of a complete pipeline, or of a UNet2DModel",
+                "pass the folder of a complete pipeline, or of a UNet2DModel",
+                "source",
+                str(self.folder),
             )
         with unpartitioned():
             model, decisions = self.model(UNet2DModel)
@@ -843,10 +839,10 @@ class _Loading:
         if told == "GGUFQuantizationConfig":
             raise InvalidValueError(
                 "diffusers supports GGUF only in single files, not in a pipeline's folder",
-                key="quantization",
-                value=told,
-                fix=f"write model = diffusers.{kind.__name__}.from_single_file(FILE, "
+                f"write model = diffusers.{kind.__name__}.from_single_file(FILE, "
                 "quantization_config=...), then call add_lora(model)",
+                "quantization",
+                told,
             )
         precision = "bf16" if self.plan is None else self.plan.precision
         dtype = self.dtype or (precision if precision in DTYPES else "bf16")
@@ -855,19 +851,19 @@ class _Loading:
         except ImportError as error:
             raise MissingDependencyError(
                 f"this quantization needs a package that is not installed ({first_line(error)})",
-                key="quantization",
-                value=told,
-                fix="run pip install 'zerotune[optimizers]' to install bitsandbytes and torchao",
+                "run pip install 'zerotune[optimizers]' to install bitsandbytes and torchao",
+                "quantization",
+                told,
             ) from error
         model.requires_grad_(False)
         if self.plan is None:
             return model, ()
         return model, (
             Decision(
-                key="model.weights",
-                before="read from their files by the engine",
-                after=f"read on every rank, and quantized with {told}",
-                reason="quantization packages need whole weights",
+                "model.weights",
+                "read from their files by the engine",
+                f"read on every rank, and quantized with {told}",
+                "quantization packages need whole weights",
             ),
         )
 
@@ -878,12 +874,12 @@ class _Loading:
         model = self._read_now(kind, name, _dtype(chosen))
         return model, (
             Decision(
-                key="model.weights",
-                before="read from their files by the engine",
-                after=f"read whole on every rank, in {chosen}",
-                reason="the model has no safetensors file, and other formats can only be read "
+                "model.weights",
+                "read from their files by the engine",
+                f"read whole on every rank, in {chosen}",
+                "the model has no safetensors file, and other formats can only be read "
                 "whole; convert the model with save_pretrained",
-                severity="warning",
+                "warning",
             ),
         )
 
@@ -915,10 +911,10 @@ class _Loading:
             if quantization:
                 raise InvalidValueError(
                     f"the model cannot be loaded with this quantization ({first_line(error)})",
-                    key="quantization",
-                    value=type(self.quantization).__name__,
-                    fix="without a GPU, use TorchAoConfig, because diffusers runs bitsandbytes "
+                    "without a GPU, use TorchAoConfig, because diffusers runs bitsandbytes "
                     "on GPUs only",
+                    "quantization",
+                    type(self.quantization).__name__,
                 ) from error
             raise _not_loaded(place, error) from error
         if not quantization:
@@ -965,10 +961,10 @@ class _Loading:
 
 def _waits_in(names: str) -> Decision:
     return Decision(
-        key="model.weights",
-        before="read whole on every rank",
-        after=f"read from {names} by the engine",
-        reason="load_pretrained received a plan; without an engine, call Pretrained.read_weights()",
+        "model.weights",
+        "read whole on every rank",
+        f"read from {names} by the engine",
+        "load_pretrained received a plan; without an engine, call Pretrained.read_weights()",
     )
 
 
@@ -1004,10 +1000,9 @@ def _check_fit(
         if name in state and tuple(state[name].shape) != weight.tensor.shape:
             raise InvalidValueError(
                 f"the model's configuration requires a tensor of shape {list(state[name].shape)}",
-                key=f"{weight.file}: {name}",
-                value=list(weight.tensor.shape),
-                fix="download the model again, because its configuration does not match its "
-                "weights",
+                "download the model again, because its configuration does not match its weights",
+                f"{weight.file}: {name}",
+                list(weight.tensor.shape),
             )
 
 
@@ -1017,10 +1012,9 @@ def _check_weight_names(place: Path, *, missing: Sequence[str], unexpected: Sequ
         if names:
             raise InvalidValueError(
                 f"{what}: {listing(list(names))}",
-                key="source",
-                value=str(place),
-                fix="download the model again, because its configuration does not match its "
-                "weights",
+                "download the model again, because its configuration does not match its weights",
+                "source",
+                str(place),
             )
 
 
@@ -1035,9 +1029,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _not_loaded(path: Path, error: Exception) -> InvalidValueError:
     return InvalidValueError(
         f"cannot be loaded ({first_line(error).rstrip('.')})",
-        key="source",
-        value=str(path),
-        fix="download the pipeline again, or pass a variant= whose files exist",
+        "download the pipeline again, or pass a variant= whose files exist",
+        "source",
+        str(path),
     )
 
 
@@ -1051,9 +1045,6 @@ def _dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
 def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise InvalidValueError(
-            "is not a supported dtype",
-            key="dtype",
-            value=name,
-            fix=f"one of {', '.join(DTYPES)}",
+            "is not a supported dtype", f"one of {', '.join(DTYPES)}", "dtype", name
         )
     return DTYPES[name]

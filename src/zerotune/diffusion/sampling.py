@@ -290,9 +290,9 @@ class _Loop:
         if unknown is None:
             raise InvalidValueError(
                 "requires a model that was trained both with and without labels",
-                key="guidance_scale",
-                value=self.guidance_scale,
-                fix="train with ClassConditional(null_label=..., dropout=0.1), or pass 1.0",
+                "train with ClassConditional(null_label=..., dropout=0.1), or pass 1.0",
+                "guidance_scale",
+                self.guidance_scale,
             )
         return unknown
 
@@ -318,9 +318,9 @@ def _from_prompts(model: Denoiser, family: Family, request: Drawing) -> _Draw:
     if not isinstance(family, PromptFamily):
         raise InvalidValueError(
             f"{type(family).__name__} does not accept prompts",
-            key="prompts",
-            value=request.prompts[0],
-            fix="pass labels= or count= instead, or pass a text-to-image family",
+            "pass labels= or count= instead, or pass a text-to-image family",
+            "prompts",
+            request.prompts[0],
         )
 
     def draw(picked: list[int]) -> torch.Tensor:
@@ -340,17 +340,14 @@ def _new_loop(
 ) -> _Loop:
     if not isinstance(family, LabelFamily):
         raise InvalidValueError(
-            f"{type(family).__name__} requires prompts",
-            key="prompts",
-            value=None,
-            fix='pass prompts=["…"]',
+            f"{type(family).__name__} requires prompts", 'pass prompts=["…"]', "prompts", None
         )
     if scheduler is None:
         raise InvalidValueError(
             "no scheduler is given",
-            key="scheduler",
-            value=None,
-            fix="pass a diffusers scheduler, such as the objective's",
+            "pass a diffusers scheduler, such as the objective's",
+            "scheduler",
+            None,
         )
     return _Loop(
         model=model, family=family, scheduler=scheduler, shape=shape or shape_of(model), **settings
@@ -365,9 +362,9 @@ def shape_of(model: Any) -> tuple[int, int, int]:
     if size is None or channels is None:
         raise InvalidValueError(
             f"the configuration of {type(module).__name__} does not define the sample shape",
-            key="shape",
-            value=None,
-            fix="pass shape=(channels, height, width)",
+            "pass shape=(channels, height, width)",
+            "shape",
+            None,
         )
     height, width = (size, size) if isinstance(size, int) else size
     return int(channels), int(height), int(width)
@@ -381,17 +378,17 @@ def _count_images(
         raise InvalidValueError(
             f"{len(listed)} {'labels' if prompts is None else 'prompts'} already "
             "determine the number of images",
-            key="count",
-            value=count,
-            fix="omit count",
+            "omit count",
+            "count",
+            count,
         )
     wanted = count if listed is None else len(listed)
     if wanted is None or wanted < 1:
         raise InvalidValueError(
             "no images are requested",
-            key="count",
-            value=wanted,
-            fix="pass at least one prompt or label, or set count to 1 or more",
+            "pass at least one prompt or label, or set count to 1 or more",
+            "count",
+            wanted,
         )
     return wanted
 
@@ -399,6 +396,4 @@ def _count_images(
 def _unfitting(belongs_to: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise InvalidValueError(
-                f"is only valid with {belongs_to}", key=name, value=value, fix="omit it"
-            )
+            raise InvalidValueError(f"is only valid with {belongs_to}", "omit it", name, value)

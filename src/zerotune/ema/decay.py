@@ -32,13 +32,12 @@ def _check_share(value: Any, *, key: str) -> None:
     if number == 1:
         raise InvalidValueError(
             "a decay of 1 never updates the shadow",
-            key=key,
-            value=value,
-            fix="write 0.999 for an average over thousands of steps, or 0.9999 for tens of "
-            "thousands",
+            "write 0.999 for an average over thousands of steps, or 0.9999 for tens of thousands",
+            key,
+            value,
         )
     if not 0 <= number < 1:
-        raise InvalidValueError("a decay must be in [0, 1)", key=key, value=value, fix="try 0.999")
+        raise InvalidValueError("a decay must be in [0, 1)", "try 0.999", key, value)
 
 
 _kept_share = validated(_check_share)
@@ -126,16 +125,16 @@ class HalfLife:
         if (self.steps is None) == (self.samples is None):
             raise InvalidValueError(
                 "needs either steps or samples",
-                key="HalfLife",
-                value=(self.steps, self.samples),
-                fix="write HalfLife(steps=1000)",
+                "write HalfLife(steps=1000)",
+                "HalfLife",
+                (self.steps, self.samples),
             )
         if (self.samples is None) != (self.batch_size is None):
             raise InvalidValueError(
                 "samples and batch_size must be given together",
-                key="HalfLife",
-                value=(self.samples, self.batch_size),
-                fix="write HalfLife(samples=500_000, batch_size=plan.train_batch_size)",
+                "write HalfLife(samples=500_000, batch_size=plan.train_batch_size)",
+                "HalfLife",
+                (self.samples, self.batch_size),
             )
 
     @property
@@ -158,9 +157,9 @@ def as_schedule(decay: DecaySchedule | float) -> DecaySchedule:
         return decay
     raise InvalidValueError(
         "must be a number in [0, 1) or an object with at(step)",
-        key="decay",
-        value=decay,
-        fix="write EMAShadow(decay=0.999) or EMAShadow(decay=WarmupDecay())",
+        "write EMAShadow(decay=0.999) or EMAShadow(decay=WarmupDecay())",
+        "decay",
+        decay,
     )
 
 

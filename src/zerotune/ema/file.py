@@ -172,9 +172,9 @@ class FileTensors(EMATensors):
             raise EMAError(
                 f"{format_size(nbytes)} for the shadow cannot be allocated: "
                 f"{getattr(error, 'strerror', None) or error}",
-                key="FileStore.folder",
-                value=str(self._folder),
-                fix="use an existing writable folder on a disk with enough space",
+                "use an existing writable folder on a disk with enough space",
+                "FileStore.folder",
+                str(self._folder),
             ) from error
         # Some file systems, such as tmpfs, only offer transfers through the page cache.
         with suppress(OSError):

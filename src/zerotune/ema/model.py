@@ -116,8 +116,8 @@ class EMAModel:
                 return
             raise EMAError(
                 "the EMA tracks the weights of an engine, but these are other parameters",
-                key="parameters",
-                fix="pass the parameters of the model that prepare returned",
+                "pass the parameters of the model that prepare returned",
+                "parameters",
             )
         former, state = self.shadow, self.shadow.state_dict()
         values = {self._index[part.name]: state[part.key] for part in self._master.addresses}
@@ -200,9 +200,7 @@ class EMAModel:
         """
         self._check_tracked(parameters, "restore()")
         if self._stored is None:
-            raise EMAError(
-                "nothing is stored", key="restore()", fix="call store() before copy_to()"
-            )
+            raise EMAError("nothing is stored", "call store() before copy_to()", "restore()")
         self._write(self._stored, "restore()")
         self._stored = None
 
@@ -225,9 +223,9 @@ class EMAModel:
             raise InvalidValueError(
                 "is not supported, because with a decay near 1, rounding would keep the EMA "
                 "unchanged",
-                key="dtype",
-                value=str(dtype),
-                fix="omit dtype; copy_to() rounds the EMA weights to the model's dtype",
+                "omit dtype; copy_to() rounds the EMA weights to the model's dtype",
+                "dtype",
+                str(dtype),
             )
         if device is not None and torch.device(device) != self.shadow.device:
             host = torch.device(device).type == "cpu"
@@ -278,8 +276,8 @@ class EMAModel:
         if self.model_cls is None or self.model_config is None:
             raise EMAError(
                 "needs the class and the configuration of the model",
-                key="save_pretrained()",
-                fix="write EMAModel(..., model_cls=UNet2DModel, model_config=unet.config)",
+                "write EMAModel(..., model_cls=UNet2DModel, model_config=unet.config)",
+                "save_pretrained()",
             )
         model = self.model_cls.from_config(self.model_config)
         model.register_to_config(**self._settings(), **self._steps())
@@ -320,9 +318,9 @@ class EMAModel:
         if parameters is not None and not self._tracks(_unique(parameters)):
             raise EMAError(
                 "these are not the parameters that the EMA tracks",
-                key=call,
-                fix="pass the parameters of the trained model; if the EMA was created from a copy "
+                "pass the parameters of the trained model; if the EMA was created from a copy "
                 "of that model, call ema.follow(model) first",
+                call,
             )
 
     def _check(self, tensors: Sequence[Any]) -> None:
@@ -330,11 +328,11 @@ class EMAModel:
         fix = "pass the parameters of a model with the same architecture"
         if len(tensors) != (expected := len(self._parameters)):
             problem = f"there are {len(tensors)} parameters instead of {expected}"
-            raise EMAError(problem, key="parameters", fix=fix)
+            raise EMAError(problem, fix, "parameters")
         for index, (mine, theirs) in enumerate(zip(self._parameters, tensors, strict=True)):
             if full_shape(mine) != full_shape(theirs):
                 problem = f"has shape {full_shape(theirs)} instead of {full_shape(mine)}"
-                raise EMAError(problem, key=f"parameters[{index}]", fix=fix)
+                raise EMAError(problem, fix, f"parameters[{index}]")
 
     def _full(self, call: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield position and full EMA tensor of every parameter; of frozen ones, a copy."""
@@ -346,8 +344,8 @@ class EMAModel:
             if full_shape(parameter) != tuple(parameter.shape):
                 raise EMAError(
                     "is frozen and partitioned, so it cannot be copied from the model",
-                    key=name,
-                    fix="use ema.shadow.gather(), which yields only trainable parameters",
+                    "use ema.shadow.gather(), which yields only trainable parameters",
+                    name,
                 )
             yield index, parameter.detach().clone()
 
@@ -421,10 +419,10 @@ def _weights_of(source: Any) -> _Weights:
         if half or full_shape(parameter) != tuple(parameter.shape):
             raise EMAError(
                 "is not one of the fp32 weights that the optimizer updates",
-                key=f"parameters[{index}]",
-                value=(str(parameter.dtype), tuple(parameter.shape)),
-                fix="create EMAModel(engine, ...) once accelerate or DeepSpeed has created the "
+                "create EMAModel(engine, ...) once accelerate or DeepSpeed has created the "
                 "engine, or call accelerator.register_for_checkpointing(ema) after prepare",
+                f"parameters[{index}]",
+                (str(parameter.dtype), tuple(parameter.shape)),
             )
         holder.register_parameter(str(index), parameter)
     named = dict(holder.named_parameters())

@@ -113,9 +113,7 @@ class EMAShadow(Readable):
             EngineError: ``source`` has no master weights.
         """
         if self._master is not None:
-            raise EMAError(
-                "is already attached", key="EMAShadow", fix="create one shadow per engine"
-            )
+            raise EMAError("is already attached", "create one shadow per engine", "EMAShadow")
         master = master_weights_of(source)
         tensors = room_for(master, self._store)
         self._copy_weights(master, tensors)
@@ -277,9 +275,9 @@ class EMAShadow(Readable):
             raise EMAError(
                 "the weights have changed since the shadow copied them, but ema.step() was not "
                 "called, so the shadow averages nothing",
-                key=self.name,
-                fix="call ema.step() after every applied optimizer step; if the weights were "
+                "call ema.step() after every applied optimizer step; if the weights were "
                 "loaded, call ema.begin_anew()",
+                self.name,
             )
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
@@ -397,8 +395,8 @@ class EMAShadow(Readable):
             if fragment.value.numel() != into.edges(key)[-1]:
                 raise EMAError(
                     f"has {fragment.value.numel()} elements instead of {into.edges(key)[-1]}",
-                    key=key,
-                    fix="report this as a bug, with the model's class and the plan",
+                    "report this as a bug, with the model's class and the plan",
+                    key,
                 )
             _fill(into, key, fragment.value)
 
@@ -411,16 +409,16 @@ class EMAShadow(Readable):
             raise EMAError(
                 f"does not match the weights (missing {listing(sorted(ours - theirs))}, "
                 f"unexpected {listing(sorted(theirs - ours))})",
-                key=key,
-                fix="use the model, plan and world size with which the shadow was created",
+                "use the model, plan and world size with which the shadow was created",
+                key,
             )
 
     def _attached(self, *, settled: bool = True) -> MasterWeights:
         if self._master is None:
             raise EMAError(
                 "is not attached to an engine or model",
-                key="EMAShadow",
-                fix="write ema = EMAShadow(decay=0.999).attach(engine)",
+                "write ema = EMAShadow(decay=0.999).attach(engine)",
+                "EMAShadow",
             )
         if settled:
             # An update may be part of an optimizer's step that is still under way.
@@ -432,8 +430,8 @@ class EMAShadow(Readable):
         if self._swapped:
             raise EMAError(
                 "cannot be called while the shadow is swapped in and contains the trained weights",
-                key=what,
-                fix="leave the `with ema.swapped_in()` block first",
+                "leave the `with ema.swapped_in()` block first",
+                what,
             )
         return master
 
@@ -492,9 +490,9 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         if not self._shadows or len({*map(id, self._shadows.values())}) < len(self._shadows):
             raise InvalidValueError(
                 "needs at least one shadow, and each shadow needs exactly one name",
-                key="shadows",
-                value=list(self._shadows),
-                fix='write EMAShadows(shadows={"fast": EMAShadow(decay=0.99)})',
+                'write EMAShadows(shadows={"fast": EMAShadow(decay=0.99)})',
+                "shadows",
+                list(self._shadows),
             )
 
     def attach(self, source: Any) -> Self:
@@ -578,16 +576,15 @@ class CheckedUpdate(EMAUpdate):
         if not math.isfinite(after + before):
             raise EMAError(
                 "the weights or the shadow are not finite",
-                key="ema.step()",
-                fix="clip gradients or lower the learning rate, and create a new EMAShadow",
+                "clip gradients or lower the learning rate, and create a new EMAShadow",
+                "ema.step()",
             )
         if after > allowed:
             raise EMAError(
                 f"an update with decay {decay:.6g} changed the shadow's distance to the "
                 f"weights from {before:.4g} to {after:.4g}; expected at most {allowed:.4g}",
-                key="ema.step()",
-                fix="make sure that nothing else writes to the shadow or the weights during "
-                "the update",
+                "make sure that nothing else writes to the shadow or the weights during the update",
+                "ema.step()",
             )
         if allowed < before:
             self.shadow.count_checked()
@@ -614,15 +611,15 @@ def check_trains(master: MasterWeights) -> None:
     if master.closed:
         raise EMAError(
             "the engine is closed, so its weights no longer change",
-            key="ema.step()",
-            fix="call ema.step() before closing the engine; attach a new EMAShadow to a new engine",
+            "call ema.step() before closing the engine; attach a new EMAShadow to a new engine",
+            "ema.step()",
         )
     if StartedEngine.trains(master.bare):
         raise EMAError(
             "is attached to a bare model that an engine now trains, and the engine updates its own "
             "master weights",
-            key="EMAShadow",
-            fix="write ema = EMAShadow(decay=0.999).attach(engine) after zerotune.prepare",
+            "write ema = EMAShadow(decay=0.999).attach(engine) after zerotune.prepare",
+            "EMAShadow",
         )
 
 
@@ -638,8 +635,8 @@ def check_complete(master: MasterWeights, tensors: EMATensors) -> None:
     if not parameters:
         raise EMAError(
             "there is no trainable parameter to average",
-            key="attach",
-            fix="call requires_grad_(True) on the parameters to train before attaching the EMA",
+            "call requires_grad_(True) on the parameters to train before attaching the EMA",
+            "attach",
         )
     total = sum(math.prod(shape) for shape in parameters.values())
     counts = master.group.gather(sum(tensors.edges(key)[-1] for key in tensors))
@@ -647,10 +644,10 @@ def check_complete(master: MasterWeights, tensors: EMATensors) -> None:
     if count != total:
         raise EMAError(
             f"the ranks' fragments contain {count} of {total} elements of the trainable parameters",
-            key="attach",
-            value=counts,
-            fix="attach the EMA on every rank after the engine is built; if the error persists, "
+            "attach the EMA on every rank after the engine is built; if the error persists, "
             "report it with the plan",
+            "attach",
+            counts,
         )
 
 
@@ -835,9 +832,9 @@ def as_store(store: Any) -> ShadowStore:
         return store
     raise InvalidValueError(
         "is not a valid store for a shadow",
-        key="store",
-        value=store,
-        fix="write HostStore(), DeviceStore() or FileStore(folder=...)",
+        "write HostStore(), DeviceStore() or FileStore(folder=...)",
+        "store",
+        store,
     )
 
 

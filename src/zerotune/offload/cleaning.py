@@ -96,11 +96,11 @@ class CleanupReport:
 
 def _cleanup_decision(one: Leftover, verb: str, *, gone: bool) -> Decision:
     return Decision(
-        key="offload.stale_swap",
-        before=str(one.path),
-        after=None if gone else str(one.path),
-        reason=f"{verb} {format_size(one.nbytes)}: {one.reason}",
-        severity="note" if gone else "warning",
+        "offload.stale_swap",
+        str(one.path),
+        None if gone else str(one.path),
+        f"{verb} {format_size(one.nbytes)}: {one.reason}",
+        "note" if gone else "warning",
     )
 
 
@@ -161,11 +161,11 @@ class _Sweep:
             linked = error.errno in {errno.ELOOP, errno.ENOTDIR} and self.path.is_symlink()
             raise OffloadError(
                 "is a symbolic link" if linked else f"cannot be read ({error.strerror})",
-                key="offload.root",
-                value=str(self.path),
-                fix="pass the path of the swap root itself, not of a link to it"
+                "pass the path of the swap root itself, not of a link to it"
                 if linked
                 else "pass the path of a folder that this user may read",
+                "offload.root",
+                str(self.path),
             ) from error
 
     def _entries(self, root: int) -> None:

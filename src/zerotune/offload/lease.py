@@ -95,9 +95,9 @@ class LeaseRecord(OwnerRecord):
         """
         return OffloadError(
             reason,
-            key="lease record",
-            value=text,
-            fix="delete the folder only if you know that its run has ended",
+            "delete the folder only if you know that its run has ended",
+            "lease record",
+            text,
         )
 
     def write(self, folder: Path) -> None:
@@ -123,9 +123,9 @@ class LeaseRecord(OwnerRecord):
             if not try_lock(lock, exclusive=False, patience=_JOIN_PATIENCE):
                 raise OffloadError(
                     "is locked by a process that is deleting the folder",
-                    key="offload.root",
-                    value=str(path),
-                    fix="start the run again",
+                    "start the run again",
+                    "offload.root",
+                    str(path),
                 )
             if os.fstat(lock).st_nlink == 0:
                 raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", str(path))
@@ -143,10 +143,10 @@ class LeaseRecord(OwnerRecord):
                 raise OffloadError(
                     f"rank {self.rank} has a different plan from rank {other.rank}, which wrote "
                     f"this record: {self.plan_digest[:12]} instead of {other.plan_digest[:12]}",
-                    key="lease record",
-                    value=str(file),
-                    fix="give every rank the same configuration and arguments; to see the "
+                    "give every rank the same configuration and arguments; to see the "
                     "differences, let OffloadManager.share return rank 0's whole string",
+                    "lease record",
+                    str(file),
                 )
 
     def _create(self, root: Path, path: Path) -> int | None:
@@ -236,9 +236,9 @@ class SwapDirectory:
         if lock is None:
             raise OffloadError(
                 "was deleted while this rank was locking it",
-                key="offload.root",
-                value=str(path),
-                fix="start the run again",
+                "start the run again",
+                "offload.root",
+                str(path),
             )
         return cls(path=path, created=created, ranks=record.world_size, lock=lock)
 
@@ -292,18 +292,16 @@ def require_locks() -> None:
 
 def _no_locks(reason: str) -> OffloadError:
     return OffloadError(
-        reason,
-        key="offload.root",
-        fix="use a local disk on Linux, or offload to cpu instead of nvme",
+        reason, "use a local disk on Linux, or offload to cpu instead of nvme", "offload.root"
     )
 
 
 def _lease_error(path: Path, what: str, error: OSError) -> OffloadError:
     return OffloadError(
         f"{what} ({error.strerror or error}: {error.filename or path})",
-        key="offload.root",
-        value=str(path),
-        fix="check the permissions and the free space of the swap root",
+        "check the permissions and the free space of the swap root",
+        "offload.root",
+        str(path),
     )
 
 
@@ -319,9 +317,9 @@ def making_in(root: Path) -> Iterator[None]:
         if not try_lock(folder, exclusive=False, patience=_JOIN_PATIENCE):
             raise OffloadError(
                 "is locked by a process that is cleaning up the root",
-                key="offload.root",
-                value=str(root),
-                fix="start the run again",
+                "start the run again",
+                "offload.root",
+                str(root),
             )
         yield
     finally:
@@ -343,9 +341,9 @@ def _remove_own(path: Path, lock: int) -> Removal:
         if present is None or not os.path.samestat(present, os.fstat(lock)):
             raise OffloadError(
                 "is no longer the folder that this run created, so nothing in it was deleted",
-                key="offload.root",
-                value=str(path),
-                fix="inspect the folder, and delete it yourself if its contents are yours",
+                "inspect the folder, and delete it yourself if its contents are yours",
+                "offload.root",
+                str(path),
             )
         dismantle(folder, Removed())
     finally:
@@ -584,11 +582,11 @@ def release(
         if removal == "gone":
             decisions.append(
                 Decision(
-                    key="offload.release",
-                    before=str(directory.path),
-                    after=None,
-                    reason=f"the swap folder {directory.path.name} was deleted during the run",
-                    severity="warning",
+                    "offload.release",
+                    str(directory.path),
+                    None,
+                    f"the swap folder {directory.path.name} was deleted during the run",
+                    "warning",
                 )
             )
         elif removal == "held":
@@ -629,10 +627,10 @@ def deleted_under(directories: tuple[SwapDirectory, ...]) -> OffloadError | None
         if directory.held and not directory.path.exists():
             return OffloadError(
                 "the swap folder was deleted during the run, so its contents are lost",
-                key="offload.root",
-                value=str(directory.path),
-                fix="resume from the last checkpoint; to clean a root use `zerotune offload "
+                "resume from the last checkpoint; to clean a root use `zerotune offload "
                 "clean`, which never deletes folders of active runs",
+                "offload.root",
+                str(directory.path),
             )
     return None
 
@@ -643,9 +641,7 @@ def kept_after(error: OffloadError) -> Decision:
 
 
 def _left_behind(path: Path | str, reason: str) -> Decision:
-    return Decision(
-        key="offload.release", before=str(path), after=str(path), reason=reason, severity="warning"
-    )
+    return Decision("offload.release", str(path), str(path), reason, "warning")
 
 
 # -- Measure and remove a folder without ever leaving it.

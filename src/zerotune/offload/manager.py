@@ -144,9 +144,9 @@ class Invitation:
         if not valid:
             raise OffloadError(
                 "is not a run id; share must return the string that rank 0 passed",
-                key="OffloadManager.share",
-                value=text,
-                fix="set share= to a collective that broadcasts rank 0's string to all ranks",
+                "set share= to a collective that broadcasts rank 0's string to all ranks",
+                "OffloadManager.share",
+                text,
             )
         return cls(run_id=run_id, plan=plan)
 
@@ -162,8 +162,8 @@ class Invitation:
             difference = differences({0: self.plan, rank: mine})
             raise OffloadError(
                 f"rank {rank} has a different plan from rank 0 ({difference})",
-                key="resolved plan",
-                fix="give every rank the same configuration and arguments",
+                "give every rank the same configuration and arguments",
+                "resolved plan",
             )
 
 
@@ -179,16 +179,16 @@ def check_ranks(resolved: ResolvedPlan, rank: int, world_size: int | None) -> No
     if world_size not in (None, resolved.world_size):
         raise OffloadError(
             f"the plan was resolved for {resolved.world_size} ranks",
-            key="world_size",
-            value=world_size,
-            fix="resolve the plan for the number of ranks in this run",
+            "resolve the plan for the number of ranks in this run",
+            "world_size",
+            world_size,
         )
     if not 0 <= rank < resolved.world_size:
         raise OffloadError(
             f"is not a rank of a run with {resolved.world_size} ranks",
-            key="rank",
-            value=rank,
-            fix=f"pass a number from 0 to {resolved.world_size - 1}",
+            f"pass a number from 0 to {resolved.world_size - 1}",
+            "rank",
+            rank,
         )
 
 
@@ -198,9 +198,9 @@ def need_share(share: Share | None) -> Share:
         return share
     raise OffloadError(
         "several ranks need the same run id, but no function that shares it was passed",
-        key="OffloadManager.share",
-        value=None,
-        fix="set share= to a function that returns rank 0's string on every rank",
+        "set share= to a function that returns rank 0's string on every rank",
+        "OffloadManager.share",
+        None,
     )
 
 
@@ -403,10 +403,10 @@ class OffloadManager:
     def _unused(self) -> tuple[Decision, ...]:
         return tuple(
             Decision(
-                key="offload.root",
-                before=root,
-                after=None,
-                reason="the plan swaps nothing to NVMe, so no folder is created",
+                "offload.root",
+                root,
+                None,
+                "the plan swaps nothing to NVMe, so no folder is created",
             )
             for root in attrs.astuple(self._arguments)
             if root is not None
@@ -420,9 +420,9 @@ def _given_path(root: str | os.PathLike[str] | None, name: str) -> str | None:
     if not text.strip():
         raise OffloadError(
             "is blank",
-            key=f"OffloadManager.{name}",
-            value=text,
-            fix="pass a folder on a local disk, or omit the argument",
+            "pass a folder on a local disk, or omit the argument",
+            f"OffloadManager.{name}",
+            text,
         )
     return text
 
@@ -430,10 +430,10 @@ def _given_path(root: str | os.PathLike[str] | None, name: str) -> str | None:
 def _path_decisions(resolved: ResolvedPlan, paths: Mapping[Target, Path]) -> tuple[Decision, ...]:
     return tuple(
         Decision(
-            key=f"zero_optimization.offload_{target}.nvme_path",
-            before=resolved.nvme_paths.get(target),
-            after=str(path),
-            reason="this run gets a separate folder, because DeepSpeed uses the same file names "
+            f"zero_optimization.offload_{target}.nvme_path",
+            resolved.nvme_paths.get(target),
+            str(path),
+            "this run gets a separate folder, because DeepSpeed uses the same file names "
             "for every run and deletes existing files at startup",
         )
         for target, path in paths.items()

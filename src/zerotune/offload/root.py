@@ -118,15 +118,15 @@ class RootChoice:
                 f"{asked}), so a temporary folder is used"
             )
         return Decision(
-            key="offload.root",
-            before=None if self.fallback else self.path,
-            after=str(path),
-            reason=f"{reason}; {kind or 'unknown file system'}, {format_size(free)} free",
-            severity="warning" if self.fallback else "note",
+            "offload.root",
+            None if self.fallback else self.path,
+            str(path),
+            f"{reason}; {kind or 'unknown file system'}, {format_size(free)} free",
+            "warning" if self.fallback else "note",
         )
 
     def _unusable(self, reason: str, *, fix: str = _FIX) -> OffloadError:
-        return OffloadError(reason, key=self.key, value=self.path, fix=fix)
+        return OffloadError(reason, fix, self.key, self.path)
 
 
 def choose_root(
@@ -156,8 +156,8 @@ def choose_root(
         except FileNotFoundError as error:
             raise OffloadError(
                 "no swap root is set, and no temporary folder is writable",
-                key="OffloadManager.root",
-                fix=_FIX,
+                _FIX,
+                "OffloadManager.root",
             ) from error
         return RootChoice(path=path, key="offload.root", fallback=True)
     key, path, _ = named[0]
@@ -230,7 +230,7 @@ def check_root(choice: RootChoice) -> SwapRoot:
         decisions=(
             choice._made(path, kind, free),
             *(
-                Decision(key=key, before=None, after=str(path), reason=reason, severity="warning")
+                Decision(key, None, str(path), reason, "warning")
                 for key, reason in remarks.items()
                 if reason is not None
             ),

@@ -60,24 +60,24 @@ class SwapNeeds:
             raise OffloadError(
                 f"the plan swaps {said}, but only {format_size(free)} ({free} bytes) are "
                 f"free{taken}: {format_size(nbytes + others - free)} are missing",
-                key="offload.root",
-                value=str(path),
-                fix="free disk space (`zerotune offload clean` deletes leftovers of dead runs), "
+                "free disk space (`zerotune offload clean` deletes leftovers of dead runs), "
                 "use a root on a larger disk, or offload to cpu",
+                "offload.root",
+                str(path),
             )
         if space.f_files and files > space.f_favail:
             raise OffloadError(
                 f"the plan creates {files} files and folders, but the file system has room for "
                 f"only {space.f_favail}",
-                key="offload.root",
-                value=str(path),
-                fix="delete small files, or use a root on a different file system",
+                "delete small files, or use a root on a different file system",
+                "offload.root",
+                str(path),
             )
         return Decision(
-            key="offload.space",
-            before=None,
-            after=str(path),
-            reason=f"the plan swaps {said}; {format_size(free)} are free{taken}",
+            "offload.space",
+            None,
+            str(path),
+            f"the plan swaps {said}; {format_size(free)} are free{taken}",
         )
 
 
@@ -118,11 +118,11 @@ def check_space(
     if needs is None:
         return (
             Decision(
-                key="offload.space",
-                before=None,
-                after=None,
-                reason="the plan was resolved without a model, so the required space is unknown",
-                severity="warning",
+                "offload.space",
+                None,
+                None,
+                "the plan was resolved without a model, so the required space is unknown",
+                "warning",
             ),
         )
     disks: dict[int, dict[Path, list[Target]]] = {}
@@ -264,13 +264,13 @@ class HostBudget:
         zero = resolved.plan.zero_optimization
         return tuple(
             Decision(
-                key=f"zero_optimization.{name}.pin_memory",
-                before=True,
-                after=False,
-                reason="with page-locked buffers the plan needs more host memory than is available "
+                f"zero_optimization.{name}.pin_memory",
+                True,
+                False,
+                "with page-locked buffers the plan needs more host memory than is available "
                 f"({self}); without page-locking it needs {format_size(after.per_rank)}, but "
                 "copies to the device are slower",
-                severity="warning",
+                "warning",
             )
             for name in _PINNED_SECTIONS
             if getattr(getattr(zero, name), "pin_memory", None) is True
@@ -336,19 +336,19 @@ def fit_host_memory(
     """
     if resolved.model is None:
         why = "the plan was resolved without a model, so the required host memory is unknown"
-        return resolved, (Decision(key=KEY, before=None, after=None, reason=why),)
+        return resolved, (Decision(KEY, None, None, why),)
     budget = host_budget(resolved, ranks=ranks, held=held)
     if not budget.lock_fits:
         raise OffloadError(
             f"DeepSpeed would abort, because it locks {format_size(budget.locked)} of swap "
             f"buffers per rank, but a process may lock only {format_size(budget.lockable or 0)}",
-            key=KEY,
-            value=budget.locked,
-            fix="raise the limit (ulimit -l unlimited), or lower sub_group_size and buffer_count",
+            "raise the limit (ulimit -l unlimited), or lower sub_group_size and buffer_count",
+            KEY,
+            budget.locked,
         )
     if budget.fits:
         needed = format_size(budget.needed)
-        return resolved, (Decision(key=KEY, before=None, after=needed, reason=str(budget)),)
+        return resolved, (Decision(KEY, None, needed, str(budget)),)
     unpinned = _unpinned(resolved)
     if resolved.world_size == 1 and unpinned != resolved:
         fitting = host_budget(unpinned, ranks=ranks, held=held)
@@ -356,10 +356,10 @@ def fit_host_memory(
             return unpinned, budget._pinning_given_up(fitting, resolved)
     raise OffloadError(
         f"the plan needs more host memory than is available: {budget}",
-        key=KEY,
-        value=budget.needed,
-        fix=f"set pin_memory to false or {BACKEND_VARIABLE}=native, offload to NVMe at stage 3, or "
+        f"set pin_memory to false or {BACKEND_VARIABLE}=native, offload to NVMe at stage 3, or "
         "find a plan that fits with DeepSpeedPlan.advise",
+        KEY,
+        budget.needed,
     )
 
 

@@ -126,18 +126,17 @@ def translate(
     if block is None and isinstance(written, str) and written.upper() != "DEEPSPEED":
         raise InvalidValueError(
             f"{source} configures training without DeepSpeed",
-            key="distributed_type",
-            value=written,
-            fix="choose DeepSpeed in `accelerate config`"
+            "choose DeepSpeed in `accelerate config`"
             + ("; zero_stage 3 shards like FULL_SHARD" if written.upper() == "FSDP" else ""),
+            "distributed_type",
+            written,
         )
     if not isinstance(block, Mapping):
         raise InvalidValueError(
             f"{source} has no DeepSpeed settings",
-            key=BLOCK,
-            value=block,
-            fix=f"add a {BLOCK} block with a zero_stage, or choose DeepSpeed in"
-            " `accelerate config`",
+            f"add a {BLOCK} block with a zero_stage, or choose DeepSpeed in `accelerate config`",
+            BLOCK,
+            block,
         )
     around = {key: value for key, value in content.items() if key != BLOCK}
     translation = _Translation(around=around, block=block, source=source, folder=folder, log=log)
@@ -206,12 +205,12 @@ class _Translation:
         """Return the settings without the block, for training without DeepSpeed."""
         written = self.around["distributed_type"] or "NO"
         self.log.decide(
-            key=BLOCK,
-            before=dict(self.block),
-            after="stage 0",
-            reason=f"distributed_type is {written}, so accelerate ignores the block; "
+            BLOCK,
+            dict(self.block),
+            "stage 0",
+            f"distributed_type is {written}, so accelerate ignores the block; "
             f"{WITHOUT_DEEPSPEED}. Set distributed_type: DEEPSPEED to use the block",
-            severity="warning",
+            "warning",
         )
         self.around["distributed_type"] = written
         return Translated(
@@ -233,12 +232,12 @@ class _Translation:
                 put_setting(config, path, self.block.get(key))
         if str(self.block.get(STEPS)).lower() == AUTO:
             self.log.decide(
-                key=STEPS,
-                before=AUTO,
-                after="kept",
-                reason='accelerate fails to convert "auto" to a number unless the script passes a '
+                STEPS,
+                AUTO,
+                "kept",
+                'accelerate fails to convert "auto" to a number unless the script passes a '
                 "gradient_accumulation_plugin; omit the key",
-                severity="warning",
+                "warning",
             )
         inline = {
             key: self.block[key] for key in self.block if key not in known_keys.ACCELERATE_BLOCK
@@ -257,11 +256,11 @@ class _Translation:
             for name, value in inline.items():
                 self.log.attempt(_merge, config, name, value, self.log)
             self.log.decide(
-                key=BLOCK,
-                before=f"DeepSpeed's own keys {', '.join(map(str, inline))}",
-                after="kept",
-                reason="accelerate would silently discard these keys",
-                severity="warning",
+                BLOCK,
+                f"DeepSpeed's own keys {', '.join(map(str, inline))}",
+                "kept",
+                "accelerate would silently discard these keys",
+                "warning",
             )
         if not self._names_file():
             said = {key: value for key, value in config.items() if value is not None}
@@ -277,10 +276,10 @@ class _Translation:
             if is_itself or is_accelerate(config):
                 raise InvalidValueError(
                     "names this file itself" if is_itself else "names another accelerate file",
-                    key=key,
-                    value=written,
-                    fix="write the path of a JSON file with a DeepSpeed configuration, or use "
+                    "write the path of a JSON file with a DeepSpeed configuration, or use "
                     "zero_stage instead",
+                    key,
+                    written,
                 )
         return config, source, inside
 
@@ -293,9 +292,9 @@ class _Translation:
             raise PlanConflictError(
                 "accelerate rejects these settings together with a configuration file: "
                 f"{', '.join(beside)}",
-                key=f"{BLOCK}.{FILE}",
-                value=self.block[FILE],
-                fix="move these settings to the file",
+                "move these settings to the file",
+                f"{BLOCK}.{FILE}",
+                self.block[FILE],
             )
 
     def _lost_by_accelerate(self) -> None:
@@ -304,21 +303,21 @@ class _Translation:
             path = self.block.get(name)
             if isinstance(path, str) and path.strip().lower() not in ("", "none"):
                 self.log.decide(
-                    key=f"zero_optimization.offload_{part}.nvme_path",
-                    before=path,
-                    after=path,
-                    reason="`accelerate launch` does not pass this path on, so accelerate would"
+                    f"zero_optimization.offload_{part}.nvme_path",
+                    path,
+                    path,
+                    "`accelerate launch` does not pass this path on, so accelerate would"
                     ' swap to a folder named "none"; zerotune keeps the path',
                 )
         clipping = self.block.get("gradient_clipping")
         if isinstance(clipping, int | float) and clipping == 0:
             self.log.decide(
-                key="gradient_clipping",
-                before=clipping,
-                after=0,
-                reason="accelerate treats 0 as missing, so DeepSpeed would clip at its default "
+                "gradient_clipping",
+                clipping,
+                0,
+                "accelerate treats 0 as missing, so DeepSpeed would clip at its default "
                 "norm; zerotune does not clip",
-                severity="warning",
+                "warning",
             )
 
     def _use_deepspeed(self) -> None:
@@ -326,29 +325,27 @@ class _Translation:
         if isinstance(written, str):
             return
         if written is not None:
-            raise InvalidValueError(
-                "must be text", key="distributed_type", value=written, fix="write DEEPSPEED"
-            )
+            raise InvalidValueError("must be text", "write DEEPSPEED", "distributed_type", written)
         self.around["distributed_type"] = "DEEPSPEED"
         self.log.decide(
-            key="launch.distributed_type",
-            before=None,
-            after="DEEPSPEED",
-            reason="accelerate rejects a file without distributed_type; zerotune reads the file "
+            "launch.distributed_type",
+            None,
+            "DEEPSPEED",
+            "accelerate rejects a file without distributed_type; zerotune reads the file "
             f"because it contains {BLOCK}",
-            severity="warning",
+            "warning",
         )
 
     def _note_precision_beside_file(self) -> None:
         written = self.around.get("mixed_precision")
         if written is not None:
             self.log.decide(
-                key="launch.mixed_precision",
-                before=written,
-                after="kept",
-                reason=f"accelerate rejects mixed_precision together with a {FILE} unless "
+                "launch.mixed_precision",
+                written,
+                "kept",
+                f"accelerate rejects mixed_precision together with a {FILE} unless "
                 '--mixed_precision is also given; zerotune uses this value in place of "auto"',
-                severity="warning",
+                "warning",
             )
 
     def _known(self) -> dict[Any, Any]:
@@ -366,11 +363,11 @@ class _Translation:
             kept[key] = value
             if name not in TOP_LEVEL:
                 self.log.decide(
-                    key=f"launch.{name}",
-                    before=value,
-                    after="kept",
-                    reason=f"accelerate rejects this key outside {BLOCK}",
-                    severity="warning",
+                    f"launch.{name}",
+                    value,
+                    "kept",
+                    f"accelerate rejects this key outside {BLOCK}",
+                    "warning",
                 )
         return kept
 
@@ -402,31 +399,29 @@ def read_config_file(
 ) -> tuple[dict[str, Any], str, Path | None]:
     """Return the content, name and folder of a ``deepspeed_config_file``."""
     if not isinstance(written, str):
-        raise InvalidValueError("must be a path", key=key, value=written, fix="write a path")
+        raise InvalidValueError("must be a path", "write a path", key, written)
     named = read_named(written, folder, key=key)
     tolerated(named.sentences, named.source, log)
     if not isinstance(named.value, Mapping):
         raise InvalidValueError(
             "must name a file that contains a DeepSpeed configuration",
-            key=key,
-            value=written,
-            fix="write a JSON object to that file",
+            "write a JSON object to that file",
+            key,
+            written,
         )
     return dict(named.value), named.source, named.folder
 
 
 def _merge(merged: dict[str, Any], key: Any, value: Any, log: Log) -> None:
     if not isinstance(key, str):
-        raise InvalidValueError(
-            "has a key that is not text", key=BLOCK, value=key, fix="put it in quotes"
-        )
+        raise InvalidValueError("has a key that is not text", "put it in quotes", BLOCK, key)
     if key not in plan_keys() and key not in log.also_known:
         if key in ZeroSection.known_names():
             raise UnknownKeyError(
                 "accelerate silently discards this key of zero_optimization",
-                key=f"{BLOCK}.{key}",
-                value=value,
-                fix=f"write the configuration as JSON, and set {FILE} to its path",
+                f"write the configuration as JSON, and set {FILE} to its path",
+                f"{BLOCK}.{key}",
+                value,
                 edits=[REMOVAL],
             )
         raise unknown_key(
@@ -435,9 +430,9 @@ def _merge(merged: dict[str, Any], key: Any, value: Any, log: Log) -> None:
     if key in merged and merged[key] != value:
         raise PlanConflictError(
             "is set under accelerate's key and under DeepSpeed's key, with different values",
-            key=f"{BLOCK}.{key}",
-            value=value,
-            fix="keep one of the two keys",
+            "keep one of the two keys",
+            f"{BLOCK}.{key}",
+            value,
         )
     merged[key] = value
 

@@ -153,24 +153,13 @@ class Advised(Readable):
         chosen = self.chosen
         reason = f"{chosen.title}: {chosen.reason}"
         replaced = Decision(
-            key="optimizer.type",
-            before=chosen.instead_of,
-            after=chosen.optimizer,
-            reason=reason,
-            severity="warning",
+            "optimizer.type", chosen.instead_of, chosen.optimizer, reason, "warning"
         )
         return (
             *((replaced,) if chosen.instead_of else ()),
-            Decision(key="streamed", before=None, after=self.streamed or False, reason=reason),
-            Decision(
-                key="gradient checkpointing",
-                before=None,
-                after=self.gradient_checkpointing,
-                reason=reason,
-            ),
-            Decision(
-                key="activation offload", before=None, after=self.activation_offload, reason=reason
-            ),
+            Decision("streamed", None, self.streamed or False, reason),
+            Decision("gradient checkpointing", None, self.gradient_checkpointing, reason),
+            Decision("activation offload", None, self.activation_offload, reason),
         )
 
     @property
@@ -335,10 +324,7 @@ def advise(
     """Choose a plan as ``DeepSpeedPlan.advise`` does."""
     if prefer not in PREFERENCES:
         raise InvalidValueError(
-            "is not a known preference",
-            key="prefer",
-            value=prefer,
-            fix='write "fastest" or "least offload"',
+            "is not a known preference", 'write "fastest" or "least offload"', "prefer", prefer
         )
     facts = as_facts(model, lora=lora, base_dtype=base_dtype)
     device = None if vram is None else parse_size(vram, key="vram")
@@ -383,9 +369,9 @@ def _memory_budget(
     if not is_number(reserve) or not 0 <= reserve < 1:
         raise InvalidValueError(
             "is not a fraction of the memory",
-            key="reserve",
-            value=reserve,
-            fix="write a fraction, such as 0.05 for 5 %",
+            "write a fraction, such as 0.05 for 5 %",
+            "reserve",
+            reserve,
         )
     if device is None:
         device = min((one.total_memory for one in platform.devices), default=0)

@@ -113,9 +113,9 @@ def plot_memory(
     if kind not in _FORMATS:
         raise InvalidValueError(
             "is not a supported image format",
-            key="path",
-            value=str(path),
-            fix=f"end the name with one of {', '.join(f'.{one}' for one in _FORMATS)}",
+            f"end the name with one of {', '.join(f'.{one}' for one in _FORMATS)}",
+            "path",
+            str(path),
         )
     figure = draw_panels(memory_heading(estimate), memory_panels(estimate, budget=budget))
     content = io.BytesIO()

@@ -89,9 +89,9 @@ def _flag(arguments: Any, name: str, kind: type) -> Any:
         return value
     raise InvalidValueError(
         f"is not of type {kind.__name__}",
-        key=f"arguments.{name}",
-        value=value,
-        fix="pass RunFacts(...) instead if this flag of the script has a different meaning",
+        "pass RunFacts(...) instead if this flag of the script has a different meaning",
+        f"arguments.{name}",
+        value,
     )
 
 
@@ -100,9 +100,9 @@ def check_world_size(world_size: Any) -> None:
     if not is_integer(world_size) or world_size < 1:
         raise InvalidValueError(
             "must be a whole number of at least 1",
-            key="world_size",
-            value=world_size,
-            fix="pass the number of processes that train together",
+            "pass the number of processes that train together",
+            "world_size",
+            world_size,
         )
 
 
@@ -125,8 +125,8 @@ class Context:
         if self.platform is None:
             raise UnresolvedPlanError(
                 "the machine is unknown",
-                key="platform",
-                fix="pass zerotune.platform.detect_platform(), or a Platform.synthetic(…)",
+                "pass zerotune.platform.detect_platform(), or a Platform.synthetic(…)",
+                "platform",
             )
         return self.platform
 
@@ -134,7 +134,7 @@ class Context:
 def _check_switch(_instance: object, attribute: Any, value: Any) -> None:
     if not isinstance(value, bool):
         raise InvalidValueError(
-            "must be true or false", key=f"streamed.{attribute.name}", value=value, fix="write True"
+            "must be true or false", "write True", f"streamed.{attribute.name}", value
         )
 
 
@@ -206,9 +206,9 @@ class DeviceUpdate:
             raise InvalidValueError(
                 "is no way to store master weights; rounding to the nearest bf16 weight would "
                 "lose most updates",
-                key="update.masters",
-                value=value,
-                fix='write "fp32", "split" or "stochastic"',
+                'write "fp32", "split" or "stochastic"',
+                "update.masters",
+                value,
             )
 
     @classmethod
@@ -227,7 +227,9 @@ class DeviceUpdate:
             return cls()
         if not isinstance(wanted, cls):
             raise InvalidValueError(
-                "is no place for the update", key="update", value=wanted,
-                fix='write "host", "device" or DeviceUpdate(...)',
-            )  # fmt: skip
+                "is no place for the update",
+                'write "host", "device" or DeviceUpdate(...)',
+                "update",
+                wanted,
+            )
         return wanted

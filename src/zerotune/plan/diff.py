@@ -133,9 +133,9 @@ def _check_kind(before: object, after: object) -> None:
         name = type(before).__name__
         raise InvalidValueError(
             f"can only be compared with a {name}",
-            key="other",
-            value=type(after).__name__,
-            fix=f"pass a {name}; resolve() turns a plan into a resolved plan",
+            f"pass a {name}; resolve() turns a plan into a resolved plan",
+            "other",
+            type(after).__name__,
         )
 
 

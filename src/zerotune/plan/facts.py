@@ -188,9 +188,9 @@ def check_storage(storage: str | None) -> None:
         return
     raise InvalidValueError(
         "is not a supported dtype for a quantized base model",
-        key="base_dtype",
-        value=storage,
-        fix=f"use one of {', '.join(STORAGES)}, or none",
+        f"use one of {', '.join(STORAGES)}, or none",
+        "base_dtype",
+        storage,
     )
 
 
@@ -287,7 +287,7 @@ class ModelFacts:
         check_storage(base_dtype)
         if not is_integer(rank) or rank < 1:
             raise InvalidValueError(
-                "must be a whole number", key="lora", value=rank, fix="write the rank, such as 16"
+                "must be a whole number", "write the rank, such as 16", "lora", rank
             )
         ends = tuple(ATTENTION_PROJECTIONS if targets is None else targets)
         adapters = [
@@ -296,9 +296,9 @@ class ModelFacts:
         if not adapters:
             raise InvalidValueError(
                 f"no layer of {self.name} has a name with one of these endings",
-                key="lora_targets",
-                value=ends,
-                fix="write the suffixes of layer names, such as to_q",
+                "write the suffixes of layer names, such as to_q",
+                "lora_targets",
+                ends,
             )
         frozen = [
             each.quantized(base_dtype)

@@ -434,10 +434,10 @@ class DeepSpeedPlan(Settings):
         if "batch_size" in zero_overrides:
             raise UnknownKeyError(
                 "is not an argument of build, which has one for each of two batch sizes",
-                key="batch_size",
-                value=zero_overrides["batch_size"],
-                fix="write micro_batch_size for samples per forward pass and rank, or "
+                "write micro_batch_size for samples per forward pass and rank, or "
                 "train_batch_size for samples per optimizer step",
+                "batch_size",
+                zero_overrides["batch_size"],
             )
         zero: dict[str, Any] = {"stage": stage}
         for key, device in (("offload_optimizer", offload), ("offload_param", offload_param)):
@@ -788,10 +788,10 @@ def _optimizer_config(optimizer: Any, lr: float | Auto | None) -> Any:
         raise InvalidValueError(
             "an optimizer object cannot be used, because the engine builds its own optimizer "
             "for the weights that ZeRO partitions",
-            key="optimizer",
-            value=kind.__name__,
-            fix=f'write optimizer="{kind.__name__}", lr=…, or '
+            f'write optimizer="{kind.__name__}", lr=…, or '
             f'optimizer={{"type": "{kind.__name__}", "params": {{…}}}}',
+            "optimizer",
+            kind.__name__,
         )
     config: Any = {"type": optimizer} if isinstance(optimizer, str) else optimizer
     name = None if config is None else config.get("type")
@@ -802,8 +802,8 @@ def _optimizer_config(optimizer: Any, lr: float | Auto | None) -> Any:
     if config is None or "lr" in config.get("params", {}):
         raise InvalidValueError(
             "no optimizer is set" if config is None else "is also set in the optimizer's params",
-            key="lr",
-            value=lr,
-            fix='add optimizer="AdamW"' if config is None else "set it once",
+            'add optimizer="AdamW"' if config is None else "set it once",
+            "lr",
+            lr,
         )
     return {**config, "params": {**config.get("params", {}), "lr": lr}}

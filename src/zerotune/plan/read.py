@@ -125,7 +125,7 @@ def plan_from_mapping(
     if not isinstance(config, Mapping):
         raise InvalidValueError(
             f"{source} must contain an object, not {_JSON_KINDS.get(type(config), 'a number')}",
-            fix='write {"train_batch_size": …}',
+            'write {"train_batch_size": …}',
         )
     wrapper = wrapper_of(config)
     if wrapper is not None:
@@ -139,10 +139,10 @@ def plan_from_mapping(
         # The only launch setting that SimpleTuner's documentation puts among DeepSpeed's keys.
         value = raw.pop(INIT_FLAG)
         log.decide(
-            key=INIT_FLAG,
-            before=value,
-            after=f"launch.{INIT_FLAG}",
-            reason="DeepSpeed does not know this key, which is a setting for the launcher",
+            INIT_FLAG,
+            value,
+            f"launch.{INIT_FLAG}",
+            "DeepSpeed does not know this key, which is a setting for the launcher",
         )
         launch = read_launch({INIT_FLAG: value}, log)
     plan = read_section(Settings, raw, key="", log=log)
@@ -157,9 +157,9 @@ def _refuse_something_else(config: Mapping[Any, Any], source: str, log: Log) -> 
         raise InvalidValueError(
             f"{source} is a trainer's file without deepspeed_config, so it configures training "
             "without DeepSpeed",
-            value=", ".join(sorted(map(str, config))[:5]),
-            fix='add "deepspeed_config": {"zero_optimization": {"stage": 2}} to the file,'
+            'add "deepspeed_config": {"zero_optimization": {"stage": 2}} to the file,'
             " or set that key to the path of a DeepSpeed JSON",
+            value=", ".join(sorted(map(str, config))[:5]),
         )
     names = [key for key in config if isinstance(key, str) and not key.startswith("_")]
     known = {*accelerate.plan_keys(), *log.also_known}
@@ -171,8 +171,8 @@ def _refuse_something_else(config: Mapping[Any, Any], source: str, log: Log) -> 
         return
     raise InvalidValueError(
         f"{source} contains no DeepSpeed configuration: none of its keys belongs to DeepSpeed",
+        "use the file that contains zero_optimization or train_batch_size",
         value=", ".join(names[:5]),
-        fix="use the file that contains zero_optimization or train_batch_size",
     )
 
 
@@ -207,11 +207,11 @@ class _Wrapped:
             written, beside = self._named_in_block(written)
         if is_off(written):
             self.log.decide(
-                key=wrapper,
-                before="null" if written is None else written,
-                after="stage 0",
-                reason=f"the setting is empty; {accelerate.WITHOUT_DEEPSPEED}",
-                severity="warning",
+                wrapper,
+                "null" if written is None else written,
+                "stage 0",
+                f"the setting is empty; {accelerate.WITHOUT_DEEPSPEED}",
+                "warning",
             )
             written = {}
         inside, source = None, f"{source} ({wrapper})"
@@ -222,13 +222,13 @@ class _Wrapped:
         if not isinstance(written, Mapping):
             raise InvalidValueError(
                 "must contain a DeepSpeed configuration",
-                key=wrapper,
-                value=written,
-                fix="write an object, JSON text, or the path of a JSON file",
+                "write an object, JSON text, or the path of a JSON file",
+                wrapper,
+                written,
             )
         if any(undashed(key) in WRAPPERS for key in written):
             raise InvalidValueError(
-                "contains another wrapped configuration", key=wrapper, fix="unwrap it once"
+                "contains another wrapped configuration", "unwrap it once", wrapper
             )
         plan = plan_from_mapping(written, self.log, source=source, folder=inside or folder)
         plan = self.log.attempt(self._with_micro_batch, plan) or plan
@@ -261,15 +261,15 @@ class _Wrapped:
         if others:
             raise PlanConflictError(
                 f"names a file, so the block may not contain other keys: {', '.join(others)}",
-                key=f"{self.wrapper}.{accelerate.FILE}",
-                value=block[accelerate.FILE],
-                fix="move the other keys to the file",
+                "move the other keys to the file",
+                f"{self.wrapper}.{accelerate.FILE}",
+                block[accelerate.FILE],
             )
         self.log.decide(
-            key=self.wrapper,
-            before=f"an object with {accelerate.FILE}",
-            after=block[accelerate.FILE],
-            reason="this is how SimpleTuner names a configuration file",
+            self.wrapper,
+            f"an object with {accelerate.FILE}",
+            block[accelerate.FILE],
+            "this is how SimpleTuner names a configuration file",
         )
         return block[accelerate.FILE], beside
 
@@ -293,18 +293,18 @@ class _Wrapped:
             return plan
         if is_integer(own) or all(map(is_integer, both)):
             self.log.decide(
-                key=name,
-                before=asked,
-                after=own,
-                reason=f"numbers in the configuration take precedence over {written}",
-                severity="warning",
+                name,
+                asked,
+                own,
+                f"numbers in the configuration take precedence over {written}",
+                "warning",
             )
             return plan
         self.log.decide(
-            key=name,
-            before=own,
-            after=asked,
-            reason=f"a trainer's {written} is the number of samples per forward pass and rank",
+            name,
+            own,
+            asked,
+            f"a trainer's {written} is the number of samples per forward pass and rank",
         )
         return attrs.evolve(plan, **{name: asked})
 
@@ -333,8 +333,8 @@ def plan_from_yaml(path: str | os.PathLike[str], log: Log) -> Settings:
     if not isinstance(content, Mapping):
         raise InvalidValueError(
             f"{file} must contain settings that `accelerate config` writes",
+            "create one with `accelerate config`",
             value=content,
-            fix="create one with `accelerate config`",
         )
     wrapper = wrapper_of(content)
     # With DeepSpeed's own keys, or a trainer's file, and without accelerate's keys.
@@ -435,7 +435,7 @@ def override_plan(
     for path, value in settings_by_path(overrides, partial(_places_of, plan)).items():
         before = put_setting(config, path, value)
         if before != value or type(before) is not type(value):
-            decisions.append(Decision(key=path, before=before, after=value, reason=_OVERRIDDEN))
+            decisions.append(Decision(path, before, value, _OVERRIDDEN))
     launched = config.pop(_LAUNCH, {})
     return _again(plan, config, launched, (*plan.decisions, *decisions), also_known)
 
@@ -449,17 +449,14 @@ def settings_by_path(overrides: Any, places: Places) -> dict[str, Any]:
     """
     if not isinstance(overrides, Mapping):
         raise InvalidValueError(
-            "must be a mapping", key="overrides", value=overrides, fix='write {"zero_stage": 2}'
+            "must be a mapping", 'write {"zero_stage": 2}', "overrides", overrides
         )
     settings: dict[str, Any] = {}
     for written, value in _flattened(overrides, "", 0):
         for path, each in places(written, value):
             if path in settings and settings[path] != each:
                 raise PlanConflictError(
-                    "is overridden twice, with different values",
-                    key=path,
-                    value=each,
-                    fix="keep one of the two",
+                    "is overridden twice, with different values", "keep one of the two", path, each
                 )
             settings[path] = each
     return settings
@@ -467,14 +464,11 @@ def settings_by_path(overrides: Any, places: Places) -> dict[str, Any]:
 
 def _flattened(overrides: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
     if depth > _MOST_NESTED:
-        raise InvalidValueError("is nested too deeply", key="overrides", fix="use fewer levels")
+        raise InvalidValueError("is nested too deeply", "use fewer levels", "overrides")
     for name, value in overrides.items():
         if not isinstance(name, str) or not all(name.split(".")):
             raise InvalidValueError(
-                "is not a path to a setting",
-                key=prefix or "overrides",
-                value=name,
-                fix='write "section.key"',
+                "is not a path to a setting", 'write "section.key"', prefix or "overrides", name
             )
         path = join(prefix, name)
         if isinstance(value, Mapping) and value:
@@ -491,9 +485,9 @@ def _places_of(plan: Settings, name: str, value: Any) -> list[tuple[str, Any]]:
         if not swapped:
             raise PlanConflictError(
                 "the plan offloads nothing to NVMe",
-                key=_NVME_PATH,
-                value=value,
-                fix='also set offload_optimizer_device or offload_param_device to "nvme"',
+                'also set offload_optimizer_device or offload_param_device to "nvme"',
+                _NVME_PATH,
+                value,
             )
         return [(f"{_ZERO_KEY}.offload_{part}.nvme_path", value) for part in swapped]
     if name not in _BOTH_PRECISIONS:

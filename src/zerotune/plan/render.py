@@ -52,22 +52,22 @@ def render(resolved: Resolved, *, folders: bool = True) -> dict[str, Any]:
         elif folder is None:
             raise UnresolvedPlanError(
                 "NVMe offload needs a folder for its swap files",
-                key=f"zero_optimization.offload_{part}.nvme_path",
-                fix="write a path, or use zerotune.offload.OffloadManager, which creates a folder",
+                "write a path, or use zerotune.offload.OffloadManager, which creates a folder",
+                f"zero_optimization.offload_{part}.nvme_path",
             )
     for path in automatic_paths(config):
         raise UnresolvedPlanError(
             'is still "auto" in the rendered configuration',
-            key=path,
-            value=AUTO,
-            fix="write a value; zerotune has no automatic value for this key",
+            "write a value; zerotune has no automatic value for this key",
+            path,
+            AUTO,
         )
     if "scheduler" in config and (length := open_length(resolved.scheduler)):
         raise UnresolvedPlanError(
             "is the length of a run that is not known yet",
-            key=f"scheduler.params.{length}",
-            value=BY_RUN,
-            fix="write a number, or pass run=RunFacts(total_steps=…) to resolve",
+            "write a number, or pass run=RunFacts(total_steps=…) to resolve",
+            f"scheduler.params.{length}",
+            BY_RUN,
         )
     return config
 

@@ -111,9 +111,9 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
     return PlanConflictError(
         f"{train} != {micro} ({MICRO}) x {accumulation} ({ACCUMULATION}) x {world_size}"
         f" (world size); {holds}",
-        key=TRAIN,
-        value=train,
-        fix=f'at world size {world_size} write {words}, or set {TRAIN} to "{AUTO}"',
+        f'at world size {world_size} write {words}, or set {TRAIN} to "{AUTO}"',
+        TRAIN,
+        train,
         edits=[*({key: value} for key, value in changes.items()), {TRAIN: AUTO}],
     )
 
@@ -192,10 +192,10 @@ class _Solving(Log):
         raise PlanConflictError(
             f"{train} is not divisible by {known} ({known_key}) x {self.world_size} "
             f"(world size); {holds}",
-            key=TRAIN,
-            value=train,
-            fix=f"at world size {self.world_size} write a multiple of {shared}, such as"
+            f"at world size {self.world_size} write a multiple of {shared}, such as"
             f" {nearest}, or change {known_key} or {wanted}",
+            TRAIN,
+            train,
             edits=writes(nearest),
         )
 
@@ -342,21 +342,21 @@ def _adapt(precision: str, who: str, platform: Platform, log: Log) -> str:
         # A CPU run is a rehearsal of a GPU configuration: bf16 takes the same memory, and
         # DeepSpeed's CPU accelerator refuses fp16 outright.
         log.decide(
-            key="fp16.enabled",
-            before=True,
-            after=False,
-            reason="DeepSpeed's CPU accelerator does not support fp16 on this machine, so bf16 is "
+            "fp16.enabled",
+            True,
+            False,
+            "DeepSpeed's CPU accelerator does not support fp16 on this machine, so bf16 is "
             "used, which needs the same memory and no loss scaling",
-            severity="warning",
+            "warning",
         )
         return "bf16"
     possible = [name for name, can in works.items() if can]
     raise PlanConflictError(
         f"requested by {who}, but this platform ({platform.accelerator}) does not support this "
         "precision",
-        key=f"{precision}.enabled",
-        value=True,
-        fix=f'use {" or ".join(possible)}, or "{AUTO}"',
+        f'use {" or ".join(possible)}, or "{AUTO}"',
+        f"{precision}.enabled",
+        True,
         edits=[*map(only_precision, possible), *writes(AUTO)],
     )
 
@@ -739,7 +739,7 @@ class Filler(Log):
         written = getattr(section, name)
         if written == value:
             return section
-        self.decide(join(path, name), written, value, reason, severity=severity)
+        self.decide(join(path, name), written, value, reason, severity)
         return evolved(section, **{name: value})
 
     def drop(
@@ -750,7 +750,7 @@ class Filler(Log):
         if written is None:
             return section
         before = written.to_dict() if isinstance(written, Section) else written
-        self.decide(join(path, name), before, None, reason, severity=severity)
+        self.decide(join(path, name), before, None, reason, severity)
         return evolved(section, **{name: None})
 
     def _fill_precision(self, plan: Settings) -> tuple[Bf16Section, Fp16Section]:
@@ -819,9 +819,9 @@ class Filler(Log):
         if isinstance(written, int) and written < need:
             raise InvalidValueError(
                 f"is smaller than {what} = {need} elements; buffer_size counts elements, not bytes",
-                key=f"{path}.buffer_size",
-                value=written,
-                fix=f'write at least {need}, or "{AUTO}"',
+                f'write at least {need}, or "{AUTO}"',
+                f"{path}.buffer_size",
+                written,
                 edits=writes(need, AUTO),
             )
         size, why = need, f"elements of {what}"
@@ -837,9 +837,9 @@ class Filler(Log):
             raise InvalidValueError(
                 f"is smaller than {least}, the number of weights that a single module needs at "
                 "once",
-                key=f"{path}.buffer_count",
-                value=count,
-                fix=f'write at least {swapping.buffers}, or "{AUTO}"',
+                f'write at least {swapping.buffers}, or "{AUTO}"',
+                f"{path}.buffer_count",
+                count,
                 edits=writes(swapping.buffers, AUTO),
             )
         section = self.fill(
@@ -1032,10 +1032,7 @@ class Filler(Log):
                 plan = self.drop(plan, "", name, "determined by the optimizer")
         for path in automatic_paths(attrs.evolve(plan, optimizer=None, scheduler=None).to_dict()):
             raise UnresolvedPlanError(
-                "zerotune has no automatic value for this key",
-                key=path,
-                value=AUTO,
-                fix="write a value",
+                "zerotune has no automatic value for this key", "write a value", path, AUTO
             )
         return plan
 
@@ -1220,10 +1217,10 @@ def with_engine(resolved: Resolved) -> Resolved:
     if not isinstance(asked, Streaming) or not asked.split_masters or resolved.precision == "bf16":
         return resolved
     decision = Decision(
-        key="streamed.split_masters",
-        before=True,
-        after=False,
-        reason=f"master weights can be split only with bf16 weights, not with {resolved.precision}",
+        "streamed.split_masters",
+        True,
+        False,
+        f"master weights can be split only with bf16 weights, not with {resolved.precision}",
     )
     return attrs.evolve(
         resolved,
@@ -1243,10 +1240,10 @@ def _with_update(resolved: Resolved) -> Resolved:
     if obstacle is not None:
         return resolved.with_update_on_host(obstacle)
     decision = Decision(
-        key="update",
-        before="host",
-        after="device",
-        reason=f"requested, with {hosted.masters} master weights; the optimizer's own code updates "
+        "update",
+        "host",
+        "device",
+        f"requested, with {hosted.masters} master weights; the optimizer's own code updates "
         "one weight at a time, and its states stay in host memory",
     )
     return attrs.evolve(hosted, decisions=(*hosted.decisions, decision))
@@ -1277,10 +1274,10 @@ def _for_plain_engine(plan: Settings, platform: Platform, *, asked: bool, log: L
         log.decide(key, value, "plain" if key == "engine" else None, why, "warning")
     if host is not None:
         log.decide(
-            key=_HOST_OPTIMIZER,
-            before=host.device,
-            after=host.device,
-            reason="the host engine needs no DeepSpeed; the ranks of a machine share one copy of "
+            _HOST_OPTIMIZER,
+            host.device,
+            host.device,
+            "the host engine needs no DeepSpeed; the ranks of a machine share one copy of "
             "the master weights and moments",
         )
     return attrs.evolve(
@@ -1311,11 +1308,11 @@ def _without_unknown_host_optimizer(plan: Settings, log: Log) -> Settings:
     if zero is None or zero.offload_optimizer is None or name in STEPPED_PLAINLY:
         return plan
     log.decide(
-        key=_HOST_OPTIMIZER,
-        before=zero.offload_optimizer.device,
-        after=None,
-        reason=f"{PLAIN_NEEDS}, so the states of {name} stay on the device",
-        severity="warning",
+        _HOST_OPTIMIZER,
+        zero.offload_optimizer.device,
+        None,
+        f"{PLAIN_NEEDS}, so the states of {name} stay on the device",
+        "warning",
     )
     return attrs.evolve(plan, zero_optimization=None)
 

@@ -85,9 +85,9 @@ class Resolved(Readable):
         if value not in (None, "host", "deepspeed"):
             raise InvalidValueError(
                 "is not an engine",
-                key="engine",
-                value=value,
-                fix='write "host" or "deepspeed"; deepspeed=False selects the plain engine',
+                'write "host" or "deepspeed"; deepspeed=False selects the plain engine',
+                "engine",
+                value,
             )
 
     @property
@@ -246,13 +246,7 @@ class Resolved(Readable):
     def without_streaming(self, reason: str) -> Self:
         """Return this plan without streaming; a decision records ``reason``."""
         asked = self.streamed if self.streamed is None else True
-        decision = Decision(
-            key="streamed",
-            before=asked,
-            after=False,
-            reason=reason,
-            severity="warning" if asked else "note",
-        )
+        decision = Decision("streamed", asked, False, reason, "warning" if asked else "note")
         return attrs.evolve(self, streamed=False, decisions=(*self.decisions, decision))
 
     def with_engine(self, engine: EngineName | None, reason: str) -> Self:
@@ -264,23 +258,21 @@ class Resolved(Readable):
         """
         refused = self.engine == "host" and engine != "host"
         decision = Decision(
-            key="engine",
-            before=self.engine if refused else None,
-            after=engine or "plain",
-            reason=reason,
-            severity="warning" if refused else "note",
+            "engine",
+            self.engine if refused else None,
+            engine or "plain",
+            reason,
+            "warning" if refused else "note",
         )
         chosen = attrs.evolve(self, engine=engine, decisions=(*self.decisions, decision))
         if engine != "host" or self.streamed or chosen.why_streamed is None:
             return chosen
-        streams = Decision(key="streamed", before=None, after=True, reason=chosen.why_streamed)
+        streams = Decision("streamed", None, True, chosen.why_streamed)
         return attrs.evolve(chosen, decisions=(*chosen.decisions, streams))
 
     def with_update_on_host(self, reason: str) -> Self:
         """Return this plan without an update on the device; a decision records ``reason``."""
-        decision = Decision(
-            key="update", before="device", after="host", reason=reason, severity="warning"
-        )
+        decision = Decision("update", "device", "host", reason, "warning")
         return attrs.evolve(self, update=None, decisions=(*self.decisions, decision))
 
     def with_nvme_path(
@@ -308,9 +300,9 @@ class Resolved(Readable):
             if zero is None or section is None or section.device != "nvme":
                 raise InvalidValueError(
                     f"is given, but offload_{part} does not use NVMe in the resolved plan",
-                    key=f"zero_optimization.offload_{part}.nvme_path",
-                    value=os.fspath(folder),
-                    fix=f'set offload_{part}.device to "nvme" at stage 3, or omit the folder',
+                    f'set offload_{part}.device to "nvme" at stage 3, or omit the folder',
+                    f"zero_optimization.offload_{part}.nvme_path",
+                    os.fspath(folder),
                 )
             moved = attrs.evolve(section, nvme_path=os.fspath(folder))
             zero = evolved(zero, **{f"offload_{part}": moved})
@@ -334,7 +326,7 @@ def _integer(value: Any, key: str) -> int:
 
 def _unresolved(key: str, value: Any) -> UnresolvedPlanError:
     return UnresolvedPlanError(
-        "is not resolved", key=key, value=value, fix="call DeepSpeedPlan.resolve to create the plan"
+        "is not resolved", "call DeepSpeedPlan.resolve to create the plan", key, value
     )
 
 

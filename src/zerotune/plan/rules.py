@@ -162,13 +162,13 @@ class Rule:
                 ``reason`` and ``fix``.
         """
         return Decision(
-            key=key,
-            before=value,
-            after=value if after is UNSET else after,
-            reason=words.get("reason") or self.reason.format(**words),
+            key,
+            value,
+            value if after is UNSET else after,
+            words.get("reason") or self.reason.format(**words),
+            self.severity,
             fix=words.get("fix") or self.fix.format(**words) or fix_of(edits),
             edits=tuple(edits) or self.edits,
-            severity=self.severity,
             rule=self.id,
         )
 

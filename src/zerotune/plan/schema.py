@@ -84,7 +84,7 @@ _REFUSED: Final = "DeepSpeed rejects this value"
 def _fault(path: str, value: Any, schema: Mapping[str, Any], reason: str = _REFUSED) -> Decision:
     edits = writes(*_suggestions(schema))
     fix = f"write {_words(schema)}"
-    return Decision.of(InvalidValueError(reason, key=path, value=value, fix=fix, edits=edits))
+    return Decision.of(InvalidValueError(reason, fix, path, value, edits=edits))
 
 
 def faults(value: Any, schema: Mapping[str, Any], path: str) -> list[Decision]:
@@ -155,9 +155,9 @@ def _faults_inside(value: Any, schema: Mapping[str, Any], path: str) -> Iterator
             yield Decision.of(
                 UnknownKeyError(
                     "DeepSpeed has no such key here",
-                    key=join(path, name),
-                    value=item,
-                    fix=f"did you mean {words}?" if guesses else None,
+                    f"did you mean {words}?" if guesses else None,
+                    join(path, name),
+                    item,
                     edits=[*({"": UNSET, join(path, each): item} for each in guesses), REMOVAL],
                 )
             )

@@ -141,7 +141,7 @@ def _check_extra(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> 
         if field.name in value:
             key = field.name
             raise InvalidValueError(
-                "is a regular field", key=key, fix=f"pass {key}=… as an argument, not in extra"
+                "is a regular field", f"pass {key}=… as an argument, not in extra", key
             )
 
 
@@ -160,9 +160,9 @@ class Nested(Kind):
         if not isinstance(value, self.cls):
             raise InvalidValueError(
                 f"must be a {self.cls.__name__}",
-                key=key,
-                value=value,
-                fix=f"pass {self.cls.__name__}(…), or read the plan with DeepSpeedPlan.from_dict",
+                f"pass {self.cls.__name__}(…), or read the plan with DeepSpeedPlan.from_dict",
+                key,
+                value,
             )
         for name, place in self.without.items():
             if getattr(value, name) is not None:
@@ -229,9 +229,9 @@ def _require_object(raw: Any, key: str) -> None:
         meant = key == "zero_optimization" and stage is not None and stage in (0, 1, 2, 3)
         raise InvalidValueError(
             "must be an object",
-            key=key or None,
-            value=raw,
-            fix=None if meant else 'write {"name": value, …}',
+            None if meant else 'write {"name": value, …}',
+            key or None,
+            raw,
             edits=writes({"stage": int(stage or 0)}) if meant else (),
         )
 
@@ -272,7 +272,7 @@ def put_setting(node: dict[str, Any], path: str, value: Any) -> Any:
             below = node[parent] = {}
         if not isinstance(below, dict):
             reason = f"{parent!r} is not a section"
-            raise InvalidValueError(reason, key=path, value=below, fix="override the whole setting")
+            raise InvalidValueError(reason, "override the whole setting", path, below)
         node = below
     before = node.pop(last, None)
     if value is not None:
@@ -296,7 +296,7 @@ def unknown_key(
         fix = f"remove it, and set {' or '.join(f'{one}.enabled' for one in precisions)} to true"
         edits = [{"": UNSET, f"{one}.enabled": True} for one in precisions]
     return UnknownKeyError(
-        "the key is unknown to DeepSpeed and zerotune", key=path, value=value, fix=fix, edits=edits
+        "the key is unknown to DeepSpeed and zerotune", fix, path, value, edits=edits
     )
 
 
@@ -306,9 +306,9 @@ def misplaced_key(path: str, value: Any, place: str) -> UnknownKeyError:
     target = ".".join([*section.split(".")[:-1], place, name])
     return UnknownKeyError(
         "DeepSpeed rejects this key here",
-        key=path,
-        value=value,
-        fix=f"move it to {place}",
+        f"move it to {place}",
+        path,
+        value,
         edits=[{"": UNSET, target: value}],
     )
 
@@ -329,10 +329,7 @@ def _canonical_key(
 ) -> str:
     if not isinstance(written, str):
         raise InvalidValueError(
-            "contains a key that is not text",
-            key=key or None,
-            value=written,
-            fix="put it in quotes",
+            "contains a key that is not text", "put it in quotes", key or None, written
         )
     name = cls.aliases.get(written, written)
     if name == written:

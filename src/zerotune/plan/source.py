@@ -35,8 +35,8 @@ def refuse_long_yaml(text: str, *, key: str) -> None:
     if len(text) > most:
         raise InvalidValueError(
             f"is longer than {format_size(most)}, the maximum for a value in a YAML file",
-            key=key,
-            fix="use DeepSpeed's JSON format, or shorten the configuration",
+            "use DeepSpeed's JSON format, or shorten the configuration",
+            key,
         )
 
 
@@ -55,9 +55,9 @@ def _refuse_too_large(size: int, largest: int, source: str, key: str) -> None:
     if size > largest:
         raise PlanFileError(
             f"is larger than {format_size(largest)}, the limit for a configuration",
-            key=key,
-            value=source,
-            fix=_SHORTER,
+            _SHORTER,
+            key,
+            source,
         )
 
 
@@ -99,7 +99,7 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
     most = _LARGEST_FILE // _BYTES_OF_A_VALUE
     if text.count(",") >= most and _QUOTED.sub("", _without_escapes(text)).count(",") >= most:
         reason = f"contains more than {most:,} values, the limit for a configuration"
-        raise PlanFileError(reason, key="file", value=source, fix=_SHORTER)
+        raise PlanFileError(reason, _SHORTER, "file", source)
     try:
         return _strictly(text), []
     except (ValueError, RecursionError):
@@ -404,7 +404,7 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
         reason, fix = "is not UTF-8 text", "save it as UTF-8"
     except (OSError, ValueError) as error:
         reason = f"cannot be read: {error}"
-    raise PlanFileError(reason, key=name, value=str(path), fix=fix)
+    raise PlanFileError(reason, fix, name, str(path))
 
 
 class Named(NamedTuple):

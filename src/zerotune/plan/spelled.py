@@ -59,20 +59,17 @@ class _Translating:
         if section.get("steps_per_print") == math.inf:
             section["steps_per_print"] = LARGEST_INTEGER
             self.log.decide(
-                key="steps_per_print",
-                before="inf",
-                after=LARGEST_INTEGER,
-                reason='accelerate writes "inf" for "never", but DeepSpeed requires an integer',
+                "steps_per_print",
+                "inf",
+                LARGEST_INTEGER,
+                'accelerate writes "inf" for "never", but DeepSpeed requires an integer',
             )
         for key, member in _SHORTHANDS.items():
             value = section.get(key)
             if isinstance(value, bool | str):
                 section[key] = {member: value}
                 self.log.decide(
-                    key=key,
-                    before=value,
-                    after={member: value},
-                    reason=Rejected("DeepSpeed requires an object here"),
+                    key, value, {member: value}, Rejected("DeepSpeed requires an object here")
                 )
         self._drop_disabled(REMOVED)
         return section
@@ -109,11 +106,11 @@ class _Translating:
             inner["allgather_bucket_size"] = self.section.pop("allgather_size")
         self.section["zero_optimization"] = inner
         self.log.decide(
-            key="zero_optimization",
-            before=value,
-            after=inner,
-            reason="zero_optimization is a boolean; in this old form, true means stage 1",
-            severity="warning",
+            "zero_optimization",
+            value,
+            inner,
+            "zero_optimization is a boolean; in this old form, true means stage 1",
+            "warning",
         )
 
     def _saved_whole(self) -> None:
@@ -134,11 +131,10 @@ class _Translating:
             )
         self.section["zero_optimization"] = dict(zero) if written else {**zero, _GATHER: value}
         self.log.decide(
-            key=_SAVED_WHOLE,
-            before=value,
-            after=f"zero_optimization.{_GATHER} = {value}",
-            reason=f"DeepSpeed does not know {_SAVED_WHOLE}, which is accelerate's name for "
-            f"{_GATHER}",
+            _SAVED_WHOLE,
+            value,
+            f"zero_optimization.{_GATHER} = {value}",
+            f"DeepSpeed does not know {_SAVED_WHOLE}, which is accelerate's name for {_GATHER}",
         )
 
     def _offload_shorthand(self, key: str) -> None:
@@ -148,10 +144,10 @@ class _Translating:
         device = value if isinstance(value, str) else ("cpu" if value else "none")
         self.section[key] = {"device": device}
         self.log.decide(
-            key=f"{self.path}.{key}",
-            before=value,
-            after={"device": device},
-            reason=Rejected("DeepSpeed requires an object with a device here"),
+            f"{self.path}.{key}",
+            value,
+            {"device": device},
+            Rejected("DeepSpeed requires an object with a device here"),
         )
 
     def _legacy_offload(self, key: str, modern: str) -> None:
@@ -160,19 +156,19 @@ class _Translating:
         if modern in self.section:
             raise PlanConflictError(
                 f"is the deprecated form of {modern}, and DeepSpeed rejects a file with both",
-                key=f"{self.path}.{key}",
-                value=value,
-                fix=f"remove {key}",
+                f"remove {key}",
+                f"{self.path}.{key}",
+                value,
                 edits=[REMOVAL],
             )
         if enabled:
             self.section[modern] = {"device": "cpu"}
         self.log.decide(
-            key=f"{self.path}.{key}",
-            before=value,
-            after=f'{modern} = {{"device": "cpu"}}' if enabled else None,
-            reason=f"the key is deprecated; DeepSpeed replaced it with {modern}",
-            severity="warning",
+            f"{self.path}.{key}",
+            value,
+            f'{modern} = {{"device": "cpu"}}' if enabled else None,
+            f"the key is deprecated; DeepSpeed replaced it with {modern}",
+            "warning",
         )
 
     def _legacy_pinning(self) -> None:
@@ -184,9 +180,9 @@ class _Translating:
             if isinstance(self.section.get(modern), Mapping) and value is not None:
                 self.section[modern] = {"pin_memory": value, **self.section[modern]}
         self.log.decide(
-            key=f"{self.path}.{key}",
-            before=value,
-            after="pin_memory in the offload sections",
-            reason="the key is deprecated; DeepSpeed reads pin_memory instead",
-            severity="warning",
+            f"{self.path}.{key}",
+            value,
+            "pin_memory in the offload sections",
+            "the key is deprecated; DeepSpeed reads pin_memory instead",
+            "warning",
         )

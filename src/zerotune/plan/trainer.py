@@ -58,9 +58,9 @@ def flagged_precision(config: Mapping[Any, Any]) -> str | None:
     if len(on) > 1:
         raise PlanConflictError(
             "bf16 is on too, but a run has only one precision",
-            key=flags["fp16"],
-            value=config[flags["fp16"]],
-            fix="turn one of the two off",
+            "turn one of the two off",
+            flags["fp16"],
+            config[flags["fp16"]],
         )
     if on:
         return on[0]

@@ -102,7 +102,7 @@ class Kind:
     def _refused(self, value: Any, key: str, why: str = "", fix: str = "") -> InvalidValueError:
         fix = fix or f"write {self.words}" + (f', or "{AUTO}"' if self.auto else "")
         edits = writes(*self.suggestions, *([AUTO] if self.auto else []))
-        return InvalidValueError(why or self.why, key=key, value=value, fix=fix, edits=edits)
+        return InvalidValueError(why or self.why, fix, key, value, edits=edits)
 
 
 @attrs.frozen(kw_only=True)
@@ -371,24 +371,19 @@ def _check_json(value: Any, key: str, path: tuple[str | int, ...], left: list[in
         return
     if len(path) > _DEEPEST_NESTING:
         raise InvalidValueError(
-            "is nested too deeply",
-            key=_place_of(key, path),
-            fix=f"use at most {_DEEPEST_NESTING} levels",
+            "is nested too deeply", f"use at most {_DEEPEST_NESTING} levels", _place_of(key, path)
         )
     left[0] -= len(value)
     if left[0] < 0:
         raise InvalidValueError(
-            "contains too many values for a configuration", key=key, fix="shorten the configuration"
+            "contains too many values for a configuration", "shorten the configuration", key
         )
     mapping = isinstance(value, Mapping)
     for name, item in items:
         if mapping:
             if not isinstance(name, str):
                 raise InvalidValueError(
-                    "has a key that is not text",
-                    key=_place_of(key, path),
-                    value=name,
-                    fix="put it in quotes",
+                    "has a key that is not text", "put it in quotes", _place_of(key, path), name
                 )
             if not name.isascii():
                 check_letters(name, _place_of(key, path))
@@ -426,9 +421,9 @@ def check_letters(text: str, key: str) -> None:
     except UnicodeEncodeError:
         raise InvalidValueError(
             "contains an unpaired surrogate (\\ud800-\\udfff), which is not valid Unicode",
-            key=key,
-            value=text,
-            fix="write the character itself",
+            "write the character itself",
+            key,
+            text,
         ) from None
 
 
@@ -438,9 +433,9 @@ def _check_scalar(value: Any, key: str) -> None:
     elif value is not None and not isinstance(value, bool) and not is_number(value):
         raise InvalidValueError(
             "cannot be written as JSON",
-            key=key,
-            value=value,
-            fix="use only objects, lists, text, finite numbers, true, false and null",
+            "use only objects, lists, text, finite numbers, true, false and null",
+            key,
+            value,
         )
 
 
@@ -468,9 +463,9 @@ def refuse_template(kind: Kind, value: Any, key: str) -> None:
         meant = kind.words if isinstance(kind, Number) else "the value itself"
         raise InvalidValueError(
             "is a template placeholder without a value",
-            key=key,
-            value=value,
-            fix=f"write {meant}",
+            f"write {meant}",
+            key,
+            value,
             edits=writes(*kind.suggestions),
         )
 

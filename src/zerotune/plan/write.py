@@ -54,8 +54,8 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
     except OSError as error:
         raise PlanFileError(
             f"cannot be written ({error.strerror or error})",
-            key=os.fspath(path),
-            fix="choose a file in a writable folder",
+            "choose a file in a writable folder",
+            os.fspath(path),
         ) from error
     return Path(path)
 
@@ -122,9 +122,9 @@ def plan_document(
         return PlanDocument(format=format, text=text)
     raise InvalidValueError(
         "is not a supported format for plans",
-        key="format",
-        value=format,
-        fix="use one of " + ", ".join(repr(name) for name in FORMATS),
+        "use one of " + ", ".join(repr(name) for name in FORMATS),
+        "format",
+        format,
     )
 
 
@@ -138,10 +138,7 @@ def _launch_settings(plan: Settings, names: Collection[str]) -> frozenset[str]:
         if setting not in known:
             close = did_you_mean(setting, sorted(known)) or ["num_processes", "gpu_ids"]
             raise InvalidValueError(
-                "is not a launch setting",
-                key="lossy",
-                value=name,
-                fix=f"use names such as {', '.join(close)}",
+                "is not a launch setting", f"use names such as {', '.join(close)}", "lossy", name
             )
     return frozenset(settings.values())
 
@@ -209,8 +206,8 @@ def format_of(path: Path) -> str:
         return "deepspeed"
     raise PlanFileError(
         "contains other settings beside the configuration, which zerotune does not write",
-        key=str(path),
-        fix=f"save the plan to a new file, and name it under {wrapper_of(content)}",
+        f"save the plan to a new file, and name it under {wrapper_of(content)}",
+        str(path),
     )
 
 
@@ -339,9 +336,9 @@ class _Writer(Log):
             keep = keep if known.issuperset(refused) else ""
             raise InvalidValueError(
                 f"{why}{others}",
-                key=f"launch.{refused[0]}",
-                value=left[refused[0]],
-                fix=f"{keep}allow dropping it: lossy={lost}",
+                f"{keep}allow dropping it: lossy={lost}",
+                f"launch.{refused[0]}",
+                left[refused[0]],
                 shell_fix=f"{keep}allow dropping it: --lossy {','.join(lost)}",
             )
 
@@ -520,8 +517,8 @@ def _write_with_backup(path: Path, text: str) -> Path | None:
     except OSError as error:
         raise PlanFileError(
             f"cannot be read ({error.strerror or error})",
-            key=str(path),
-            fix="choose a readable and writable file",
+            "choose a readable and writable file",
+            str(path),
         ) from error
     if before == content:
         return None

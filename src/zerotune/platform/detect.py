@@ -161,12 +161,12 @@ def choose_hardware(torch: TorchFacts, environ: Mapping[str, str]) -> Hardware:
             unused = ", ".join(device.name for device in usable[native])
             decisions.append(
                 Decision(
-                    key="platform.accelerator",
-                    before=native,
-                    after=chosen,
-                    reason=f"the environment variable DS_ACCELERATOR={requested} is set, so "
+                    "platform.accelerator",
+                    native,
+                    chosen,
+                    f"the environment variable DS_ACCELERATOR={requested} is set, so "
                     f"{unused} is not used",
-                    severity="warning",
+                    "warning",
                 )
             )
     devices = usable[chosen]
@@ -279,11 +279,11 @@ class _Machine:
         if refusal is not None:
             reason, fix = refusal
             decision = Decision(
-                key="platform.deepspeed",
-                before=None,
-                after="disabled",
-                reason=reason if fix is None else f"{reason}; {fix}",
-                severity="warning",
+                "platform.deepspeed",
+                None,
+                "disabled",
+                reason if fix is None else f"{reason}; {fix}",
+                "warning",
             )
             return DeepSpeedSupport(available=False, reason=reason, fix=fix), (decision,)
         where = {
@@ -295,7 +295,7 @@ class _Machine:
         place = where.get(self.accelerator, self.accelerator)
         reason = f"deepspeed {self.probe.version('deepspeed')} runs on {place}"
         support = DeepSpeedSupport(available=True, accelerator=name, reason=reason)
-        decision = Decision(key="platform.deepspeed", before=None, after=name, reason=reason)
+        decision = Decision("platform.deepspeed", None, name, reason)
         return support, (decision,) if self.accelerator in where else ()
 
 
@@ -371,15 +371,7 @@ class TorchFacts:
         if environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
             severity = "note"
             reason = "the environment variable CUDA_VISIBLE_DEVICES hides every device"
-        return [
-            Decision(
-                key="platform.accelerator",
-                before=wanted,
-                after="cpu",
-                reason=reason,
-                severity=severity,
-            )
-        ]
+        return [Decision("platform.accelerator", wanted, "cpu", reason, severity)]
 
 
 class PlatformProbe(Protocol):
@@ -500,10 +492,10 @@ class PlatformProbe(Protocol):
             raise PlatformError(
                 "the parent process used CUDA before it forked this process, which therefore "
                 "cannot use CUDA",
-                key="platform.accelerator",
-                value="cuda",
-                fix="start processes with the 'spawn' method, or fork before the first use of CUDA "
+                "start processes with the 'spawn' method, or fork before the first use of CUDA "
                 "(detect_platform() uses CUDA)",
+                "platform.accelerator",
+                "cuda",
             )
         # A driver that is too old makes torch warn and answer "not available"; initializing after
         # that raises with the reason, which is what the user needs.

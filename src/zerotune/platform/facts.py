@@ -94,10 +94,7 @@ class DeepSpeedSupport:
 def _check_known_accelerator(_instance: object, _attribute: Any, value: str) -> None:
     if value not in ACCELERATORS:
         raise InvalidValueError(
-            "is not an accelerator",
-            key="accelerator",
-            value=value,
-            fix=f"use one of {', '.join(ACCELERATORS)}",
+            "is not an accelerator", f"use one of {', '.join(ACCELERATORS)}", "accelerator", value
         )
 
 

@@ -229,9 +229,9 @@ def set_recomputing(
     if wanted is True and not able:
         raise InvalidValueError(
             f"{type(model).__name__} has no gradient checkpointing",
-            key=_CHECKPOINTING,
-            value=wanted,
-            fix='pass gradient_checkpointing="auto", or use a diffusers model',
+            'pass gradient_checkpointing="auto", or use a diffusers model',
+            _CHECKPOINTING,
+            wanted,
         )
     if wanted == "auto":
         if not able or before:
@@ -246,7 +246,7 @@ def set_recomputing(
             switch, undo = undo, switch
         getattr(model, switch)()
         engine.resources.callback(getattr(model, undo))
-    return (Decision(key=_CHECKPOINTING, before=before, after=wanted, reason=why),)
+    return (Decision(_CHECKPOINTING, before, wanted, why),)
 
 
 def _needed(engine: Engine, data: Any) -> tuple[bool, str]:

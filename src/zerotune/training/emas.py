@@ -30,11 +30,9 @@ def as_ema(ema: Any) -> EMA | None:
         why = "is not an EMAShadow or EMAShadows; other EMA classes do not support sharded weights"
     raise InvalidValueError(
         why,
-        key="ema",
-        value=ema if isinstance(ema, bool | str) else getattr(ema, "__name__", type(ema).__name__),
-        fix="omit it"
-        if ema is False
-        else f"write ema={decay:g}, or ema=EMAShadow(decay={decay:g})",
+        "omit it" if ema is False else f"write ema={decay:g}, or ema=EMAShadow(decay={decay:g})",
+        "ema",
+        ema if isinstance(ema, bool | str) else getattr(ema, "__name__", type(ema).__name__),
     )
 
 
@@ -79,10 +77,10 @@ class TrainerEMAs:
         if not isinstance(name, str) or name not in self.shadows:
             raise InvalidValueError(
                 "no EMA has this name",
-                key="weights",
-                value=name if isinstance(name, str) else type(name).__name__,
-                fix=f"write one of: {', '.join(('trained', *self.shadows))}"
+                f"write one of: {', '.join(('trained', *self.shadows))}"
                 + ("" if self.shadows else "; or create Trainer(ema=EMAShadow(...))"),
+                "weights",
+                name if isinstance(name, str) else type(name).__name__,
             )
         return self.shadows[name]
 

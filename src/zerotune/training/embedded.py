@@ -151,21 +151,21 @@ class EmbeddedPlan(Closing):
             raise EngineError(
                 "the script runs under accelerate launch --cpu, but DeepSpeed uses "
                 f"{self._platform.accelerator} on this machine",
-                key="ACCELERATE_USE_CPU",
-                value=os.environ["ACCELERATE_USE_CPU"],
-                fix="omit --cpu, or set DS_ACCELERATOR=cpu in the environment too",
+                "omit --cpu, or set DS_ACCELERATOR=cpu in the environment too",
+                "ACCELERATE_USE_CPU",
+                os.environ["ACCELERATE_USE_CPU"],
             )
         self.resources.enter_context(held("ACCELERATE_USE_CPU", "false"))
         # accelerate's launcher sets an address if several processes were requested.
         if "MASTER_ADDR" in os.environ and not Launch.from_environment().launched:
             self.decide(
                 Decision(
-                    key="num_processes",
-                    before="several",
-                    after=1,
-                    reason="accelerate launch --cpu ignores --num_processes and starts one process",
+                    "num_processes",
+                    "several",
+                    1,
+                    "accelerate launch --cpu ignores --num_processes and starts one process",
+                    "warning",
                     fix="start several processes with torchrun --nproc-per-node",
-                    severity="warning",
                 )
             )
 
@@ -203,9 +203,9 @@ class EmbeddedPlan(Closing):
             if before != after and self._plugin is not None:
                 raise EngineError(
                     f"was {before} when the Accelerator was created",
-                    key=key,
-                    value=after,
-                    fix="change the script's flags before it creates the Accelerator",
+                    "change the script's flags before it creates the Accelerator",
+                    key,
+                    after,
                 )
         self._fit(resolved, model)
         if self._plugin is not None:
@@ -230,8 +230,8 @@ class EmbeddedPlan(Closing):
         if self._settled is None:
             raise EngineError(
                 "the plan has no model yet",
-                key="EmbeddedPlan.plan",
-                fix="prepare the model first, or create EmbeddedPlan(plan=..., model=...)",
+                "prepare the model first, or create EmbeddedPlan(plan=..., model=...)",
+                "EmbeddedPlan.plan",
             )
         return self._settled
 
@@ -331,10 +331,10 @@ class EmbeddedPlan(Closing):
             if not isinstance(each, EMAModel | EMAShadow):
                 raise EngineError(
                     "cannot be saved with the engine",
-                    key="accelerator.register_for_checkpointing",
-                    value=type(each).__name__,
-                    fix="use zerotune.ema.EMAModel instead of diffusers' EMAModel, or save the "
+                    "use zerotune.ema.EMAModel instead of diffusers' EMAModel, or save the "
                     "object yourself",
+                    "accelerator.register_for_checkpointing",
+                    type(each).__name__,
                 )
             if isinstance(each, EMAModel):
                 each.follow(self.engine)
@@ -447,8 +447,8 @@ class EmbeddedPlan(Closing):
         if self._engine is not None:
             raise EngineError(
                 "the plan already has an engine, and a plan can train only one model",
-                key="EmbeddedPlan.attach",
-                fix="create one EmbeddedPlan per trained model",
+                "create one EmbeddedPlan per trained model",
+                "EmbeddedPlan.attach",
             )
 
     def _check_new(self, module: torch.nn.Module) -> None:
@@ -459,10 +459,10 @@ class EmbeddedPlan(Closing):
             raise EngineError(
                 f"the plan was resolved for {self.plan.world_size} processes, but the "
                 f"framework then started {launched.world_size} processes",
-                key="world_size",
-                value=launched.world_size,
-                fix="start the script with torchrun, so that the number of processes is known "
+                "start the script with torchrun, so that the number of processes is known "
                 "before the plan is resolved",
+                "world_size",
+                launched.world_size,
             )
         planned = {each.name: each for each in self._parameters}
         trained = {each.name: each for each in ModelFacts.from_module(module).parameters}
@@ -477,10 +477,10 @@ class EmbeddedPlan(Closing):
             f"For example, {name} is "
             f"{_parameter_words(planned.get(name))} in the plan and "
             f"{_parameter_words(trained.get(name))} in the trained model",
-            key="EmbeddedPlan.attach",
-            value=type(module).__name__,
-            fix="create the EmbeddedPlan with a model that has the trained model's "
+            "create the EmbeddedPlan with a model that has the trained model's "
             "configuration, adapters and frozen parameters",
+            "EmbeddedPlan.attach",
+            type(module).__name__,
         )
 
     @property
@@ -493,8 +493,8 @@ class EmbeddedPlan(Closing):
         if self._engine is None:
             raise EngineError(
                 "no engine is attached yet",
-                key="EmbeddedPlan.engine",
-                fix="call run.attach(engine) after the framework has initialised DeepSpeed",
+                "call run.attach(engine) after the framework has initialised DeepSpeed",
+                "EmbeddedPlan.engine",
             )
         return self._engine
 

@@ -159,11 +159,11 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
         name = getattr(each, "__name__", type(each).__name__)
         raise InvalidValueError(
             f"has no method {lacking[0]}" if lacking else "is a class",
-            key="callbacks",
-            value=name,
-            fix="pass objects of classes that inherit from zerotune.training.Callback"
+            "pass objects of classes that inherit from zerotune.training.Callback"
             if lacking
             else f"create an instance: {name}(…)",
+            "callbacks",
+            name,
         )
     return given
 
@@ -225,13 +225,13 @@ class MetricsFile(Callback):
         except OSError as error:
             self._close()
             lost = Decision(
-                key="MetricsFile.path",
-                before=str(self._path),
-                after=None,
-                reason=f"metrics cannot be written ({error.strerror or error}), so training "
+                "MetricsFile.path",
+                str(self._path),
+                None,
+                f"metrics cannot be written ({error.strerror or error}), so training "
                 "continues without a metrics file; free disk space or make the folder writable, "
                 "and the next fit or resume writes metrics again",
-                severity="warning",
+                "warning",
             )
             announce((lost,), rank=0)
 
@@ -274,8 +274,8 @@ def _lines(path: Path) -> Iterator[tuple[str, StepMetrics]]:
     except UnicodeDecodeError as error:
         raise DataError(
             f"is not a metrics file: it is not UTF-8 ({error.reason})",
-            key=str(path),
-            fix="pass a file written by MetricsFile",
+            "pass a file written by MetricsFile",
+            str(path),
         ) from error
     for number, line in enumerate(lines, start=1):
         try:
@@ -284,9 +284,9 @@ def _lines(path: Path) -> Iterator[tuple[str, StepMetrics]]:
         except (ValueError, TypeError) as error:
             raise DataError(
                 f"is not a valid metrics line ({error})",
-                key=f"{path}:{number}",
-                value=line,
-                fix="delete the line, or choose a different file for MetricsFile",
+                "delete the line, or choose a different file for MetricsFile",
+                f"{path}:{number}",
+                line,
             ) from error
 
 
@@ -300,12 +300,12 @@ def _set_aside(path: Path) -> None:
         pass
     path.rename(aside)
     kept = Decision(
-        key="MetricsFile.path",
-        before=str(path),
-        after=str(aside),
-        reason="this run begins at step 0, so the metrics file of an earlier run was renamed; "
+        "MetricsFile.path",
+        str(path),
+        str(aside),
+        "this run begins at step 0, so the metrics file of an earlier run was renamed; "
         "to append to an earlier run's file, resume from a checkpoint",
-        severity="warning",
+        "warning",
     )
     announce((kept,), rank=0)
 
@@ -338,7 +338,7 @@ def _text_of(path: Path) -> str:
 def _not_metrics(path: Path) -> InvalidValueError:
     return InvalidValueError(
         "is not a metrics file, so it is not overwritten",
-        key="MetricsFile.path",
-        value=str(path),
-        fix="choose a different file name",
+        "choose a different file name",
+        "MetricsFile.path",
+        str(path),
     )

@@ -193,7 +193,7 @@ class RunFile(Section):
         run = log.outcome(lambda: read_section(cls, content, key="", log=log))
         for key in cls.required:
             if value_at(content, key) in (UNSET, None):
-                log.refuse(InvalidValueError("is missing", key=key, fix="add it to the file"))
+                log.refuse(InvalidValueError("is missing", "add it to the file", key))
         if run is None or log.mistakes:
             lines = _lines(text, file)
             raise_all([_with_line(each, file, lines) for each in log.mistakes])
@@ -218,8 +218,8 @@ class RunFile(Section):
             if self.overrides:
                 raise InvalidValueError(
                     "can only replace settings of a plan that the file names or contains",
-                    key="overrides",
-                    fix="write the plan: zerotune plan advise … -o plan.json",
+                    "write the plan: zerotune plan advise … -o plan.json",
+                    "overrides",
                 )
             return self._advice()
         else:
@@ -246,9 +246,9 @@ class RunFile(Section):
         if found is None:
             raise InvalidValueError(
                 "is needed to advise a plan for a model that is not in a folder here",
-                key="family",
-                value=self.family,
-                fix=f"write one of {', '.join(family_names())}, or name a plan",
+                f"write one of {', '.join(family_names())}, or name a plan",
+                "family",
+                self.family,
             )
         # Loads torch, which reading a file does not need.
         from zerotune.diffusion.facts import model_facts
@@ -265,21 +265,18 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
             import tomllib  # type: ignore[import-not-found,unused-ignore]
         except ImportError:
             raise PlanFileError(
-                "is TOML, which needs Python 3.11",
-                key="file",
-                value=str(path),
-                fix="write YAML or JSON",
+                "is TOML, which needs Python 3.11", "write YAML or JSON", "file", str(path)
             ) from None
         try:
             return dict(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
             raise PlanFileError(
-                f"is not TOML: {error}", key="file", value=str(path), fix="correct that line"
+                f"is not TOML: {error}", "correct that line", "file", str(path)
             ) from None
     content, _ = parse_file(text, path)
     if not isinstance(content, Mapping):
         raise PlanFileError(
-            "contains no settings", key="file", value=str(path), fix="write model, data and steps"
+            "contains no settings", "write model, data and steps", "file", str(path)
         )
     return dict(content)
 
@@ -289,9 +286,9 @@ def _override(content: dict[str, Any], written: str) -> None:
     if not equals or not all(path.strip().split(".")):
         raise InvalidValueError(
             "is not a setting and its value",
-            key="set",
-            value=written,
-            fix="write --set steps=500, or --set data.resolution=768",
+            "write --set steps=500, or --set data.resolution=768",
+            "set",
+            written,
         )
     put_setting(content, path.strip(), parse_yaml(value, source=f"--set {written}"))
 

@@ -73,9 +73,9 @@ class SaveEvery(Callback):
         ):
             raise InvalidValueError(
                 "needs a number of steps or minutes above 0",
-                key="SaveEvery",
-                value={"steps": steps, "minutes": minutes},
-                fix="use SaveEvery(steps=500, root=...) or SaveEvery(minutes=30, root=...)",
+                "use SaveEvery(steps=500, root=...) or SaveEvery(minutes=30, root=...)",
+                "SaveEvery",
+                {"steps": steps, "minutes": minutes},
             )
         self._steps, self._minutes = steps, minutes
         self._root, self._keep = Path(root), keep
@@ -319,9 +319,7 @@ def gone_on(
         stream: The data stream, already at its restored position.
     """
     step = engine.state.global_step
-    decision = Decision(
-        key="step", before=before, after=step, reason=f"{_place(stream)}continues from {path}"
-    )
+    decision = Decision("step", before, step, f"{_place(stream)}continues from {path}")
     announce((decision,), rank=engine.group.rank)
     return (decision,)
 
@@ -358,7 +356,7 @@ SHADOW_BEGINS: Final = "the checkpoint lacks this EMA, so it starts from the loa
 
 def begun_anew(key: str, reason: str) -> Decision:
     """Return a decision about state that is initialised because the checkpoint lacks it."""
-    return Decision(key=key, before=None, after="anew", reason=reason, severity="warning")
+    return Decision(key, None, "anew", reason, "warning")
 
 
 @attrs.frozen(kw_only=True)
@@ -405,11 +403,11 @@ class TrainerState:
             raise DataError(
                 "the first batch differs from that of the saved run, so a resumed run would repeat "
                 "some samples and leave out others",
-                key="data",
-                value=type(stream).__name__,
-                fix="give the loader's sampler and samples the same seed in every run "
+                "give the loader's sampler and samples the same seed in every run "
                 "(DataLoader(generator=torch.Generator().manual_seed(0))), pass the dataset itself "
                 "as data, or start a new run from the weights (load_checkpoint)",
+                "data",
+                type(stream).__name__,
             )
 
     def restore(
@@ -422,12 +420,12 @@ class TrainerState:
         # Saved generators do not fit a different number of ranks; the data continue exactly.
         generator.manual_seed(_seed_from(self.seed, step, group))
         decision = Decision(
-            key="generators",
-            before=len(self.generators),
-            after=group.world_size,
-            reason="the number of processes changed, so the random generators for noise and "
+            "generators",
+            len(self.generators),
+            group.world_size,
+            "the number of processes changed, so the random generators for noise and "
             "time steps are reseeded from the seed and the step",
-            severity="warning",
+            "warning",
         )
         announce((decision,), rank=group.rank)
         return (decision,)
@@ -459,9 +457,9 @@ def _check_entry(name: str, value: Any, kind: type[Any]) -> None:
 def _bad_state(name: str, value: Any) -> CheckpointCorruptError:
     return CheckpointCorruptError(
         "is missing" if value is UNSET else "is not valid trainer state",
-        key=f"extra.{_TRAINER_ENTRY}{name}",
-        value=value,
-        fix="resume from a different checkpoint",
+        "resume from a different checkpoint",
+        f"extra.{_TRAINER_ENTRY}{name}",
+        value,
     )
 
 
@@ -471,6 +469,6 @@ def _seed_from(seed: int, step: int, group: ProcessGroup) -> int:
 
 def rolled_back(before: int, after: int, reason: str, *, rank: int) -> tuple[Decision, ...]:
     """Return a decision that records the rollback to an earlier step; rank 0 logs it."""
-    decision = Decision(key="step", before=before, after=after, reason=reason, severity="warning")
+    decision = Decision("step", before, after, reason, "warning")
     announce((decision,), rank=rank)
     return (decision,)

@@ -156,7 +156,7 @@ def _in_training_mode(model: torch.nn.Module, plan: ResolvedPlan) -> ResolvedPla
         return plan
     model.train()
     reason = "from_pretrained and eval() turn dropout off; call eval() after prepare to keep that"
-    switched = Decision(key="model", before="eval mode", after="training mode", reason=reason)
+    switched = Decision("model", "eval mode", "training mode", reason)
     announce([switched])
     return attrs.evolve(plan, decisions=(*plan.decisions, switched))
 
@@ -264,9 +264,9 @@ def start_hosted(
         if plan.update is not None:
             raise EngineError(
                 f"only the host engine updates weights on the device, and {obstacle}",
-                key="update",
-                value="device",
-                fix='remove the obstacle, or resolve the plan with update="host"',
+                'remove the obstacle, or resolve the plan with update="host"',
+                "update",
+                "device",
             )
         return _without_host(plan, obstacle)
     if plan.engine is None:
@@ -315,11 +315,11 @@ def _checked_again(plan: ResolvedPlan) -> ResolvedPlan:
 
 def _on_the_device(plan: ResolvedPlan, obstacle: str) -> ResolvedPlan:
     decision = Decision(
-        key="zero_optimization.offload_optimizer",
-        before="cpu",
-        after=None,
-        reason=f"{obstacle}; the optimizer stays on the device",
-        severity="warning",
+        "zero_optimization.offload_optimizer",
+        "cpu",
+        None,
+        f"{obstacle}; the optimizer stays on the device",
+        "warning",
     )
     announce((decision,))
     return attrs.evolve(
@@ -342,10 +342,10 @@ def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan | Advice:
         return DeepSpeedPlan.from_dict(plan)
     raise InvalidValueError(
         "is not a plan",
-        key="plan",
-        value=plan,
-        fix="pass a DeepSpeedPlan, a DeepSpeed configuration as a dict, or the path of a "
+        "pass a DeepSpeedPlan, a DeepSpeed configuration as a dict, or the path of a "
         "configuration file",
+        "plan",
+        plan,
     )
 
 
@@ -367,7 +367,7 @@ def check_model(model: Any) -> None:
         fix += "pipeline.unet or pipeline.transformer"
     else:
         why, fix = "is not a torch.nn.Module", "pass the module to train"
-    raise InvalidValueError(why, key="model", value=value, fix=fix)
+    raise InvalidValueError(why, fix, "model", value)
 
 
 def _check_whole(model: torch.nn.Module) -> None:
@@ -378,31 +378,31 @@ def _check_whole(model: torch.nn.Module) -> None:
             raise InvalidValueError(
                 "torch.compile returned this module, which adds _orig_mod to the names of weights "
                 "in checkpoints and exports",
-                key=key,
-                value=value,
-                fix="pass the original module and compile=True, or write "
+                "pass the original module and compile=True, or write "
                 "module.forward = torch.compile(module.forward)",
+                key,
+                value,
             )
         if any(map(torch.nn.parameter.is_lazy, module.parameters(recurse=False))):
             raise InvalidValueError(
                 "is a lazy module, whose weights have no shape yet",
-                key=key,
-                value=value,
-                fix="call the model once before you pass it",
+                "call the model once before you pass it",
+                key,
+                value,
             )
         if type(module).__name__ == "ModulesToSaveWrapper":
             raise InvalidValueError(
                 "peft wraps this module, which would rename its weights in checkpoints and exports",
-                key=f"{key} (modules_to_save)",
-                value=value,
-                fix="omit modules_to_save, and target the module with adapters as well",
+                "omit modules_to_save, and target the module with adapters as well",
+                f"{key} (modules_to_save)",
+                value,
             )
         if getattr(module, "sparse", None) is True and module.weight.requires_grad:
             raise InvalidValueError(
                 "has sparse gradients, which no engine supports",
-                key=f"{key}.sparse",
-                value=True,
-                fix="write sparse=False",
+                "write sparse=False",
+                f"{key}.sparse",
+                True,
             )
 
 
@@ -426,11 +426,11 @@ def check_objective(objective: Any, model: torch.nn.Module) -> None:
         f"{type(called).__name__} is conditioned on {needed}, and "
         + ("the default objective" if objective is None else "the objective's family")
         + " passes only noisy images",
-        key="objective",
-        value=None if objective is None else type(objective).__name__,
-        fix="write objective=FlowMatchingObjective(family=ClassConditional())"
+        "write objective=FlowMatchingObjective(family=ClassConditional())"
         if labels
         else "write loaded = zerotune.load_pretrained(FOLDER), then objective=loaded.objective()",
+        "objective",
+        None if objective is None else type(objective).__name__,
     )
 
 
@@ -445,9 +445,9 @@ def _check_callable(objective: Any) -> None:
         except TypeError as error:
             raise InvalidValueError(
                 f"must accept model, batch and generator ({error})",
-                key="objective",
-                value=getattr(objective, "__name__", type(objective).__name__),
-                fix="write def objective(model, batch, generator): … return loss",
+                "write def objective(model, batch, generator): … return loss",
+                "objective",
+                getattr(objective, "__name__", type(objective).__name__),
             ) from error
         except ValueError:  # Some C callables have no signature.
             pass
@@ -475,7 +475,7 @@ def _no_objective(objective: Any) -> InvalidValueError:
         fix += "zerotune.load_pretrained(FOLDER).objective(), or a function of model, batch and "
         fix += "generator"
     return InvalidValueError(
-        why, key="objective", value=objective if isinstance(objective, str) else name, fix=fix
+        why, fix, "objective", objective if isinstance(objective, str) else name
     )
 
 
@@ -509,10 +509,10 @@ def check_resolver(resolver: Any, *, key: str = "resolver") -> None:
         why = "is not an OptimizerResolver"
     raise InvalidValueError(
         why,
-        key=key,
-        value=resolver if isinstance(resolver, str) else kind.__name__,
-        fix=f'set the optimizer with DeepSpeedPlan.build(optimizer="{name}", lr=…), or '
+        f'set the optimizer with DeepSpeedPlan.build(optimizer="{name}", lr=…), or '
         f'pass resolver=OptimizerResolver(overrides={{"optimizer.type": "{name}", "lr": …}})',
+        key,
+        resolver if isinstance(resolver, str) else kind.__name__,
     )
 
 
@@ -526,9 +526,9 @@ def refuse_unknown(arguments: Mapping[str, Any], call: str) -> None:
     if isinstance(arguments.get("optimizer"), OptimizerResolver):
         raise InvalidValueError(
             "is a resolver, not an optimizer",
-            key="optimizer",
-            value="OptimizerResolver",
-            fix="write resolver=… instead of optimizer=…",
+            "write resolver=… instead of optimizer=…",
+            "optimizer",
+            "OptimizerResolver",
         )
     check_resolver(arguments.get("optimizer"), key="optimizer")
     if arguments:
@@ -548,9 +548,9 @@ def check_kind(value: Any, kind: type, *, key: str, write: str) -> None:
         return
     raise InvalidValueError(
         "is a class" if isinstance(value, type) else f"is not a valid {kind.__name__}",
-        key=key,
-        value=value.__name__ if isinstance(value, type) else value,
-        fix=f"write {key}={write}",
+        f"write {key}={write}",
+        key,
+        value.__name__ if isinstance(value, type) else value,
     )
 
 
@@ -598,9 +598,9 @@ def as_stream(data: Any, *, engine: Engine, seed: int, **loading: Any) -> BatchS
         return RepeatedBatches(data)
     raise DataError(
         "is neither a dataset nor an iterable of batches",
-        key="data",
-        value=type(data).__name__,
-        fix="pass a dataset with __len__ and __getitem__, or a DataLoader",
+        "pass a dataset with __len__ and __getitem__, or a DataLoader",
+        "data",
+        type(data).__name__,
     )
 
 
@@ -610,10 +610,10 @@ def _check_ranks(stream: DataStream | BucketStream, group: ProcessGroup) -> None
         raise InvalidValueError(
             f"the stream yields the batches of rank {stream.rank} of {stream.world_size}, but this "
             f"is rank {group.rank} of {group.world_size}; the ranks would repeat or skip samples",
-            key="data",
-            value=f"{type(stream).__name__}(rank={stream.rank}, world_size={stream.world_size})",
-            fix="create the stream without rank and world_size, which are then the launcher's, or "
+            "create the stream without rank and world_size, which are then the launcher's, or "
             "pass the dataset",
+            "data",
+            f"{type(stream).__name__}(rank={stream.rank}, world_size={stream.world_size})",
         )
 
 
@@ -621,9 +621,9 @@ def _check_not_reading(loading: Mapping[str, Any], data: Any) -> None:
     if loading:
         raise InvalidValueError(
             "apply to datasets only, because an iterable of batches loads its batches itself",
-            key="workers, pin",
-            value=type(data).__name__,
-            fix="pass the dataset, or pass num_workers and pin_memory to the loader or stream",
+            "pass the dataset, or pass num_workers and pin_memory to the loader or stream",
+            "workers, pin",
+            type(data).__name__,
         )
 
 
@@ -635,10 +635,10 @@ def _only_photos(data: Any) -> DataError:
         "is a path to images, not a dataset"
         if path
         else "contains images of different sizes, which cannot form a batch",
-        key="data",
-        value=data if path else type(data).__name__,
-        fix=f"write data=PreparedImages({source}, buckets=AspectBuckets(area=1024 * 1024)), or "
+        f"write data=PreparedImages({source}, buckets=AspectBuckets(area=1024 * 1024)), or "
         "encode latents and text embeddings once with zerotune.encode_dataset",
+        "data",
+        data if path else type(data).__name__,
     )
 
 
@@ -664,18 +664,18 @@ def check_named(batch: Any, *, key: str) -> None:
         if odd:
             raise DataError(
                 "cannot be converted to tensors",
-                key=key,
-                value=odd,
-                fix="encode these values first with zerotune.encode_dataset or PreparedImages("
+                "encode these values first with zerotune.encode_dataset or PreparedImages("
                 'DatasetImages(dataset, image="image", caption="text"), buckets=…), or omit them',
+                key,
+                odd,
             )
         return
     kinds = [type(each).__name__ for each in batch] if isinstance(batch, list | tuple) else []
     raise DataError(
         "is not a dict; samples and batches are dicts that map names to tensors",
-        key=key,
-        value=f"{type(batch).__name__} of {', '.join(kinds)}" if kinds else type(batch).__name__,
-        fix=_dict_instead(batch),
+        _dict_instead(batch),
+        key,
+        f"{type(batch).__name__} of {', '.join(kinds)}" if kinds else type(batch).__name__,
     )
 
 

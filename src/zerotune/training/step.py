@@ -191,9 +191,9 @@ class TrainStep:
         if not outcome.boundary:
             raise TrainingError(
                 f"{count} micro batches did not complete an accumulation window",
-                key="engine.micro_step",
-                value=engine.state.micro_step,
-                fix="do not call engine.step() while a trainer uses the engine",
+                "do not call engine.step() while a trainer uses the engine",
+                "engine.micro_step",
+                engine.state.micro_step,
             )
         self._check_gradient(outcome)
         return mean, outcome
@@ -211,10 +211,10 @@ class TrainStep:
         if any(size != wanted for size in sizes.values()):
             raise DataError(
                 f"must have {wanted} samples, the plan's micro batch size",
-                key="batch",
-                value=sizes,
-                fix="set train_micro_batch_size_per_gpu to the loader's batch size, and set "
+                "set train_micro_batch_size_per_gpu to the loader's batch size, and set "
                 "drop_last=True in the loader",
+                "batch",
+                sizes,
             )
         return on_device(batch, self._engine.device)
 
@@ -268,7 +268,7 @@ def check_loss(loss: Any) -> None:
     """
     if (fault := fault_of(loss)) is not None:
         reason, value, fix = fault
-        raise TrainingError(f"the loss {reason}", key="objective", value=value, fix=fix)
+        raise TrainingError(f"the loss {reason}", fix, "objective", value)
 
 
 # -- Policies for a NaN or infinite loss or gradient: raise, skip, or roll back.
@@ -300,9 +300,7 @@ class NonFinite:
 
     def decision(self) -> Decision:
         """Return the decision that records this step as skipped."""
-        return Decision(
-            key=self.what, before=self.value, after="skipped", reason=str(self), severity="warning"
-        )
+        return Decision(self.what, self.value, "skipped", str(self), "warning")
 
     def error(self, *, because: str = "") -> TrainingError:
         """Return the exception for this step.
@@ -312,10 +310,10 @@ class NonFinite:
         """
         return TrainingError(
             f"{self}{because}",
-            key=self.what,
-            value=self.value,
-            fix=f"lower the learning rate (now {self.lr:g}), check for bad samples, clip "
+            f"lower the learning rate (now {self.lr:g}), check for bad samples, clip "
             "gradients, or use bf16 or fp32 instead of fp16; then resume from a checkpoint",
+            self.what,
+            self.value,
         )
 
 

@@ -213,8 +213,8 @@ class Goal:
         if steps is None and epochs is None and time_limit is None:
             raise InvalidValueError(
                 "no limit is given",
-                key="fit",
-                fix="call fit(steps=1000), fit(epochs=3) or fit(time_limit=timedelta(hours=8))",
+                "call fit(steps=1000), fit(epochs=3) or fit(time_limit=timedelta(hours=8))",
+                "fit",
             )
         if isinstance(time_limit, timedelta):
             time_limit = time_limit.total_seconds()
@@ -293,11 +293,11 @@ class Stopping:
             else "no checkpoint was saved; add SaveEvery or StopOnSignals(save_to=...)"
         )
         decision = Decision(
-            key="fit.last_step",
-            before=goal.last_step,
-            after=step,
-            reason=f"stopped early: {self.reason}; {what}",
-            severity="note" if saved else "warning",
+            "fit.last_step",
+            goal.last_step,
+            step,
+            f"stopped early: {self.reason}; {what}",
+            "note" if saved else "warning",
         )
         announce((decision,), rank=self._group.rank)
         return (decision,)
@@ -307,9 +307,9 @@ def _step_of_epoch(epochs: float, *, engine: Engine, stream: Any) -> int:
     if not isinstance(stream, CountedStream):
         raise DataError(
             f"{type(stream).__name__} has no epoch length",
-            key="fit(epochs)",
-            value=epochs,
-            fix="pass a dataset with __len__ and __getitem__, or call fit(steps=...)",
+            "pass a dataset with __len__ and __getitem__, or call fit(steps=...)",
+            "fit(epochs)",
+            epochs,
         )
     windows = (epochs - stream.epoch) * stream.steps_per_epoch
     # Rounding errors must not add a step to a whole number of epochs (0.1 + 0.2 != 0.3).

@@ -55,9 +55,9 @@ class Trackers(Callback):
         if not trackers or every < 1:
             raise InvalidValueError(
                 "needs at least one tracker, and every= must be 1 or more",
-                key="Trackers",
-                value=(trackers, every),
-                fix='write Trackers("tensorboard", every=10)',
+                'write Trackers("tensorboard", every=10)',
+                "Trackers",
+                (trackers, every),
             )
         self._wanted, self._project, self._folder = trackers, project, folder
         self._every, self._options = every, dict(options or {})

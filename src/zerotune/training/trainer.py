@@ -490,19 +490,19 @@ class Trainer(Closing, Readable):
         if self._closed:
             raise TrainingError(
                 f"the trainer is closed and can no longer {what}",
-                key="trainer",
-                value=f"closed after step {self.step}",
-                fix="call the method inside the with block, before close(); or create a new "
+                "call the method inside the with block, before close(); or create a new "
                 "Trainer and call trainer.resume(CHECKPOINT)",
+                "trainer",
+                f"closed after step {self.step}",
             )
 
     def _train_step(self) -> TrainStep:
         if self.stream is None:
             raise DataError(
                 "the trainer has no data",
-                key="data",
-                value=None,
-                fix="pass a dataset or an iterable of batches: Trainer(data=...)",
+                "pass a dataset or an iterable of batches: Trainer(data=...)",
+                "data",
+                None,
             )
         return TrainStep(
             engine=self.engine,
@@ -713,11 +713,10 @@ class _GroupStops(Callback):
                 trainer.engine.module.get_parameter(name).requires_grad_(not due)
             self._frozen ^= {group.name}
             decision = Decision(
-                key=f"optimizer.groups.{group.name}",
-                before="frozen" if not due else "trained",
-                after="trained" if not due else "frozen",
-                reason=f"the group trains until step {group.until}, and {taken} steps have "
-                "been taken",
+                f"optimizer.groups.{group.name}",
+                "frozen" if not due else "trained",
+                "trained" if not due else "frozen",
+                f"the group trains until step {group.until}, and {taken} steps have been taken",
             )
             trainer.decisions += (decision,)
             announce((decision,), rank=trainer.engine.group.rank)

@@ -260,9 +260,9 @@ def draw(
         if options["scheduler"] is None:
             raise InvalidValueError(
                 f"{type(objective).__name__} has no scheduler to sample with",
-                key="scheduler",
-                value=None,
-                fix="pass a diffusers scheduler: sample(scheduler=...)",
+                "pass a diffusers scheduler: sample(scheduler=...)",
+                "scheduler",
+                None,
             )
     with emas.swapped_in(ema):
         return sample(

@@ -196,21 +196,21 @@ class ZeROEngine(Engine):
             raise EngineError(
                 "this parameter has a gradient from an earlier micro batch of the accumulation "
                 "window, but none from the last one, and DeepSpeed would drop the first",
-                key=f"model.{lost[0]}",
-                fix="call engine.discard(), and use every weight in the last micro batch of a "
+                "call engine.discard(), and use every weight in the last micro batch of a "
                 'window, or train with engine="host"',
+                f"model.{lost[0]}",
             )
         never = [name for name, parameter in without if id(parameter) not in before]
         if never and not self._took_zeros:
             self._took_zeros = True
             decision = Decision(
-                key="optimizer.step.gradients",
-                before=None,
-                after="zeros",
-                reason=f"{never[0]} and {len(never) - 1} other parameters got no gradient in step "
+                "optimizer.step.gradients",
+                None,
+                "zeros",
+                f"{never[0]} and {len(never) - 1} other parameters got no gradient in step "
                 f"{self._engine.global_steps + 1}; DeepSpeed takes zeros for them, so their "
                 "moments and weight decay still move them, while torch leaves them as they are",
-                severity="warning",
+                "warning",
             )
             self._decisions = (*self._decisions, decision)
             announce([decision], rank=self._group.rank)
@@ -231,10 +231,10 @@ class ZeROEngine(Engine):
                 return EngineError(
                     "the parameter's memory format changed after the engine started, and DeepSpeed "
                     "does not support gradients in the new format",
-                    key=f"model.{name}",
-                    value=f"strides {parameter.stride()}",
-                    fix="set the memory format of model and inputs before the engine starts, or "
+                    "set the memory format of model and inputs before the engine starts, or "
                     "call model.to(memory_format=torch.contiguous_format)",
+                    f"model.{name}",
+                    f"strides {parameter.stride()}",
                 )
         return None
 
@@ -299,10 +299,10 @@ class ZeROEngine(Engine):
             raise EngineError(
                 "this parameter was frozen after the engine started, but DeepSpeed would still "
                 "update it",
-                key=f"model.{min(moved)}",
-                value="requires_grad=False",
-                fix="freeze the parameter before the engine starts, or set the learning rate of "
+                "freeze the parameter before the engine starts, or set the learning rate of "
                 "its parameter group to 0",
+                f"model.{min(moved)}",
+                "requires_grad=False",
             )
         super()._check_before_step(step)
 
@@ -386,10 +386,10 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         )
         check_quantized(model, plan)
         rounds = Decision(
-            key="model.dtype",
-            before="fp32",
-            after=plan.precision,
-            reason=f"DeepSpeed rounds the weights to {plan.precision} before copying them to fp32 "
+            "model.dtype",
+            "fp32",
+            plan.precision,
+            f"DeepSpeed rounds the weights to {plan.precision} before copying them to fp32 "
             "master weights, so training starts from rounded weights",
         )
         wide = any(dtype_at_rest(parameter) == torch.float32 for _, parameter in named)

@@ -67,9 +67,9 @@ def master_weights_of(source: Any) -> MasterWeights:
         return _of_module(source)
     raise EngineError(
         "has no master weights",
-        key="source",
-        value=type(source).__name__,
-        fix="pass an engine, its master_weights, a DeepSpeedEngine or a torch module",
+        "pass an engine, its master_weights, a DeepSpeedEngine or a torch module",
+        "source",
+        type(source).__name__,
     )
 
 
@@ -85,10 +85,10 @@ def deepspeed_engine_of(source: Any) -> Any:
         return engine
     raise EngineError(
         "is not a DeepSpeed engine",
-        key="engine",
-        value=type(source).__name__,
-        fix="enable the trainer's DeepSpeed plugin, and pass the model as returned by "
+        "enable the trainer's DeepSpeed plugin, and pass the model as returned by "
         "deepspeed.initialize, accelerator.prepare or fabric.setup",
+        "engine",
+        type(source).__name__,
     )
 
 
@@ -109,9 +109,9 @@ def _of_module(module: torch.nn.Module) -> MasterWeights:
         if full_shape(parameter) != tuple(parameter.shape):
             raise EngineError(
                 "ZeRO-3 has partitioned this parameter, so the module has only a part of it",
-                key=name,
-                value=tuple(parameter.shape),
-                fix="pass the engine that trains the module, not the module itself",
+                "pass the engine that trains the module, not the module itself",
+                name,
+                tuple(parameter.shape),
             )
     # Replicas hold the same weights, so nothing needs to be exchanged.
     master = MasterWeights(
@@ -176,10 +176,10 @@ def loads_whole(plan: ResolvedPlan) -> tuple[Decision, ...]:
         return ()
     return (
         Decision(
-            key="transformers.from_pretrained",
-            before="partitioned",
-            after="whole",
-            reason="a frozen model, such as a text encoder, could not run if it were partitioned; "
+            "transformers.from_pretrained",
+            "partitioned",
+            "whole",
+            "a frozen model, such as a text encoder, could not run if it were partitioned; "
             "DeepSpeed partitions only the trained model, in accelerator.prepare",
         ),
     )
@@ -236,7 +236,7 @@ def _settled_otherwise(key: str, before: Any, after: Any) -> Decision:
     was, now = (
         each if isinstance(each, (str, int)) else type(each).__name__ for each in (before, after)
     )
-    return Decision(key=key, before=was, after=now, reason="the plan sets this", written=key)
+    return Decision(key, was, now, "the plan sets this", written=key)
 
 
 def _accelerator_class() -> Any:
@@ -250,11 +250,11 @@ def _accelerator_class() -> Any:
             if len(models) > 1:
                 raise EngineError(
                     "several models were passed, but a plan trains only one",
-                    key="accelerator.prepare",
-                    value=[type(model).__name__ for model in models],
-                    fix="move frozen models with .to(accelerator.device) instead; wrap several "
+                    "move frozen models with .to(accelerator.device) instead; wrap several "
                     "trained models in one torch.nn.Module, and pass this module here and as "
                     "EmbeddedPlan(model=...)",
+                    "accelerator.prepare",
+                    [type(model).__name__ for model in models],
                 )
             self.embedding.settle(models[0])
             planned = _planned(self, models[0], objects)
@@ -280,8 +280,8 @@ def _accelerator_class() -> Any:
             if output_dir is None:
                 raise InvalidValueError(
                     "output_dir is missing; automatic checkpoint names are not supported",
-                    key="accelerator.save_state",
-                    fix="pass a folder, as in save_state(f'{output}/checkpoint-{step}')",
+                    "pass a folder, as in save_state(f'{output}/checkpoint-{step}')",
+                    "accelerator.save_state",
                 )
             return str(self.embedding.save(output_dir))
 
@@ -400,12 +400,12 @@ def _rescheduled(plan: ResolvedPlan, given: LRScheduler, *, each_step: int) -> D
 def _not_called(what: str) -> Decision:
     key = f"accelerator.register_{what}_state_pre_hook"
     return Decision(
-        key=key,
-        written=key,
-        before="called",
-        after="not called",
-        reason=f"{what}_state uses a portable checkpoint, which contains the model and any EMA "
+        key,
+        "called",
+        "not called",
+        f"{what}_state uses a portable checkpoint, which contains the model and any EMA "
         "that is passed to register_for_checkpointing",
+        written=key,
     )
 
 
@@ -424,10 +424,10 @@ def check_accelerate(world_size: int) -> None:
         raise EngineError(
             f"accelerate counts {counted} instead of {world_size} processes, so every process "
             "would train on the same data",
-            key="Accelerator.num_processes",
-            value=counted,
-            fix="use Accelerator(**run.accelerator_arguments()), or, on a CPU, "
+            "use Accelerator(**run.accelerator_arguments()), or, on a CPU, "
             'Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])',
+            "Accelerator.num_processes",
+            counted,
         )
 
 
@@ -470,9 +470,8 @@ class AttachedEngine(ZeROEngine):
         if engine.optimizer is None:
             raise EngineError(
                 "DeepSpeed was initialized without an optimizer, so no weight would be trained",
-                key="engine.optimizer",
-                fix="pass an optimizer, or a configuration with an optimizer section, to the "
-                "trainer",
+                "pass an optimizer, or a configuration with an optimizer section, to the trainer",
+                "engine.optimizer",
             )
         self._engine, self._plan, self._module = engine, plan, engine.module
         self._group = ProcessGroup(backend=dist.get_backend(), timeout_s=timeout_s)
@@ -510,10 +509,10 @@ class AttachedEngine(ZeROEngine):
         engine.lr_scheduler = schedule(self._wrapper.inner)
         return (
             Decision(
-                key="scheduler.type",
-                before=None,
-                after=plan.scheduler.name,
-                reason="the trainer cannot pass this schedule to DeepSpeed, so zerotune adds it to "
+                "scheduler.type",
+                None,
+                plan.scheduler.name,
+                "the trainer cannot pass this schedule to DeepSpeed, so zerotune adds it to "
                 "the engine, which steps the schedule once per optimizer step",
             ),
         )

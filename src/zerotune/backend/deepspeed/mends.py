@@ -121,11 +121,11 @@ def align_swapped_gradients(engine: Any) -> tuple[Decision, ...]:
         reason += "unaligned and missing gradients back incorrectly, as release 0.19.8 does"
     return (
         Decision(
-            key="zero_optimization.offload_optimizer.device",
-            before="nvme",
-            after="nvme",
-            reason=reason,
-            severity="note" if untested is None else "warning",
+            "zero_optimization.offload_optimizer.device",
+            "nvme",
+            "nvme",
+            reason,
+            "note" if untested is None else "warning",
         ),
     )
 
@@ -206,10 +206,10 @@ def zero_unused(raw: Any, layout: MasterLayout, module: torch.nn.Module) -> Deci
 
     raw.optimizer.register_step_pre_hook(forget)
     return Decision(
-        key="zero_optimization.offload_optimizer.gradients",
-        before="of an earlier step for a weight that got none",
-        after="zeros for a weight that got none",
-        reason="DeepSpeed leaves gradients in host memory after a step",
+        "zero_optimization.offload_optimizer.gradients",
+        "of an earlier step for a weight that got none",
+        "zeros for a weight that got none",
+        "DeepSpeed leaves gradients in host memory after a step",
     )
 
 

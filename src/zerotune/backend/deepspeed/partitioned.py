@@ -31,9 +31,9 @@ class PartitionedLayout(ResidentLayout):
             raise EngineError(
                 "DeepSpeed stores the master weights in another order than its record of their "
                 "places says, so they cannot be read",
-                key="zero_optimization.round_robin_gradients",
-                value=True,
-                fix="remove this key; training results are the same",
+                "remove this key; training results are the same",
+                "zero_optimization.round_robin_gradients",
+                True,
             )
         self._wrapper = wrapper
         named = trainable_parameters(module)
@@ -156,9 +156,9 @@ class PartitionedWrapper(OptimizerWrapper):
         raw.check_grad_overflow = True
         return (
             Decision(
-                key="zero_optimization.compute_grad_norm",
-                before="gradients are not checked",
-                after="steps with NaN or infinite gradients are skipped",
-                reason="without a gradient norm, DeepSpeed would apply non-finite fp32 gradients",
+                "zero_optimization.compute_grad_norm",
+                "gradients are not checked",
+                "steps with NaN or infinite gradients are skipped",
+                "without a gradient norm, DeepSpeed would apply non-finite fp32 gradients",
             ),
         )

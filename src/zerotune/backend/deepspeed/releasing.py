@@ -270,8 +270,8 @@ def _swap_in(
         raise EngineError(
             f"{len(wanted)} weights of {inside or 'the model'} are gathered at once, and each "
             "needs a swap buffer",
-            key="zero_optimization.offload_param.buffer_count",
-            value=swapper.param_buffer_count,
-            fix=f"write {need}, the number of swapped weights there",
+            f"write {need}, the number of swapped weights there",
+            "zero_optimization.offload_param.buffer_count",
+            swapper.param_buffer_count,
         )
     type(swapper).swap_in(swapper, params, *args, **kwargs)

@@ -100,10 +100,10 @@ class HalfWrapper(OptimizerWrapper):
         self.raw.optimizer.state.clear()
         return (
             Decision(
-                key="optimizer.step",
-                before=1,
-                after=0,
-                reason="at stage 0 in half precision, DeepSpeed runs a step on zero gradients to "
+                "optimizer.step",
+                1,
+                0,
+                "at stage 0 in half precision, DeepSpeed runs a step on zero gradients to "
                 "allocate its states; zerotune has undone this step, so training starts at step 0",
             ),
         )

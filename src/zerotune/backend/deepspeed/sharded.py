@@ -315,20 +315,20 @@ class ShardedWrapper(OptimizerWrapper):
         if (untested := changed(HOOKS)) is not None:
             return (
                 Decision(
-                    key=GATHERED_KEY,
-                    before=before,
-                    after=before,
-                    reason=f"{untested}, so zerotune leaves the release of weights to DeepSpeed",
-                    severity="warning",
+                    GATHERED_KEY,
+                    before,
+                    before,
+                    f"{untested}, so zerotune leaves the release of weights to DeepSpeed",
+                    "warning",
                 ),
             )
         WeightReleases(self.raw)
         return (
             Decision(
-                key=GATHERED_KEY,
-                before=before,
-                after="until their own gradients have come",
-                reason="DeepSpeed keeps weights gathered until the backward pass ends if their "
+                GATHERED_KEY,
+                before,
+                "until their own gradients have come",
+                "DeepSpeed keeps weights gathered until the backward pass ends if their "
                 "module's inputs need no gradient, as for a text embedding, and gathers the "
                 "weights of recomputed blocks twice",
             ),
@@ -358,10 +358,10 @@ class ShardedWrapper(OptimizerWrapper):
         names = sorted({type(leaf).__name__ for leaf in changed})
         return (
             Decision(
-                key=f"{LEAF_KEY}.gradients",
-                before="per module",
-                after="per parameter",
-                reason=f"{', '.join(names)}: weights are fetched per module, but gradients are "
+                f"{LEAF_KEY}.gradients",
+                "per module",
+                "per parameter",
+                f"{', '.join(names)}: weights are fetched per module, but gradients are "
                 "reduced per parameter, because reducing them per module fails if a model is "
                 "called twice before a backward pass",
             ),
@@ -375,10 +375,10 @@ class ShardedWrapper(OptimizerWrapper):
         return EngineError(
             "DeepSpeed cannot reduce the gradients of a leaf module that is called several times "
             "before one backward pass",
-            key=f"{LEAF_KEY}.classes",
-            value=sorted({type(leaf).__name__ for leaf in leaves}),
-            fix="remove the classes of modules that are called more than once (an empty list "
+            "remove the classes of modules that are called more than once (an empty list "
             "disables leaf modules), or call the model once with both batches concatenated",
+            f"{LEAF_KEY}.classes",
+            sorted({type(leaf).__name__ for leaf in leaves}),
         )
 
     @override
@@ -402,10 +402,10 @@ class ShardedWrapper(OptimizerWrapper):
         beside.register_step_pre_hook(_count_as_torch)
         return (
             Decision(
-                key="zero_optimization.offload_optimizer.ratio",
-                before="only the offloaded part follows the schedule",
-                after="the whole optimizer follows the schedule",
-                reason="DeepSpeed's separate optimizer for the device would keep its initial "
+                "zero_optimization.offload_optimizer.ratio",
+                "only the offloaded part follows the schedule",
+                "the whole optimizer follows the schedule",
+                "DeepSpeed's separate optimizer for the device would keep its initial "
                 "learning rate, and its states would not be saved; zerotune makes it share groups "
                 "and states with the offloaded optimizer",
             ),
@@ -463,7 +463,7 @@ def doubtful_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> tuple[D
         why = "DeepSpeed cannot train leaf modules that are called with keyword arguments"
     if not value:
         return ()
-    return (Decision(key=LEAF_KEY, before=value, after=value, reason=why, severity="warning"),)
+    return (Decision(LEAF_KEY, value, value, why, "warning"),)
 
 
 def _leaf_classes(plan: ResolvedPlan) -> list[str]:
@@ -504,9 +504,9 @@ def refuse_empty_tensors(engine: Any) -> list[Any]:
         raise EngineError(
             f"ZeRO-3 has partitioned {sum(map(is_empty, parameters))} of {len(parameters)} "
             "parameters, so the model's state_dict and save_pretrained would write empty tensors",
-            key="model.state_dict",
-            fix="on every rank, call zerotune.export_model(path, engine=engine), export_pipeline "
+            "on every rank, call zerotune.export_model(path, engine=engine), export_pipeline "
             "or export_adapters",
+            "model.state_dict",
         )
 
     engine.module_state_dict = module_state_dict

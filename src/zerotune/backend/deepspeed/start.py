@@ -97,10 +97,10 @@ def wrapper_of(engine: Any) -> OptimizerWrapper:
         return Fp32Wrapper(engine)
     raise UnsupportedEngineError(
         f"zerotune cannot access the master weights of DeepSpeed's {name}",
-        key="engine.optimizer",
-        value=name,
-        fix="at stage 1 in bf16, remove data_types.grad_accum_dtype; otherwise use a different "
+        "at stage 1 in bf16, remove data_types.grad_accum_dtype; otherwise use a different "
         "ZeRO stage",
+        "engine.optimizer",
+        name,
     )
 
 
@@ -114,9 +114,9 @@ def check_upstream(deepspeed: ModuleType) -> None:
     if missing:
         raise UnsupportedEngineError(
             f"DeepSpeed {deepspeed.__version__} no longer has {', '.join(missing)}",
-            key="deepspeed",
-            value=deepspeed.__version__,
-            fix="install the newest DeepSpeed that zerotune's documentation lists as tested",
+            "install the newest DeepSpeed that zerotune's documentation lists as tested",
+            "deepspeed",
+            deepspeed.__version__,
         )
 
 
@@ -132,9 +132,9 @@ def check_plan(plan: ResolvedPlan) -> None:
     if not plan.uses_deepspeed:
         raise EngineError(
             "this plan was resolved without DeepSpeed",
-            key="plan",
-            value=plan.platform.deepspeed.reason,
-            fix="use PlainEngine, or build_engine, which selects the engine class",
+            "use PlainEngine, or build_engine, which selects the engine class",
+            "plan",
+            plan.platform.deepspeed.reason,
         )
     chosen_optimizer(plan)
 
@@ -175,7 +175,7 @@ def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
             fix = "remove the parameter, register it as a buffer, or train at stage 2"
         else:
             continue
-        raise EngineError(f"DeepSpeed cannot {what}", key=f"model.{name}", value=value, fix=fix)
+        raise EngineError(f"DeepSpeed cannot {what}", fix, f"model.{name}", value)
 
 
 def check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:
@@ -189,9 +189,9 @@ def check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:
         raise EngineError(
             f"the plan was resolved for {plan.world_size} process(es), but {group.world_size} are "
             "running",
-            key="world_size",
-            value=plan.world_size,
-            fix=f"resolve the plan with world_size={group.world_size}",
+            f"resolve the plan with world_size={group.world_size}",
+            "world_size",
+            plan.world_size,
         )
 
 
@@ -284,10 +284,10 @@ def read_weights(
         bring_weights(model, dtype=DTYPES[plan.precision], device=device)
     return (
         Decision(
-            key="model.weights",
-            before="in their files",
-            after=f"{count} tensors read in {plan.precision}; {how}",
-            reason=f"the engine converts weights to {plan.precision} in any case",
+            "model.weights",
+            "in their files",
+            f"{count} tensors read in {plan.precision}; {how}",
+            f"the engine converts weights to {plan.precision} in any case",
         ),
     )
 
@@ -372,9 +372,9 @@ def initialize(
         raise EngineError(
             f"DeepSpeed {deepspeed.__version__} rejected the plan "
             f"({type(error).__name__}: {str(error).strip() or 'no message'})",
-            key="deepspeed.initialize",
-            fix="change the setting that the message names; if an op could not be built, run "
+            "change the setting that the message names; if an op could not be built, run "
             "`zerotune doctor`",
+            "deepspeed.initialize",
         ) from error
     return engine, folder_decisions()
 
@@ -422,12 +422,12 @@ def pin_exactly(
         return (_pinned(THRESHOLD, reason),)
     return (
         Decision(
-            key=PINNING_KEY,
-            before=None,
-            after=None,
-            reason=f"{why}, so page-locked blocks use up to twice their size; set "
+            PINNING_KEY,
+            None,
+            None,
+            f"{why}, so page-locked blocks use up to twice their size; set "
             f"{_BACKEND}=native to page-lock blocks of the exact size",
-            severity="warning",
+            "warning",
         ),
     )
 
@@ -472,4 +472,4 @@ def _pinned_bytes_of(nbytes: int) -> int | None:
 
 
 def _pinned(value: Any, reason: str) -> Decision:
-    return Decision(key=PINNING_KEY, before=None, after=value, reason=reason)
+    return Decision(PINNING_KEY, None, value, reason)

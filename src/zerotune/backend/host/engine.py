@@ -336,10 +336,10 @@ class HostEngine(CountingEngine):
     def _make_gradients(self, trained: list[Unit]) -> Gradients:
         if gradients_stay(self._plan):
             self._kept_gradients = Decision(
-                key=f"{KEY}.gradients",
-                before=None,
-                after=f"on the device, of {GRADIENTS_UNDER_WAY} units at a time",
-                reason="without clipping and accumulation, each unit is updated as soon as its "
+                f"{KEY}.gradients",
+                None,
+                f"on the device, of {GRADIENTS_UNDER_WAY} units at a time",
+                "without clipping and accumulation, each unit is updated as soon as its "
                 "gradients are computed",
             )
             return GradientsOnDevice(GRADIENTS_UNDER_WAY)
@@ -347,10 +347,10 @@ class HostEngine(CountingEngine):
         buffers, reason = gradient_buffers(self._plan, sizes)
         size = buffers * max(sizes, default=0) or sum(unit.nbytes for unit in trained)
         self._kept_gradients = Decision(
-            key=f"{KEY}.gradients",
-            before=None,
-            after=f"{buffers or 'all'} units at a time, {format_size(size)} of host memory",
-            reason=reason,
+            f"{KEY}.gradients",
+            None,
+            f"{buffers or 'all'} units at a time, {format_size(size)} of host memory",
+            reason,
         )
         if not buffers:
             return GradientsOfAll(trained, memory=self._memory)
@@ -367,9 +367,9 @@ class HostEngine(CountingEngine):
             raise AttributeError("_torchdynamo_orig_callable")
         raise EngineError(
             "torch.compile cannot trace the uploads of streamed weights",
-            key="torch.compile",
-            value=type(self).__name__,
-            fix="pass compile=True to the trainer or to prepare, or compile engine.module",
+            "pass compile=True to the trainer or to prepare, or compile engine.module",
+            "torch.compile",
+            type(self).__name__,
         )
 
     @property
@@ -568,20 +568,20 @@ class HostEngine(CountingEngine):
         if self._plan.is_resident:
             return self._describe_resident(bits), *kept
         where = Decision(
-            key=KEY,
-            before=self._plan.streamed,
-            after=f"{len(streamed)} units, {format_size(self._capacity)} of "
+            KEY,
+            self._plan.streamed,
+            f"{len(streamed)} units, {format_size(self._capacity)} of "
             f"{format_size(total)} on the device",
-            reason=f"each unit is uploaded before use and updated {eager}; {bits}",
+            f"each unit is uploaded before use and updated {eager}; {bits}",
         )
         return where, self._kept_gradients, *kept
 
     def _describe_resident(self, bits: str) -> Decision:
         return Decision(
-            key="optimizer.step",
-            before=chosen_optimizer(self._plan).implementation,
-            after=f"one pass over each of {len(self._units)} units, in a thread",
-            reason="a unit is uploaded as soon as it is updated, and the next forward pass waits "
+            "optimizer.step",
+            chosen_optimizer(self._plan).implementation,
+            f"one pass over each of {len(self._units)} units, in a thread",
+            "a unit is uploaded as soon as it is updated, and the next forward pass waits "
             f"for a unit only when it uses the unit; {bits}",
         )
 
@@ -590,10 +590,10 @@ class HostEngine(CountingEngine):
     def _engine_decisions(self) -> tuple[Decision, ...]:
         uploads = (
             Decision(
-                key="optimizer.step.uploads",
-                before="during the next forward pass",
-                after="before step() returns",
-                reason=reason,
+                "optimizer.step.uploads",
+                "during the next forward pass",
+                "before step() returns",
+                reason,
             )
             for reason in self._steps.at_once
         )
@@ -637,18 +637,18 @@ class HostEngine(CountingEngine):
 
 _STORED: Final = {
     "split": Decision(
-        key=f"{KEY}.split_masters",
-        before="fp32",
-        after="bf16 weights and the low 16 bits of each master weight",
-        reason="saves 2 bytes of host memory per trained weight; in each step, one master "
+        f"{KEY}.split_masters",
+        "fp32",
+        "bf16 weights and the low 16 bits of each master weight",
+        "saves 2 bytes of host memory per trained weight; in each step, one master "
         "weight in 131,072 (a tie that is rounded up to bf16) grows by one unit in the last "
         "place",
     ),
     "stochastic": Decision(
-        key="update.masters",
-        before="fp32",
-        after="bf16 weights, rounded at random after each update",
-        reason="saves 4 bytes of host memory per trained weight; the rounding depends only on the "
+        "update.masters",
+        "fp32",
+        "bf16 weights, rounded at random after each update",
+        "saves 4 bytes of host memory per trained weight; the rounding depends only on the "
         "step and the position of the weight; an EMA averages the rounded weights",
     ),
 }
@@ -689,9 +689,9 @@ def _replaced(member: Member) -> EngineError:
     return EngineError(
         "this parameter was replaced, or its device copy was written during a call of its block; "
         "the next step would undo or ignore the change",
-        key=f"model.{member.name}",
-        fix="write weights through engine.master_weights.editing(), and restore swapped weights "
+        "write weights through engine.master_weights.editing(), and restore swapped weights "
         "before the next step",
+        f"model.{member.name}",
     )
 
 
@@ -773,10 +773,9 @@ def require_other_engine(plan: ResolvedPlan) -> None:
     if chosen_optimizer(plan).implementation == AdamW8BitStates.__name__:
         raise OptimizerError(
             "only the host engine runs this optimizer, but another engine runs the plan",
-            key="optimizer.type",
-            value=AdamW8BitStates.__name__,
-            fix='resolve the plan with engine="host" or streamed=True, or use bitsandbytes\' '
-            "AdamW8bit",
+            'resolve the plan with engine="host" or streamed=True, or use bitsandbytes\' AdamW8bit',
+            "optimizer.type",
+            AdamW8BitStates.__name__,
         )
 
 

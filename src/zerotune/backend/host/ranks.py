@@ -228,11 +228,11 @@ class SharedHostEngine(HostEngine):
         return (
             *super()._describe(),
             Decision(
-                key=f"{'engine' if self._plan.is_resident else KEY}.ranks",
-                before=None,
-                after=f"{self._group.world_size} ranks share one copy of the weights, "
+                f"{'engine' if self._plan.is_resident else KEY}.ranks",
+                None,
+                f"{self._group.world_size} ranks share one copy of the weights, "
                 f"{format_size(nbytes)}{locked}",
-                reason="each rank sums the gradients of its share of every unit, and updates the "
+                "each rank sums the gradients of its share of every unit, and updates the "
                 "weights and EMAs of that share; gradients are summed in rank order, which does "
                 "not affect results with two ranks",
             ),

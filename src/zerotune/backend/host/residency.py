@@ -302,9 +302,9 @@ class Residency:
             raise EngineError(
                 "create_graph=True (a gradient penalty) needs all weights at once, but weights of "
                 "this model are on the device only while their module's pass runs",
-                key=f"model.{call.units[0].name}",
-                value="create_graph=True",
-                fix='train without streaming, such as with plan.resolve(engine="host")',
+                'train without streaming, such as with plan.resolve(engine="host")',
+                f"model.{call.units[0].name}",
+                "create_graph=True",
             )
         task = torch._C._current_graph_task_id()
         if call.task == task:

@@ -72,10 +72,10 @@ class SharedMemory(Closable):
         except (OSError, RuntimeError) as error:
             raise EngineError(
                 "this rank cannot share memory with rank 0",
-                key="engine",
-                value=error,
-                fix="run all ranks of a machine as the same user in the same container, or resolve "
+                "run all ranks of a machine as the same user in the same container, or resolve "
                 'the plan with engine="deepspeed"',
+                "engine",
+                error,
             ) from error
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -337,8 +337,8 @@ class Meeting(Closable):
             what = f"the parameter has a gradient on rank {having}, but none on rank {lacking}"
         return CollectiveError(
             f"the ranks' backward passes differ: {what}",
-            key=key,
-            fix="make the forward pass use the same parameters in the same order on every rank",
+            "make the forward pass use the same parameters in the same order on every rank",
+            key,
         )
 
     def _name(self, index: int) -> str:
@@ -480,9 +480,9 @@ class Meeting(Closable):
         self._fail_with(
             EngineError(
                 f"the optimizer step failed on rank {rank} ({text})",
-                key=f"rank {rank}",
-                fix="resume from the last checkpoint, because the ranks' weights now differ; see "
+                "resume from the last checkpoint, because the ranks' weights now differ; see "
                 "the failed rank's log for the full error",
+                f"rank {rank}",
             )
         )
 
@@ -491,9 +491,9 @@ class Meeting(Closable):
         self._fail_with(
             CollectiveError(
                 f"not every rank reached {purpose!r} ({states})",
-                key=f"rank {self._rank}",
-                fix="make this call on every rank, not inside `if rank == 0`; if a rank has ended, "
+                "make this call on every rank, not inside `if rank == 0`; if a rank has ended, "
                 "look for the error in that rank's log",
+                f"rank {self._rank}",
             )
         )
 

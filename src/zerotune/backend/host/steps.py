@@ -273,9 +273,9 @@ class StreamedSteps:
             raise StepOrderError(
                 "gradients cannot be discarded: without clipping, the backward pass has already "
                 "updated weights with them",
-                key="engine.discard",
-                value="gradient_clipping=0",
-                fix="call engine.step(); to be able to discard gradients, enable gradient_clipping",
+                "call engine.step(); to be able to discard gradients, enable gradient_clipping",
+                "engine.discard",
+                "gradient_clipping=0",
             )
 
     def take_back(self) -> bool:
@@ -463,9 +463,9 @@ class StreamedSteps:
             raise EngineError(
                 "weights were read when only some of them were updated: without clipping, the "
                 "backward pass has begun the optimizer step",
-                key="engine.step",
-                value="gradient_clipping=0",
-                fix="call engine.step() before reading weights, or enable gradient_clipping",
+                "call engine.step() before reading weights, or enable gradient_clipping",
+                "engine.step",
+                "gradient_clipping=0",
             )
         self.passes.settle()
 
@@ -564,7 +564,7 @@ def used_after_step(unit: Unit) -> EngineError:
     """
     return EngineError(
         "the backward pass uses this module again, although the update of its weights has begun",
-        key=f"model.{unit.name}",
-        value="gradient_clipping=0",
-        fix="enable gradient_clipping, so that updates wait for the whole backward pass",
+        "enable gradient_clipping, so that updates wait for the whole backward pass",
+        f"model.{unit.name}",
+        "gradient_clipping=0",
     )

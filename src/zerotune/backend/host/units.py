@@ -536,10 +536,10 @@ def find_units(model: torch.nn.Module, named: Sequence[str] = ()) -> NamedModule
         if not any(each in (name, type(part).__name__) for name, part in model.named_modules()):
             raise EngineError(
                 "is neither a class name nor a dotted name of any module of the model",
-                key="streamed.units",
-                value=each,
-                fix="write the class name of the model's blocks, such as "
+                "write the class name of the model's blocks, such as "
                 f"{type(repeated[0][1]).__name__ if repeated else 'Block'!r}",
+                "streamed.units",
+                each,
             )
     return [(name, model.get_submodule(name)) for name in outermost_modules(model, named)]
 

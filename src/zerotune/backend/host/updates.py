@@ -337,7 +337,7 @@ def _check_unchanged(
         raise OptimizerError(
             f"the optimizer changes {changed[0]} of its parameter groups in a step, so its states "
             "are not per weight, and it cannot update one weight at a time",
-            key="optimizer.type",
-            value=type(worker).__name__,
-            fix='use AdamW or Adafactor, or update="host"',
+            'use AdamW or Adafactor, or update="host"',
+            "optimizer.type",
+            type(worker).__name__,
         )

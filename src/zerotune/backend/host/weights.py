@@ -232,10 +232,9 @@ def _refuse_other(parameter: Any, values: torch.Tensor) -> None:
         return
     raise EngineError(
         "this parameter is streamed from host memory, so it cannot be replaced or moved",
-        key=f"model.{_home(parameter).member.name}",
-        value=f"{values.dtype} on {values.device}",
-        fix="write weights through engine.master_weights.editing(); close the engine to move the "
-        "model",
+        "write weights through engine.master_weights.editing(); close the engine to move the model",
+        f"model.{_home(parameter).member.name}",
+        f"{values.dtype} on {values.device}",
     )
 
 

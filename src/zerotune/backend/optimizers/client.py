@@ -27,8 +27,8 @@ def chosen_optimizer(plan: ResolvedPlan) -> OptimizerChoice:
     if plan.optimizer.name == "Muon" and not plan.optimizer.groups:
         raise EngineError(
             "the parameters that Muon updates have not been chosen",
-            key="optimizer.groups",
-            fix="resolve the plan with ModelFacts.from_module(model) for the model to train",
+            "resolve the plan with ModelFacts.from_module(model) for the model to train",
+            "optimizer.groups",
         )
     return plan.optimizer
 
@@ -49,18 +49,18 @@ def parameter_groups(choice: OptimizerChoice, named: Named) -> list[Any]:
         if missing:
             raise EngineError(
                 "this group of the plan contains a parameter that the model does not train",
-                key=f"optimizer.groups.{group.name}",
-                value=missing[0],
-                fix="resolve the plan with ModelFacts.from_module(model) for the model to train",
+                "resolve the plan with ModelFacts.from_module(model) for the model to train",
+                f"optimizer.groups.{group.name}",
+                missing[0],
             )
         members = [left.pop(name) for name in group.parameters]
         groups.append({"params": members, "name": group.name, **_with_tuples(group.params)})
     if left:
         raise EngineError(
             "this parameter is in no group: it was not trainable when the plan was resolved",
-            key="optimizer.groups",
-            value=next(iter(left)),
-            fix="freeze and unfreeze parameters before calling ModelFacts.from_module",
+            "freeze and unfreeze parameters before calling ModelFacts.from_module",
+            "optimizer.groups",
+            next(iter(left)),
         )
     return groups
 
@@ -79,11 +79,11 @@ def build_client_optimizer(choice: OptimizerChoice, named: Named) -> torch.optim
     except (TypeError, ValueError, AssertionError) as error:
         raise OptimizerError(
             f"{choice.implementation} refused its arguments ({error})",
-            key="optimizer.params",
-            value=dict(choice.params),
-            fix="set base shapes first, as in the recipe examples/recipes/base_shapes.py"
+            "set base shapes first, as in the recipe examples/recipes/base_shapes.py"
             if choice.package == "mup"
             else "correct or remove the argument",
+            "optimizer.params",
+            dict(choice.params),
         ) from error
     if hasattr(optimizer, "train"):
         # Schedule-free optimizers switch the weights between training values and their average.
@@ -112,9 +112,9 @@ def optimizer_factory(choice: OptimizerChoice) -> Callable[..., Any]:
         except ImportError as error:
             raise MissingDependencyError(
                 f"{choice.name} is in the package {top}, which could not be imported ({error})",
-                key="optimizer.type",
-                value=choice.name,
-                fix=f"pip install 'zerotune[{'mup' if top == 'mup' else 'optimizers'}]'",
+                f"pip install 'zerotune[{'mup' if top == 'mup' else 'optimizers'}]'",
+                "optimizer.type",
+                choice.name,
             ) from error
         # mup's optimizers are functions that return torch's class with groups of mup's own.
         name = choice.name if top == "mup" else choice.implementation
@@ -123,9 +123,9 @@ def optimizer_factory(choice: OptimizerChoice) -> Callable[..., Any]:
     if optimizer_class is None:
         raise OptimizerError(
             f"torch {torch.__version__} has no torch.optim.{choice.implementation}",
-            key="optimizer.type",
-            value=choice.name,
-            fix="use AdamW, or install a newer torch",
+            "use AdamW, or install a newer torch",
+            "optimizer.type",
+            choice.name,
         )
     return cast(Callable[..., Any], optimizer_class)
 

@@ -106,8 +106,8 @@ class Judgement:
         if not bool(torch.isfinite(written).all()):
             raise CheckpointCorruptError(
                 f"is not finite in {written.dtype}",
-                key=name,
-                fix="check the losses; if the export is in fp16, export in fp32 or bf16",
+                "check the losses; if the export is in fp16, export in fp32 or bf16",
+                name,
             )
         layer = self._layers[name]
         parsed = AdapterParameter.parse(name)
@@ -134,8 +134,8 @@ class Judgement:
                 raise CheckpointCorruptError(
                     f"none of the {len(every)} adapters has changed in {self._steps} "
                     f"steps ({self._why(idle)})",
-                    key=component,
-                    fix="check the learning rate, and whether the loss depends on the adapters",
+                    "check the learning rate, and whether the loss depends on the adapters",
+                    component,
                 )
         return (self._decision(still, "have not changed; perhaps they do not affect the loss"),)
 
@@ -148,13 +148,13 @@ class Judgement:
         names = [".".join(layer) for layer in still]
         shown = ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")
         return Decision(
-            key="adapters",
-            before=len(self._moved),
-            after=len(self._moved) - len(still),
-            reason=f"{len(still)} of {len(self._moved)} layers {reason} ({shown})"
+            "adapters",
+            len(self._moved),
+            len(self._moved) - len(still),
+            f"{len(still)} of {len(self._moved)} layers {reason} ({shown})"
             if self._steps
             else reason,
-            severity="warning",
+            "warning",
         )
 
 
@@ -250,10 +250,7 @@ def export_adapters(
     """
     if layout not in LAYOUTS:
         raise InvalidValueError(
-            "is not an adapter layout",
-            key="layout",
-            value=layout,
-            fix=f"write one of {list(LAYOUTS)}",
+            "is not an adapter layout", f"write one of {list(LAYOUTS)}", "layout", layout
         )
     target, chosen = Path(path).absolute(), checked_dtype(dtype)
     if layout != "peft" and target.suffix != ".safetensors":
@@ -327,9 +324,9 @@ class AdapterOutline:
         if layout == "peft" and len(self.adapters) > 1:
             raise CheckpointMismatchError(
                 "a peft folder can contain the adapters of only one model",
-                key="layout",
-                value=layout,
-                fix='pass layout="diffusers" to export the adapters of several models',
+                'pass layout="diffusers" to export the adapters of several models',
+                "layout",
+                layout,
             )
         for _, module, adapter in self.adapters.values():
             config = peft_config(module, adapter).to_dict()
@@ -339,9 +336,9 @@ class AdapterOutline:
             if kind not in _HOLDS[layout]:
                 raise CheckpointMismatchError(
                     f"does not support {kind} adapters",
-                    key="layout",
-                    value=layout,
-                    fix='pass layout="peft", and load the folder with PeftModel.from_pretrained',
+                    'pass layout="peft", and load the folder with PeftModel.from_pretrained',
+                    "layout",
+                    layout,
                 )
 
 
@@ -373,8 +370,8 @@ def _adapter_key(name: str, adapters: Mapping[str, tuple[str, torch.nn.Module, s
             return f"{component}.{published_prefix(module)}{parsed.key}"
     raise CheckpointMismatchError(
         "is trained but is not an adapter, so an adapter file cannot contain it",
-        key=name,
-        fix="freeze the parameter, or adapt its layer as well",
+        "freeze the parameter, or adapt its layer as well",
+        name,
     )
 
 
@@ -393,9 +390,9 @@ def _check_loadable(pipeline: Any, names: tuple[str, ...]) -> None:
     if loadable is None or not set(names) <= set(loadable):
         raise InvalidValueError(
             f"{kind} can load adapters only for: {', '.join(loadable or ()) or 'no component'}",
-            key="component",
-            value=names,
-            fix="use the pipeline's names for its components",
+            "use the pipeline's names for its components",
+            "component",
+            names,
         )
 
 

@@ -98,10 +98,10 @@ def meet(
     if not hasattr(engine, "master_weights"):
         raise InvalidValueError(
             "is not an engine, but under ZeRO only the engine can provide the full weights",
-            key="engine",
-            value=type(engine).__name__,
-            fix="call trainer.export(PATH), or pass engine=trainer.engine or the result of "
+            "call trainer.export(PATH), or pass engine=trainer.engine or the result of "
             "zerotune.prepare",
+            "engine",
+            type(engine).__name__,
         )
     label = weights if isinstance(weights, str) or weights is None else type(weights).__name__
     engine.group.barrier(f"{purpose} {os.fspath(path)}", timeout_s=timeout_s)
@@ -121,9 +121,9 @@ def meet(
         f"{len(named)} EMAs with this name are attached to the engine"
         if named
         else "no EMA with this name is attached to the engine",
-        key="weights",
-        value=label,
-        fix=f"use one of {', '.join(map(repr, names))}, or pass an attached EMAShadow",
+        f"use one of {', '.join(map(repr, names))}, or pass an attached EMAShadow",
+        "weights",
+        label,
     )
 
 

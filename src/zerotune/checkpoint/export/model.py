@@ -61,8 +61,8 @@ class ModelFolderReader(TensorReader):
         if not files:
             raise CheckpointError(
                 "contains no model weights in safetensors format",
-                key=str(path),
-                fix="use the folder of a model saved as safetensors, such as <pipeline>/unet",
+                "use the folder of a model saved as safetensors, such as <pipeline>/unet",
+                str(path),
             )
         super().__init__(files)
 
@@ -175,8 +175,8 @@ def refuse_adapters(engine: Engine) -> None:
         if AdapterParameter.parse(name) is not None:
             raise CheckpointMismatchError(
                 "belongs to an adapter, which a model folder cannot contain",
-                key=name,
-                fix="use export_adapters, and merge its file with diffusers' fuse_lora",
+                "use export_adapters, and merge its file with diffusers' fuse_lora",
+                name,
             )
 
 
@@ -390,7 +390,7 @@ def _check_frozen(manifest: Manifest, base: Frozen | None) -> None:
             raise CheckpointMismatchError(
                 "was not trained, so it is not in the checkpoint"
                 + (", and no base was given" if base is None else f", and not in {base.path}"),
-                key=record.name,
-                value=record.shape,
-                fix="set base= to the model folder that training started from",
+                "set base= to the model folder that training started from",
+                record.name,
+                record.shape,
             )

@@ -120,9 +120,9 @@ def single_file_of_folder(target: Path) -> CheckpointMismatchError:
     """Return the error for a single file of a model that was loaded from a folder."""
     return CheckpointMismatchError(
         "can be a single file only if training started from one",
-        key="path",
-        value=str(target),
-        fix="export to a folder, and convert the folder with examples/recipes/one_file.py",
+        "export to a folder, and convert the folder with examples/recipes/one_file.py",
+        "path",
+        str(target),
     )
 
 
@@ -141,9 +141,9 @@ def _draft(
     if single and isinstance(engine.module, TrainedParts):
         raise CheckpointMismatchError(
             "a single file cannot contain trained text encoders",
-            key="path",
-            value=str(target),
-            fix="pass the path of a folder to write the whole pipeline",
+            "pass the path of a folder to write the whole pipeline",
+            "path",
+            str(target),
         )
     if base.is_file() and single:
         layout = layout_of_file(Trained.by(engine, dtype), base, dtype=dtype)
@@ -151,10 +151,10 @@ def _draft(
     if base.is_file() and config is None:
         raise CheckpointMismatchError(
             "is a single file, which contains neither tokenizers nor a scheduler",
-            key="base",
-            value=str(base),
-            fix="set config= to the folder of the pipeline that the file belongs to, or export to "
+            "set config= to the folder of the pipeline that the file belongs to, or export to "
             f"a path that ends with {SUFFIX}",
+            "base",
+            str(base),
         )
     folder = base if config is None else config
     if single:

@@ -182,8 +182,8 @@ def _places(model: Trained, file: Shapes) -> Places:
             raise CheckpointMismatchError(
                 "cannot be assembled from whole rows of the model's tensors, according to "
                 "diffusers' converter",
-                key=key,
-                fix="export to a folder",
+                "export to a folder",
+                key,
             )
     return places
 
@@ -260,9 +260,9 @@ def component_of(base: Path, asked: str | None, model: str) -> tuple[str, str]:
     except (OSError, ValueError) as error:
         raise CheckpointMismatchError(
             f"is not the folder of a diffusers pipeline: {error}",
-            key="base",
-            value=str(base),
-            fix=f"use the pipeline folder that training started from; it contains {INDEX}",
+            f"use the pipeline folder that training started from; it contains {INDEX}",
+            "base",
+            str(base),
         ) from error
     parts = {
         name: entry[1]
@@ -276,8 +276,8 @@ def component_of(base: Path, asked: str | None, model: str) -> tuple[str, str]:
     if len(fitting) != 1:
         raise CheckpointMismatchError(
             f"matches {len(fitting) or 'no'} parts of the pipeline, which contains {parts}",
-            key="component",
-            value=asked or model,
-            fix="set component= to the name of the trained part",
+            "set component= to the name of the trained part",
+            "component",
+            asked or model,
         )
     return fitting[0], str(index.get("_class_name"))

@@ -112,16 +112,16 @@ class AspectBuckets:
         if self.max_aspect < 1:
             raise InvalidValueError(
                 "the ratio of the longer to the shorter side must be at least 1",
-                key="max_aspect",
-                value=self.max_aspect,
-                fix="write 1 to allow only squares",
+                "write 1 to allow only squares",
+                "max_aspect",
+                self.max_aspect,
             )
         if self.step * self.step > self.area:
             raise InvalidValueError(
                 f"is too small for any image with sides divisible by {self.step}",
-                key="area",
-                value=self.area,
-                fix=f"use at least {self.step**2}, or a smaller step",
+                f"use at least {self.step**2}, or a smaller step",
+                "area",
+                self.area,
             )
 
     @classmethod
@@ -205,7 +205,7 @@ class AspectBuckets:
             DataError: ``sizes`` is empty, or an image has no pixels.
         """
         if not sizes:
-            raise DataError("is empty", key="sizes", value=0, fix="pass at least one image")
+            raise DataError("is empty", "pass at least one image", "sizes", 0)
         kinds = {size: self.nearest(size) for size in set(sizes)}
         counts: dict[Bucket, int] = {}
         for size in sizes:
@@ -242,10 +242,10 @@ def _merged_buckets(
     gone = sorted(set(counts) - set(kept))
     if gone:
         yield Decision(
-            key="buckets",
-            before=len(counts),
-            after=len(kept),
-            reason=f"{sum(counts[bucket] for bucket in gone)} images in buckets with fewer than "
+            "buckets",
+            len(counts),
+            len(kept),
+            f"{sum(counts[bucket] for bucket in gone)} images in buckets with fewer than "
             f"{minimum} images ({', '.join(map(str, gone))}) move to the nearest remaining buckets",
         )
 
@@ -254,11 +254,11 @@ def _enlarged_images(placements: Sequence[Placement]) -> Iterable[Decision]:
     scales = [placement.scale for placement in placements if placement.scale > 1]
     if scales:
         yield Decision(
-            key="images.scale",
-            before=1.0,
-            after=round(max(scales), 3),
-            reason=f"{len(scales)} of {len(placements)} images are smaller than their bucket and "
+            "images.scale",
+            1.0,
+            round(max(scales), 3),
+            f"{len(scales)} of {len(placements)} images are smaller than their bucket and "
             f"are enlarged by a factor of up to {max(scales):.2f}; remove them or reduce the "
             "area of the buckets",
-            severity="warning",
+            "warning",
         )

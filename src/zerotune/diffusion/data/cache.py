@@ -61,9 +61,9 @@ class CacheSettings:
         if not self.kind.isidentifier():
             raise InvalidValueError(
                 "must be one word, because it is part of a folder name",
-                key="kind",
-                value=self.kind,
-                fix='write "latents", for example',
+                'write "latents", for example',
+                "kind",
+                self.kind,
             )
         self.digest()  # Rejects settings that are not JSON before any shard is written.
 
@@ -86,8 +86,8 @@ class CacheSettings:
         except TypeError as error:
             raise InvalidValueError(
                 f"contains values that are not JSON-serialisable ({error})",
-                key="settings",
-                fix="write classes and dtypes as strings",
+                "write classes and dtypes as strings",
+                "settings",
             ) from None
 
 
@@ -188,8 +188,8 @@ class TensorCache:
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                 raise DataError(
                     "the encoder returned non-finite values",
-                    key=name,
-                    fix="run the encoder in float32 or bfloat16; SDXL's VAE overflows in float16",
+                    "run the encoder in float32 or bfloat16; SDXL's VAE overflows in float16",
+                    name,
                 )
         path = self.folder / f"{hash_key(*sorted(entries))}.safetensors"
         sums = {name: _checksum(name, tensor) for name, tensor in tensors.items()}
@@ -201,9 +201,9 @@ class TensorCache:
             said = getattr(error, "strerror", None) or error
             raise DataError(
                 f"this cache file cannot be written ({said})",
-                key=str(path),
-                fix="free disk space or make the folder writable, then fill the cache again; only "
+                "free disk space or make the folder writable, then fill the cache again; only "
                 "missing entries are computed",
+                str(path),
             ) from error
         self._open.pop(path, None)
         self._index(path)
@@ -220,9 +220,9 @@ class TensorCache:
         if key not in self._places:
             raise DataError(
                 f"is not in the cache {self.folder}",
-                key=key,
-                fix="first fill the cache (`cache_latents`, `cache_texts`) with the same data and "
+                "first fill the cache (`cache_latents`, `cache_texts`) with the same data and "
                 "settings",
+                key,
             )
         path, sums = self._places[key]
         try:
@@ -275,11 +275,11 @@ class TensorCache:
     def _set_aside(self, path: Path, reason: str) -> None:
         self._seen.add(path)
         decision = Decision(
-            key="cache",
-            before=path.name,
-            after=None,
-            reason=f"the file in {self.folder.name} {reason}; its entries are recomputed",
-            severity="warning",
+            "cache",
+            path.name,
+            None,
+            f"the file in {self.folder.name} {reason}; its entries are recomputed",
+            "warning",
         )
         self.decisions += (decision,)
         announce((decision,))
@@ -293,9 +293,9 @@ def _open_tensors(path: Path) -> Any:
 def _damaged_entry(path: Path, entry: str, reason: str) -> DataError:
     return DataError(
         f"the entry {entry} {reason}",
-        key=str(path),
-        fix="delete the file and fill the cache again (`cache_latents`, `cache_texts`); only the "
+        "delete the file and fill the cache again (`cache_latents`, `cache_texts`); only the "
         "entries of this file are recomputed",
+        str(path),
     )
 
 
@@ -500,10 +500,9 @@ def check_edits(dataset: PreparedImages) -> None:
     if REFERENCE not in dataset.companions:
         raise DataError(
             "the text encoder reads the image to edit, but no image has a reference",
-            key="dataset.companions",
-            value=sorted(dataset.companions),
-            fix="add a reference for each image, such as cat.reference.png for cat.png "
-            "(docs/data.md)",
+            "add a reference for each image, such as cat.reference.png for cat.png (docs/data.md)",
+            "dataset.companions",
+            sorted(dataset.companions),
         )
 
 
@@ -625,9 +624,9 @@ def _compute_missing(
     if barrier is None and world_size > 1:
         raise InvalidValueError(
             "is required, so that no rank reads the cache before all ranks have written it",
-            key="barrier",
-            value=None,
-            fix="pass torch.distributed.barrier",
+            "pass torch.distributed.barrier",
+            "barrier",
+            None,
         )
     check_rank(rank, world_size)
     cache.refresh()
@@ -673,8 +672,8 @@ def _rows_by_key(
         if len(tensor) != len(keys):
             raise DataError(
                 f"the encoder received {len(keys)} inputs and returned {len(tensor)} rows",
-                key=name,
-                fix="return tensors whose first dimension is the batch",
+                "return tensors whose first dimension is the batch",
+                name,
             )
     # Cloned: a view would keep the whole batch alive until its file is written.
     return {

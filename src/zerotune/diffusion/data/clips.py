@@ -268,9 +268,7 @@ class ClipFolder:
         with system_errors(DataError, place, "the clip folder cannot be read"):
             there = place.is_dir()
         if not there:
-            raise DataError(
-                "is not a folder", key="root", value=os.fspath(root), fix="pass a folder of clips"
-            )
+            raise DataError("is not a folder", "pass a folder of clips", "root", os.fspath(root))
         check_choice(check, tuple(_CLIP_CHECKS), key="check")
         found, strays = _clips_in(place)
         videos = any(isinstance(files, Path) for files in found.values())
@@ -337,8 +335,8 @@ class ClipFolder:
         except unreadable as error:
             raise DataError(
                 why(error),
-                key=self._items[index].name,
-                fix='open the source with check="whole", which detects short clips early',
+                'open the source with check="whole", which detects short clips early',
+                self._items[index].name,
             ) from error
 
     def content(self, index: int) -> str:
@@ -382,10 +380,10 @@ def _rate_decision(rate: Fraction, folders: int) -> tuple[Decision, ...]:
         return ()
     return (
         Decision(
-            key="data.frame_rate",
-            before=None,
-            after=round(float(rate), 3),
-            reason=f"{folders} clips are folders of images, which do not declare a frame rate",
+            "data.frame_rate",
+            None,
+            round(float(rate), 3),
+            f"{folders} clips are folders of images, which do not declare a frame rate",
         ),
     )
 
@@ -393,10 +391,7 @@ def _rate_decision(rate: Fraction, folders: int) -> tuple[Decision, ...]:
 def _checked_rate(value: float | Fraction, *, key: str) -> Fraction:
     if not 0 < value < float("inf"):
         raise InvalidValueError(
-            "must be a finite number above 0",
-            key=key,
-            value=value,
-            fix="write the number of frames per second",
+            "must be a finite number above 0", "write the number of frames per second", key, value
         )
     return Fraction(value).limit_denominator(_FINEST)
 
@@ -476,14 +471,12 @@ class ClipBuckets:
                     f"must be 1 more than a multiple of {self.compression}, because the VAE "
                     f"compresses every {self.compression} frames after the first into one latent "
                     "frame",
-                    key="frames",
-                    value=frames,
-                    fix=f"write {below} or {below + self.compression}",
+                    f"write {below} or {below + self.compression}",
+                    "frames",
+                    frames,
                 )
         if not value:
-            raise InvalidValueError(
-                "no length is given", key="frames", value=value, fix="write (17,)"
-            )
+            raise InvalidValueError("no length is given", "write (17,)", "frames", value)
 
     def step(self, item: ClipItem) -> Fraction:
         """Return the number of source frames per selected frame.
@@ -515,7 +508,7 @@ class ClipBuckets:
             DataError: There are no clips, or a clip is too short for all lengths.
         """
         if not items:
-            raise DataError("is empty", key="clips", value=0, fix="pass at least one clip")
+            raise DataError("is empty", "pass at least one clip", "clips", 0)
         lengths = [self.length(item) for item in items]
         self._refuse_short(items, lengths)
         placements: dict[int, Placement] = {}
@@ -550,9 +543,9 @@ class ClipBuckets:
                 f"{len(short)} of {len(items)} clips are too short for the shortest length: "
                 + named
                 + (", …" if len(short) > 5 else ""),
-                key="frames",
-                value=self.frames,
-                fix="add a shorter length (1 is a still image), reduce fps, or remove these clips",
+                "add a shorter length (1 is a still image), reduce fps, or remove these clips",
+                "frames",
+                self.frames,
             )
 
     def _frame_decisions(
@@ -561,21 +554,21 @@ class ClipBuckets:
         slow = [item.name for item in items if self.step(item) < 1]
         if slow:
             yield Decision(
-                key="clips.fps",
-                before=None,
-                after=str(self.fps),
-                reason=f"{len(slow)} of {len(items)} clips ({slow[0]}, …) have a lower frame rate "
+                "clips.fps",
+                None,
+                str(self.fps),
+                f"{len(slow)} of {len(items)} clips ({slow[0]}, …) have a lower frame rate "
                 "than the target, so some frames are repeated",
-                severity="warning",
+                "warning",
             )
         spans = [numbers[-1] - numbers[0] + 1 for numbers in map(_frame_numbers, placements)]
         there = sum(item.frames for item in items)
         if sum(spans) < there:
             yield Decision(
-                key="clips.frames",
-                before=there,
-                after=sum(spans),
-                reason="clips that are longer than their bucket lose frames at both ends; to use "
+                "clips.frames",
+                there,
+                sum(spans),
+                "clips that are longer than their bucket lose frames at both ends; to use "
                 "all frames, cut long clips into several clips",
             )
 

@@ -119,9 +119,9 @@ def _path_beside(name: str, source: str, number: int) -> str:
 def _bad_line(source: str, number: int, reason: str) -> DataError:
     return DataError(
         f"line {number} {reason}",
-        key=source,
-        fix='write "file_name" and "text" as keys (JSON) or columns (CSV), or pass your '
+        'write "file_name" and "text" as keys (JSON) or columns (CSV), or pass your '
         "own names: captions=MetadataFile(file=..., caption=...)",
+        source,
     )
 
 
@@ -193,7 +193,7 @@ class MetadataFile:
         """
         path = root / self.name
         if not path.is_file():
-            raise DataError("does not exist", key=self.name, fix=f"add it to {root.name}")
+            raise DataError("does not exist", f"add it to {root.name}", self.name)
         parse = parse_csv if path.suffix == ".csv" else parse_jsonl
         return parse(_read_utf8(path), source=self.name, file=self.file, caption=self.caption)
 
@@ -324,9 +324,9 @@ def _pair_across(
     if not any(kind in found for found in beside.values()):
         raise DataError(
             "contains no file with the same name as an image of the dataset",
-            key="reference_folder",
-            value=str(folder),
-            fix="give each reference the name of its image: conditions/cat.png for photos/cat.jpg",
+            "give each reference the name of its image: conditions/cat.png for photos/cat.jpg",
+            "reference_folder",
+            str(folder),
         )
 
 
@@ -335,9 +335,7 @@ def _checked_folder(path: str | os.PathLike[str], *, key: str) -> Path:
     with system_errors(DataError, folder, "the image folder cannot be read"):
         there = folder.is_dir()
     if not there:
-        raise DataError(
-            "is not a folder", key=key, value=os.fspath(path), fix="pass a folder of images"
-        )
+        raise DataError("is not a folder", "pass a folder of images", key, os.fspath(path))
     return folder
 
 
@@ -364,7 +362,7 @@ def caption_files(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
             break
     else:
         after, reason = ".txt", "there is no metadata.jsonl or metadata.csv"
-    decision = Decision(key="data.captions", before=None, after=after, reason=reason)
+    decision = Decision("data.captions", None, after, reason)
     return TextBeside() if after == ".txt" else MetadataFile(name=after), (decision,)
 
 
@@ -377,7 +375,5 @@ def _read_utf8(path: str | Path) -> str:
             return file.read()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"is not valid UTF-8 (byte {error.start})",
-            key=Path(path).name,
-            fix="save the file as UTF-8",
+            f"is not valid UTF-8 (byte {error.start})", "save the file as UTF-8", Path(path).name
         ) from None

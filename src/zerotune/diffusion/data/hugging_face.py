@@ -73,9 +73,9 @@ class HuggingFaceImages(EncodedSource):
             if column is not None and column not in dataset.column_names:
                 raise DataError(
                     "is not a column of the dataset",
-                    key=key,
-                    value=column,
-                    fix=f"write one of {', '.join(dataset.column_names)}",
+                    f"write one of {', '.join(dataset.column_names)}",
+                    key,
+                    column,
                 )
         plain = dataset.with_format(None)
         self._images = plain.select_columns([image, *edited])
@@ -198,11 +198,11 @@ def _taker(key: str, how: Any, sample: Any) -> Callable[[Any], Any]:
         return itemgetter(how)
     raise DataError(
         f"is not a key or index of the samples, whose type is {type(sample).__name__}",
-        key=key,
-        value=how,
-        fix=f"write one of {', '.join(map(repr, places))}, or pass a function of the sample"
+        f"write one of {', '.join(map(repr, places))}, or pass a function of the sample"
         if len(places) > 0
         else f"pass a function of the sample: {key}=lambda sample: …",
+        key,
+        how,
     )
 
 

@@ -48,10 +48,7 @@ def check_choice(value: Any, known: Sequence[str], *, key: str) -> None:
     """Check that a setting has one of its values."""
     if value not in known:
         raise InvalidValueError(
-            "is not a known value",
-            key=key,
-            value=value,
-            fix=f"write one of {', '.join(map(repr, known))}",
+            "is not a known value", f"write one of {', '.join(map(repr, known))}", key, value
         )
 
 
@@ -96,8 +93,8 @@ def need(module: str, *, package: str, extra: str = "data") -> ModuleType:
             raise
         raise MissingDependencyError(
             "is not installed but is required to read these data",
-            key=package,
-            fix=f"pip install 'zerotune[{extra}]'",
+            f"pip install 'zerotune[{extra}]'",
+            package,
         ) from error
 
 

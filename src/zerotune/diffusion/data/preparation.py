@@ -104,10 +104,7 @@ class TagShuffle:
     def _some(self, _: Any, value: str) -> None:
         if not value:
             raise InvalidValueError(
-                "the separator is empty",
-                key="TagShuffle.separator",
-                value=value,
-                fix='write ","',
+                "the separator is empty", 'write ","', "TagShuffle.separator", value
             )
 
     @orders.validator
@@ -207,10 +204,10 @@ class Augmentation:
         if self.tags is not None and self.tags.orders is None:
             raise InvalidValueError(
                 "tags are shuffled anew at each use, so their embeddings cannot be cached",
-                key="augmentation.tags.orders",
-                value=None,
-                fix="use TagShuffle(orders=8) to cache 8 orders of each caption, or cache only "
+                "use TagShuffle(orders=8) to cache 8 orders of each caption, or cache only "
                 "the latents (cache_latents) and encode captions during training",
+                "augmentation.tags.orders",
+                None,
             )
 
     def _arranged(self, caption: str, index: int, number: int, turn: int) -> str:

@@ -116,20 +116,20 @@ class SizeIndex:
         if self._reused:
             found.append(
                 Decision(
-                    key="data.sizes",
-                    before="read from each file",
-                    after=f"{self._reused} from an earlier start",
-                    reason="unchanged files are not read again; to read all files again, delete "
+                    "data.sizes",
+                    "read from each file",
+                    f"{self._reused} from an earlier start",
+                    "unchanged files are not read again; to read all files again, delete "
                     f"{self._path}",
                 )
             )
         if self._refusal is not None:
             found.append(
                 Decision(
-                    key="data.sizes",
-                    before="cached for the next start",
-                    after="read by every rank at each start",
-                    reason=f"{self._path} cannot be written ({self._refusal.strerror}); set "
+                    "data.sizes",
+                    "cached for the next start",
+                    "read by every rank at each start",
+                    f"{self._path} cannot be written ({self._refusal.strerror}); set "
                     "XDG_CACHE_HOME to a writable folder",
                 )
             )
@@ -439,8 +439,8 @@ class EncodedSource:
         except readable_errors() as error:
             raise DataError(
                 why(error),
-                key=self._items[index].name,
-                fix='open the source with check="whole", which detects broken files at the start',
+                'open the source with check="whole", which detects broken files at the start',
+                self._items[index].name,
             ) from error
 
 
@@ -494,9 +494,7 @@ def scan(
         broken.append(image)
         if on_broken == "error":
             raise DataError(
-                image.reason,
-                key=image.name,
-                fix='repair or remove the file, or pass on_broken="skip"',
+                image.reason, 'repair or remove the file, or pass on_broken="skip"', image.name
             )
 
     check_choice(on_broken, ("skip", "error"), key="on_broken")
@@ -514,9 +512,9 @@ def scan(
     if not items:
         raise DataError(
             f"contains no readable image ({len(broken)} broken)",
-            key="data",
-            value=[image.name for image in broken[:3]],
-            fix="check the paths and the file formats",
+            "check the paths and the file formats",
+            "data",
+            [image.name for image in broken[:3]],
         )
     for image in missing:
         leave_out(image)
@@ -532,33 +530,32 @@ def _scan_decisions(
         named = "; ".join(f"{image.name} {image.reason}" for image in broken[:5])
         found.append(
             Decision(
-                key="data.broken",
-                before=len(items) + len(broken),
-                after=len(items),
-                reason=f"{len(broken)} images are skipped: {named}"
-                + ("; …" if len(broken) > 5 else ""),
-                severity="warning",
+                "data.broken",
+                len(items) + len(broken),
+                len(items),
+                f"{len(broken)} images are skipped: {named}" + ("; …" if len(broken) > 5 else ""),
+                "warning",
             )
         )
     bare = [item.name for item in items if not item.caption]
     if bare:
         found.append(
             Decision(
-                key="data.captions",
-                before=None,
-                after="",
-                reason=f"{len(bare)} of {len(items)} images have no caption ({bare[0]}, …)",
-                severity="warning",
+                "data.captions",
+                None,
+                "",
+                f"{len(bare)} of {len(items)} images have no caption ({bare[0]}, …)",
+                "warning",
             )
         )
     several = sum(len(item.captions) > 1 for item in items)
     if several:
         found.append(
             Decision(
-                key="data.captions",
-                before="several",
-                after="one caption per use",
-                reason=f"{several} of {len(items)} images have several captions; no caption "
+                "data.captions",
+                "several",
+                "one caption per use",
+                f"{several} of {len(items)} images have several captions; no caption "
                 "is repeated until all captions of its image have been used",
             )
         )
@@ -579,10 +576,7 @@ def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, 
     }
     return tuple(
         Decision(
-            key=f"data.{kind}s",
-            before=None,
-            after=count,
-            reason=f"{count} of {of} images have a {kind}: {effect[kind]}",
+            f"data.{kind}s", None, count, f"{count} of {of} images have a {kind}: {effect[kind]}"
         )
         for kind, count in sorted(counts.items())
         if count
@@ -604,9 +598,9 @@ def by_reference(each: Sequence[T], *, key: str) -> dict[str, T]:
     if len(each) > len(REFERENCES):
         raise DataError(
             f"an image has at most {len(REFERENCES)} references",
-            key=key,
-            value=len(each),
-            fix="remove the last references",
+            "remove the last references",
+            key,
+            len(each),
         )
     return dict(zip(REFERENCES, each, strict=False))
 
@@ -676,7 +670,7 @@ class JoinedSources:
 
     def __init__(self, sources: Sequence[ImageSource]) -> None:
         if not sources:
-            raise DataError("is empty", key="sources", value=0, fix="pass at least one")
+            raise DataError("is empty", "pass at least one", "sources", 0)
         self._sources = tuple(sources)
         self._ends = list(itertools.accumulate(map(len, sources)))
         beside = [companions_of(source) for source in sources]
@@ -685,9 +679,9 @@ class JoinedSources:
         if REFERENCE in self.companions and without:
             raise DataError(
                 "these sources have no references, but the other sources do",
-                key="sources",
-                value=without,
-                fix="join only sources with references, or pass references=None to every source",
+                "join only sources with references, or pass references=None to every source",
+                "sources",
+                without,
             )
 
     @property

@@ -81,9 +81,9 @@ class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         if len(images) == 0 or (labels is not None and len(labels) != len(images)):
             raise DataError(
                 "images and labels must have the same length, at least 1",
-                key="labels",
-                value=None if labels is None else len(labels),
-                fix=f"pass at least one image, and one label per image ({len(images)})",
+                f"pass at least one image, and one label per image ({len(images)})",
+                "labels",
+                None if labels is None else len(labels),
             )
         self.decisions = _check_range(images)
         announce(self.decisions)
@@ -106,23 +106,23 @@ def check_float(images: torch.Tensor, *, key: str) -> None:
     if not isinstance(images, torch.Tensor):
         raise DataError(
             "images must be a tensor",
-            key=key,
-            value=type(images).__name__,
-            fix="convert an array with torch.from_numpy(images)",
+            "convert an array with torch.from_numpy(images)",
+            key,
+            type(images).__name__,
         )
     if images.ndim == _IMAGE_DIMS and images.shape[-1] <= _MOST_CHANNELS < min(images.shape[1:3]):
         raise DataError(
             "images must have their channels before height and width: (b, c, h, w)",
-            key=key,
-            value=tuple(images.shape),
-            fix="write images.permute(0, 3, 1, 2)",
+            "write images.permute(0, 3, 1, 2)",
+            key,
+            tuple(images.shape),
         )
     if not images.is_floating_point():
         raise DataError(
             "images must be floating-point numbers in [-1, 1]",
-            key=key,
-            value=str(images.dtype).removeprefix("torch."),
-            fix="convert integers from 0 to 255 with images.float() / 127.5 - 1",
+            "convert integers from 0 to 255 with images.float() / 127.5 - 1",
+            key,
+            str(images.dtype).removeprefix("torch."),
         )
 
 
@@ -133,21 +133,21 @@ def _check_range(images: torch.Tensor) -> tuple[Decision, ...]:
     if (least >= 0 and most > _MOST_UNSIGNED) or max(-least, most) > _MOST_STANDARDISED:
         raise DataError(
             f"images must be in [-1, 1], but the values range from {least:g} to {most:g}",
-            key="images",
-            value=tuple(images.shape),
-            fix="convert them with images / "
+            "convert them with images / "
             + (f"{most / 2:g} - 1" if least >= 0 else f"{max(-least, most):g}"),
+            "images",
+            tuple(images.shape),
         )
     if least < 0 or not 0 < most <= 1:
         return ()
     return (
         Decision(
-            key="data.images",
-            before="in [-1, 1]",
-            after=f"values from {least:g} to {most:g}, unchanged",
-            reason="no value is negative, so the images appear to be in [0, 1]; convert them with "
+            "data.images",
+            "in [-1, 1]",
+            f"values from {least:g} to {most:g}, unchanged",
+            "no value is negative, so the images appear to be in [0, 1]; convert them with "
             "images * 2 - 1",
-            severity="warning",
+            "warning",
         ),
     )
 
@@ -203,10 +203,10 @@ def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.T
         if len(shapes) > 1:
             raise DataError(
                 "samples of one batch have tensors of different shapes",
-                key=name,
-                value=shapes,
-                fix="give the tensors equal shapes; for text embeddings that differ in length "
+                "give the tensors equal shapes; for text embeddings that differ in length "
                 "and have no mask, set train_micro_batch_size_per_gpu to 1",
+                name,
+                shapes,
             )
         batch[name] = torch.stack(tensors)
     return batch
@@ -359,14 +359,14 @@ class DataStream(_OrderedStream):
         loading = {"num_workers": num_workers, "collate_fn": collate, "pin_memory": pin_memory}
         super().__init__(dataset, micro_batch_size, rank, world_size, **loading)
         if len(dataset) == 0:
-            raise DataError("is empty", key="dataset", value=0, fix="pass at least one sample")
+            raise DataError("is empty", "pass at least one sample", "dataset", 0)
         if hasattr(dataset, "assignment"):
             # Batches would mix sizes, and each image would keep the flip of its first epoch.
             raise DataError(
                 "samples of this dataset differ in size, which DataStream does not support",
-                key="dataset",
-                value=type(dataset).__name__,
-                fix="pass the dataset to BucketStream",
+                "pass the dataset to BucketStream",
+                "dataset",
+                type(dataset).__name__,
             )
         self._size, self._taken = micro_batch_size, micro_batch_size * self.world_size
         self._order: SampleOrder = SampleOrder(length=len(dataset), seed=seed, shuffle=shuffle)
@@ -414,9 +414,9 @@ class DataStream(_OrderedStream):
         if length != self._order.length:
             raise DataError(
                 f"the dataset had {length} samples when this state was saved",
-                key="dataset",
-                value=self._order.length,
-                fix="use the same data, or start a new stream without this state",
+                "use the same data, or start a new stream without this state",
+                "dataset",
+                self._order.length,
             )
         self._continue(order, position)
 
@@ -441,12 +441,11 @@ def _too_few(length: int, taken: int) -> tuple[Decision, ...]:
         return ()
     return (
         Decision(
-            key="data",
-            before=f"{length} samples",
-            after=f"{taken} needed for one micro batch per rank",
-            reason="some samples occur several times in one step; use more data or smaller "
-            "micro batches",
-            severity="warning",
+            "data",
+            f"{length} samples",
+            f"{taken} needed for one micro batch per rank",
+            "some samples occur several times in one step; use more data or smaller micro batches",
+            "warning",
         ),
     )
 
@@ -559,9 +558,9 @@ class BucketStream(_OrderedStream):
         if saved(state, "data", str) != self._identity:
             raise DataError(
                 "the images or their buckets have changed since this state was saved",
-                key="dataset",
-                value=self._identity,
-                fix="use the same data and buckets, or start a new stream without this state",
+                "use the same data and buckets, or start a new stream without this state",
+                "dataset",
+                self._identity,
             )
         order = attrs.evolve(
             self._order,
@@ -603,13 +602,13 @@ def _small_buckets(assignment: BucketAssignment, size: int) -> tuple[Decision, .
         return ()
     return (
         Decision(
-            key="buckets",
-            before=None,
-            after=size,
-            reason=f"these buckets have fewer images than a micro batch: {', '.join(small)}; their "
+            "buckets",
+            None,
+            size,
+            f"these buckets have fewer images than a micro batch: {', '.join(small)}; their "
             "images are repeated within a batch, and left out of some later epochs; set "
             f"minimum={size} to move them to buckets with more images",
-            severity="warning",
+            "warning",
         ),
     )
 
@@ -651,9 +650,9 @@ class RepeatedBatches:
         if batch is None:
             raise DataError(
                 f"ended after {self._count} batches and cannot be restarted",
-                key="data",
-                value=type(self._batches).__name__,
-                fix="pass an iterable that can be restarted, such as a list instead of a generator",
+                "pass an iterable that can be restarted, such as a list instead of a generator",
+                "data",
+                type(self._batches).__name__,
             )
         if self._count == 0:
             self.first = _digest(batch)
@@ -722,9 +721,9 @@ def no_place(key: str, value: Any) -> DataError:
         "is missing from the saved position of this stream"
         if value is UNSET
         else "is not a valid saved position",
-        key=key,
-        value=value,
-        fix="pass a state that state_dict() returned, or start a new stream without a state",
+        "pass a state that state_dict() returned, or start a new stream without a state",
+        key,
+        value,
     )
 
 
@@ -737,8 +736,5 @@ def check_rank(rank: int, world_size: int) -> None:
     """Check that a rank is below the number of ranks."""
     if not 0 <= rank < world_size:
         raise InvalidValueError(
-            f"must be between 0 and {world_size - 1}",
-            key="rank",
-            value=rank,
-            fix="pass both rank and world_size",
+            f"must be between 0 and {world_size - 1}", "pass both rank and world_size", "rank", rank
         )

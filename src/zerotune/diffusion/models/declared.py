@@ -397,9 +397,9 @@ class Wan(PipelineFamily):
         if other is None:
             raise DataError(
                 "sampling needs both experts, but only the trained expert was loaded",
-                key=f"parts.{self.other}",
-                value=None,
-                fix=f"remove {self.other!r} from leave_out to load the frozen expert too",
+                f"remove {self.other!r} from leave_out to load the frozen expert too",
+                f"parts.{self.other}",
+                None,
             )
         beside = PipelineModel(config=config_of(other), model=cast("Denoiser", other))
         return self._around(Blueprint.of(parts.pipeline), model, scheduler, **{self.other: beside})

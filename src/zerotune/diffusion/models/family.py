@@ -133,8 +133,8 @@ def take(batch: Mapping[str, Tensor], key: str) -> Tensor:
     if key not in batch:
         raise DataError(
             f"the batch has no {key!r}, only {sorted(batch)}",
-            key=f"batch[{key!r}]",
-            fix=f"add {key!r} to the dataset's samples, or use a different family",
+            f"add {key!r} to the dataset's samples, or use a different family",
+            f"batch[{key!r}]",
         )
     return batch[key]
 
@@ -176,10 +176,10 @@ def call_diffusers_model(
             raise
         raise DataError(
             f"the model takes {channels} channels, but the images have {noisy.shape[1]}",
-            key="batch['images']",
-            value=tuple(noisy.shape),
-            fix=f"give images of {channels} channels, or create the model with "
+            f"give images of {channels} channels, or create the model with "
             f"in_channels={noisy.shape[1]} and out_channels={noisy.shape[1]}",
+            "batch['images']",
+            tuple(noisy.shape),
         ) from error
     return prediction_of(output, like=noisy)
 
@@ -192,9 +192,9 @@ def prediction_of(output: Any, *, like: Tensor) -> Tensor:
         raise DataError(
             f"the model's output has shape {None if shape is None else tuple(shape)}, but "
             f"its input has shape {tuple(like.shape)}",
-            key="model.forward",
-            fix="use a model with as many output channels as input channels; models that also "
+            "use a model with as many output channels as input channels; models that also "
             "predict a variance are not supported",
+            "model.forward",
         )
     return prediction
 
@@ -234,9 +234,9 @@ class Unconditional:
         if labels is not None:
             raise InvalidValueError(
                 "an unconditional model does not support labels",
-                key="labels",
-                value=tuple(labels.shape),
-                fix="use ClassConditional, or pass count= instead of labels=",
+                "use ClassConditional, or pass count= instead of labels=",
+                "labels",
+                tuple(labels.shape),
             )
         return {}
 
@@ -269,9 +269,9 @@ class ClassConditional:
         if self.dropout > 0 and self.null_label is None:
             raise InvalidValueError(
                 "dropout needs a null class, which replaces the dropped labels",
-                key="dropout",
-                value=self.dropout,
-                fix="set null_label to the model's last class, num_class_embeds - 1",
+                "set null_label to the model's last class, num_class_embeds - 1",
+                "dropout",
+                self.dropout,
             )
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -295,9 +295,9 @@ class ClassConditional:
         if labels is None:
             raise InvalidValueError(
                 "a class-conditional model needs labels",
-                key="labels",
-                value=None,
-                fix="pass labels=torch.tensor([...]); use null_label for images of any class",
+                "pass labels=torch.tensor([...]); use null_label for images of any class",
+                "labels",
+                None,
             )
         return {"class_labels": labels}
 

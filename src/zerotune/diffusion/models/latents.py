@@ -122,10 +122,10 @@ class LatentSpace:
                 f"the number of frames must be 1 more than a multiple of {self.frames}, because "
                 f"the VAE compresses every {self.frames} frames after the first into "
                 "one latent frame",
-                key="frames",
-                value=frames,
-                fix=f"use ClipBuckets(compression={self.frames}, frames=...) with a valid number "
+                f"use ClipBuckets(compression={self.frames}, frames=...) with a valid number "
                 "of frames",
+                "frames",
+                frames,
             )
 
     def _decoded(self, one: torch.Tensor) -> torch.Tensor:

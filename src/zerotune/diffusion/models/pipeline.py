@@ -82,9 +82,9 @@ class FrozenParts:
         if self.pipeline.vae is None:
             raise DataError(
                 "the pipeline was loaded without its VAE, which encodes and decodes images",
-                key="parts.vae",
-                value=None,
-                fix='remove "vae" from leave_out',
+                'remove "vae" from leave_out',
+                "parts.vae",
+                None,
             )
         return self.pipeline.vae
 
@@ -121,9 +121,9 @@ class FrozenParts:
         if not found and not self.trained_encoders:
             raise DataError(
                 "the pipeline was loaded without text encoders, so texts cannot be encoded",
-                key="parts.text_encoders",
-                value=None,
-                fix="remove the names of the text encoders from leave_out",
+                "remove the names of the text encoders from leave_out",
+                "parts.text_encoders",
+                None,
             )
         return found
 
@@ -280,7 +280,7 @@ def pipeline_class(pipeline: str | type[Any]) -> Any:
     if not diffusers.utils.is_transformers_available():
         raise MissingDependencyError(
             f"diffusers' {pipeline} needs transformers, which is not installed",
-            fix="pip install transformers",
+            "pip install transformers",
         )
     return getattr(diffusers, pipeline)
 
@@ -381,9 +381,9 @@ class Blueprint:
         if vae[1] and not (folder / "vae" / "config.json").is_file():
             raise DataError(
                 "does not exist, and the pipeline reads sizes from it even without the VAE",
-                key="source",
-                value=folder / "vae" / "config.json",
-                fix="copy this file from the pipeline; parts=False needs none of its weights",
+                "copy this file from the pipeline; parts=False needs none of its weights",
+                "source",
+                folder / "vae" / "config.json",
             )
         kept = component_class(*vae) if vae[1] else None
         with unpartitioned(), torch.device("meta"):

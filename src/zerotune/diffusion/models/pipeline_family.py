@@ -203,10 +203,10 @@ class PipelineFamily:
         if self.parts is None:
             raise DataError(
                 "the empty text cannot be encoded without text encoders",
-                key="dropout",
-                value=self.dropout,
-                fix="load the text encoders, or drop captions in the dataset with "
+                "load the text encoders, or drop captions in the dataset with "
                 "Augmentation(caption_dropout=...)",
+                "dropout",
+                self.dropout,
             )
         known = self.empty_texts_of(batch, device=texts[first].device)
         empty = {name: value.to(texts[name]) for name, value in known.items()}
@@ -228,9 +228,8 @@ class PipelineFamily:
             raise DataError(
                 f"{type(self).__name__} needs reference images, but the batch contains "
                 f"only {sorted(batch)}",
-                key=f"batch[{REFERENCES!r}]",
-                fix="add reference_images (b, 3, height, width) or reference_latents to the "
-                "batches",
+                "add reference_images (b, 3, height, width) or reference_latents to the batches",
+                f"batch[{REFERENCES!r}]",
             )
         device = images.device
 
@@ -249,8 +248,8 @@ class PipelineFamily:
         if self.text_tensors[0] in batch:
             raise DataError(
                 "the batch contains precomputed embeddings, but text encoders are trained",
-                key=f"batch[{self.text_tensors[0]!r}]",
-                fix="pass captions; to cache latents only, call encode_dataset with this family",
+                "pass captions; to cache latents only, call encode_dataset with this family",
+                f"batch[{self.text_tensors[0]!r}]",
             )
         captions: Any = take(batch, CAPTIONS)
         if self.dropout == 0:
@@ -319,10 +318,10 @@ class PipelineFamily:
     def _edits_one(self, count: int) -> DataError:
         return DataError(
             f"{type(self).__name__} supports only one reference image per sample",
-            key="references",
-            value=count,
-            fix="pass one reference image per sample, or train Flux2, Flux2Klein or "
+            "pass one reference image per sample, or train Flux2, Flux2Klein or "
             "QwenImageEditPlus, which support several",
+            "references",
+            count,
         )
 
     def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
@@ -417,10 +416,10 @@ class PipelineFamily:
         """
         return DataError(
             f"{type(self).__name__} needs a reference image for each sample",
-            key=key,
-            value=None,
-            fix="add reference_images (b, 3, height, width) to the batches, or cache latents "
+            "add reference_images (b, 3, height, width) to the batches, or cache latents "
             "and embeddings with encode_dataset",
+            key,
+            None,
         )
 
     def encode_images(
@@ -528,9 +527,9 @@ class PipelineFamily:
             return Blueprint.usual(pipeline_class(self.pipeline))
         raise DataError(
             f"{type(self).__name__} has no pipeline",
-            key="blueprint",
-            value=None,
-            fix="use load_pretrained(folder).family; pass parts=False to load only the model",
+            "use load_pretrained(folder).family; pass parts=False to load only the model",
+            "blueprint",
+            None,
         )
 
     def latent_space(self) -> LatentSpace | _UsualSpace:
@@ -717,9 +716,9 @@ class PipelineFamily:
         if drawing.references is None:
             raise DataError(
                 f"{type(self).__name__} needs reference images for sampling",
-                key="references",
-                value=None,
-                fix="pass images (n, 3, height, width) in [-1, 1] as references=",
+                "pass images (n, 3, height, width) in [-1, 1] as references=",
+                "references",
+                None,
             )
         return self.one_of_each(drawing.references)
 
@@ -758,10 +757,10 @@ class PipelineFamily:
             raise DataError(
                 f"{type(self).__name__} has neither a VAE nor text encoders, so {what} "
                 "cannot be encoded",
-                key="parts",
-                value=None,
-                fix=f"create the family with {type(self).__name__}(parts=...), or use "
+                f"create the family with {type(self).__name__}(parts=...), or use "
                 "load_pretrained(folder).family",
+                "parts",
+                None,
             )
         return self.parts
 
@@ -919,8 +918,8 @@ class PipelineFamily:
         else:
             raise DataError(
                 "the pipeline's call ended without calling scheduler.step",
-                key=type(self).__name__,
-                fix="override predict in the family (docs/families.md)",
+                "override predict in the family (docs/families.md)",
+                type(self).__name__,
             )
         return self._as_latents(prediction, noisy)
 
@@ -933,9 +932,9 @@ class PipelineFamily:
         raise DataError(
             f"the pipeline's prediction has shape {tuple(prediction.shape)}, but its latents have "
             f"shape {wanted}",
-            key=f"{self.pipeline}.scheduler.step",
-            fix="declare in the family how the pipeline packs latents; models that also "
+            "declare in the family how the pipeline packs latents; models that also "
             "predict a variance are not supported",
+            f"{self.pipeline}.scheduler.step",
         )
 
     def _call_kwargs(
@@ -966,10 +965,10 @@ class PipelineFamily:
             raise DataError(
                 f"both sides must be divisible by {self._patch}, because {self.pipeline} packs "
                 f"latents into patches of {self._patch} by {self._patch}",
-                key="latents",
-                value=tuple(shape[-2:]),
-                fix="use buckets whose sides are divisible by "
+                "use buckets whose sides are divisible by "
                 f"{self._patch * self.latent_space().scale} pixels",
+                "latents",
+                tuple(shape[-2:]),
             )
 
     @property
@@ -1041,11 +1040,11 @@ class PipelineFamily:
                 return int(config[name])
         raise InvalidValueError(
             "the model's configuration does not define the text embedding width",
-            key=f"{type(self).__name__}.text_width",
-            value=self.text_width,
-            fix="set text_width in the family to the configuration key for the text embedding "
+            "set text_width in the family to the configuration key for the text embedding "
             "width; tried: "
             f"{', '.join(_TEXT_WIDTHS)}",
+            f"{type(self).__name__}.text_width",
+            self.text_width,
         )
 
     def tokens(self) -> int:
@@ -1153,9 +1152,8 @@ def _text_tensor(named: Mapping[str, Any], name: str, prefix: str) -> Tensor:
     if not isinstance(found, Tensor):
         raise InvalidValueError(
             "the pipeline's encode_prompt did not return this tensor",
-            key=f"text_tensors: {name}",
-            value=type(found).__name__,
-            fix="set encoded = (...) in the family to the names of encode_prompt's outputs, in "
-            "order",
+            "set encoded = (...) in the family to the names of encode_prompt's outputs, in order",
+            f"text_tensors: {name}",
+            type(found).__name__,
         )
     return found

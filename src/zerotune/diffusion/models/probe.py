@@ -93,13 +93,13 @@ def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...
             raise _not_trainable(family, f"{type(error).__name__}: {error}") from error
         return (
             Decision(
-                key="family",
-                before="tested without weights",
-                after="not tested",
-                reason=f"{pipeline_name(family.pipeline)} reads tensor values, which a model "
+                "family",
+                "tested without weights",
+                "not tested",
+                f"{pipeline_name(family.pipeline)} reads tensor values, which a model "
                 f"without weights does not have ({str(error).splitlines()[0]}); the first training "
                 "step shows whether the family works",
-                severity="warning",
+                "warning",
             ),
         )
     except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
@@ -130,10 +130,10 @@ def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision,
         family = attrs.evolve(family, texts_alone=True)
         decisions += (
             Decision(
-                key="family.texts_alone",
-                before=False,
-                after=True,
-                reason=f"{pipeline_name(family.pipeline)} pads texts to the longest one in the "
+                "family.texts_alone",
+                False,
+                True,
+                f"{pipeline_name(family.pipeline)} pads texts to the longest one in the "
                 "batch, which changes their embeddings; therefore each text is encoded alone",
             ),
         )
@@ -142,12 +142,12 @@ def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision,
     except DataError as error:
         decisions += (
             Decision(
-                key="family.text_tensors",
-                before="texts of any length in a micro batch",
-                after="texts of equal length in a micro batch",
-                reason=f"{pipeline_name(family.pipeline)} encodes texts of different lengths "
+                "family.text_tensors",
+                "texts of any length in a micro batch",
+                "texts of equal length in a micro batch",
+                f"{pipeline_name(family.pipeline)} encodes texts of different lengths "
                 f"without a mask ({error.key}); train with train_micro_batch_size_per_gpu=1",
-                severity="warning",
+                "warning",
             ),
         )
     return family, decisions
@@ -203,7 +203,7 @@ def _check_gradients(family: PipelineFamily, module: torch.nn.Module) -> None:
 def _not_trainable(family: PipelineFamily, reason: str) -> InvalidValueError:
     return InvalidValueError(
         f"cannot be trained through its pipeline: {reason}",
-        key="family",
-        value=f"{type(family).__name__} ({pipeline_name(family.pipeline)})",
-        fix="correct the family's declaration, or override predict (docs/families.md)",
+        "correct the family's declaration, or override predict (docs/families.md)",
+        "family",
+        f"{type(family).__name__} ({pipeline_name(family.pipeline)})",
     )

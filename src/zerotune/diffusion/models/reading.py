@@ -89,9 +89,9 @@ class ReadingFamily(PipelineFamily):
         if images is None:
             raise DataError(
                 "the empty text must be encoded with each image, but caches contain no images",
-                key="dropout",
-                value=self.dropout,
-                fix="drop captions in the dataset with Augmentation(caption_dropout=...)",
+                "drop captions in the dataset with Augmentation(caption_dropout=...)",
+                "dropout",
+                self.dropout,
             )
         return self.encode_texts([""] * len(images), device=device, references=images)
 

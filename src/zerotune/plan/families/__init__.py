@@ -76,9 +76,9 @@ def model_family(name: str) -> ModelFamily:
         close = " or ".join(map(repr, did_you_mean(name, family_names())))
         raise InvalidValueError(
             "is not a known model family",
-            key="family",
-            value=name,
-            fix=f"did you mean {close}?" if close else f"use one of {', '.join(family_names())}",
+            f"did you mean {close}?" if close else f"use one of {', '.join(family_names())}",
+            "family",
+            name,
         )
     data = json.loads(entry.read_text(encoding="utf-8"))
     facts = attrs.evolve(facts_from_json(data), name=name)
@@ -172,9 +172,9 @@ def as_facts(
         return facts
     raise InvalidValueError(
         "a quantized model cannot be trained; only adapters on it can",
-        key="base_dtype",
-        value=base_dtype,
-        fix="add adapters, such as lora=16, or omit base_dtype",
+        "add adapters, such as lora=16, or omit base_dtype",
+        "base_dtype",
+        base_dtype,
         shell_fix="add adapters, such as --lora 16, or omit --base-dtype",
     )
 
@@ -190,8 +190,8 @@ def _facts_of(model: ModelFacts | str | object) -> ModelFacts:
         return ModelFacts.from_module(model)
     raise InvalidValueError(
         "is neither a model nor model facts",
-        key="model",
-        value=type(model).__name__,
-        fix="pass ModelFacts, a module, or the name of a family such as 'sdxl'; for a diffusers"
+        "pass ModelFacts, a module, or the name of a family such as 'sdxl'; for a diffusers"
         " configuration use zerotune.model_facts",
+        "model",
+        type(model).__name__,
     )

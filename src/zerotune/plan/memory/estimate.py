@@ -860,10 +860,10 @@ def with_gradients_kept(estimate: Estimate, usable: int) -> Resolved:
     useful = BUFFERS_IN_BACKWARD + math.ceil(len(units) / _LEFT)
     kept = min(max(buffers + room, _LEAST_BUFFERS), max(useful, _LEAST_BUFFERS))
     decision = Decision(
-        key="streamed.gradient_buffers",
-        before=buffers,
-        after=kept,
-        reason=f"as many as fit in the {format_size(usable)} of host memory per rank; more than "
+        "streamed.gradient_buffers",
+        buffers,
+        kept,
+        f"as many as fit in the {format_size(usable)} of host memory per rank; more than "
         f"{useful} buffers have no benefit for {len(units)} units",
     )
     return attrs.evolve(
@@ -939,10 +939,10 @@ def with_units_kept(estimate: Estimate, usable: int) -> Resolved:
     total = case.unit_element * case.streamed.total
     memory = max(0, min(usable - others, total))
     decision = Decision(
-        key="streamed.memory",
-        before=resolved.streaming.memory,
-        after=memory,
-        reason=f"other components need {format_size(others)} of the {format_size(usable)} of "
+        "streamed.memory",
+        resolved.streaming.memory,
+        memory,
+        f"other components need {format_size(others)} of the {format_size(usable)} of "
         f"usable device memory; all units together need {format_size(total)}",
     )
     return attrs.evolve(
@@ -1052,8 +1052,8 @@ def estimate_resolved(resolved: Resolved, workload: Workload) -> Estimate:
     if model is None:
         raise UnresolvedPlanError(
             "the estimate needs the shapes of the model's parameters",
-            key="model",
-            fix="pass model=ModelFacts.from_module(model) to resolve",
+            "pass model=ModelFacts.from_module(model) to resolve",
+            "model",
         )
     case = Costing(resolved=resolved, model=model, workload=workload)
     items = [item for item in _items(case) if item.nbytes > 0]
@@ -1092,9 +1092,9 @@ def sample_size(
         if facts.frames_per_latent is None:
             raise InvalidValueError(
                 f"is set, but {facts.name} is trained on images, which have no frames",
-                key="frames",
-                value=frames,
-                fix="omit it, or choose a video model",
+                "omit it, or choose a video model",
+                "frames",
+                frames,
             )
     return {"height": height, "width": width, "frames": frames}
 
@@ -1108,9 +1108,9 @@ def sides(resolution: int | tuple[int, int] | None) -> tuple[int | None, int | N
     if not shaped or not all(is_integer(side) and side >= 8 for side in pair):
         raise InvalidValueError(
             "is not a valid image size",
-            key="resolution",
-            value=resolution,
-            fix="write the side in pixels, such as 1024, or (height, width)",
+            "write the side in pixels, such as 1024, or (height, width)",
+            "resolution",
+            resolution,
         )
     return int(pair[0]), int(pair[1])
 
@@ -1118,9 +1118,7 @@ def sides(resolution: int | tuple[int, int] | None) -> tuple[int | None, int | N
 def count(value: Any, key: str, *, least: int = 1) -> int:
     """Return ``value`` if it is an integer of at least ``least``; otherwise raise an error."""
     if not is_integer(value) or value < least:
-        raise InvalidValueError(
-            "must be a whole number", key=key, value=value, fix=f"write at least {least}"
-        )
+        raise InvalidValueError("must be a whole number", f"write at least {least}", key, value)
     return int(value)
 
 

@@ -33,9 +33,11 @@ _TERA: Final = 1e12
 def _check_rate(_instance: object, attribute: Any, value: Any) -> None:
     if not _is_rate(value):
         raise InvalidValueError(
-            "must be a positive number", key=f"rates.{attribute.name}", value=value,
-            fix="measure the rate with `zerotune doctor --rates`",
-        )  # fmt: skip
+            "must be a positive number",
+            "measure the rate with `zerotune doctor --rates`",
+            f"rates.{attribute.name}",
+            value,
+        )
 
 
 def _rate_field() -> Any:
@@ -211,7 +213,7 @@ def card_named(text: str, *, key: str) -> Card:
     if not found or len(names) > 1:
         why = "names several listed cards" if found else "is not a listed card"
         fix = f"write one of {', '.join(names)}"
-        raise InvalidValueError(why, key=key, value=text, fix=fix)
+        raise InvalidValueError(why, fix, key, text)
     return found[0]
 
 
@@ -356,9 +358,9 @@ class SwapTraffic:
             if not _is_rate(rate):
                 raise InvalidValueError(
                     "must be a positive number of bytes per second",
-                    key=key,
-                    value=rate,
-                    fix="measure the rate with DeepSpeed's `ds_nvme_tune --nvme_dir ROOT`",
+                    "measure the rate with DeepSpeed's `ds_nvme_tune --nvme_dir ROOT`",
+                    key,
+                    rate,
                 )
         return self.read / read_rate + self.written / write_rate
 

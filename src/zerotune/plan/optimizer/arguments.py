@@ -95,9 +95,9 @@ def reject_unknown(
         log.refuse(
             UnknownKeyError(
                 f"{owner} has no such argument",
-                key=f"{section}.{key}",
-                value=value,
-                fix=f"did you mean {' or '.join(close)}?" if close else there_are,
+                f"did you mean {' or '.join(close)}?" if close else there_are,
+                f"{section}.{key}",
+                value,
                 edits=[*renames, REMOVAL],
             )
         )
@@ -190,9 +190,9 @@ class Arguments(Log):
         if value is UNSET and parameter.name not in LENGTHS:
             raise OptimizerError(
                 f"{owner} needs this value, but neither the configuration nor the run sets it",
-                key=key,
-                value=AUTO if automatic else UNSET,
-                fix="write a number",
+                "write a number",
+                key,
+                AUTO if automatic else UNSET,
             )
         if value is UNSET:
             self.decide(key, AUTO if automatic else None, BY_RUN, "its number of steps is unknown")

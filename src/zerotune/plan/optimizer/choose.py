@@ -85,10 +85,7 @@ class ChoiceOptions:
     def _check_policy(self, _attribute: Any, value: str) -> None:
         if value not in get_args(Policy):
             raise InvalidValueError(
-                "is not a valid policy",
-                key="on_unsupported",
-                value=value,
-                fix='use "fallback" or "error"',
+                "is not a valid policy", 'use "fallback" or "error"', "on_unsupported", value
             )
 
 
@@ -157,10 +154,10 @@ def _override_paths(name: str, value: Any) -> list[tuple[str, Any]]:
     if path not in _TYPES and not path.startswith((f"{OPTIMIZER}.", f"{SCHEDULER}.")):
         raise UnknownKeyError(
             "is not a setting of the optimizer or the scheduler",
-            key=name,
-            value=value,
-            fix=f'use "{OPTIMIZER}.lr", "{SCHEDULER}.warmup_num_steps", '
+            f'use "{OPTIMIZER}.lr", "{SCHEDULER}.warmup_num_steps", '
             '"optimizer.type" or "scheduler.type"',
+            name,
+            value,
         )
     return [(path, value)]
 
@@ -279,9 +276,9 @@ class _Choosing(Log):
             # or without the memory that 8-bit states save, it would not help.
             raise OptimizerError(
                 why,
-                key=OPTIMIZER_TYPE,
-                value=name.written,
-                fix=f"use {capability.alternative}",
+                f"use {capability.alternative}",
+                OPTIMIZER_TYPE,
+                name.written,
                 edits=capability.edits,
             )
         if capability.alternative not in (None, DEFAULT_OPTIMIZER):
@@ -469,9 +466,9 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
     if entry.name == "Rprop" and not values["etas"][0] < 1 < values["etas"][1]:
         raise InvalidValueError(
             "the first factor must be below 1 and the second above 1",
-            key=f"{OPTIMIZER}.etas",
-            value=values["etas"],
-            fix="write for example [0.5, 1.2]",
+            "write for example [0.5, 1.2]",
+            f"{OPTIMIZER}.etas",
+            values["etas"],
             edits=writes([0.5, 1.2]),
         )
 
@@ -488,21 +485,21 @@ def require_startable(optimizer: OptimizerChoice, scheduler: SchedulerChoice | N
     if package is not None:
         raise MissingDependencyError(
             f"{entry.name} needs the package {package}, which is not installed",
-            key=OPTIMIZER_TYPE,
-            value=entry.name,
-            fix=f"pip install 'zerotune[{entry.extra}]'",
+            f"pip install 'zerotune[{entry.extra}]'",
+            OPTIMIZER_TYPE,
+            entry.name,
         )
     if entry.name == "Muon" and not optimizer.groups:
         raise OptimizerError(
             "Muon needs the names and shapes of the parameters",
-            key=OPTIMIZER_TYPE,
-            value=entry.name,
-            fix="pass them: plan.resolve(model=ModelFacts.from_module(model))",
+            "pass them: plan.resolve(model=ModelFacts.from_module(model))",
+            OPTIMIZER_TYPE,
+            entry.name,
         )
     if scheduler is not None and (length := open_length(scheduler)):
         raise OptimizerError(
             f"{scheduler.name} needs this value, but neither the configuration nor the run sets it",
-            key=f"{SCHEDULER}.{length}",
-            value=AUTO,
-            fix="write a number, or pass RunFacts(total_steps=…) to the run",
+            "write a number, or pass RunFacts(total_steps=…) to the run",
+            f"{SCHEDULER}.{length}",
+            AUTO,
         )

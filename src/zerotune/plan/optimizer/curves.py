@@ -43,9 +43,9 @@ def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
     except KeyError:
         raise OptimizerError(
             "there is no such schedule",
-            key="scheduler.type",
-            value=choice.name,
-            fix=f"use one of {', '.join(_CURVES)}",
+            f"use one of {', '.join(_CURVES)}",
+            "scheduler.type",
+            choice.name,
         ) from None
     return curve(_Update(choice.params, step, base_lr))
 
@@ -85,8 +85,8 @@ class _Update:
         if value == BY_RUN:
             raise UnresolvedPlanError(
                 "the schedule cannot be evaluated without this argument",
-                key=f"scheduler.params.{key}",
-                fix="write it, or pass run=RunFacts(…) to DeepSpeedPlan.resolve",
+                "write it, or pass run=RunFacts(…) to DeepSpeedPlan.resolve",
+                f"scheduler.params.{key}",
             )
         return value
 
@@ -293,8 +293,8 @@ class ScheduleCurve:
         except ImportError as error:
             raise MissingDependencyError(
                 f"matplotlib could not be imported ({error})",
-                key="plot_schedule",
-                fix="run pip install 'zerotune[plot]'",
+                "run pip install 'zerotune[plot]'",
+                "plot_schedule",
             ) from error
         figure = Figure(figsize=(7, 3.6), layout="constrained")
         FigureCanvasAgg(figure)

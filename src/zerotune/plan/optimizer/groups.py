@@ -31,7 +31,7 @@ def check_pattern(pattern: Any, *, key: str) -> str:
     """Check a pattern of parameter names, and return it."""
     if not isinstance(pattern, str) or not pattern.strip():
         raise InvalidValueError(
-            "a pattern must be text", key=key, value=pattern, fix='write for example "unet.*.bias"'
+            "a pattern must be text", 'write for example "unet.*.bias"', key, pattern
         )
     if pattern.startswith(REGEX):
         try:
@@ -39,9 +39,9 @@ def check_pattern(pattern: Any, *, key: str) -> str:
         except re.error as error:
             raise InvalidValueError(
                 f"is not a valid regular expression ({error})",
-                key=key,
-                value=pattern,
-                fix="correct the expression, or write a glob without the re: prefix",
+                "correct the expression, or write a glob without the re: prefix",
+                key,
+                pattern,
             ) from error
     return pattern
 
@@ -113,8 +113,8 @@ class ParameterGroup:
         if not value:
             raise InvalidValueError(
                 "a group without patterns matches no parameter",
-                key=f"{_RULES_KEY}.{self.name}.patterns",
-                fix='write "*" for all remaining parameters',
+                'write "*" for all remaining parameters',
+                f"{_RULES_KEY}.{self.name}.patterns",
             )
 
     @lr_scale.validator
@@ -124,16 +124,16 @@ class ParameterGroup:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise InvalidValueError(
                 "must be a number > 0",
-                key=f"{_RULES_KEY}.{self.name}.lr_scale",
-                value=value,
-                fix="to exclude parameters from training, freeze them with requires_grad_(False)",
+                "to exclude parameters from training, freeze them with requires_grad_(False)",
+                f"{_RULES_KEY}.{self.name}.lr_scale",
+                value,
             )
         if "lr" in self.params:
             raise InvalidValueError(
                 "lr and lr_scale are both set, but a group accepts only one of them",
-                key=f"{_RULES_KEY}.{self.name}.lr_scale",
-                value=value,
-                fix="omit one of them",
+                "omit one of them",
+                f"{_RULES_KEY}.{self.name}.lr_scale",
+                value,
             )
 
     @until.validator
@@ -170,9 +170,9 @@ class ParameterGroup:
             if parameter is None or key not in _PER_GROUP:
                 raise InvalidValueError(
                     "the optimizer uses one value of this argument for all groups",
-                    key=f"{section}.{key}",
-                    value=value,
-                    fix="write it under optimizer.params",
+                    "write it under optimizer.params",
+                    f"{section}.{key}",
+                    value,
                 )
             arguments[key] = check(parameter, value, section=section)
         if self.lr_scale is not None:
@@ -205,9 +205,9 @@ class ParameterGroups:
                     "two groups have the same name"
                     if name != REST
                     else "this name is reserved for the group of unmatched parameters",
-                    key=f"{_RULES_KEY}.name",
-                    value=name,
-                    fix="rename one of them",
+                    "rename one of them",
+                    f"{_RULES_KEY}.name",
+                    name,
                 )
 
     @classmethod
@@ -287,9 +287,7 @@ class ParameterGroups:
                     fix = f"the model's parts are {', '.join(parts)}"
                     if close:
                         fix = f"did you mean {' or '.join(close)}?"
-                raise OptimizerError(
-                    reason, key=f"{KEY}.{rule.name}.patterns", value=pattern, fix=fix
-                )
+                raise OptimizerError(reason, fix, f"{KEY}.{rule.name}.patterns", pattern)
 
 
 _NO_DECAY = ParameterGroup(name="no decay", max_ndim=1, params={"weight_decay": 0.0}, optional=True)
@@ -313,16 +311,16 @@ def group_parameters(
     if model is None:
         raise OptimizerError(
             "parameter groups need the names of the parameters",
-            key=KEY,
-            fix="pass them: plan.resolve(model=ModelFacts.from_module(model))",
+            "pass them: plan.resolve(model=ModelFacts.from_module(model))",
+            KEY,
         )
     if entry.name == "Prodigy":
         raise OptimizerError(
             "the optimizer derives one rate from all weights, but ZeRO updates groups one "
             "after another",
-            key=KEY,
-            value=entry.name,
-            fix="omit the groups, or use a different optimizer",
+            "omit the groups, or use a different optimizer",
+            KEY,
+            entry.name,
         )
     groups._check_matches(model)
     taken: dict[str, list[ParameterFacts]] = {rule.name: [] for rule in groups.rules}
@@ -383,17 +381,17 @@ def _check_empty(
             f"earlier groups match all of its parameters ({', '.join(rivals)})"
             if rivals
             else f"max_ndim {rule.max_ndim} excludes all parameters that match its patterns",
-            key=f"{KEY}.{rule.name}",
-            value=rule.patterns,
-            fix="move this group before them: the first match wins" if rivals else "omit max_ndim",
+            "move this group before them: the first match wins" if rivals else "omit max_ndim",
+            f"{KEY}.{rule.name}",
+            rule.patterns,
         )
 
 
 def groups_decision(chosen: Sequence[GroupChoice]) -> Decision:
     """Return the decision that lists the chosen groups."""
     return Decision(
-        key=KEY,
-        before=None,
-        after=tuple(group.name for group in chosen),
-        reason="; ".join(describe(group) for group in chosen),
+        KEY,
+        None,
+        tuple(group.name for group in chosen),
+        "; ".join(describe(group) for group in chosen),
     )

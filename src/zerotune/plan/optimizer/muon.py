@@ -57,9 +57,11 @@ class MuonPatterns:
             check_pattern(pattern, key="use_muon")
             if pattern.startswith("@") and pattern not in _POSITIONS:
                 raise InvalidValueError(
-                    "is not a known position", key="use_muon", value=pattern,
-                    fix=f"use one of {', '.join(_POSITIONS)}",
-                )  # fmt: skip
+                    "is not a known position",
+                    f"use one of {', '.join(_POSITIONS)}",
+                    "use_muon",
+                    pattern,
+                )
             if not isinstance(use, bool):
                 raise InvalidValueError(
                     "must be true (Muon) or false (Adam)", key=f"use_muon.{pattern}", value=use
@@ -81,9 +83,9 @@ class MuonPatterns:
             if parameter.name in chosen and len(parameter.shape) < 2:
                 raise InvalidValueError(
                     "Muon orthogonalises matrices, but this parameter is not a matrix",
-                    key=f"use_muon.{parameter.name}",
-                    value=parameter.shape,
-                    fix='put ("@vectors", False) before the pattern that matches it',
+                    'put ("@vectors", False) before the pattern that matches it',
+                    f"use_muon.{parameter.name}",
+                    parameter.shape,
                 )
         return chosen
 
@@ -111,9 +113,8 @@ def muon_groups(
     if not selected:
         raise OptimizerError(
             "no parameter of this model is selected for Muon",
-            key="use_muon",
-            fix="select parameters with OptimizerResolver(muon=MuonPatterns(rules=…)), or use "
-            "AdamW",
+            "select parameters with OptimizerResolver(muon=MuonPatterns(rules=…)), or use AdamW",
+            "use_muon",
         )
     muon_lr = rates.get("muon_lr", choice.lr)
     adam_lr, decisions = _adam_rate(choice, rates)
@@ -141,12 +142,12 @@ def _adam_rate(
     if lr == choice.lr:
         return lr, ()
     decision = Decision(
-        key="optimizer.params.adam_lr",
-        before=None,
-        after=lr,
-        reason=f"Muon's learning rate of {choice.lr:g} is far too large for Adam, which updates "
+        "optimizer.params.adam_lr",
+        None,
+        lr,
+        f"Muon's learning rate of {choice.lr:g} is far too large for Adam, which updates "
         "the other parameters; set adam_lr to change Adam's learning rate",
-        severity="warning",
+        "warning",
     )
     return lr, (decision,)
 
@@ -158,10 +159,10 @@ def _convolutions_decision(
     if not count:
         return ()
     decision = Decision(
-        key="use_muon",
-        before=None,
-        after=f"{count} convolutions",
-        reason="Muon treats a convolution as a matrix of shape (out, in x height x width), as its "
+        "use_muon",
+        None,
+        f"{count} convolutions",
+        "Muon treats a convolution as a matrix of shape (out, in x height x width), as its "
         'authors do; to use Adam for convolutions, put ("re:pattern", False) first',
     )
     return (decision,)

@@ -123,9 +123,9 @@ def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None
         return None
     return InvalidValueError(
         "clipping is not an argument of the optimizer in DeepSpeed",
-        key="optimizer.params.max_grad_norm",
-        value=params["max_grad_norm"],
-        fix="move it to gradient_clipping at the top level",
+        "move it to gradient_clipping at the top level",
+        "optimizer.params.max_grad_norm",
+        params["max_grad_norm"],
         edits=[{"": UNSET, "gradient_clipping": params["max_grad_norm"]}],
     )
 
@@ -166,7 +166,7 @@ def parse_optimizer_name(name: Any, *, key: str = OPTIMIZER_TYPE) -> OptimizerNa
     """
     if not isinstance(name, str) or not name.strip():
         raise InvalidValueError(
-            "an optimizer name must be text", key=key, value=name, fix='write for example "AdamW"'
+            "an optimizer name must be text", 'write for example "AdamW"', key, name
         )
     parsed = _parsed(name)
     if parsed is None:
@@ -219,9 +219,5 @@ def _unknown_optimizer(name: str, key: str) -> OptimizerError:
         else f"use one of {known}"
     )
     return OptimizerError(
-        f"zerotune knows no optimizer with this name{where}",
-        key=key,
-        value=name,
-        fix=fix,
-        edits=writes(*close),
+        f"zerotune knows no optimizer with this name{where}", fix, key, name, edits=writes(*close)
     )

@@ -174,9 +174,9 @@ def _scalars(params: Mapping[str, Any], optimizer: OptimizerChoice) -> dict[str,
         if several and len(value) != 1:
             raise InvalidValueError(
                 f"expected one value, because {optimizer.name} has one parameter group",
-                key=f"{SCHEDULER}.{key}",
-                value=value,
-                fix="write one number",
+                "write one number",
+                f"{SCHEDULER}.{key}",
+                value,
             )
         if key != "last_batch_iteration":
             plain[key] = value[0] if several else value
@@ -258,9 +258,9 @@ def _compare_lengths(values: Mapping[str, Any], log: Log) -> None:
         raise InvalidValueError(
             "the polynomial schedule divides by the number of steps after the warm-up, "
             "which is zero",
-            key=f"{SCHEDULER}.{key}",
-            value=total,
-            fix="make the schedule longer than its warm-up",
+            "make the schedule longer than its warm-up",
+            f"{SCHEDULER}.{key}",
+            total,
         )
     if total < warmup:
         reason = f"the value is unchanged, but the warm-up of {warmup} steps is longer than the "
@@ -322,9 +322,9 @@ def _constant_until(group: GroupChoice, log: Log, *, own_pace: bool) -> Schedule
     if own_pace:
         raise OptimizerError(
             "the optimizer adapts its own learning rate, but only a schedule can stop the group",
-            key=f"optimizer.groups.{group.name}.until",
-            value=group.until,
-            fix="use AdamW, or omit until",
+            "use AdamW, or omit until",
+            f"optimizer.groups.{group.name}.until",
+            group.until,
         )
     why = f"the schedule stops the training of group {group.name} after step {group.until}"
     log.decide(SCHEDULER_TYPE, None, "constant", why)

@@ -207,7 +207,7 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
     """
     if not isinstance(name, str) or not name.strip():
         raise InvalidValueError(
-            "a schedule name must be text", key=key, value=name, fix='write for example "WarmupLR"'
+            "a schedule name must be text", 'write for example "WarmupLR"', key, name
         )
     canonical = canonical_schedule(name)
     if canonical is not None:
@@ -217,19 +217,19 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
         raise OptimizerError(
             "this is a schedule of torch or transformers, which DeepSpeed's engine does not step "
             "with ZeRO",
-            key=key,
-            value=name,
-            fix=f"write {' or '.join(names)}{remark}",
+            f"write {' or '.join(names)}{remark}",
+            key,
+            name,
             edits=writes(*names),
         )
     close = did_you_mean(name, SCHEDULERS)
     known = ", ".join(SCHEDULERS)
     raise OptimizerError(
         "no schedule has this name",
-        key=key,
-        value=name,
-        fix=f"did you mean {' or '.join(close)}? Known names: {known}"
+        f"did you mean {' or '.join(close)}? Known names: {known}"
         if close
         else f"use one of {known}",
+        key,
+        name,
         edits=writes(*close),
     )
