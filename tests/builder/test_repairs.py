@@ -309,7 +309,7 @@ RULES = [
         **zero(stage=3),
         **optimizer("Muon", lr=1e-4),
     ),
-    case("one-bit-optimizer", "Write AdamW", "Write Lamb", **optimizer("OneBitAdam", lr=1e-4)),
+    case("one-bit-optimizer", "Write AdamW", **optimizer("OneBitAdam", lr=1e-4)),
     case(
         "fp16-fixed-loss-scale",
         "Write 0",

@@ -20,6 +20,7 @@ from tests.device.cases import (
     run,
     started,
 )
+from zerotune.backend.optimizers.classes import Lamb
 from zerotune.plan.context import DeviceUpdate, Streaming
 
 pytestmark = pytest.mark.deepspeed
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.deepspeed
 OPTIMIZERS = {
     "AdamW": partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.01),
     "Adafactor": partial(torch.optim.Adafactor, lr=2e-3, weight_decay=0.01),
+    "Lamb": partial(Lamb, lr=2e-3, weight_decay=0.01),
 }
 SPLIT = DeviceUpdate(masters="split")
 CASE = Case(
@@ -62,7 +64,7 @@ def trained(case: Case, seed: int, lateness: float):
         {"accumulation": 3},
         {"accumulation": 3, "clipping": 0.0, "update": DeviceUpdate()},
         {"lora": True, "optimizer": "AdamW"},
-        {"streamed": None, "engine": "host"},
+        {"streamed": None, "engine": "host", "optimizer": "Lamb"},
         {"streamed": None, "engine": "host", "clipping": 0.0, "update": DeviceUpdate()},
         {"family": "skipping", "steps": 8},
         {"family": "skipping", "steps": 8, "clipping": 0.0},

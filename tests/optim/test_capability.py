@@ -56,7 +56,7 @@ def test_a_cell_that_cannot_run_gives_a_reason_and_an_alternative(name, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["Lion", "Lamb", "Muon"])
+@pytest.mark.parametrize("name", ["Lion", "Muon"])
 def test_zerotunes_optimizers_run_where_deepspeed_has_no_kernel(name, stage):
     answer = capability(name, stage=stage)
     assert answer.status == "works with"
@@ -143,8 +143,9 @@ def test_torch_optimizers_run_under_zero_with_a_note_of_what_changes():
 
 
 def test_optimizers_with_factored_moments_cannot_run_on_flat_partitions():
-    assert capability("Adafactor", stage=0).status == "works"
-    assert capability("Adafactor", stage=2).status == "cannot"
+    for name, status in (("Adafactor", "works"), ("Lamb", "works with")):
+        assert capability(name, stage=0).status == status
+        assert capability(name, stage=2).status == "cannot"
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])

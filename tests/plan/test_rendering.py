@@ -176,7 +176,7 @@ def test_a_torch_optimizer_is_left_out_and_allowed_as_untested(tmp_path):
 
 @pytest.mark.parametrize(
     ("implementation", "untested"),
-    [("DeepSpeedCPUAdam", False), ("MuAdamW", True), ("MuSGD", True), ("FusedLamb", True)],
+    [("DeepSpeedCPUAdam", False), ("MuAdamW", True), ("MuSGD", True)],
 )
 def test_an_optimizer_untested_with_zero_is_allowed(implementation, untested, tmp_path):
     rendered = settle(

@@ -705,7 +705,7 @@ _OPS: Final = (
         "fused_lamb",
         "FusedLambBuilder",
         "Lamb",
-        instead="no action needed: zerotune's Lamb is used at every stage, with or without offload",
+        instead="no action needed: zerotune's Lamb is used, at stage 0",
     ),
 )
 

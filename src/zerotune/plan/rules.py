@@ -542,7 +542,7 @@ SETTING_RULES: Final = (
         summary="DeepSpeed 0.19 removed the 1-bit optimizers, which never ran with ZeRO.",
         reason="DeepSpeed 0.19 removed the 1-bit optimizers, and older releases reject them with "
         "ZeRO",
-        edits=writes("AdamW", "Lamb"),
+        edits=writes("AdamW"),
         remark="``OptimizerResolver`` replaces a 1-bit optimizer or raises an error, depending on "
         "its policy.",
     ),

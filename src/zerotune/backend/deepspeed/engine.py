@@ -51,7 +51,7 @@ from zerotune.backend.engine import (
     StepOutcome,
 )
 from zerotune.backend.master_weights import MasterWeights, full_shape, gradient_norm
-from zerotune.backend.optimizers.classes import ShardAware
+from zerotune.backend.optimizers.classes import Muon
 from zerotune.backend.optimizers.client import (
     chosen_optimizer,
     continue_schedule,
@@ -93,7 +93,7 @@ class ZeROEngine(Engine):
         self._wrapper.note_edits()
         self._raw_backward, self._raw_step = self._engine.backward, self._engine.step
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
-        if isinstance(inner, ShardAware):
+        if isinstance(inner, Muon):
             inner.attach(layout=layout, group=self._group, device=self.device)
         self._checks().raise_if_failed(engine=builder)
 

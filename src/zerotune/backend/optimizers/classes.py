@@ -1,7 +1,7 @@
 """Torch optimizers that DeepSpeed lacks, or supports only at some ZeRO stages.
 
 These optimizers are Lamb, Lion, Muon, and AdamW with 16-bit or 8-bit moments. All of them accept
-whole parameters as well as ZeRO's flat shards (see ``ShardAware``).
+whole parameters, and all but Lamb ZeRO's flat shards.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 class OptimizerPart:
     """This rank's part of one parameter, inside one tensor of the optimizer."""
 
-    index: int
-    """Index of the parameter, the same on every rank."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     start: int
@@ -77,108 +75,10 @@ class TensorByTensor(torch.optim.Optimizer):
         return state
 
 
-class ShardAware(TensorByTensor):
-    """Base class of optimizers whose update of an element depends on the whole parameter.
-
-    Without ``attach``, every tensor is treated as one whole parameter. ``step`` can use
-    collectives, because all ranks step ZeRO's groups (stages 1 and 2) or sub-groups (stage 3) in
-    the same order.
-    """
-
-    _parts: dict[int, list[OptimizerPart]] | None = None
-    _group: ProcessGroup | None = None
-    _parameters: int = 0
-    _device: torch.device = torch.device("cpu")
-
-    def attach(self, *, layout: MasterLayout, group: ProcessGroup, device: torch.device) -> None:
-        """Record which parameter parts each of the optimizer's tensors contains.
-
-        Collective: every rank must call it, after the engine has partitioned the parameters.
-
-        Args:
-            layout: Placement of the engine's master weights.
-            group: Processes over which the parameters are partitioned.
-            device: Device on which the group's collectives run.
-        """
-        order = layout.order
-        index = {name: number for number, (name, _) in enumerate(order)}
-        homes = torch.zeros(len(order), 3, dtype=torch.int64)
-        for address in layout.addresses:
-            whole = address.numel == address.full_numel
-            homes[index[address.name]] = torch.tensor([address.slab, 1, int(whole)])
-        sharded = group.world_size > 1 and not layout.replicated
-        self._group = group if sharded else None
-        self._device = device
-        totals = self.sum_over_ranks(homes)
-        mine = {address.name: address for address in layout.addresses}
-        parts: dict[int, list[OptimizerPart]] = {id(tensor): [] for tensor in layout.tensors}
-        for number, (name, shape) in enumerate(order):
-            slab_sum, holders, wholes = totals[number].tolist()
-            tensor = layout.tensors[slab_sum // max(1, holders)]
-            # At stage 3 a sub-group's tensors hold a part of each of its parameters.
-            own = mine.get(name)
-            start, numel, offset = (own.start, own.numel, own.offset) if own else (0, 0, 0)
-            parts[id(tensor)].append(
-                OptimizerPart(
-                    index=number, shape=shape, start=start, numel=numel, offset=offset,
-                    split=sharded and wholes == 0,
-                )
-            )  # fmt: skip
-        self._parts = parts
-        self._parameters = len(order)
-
-    def parts_of(self, tensor: torch.Tensor) -> list[OptimizerPart]:
-        """Return the parameter parts in an optimizer's tensor, in the same order on all ranks.
-
-        Args:
-            tensor: A tensor of the optimizer's groups.
-        """
-        described = (self._parts or {}).get(id(tensor))
-        if described is not None:
-            return described
-        return [
-            OptimizerPart(
-                index=0, shape=tuple(tensor.shape), start=0, numel=tensor.numel(), offset=0,
-                split=False,
-            )
-        ]  # fmt: skip
-
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``values`` over the ranks that share the parameters.
-
-        Args:
-            values: A tensor of the same shape on every rank, on any device.
-        """
-        if self._group is None:
-            return values
-        # Offloaded shards lie in host memory, where nccl cannot reach them.
-        return self._group.sum_(values.to(self._device)).to(values.device)
-
-    def whole(self, flat: torch.Tensor, part: OptimizerPart) -> torch.Tensor | None:
-        """Return a parameter's values from ``flat``; gather a split parameter from all ranks.
-
-        Args:
-            flat: A tensor laid out like the optimizer's tensor.
-            part: The parameter's part in ``flat``.
-
-        Returns:
-            A tensor in the parameter's shape; ``None`` if this rank has no part of the parameter.
-        """
-        own = flat.view(-1).narrow(0, part.offset, part.numel) if part.numel else None
-        if not part.split:
-            return None if own is None else own.view(part.shape)
-        full = torch.zeros(part.full_numel, dtype=flat.dtype, device=flat.device)
-        if own is not None:
-            full.narrow(0, part.start, part.numel).copy_(own)
-        full = self.sum_over_ranks(full)
-        return None if own is None else full.view(part.shape)
-
-
-class Lamb(ShardAware):
+class Lamb(TensorByTensor):
     """Lamb, from You et al. 2020, algorithm 2 (https://arxiv.org/abs/1904.00962).
 
-    The trust ratio needs norms of whole parameters, but under ZeRO each rank has only a flat shard.
-    Each rank sums the squares of its parts, and one small all-reduce adds the sums of all ranks.
+    The trust ratio needs the norms of whole parameters, so ZeRO's flat shards are refused.
 
     Args:
         params: Parameters or groups.
@@ -216,35 +116,16 @@ class Lamb(ShardAware):
 
     @override
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        update = self._direction(p, grad, group).view(-1)
-        flat, parts = p.view(-1), self.parts_of(p)
-        squares = torch.zeros(max(1, self._parameters), 2, dtype=torch.float64, device=p.device)
-        for part in parts:
-            for column, values in enumerate((flat, update)):
-                own = values.narrow(0, part.offset, part.numel)
-                # torch's fp32 norm already sums in blocks, so only the few sums of different ranks
-                # need float64.
-                squares[part.index, column] = own.norm().double().square()
-        # One read for all parameters, because each read waits for the device.
-        norms = self.sum_over_ranks(squares).sqrt_().tolist()
-        for part in parts:
-            weight, step = norms[part.index]
-            trust = weight / step if weight > 0 and step > 0 else 1.0
-            trust = min(max(trust, group["min_coeff"]), group["max_coeff"])
-            own = flat.narrow(0, part.offset, part.numel)
-            own.add_(update.narrow(0, part.offset, part.numel), alpha=-group["lr"] * trust)
-
-    def _direction(
-        self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
-    ) -> torch.Tensor:
-        """Adam's step with the weight decay, before the trust ratio."""
         state, (beta1, beta2) = self._adam_moments(p, grad, group), group["betas"]
         first = second = 1.0
         if group["bias_correction"]:
             first, second = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
         denominator = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
-        adam: torch.Tensor = (state["exp_avg"] / first).div_(denominator)
-        return adam.add_(p, alpha=group["weight_decay"])
+        update = (state["exp_avg"] / first).div_(denominator).add_(p, alpha=group["weight_decay"])
+        weight, step = torch.stack((p.norm(), update.norm())).tolist()
+        trust = weight / step if weight > 0 and step > 0 else 1.0
+        trust = min(max(trust, group["min_coeff"]), group["max_coeff"])
+        p.add_(update, alpha=-group["lr"] * trust)
 
 
 class Lion(TensorByTensor):
@@ -280,7 +161,7 @@ class Lion(TensorByTensor):
         momentum.lerp_(grad, 1 - beta2)
 
 
-class Muon(ShardAware):
+class Muon(TensorByTensor):
     """Muon, from Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/).
 
     Groups with ``use_muon`` are updated with the orthogonalised momentum; AdamW updates all other
@@ -299,6 +180,10 @@ class Muon(ShardAware):
         eps: Constant added to Adam's denominator, so that it is not zero.
         weight_decay: Decoupled weight decay, multiplied by ``lr``.
     """
+
+    _parts: dict[int, list[OptimizerPart]] | None = None
+    _group: ProcessGroup | None = None
+    _device: torch.device = torch.device("cpu")
 
     def __init__(
         self,
@@ -323,6 +208,84 @@ class Muon(ShardAware):
             "use_muon": True,
         }
         super().__init__(params, defaults)
+
+    def attach(self, *, layout: MasterLayout, group: ProcessGroup, device: torch.device) -> None:
+        """Record which parameter parts each of the optimizer's tensors contains.
+
+        Collective: every rank must call it, after the engine has partitioned the parameters.
+
+        Args:
+            layout: Placement of the engine's master weights.
+            group: Processes over which the parameters are partitioned.
+            device: Device on which the group's collectives run.
+        """
+        order = layout.order
+        index = {name: number for number, (name, _) in enumerate(order)}
+        homes = torch.zeros(len(order), 3, dtype=torch.int64)
+        for address in layout.addresses:
+            whole = address.numel == address.full_numel
+            homes[index[address.name]] = torch.tensor([address.slab, 1, int(whole)])
+        sharded = group.world_size > 1 and not layout.replicated
+        self._group = group if sharded else None
+        self._device = device
+        totals = self.sum_over_ranks(homes)
+        mine = {address.name: address for address in layout.addresses}
+        parts: dict[int, list[OptimizerPart]] = {id(tensor): [] for tensor in layout.tensors}
+        for number, (name, shape) in enumerate(order):
+            slab_sum, holders, wholes = totals[number].tolist()
+            tensor = layout.tensors[slab_sum // max(1, holders)]
+            # At stage 3 a sub-group's tensors hold a part of each of its parameters.
+            own = mine.get(name)
+            start, numel, offset = (own.start, own.numel, own.offset) if own else (0, 0, 0)
+            parts[id(tensor)].append(
+                OptimizerPart(
+                    shape=shape, start=start, numel=numel, offset=offset,
+                    split=sharded and wholes == 0,
+                )
+            )  # fmt: skip
+        self._parts = parts
+
+    def parts_of(self, tensor: torch.Tensor) -> list[OptimizerPart]:
+        """Return the parameter parts in an optimizer's tensor, in the same order on all ranks.
+
+        Args:
+            tensor: A tensor of the optimizer's groups.
+        """
+        described = (self._parts or {}).get(id(tensor))
+        if described is not None:
+            return described
+        shape = tuple(tensor.shape)
+        return [OptimizerPart(shape=shape, start=0, numel=tensor.numel(), offset=0, split=False)]
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``values`` over the ranks that share the parameters.
+
+        Args:
+            values: A tensor of the same shape on every rank, on any device.
+        """
+        if self._group is None:
+            return values
+        # Offloaded shards lie in host memory, where nccl cannot reach them.
+        return self._group.sum_(values.to(self._device)).to(values.device)
+
+    def whole(self, flat: torch.Tensor, part: OptimizerPart) -> torch.Tensor | None:
+        """Return a parameter's values from ``flat``; gather a split parameter from all ranks.
+
+        Args:
+            flat: A tensor laid out like the optimizer's tensor.
+            part: The parameter's part in ``flat``.
+
+        Returns:
+            A tensor in the parameter's shape; ``None`` if this rank has no part of the parameter.
+        """
+        own = flat.view(-1).narrow(0, part.offset, part.numel) if part.numel else None
+        if not part.split:
+            return None if own is None else own.view(part.shape)
+        full = torch.zeros(part.full_numel, dtype=flat.dtype, device=flat.device)
+        if own is not None:
+            full.narrow(0, part.start, part.numel).copy_(own)
+        full = self.sum_over_ranks(full)
+        return None if own is None else full.view(part.shape)
 
     @override
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:

@@ -124,8 +124,8 @@ class Situation:
     def _has_kernel(self, entry: OptimizerEntry) -> bool:
         """Return whether DeepSpeed's own kernel is used, which is true only for Lion.
 
-        DeepSpeed's Lamb requires fp16, and its Muon is not the same algorithm at every stage
-        (docs/optimizers.md).
+        DeepSpeed's Lamb requires fp16 and CUDA, and its Muon is not the same algorithm at every
+        stage (docs/optimizers.md).
         """
         if entry.name != "Lion" or not self.uses_deepspeed:
             return False
@@ -209,6 +209,11 @@ class Situation:
             yield _cannot(
                 "the optimizer needs whole matrices to factor the second moment, but ZeRO "
                 "passes flat partitions"
+            )
+        if entry.name == "Lamb":
+            yield _cannot(
+                "the optimizer's trust ratio needs the norms of whole parameters, but ZeRO passes "
+                "flat partitions"
             )
 
     def _handed_over(self, entry: OptimizerEntry) -> Capability:
@@ -308,9 +313,7 @@ _OWN: Final[Mapping[str, str]] = {
     _8BIT_STATES: "no other library updates 8-bit moments in host memory unit by unit",
     _BF16_STATES: "DeepSpeed stores states in bf16 only if the master weights are bf16 too",
     "Lion": "without CPU offload, DeepSpeed has only a CUDA kernel for it",
-    "Lamb": "DeepSpeed's only kernel needs CUDA, fp16 and, for the trust ratio, whole parameters "
-    "instead of ZeRO's flat partitions; zerotune's version sums each parameter's norms over its "
-    "shards",
+    "Lamb": "DeepSpeed's only kernel needs CUDA and fp16",
     "Muon": "DeepSpeed's own version chooses parameters by name, omits convolutions, and does "
     "not support stage 3 in its default configuration; zerotune's version joins sharded "
     "matrices and works the same at every stage",
