@@ -11,7 +11,6 @@ from tests.diffusion.adapting import WHOLE, Adapted, case_for, follow, go_on
 from tests.support.needs import needs
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case
-from zerotune import DeepSpeedPlan
 from zerotune.diffusion import LoRA
 
 peft = needs("peft")
@@ -79,17 +78,6 @@ def check_partitioned(results):
     for found in results:
         assert len(found["held"]) > len(found["trained"]) > 0
         assert not any(found["held"].values())
-
-
-@pytest.mark.deepspeed
-@LENGTHS
-def test_the_stage_advised_for_adapters_trains_them(steps, half, tmp_path):
-    chosen = DeepSpeedPlan.advise("sdxl", lora=16, vram="24GiB", ram="64GiB").resolved
-    assert (chosen.stage, chosen.precision) == (0, "bf16")
-    case = case_for(Case(stage=chosen.stage, precision=chosen.precision), 1)
-    (found,) = run_ranks(follow, case, Adapted(), str(tmp_path), steps, half)
-    check_files(found)
-    assert found["dtypes"] == {"torch.bfloat16"}
 
 
 @pytest.mark.deepspeed

@@ -214,6 +214,9 @@ def test_losses_at_fixed_levels_are_squared_whatever_the_loss():
         (DenoisingObjective(), {"loss": Huber(), "weighting": "debiased_estimation"}),
         (FlowMatchingObjective(), {"loss": Huber(schedule="constant")}),
         (FlowMatchingObjective(), {"precondition_outputs": True}),
+        (FlowMatchingObjective(), {"density": "mode", "weighting": "sigma_sqrt"}),
+        (FlowMatchingObjective(), {"noise": InputPerturbation(strength=0.5)}),
+        (DenoisingObjective(), {"snr_gamma": 5.0}),
     ):
         assert torch.equal(errors(plain), errors(attrs.evolve(plain, **changed)))
 

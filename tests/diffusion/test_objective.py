@@ -69,50 +69,12 @@ def test_denoising_loss_equals_that_of_the_diffusers_training_script(prediction)
     assert torch.equal(loss, expected)
 
 
-def test_flow_matching_loss_uses_the_forward_process_of_the_scheduler():
-    model, data = tiny_unet(), batch()
-    objective = FlowMatchingObjective(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), family=FAMILY
-    )
-    loss = objective(model, data, generator())
-
-    random, scheduler = generator(), FlowMatchEulerDiscreteScheduler(shift=3.0)
-    labels = drawn_labels(data["labels"], random)
-    noise = torch.randn(data["images"].shape, generator=random)
-    index = (torch.rand(6, generator=random) * 1000).long()
-    timesteps = scheduler.timesteps[index]
-    noisy = scheduler.scale_noise(data["images"], timesteps, noise)
-    expected = torch.nn.functional.mse_loss(
-        model(noisy, timesteps, class_labels=labels).sample, noise - data["images"]
-    )
-    assert torch.allclose(loss, expected, rtol=1e-6)
-
-
 def test_sampling_with_the_same_scheduler_does_not_change_the_loss():
     scheduler = FlowMatchEulerDiscreteScheduler()
     objective = FlowMatchingObjective(scheduler=scheduler)
     before = objective(Recorder(), batch(), generator())
     scheduler.set_timesteps(4)
     assert torch.equal(objective(Recorder(), batch(), generator()), before)
-
-
-def share_of_times(density, low, high):
-    model = Recorder()
-    objective = FlowMatchingObjective(density=density)
-    objective(model, {"images": torch.zeros(4000, 1, 1, 1)}, generator())
-    times = model.timesteps
-    assert 1 <= times.min() < times.max() <= 1000
-    return float(((times > low) & (times <= high)).float().mean())
-
-
-def test_timestep_densities_match_their_names_and_stay_within_the_schedule():
-    assert share_of_times("uniform", 250, 750) == pytest.approx(0.5, abs=0.03)
-    # P(|z| < ln 3) of a standard normal.
-    assert share_of_times("logit_normal", 250, 750) == pytest.approx(0.728, abs=0.03)
-    assert share_of_times("logit_normal", 0, 50) < 0.005
-    # "mode" is as dense in the middle, but has heavier tails.
-    assert share_of_times("mode", 250, 750) == pytest.approx(0.728, abs=0.03)
-    assert share_of_times("mode", 0, 50) > 0.01
 
 
 def test_inputs_have_the_models_precision_but_timesteps_do_not():

@@ -54,31 +54,6 @@ def zeros(count, *shape):
     return {"images": torch.zeros(count, *(shape or (1, 1, 1)))}
 
 
-def test_offset_noise_shifts_whole_channels_and_keeps_the_earlier_draws():
-    clean = torch.zeros(2, 3, 8, 8)
-    plain = GaussianNoise().draw(clean, generator())
-    offset = OffsetNoise(strength=0.5).draw(clean, generator())
-    shifts = offset.target - plain.target
-    assert torch.equal(offset.target, offset.added)
-    assert torch.allclose(shifts, shifts[:, :, :1, :1].expand_as(shifts), atol=1e-6)
-    assert len(shifts[:, :, 0, 0].unique()) == 6
-    many = OffsetNoise(strength=0.5).draw(torch.zeros(4000, 1, 4, 4), generator()).target
-    # Variance of a mean of 16 pixels: 1/16 from the noise and 0.25 from the shift.
-    assert many.mean((1, 2, 3)).var() == pytest.approx(0.3125, rel=0.08)
-
-
-def test_input_perturbation_does_not_change_the_target():
-    clean = torch.zeros(1000, 1, 4, 4)
-    drawn = InputPerturbation(strength=0.3).draw(clean, generator())
-    assert torch.equal(drawn.target, GaussianNoise().draw(clean, generator()).target)
-    assert (drawn.added - drawn.target).std() == pytest.approx(0.3, rel=0.02)
-    model = Constant()
-    flow = FlowMatchingObjective(noise=InputPerturbation(strength=0.3))
-    flow(model, {"images": clean}, generator())
-    sigma = (model.timesteps / 1000).view(-1, 1, 1, 1)
-    assert torch.allclose(model.noisy, sigma * drawn.added, atol=1e-6)
-
-
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
 def test_min_snr_gives_the_same_clean_image_loss_for_every_prediction_type(prediction):
     scheduler = DDPMScheduler(prediction_type=prediction)
@@ -153,12 +128,6 @@ def test_exactly_the_given_timestep_range_is_trained(low, width, flow, shift):
     assert flow or times.max() - times.min() > 0.8 * (high - low) - 0.01
     assert times.min() >= low - 5.1e-4
     assert times.max() <= high + 1e-6
-
-
-def test_two_experts_cover_the_schedule_without_overlap_or_gap():
-    halves = [FlowMatchingObjective(timestep_range=r) for r in ((0.0, 0.4), (0.4, 1.0))]
-    low, high = (half.levels((1, 1, 1, 1)).sigmas for half in halves)
-    assert torch.equal(torch.cat([high, low]), FlowMatchEulerDiscreteScheduler().sigmas)
 
 
 @pytest.mark.parametrize("objective", [DenoisingObjective, FlowMatchingObjective])
@@ -246,21 +215,6 @@ def test_a_shift_set_after_construction_is_used():
     )
 
 
-@pytest.mark.parametrize("make", [DenoisingObjective, FlowMatchingObjective])
-def test_sample_weights_multiply_the_losses(make):
-    images = torch.linspace(-1, 1, 4 * 16).view(4, 1, 4, 4)
-    weights = torch.tensor([0.0, 1.0, 2.0, 0.5])
-
-    def loss(**more):
-        return float(make()(Constant(), {"images": images} | more, generator()))
-
-    each = [loss(loss_weights=torch.eye(4)[row]) for row in range(4)]
-    assert loss() == pytest.approx(sum(each), rel=1e-6)
-    assert loss(loss_weights=torch.ones(4)) == pytest.approx(loss(), rel=1e-6)
-    expected = sum(float(w) * one for w, one in zip(weights, each, strict=True))
-    assert loss(loss_weights=weights) == pytest.approx(expected, rel=1e-6)
-
-
 def test_masked_positions_do_not_contribute_to_the_loss():
     images, mask = torch.zeros(2, 3, 4, 4), torch.ones(2, 1, 4, 4)
     mask[0, :, :2] = 0.0
@@ -308,38 +262,6 @@ def test_weights_and_masks_of_the_wrong_shape_are_data_errors():
         with pytest.raises(DataError, match=hint) as caught:
             DenoisingObjective()(Constant(), zeros(2, 1, 4, 4) | {key: value}, generator())
         assert key in caught.value.key
-
-
-def test_objective_weights_and_batch_weights_multiply():
-    batch = {"images": torch.full((6, 1, 4, 4), 0.3), "loss_weights": torch.full((6,), 2.0)}
-    objective = FlowMatchingObjective(weighting="cosmap")
-    twice = objective(Constant(), batch, generator())
-    once = objective(Constant(), {"images": batch["images"]}, generator())
-    assert float(twice) == pytest.approx(2 * float(once), rel=1e-6)
-
-
-def test_losses_at_fixed_levels_ignore_the_objectives_own_weights_and_noise():
-    data = {"images": torch.full((4, 1, 4, 4), 0.5)}
-
-    def errors(objective):
-        return objective.losses_at(
-            Constant(),
-            data,
-            quantiles=(0.0, 0.5, 1.0),
-            noise=GaussianNoise(),
-            generator=generator(),
-        )
-
-    plain = errors(FlowMatchingObjective())
-    assert plain.shape == (3,)
-    heavy = FlowMatchingObjective(
-        density="mode", weighting="sigma_sqrt", noise=OffsetNoise(strength=1.0)
-    )
-    assert torch.equal(errors(heavy), plain)
-    denoising = errors(DenoisingObjective())
-    assert torch.equal(
-        errors(DenoisingObjective(snr_gamma=5.0, noise=OffsetNoise(strength=1.0))), denoising
-    )
 
 
 @pytest.mark.parametrize(

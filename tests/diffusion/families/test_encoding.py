@@ -151,19 +151,6 @@ def test_cache_settings_depend_on_tokenizers_and_configurations(folders, loaded,
     assert other.latent_settings() == same.latent_settings()
 
 
-def test_sdxl_time_ids_hold_original_size_then_corner_then_target():
-    batch = {
-        "latents": torch.zeros(2, 4, 8, 8),
-        "prompt_embeds": torch.zeros(2, 5, 64),
-        "pooled_prompt_embeds": torch.zeros(2, 32),
-        "original_sizes": torch.tensor([[768, 1023], [500, 333]]),
-        "crop_corners": torch.tensor([[0, 13], [7, 0]]),
-        "target_sizes": torch.tensor([[1024, 960], [960, 1024]]),
-    }
-    ids = StableDiffusionXL().conditioning(batch, torch.Generator())["time_ids"]
-    assert ids.tolist() == [[768, 1023, 0, 13, 1024, 960], [500, 333, 7, 0, 960, 1024]]
-
-
 def test_without_recorded_sizes_sdxl_uses_the_size_of_the_image(loaded):
     texts = {"prompt_embeds": torch.zeros(1, 5, 64), "pooled_prompt_embeds": torch.zeros(1, 32)}
     batch = {"latents": torch.zeros(1, 4, 8, 16)} | texts

@@ -7,7 +7,7 @@ import torch
 from diffusers import FluxPipeline
 
 from tests.support import pipelines
-from zerotune.diffusion.models.declared import Flux, StableDiffusion3, StableDiffusionXL
+from zerotune.diffusion.models.declared import Flux, StableDiffusionXL
 from zerotune.errors import DataError
 
 
@@ -87,25 +87,3 @@ def test_flux_in_bf16_keeps_timesteps_and_positions_exact():
     assert named["hidden_states"].dtype == torch.bfloat16
     exact = (named["timestep"], named["guidance"], named["img_ids"], named["txt_ids"])
     assert {tensor.dtype for tensor in exact} == {torch.float32}
-
-
-def test_sd3_is_called_like_in_the_training_script():
-    transformer = pipelines.sd3_transformer().eval()
-    noisy = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(2))
-    times = torch.tensor([731.25, 12.5])
-    known = {
-        "prompt_embeds": torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(3)),
-        "pooled_prompt_embeds": torch.randn(2, 64, generator=torch.Generator().manual_seed(4)),
-    }
-    with torch.no_grad():
-        ours = StableDiffusion3().predict(transformer, noisy, times, known)
-        # examples/dreambooth/train_dreambooth_sd3.py
-        theirs = transformer(
-            hidden_states=noisy,
-            timestep=times,
-            encoder_hidden_states=known["prompt_embeds"],
-            pooled_projections=known["pooled_prompt_embeds"],
-            return_dict=False,
-        )[0]
-    assert torch.equal(ours, theirs)
-    assert ours.std() > 0.01
