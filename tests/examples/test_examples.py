@@ -187,14 +187,6 @@ def test_the_minimal_trainer_trains_and_its_output_fits_a_screen():
     fits_a_screen(said, first="step 1/3")
 
 
-def test_the_custom_loop_is_short():
-    """The loop has at most 32 lines, without data and model."""
-    text = (EXAMPLES / "own_loop.py").read_text()
-    body = text[text.index("    plan = ") : text.index('if __name__ == "__main__"')]
-    statements = [line for line in body.splitlines() if line.strip()]
-    assert len(statements) <= 32
-
-
 def launch(arguments: list[str]) -> str:
     paths = [str(EXAMPLES.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     result = subprocess.run(

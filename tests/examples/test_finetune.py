@@ -80,7 +80,7 @@ def test_command_line_options_override_the_plan():
 @pytest.mark.parametrize(
     ("model", "chosen", "ranks"),
     [
-        ("sd15", "sdxl", 1),
+        pytest.param("sd15", "sdxl", 1, marks=pytest.mark.nightly),
         ("sd3", "sd3", 2),
         pytest.param("sdxl", "sdxl", 2, marks=pytest.mark.nightly),
         pytest.param("sd3", "sd3", 1, marks=pytest.mark.nightly),
@@ -109,7 +109,7 @@ def test_all_weights_are_trained_and_the_pipeline_loads(
     ("model", "chosen", "ranks"),
     [
         ("sdxl", "sdxl-lora", 1),
-        ("flux", "flux-lora", 1),
+        pytest.param("flux", "flux-lora", 1, marks=pytest.mark.nightly),
         pytest.param("flux", "flux-lora", 2, marks=pytest.mark.nightly),
     ],
 )
@@ -128,6 +128,7 @@ def test_adapters_are_trained_and_load_in_the_pipeline(
 
 
 @pytest.mark.deepspeed
+@pytest.mark.nightly
 def test_start_resumes_from_a_converted_deepspeed_checkpoint(models, photos, tmp_path):
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -97,20 +97,6 @@ def test_diffusers_reads_the_factors_back_bit_for_bit(name, form):
     assert compare(read, layers, component="transformer", dtype=torch.float32)
 
 
-def test_names_and_shapes_match_the_first_publication():
-    flux, wan = model_of("FluxTransformer2DModel"), model_of("WanTransformer3DModel")
-    tensors = written(flux, "kohya", factors_for(flux))
-    # Three projections are fused, their factors in blocks; the fourth part is not trained.
-    qkv = tensors["lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight"]
-    assert qkv.shape == (3 * 3072, 6)
-    assert not qkv[:3072, 2:].any()
-    assert tensors["lora_unet_single_blocks_0_linear1.lora_up.weight"].shape == (21504, 8)
-    assert float(tensors["lora_unet_double_blocks_0_img_attn_qkv.alpha"]) == 6
-    keys = set(written(wan, "comfyui", factors_for(wan)))
-    assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in keys
-    assert "diffusion_model.blocks.0.cross_attn.o.lora_B.weight" in keys
-
-
 @pytest.mark.parametrize("form", ["comfyui", "kohya"])
 @pytest.mark.parametrize(("scale", "exact"), [(0.5, True), (0.3, False)])
 def test_only_scales_that_are_powers_of_two_keep_the_bits(form, scale, exact):

@@ -10,19 +10,15 @@ from examples.recipes.preference import PreferenceObjective, PreferencePairs
 from PIL import Image
 
 from tests.diffusion.adapting import SAMPLES, SIZE, TOKENS, WIDTH, Adapted, tiny_sdxl
-from tests.diffusion.data.test_references import SQUARES, edits
 from tests.support.needs import needs
-from zerotune import encode_dataset, load_pretrained
 from zerotune.diffusion import (
     DenoisingObjective,
     FlowMatchingObjective,
-    Huber,
 )
 from zerotune.diffusion.data import (
     AspectBuckets,
     Augmentation,
     BucketStream,
-    HuggingFaceImages,
     ImageFolder,
 )
 from zerotune.diffusion.data.order import Draw
@@ -177,48 +173,6 @@ def test_flow_matching_preference_equals_flow_dpo():
     torch.testing.assert_close(objective(model, data, generator()), theirs, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        DenoisingObjective(snr_gamma=5.0, loss=Huber()),
-        FlowMatchingObjective(precondition_outputs=True, weighting="cosmap"),
-    ],
-)
-def test_both_halves_share_noise_and_level_and_use_the_objectives_own_errors(inner):
-    model, reference, data = Model(1), Model(2), images()
-    masks = torch.rand(3, 1, 8, 8, generator=generator(3))
-    weights = torch.tensor([0.5, 2.0, 0.0])
-    objective = PreferenceObjective(objective=inner, beta=2.0, reference=reference)
-    batch = {**data, "loss_masks": masks, "loss_weights": weights}
-    ours = objective(model, batch, generator())
-    assert torch.equal(*model.timesteps.chunk(2))
-    halves = []
-    for each in (model, reference):
-        errors = []
-        for name in ("images", "rejected_images"):
-            random, half = generator(), {"images": data[name], "loss_masks": masks}
-            inputs = inner.inputs(half, random)
-            errors.append(
-                inner.compare(each, inputs, inner.draw_levels(inputs, random)).by_sample()
-            )
-        halves.append(errors[0] - errors[1])
-    losses = -torch.nn.functional.logsigmoid(-(halves[0] - halves[1]))
-    torch.testing.assert_close(ours, (losses * weights).mean(), rtol=1e-5, atol=0)
-    assert reference.convolution.weight.grad is None
-    assert not reference.training
-
-
-def test_the_validation_loss_covers_the_preferred_images_only():
-    inner, data = DenoisingObjective(), images()
-    objective = PreferenceObjective(objective=inner, reference=Model(2))
-    model, noise = Model(1), inner.noise
-    found = [
-        each.losses_at(model, batch, quantiles=(0.5,), noise=noise, generator=generator())
-        for each, batch in ((objective, data), (inner, {"images": data["images"]}))
-    ]
-    assert torch.equal(*found)
-
-
 def test_invalid_objectives_references_and_batches_are_refused():
     inner = DenoisingObjective()
     for make, key, fix in (
@@ -296,68 +250,10 @@ def test_both_images_of_a_pair_share_size_caption_and_flip(folders):
     assert {"images", "rejected_images", "captions"} <= next(stream).keys()
 
 
-def test_two_columns_of_one_dataset_form_pairs():
-    datasets = pytest.importorskip("datasets")
-    random = np.random.default_rng(0)
-
-    def column(side):
-        pixels = [random.integers(0, 255, (side, 20, 3), dtype=np.uint8) for _ in range(3)]
-        return [Image.fromarray(each) for each in pixels]
-
-    rows = {"liked": column(20), "other": column(24), "text": ["a", "b", "c"]}
-    dataset = datasets.Dataset.from_dict(
-        rows,
-        features=datasets.Features(
-            liked=datasets.Image(), other=datasets.Image(), text=datasets.Value("string")
-        ),
-    )
-    found = PreferencePairs(
-        HuggingFaceImages(dataset, image="liked"),
-        HuggingFaceImages(dataset, image="other", caption=None),
-        buckets=BUCKETS,
-    )
-    assert [found[index]["captions"] for index in range(3)] == ["a", "b", "c"]
-    assert all(
-        found[index]["images"].shape == found[index]["rejected_images"].shape for index in range(3)
-    )
-
-
 def test_images_without_a_partner_are_named(folders):
     (folders / "rejected" / "b.jpg").unlink()
     with pytest.raises(DataError, match=r"no partner of the same name: b\."):
         of_files(folders)
-
-
-def test_the_identity_of_pairs_depends_on_both_halves(folders):
-    before = of_files(folders).identity
-    assert of_files(folders).identity == before
-    Image.new("RGB", (9, 9)).save(folders / "rejected" / "a.jpg")
-    assert of_files(folders).identity != before
-
-
-def test_pairs_train_alike_from_caches_and_from_pixels(folders, tmp_path):
-    from tests.support import pipelines
-
-    loaded = load_pretrained(pipelines.MAKERS["sdxl"](tmp_path / "sdxl"), frozen_dtype="fp32")
-    pixels = of_files(folders)
-    cached = pixels.over(
-        {
-            name: encode_dataset(
-                half, family=loaded.family, folder=tmp_path / "cache", device="cpu", progress=False
-            )
-            for name, half in pixels.sets.items()
-        }
-    )
-    assert cached.identity == pixels.identity
-    assert "images" not in cached[0]
-    reference = load_pretrained(tmp_path / "sdxl", parts=False).model
-    reference.conv_out.weight.data.mul_(1.5)
-    objective = PreferenceObjective(objective=loaded.objective(), beta=5.0, reference=reference)
-    losses = [
-        objective(loaded.model, next(BucketStream(data, micro_batch_size=1)), generator())
-        for data in (pixels, cached)
-    ]
-    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
 
 def test_the_memory_estimate_counts_both_images_of_a_pair(folders):
@@ -374,10 +270,3 @@ def test_the_memory_estimate_counts_both_images_of_a_pair(folders):
         for data, batch in ((of_files(folders), 2), (Single(), 4))
     ]
     assert counts[0] == counts[1]
-
-
-def test_pairs_keep_their_references(tmp_path):
-    liked, rejected = (ImageFolder(edits(tmp_path / name, (1, 2))) for name in ("a", "b"))
-    found = PreferencePairs(liked, rejected, buckets=SQUARES)
-    assert found[1]["reference_images"].shape == (2, 3, 16, 16)
-    assert found[1]["rejected_images"].shape == (3, 16, 16)

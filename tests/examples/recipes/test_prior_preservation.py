@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from diffusers import DDPMScheduler
@@ -14,10 +12,9 @@ from zerotune.diffusion import (
     ClassConditional,
     DataStream,
     DenoisingObjective,
-    FlowMatchingObjective,
     ImageTensors,
 )
-from zerotune.diffusion.data.streams import BatchStream, Captions, RepeatedBatches
+from zerotune.diffusion.data.streams import RepeatedBatches
 from zerotune.errors import DataError, InvalidValueError
 
 pytestmark = pytest.mark.nightly
@@ -61,55 +58,6 @@ def test_unequal_shares_still_sum_two_means(instances, priors):
     weighted = (losses * batch["loss_weights"]).mean()
     expected = losses[:instances].mean() + 2.0 * losses[instances:].mean()
     torch.testing.assert_close(weighted, expected)
-
-
-def test_without_weight_the_prior_contributes_no_gradient():
-    data, model = both(weight=0.0), tiny_unet()
-    objective = FlowMatchingObjective(family=ClassConditional())
-    batch = dict(next(data))
-
-    def gradient():
-        model.zero_grad()
-        objective(model, batch, torch.Generator().manual_seed(3)).backward()
-        return model.conv_out.weight.grad.clone()
-
-    first = gradient()
-    batch["images"] = torch.cat([batch["images"][:2], -batch["images"][2:]])
-    assert torch.equal(gradient(), first)
-    assert first.abs().max() > 0
-
-
-def test_a_run_resumes_both_streams():
-    data = both()
-    assert isinstance(data, BatchStream)
-    for _ in range(3):
-        next(data)
-    state = json.loads(json.dumps(data.state_dict()))
-    expected = [next(data) for _ in range(4)]
-    again = both()
-    again.load_state_dict(state)
-    for batch in expected:
-        found = next(again)
-        assert batch.keys() == found.keys() == {"images", "labels", "loss_weights"}
-        assert all(torch.equal(batch[name], found[name]) for name in batch)
-    assert again.epoch == data.epoch == pytest.approx(7 * 2 / 5)
-
-
-def test_captions_and_weights_of_the_data_are_kept():
-    def repeated(word, weight):
-        images = torch.zeros(2, 1, 4, 4)
-        weights = torch.tensor([1.0, weight])
-        return RepeatedBatches(
-            [{"images": images, "captions": Captions([word, word]), "loss_weights": weights}]
-        )
-
-    data = PriorPreservation(
-        instances=repeated("sks dog", 3.0), priors=repeated("dog", 0.5), weight=0.5
-    )
-    batch = next(data)
-    assert batch["captions"] == Captions(["sks dog", "sks dog", "dog", "dog"])
-    assert isinstance(batch["captions"], Captions)
-    assert batch["loss_weights"].tolist() == [2.0, 6.0, 1.0, 0.5]
 
 
 def test_incompatible_streams_are_data_errors():

@@ -222,9 +222,10 @@ MAKERS = pipelines.MAKERS | {
     "wan_i2v": wan_i2v,
     "hunyuan_i2v": hunyuan_video_i2v,
 }
-SUITE = [("text_encoder", "sdxl", "2", 1), ("controlnet", "sdxl", "2", 2)]
-NIGHTLY = [
+RUNS = [
+    ("text_encoder", "sdxl", "2", 1),
     ("text_encoder", "flux", "3", 1),
+    ("controlnet", "sdxl", "2", 2),
     ("controlnet", "sdxl", "3", 1),
     ("edm", "edm sdxl", "2", 1),
     ("image_to_video", "wan_i2v", "2", 1),
@@ -247,10 +248,8 @@ NIGHTLY = [
 # diffusers adds zeros for CLIP's projections, of which peft warns.
 @pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning")
 @pytest.mark.deepspeed
-@pytest.mark.parametrize(
-    ("name", "model", "stage", "world_size"),
-    [*SUITE, *(pytest.param(*run, marks=pytest.mark.nightly) for run in NIGHTLY)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "model", "stage", "world_size"), RUNS)
 def test_a_resumed_run_equals_an_uninterrupted_one(name, model, stage, world_size, tmp_path):
     recipe, base = RECIPES[name], MAKERS[model](tmp_path / "base")
     common = ["--base", str(base), *recipe.data(tmp_path, base), *recipe.options.split()]

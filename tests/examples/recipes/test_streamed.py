@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import io
-import tarfile
 from collections import Counter
 
 import pytest
 import torch
-from examples.recipes.streamed import StreamedImages, picture_and_caption, shards
+from examples.recipes.streamed import StreamedImages
 
 from zerotune.diffusion.data import AspectBuckets, Augmentation
 from zerotune.diffusion.data.streams import BatchStream
@@ -127,17 +126,3 @@ def test_hugging_face_streams_resume(samples):
     # Generators keep their read-ahead threads until they are collected.
     del first, again
     gc.collect()
-
-
-def test_webdataset_pipelines_can_be_streamed(samples, tmp_path):
-    pytest.importorskip("webdataset")
-    for shard in range(2):
-        with tarfile.open(tmp_path / f"{shard}.tar", "w") as archive:
-            for number in range(shard * 20, shard * 20 + 20):
-                for ending, content in zip(("png", "txt"), samples[number], strict=True):
-                    data = content if isinstance(content, bytes) else content.encode()
-                    info = tarfile.TarInfo(f"{number:03}.{ending}")
-                    info.size = len(data)
-                    archive.addfile(info, io.BytesIO(data))
-    found = stream(shards(f"{tmp_path}/{{0..1}}.tar"), read=picture_and_caption)
-    assert take([found], 12) == take([stream(samples[:40])], 12)
