@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from zerotune.errors import OptimizerError
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.optimizer.capability import Situation, capability_of
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
@@ -16,16 +17,6 @@ def capability(name, *, accelerator="cpu", deepspeed_version="0.19.8", **situati
         platform=Platform.synthetic(accelerator), deepspeed_version=deepspeed_version
     )
     return resolver.capability(name, **situation)
-
-
-@pytest.mark.parametrize(
-    ("stage", "offload"),
-    [(0, "none"), *((stage, place) for stage in (1, 2, 3) for place in ("none", "cpu"))],
-)
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "Adagrad"])
-def test_adam_adamw_and_adagrad_run_at_every_stage(name, stage, offload):
-    answer = capability(name, stage=stage, offload=offload)
-    assert answer.status == "works"
 
 
 def test_lion_uses_deepspeeds_kernel_with_cpu_offload_or_on_cuda():
@@ -53,16 +44,6 @@ def test_a_cell_that_cannot_run_gives_a_reason_and_an_alternative(name, stage):
             assert answer.status == "cannot"
             assert len(answer.reason) > 20
             assert answer.alternative == "AdamW"
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["Lion", "Muon"])
-def test_zerotunes_optimizers_run_where_deepspeed_has_no_kernel(name, stage):
-    answer = capability(name, stage=stage)
-    assert answer.status == "works with"
-    assert answer.implementation == name
-    assert "zerotune's own implementation" in answer.reason
-    assert bool(answer.config) == (stage > 0)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -142,48 +123,34 @@ def test_torch_optimizers_run_under_zero_with_a_note_of_what_changes():
     }
 
 
-def test_optimizers_with_factored_moments_cannot_run_on_flat_partitions():
-    for name, status in (("Adafactor", "works"), ("Lamb", "works with")):
-        assert capability(name, stage=0).status == status
-        assert capability(name, stage=2).status == "cannot"
-
-
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_optimizers_unsuited_to_diffusion_are_marked_as_cannot_run(name):
     for deepspeed in (True, False):
         assert capability(name, uses_deepspeed=deepspeed).status == "cannot"
 
 
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_the_plain_engine_runs_every_torch_optimizer(name):
+def test_the_plain_engine_runs_every_torch_optimizer():
     runs = {
         "AdamW", "Adam", "Adagrad", "SGD", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta",
         "ASGD", "Rprop", "Adafactor", "Lion", "Lamb", "Muon", "MuAdam", "MuAdamW", "MuSGD",
         "Prodigy", "AdamWScheduleFree", "AdamW8bit", "TorchAOAdamW8bit",
         "TorchAOAdamW4bit", "AdamWBF16States",
     }  # fmt: skip
-    assert capability(name, uses_deepspeed=False).runs == (name in runs)
+    assert {name for name in OPTIMIZERS if capability(name, uses_deepspeed=False).runs} == runs
 
 
-def test_an_unknown_name_is_an_error():
-    with pytest.raises(OptimizerError, match="did you mean"):
-        OptimizerResolver().capability("Lyon")
-
-
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("accelerator", ["cuda", "rocm", "mps", "xpu", "cpu"])
-def test_every_cell_has_an_answer(name, accelerator):
+def test_every_cell_has_an_answer(accelerator):
     """``cannot`` always comes with a reason and an alternative; nothing raises."""
-    for deepspeed in (True, False):
-        for stage in STAGES:
-            for offload in ("none", "cpu", "nvme"):
-                answer = capability(
-                    name,
-                    accelerator=accelerator,
-                    stage=stage,
-                    offload=offload,
-                    uses_deepspeed=deepspeed,
-                )
-                assert answer.runs or (answer.reason and answer.alternative)
-                assert not answer.config or answer.status == "works with"
-                assert bool(answer.implementation) == answer.runs
+    places = itertools.product(OPTIMIZERS, (True, False), STAGES, ("none", "cpu", "nvme"))
+    for name, deepspeed, stage, offload in places:
+        answer = capability(
+            name,
+            accelerator=accelerator,
+            stage=stage,
+            offload=offload,
+            uses_deepspeed=deepspeed,
+        )
+        assert answer.runs or (answer.reason and answer.alternative), name
+        assert not answer.config or answer.status == "works with", name
+        assert bool(answer.implementation) == answer.runs, name

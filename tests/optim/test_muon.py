@@ -89,8 +89,3 @@ def test_an_unknown_position_is_refused():
 def test_a_model_without_hidden_matrices_is_an_error(resolve):
     with pytest.raises(OptimizerError, match="no parameter of this model is selected for Muon"):
         resolve(shapes=SHAPES[:1])
-
-
-def test_muon_requires_the_model(resolve):
-    with pytest.raises(OptimizerError, match="from_module"):
-        resolve(shapes=None)

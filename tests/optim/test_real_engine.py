@@ -120,13 +120,6 @@ def test_the_engine_builds_the_resolved_optimizer_and_schedule(make_plan, situat
         assert_decays(result["weight"], choice.weight_decay_mode, label)
 
 
-def test_without_a_schedule_the_engine_keeps_its_learning_rate(make_plan):
-    applied = settle(make_plan, "AdamW", {"lr": LR}, None, None, stage=1, offload="none")
-    assert applied.scheduler is None
-    result = run_probe({"none": case_for(applied, steps=4)})["none"]
-    assert [lr for lr, _ in result["seen"]] == [LR] * 4
-
-
 def test_the_engines_learning_rates_follow_the_curves(make_plan):
     steps = 10
     settled = {

@@ -9,16 +9,6 @@ from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.optimizer.names import normalise_optimizer_name, parse_optimizer_name
 from zerotune.plan.optimizer.schedules import SCHEDULERS, normalise_scheduler_name
 
-DEEPSPEED_NAMES = (
-    "AdamW", "Adam", "Adagrad", "Lamb", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam",
-    "MuAdamW", "MuSGD", "Lion", "Muon",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DEEPSPEED_NAMES)
-def test_the_twelve_names_of_deepspeed_are_known(name):
-    assert normalise_optimizer_name(name.lower()) == name
-
 
 @pytest.mark.parametrize(
     ("written", "canonical"),

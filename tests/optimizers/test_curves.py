@@ -183,29 +183,6 @@ WARMUP = {
 }
 
 
-def test_the_warm_up_stays_at_its_minimum_for_two_updates():
-    scheduler = choice("WarmupLR", WARMUP)
-    assert [lr_at(scheduler, step, BASE_LR) for step in (0, 1)] == [0.0, 0.0]
-    assert 0 < lr_at(scheduler, 2, BASE_LR) < 1e-4
-    assert lr_at(scheduler, 499, BASE_LR) < 1e-4
-    assert lr_at(scheduler, 501, BASE_LR) == 1e-4
-
-
-def test_cosine_starts_at_zero_despite_the_minimum_ratio():
-    scheduler = choice(
-        "WarmupCosineLR",
-        {
-            "total_num_steps": 100,
-            "warmup_min_ratio": 1.0,
-            "warmup_num_steps": 1,
-            "cos_min_ratio": 0.0,
-            "warmup_type": "log",
-        },
-    )
-    assert lr_at(scheduler, 0, BASE_LR) == 0.0
-    assert lr_at(scheduler, 1, BASE_LR) == BASE_LR
-
-
 def test_no_schedule_gives_a_constant_rate():
     assert lr_at(None, 10_000, BASE_LR) == BASE_LR
     assert betas_at(None, 10_000, BETAS) == BETAS

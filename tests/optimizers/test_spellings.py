@@ -42,33 +42,15 @@ def rules(name, **options):
     return {finding.rule for finding in check_plan(plan(name, **options), CONTEXT)}
 
 
-def test_the_memory_of_a_class_name_equals_that_of_its_optimizer():
-    assert host("FusedLion") == host("Lion") < host("AdamW")
-
-
-def test_a_torch_prefix_changes_no_estimate():
-    assert host("torch.optim.SGD") == host("SGD") < host("Lion")
-
-
 def test_adamw_with_bf16_states_is_faster_than_adamw():
     resolved = plan("AdamWBF16States").resolve(platform=CUDA, model=family("flux"))
     seconds = resolved.estimate(WORK).step_time().seconds
     assert seconds < plan("AdamW").estimate("flux", platform=CUDA).step_time().seconds
 
 
-@pytest.mark.parametrize("name", ["FusedAdam", "DeepSpeedCPUAdam", "torch.optim.AdamW", "adam_w"])
-def test_partial_offload_is_allowed_under_every_spelling_of_adamw(name):
-    assert "partial-offload-optimizer" not in rules(name, stage=3, ratio=0.5)
-
-
 def test_fused_adam_with_l2_is_not_adamw():
     l2 = {**PARAMS, "adam_w_mode": False}
     assert "partial-offload-optimizer" in rules("FusedAdam", stage=3, ratio=0.5, params=l2)
-
-
-@pytest.mark.parametrize("name", ["torch.optim.Muon", "MuonWithAuxAdam", "muon"])
-def test_the_rules_for_muon_apply_to_every_spelling(name):
-    assert {"muon-reduce-scatter", "muon-convolutions"} <= rules(name, stage=3)
 
 
 def test_an_optimizer_that_cannot_run_is_estimated_as_its_replacement():
@@ -110,11 +92,10 @@ def spellings(name):
         yield f"deepspeed.ops.{name}"
 
 
-@pytest.mark.parametrize("place", list(PLACES))
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_every_spelling_gives_the_same_findings_estimate_and_choice(monkeypatch, name, place):
+def test_every_spelling_gives_the_same_findings_estimate_and_choice(monkeypatch, name):
     # The result must not depend on the installed packages.
     monkeypatch.setattr("zerotune.plan.optimizer.capability.find_spec", lambda _name: True)
-    where = PLACES[place]
-    expected = meaning(name, where)
-    assert [each for each in spellings(name) if meaning(each, where) != expected] == []
+    for place, where in PLACES.items():
+        expected = meaning(name, where)
+        assert [each for each in spellings(name) if meaning(each, where) != expected] == [], place

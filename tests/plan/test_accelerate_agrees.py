@@ -92,7 +92,7 @@ def compare(folder):
     logging.disable(logging.CRITICAL)
     ran = []
 
-    @settings(max_examples=150, deadline=None, database=None)
+    @settings(max_examples=60, deadline=None, database=None)
     @given(BLOCKS, AROUND)
     def all_run_the_same(block, around):
         text = yaml.safe_dump({**around, "deepspeed_config": block})
@@ -113,7 +113,7 @@ def compared(tmp_path_factory):
 
 def test_any_accelerate_block_runs_the_same_after_conversion(compared):
     ran, _ = compared
-    assert len(ran) >= 100
+    assert len(ran) >= 40
     assert all(ran)
 
 

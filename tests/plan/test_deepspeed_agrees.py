@@ -136,8 +136,8 @@ def recorded(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def deepspeed(recorded):
-    (found,) = run_ranks(ask, [str(file) for file in (*GOLDEN, *recorded)])
+def deepspeed():
+    (found,) = run_ranks(ask, [str(file) for file in GOLDEN])
     return found
 
 
@@ -167,10 +167,13 @@ def test_deepspeed_reads_the_rendered_values_as_intended(file, deepspeed):
     assert deepspeed["accepted"][str(file)] == meant(file)
 
 
-def test_deepspeed_accepts_every_configuration_the_tests_render(recorded, deepspeed):
+# The suite asks about golden files, above, and starts engines of many plans.
+@pytest.mark.nightly
+def test_deepspeed_accepts_every_configuration_the_tests_render(recorded):
     assert len(recorded) > 40
     stages = {json.loads(file.read_text())["zero_optimization"]["stage"] for file in recorded}
     assert stages == {0, 1, 2, 3}
+    (deepspeed,) = run_ranks(ask, [str(file) for file in recorded])
     for file in recorded:
         assert deepspeed["accepted"][str(file)] == meant(file), file.read_text()
 

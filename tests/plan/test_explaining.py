@@ -48,16 +48,6 @@ def test_a_resolved_plan_shows_overruled_values_first_and_counts_defaults(refere
     assert len(lines) < 45
 
 
-def test_overruled_values_are_listed_before_automatic_choices(cuda, unet):
-    written = {"train_batch_size": 4, "gradient_clipping": "auto", "bfloat16": {"enabled": True}}
-    plan = DeepSpeedPlan.from_dict({**written, "zero_optimization": {"stage": 2}})
-    text = plan.resolve(platform=cuda, model=unet).explain()
-    changed, _, chosen = text.partition("chosen automatically:")
-    assert "gradient_clipping: 'auto' ->" in chosen
-    assert "'auto' ->" not in changed
-    assert "bfloat16: 'bfloat16' -> 'bf16'" in changed
-
-
 def test_the_explanation_shows_choices_and_folders(cuda):
     plan = DeepSpeedPlan.build(stage=3, offload="nvme")
     resolved = plan.resolve(platform=cuda)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from zerotune.plan.advise import _ALIKE
-
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -34,11 +32,6 @@ def test_the_fits_page_is_current(generator):
     assert generator["page"]() == (DOCS / "fits.md").read_text(encoding="utf-8"), (
         "run python docs/generate_memory.py"
     )
-
-
-def test_the_memory_page_states_which_predictions_count_as_equal():
-    told = " ".join((DOCS / "memory.md").read_text(encoding="utf-8").split())
-    assert f"at most {100 * (_ALIKE - 1):.0f} % slower than the fastest" in told
 
 
 def test_the_table_of_measured_passes_is_current(generator):

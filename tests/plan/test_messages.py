@@ -27,10 +27,6 @@ def message(read):
     return str(caught.value)
 
 
-def findings(config):
-    return {finding.rule: finding for finding in DeepSpeedPlan.from_dict(config).check()}
-
-
 @pytest.mark.parametrize(
     ("config", "fix"),
     [
@@ -47,28 +43,6 @@ def findings(config):
 )
 def test_the_fix_shows_the_valid_form(config, fix):
     assert fix in message(lambda: DeepSpeedPlan.from_dict(config)).partition("Fix: ")[2]
-
-
-def test_a_quoted_learning_rate_and_a_missing_swap_folder_are_reported():
-    told = findings(
-        {
-            "optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}},
-            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}},
-        }
-    )
-    assert told["number-as-text"].fix == "write 1e-4"
-    assert told["nvme-path-unset"].key == "zero_optimization.offload_optimizer.nvme_path"
-
-
-@pytest.mark.parametrize(
-    ("around", "size"),
-    [({"bf16": {"enabled": True}}, "1.86 GiB"), ({"fp16": {"enabled": True}}, "1.86 GiB"),
-     ({"bf16": {"enabled": "auto"}}, "1.86 GiB"), ({}, "3.73 GiB")],
-)  # fmt: skip
-def test_the_bucket_size_in_messages_follows_the_precision(around, size):
-    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}
-    told = findings({**around, "zero_optimization": zero})["large-reduce-bucket"]
-    assert f"uses {size} " in told.reason
 
 
 def test_a_refused_precision_is_not_suggested():

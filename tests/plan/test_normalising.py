@@ -125,13 +125,6 @@ def test_deprecated_and_short_spellings_are_translated_and_recorded(written, bec
     assert normalised(result) == (result, ())
 
 
-def test_legacy_offload_beside_a_conflicting_section_is_refused():
-    config = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}}
-    with pytest.raises(PlanConflictError) as caught:
-        DeepSpeedPlan.from_dict(config)
-    assert caught.value.key == "zero_optimization.cpu_offload"
-
-
 @pytest.mark.parametrize("legacy", [True, False])
 def test_legacy_offload_beside_its_section_is_refused_as_deepspeed_does(legacy):
     config = {"zero_optimization": {"cpu_offload": legacy, "offload_optimizer": {"device": "cpu"}}}

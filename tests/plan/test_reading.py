@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 
 import attrs
 import pytest
@@ -11,7 +10,6 @@ from zerotune.errors import (
     PlanConflictError,
     PlanError,
     PlanFileError,
-    PlanSyntaxError,
     UnknownKeyError,
 )
 from zerotune.plan import DeepSpeedPlan
@@ -51,21 +49,6 @@ def test_plans_with_equal_content_are_equal(reference_a, tmp_path):
     assert DeepSpeedPlan.from_json(file) == DeepSpeedPlan.from_dict(reference_a)
 
 
-def test_changing_the_source_dict_or_an_exported_dict_does_not_change_the_plan(reference_a):
-    plan = DeepSpeedPlan.from_dict({**reference_a, "comms_logger": {"enabled": True}})
-    before = plan.to_deepspeed()
-    reference_a["optimizer"]["params"]["lr"] = 7
-    given = plan.to_deepspeed()
-    given["optimizer"]["params"]["betas"].append(7)
-    given["comms_logger"]["enabled"] = 7
-    assert plan.to_deepspeed() == before
-
-
-def test_plans_survive_pickling(reference_a):
-    plan = DeepSpeedPlan.from_dict(reference_a)
-    assert pickle.loads(pickle.dumps(plan)) == plan
-
-
 def test_keys_that_only_deepspeed_knows_pass_through():
     config = {
         "zero_optimization": {"stage": 3, "zenflow": {"topk_ratio": 0.1}},
@@ -74,14 +57,6 @@ def test_keys_that_only_deepspeed_knows_pass_through():
     }
     plan = DeepSpeedPlan.from_dict(config)
     assert plan.extra == {"flops_profiler": {"enabled": True}, "_comment": "any"}
-    assert plan.to_deepspeed() == config
-
-
-def test_a_key_of_a_newer_deepspeed_can_be_allowed():
-    config = {"zero_optimization": {"stage": 3, "brand_new": 1}}
-    with pytest.raises(UnknownKeyError):
-        DeepSpeedPlan.from_dict(config)
-    plan = DeepSpeedPlan.from_dict(config, also_known=["zero_optimization.brand_new"])
     assert plan.to_deepspeed() == config
 
 
@@ -191,16 +166,6 @@ def test_a_binary_file_is_named(tmp_path):
         DeepSpeedPlan.from_json(file)
 
 
-def test_malformed_json_gives_line_and_column(tmp_path):
-    file = tmp_path / "ds.json"
-    file.write_text('{\n  "train_batch_size": 8\n  "bf16": {}\n}\n')
-    with pytest.raises(PlanSyntaxError) as caught:
-        DeepSpeedPlan.from_json(file)
-    assert (caught.value.line, caught.value.column) == (3, 3)
-    assert "(line 3, column 3)" in str(caught.value)
-    assert caught.value.source == str(file)
-
-
 def test_comments_in_a_file_give_a_warning(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 2,}} // two')
@@ -213,11 +178,6 @@ def test_comments_in_a_file_give_a_warning(tmp_path):
 def test_json_text_is_read_like_a_file(reference_a):
     assert DeepSpeedPlan.from_json(json.dumps(reference_a)).to_deepspeed() == reference_a
     assert DeepSpeedPlan.from_json(" {}").source == "<string>"
-
-
-def test_a_plan_written_as_json_reads_back_equal(reference_b):
-    plan = DeepSpeedPlan.from_dict(reference_b)
-    assert DeepSpeedPlan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize("key", ["deepspeed_config", "--deepspeed_config", "deepspeed"])
@@ -258,13 +218,6 @@ def test_a_missing_config_file_lists_the_searched_folders(tmp_path):
 def test_an_invalid_configuration_inside_a_trainers_file_is_refused(inner):
     with pytest.raises(PlanError):
         DeepSpeedPlan.from_dict({"deepspeed_config": inner})
-
-
-def test_load_chooses_the_reader_by_suffix(tmp_path, reference_a, reference_c):
-    (tmp_path / "a.json").write_text(json.dumps(reference_a))
-    (tmp_path / "c.yaml").write_text(reference_c)
-    assert DeepSpeedPlan.load(tmp_path / "a.json").stage == 2
-    assert DeepSpeedPlan.load(str(tmp_path / "c.yaml")).stage == 1
 
 
 def test_build_creates_a_plan_from_common_arguments():
@@ -316,3 +269,9 @@ def test_build_names_invalid_arguments(kwargs, key):
 )
 def test_the_precision_equals_the_written_one(config, precision):
     assert DeepSpeedPlan.from_dict(config).precision == precision
+
+
+def test_a_file_that_is_not_a_deepspeed_configuration_is_recognised():
+    model = {"hidden_size": 64, "architectures": ["UNet"], "vocab_size": 3, "dropout": 0.1}
+    with pytest.raises(InvalidValueError, match="contains no DeepSpeed configuration"):
+        DeepSpeedPlan.from_dict(model)

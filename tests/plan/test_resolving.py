@@ -3,7 +3,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from zerotune.errors import InvalidValueError, PlanConflictError, UnresolvedPlanError
+from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, rules
 from zerotune.plan import resolve as filling
 from zerotune.plan.context import Streaming
@@ -166,20 +166,6 @@ def test_reference_a_on_the_cpu_accelerator_pins_nothing(reference_a, cpu):
     assert (found.before, found.after) == (True, False)
 
 
-def test_reference_a_at_two_processes_is_a_conflict(reference_a, cuda):
-    with pytest.raises(PlanConflictError, match=r"8 != 2 .* x 4 .* x 2"):
-        resolve(reference_a, cuda, world_size=2)
-
-
-def test_reference_b_keeps_the_users_buffer_size(reference_b, cuda, unet):
-    resolved = resolve(reference_b, cuda, model=unet)
-    section = resolved.plan.zero_optimization.offload_param
-    assert section.buffer_size == 100_000_000
-    assert section.pin_memory is True
-    assert resolved.nvme_paths == {"param": "/mnt/nvme"}
-    assert resolved.stage == 3
-
-
 def test_reference_b_in_fp32_is_not_swapped_on_the_cpu_accelerator(reference_b, cpu, unet):
     for model in (unet, None):
         resolved = resolve(reference_b, cpu, model=model)
@@ -195,17 +181,6 @@ def test_fp32_is_swapped_where_deepspeed_does_not_round_it(reference_b, cuda, cp
     small = ModelFacts.from_shapes([("a", (10, 10))])
     assert resolve(reference_b, cpu, model=small).offload_param == "nvme"
     assert resolve(reference_b, cuda, model=small).offload_param == "nvme"
-
-
-def test_reference_c_takes_its_precision_from_the_launcher(reference_c, cuda, tmp_path):
-    file = tmp_path / "c.yaml"
-    file.write_text(reference_c)
-    resolved = DeepSpeedPlan.from_yaml(file).resolve(platform=cuda)
-    assert resolved.stage == 1
-    assert resolved.precision == "bf16"
-    assert resolved.gradient_accumulation_steps == 4
-    assert resolved.micro_batch_size == 1
-    assert resolved.plan.bf16.enabled is True
 
 
 def test_every_key_that_affects_behaviour_is_explicit_at_its_stage(cuda, unet):
@@ -513,13 +488,6 @@ def test_a_run_that_requests_other_clipping_gives_a_warning(cuda):
     assert warnings(resolved) == ["gradient_clipping"]
 
 
-def test_the_launcher_setting_decides_whether_16_bit_weights_are_saved(cuda, tmp_path):
-    file = tmp_path / "a.yaml"
-    file.write_text("deepspeed_config: {zero_stage: 3, zero3_save_16bit_model: true}")
-    section = DeepSpeedPlan.from_yaml(file).resolve(platform=cuda).plan.zero_optimization
-    assert section.stage3_gather_16bit_weights_on_model_save is True
-
-
 def test_auto_in_a_key_that_zerotune_does_not_fill_is_named(cuda):
     with pytest.raises(UnresolvedPlanError) as caught:
         resolve({**BF16, "communication_data_type": AUTO}, cuda)
@@ -544,12 +512,6 @@ def test_resolving_is_deterministic_and_keeps_the_requested_plan(reference_a, cu
     assert first == plan.resolve(platform=cuda, model=unet)
     assert first.requested is plan
     assert plan.to_deepspeed() == reference_a
-
-
-def test_a_resolved_plan_resolves_to_itself(reference_b, cuda, unet):
-    resolved = resolve(reference_b, cuda, model=unet)
-    again = resolved.plan.resolve(platform=cuda, model=unet)
-    assert again.plan == resolved.plan
 
 
 def test_without_an_argument_the_platform_is_detected(monkeypatch, reference_a, cpu):

@@ -134,10 +134,6 @@ def test_a_byte_order_mark_is_skipped():
     assert parse_json("\ufeff{}", source="x") == ({}, [])
 
 
-def test_a_surrogate_pair_is_read_as_one_character():
-    assert parse_json('"\\ud83d\\ude00"', source="x")[0] == "\U0001f600"
-
-
 def test_line_breaks_are_counted_once_however_many_keys_there_are():
     scanned = 0
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from zerotune.errors import InvalidValueError, PlanConflictError
+from zerotune.errors import PlanConflictError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
@@ -163,9 +163,3 @@ def test_a_changed_precision_is_saved_to_a_file_of_its_own(tmp_path, precision):
     changed.save(tmp_path / "plan.json")
     again = DeepSpeedPlan.load(tmp_path / "plan.json")
     assert settled(again).precision == precision
-
-
-def test_a_trainers_file_without_deepspeed_is_one_mistake(tmp_path):
-    content = {"output_dir": "out", "num_train_epochs": 3, "learning_rate": 1e-5, "bf16": True}
-    with pytest.raises(InvalidValueError, match="without DeepSpeed"):
-        read(tmp_path, content)

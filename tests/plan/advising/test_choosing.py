@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -330,17 +328,6 @@ def test_without_clipping_gradients_need_almost_no_host_memory(model, optimizer,
 def test_options_that_prevent_streaming_get_no_streamed_candidates(options):
     advice = flux_on("1000GiB", streamed=True, **options)
     assert not streamed_of(advice)
-
-
-def test_advice_takes_less_than_a_fifth_of_a_second():
-    # The best of three excludes other load on the machine.
-    advise("24GiB")
-    seconds = []
-    for _ in range(3):
-        began = time.process_time()
-        advise("12GiB", "64GiB", "1TB", ema="host")
-        seconds.append(time.process_time() - began)
-    assert min(seconds) < 0.2
 
 
 def test_adapters_need_less_than_the_model_and_keep_the_base():

@@ -82,14 +82,6 @@ class TestPicture:
             plot_memory(estimate, tmp_path / "m.docx")
         assert list(tmp_path.iterdir()) == []
 
-    def test_more_places_make_the_chart_taller(self, estimate, tmp_path):
-        def height(path):
-            return int.from_bytes(path.read_bytes()[20:24], "big")
-
-        two = plot_memory(estimate, tmp_path / "two.png")
-        three = plot_memory(estimate, tmp_path / "three.png", budget={"nvme": GIB})
-        assert height(three) > height(two)
-
     def test_an_estimate_without_items_can_be_drawn(self, make_estimate, tmp_path):
         assert plot_memory(make_estimate(), tmp_path / "empty.png").exists()
 

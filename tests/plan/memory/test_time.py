@@ -91,21 +91,6 @@ def test_convolutions_and_attention_are_slower_than_products_on_a_card():
     assert time.phases["forward"] == pytest.approx(expected / 1e12)
 
 
-@pytest.mark.parametrize(
-    ("stage", "accumulation", "to_host", "back"),
-    [(2, 1, 4, 0), (2, 3, 10, 4), (3, 1, 6, 2), (3, 3, 10, 6)],
-)
-def test_gradients_of_deepspeed_cross_the_bus_as_sums_and_in_fp32(
-    stage, accumulation, to_host, back
-):
-    # As counted in tests/device/test_counts.py.
-    estimate, _ = timed(
-        stage=stage, offload="cpu", engine="deepspeed", gradient_accumulation_steps=accumulation
-    )
-    traffic = step_traffic(estimate)
-    assert (traffic.gradients, traffic.returned) == pytest.approx((to_host * N, back * N), rel=1e-3)
-
-
 @pytest.mark.parametrize(("accumulation", "to_host", "back"), [(1, 2, 0), (3, 6, 4)])
 def test_gradients_of_the_host_engine_cross_the_bus_in_the_weights_dtype(
     accumulation, to_host, back

@@ -60,10 +60,6 @@ def test_clipping_among_the_arguments_of_the_optimizer():
     assert find("clipping-in-optimizer", {"optimizer": {"type": "AdamW"}}) == []
 
 
-def test_clipping_unset_says_what_happens():
-    assert "norm of 1.0" in one("clipping-unset", {}).reason
-
-
 SPELLINGS = ["AdamW", "adamw", "ADAM", "Lion", "SGD", "RMSprop", "Adafactor"]
 REJECTED = [
     "adamw_torch",

@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.rulebook.findings import find, one, zero
-from zerotune.plan import DeepSpeedPlan, ModelFacts
+from zerotune.plan import ModelFacts
 from zerotune.plan.families import family
-from zerotune.platform import Platform
 
 LARGE = ModelFacts.from_shapes([(f"block{i}", (25_000_000,)) for i in range(100)])
 SMALL = ModelFacts.from_shapes([("a", (1000, 1000))])
@@ -87,14 +86,3 @@ def test_too_few_param_buffers_are_reported_with_the_number_to_write():
     assert finding.value == 5
     assert "10 weights of a recomputed block" in finding.reason
     assert "write at least 12" in finding.fix
-
-
-def test_prefetching_from_nvme_is_recorded_once():
-    config = {
-        **zero(stage=3, offload_param={"device": "nvme"}, stage3_prefetch_bucket_size=1000),
-        "bf16": {"enabled": True},
-    }
-    resolved = DeepSpeedPlan.from_dict(config).resolve(platform=Platform.synthetic("cuda"))
-    key = one("nvme-param-prefetch", config).key
-    (decision,) = (each for each in resolved.decisions if each.key == key)
-    assert (decision.before, decision.after) == (1000, 0)
