@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 import sys
 
 import diffusers
@@ -14,7 +16,7 @@ from PIL import Image
 from tests.diffusion.families.training import example
 from tests.support.declared_pipelines import MAKERS
 from zerotune.diffusion import PipelineFamily, load_pretrained, sample
-from zerotune.diffusion.models.declared import QwenImage, Wan, WanLowNoise, ZImage
+from zerotune.diffusion.models.declared import QwenImage, Sana, Wan, WanLowNoise, ZImage
 from zerotune.diffusion.models.latents import Tokens
 from zerotune.diffusion.models.pipeline import Blueprint
 from zerotune.diffusion.models.probe import probe
@@ -329,17 +331,55 @@ class WrongArgument(QwenImage):
     arguments = {"no_such": 1}
 
 
+class WithoutMask(ZImage):
+    text_tensors = ("prompt_embeds",)
+
+
+class OneStepSprint(Sana):
+    """Sana-Sprint's pipeline, which drops the last of its time steps."""
+
+    pipeline = "SanaSprintPipeline"
+
+
+class Sprint(OneStepSprint):
+    def predicting_pipeline(self, model, scheduler):
+        scheduler.timesteps = scheduler.timesteps.expand(2, -1)
+        return super().predicting_pipeline(model, scheduler)
+
+
 @pytest.mark.parametrize(
     ("name", "family", "reason"),
     [
         ("qwen-image", NotPacked, "cannot be trained through its pipeline"),
         ("qwen-image", WrongArgument, "no_such"),
         ("sana", Guided, "cannot be trained through its pipeline"),
+        ("z-image", WithoutMask, r'set text_tensors = \("prompt_embeds", "prompt_embeds_mask"\)'),
     ],
 )
 def test_an_invalid_declaration_is_refused_with_the_reason(folders, name, family, reason):
     with pytest.raises(InvalidValueError, match=reason):
         load_pretrained(folders[name], parts=False, family=family)
+
+
+def test_a_pipeline_that_drops_its_only_time_step_is_refused_with_a_fix_that_helps(
+    folders, tmp_path
+):
+    folder = shutil.copytree(folders["sana"], tmp_path / "sprint")
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"_class_name": Sprint.pipeline, "scheduler": ["diffusers", "SCMScheduler"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    diffusers.SCMScheduler().save_pretrained(folder / "scheduler")
+    kind = diffusers.SanaTransformer2DModel
+    config = kind.load_config(folder, subfolder="transformer")
+    kind.from_config(config, guidance_embeds=True).save_pretrained(folder / "transformer")
+    with pytest.raises(InvalidValueError, match=r"append a value to scheduler\.timesteps") as error:
+        load_pretrained(folder, parts=False, family=OneStepSprint)
+    assert str(error.value).count("Fix:") == 1
+    loaded = load_pretrained(folder, parts=False, family=Sprint)
+    texts = {"prompt_embeds": torch.randn(2, 5, 32), "prompt_attention_mask": torch.ones(2, 5)}
+    noisy = torch.randn(2, 4, 8, 8)
+    prediction = loaded.family.predict(loaded.model, noisy, torch.tensor([1.2, 0.4]), texts)
+    assert prediction.shape == noisy.shape
 
 
 def altered(monkeypatch, kind, change):

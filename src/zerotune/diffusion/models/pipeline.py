@@ -465,10 +465,10 @@ class PipelineModel(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the engine with the pipeline's arguments."""
         output = call_cast(self._model, args, kwargs)
-        prediction = output[0] if isinstance(output, tuple) else output.sample
+        prediction, *others = output if isinstance(output, tuple) else (output.sample,)
         if isinstance(prediction, list):
-            return ([one.float() for one in prediction],)
-        return (prediction.float(),)
+            return ([one.float() for one in prediction], *others)
+        return (prediction.float(), *others)
 
     def __getattr__(self, name: str) -> Any:
         model = self.__dict__.get("_model")

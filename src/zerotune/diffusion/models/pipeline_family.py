@@ -12,7 +12,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import attrs
 import torch
@@ -32,13 +32,16 @@ from zerotune.diffusion.models.family import (
     take,
 )
 from zerotune.diffusion.models.latents import LatentSpace, Packing, Tokens, Unpacked
-from zerotune.diffusion.models.pipeline import Blueprint, FrozenParts, PipelineModel, pipeline_class
+from zerotune.diffusion.models.pipeline import (
+    Blueprint,
+    FrozenParts,
+    PipelineModel,
+    pipeline_class,
+    pipeline_name,
+)
 from zerotune.diffusion.noise_schedule import drawing_scheduler
 from zerotune.errors import DataError, InvalidValueError
 from zerotune.plan.facts import latent_frames
-
-if TYPE_CHECKING:
-    pass
 
 NEGATIVE: Final = "negative_"
 CAPTIONS: Final = "captions"
@@ -563,6 +566,13 @@ class PipelineFamily:
             for name, value in texts.items()
         }
         if self.listed:
+            if "prompt_embeds_mask" not in moved:
+                raise InvalidValueError(
+                    "listed = True needs the mask, which says where each text ends",
+                    'set text_tensors = ("prompt_embeds", "prompt_embeds_mask")',
+                    f"{type(self).__name__}.text_tensors",
+                    self.text_tensors,
+                )
             rows = zip(moved["prompt_embeds"], moved["prompt_embeds_mask"].bool(), strict=True)
             return {f"{prefix}prompt_embeds": [row[mask] for row, mask in rows]}
         return {f"{prefix}{name}": value for name, value in moved.items()}
@@ -915,6 +925,15 @@ class PipelineFamily:
         except _Predicted as found:
             prediction = found.prediction
             found.__traceback__ = None  # Its frames hold the graph.
+        except UnboundLocalError as error:
+            raise DataError(
+                "the pipeline's denoising loop ran no step: it needs more time steps than the "
+                f"single one of training ({error})",
+                "override it in the family, and append a value to scheduler.timesteps "
+                "(docs/families.md)",
+                f"{type(self).__name__}.predicting_pipeline",
+                pipeline_name(self.pipeline),
+            ) from error
         else:
             raise DataError(
                 "the pipeline's call ended without calling scheduler.step",

@@ -85,7 +85,8 @@ def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...
             output = family.predict(witness, latents, torch.tensor(_TIMES), conditioning)
             output.sum().backward()  # type: ignore[no-untyped-call]
     except ZeroTuneError as error:
-        raise _not_trainable(family, str(error)) from error
+        reason = f"{error.key}: {error.reason}" if error.key else error.reason
+        raise _not_trainable(family, reason, error.fix) from error
     except (NotImplementedError, RuntimeError) as error:
         # torch.autocast fails for the meta device with this unspecific message.
         autocast = str(error) == "unsupported scalarType"
@@ -200,10 +201,12 @@ def _check_gradients(family: PipelineFamily, module: torch.nn.Module) -> None:
             )
 
 
-def _not_trainable(family: PipelineFamily, reason: str) -> InvalidValueError:
+def _not_trainable(
+    family: PipelineFamily, reason: str, fix: str | None = None
+) -> InvalidValueError:
     return InvalidValueError(
         f"cannot be trained through its pipeline: {reason}",
-        "correct the family's declaration, or override predict (docs/families.md)",
+        fix or "correct the family's declaration, or override predict (docs/families.md)",
         "family",
         f"{type(family).__name__} ({pipeline_name(family.pipeline)})",
     )
