@@ -39,17 +39,16 @@ from zerotune.checkpoint.contents import (
     Part,
     Piece,
     RankContents,
-    now,
     plain_data,
     shadow_key,
-    tensor_record,
-    versions,
 )
+from zerotune.checkpoint.drafting import now, tensor_record, versions
 from zerotune.checkpoint.export.model import CONFIG, ModelFolderReader
+from zerotune.checkpoint.filing import Filing
 from zerotune.checkpoint.folders import checked_path
 from zerotune.checkpoint.manifest import Manifest, PlanRecord, TensorRecord
-from zerotune.checkpoint.save import Filing, Writing
 from zerotune.checkpoint.tensors import WEIGHTS, Subject
+from zerotune.checkpoint.writing import Writing
 from zerotune.decisions import Decision, announce
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 from zerotune.plan.optimizer.names import canonical

@@ -19,7 +19,7 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCardData
 
-from zerotune.checkpoint.folders import check_replaceable, files_of_export
+from zerotune.checkpoint.marks import check_replaceable, files_of_export
 
 CARD = "README.md"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")

@@ -306,7 +306,7 @@ def test_only_a_whole_checkpoint_makes_half_replaced_weights_legal(kind, tmp_pat
             raise OSError("disk gone")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("zerotune.checkpoint.load.Filler.fill", broken)
+            patch.setattr("zerotune.checkpoint.reader.Filler.fill", broken)
             with pytest.raises(OSError, match="disk gone"):
                 load_checkpoint(tmp_path / "step", engine=engine)
         engine.load_state(state)

@@ -200,7 +200,7 @@ def failing_write(after: int) -> Iterator[None]:
 def other_optimizer(folder: str, case: Case) -> dict[str, Any]:
     """Load a checkpoint of AdamW into an engine that has trained with another optimizer."""
     from tests.checkpoint.runs import fingerprint
-    from zerotune.checkpoint.load import CheckpointReader
+    from zerotune.checkpoint.reader import CheckpointReader
     from zerotune.checkpoint.tensors import WEIGHTS, Subject
 
     engine = hostile(case, seed=1)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from zerotune.backend.engine import EngineState
-from zerotune.checkpoint.folders import Staging
 from zerotune.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
@@ -18,6 +17,7 @@ from zerotune.checkpoint.manifest import (
     PlanRecord,
     TensorRecord,
 )
+from zerotune.checkpoint.staging import Staging
 from zerotune.checkpoint.tensors import EXPORT, TensorFile, TensorSpec, TensorWriter
 
 

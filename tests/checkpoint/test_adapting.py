@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.checkpoint.samples import sample_manifest
-from zerotune.checkpoint.contents import capture_generators
-from zerotune.checkpoint.load import carried_loss_scale, restart_generators
+from zerotune.checkpoint.adapting import carried_loss_scale, restart_generators
+from zerotune.checkpoint.generators import capture_generators
 
 PLAN = sample_manifest().plan
 DYNAMIC = {"cur_scale": 512.0, "cur_iter": 30, "last_overflow_iter": 20, "cur_hysteresis": 1}

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.killing import comes_to_its_end
-from zerotune.checkpoint import folders
+from zerotune.checkpoint import staging as staged
 from zerotune.checkpoint import tensors as tensorfile
 from zerotune.checkpoint.export.driver import Whole
 from zerotune.checkpoint.export.model import ModelFolderReader, model_writer
@@ -191,7 +191,7 @@ def test_a_pipeline_is_replaced_only_if_its_other_parts_are_unchanged(tmp_path):
 
     def write(part: str, value: float, others: Path) -> None:
         """Write as ``export_pipeline`` does: untrained parts are copied from another pipeline."""
-        staging = folders.ExportStaging(pipeline)
+        staging = staged.ExportStaging(pipeline)
         kept = shutil.ignore_patterns(part)
         shutil.copytree(others, staging.path, ignore=kept, dirs_exist_ok=True)
         files = [path for path in staging.path.rglob("*") if path.is_file()]
@@ -240,7 +240,7 @@ def test_a_complete_export_exists_after_every_kill(tmp_path):
 
 
 def test_an_export_is_replaced_in_two_steps_where_names_cannot_be_exchanged(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "exchange", cannot_exchange)
+    monkeypatch.setattr(staged, "exchange", cannot_exchange)
     export(tmp_path / "unet", 1.0)
     export(tmp_path / "unet", 2.0)
     assert values(tmp_path / "unet") == {2.0}

@@ -15,8 +15,6 @@ from tests.checkpoint.samples import fill, publish
 from zerotune.checkpoint import latest_checkpoint
 from zerotune.checkpoint import manifest as manifests
 from zerotune.checkpoint.folders import (
-    Staging,
-    check_space,
     checked_path,
     find_checkpoint,
     prune,
@@ -24,6 +22,7 @@ from zerotune.checkpoint.folders import (
     verify_checkpoint,
 )
 from zerotune.checkpoint.manifest import MANIFEST
+from zerotune.checkpoint.staging import Staging, check_space
 from zerotune.errors import CheckpointError
 
 

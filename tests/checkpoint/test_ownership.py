@@ -16,8 +16,9 @@ from tests.checkpoint.samples import publish
 from tests.support.ranks import run_ranks
 from tests.training import faulty
 from zerotune._util import ownership as mechanism
-from zerotune.checkpoint import RootHold, folders, latest_checkpoint
-from zerotune.checkpoint.folders import OWNER_LOCK, OWNER_RECORD, prune, step_folder
+from zerotune.checkpoint import RootHold, holding, latest_checkpoint
+from zerotune.checkpoint.folders import prune, step_folder
+from zerotune.checkpoint.holding import OWNER_LOCK, OWNER_RECORD
 from zerotune.errors import CheckpointError
 
 HOLDER = """
@@ -143,7 +144,7 @@ def elsewhere(root):
 def test_a_run_fails_at_its_next_save_if_another_machine_has_taken_its_folder(
     tmp_path, monkeypatch, kind, severity, says
 ):
-    monkeypatch.setattr(folders, "filesystem_kind", lambda _: kind)
+    monkeypatch.setattr(holding, "filesystem_kind", lambda _: kind)
     theirs = elsewhere(tmp_path)
     with RootHold(tmp_path) as hold:
         (decision,) = hold.decisions

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from zerotune.checkpoint.contents import Counters, Part, RankShare
-from zerotune.checkpoint.save import Filing
+from zerotune.checkpoint.filing import Filing
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorWriter, confirm, hash_of
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 

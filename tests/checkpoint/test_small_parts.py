@@ -10,12 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerotune.checkpoint.contents import (
-    capture_generators,
-    persistent_buffers,
-    plain_data,
-    restore_generators,
-)
+from zerotune.checkpoint.contents import persistent_buffers, plain_data
+from zerotune.checkpoint.generators import capture_generators, restore_generators
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zerotune.checkpoint import folders
+from zerotune.checkpoint import staging
 from zerotune.checkpoint import tensors as tensorfile
 
 MOMENTS = (
@@ -19,7 +19,7 @@ MOMENTS = (
     (Path, "unlink"),
     (shutil, "rmtree"),
     (os, "unlink"),
-    (folders, "exchange"),
+    (staging, "exchange"),
     (tensorfile, "write_at"),
 )
 """Functions that change the disk."""

@@ -25,7 +25,8 @@ from tests.training import failing_run, faulty
 from tests.training.faulty import ALONE_S, TIMEOUT_S, needing_all, small, wait_for
 from tests.training.test_loop import clean_environment
 from zerotune.backend.distributed import ProcessGroup
-from zerotune.checkpoint.save import PendingCheckpoint, Writing
+from zerotune.checkpoint.save import PendingCheckpoint
+from zerotune.checkpoint.writing import Writing
 from zerotune.ema import EMAShadow
 from zerotune.offload import OffloadManager
 from zerotune.training import SaveEvery, SaveEveryInBackground

@@ -3,8 +3,8 @@
 from zerotune.checkpoint.export.adapters import export_adapters as export_adapters
 from zerotune.checkpoint.export.model import export_model as export_model
 from zerotune.checkpoint.export.pipeline import export_pipeline as export_pipeline
-from zerotune.checkpoint.folders import RootHold as RootHold
 from zerotune.checkpoint.folders import latest_checkpoint as latest_checkpoint
+from zerotune.checkpoint.holding import RootHold as RootHold
 from zerotune.checkpoint.load import load_checkpoint as load_checkpoint
 from zerotune.checkpoint.load import restore as restore
 from zerotune.checkpoint.save import BackgroundSaver as BackgroundSaver

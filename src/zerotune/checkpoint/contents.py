@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import attrs
-import numpy as np
 import torch
 
-from zerotune._util.proc import installed_version
-from zerotune._util.text import json_of
-from zerotune.backend.accelerator import current_accelerator
 from zerotune.backend.master_weights import StateFormat
-from zerotune.checkpoint.manifest import STATE_DTYPES, Manifest, PlanRecord, TensorRecord
+from zerotune.checkpoint.generators import GENERATOR_TEXT, capture_generators
+from zerotune.checkpoint.manifest import STATE_DTYPES
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorFile, TensorSpec
-from zerotune.errors import CheckpointCorruptError, CheckpointError
+from zerotune.errors import CheckpointError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
     from zerotune.backend.master_weights import FragmentAddress, OptimizerStates
 
 SHADOW: Final = "shadow/"
+
 BUFFER: Final = "buffer/"
-GENERATOR: Final = "rng/"
-"""Name prefix of generator states in a rank's file."""
-GENERATOR_TEXT: Final = "rng"
-"""Metadata key for generator values that are not tensors."""
 
 Tensors = Mapping[str, torch.Tensor]
+
 _FP32: Final = StateFormat()
 
 
@@ -313,179 +305,3 @@ def plain_data(value: Any, key: str) -> Any:
         key,
         value,
     )
-
-
-# -- The manifest of an engine.
-
-
-def draft(
-    engine: Engine, *, shadows: Mapping[str, Any], rng: bool, extra: Mapping[str, Any]
-) -> Manifest:
-    """Create a manifest of an engine's current state; parameters and files are added later.
-
-    Args:
-        engine: Engine to save.
-        shadows: EMA shadows by name.
-        rng: Whether the random number generators are saved.
-        extra: The caller's data.
-    """
-    state = attrs.evolve(
-        engine.state,
-        scheduler=plain_data(engine.state.scheduler, "scheduler"),
-        loss_scaler=plain_data(engine.state.loss_scaler, "loss_scaler"),
-    )
-    return Manifest(
-        created=now(),
-        versions={**versions(), **engine.plan.platform.versions},
-        world_size=engine.group.world_size,
-        plan=plan_record(engine),
-        state=state,
-        model=model_config(engine.module),
-        parameters=(),
-        frozen=[tensor_record(name, p) for name, p in untrained_parameters(engine).items()],
-        aliases=tied_names(engine.module),
-        buffers=buffer_records(engine.module),
-        files=(),
-        shadows=sorted(shadows),
-        rng=rng,
-        extra=extra,
-    )
-
-
-def plan_record(engine: Engine) -> PlanRecord:
-    """Return the manifest's record for an engine's plan."""
-    plan = engine.plan
-    optimizer: Any = plan.optimizer
-    scheduler: Any = plan.scheduler
-    return PlanRecord(
-        engine="deepspeed" if plan.uses_deepspeed else "plain",
-        stage=plan.stage,
-        precision=plan.precision,
-        offload_optimizer=plan.offload_optimizer,
-        offload_param=plan.offload_param,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        digest=plan.digest(),
-        config=plan.to_deepspeed(),
-        optimizer=plain_data(attrs.asdict(optimizer), "optimizer"),
-        scheduler=scheduler and plain_data(attrs.asdict(scheduler), "scheduler"),
-    )
-
-
-def buffer_records(module: torch.nn.Module) -> tuple[TensorRecord, ...]:
-    """Return the manifest's records for the model's buffers."""
-    return tuple(tensor_record(name, b) for name, b in persistent_buffers(module).items())
-
-
-def untrained_parameters(engine: Engine) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters that have no master weights because they are frozen or empty."""
-    trained = engine.master_weights.parameters
-    return {name: p for name, p in engine.module.named_parameters() if name not in trained}
-
-
-def model_config(module: torch.nn.Module) -> Mapping[str, Any] | None:
-    """Return the content of a diffusers model's ``config.json``; ``None`` for other modules."""
-    write = getattr(module, "to_json_string", None)
-    if write is None:
-        return None
-    try:
-        config: Mapping[str, Any] = plain_data(json.loads(write()), "model.config")
-    except (TypeError, ValueError, CheckpointError):
-        # A configuration that is not JSON cannot be exported either; the export reports it.
-        return None
-    return config
-
-
-def now() -> str:
-    """Return the current UTC time in ISO 8601 format."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of zerotune and torch."""
-    return {
-        "zerotune": installed_version("zerotune") or "unknown",
-        "torch": torch.__version__,
-    }
-
-
-def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Map each additional name of a tied parameter to its first name."""
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(p)] for name, p in every if first[id(p)] != name}
-
-
-def tensor_record(name: str, tensor: torch.Tensor) -> TensorRecord:
-    """Return the manifest's record for a tensor."""
-    # ZeRO-3 keeps the full shape beside a partitioned parameter.
-    shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
-    return TensorRecord(name=name, shape=shape, dtype=str(tensor.dtype).removeprefix("torch."))
-
-
-# -- The state of every random number generator of this process.
-
-
-def capture_generators() -> tuple[dict[str, torch.Tensor], str]:
-    """Capture the state of torch's, numpy's and Python's global generators.
-
-    Returns:
-        1-D uint8 tensors by name, and the remaining values as JSON text.
-    """
-    tensors = {"torch_cpu": torch.get_rng_state()}
-    accelerator = current_accelerator()
-    if (state := accelerator.random_state()) is not None:
-        tensors[f"torch_{accelerator.device.type}"] = state
-    # The legacy tuple is what `np.random.seed` and `np.random.rand` use.
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    tensors["numpy"] = _generator_bytes(np.asarray(keys, dtype="<u4"))
-    version, numbers, gauss_next = random.getstate()
-    tensors["python"] = _generator_bytes(np.asarray(numbers, dtype="<u8"))
-    text = {
-        "numpy": [kind, int(position), int(has_gauss), float(cached)],
-        "python": [version, gauss_next],
-    }
-    return {GENERATOR + name: tensor for name, tensor in tensors.items()}, json.dumps(text)
-
-
-def restore_generators(tensors: Mapping[str, torch.Tensor], text: str) -> None:
-    """Restore a state captured by ``capture_generators``."""
-    python, numpy = check_generators(tensors, text)
-    torch.set_rng_state(tensors[GENERATOR + "torch_cpu"].contiguous())
-    random.setstate(python)
-    np.random.set_state(numpy)
-    accelerator = current_accelerator()
-    state = tensors.get(f"{GENERATOR}torch_{accelerator.device.type}")
-    if state is not None and not accelerator.is_host:
-        accelerator.restore_random_state(state.contiguous())
-
-
-def check_generators(tensors: Mapping[str, torch.Tensor], text: str) -> tuple[Any, Any]:
-    """Parse the saved states of Python's and numpy's generators, and try them on new generators."""
-    try:
-        numbers = json_of(text)
-        kind, position, has_gauss, cached = numbers["numpy"]
-        version, gauss_next = numbers["python"]
-        keys = _as_numbers(tensors[GENERATOR + "numpy"], "<u4")
-        state = tuple(int(number) for number in _as_numbers(tensors[GENERATOR + "python"], "<u8"))
-        python = (version, state, None if gauss_next is None else float(gauss_next))
-        numpy = (kind, keys, position, has_gauss, cached)
-        if type(position) is not int or not 0 <= position <= len(keys):
-            raise ValueError(f"a position of {position!r}")
-        torch.Generator().set_state(tensors[GENERATOR + "torch_cpu"].contiguous())
-        random.Random().setstate(python)  # noqa: S311 - nothing is drawn from it
-        np.random.RandomState().set_state(numpy)
-    except (LookupError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
-        raise CheckpointCorruptError(
-            f"the state of the random number generators cannot be restored ({error})",
-            key=GENERATOR_TEXT,
-        ) from error
-    return python, numpy
-
-
-def _generator_bytes(numbers: np.ndarray[Any, Any]) -> torch.Tensor:
-    return torch.from_numpy(numbers.view(np.uint8).copy())
-
-
-def _as_numbers(tensor: torch.Tensor, dtype: str) -> np.ndarray[Any, Any]:
-    numbers: np.ndarray[Any, Any] = np.frombuffer(tensor.contiguous().numpy().tobytes(), dtype)
-    return np.array(numbers)

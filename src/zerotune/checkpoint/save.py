@@ -1,279 +1,34 @@
-"""Save an engine's checkpoint: lay out the files, write them on all ranks, verify and rename them.
-
-The module contains, in this order, the file layout, the writer, ``save_checkpoint``, and saving in
-the background.
-"""
+"""Save an engine's checkpoint: all ranks together, in bounded memory, whole or not at all."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from zerotune._util.closing import Closable
-from zerotune._util.files import write_synced
-from zerotune._util.text import listing
 from zerotune.backend.distributed import ProcessGroup, together
-from zerotune.backend.master_weights import StateFormat
-from zerotune.checkpoint.contents import (
-    Counters,
-    Part,
-    Piece,
-    RankContents,
-    RankShare,
-    ShadowLike,
-    draft,
-    plain_data,
-)
-from zerotune.checkpoint.folders import Staging, check_space, checked_path
-from zerotune.checkpoint.manifest import MANIFEST, FileRecord, Manifest, ParameterRecord
-from zerotune.checkpoint.tensors import (
-    WEIGHTS,
-    Subject,
-    TensorFile,
-    TensorSpec,
-    TensorWriter,
-    Written,
-    shard_name,
-    split,
-)
-from zerotune.errors import CheckpointError, CheckpointNotFiniteError
+from zerotune.checkpoint.contents import RankContents, RankShare, ShadowLike, plain_data
+from zerotune.checkpoint.drafting import draft
+from zerotune.checkpoint.filing import Filing
+from zerotune.checkpoint.folders import checked_path
+from zerotune.checkpoint.manifest import Manifest
+from zerotune.checkpoint.writing import Writing
+from zerotune.errors import CheckpointError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
 
 
-SHARD_SIZE: Final = 4 * 2**30
-"""Maximum size in bytes of a file that all ranks write together. Larger data is split into several
-files, which the ranks verify in parallel."""
-
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Filing:
-    """Layout of the files that all ranks write together, and the records of the parameters."""
-
-    files: tuple[TensorFile, ...]
-    parameters: tuple[ParameterRecord, ...]
-    formats: Mapping[str, StateFormat]
-    """Formats of the optimizer states, as in ``Manifest``."""
-    nbytes: int
-    """Total size in bytes of all files except the manifest."""
-
-    @classmethod
-    def of(
-        cls, shares: Sequence[RankShare], shapes: Shapes, *, shard_size: int = SHARD_SIZE
-    ) -> Filing:
-        """Lay out the data of all ranks in files.
-
-        Args:
-            shares: Each rank's description of its data.
-            shapes: Full shape of each parameter.
-            shard_size: Maximum bytes of a file.
-        """
-        merged: dict[Subject, dict[str, list[Part]]] = {WEIGHTS: {}}
-        for subject, some in (item for share in shares for item in share.parts.items()):
-            for part in some:
-                merged.setdefault(subject, {}).setdefault(part.name, []).append(part)
-        parts = dict(sorted(merged.items(), key=lambda item: (item[0] != WEIGHTS, item[0].prefix)))
-        formats: dict[str, StateFormat] = {}
-        files: list[TensorFile] = []
-        for subject, named in parts.items():
-            wanted = shapes if subject == WEIGHTS else [name for name in shapes if name in named]
-            forms = {part.form for some in named.values() for part in some}
-            # A state that two parameters store in different dtypes is saved in fp32.
-            form = forms.pop() if len(forms) == 1 else StateFormat()
-            if any(each.whole for each in (form, *forms)):
-                form = StateFormat(whole=True)
-            if subject.kind == "optimizer":
-                formats[subject.of] = form
-            specs = [_spec(name, form, shapes[name], named.get(name, ())) for name in wanted]
-            for spec in specs:
-                _check_covered(subject, spec, named.get(spec.key, []))
-            shards = split(specs, shard_size)
-            files += [
-                TensorFile.of(shard_name(subject.prefix, index, len(shards)), subject, shard)
-                for index, shard in enumerate(shards, start=1)
-            ]
-        return cls(
-            files=tuple(files),
-            parameters=_records(shapes, parts, shares),
-            formats=formats,
-            nbytes=sum(file.nbytes for file in files) + sum(share.nbytes for share in shares),
-        )
-
-
-def _spec(
-    name: str, form: StateFormat, shape: tuple[int, ...], parts: Sequence[Part]
-) -> TensorSpec:
-    if not form.whole:
-        shape = form.shape_for(shape)
-        return TensorSpec(key=name, dtype=getattr(torch, form.dtype), shape=shape)
-    own = parts[0]
-    return TensorSpec(key=name, dtype=getattr(torch, own.form.dtype), shape=own.shape or shape)
-
-
-def _check_covered(subject: Subject, spec: TensorSpec, parts: list[Part]) -> None:
-    position = 0
-    for part in sorted(parts, key=lambda part: (part.start, part.numel)):
-        if part.start != position:
-            break
-        position += part.numel
-    if position != math.prod(spec.shape) or sum(part.numel for part in parts) != position:
-        raise CheckpointError(
-            f"the ranks' fragments do not cover the tensor's {math.prod(spec.shape)} elements "
-            "exactly once",
-            "report this as a bug, with the model's class and the plan",
-            f"{subject.prefix}/{spec.key}",
-        )
-
-
-def _records(
-    shapes: Shapes,
-    parts: Mapping[Subject, Mapping[str, list[Part]]],
-    shares: Sequence[RankShare],
-) -> tuple[ParameterRecord, ...]:
-    nothing = Counters(step=None, scalars={})
-    counters = {name: count for share in reversed(shares) for name, count in share.counters.items()}
-    states = {s.of: set(named) for s, named in parts.items() if s.kind == "optimizer"}
-    return tuple(
-        ParameterRecord(
-            name=name,
-            shape=shape,
-            step=counters.get(name, nothing).step,
-            states=[state for state, named in states.items() if name in named],
-            scalars=dict(counters.get(name, nothing).scalars),
-        )
-        for name, shape in shapes.items()
-    )
-
-
-# -- Write a checkpoint that the ranks have agreed on, and read it back before it is published.
-
-
-_MOST_NAMES: Final = 5
-
-
-class Writing:
-    """The operation of writing a checkpoint, on one rank."""
-
-    def __init__(
-        self,
-        *,
-        group: ProcessGroup,
-        final: Path,
-        draft: Manifest,
-        filing: Filing,
-        contents: RankContents,
-        pieces: Callable[[], Iterator[Piece]],
-        allow_not_finite: bool,
-    ) -> None:
-        self._group, self._final = group, final
-        self._draft, self._filing = draft, filing
-        self._contents, self._pieces = contents, pieces
-        self._allow_not_finite = allow_not_finite
-        self._staging: Staging | None = None
-        self._folder = Path()
-        self._files: tuple[TensorFile, ...] = ()
-        self._writer: TensorWriter | None = None
-
-    def run(self) -> Path:
-        """Write, verify and rename the checkpoint. Collective over the group's control channel."""
-        group = self._group
-        try:
-            self._folder = together(group, "create the folder", self._stage)[0]
-            written = together(group, "write the weights", self._write)
-            self._judge(name for _, not_finite in written for name in not_finite)
-            parts = [part for each, _ in written for part in each]
-            confirmed = together(group, "verify the written files", lambda: self._confirm(parts))
-            files = [file for files in confirmed for file in files]
-            together(group, "finish the checkpoint", lambda: self._publish(files))
-        except BaseException:
-            self._abandon()
-            raise
-        finally:
-            if self._writer is not None:
-                self._writer.close()
-        return self._final
-
-    def _stage(self) -> Path:
-        """Create the temporary folder and its shared files, on rank 0."""
-        if not self._group.is_main:
-            return Path()
-        self._staging = Staging(self._final)
-        check_space(self._staging.path, self._filing.nbytes)
-        for file in self._filing.files:
-            file.create(self._staging.path)
-        return self._staging.path
-
-    def _write(self) -> tuple[tuple[Written, ...], tuple[str, ...]]:
-        """Write this rank's parts and its file; return the written parts and non-finite names."""
-        if not self._folder.is_dir():
-            raise CheckpointError(
-                "rank 0 created this folder, but this rank does not see it",
-                "save to a file system that all machines share",
-                str(self._folder),
-            )
-        alone = self._contents.file()
-        alone.create(self._folder)
-        shared = self._filing.files
-        self._files = (*shared[self._group.rank :: self._group.world_size], alone)
-        self._writer = writer = TensorWriter(self._folder, [*shared, alone])
-        for piece in self._pieces():
-            part = piece.part
-            writer.write(part.name, piece.tensor, subject=piece.subject, start=part.start)
-        for key, tensor in self._contents.others.items():
-            writer.write(key, tensor, subject=alone.subject)
-        if self._group.world_size > 1:
-            # Another machine may see the data only once it is on disk.
-            writer.sync()
-        return writer.written, writer.not_finite
-
-    def _judge(self, names: Iterable[str]) -> None:
-        """Refuse non-finite tensors; all ranks get the same names, so all decide the same."""
-        spoiled = tuple(dict.fromkeys(names))
-        self._draft = attrs.evolve(self._draft, not_finite=spoiled)
-        if spoiled and not self._allow_not_finite:
-            raise CheckpointNotFiniteError(
-                f"NaN or infinity in {listing(spoiled, most=_MOST_NAMES)}, so the checkpoint "
-                "is not saved; earlier checkpoints are kept",
-                "resume from an earlier checkpoint with a lower learning rate, or save "
-                "anyway with allow_not_finite=True",
-                str(self._final),
-            )
-
-    def _confirm(self, parts: Iterable[Written]) -> tuple[FileRecord, ...]:
-        """Read back this rank's share of the shared files, and its own file."""
-        return () if self._writer is None else self._writer.confirm(self._files, parts)
-
-    def _publish(self, records: Iterable[FileRecord]) -> None:
-        """Write the manifest and give the folder its name, on rank 0."""
-        if self._staging is None:
-            return
-        files = sorted(records, key=lambda record: record.name)
-        manifest = attrs.evolve(self._draft, files=files).to_json()
-        write_synced(self._staging.path / MANIFEST, manifest.encode())
-        self._staging.publish()
-
-    def _abandon(self) -> None:
-        """Remove what was written, on rank 0."""
-        if self._staging is not None:
-            self._staging.abandon()
-
-
 # -- ``save_checkpoint``: all ranks together, in bounded memory, whole or not at all.
-
 
 _SHADOW_NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
 

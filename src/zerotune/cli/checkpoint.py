@@ -114,7 +114,8 @@ class _Verify(Below):
     configure = staticmethod(_add_path)
 
     def run(self) -> int:
-        from zerotune.checkpoint.folders import find_checkpoint, find_damage
+        from zerotune.checkpoint.files import find_damage
+        from zerotune.checkpoint.folders import find_checkpoint
 
         folder, manifest = find_checkpoint(self.arguments.path)
         damage = find_damage(folder, manifest)

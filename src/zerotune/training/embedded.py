@@ -37,7 +37,7 @@ from zerotune.backend.host.engine import HostEngine
 from zerotune.backend.ops import folder_decisions
 from zerotune.backend.stored import require_read
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
-from zerotune.checkpoint.contents import tied_names
+from zerotune.checkpoint.drafting import tied_names
 from zerotune.checkpoint.export.model import untrained
 from zerotune.checkpoint.folders import find_checkpoint
 from zerotune.decisions import Decision, announce

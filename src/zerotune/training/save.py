@@ -19,7 +19,8 @@ import torch
 from zerotune._util.text import counted
 from zerotune.backend.distributed import together
 from zerotune.checkpoint import BackgroundSaver, RootHold, load_checkpoint
-from zerotune.checkpoint.folders import find_checkpoint, prune, remove_leftovers, step_folder
+from zerotune.checkpoint.folders import find_checkpoint, prune, step_folder
+from zerotune.checkpoint.leftovers import remove_leftovers
 from zerotune.checkpoint.save import PendingCheckpoint
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.order import derive_seed

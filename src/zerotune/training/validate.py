@@ -16,7 +16,7 @@ from typing_extensions import TypedDict, Unpack
 from zerotune._util.files import write_atomically
 from zerotune._util.text import whole
 from zerotune.backend.distributed import together
-from zerotune.checkpoint.contents import capture_generators, restore_generators
+from zerotune.checkpoint.generators import capture_generators, restore_generators
 from zerotune.diffusion.data.streams import BucketedDataset, stack_samples
 from zerotune.diffusion.grid import animated_png, clips_to_grid, images_to_grid
 from zerotune.diffusion.held_out import validation_loss

@@ -16,8 +16,10 @@ import torch
 
 from zerotune._util.files import sync, write_synced
 from zerotune.backend.distributed import together
-from zerotune.checkpoint.folders import ExportStaging, Mark, check_space, checked_path
+from zerotune.checkpoint.folders import checked_path
 from zerotune.checkpoint.manifest import FileRecord
+from zerotune.checkpoint.marks import Mark
+from zerotune.checkpoint.staging import ExportStaging, check_space
 from zerotune.checkpoint.tensors import (
     EXPORT,
     TensorFile,

@@ -16,10 +16,10 @@ from zerotune.backend.adapters import AdapterParameter
 from zerotune.backend.checks import checked_dtype
 from zerotune.backend.stored import STEMS, StoredTensor, weight_files
 from zerotune.backend.upstream import whole_parameter
-from zerotune.checkpoint.contents import (
+from zerotune.checkpoint.contents import persistent_buffers
+from zerotune.checkpoint.drafting import (
     buffer_records,
     model_config,
-    persistent_buffers,
     tensor_record,
     tied_names,
     untrained_parameters,
@@ -35,9 +35,11 @@ from zerotune.checkpoint.export.driver import (
     json_text,
     meet,
 )
-from zerotune.checkpoint.folders import check_apart, check_files, find_checkpoint
-from zerotune.checkpoint.load import CheckpointReader
+from zerotune.checkpoint.files import check_files
+from zerotune.checkpoint.folders import find_checkpoint
 from zerotune.checkpoint.manifest import Manifest, ParameterRecord, TensorRecord
+from zerotune.checkpoint.marks import check_apart
+from zerotune.checkpoint.reader import CheckpointReader
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorReader, TensorSpec
 from zerotune.errors import (
     CheckpointCorruptError,

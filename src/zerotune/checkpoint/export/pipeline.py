@@ -15,7 +15,7 @@ from zerotune._util.files import sync
 from zerotune.backend.checks import checked_dtype
 from zerotune.backend.single_file import SUFFIX, SingleFile
 from zerotune.backend.trained_parts import TrainedParts, components
-from zerotune.checkpoint.contents import model_config
+from zerotune.checkpoint.drafting import model_config
 from zerotune.checkpoint.export.driver import (
     SHARD_SIZE,
     ExportWriter,
@@ -31,7 +31,9 @@ from zerotune.checkpoint.export.single_file import (
     component_of,
     layout_of_file,
 )
-from zerotune.checkpoint.folders import ExportStaging, check_apart, checked_path
+from zerotune.checkpoint.folders import checked_path
+from zerotune.checkpoint.marks import check_apart
+from zerotune.checkpoint.staging import ExportStaging
 from zerotune.checkpoint.tensors import hash_of
 from zerotune.errors import CheckpointMismatchError
 

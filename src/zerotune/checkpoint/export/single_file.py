@@ -23,7 +23,7 @@ from zerotune.backend.single_file import (
     place_rows,
 )
 from zerotune.backend.stored import StoredTensor, StoredWeight
-from zerotune.checkpoint.contents import model_config
+from zerotune.checkpoint.drafting import model_config
 from zerotune.checkpoint.export.driver import ExportWriter, Named
 from zerotune.checkpoint.export.model import (
     checked_checkpoint,
@@ -32,9 +32,9 @@ from zerotune.checkpoint.export.model import (
     specs_of,
     stored_tensors,
 )
-from zerotune.checkpoint.folders import check_apart
-from zerotune.checkpoint.load import CheckpointReader
 from zerotune.checkpoint.manifest import Manifest
+from zerotune.checkpoint.marks import check_apart
+from zerotune.checkpoint.reader import CheckpointReader
 from zerotune.checkpoint.tensors import TensorReader, TensorSpec
 from zerotune.errors import CheckpointError, CheckpointMismatchError
 
