@@ -81,9 +81,12 @@ SMALL_BUCKETS = (("reduce_bucket_size", 5_000_000), ("sub_group_size", 6_000_000
     "case",
     [
         Case(stage=0),
-        Case(stage=1, precision="bf16"),
+        pytest.param(Case(stage=1, precision="bf16"), marks=pytest.mark.nightly),
         Case(stage=2, offload="cpu", precision="bf16", accumulation=2),
-        Case(stage=2, offload="cpu", precision="bf16", optimizer="AdamWBF16States"),
+        pytest.param(
+            Case(stage=2, offload="cpu", precision="bf16", optimizer="AdamWBF16States"),
+            marks=pytest.mark.nightly,
+        ),
         Case(stage=3, precision="bf16", overrides=SMALL_BUCKETS),
         Case(stage=3, offload="cpu", offload_param="cpu"),
         Case(stage=2, offload="cpu", precision="bf16", streamed=STREAMED),

@@ -73,8 +73,3 @@ def test_accumulation_matches_the_plain_engine() -> None:
     expected = run_ranks(train_unet, plain, 12)
     for case in (Case(stage=0, accumulation=4), Case(stage=2, offload="cpu", accumulation=4)):
         assert worst(run_ranks(train_unet, case, 12), expected) < TOLERANCE
-
-
-def test_the_comparison_would_notice_a_wrong_learning_rate() -> None:
-    wrong = run_ranks(train_unet, Case(stage=2, lr=1.01e-3), STEPS)
-    assert worst(wrong, reference(1)) > 2 * TOLERANCE

@@ -10,6 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.device import on_device
 
+pytestmark = pytest.mark.nightly
+
 RATES = {
     "memory": 1e12, "upload": 1e9, "download": 2e9, "network": 1e9, "half": 1e12, "single": 1e11,
     "latency": 0.0, "launch": 0.0,

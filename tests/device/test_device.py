@@ -92,6 +92,7 @@ def test_a_host_that_reads_before_the_download_is_seen():
     assert not all(read_before_the_download(waits=False) for _ in range(50))
 
 
+@pytest.mark.nightly
 @on_device()
 def test_page_locked_memory_may_be_freed_during_its_copy():
     for _ in range(20):
@@ -100,6 +101,7 @@ def test_page_locked_memory_may_be_freed_during_its_copy():
         assert torch.equal(there.cpu(), torch.full((1000,), 5.0))
 
 
+@pytest.mark.nightly
 @on_device()
 def test_pageable_memory_may_change_as_soon_as_its_copy_is_queued():
     host = torch.full((1000,), 5.0)
@@ -129,6 +131,7 @@ def _reads_device_memory():
     ctypes.string_at(torch.ones(3, device="simdev").data_ptr(), 4)
 
 
+@pytest.mark.nightly
 def test_a_host_that_reads_device_memory_dies():
     from tests.device.build import why_missing
 
@@ -149,6 +152,7 @@ def test_freed_memory_is_not_a_number_for_whoever_still_reads_it():
         stale + 1
 
 
+@pytest.mark.nightly
 @on_device()
 def test_a_parameter_moves_between_host_and_device():
     parameter = torch.nn.Parameter(torch.ones(3))
@@ -172,6 +176,7 @@ def order_of_one_seed(seed):
     return [bool(torch.equal(upload_and_double(host, waits=False), host * 2)) for _ in range(60)]
 
 
+@pytest.mark.nightly
 @on_device()
 def test_a_seed_repeats_its_order():
     first, again, other = (order_of_one_seed(seed) for seed in (1, 1, 2))
@@ -179,12 +184,14 @@ def test_a_seed_repeats_its_order():
     assert first != other
 
 
+@pytest.mark.nightly
 @on_device(lateness=1.0)
 def test_all_work_runs_at_once_if_nothing_is_late():
     host = torch.randn(100, 100).pin_memory()
     assert all(torch.equal(upload_and_double(host, waits=False), host * 2) for _ in range(50))
 
 
+@pytest.mark.nightly
 @on_device(lateness=0.0)
 def test_nothing_runs_before_somebody_waits_if_everything_is_late():
     host = torch.zeros(4, pin_memory=True)
@@ -195,6 +202,7 @@ def test_nothing_runs_before_somebody_waits_if_everything_is_late():
     assert host.tolist() == [2] * 4
 
 
+@pytest.mark.nightly
 @on_device(lateness=0.0)
 def test_only_work_that_is_waited_for_runs():
     side, done = torch.simdev.Stream(), torch.simdev.Event()
@@ -212,6 +220,7 @@ def test_only_work_that_is_waited_for_runs():
     assert other.tolist() == [1] * 4
 
 
+@pytest.mark.nightly
 @on_device()
 def test_host_waits_are_counted_by_cause_and_bytes_by_direction():
     simdev = torch.simdev
@@ -238,6 +247,7 @@ def test_host_waits_are_counted_by_cause_and_bytes_by_direction():
     assert counts["upload_bytes"] == counts["download_bytes"] == 1024
 
 
+@pytest.mark.nightly
 @on_device()
 def test_lines_that_make_the_host_wait_are_named():
     there = torch.ones(3, device="simdev")
@@ -250,6 +260,7 @@ def test_lines_that_make_the_host_wait_are_named():
     assert all("tests.device.test_device:" in place for _, place in places)
 
 
+@pytest.mark.nightly
 @on_device()
 def test_memory_figures_follow_tensors_and_the_limit_holds():
     simdev = torch.simdev
@@ -267,6 +278,7 @@ def test_memory_figures_follow_tensors_and_the_limit_holds():
     assert simdev.mem_get_info() == ((1 << 20) - before, 1 << 20)
 
 
+@pytest.mark.nightly
 @on_device(lateness=0.0)
 def test_memory_that_a_stream_still_uses_is_waited_for_before_none_is_left():
     simdev = torch.simdev
@@ -282,6 +294,7 @@ def test_memory_that_a_stream_still_uses_is_waited_for_before_none_is_left():
     assert simdev.counts()["out_of_memory"] > 0
 
 
+@pytest.mark.nightly
 @on_device()
 def test_page_locked_bytes_are_counted_and_memory_can_be_registered():
     simdev = torch.simdev
@@ -302,6 +315,7 @@ def test_page_locked_bytes_are_counted_and_memory_can_be_registered():
     assert not other.is_pinned()
 
 
+@pytest.mark.nightly
 @on_device()
 def test_random_numbers_come_in_the_programs_order_from_the_seed():
     torch.manual_seed(1)
@@ -350,6 +364,7 @@ def tiny_unet():
     )
 
 
+@pytest.mark.nightly
 @on_device(lateness=0.02)
 def test_a_unet_trains_as_on_the_cpu_and_to_the_bit_as_at_another_lateness():
     model = tiny_unet()
@@ -363,18 +378,3 @@ def test_a_unet_trains_as_on_the_cpu_and_to_the_bit_as_at_another_lateness():
         assert torch.equal(a.cpu(), b.cpu())
     # Some kernels are put together differently, which rounds differently.
     assert train(model, "cpu") == pytest.approx(losses, rel=1e-5)
-
-
-def test_installing_again_changes_nothing():
-    run_ranks(_install_twice)
-
-
-def _install_twice():
-    from tests.device import install
-
-    install()
-    module = torch.simdev
-    install()
-    assert torch.simdev is module
-    assert torch.accelerator.current_accelerator().type == "simdev"
-    assert torch.distributed.get_default_backend_for_device("simdev") == "simccl"

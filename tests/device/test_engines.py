@@ -16,14 +16,12 @@ pytestmark = pytest.mark.deepspeed
 
 BY_NAME = {case.name: case for case in CASES}
 SAMPLE = (
-    "streamed, window 2",
     "streamed, Flux, no clipping, checkpointing",
     "streamed, activation offload, no clipping",
     "streamed, skipped blocks, no clipping",
     "streamed, EMA swapped in",
     "streamed, resumed, 8-bit",
     "host engine, skipped blocks",
-    "host engine, EMA swapped in",
     "host engine, out of memory",
     "streamed, compiled",
     "ZeRO-3, CPU offload of both",

@@ -44,6 +44,7 @@ def start():
     return dist.get_rank()
 
 
+@pytest.mark.nightly
 @on_device(ranks=2, lateness=0.02)
 def test_collectives_of_device_tensors_compute_what_they_say():
     rank = start()
@@ -64,6 +65,7 @@ def test_collectives_of_device_tensors_compute_what_they_say():
     dist.barrier()
 
 
+@pytest.mark.nightly
 @on_device(ranks=2, lateness=0.0)
 def test_a_collective_that_nobody_waits_for_comes_late():
     start()
@@ -77,6 +79,7 @@ def test_a_collective_that_nobody_waits_for_comes_late():
     assert there.tolist() == [2] * 4
 
 
+@pytest.mark.nightly
 @on_device(ranks=2)
 def test_a_group_of_the_device_refuses_tensors_of_the_host():
     start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
@@ -53,35 +52,7 @@ def test_findings_are_counted_by_kind_and_named_so_that_they_can_be_repeated(cap
     assert "not here: no disk" in table(rows.values())
 
 
-def test_an_injection_is_determined_by_seed_class_and_number():
-    def drawn(seed, **options):
-        numbers = []
-        campaign({"one": lambda: Faults(lambda: None, numbers)}, seed=seed, minutes=1, **options)
-        return numbers
-
-    several = drawn(4, times=3)
-    assert len(set(several)) == 3
-    assert drawn(4, first=2, times=1) == several[2:]
-    assert drawn(5, times=3) != several
-
-
-def test_classes_share_the_time_and_one_without_any_is_reported(monkeypatch):
-    clock = [0.0]
-    now = SimpleNamespace(monotonic=lambda: clock[0])
-    monkeypatch.setattr("stress.faults.campaign.time", now)
-
-    def lasting(seconds):
-        def inject():
-            clock[0] += seconds
-
-        return lambda: Faults(inject)
-
-    rows = campaign({"slow": lasting(5.0), "quick": lasting(1.0)}, seed=1, minutes=0.5)
-    assert [row.injected for row in rows] == [3, 15]
-    (row,) = campaign({"late": lasting(1.0)}, seed=1, minutes=0)
-    assert "the budget allowed none" in str(row)
-
-
+@pytest.mark.nightly
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("name", list(CLASSES))
 def test_every_class_of_faults_injects_without_findings(name, capsys):

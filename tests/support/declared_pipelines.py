@@ -431,10 +431,6 @@ def hunyuan_video_i2v(folder: Path, kind: str = "token_replace") -> Path:
     return saved(pipeline, folder)
 
 
-def hunyuan_video_i2v_apart(folder: Path) -> Path:
-    return hunyuan_video_i2v(folder, "latent_concat")
-
-
 def chroma(folder: Path) -> Path:
     torch.manual_seed(4)
     transformer = diffusers.ChromaTransformer2DModel(

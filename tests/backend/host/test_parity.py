@@ -19,13 +19,10 @@ NAMED = ("blocks.0", "blocks.2", "blocks.3", "blocks.5")
 SMALL = [
     (Run(family="web", checkpointing="on", accumulation=3, clipping=0.0, steps=4), 2),
     (Run(family="web", evaluate=True), 3),
-    (Run(family="web", lora=True, accumulation=3, steps=4), 2),
     (Run(family="web", checkpointing="on", clipping=0.0, compiled="aot_eager", steps=3), 2),
     (Run(family="unet", checkpointing="on", clipping=0.0, groups=True, steps=4), 3),
-    (Run(family="unet", lora=True, checkpointing="on", accumulation=3, steps=3), 2),
     (Run(family="flux", checkpointing="reentrant", accumulation=3, steps=3), 2),
     (Run(family="flux", clipping=0.0, lora=True, steps=4), 2),
-    (Run(family="qwen", clipping=0.0, checkpointing="on", evaluate=True, steps=4), 3),
     (Run(family="qwen", precision="fp32", steps=4), ALL),
     (Run(family="web", optimizer="AdamWBF16States", clipping=0.0, groups=True, steps=4), 2),
 ]
@@ -57,14 +54,10 @@ COMPILED = [
 
 RESIDENT = [
     (Run(family="web", accumulation=3, steps=5), 1),
-    (Run(family="web", clipping=0.0, checkpointing="on", steps=5), 1),
     (Run(family="web", evaluate=True, steps=5), 2),
     (Run(family="unet", groups=True, steps=4), 1),
-    (Run(family="unet", lora=True, accumulation=2, clipping=0.0, steps=4), 2),
-    (Run(family="flux", checkpointing="reentrant", accumulation=2, steps=4), 2),
     (Run(family="flux", precision="fp32", steps=4), 2),
     (Run(family="web", compiled="aot_eager", steps=3), 2),
-    (Run(family="qwen", clipping=0.0, checkpointing="on", evaluate=True, steps=5), 2),
     (Run(family="web", optimizer="AdamWBF16States", groups=True, steps=4), 2),
 ]
 
@@ -120,7 +113,6 @@ MIXED = [
     (Run(family="web", accumulation=2, evaluate=True, steps=5), Streaming(units=NAMED, window=2)),
     (Run(family="web", clipping=0.0, steps=4), Streaming(units=NAMED, memory=2**15)),
     (Run(family="flux", checkpointing="on", steps=3), Streaming(memory="700KiB")),
-    (Run(family="unet", clipping=0.0, groups=True, steps=3), Streaming(memory="700KiB")),
     (
         Run(family="flux", lora=True, clipping=0.0, steps=3),
         Streaming(units=("FluxSingleTransformerBlock",)),
