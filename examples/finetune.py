@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerotune import DeepSpeedPlan, Trainer, latest_checkpoint
+from zerotune.checkpoint import check_replaceable
 from zerotune.diffusion import ActivationOffload, LoRA, add_lora, encode_dataset, load_pretrained
 from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
 from zerotune.training import Callback, ProgressBar, SaveEvery, ValidationImages
@@ -70,6 +71,9 @@ ACTIVATION_OFFLOAD = False
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     options = parse(arguments)
+    name, dtype = ("adapters", "fp32") if options.lora else ("pipeline", "bf16")
+    # An export does not replace other files; find them before training, not after it.
+    check_replaceable(options.output / name)
     # The engine reads the weights from their files, so that no process holds a full copy.
     loaded = load_pretrained(options.model, plan=plan_of(options), family=FAMILY)
     if options.lora:
@@ -103,7 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 
         # A stopped run exports nothing by default, because the next run continues it.
         if report.stopped is None or options.export_stopped:
-            name, dtype = ("adapters", "fp32") if options.lora else ("pipeline", "bf16")
             trainer.export(options.output / name, dtype=dtype)
         if trainer.is_main:
             print(report.render())

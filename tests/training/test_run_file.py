@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from zerotune.errors import PlanFileError, ZeroTuneError
+from zerotune.errors import CheckpointError, PlanFileError, ZeroTuneError
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.training.run import train
 from zerotune.training.run_file import RunFile, schema
@@ -40,6 +40,14 @@ def test_a_file_is_read_into_values(tmp_path):
     assert run.source() == "hub/sdxl"
     (tmp_path / "hub" / "sdxl").mkdir(parents=True)
     assert run.source() == str(tmp_path / "hub" / "sdxl"), "a folder beside the file comes first"
+
+
+def test_other_files_in_the_place_of_the_export_are_found_before_training(tmp_path):
+    run = RunFile.load(written(tmp_path))
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"adapters: exists and is not replaced"):
+        train(run)
 
 
 def test_json_and_toml_say_the_same(tmp_path):

@@ -60,11 +60,19 @@ class Mark:
         return _mark_in(file) == self if sha256 is None else hash_of(file) == sha256
 
 
-def check_replaceable(path: Path) -> None:
+def check_replaceable(path: str | os.PathLike[str]) -> None:
     """Check that ``path`` is missing, an output folder, or an unchanged earlier export.
 
-    An output folder is empty, or contains only checkpoints and logs. Replacing keeps them.
+    An output folder is empty, or contains only checkpoints and logs, which exports keep. An export
+    checks its path too, but at the end of training; call this function before.
+
+    Args:
+        path: Path of a later export.
+
+    Raises:
+        CheckpointError: Something else is there, which no export replaces.
     """
+    path = Path(path)
     if not os.path.lexists(path) or (is_folder(path) and all(map(_is_by_product, entries(path)))):
         return
     changed: str | None = None

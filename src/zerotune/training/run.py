@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerotune.checkpoint import latest_checkpoint
+from zerotune.checkpoint import check_replaceable, latest_checkpoint
 from zerotune.diffusion import LoRA, add_lora, encode_dataset
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
@@ -30,6 +30,9 @@ def train(run: RunFile) -> Report:
         The report of the run.
     """
     # What can be wrong is read before the model.
+    export = run.export or Export()
+    name, dtype = ("adapters", "fp32") if run.adapters else ("pipeline", "bf16")
+    check_replaceable(run.place / name)
     plan, images = run.chosen_plan(), _images(run)
     loaded = load_pretrained(
         run.source(), plan=plan.plan if isinstance(plan, Advice) else plan, family=run.family
@@ -49,9 +52,7 @@ def train(run: RunFile) -> Report:
         if checkpoint := latest_checkpoint(run.place / "checkpoints"):
             trainer.resume(checkpoint)
         report = trainer.fit(steps=int(run.steps or 0))
-        export = run.export or Export()
         if report.stopped is None or export.stopped:
-            name, dtype = ("adapters", "fp32") if run.adapters else ("pipeline", "bf16")
             trainer.export(run.place / name, dtype=export.dtype or dtype)
     return report
 
