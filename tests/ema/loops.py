@@ -27,18 +27,6 @@ def loss_of(model: Any, index: int, dtype: torch.dtype = torch.float32) -> torch
     return (model(x.to(dtype), times, class_labels=labels).sample.float() - x).pow(2).mean()
 
 
-def raw_torch(source: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
-    model = tiny_unet()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    yield model, source(model)
-    for index in range(STEPS * ACCUMULATION):
-        (loss_of(model, index) / ACCUMULATION).backward()
-        if (index + 1) % ACCUMULATION == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-            yield model, None
-
-
 def with_accelerate(
     source: Callable[[Any], Any], zero: dict[str, Any] | None
 ) -> Iterator[tuple[Any, Any]]:
@@ -108,7 +96,6 @@ def follow_loop(kind: str, zero: dict[str, Any] | None, folder: str) -> dict[str
         return EMAModel(tracked, decay=DECAY, model_cls=UNet2DModel, model_config=model_config)
 
     loop = {
-        "torch": lambda: raw_torch(source),
         "accelerate": lambda: with_accelerate(source, zero),
         "deepspeed": lambda: with_deepspeed(source, zero or {}),
     }[kind]()

@@ -283,7 +283,7 @@ STAGE_3 = Case(stage=3, offload="cpu", overrides=(("sub_group_size", 100_000),))
     ("case", "world_size"),
     [
         pytest.param(PLAIN, 1, id="plain"),
-        pytest.param(BF16, 1, id="stage 2"),
+        pytest.param(BF16, 1, id="stage 2", marks=pytest.mark.nightly),
         pytest.param(HIDDEN, 1, id="hidden"),
         pytest.param(STAGE_3, 2, id="stage 3, two ranks"),
     ],
@@ -327,9 +327,9 @@ def both_on_stream(run: Run, folder: str) -> None:
     ("optimizer", "clipping", "world_size"),
     [
         ("AdamW", 1.0, 1),
-        ("AdamWBF16States", 0.0, 1),
-        ("AdamW8BitStates", 1.0, 1),
-        ("AdamW", 0.0, 2),
+        pytest.param("AdamWBF16States", 0.0, 1, marks=pytest.mark.nightly),
+        pytest.param("AdamW8BitStates", 1.0, 1, marks=pytest.mark.nightly),
+        pytest.param("AdamW", 0.0, 2, marks=pytest.mark.nightly),
         ("AdamW8BitStates", 0.0, 2),
     ],
 )

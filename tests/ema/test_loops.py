@@ -25,10 +25,6 @@ def check(results: list[dict[str, Any]], *, sharded: bool, partitioned: bool = F
         }
 
 
-def test_the_ema_follows_a_torch_loop(tmp_path):
-    check([follow_loop("torch", None, str(tmp_path / "ema"))], sharded=False)
-
-
 def test_the_ema_follows_an_accelerate_loop_on_two_processes(tmp_path):
     folder = str(tmp_path / "ema")
     check(run_ranks(follow_loop, "accelerate", None, folder, world_size=2), sharded=False)

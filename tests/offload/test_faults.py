@@ -128,22 +128,10 @@ def test_a_full_disk_is_refused_before_training_with_the_numbers(tmp_path, mount
     assert [path.name for path in root.iterdir()] == ["lost+found"]
 
 
-@pytest.mark.parametrize("kind", ["file", "link", "read-only"])
-def test_an_unusable_root_gives_one_clear_error(tmp_path, mounted, kind):
+def test_an_unusable_root_gives_one_clear_error(tmp_path):
     root = tmp_path / "root"
-    if kind == "file":
-        root.touch()
-    elif kind == "link":
-        (tmp_path / "target").mkdir()
-        root.symlink_to(tmp_path / "target")
-    else:
-        mounted(root, "-t", "tmpfs", "-o", "ro", "none")
+    root.touch()
     ((error, said, reached),) = run_ranks(fails, str(root), str(tmp_path / "none"))
-    words = {
-        "file": "is a file, not a folder",
-        "link": "is a symbolic link",
-        "read-only": "Read-only file system",
-    }
     assert error == "OffloadError"
-    assert words[kind] in said
+    assert "is a file, not a folder" in said
     assert reached == ["start"]

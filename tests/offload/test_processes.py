@@ -19,28 +19,6 @@ def states(root):
     return {found.path: found.state for found in find_leases(root)}
 
 
-def test_two_runs_under_one_root_have_separate_folders(tmp_path, hold):
-    holders = [hold(tmp_path) for _ in range(2)]
-    paths = [Path(holder.read()) for holder in holders]
-    assert len(set(paths)) == 2
-    assert states(tmp_path) == dict.fromkeys(paths, "live")
-    holders[0].leave()
-    assert not paths[0].exists()
-    assert (paths[1] / "rank0.swp").stat().st_size == 65536
-    holders[1].leave()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_folder_of_a_killed_run_is_stale_and_that_of_a_live_one_is_not(tmp_path, hold):
-    killed, living = hold(tmp_path), hold(tmp_path)
-    dead, alive = Path(killed.read()), Path(living.read())
-    killed.kill()
-    assert states(tmp_path) == {dead: "stale", alive: "live"}
-    (found,) = [one for one in find_leases(tmp_path) if one.state == "stale"]
-    assert 65536 <= found.size < 200_000
-    assert found.records[0].owner.pid == killed.process.pid
-
-
 def test_a_killed_run_is_stale_before_its_parent_reaps_it(tmp_path, hold):
     holder = hold(tmp_path)
     dead = Path(holder.read())

@@ -328,14 +328,6 @@ def test_deepspeed_is_unavailable_with_a_reason_and_a_fix(facts, reason, fix):
 
 
 class TestMissingPackages:
-    def test_a_missing_deepspeed_is_reported_with_the_install_command(self):
-        found = detect(facts=cuda(RTX_4090), versions=without("deepspeed", "diffusers"))
-
-        assert set(found.versions) == {"python", "torch", "accelerate"}
-        assert found.deepspeed.reason == "deepspeed is not installed"
-        assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.8'"
-        assert found.deepspeed.fix in only_decision(found).reason
-
     def test_an_unreadable_version_is_not_refused(self):
         found = detect(versions={**INSTALLED, "deepspeed": "my-branch"})
 
@@ -428,10 +420,6 @@ class TestMemoryAndCores:
 
         assert detect(core_counts=few).usable_cores == 4
         assert detect(core_counts=few, files=quota).usable_cores == 1
-
-    def test_the_memlock_limit_is_detected(self):
-        assert detect(locked_memory=8 * 1024**2).memlock_limit == 8 * 1024**2
-        assert detect(locked_memory=None).memlock_limit is None
 
     @pytest.mark.parametrize(
         ("capabilities", "limit"),
