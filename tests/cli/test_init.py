@@ -95,7 +95,7 @@ class TestWhatIsWritten:
     @pytest.mark.parametrize(
         "family",
         [
-            one
+            pytest.param(one, marks=() if one in ("sdxl", "flux") else pytest.mark.nightly)
             for one in family_names()
             if model_family(one).frames is None and not one.endswith("controlnet")
         ],
@@ -188,7 +188,13 @@ def trained(script):
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("lora", [(), ("--lora", "2")], ids=["all", "adapters"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param((), marks=pytest.mark.nightly, id="all"),
+        pytest.param(("--lora", "2"), id="adapters"),
+    ],
+)
 def test_the_generated_script_trains_and_resumes(init, tmp_path, lora):
     model, where = pipelines.sdxl(tmp_path / "model"), tmp_path / "run"
     tiny = ("--model", str(model), "--resolution", "16", "--steps", "2")
