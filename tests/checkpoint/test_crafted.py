@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 
-import pytest
-
 from tests.checkpoint import crafted
 from tests.checkpoint.refusals import Tried
 from tests.support.ranks import ranks
-from zerotune.checkpoint.manifest import MANIFEST, Manifest
-from zerotune.errors import CheckpointCorruptError
+from zerotune.checkpoint.manifest import MANIFEST
 
 COUNT = int(os.environ.get("ZEROTUNE_CRAFTED", "40"))
 
@@ -37,16 +34,3 @@ def test_no_manifest_leaves_an_engine_inside_an_accumulation_window(tmp_path):
     state = tried.engine.state
     tried.load(tried.good)
     assert state.micro_step == 2 * state.global_step
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"format": NaN}',
-        "[" * 100_000,
-        '{"format": "zerotune-checkpoint", "version": 2, "a": 1e999}',
-    ],
-)
-def test_json_with_nan_overflow_or_too_deep_nesting_is_refused(text):
-    with pytest.raises(CheckpointCorruptError):
-        Manifest.from_json(text)

@@ -33,12 +33,10 @@ PERSISTENT = (("sub_group_size", 100), ("stage3_param_persistence_threshold", 20
 CASES = [
     (PLAIN, 1),
     (attrs.evolve(PLAIN, precision="bf16", accumulation=2), 2),
-    (Case(stage=0), 1),
     (Case(stage=0, precision="bf16"), 2),
     (Case(stage=1), 2),
     (Case(stage=2, precision="bf16", accumulation=2), 2),
     (Case(stage=2, offload="cpu", engine="deepspeed"), 1),
-    (Case(stage=2, offload="cpu", precision="bf16"), 2),
     (Case(stage=2, offload="cpu", optimizer="AdamWBF16States", precision="bf16"), 2),
     (Case(stage=3, overrides=PARTITIONED), 2),
     (
@@ -52,7 +50,6 @@ CASES = [
         ),
         1,
     ),
-    (Case(stage=3, offload="cpu", offload_param="cpu", precision="bf16"), 1),
 ]
 
 
@@ -100,10 +97,9 @@ def on_nvme(swap, **changes):
 
 @pytest.mark.deepspeed
 @pytest.mark.nvme
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_resumed_run_with_nvme_equals_an_uninterrupted_one(world_size, tmp_path):
+def test_a_resumed_run_with_nvme_equals_an_uninterrupted_one(tmp_path):
     case = on_nvme(tmp_path / "swap", offload_param="nvme")
-    results = check(case, world_size, tmp_path / "step-00000003", astray=world_size - 1)
+    results = check(case, 2, tmp_path / "step-00000003", astray=1)
     assert all(result["swapped"] >= 2 for result in results)
 
 
@@ -138,10 +134,9 @@ def brought_in(case, folder):
 
 @pytest.mark.deepspeed
 @pytest.mark.nvme
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_save_reads_each_sub_group_from_nvme_once(world_size, tmp_path):
+def test_a_save_reads_each_sub_group_from_nvme_once(tmp_path):
     case = on_nvme(tmp_path / "swap")
-    for found in run_ranks(brought_in, case, tmp_path, world_size=world_size):
+    for found in run_ranks(brought_in, case, tmp_path, world_size=2):
         assert len(found[0]) >= 2
         assert {count for counts in found for count in counts} == {1}
 
