@@ -15,7 +15,6 @@ from functools import partial
 from stress.faults.acts import Acts
 from stress.faults.campaign import Faults, campaign, table
 from stress.faults.checkpoints import IN_HOST_MEMORY, Checkpoints
-from stress.faults.damage import CacheBits, LeaseRecords
 from stress.faults.disks import Disks
 from stress.faults.interrupts import Interrupts
 from stress.faults.killing import HostKills, Kills
@@ -25,8 +24,6 @@ from stress.faults.signals import Signals
 from stress.faults.trainee import STREAMED
 
 CLASSES: dict[str, Callable[[], Faults]] = {
-    "cache bits": CacheBits,
-    "lease records": LeaseRecords,
     "damaged checkpoints": partial(Checkpoints, "damage"),
     "crafted checkpoints": partial(Checkpoints, "manifest", "header", "trainer"),
     "host optimizers": partial(Checkpoints, "damage", "manifest", "header", cases=IN_HOST_MEMORY),
