@@ -233,7 +233,9 @@ def streamed_row(name: str, lora: int | None) -> str:
 
 def _streamed_cells(name: str, lora: int | None) -> list[str]:
     try:
-        advice = DeepSpeedPlan.advise(name, vram="24GiB", ram="4TiB", precision="bf16", lora=lora)
+        advice = DeepSpeedPlan.advise(
+            name, vram="24GiB", ram="4TiB", precision="bf16", lora=lora, update="host"
+        )
     except NothingFitsError:
         return ["- / -"] * len(STREAMED_HOSTS)
     return [_seconds(advice, host) for host in STREAMED_HOSTS]

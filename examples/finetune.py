@@ -68,6 +68,10 @@ RESOLUTION = 1024
 GRADIENT_CHECKPOINTING = "auto"
 ACTIVATION_OFFLOAD = False
 
+# Where weights are updated whose optimizer is in host memory: "host", "device", "device:split" or
+# "device:stochastic" (docs/streaming.md).
+UPDATE = "host"
+
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     options = parse(arguments)
@@ -99,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         ema=0.999,
         activations=ActivationOffload() if ACTIVATION_OFFLOAD else None,
         gradient_checkpointing=GRADIENT_CHECKPOINTING,
+        update=UPDATE,
         callbacks=callbacks(options),
     ) as trainer:
         if checkpoint := latest_checkpoint(options.output / "checkpoints") or options.start:

@@ -18,6 +18,7 @@ from zerotune import cli
 from zerotune.checkpoint import latest_checkpoint
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.families import family_names, model_family
+from zerotune.training.run_file import RunFile
 
 CARD = ("--vram", "12", "--ram", "64")
 
@@ -78,6 +79,12 @@ class TestWhatIsWritten:
         text = (tmp_path / "run" / "train.py").read_text()
         assert f"Path({str(photos)!r})" in text
         assert "12.00 GiB of device memory, 64.00 GiB of host memory" in text
+
+    def test_an_update_on_the_device_is_written_into_both_files(self, init, tmp_path):
+        assert init("--vram", "24", "--ram", "64", "--update", "device:split") == 0
+        where = tmp_path / "run"
+        assert constants(where / "train.py")["UPDATE"] == "device:split"
+        assert RunFile.load(where / "run.yaml").update == "device:split"
 
     def test_activation_offload_is_taken_from_the_advice(self, init, tmp_path):
         # Reduce the memory until activations have to leave the card too.

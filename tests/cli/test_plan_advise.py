@@ -22,7 +22,7 @@ def advise(*arguments):
 
 class TestWhenSomethingFits:
     def test_text_shows_the_chosen_plan(self, capsys):
-        assert advise(*ROOMY) == 0
+        assert advise(*ROOMY, "--no-streamed") == 0
 
         printed = capsys.readouterr()
         assert printed.err == ""
@@ -69,7 +69,7 @@ class TestWhenSomethingFits:
         assert advise("--card", "3090", "--ram", "128", "--json") == 0
         slow = json.loads(capsys.readouterr().out)
         assert slow["budget"]["device"] == 24 * GIB
-        assert advise("--card", "RTX 4090", "--ram", "128") == 0
+        assert advise("--card", "RTX 4090", "--ram", "128", "--no-streamed") == 0
         assert "catalogued for RTX 4090" in capsys.readouterr().out
         assert advise("--card", "a100", "--vram", "40", "--ram", "128", "--json") == 0
         assert json.loads(capsys.readouterr().out)["budget"]["device"] == 40 * GIB
@@ -112,7 +112,7 @@ class TestWhenSomethingFits:
 
     def test_the_plan_is_saved(self, tmp_path, capsys):
         path = tmp_path / "plan.json"
-        assert advise(*ROOMY, "--json", "-o", str(path)) == 0
+        assert advise(*ROOMY, "--no-streamed", "--json", "-o", str(path)) == 0
 
         printed = capsys.readouterr()
         assert DeepSpeedPlan.load(path) == DeepSpeedPlan.from_dict(json.loads(printed.out)["plan"])
@@ -128,6 +128,14 @@ class TestWhenSomethingFits:
         assert memory > 12 * GIB
         assert "enable it in your script (docs/streaming.md)" in printed.err
         assert "plan.resolve(" not in printed.err
+
+    def test_an_update_on_the_device_is_asked_for_by_name(self, tmp_path, capsys):
+        path = tmp_path / "plan.json"
+        asked = ("--update", "device:split", "--optimizer", "Adafactor", "--json", "-o", str(path))
+        assert advise(*ROOMY, *asked) == 0
+        printed = capsys.readouterr()
+        assert json.loads(printed.out)["update"] == "device:split"
+        assert "write update: device:split for zerotune train" in printed.err
 
     def test_a_repeated_reason_is_printed_only_once(self, capsys):
         assert advise("--vram", "12", "--ram", "64", "--all", "--no-streamed") == 0

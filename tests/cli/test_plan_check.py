@@ -22,6 +22,9 @@ CLEAN = {
 }
 
 
+ADAFACTOR = {"type": "Adafactor", "params": {"lr": 1e-3}}
+
+
 @pytest.fixture
 def check(tmp_path, monkeypatch, capsys):
     """Return a function that checks a configuration and returns exit status, stdout and stderr."""
@@ -91,6 +94,15 @@ def test_an_optimizer_that_needs_a_model_is_not_an_error_in_a_file(check):
     status, out, _ = check(config)
     assert status == 1
     assert "optimizer.params.momentum = 2" in out
+
+
+def test_an_update_on_the_device_that_cannot_run_is_reported(check):
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    plan = CLEAN | {"zero_optimization": offload, "optimizer": ADAFACTOR}
+    assert "Adafactor" in check(plan)[1]
+    assert check(plan, "--update", "device") == (0, "ds.json: nothing to report at 1 process\n", "")
+    fp32 = {key: value for key, value in plan.items() if key != "bf16"}
+    assert "trains in fp32" in check(fp32, "--update", "device")[1]
 
 
 def test_the_check_depends_on_the_world_size(check):

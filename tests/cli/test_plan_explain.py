@@ -143,6 +143,13 @@ class TestForAModel:
         found = json.loads(capsys.readouterr().out)["estimate"]["places"]["device"]
         assert found["peak"] / 2**30 == pytest.approx(gib, abs=0.4)
 
+    def test_the_update_on_the_device_and_its_optimizer(self, file, capsys):
+        options = (*self.MODEL, "--streamed", "--update", "device:split", "--ram", "64")
+        assert explain(file(optimizer={"type": "Adafactor"}), *options) == 0
+        said = capsys.readouterr().out
+        assert "  update          on the device, with split master weights" in said
+        assert "Adafactor(" in said
+
     def test_text_shows_the_resolved_plan_and_its_memory(self, file, capsys):
         assert explain(file(), "--family", "sdxl", *MACHINE) == 0
 

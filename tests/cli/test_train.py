@@ -66,6 +66,17 @@ def test_one_command_trains_resumes_and_exports(run_file):
 
 
 @pytest.mark.deepspeed
+def test_a_file_asks_for_the_update_on_the_device(run_file):
+    content = yaml.safe_load(run_file.read_text())
+    content["plan"] |= {"bf16": {"enabled": True}, "optimizer": {"type": "Adafactor"}}
+    run_file.write_text(yaml.safe_dump({**content, "steps": 1, "update": "device:split"}))
+    assert run_ranks(trained, str(run_file)) == [0]
+    saved = latest_checkpoint(run_file.parent / "result" / "checkpoints")
+    # Elsewhere, AdamW would have run in its place.
+    assert "Adafactor" in (saved / "manifest.json").read_text()
+
+
+@pytest.mark.deepspeed
 def test_adapters_train_on_two_ranks_under_an_advised_plan(run_file):
     content = yaml.safe_load(run_file.read_text())
     content.pop("plan")

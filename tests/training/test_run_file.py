@@ -115,6 +115,12 @@ def test_the_plan_is_written_or_named_or_advised(tmp_path):
         nowhere.chosen_plan()
 
 
+def test_the_update_reaches_the_advice(tmp_path):
+    without = {key: value for key, value in RUN.items() if key != "plan"}
+    content = {**without, "family": "sd15", "update": "device:split"}
+    assert RunFile.load(written(tmp_path, content)).chosen_plan().update.name == "device:split"
+
+
 def test_overrides_need_a_plan_of_the_file(tmp_path):
     run = RunFile.load(written(tmp_path, {**RUN, "plan": "advise", "overrides": {"bf16": True}}))
     with pytest.raises(ZeroTuneError, match="overrides"):
@@ -123,7 +129,12 @@ def test_overrides_need_a_plan_of_the_file(tmp_path):
 
 def test_the_schema_accepts_what_the_reader_accepts(tmp_path):
     jsonschema.validate(RUN | {"validation": {"prompts": ["a cat"]}}, schema())
-    for wrong in ({"steps": 0}, {"data": {"foldr": "x"}}, {"export": {"dtype": "int4"}}):
+    for wrong in (
+        {"steps": 0},
+        {"update": "card"},
+        {"data": {"foldr": "x"}},
+        {"export": {"dtype": "int4"}},
+    ):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema())
         with pytest.raises(ZeroTuneError):

@@ -15,7 +15,7 @@ from typing import Any, Final
 from zerotune._util.files import drafted, system_errors, write_synced
 from zerotune._util.text import counted, format_size
 from zerotune.cli import print_text
-from zerotune.cli.plan import at_least_one
+from zerotune.cli.plan import add_update, at_least_one
 from zerotune.cli.reports import LORA_HELP, add_family, add_machine, machine_of, model_of
 from zerotune.errors import DataError, InvalidValueError, PlanFileError
 from zerotune.plan import DeepSpeedPlan
@@ -69,6 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a pipeline's folder or hub id; the default depends on the family",
     )
     add_machine(parser)
+    add_update(parser)
     training = parser.add_argument_group("training")
     training.add_argument("--lora", type=at_least_one, metavar="RANK", help=LORA_HELP)
     training.add_argument(
@@ -177,6 +178,7 @@ def _advice(arguments: argparse.Namespace, model: ModelFamily) -> Advice:
         lora=arguments.lora,
         # The plan's file cannot express streamed weights.
         streamed=False,
+        update=arguments.update,
     )
 
 
@@ -218,6 +220,7 @@ def _script(
         "RESOLUTION": resolution,
         "GRADIENT_CHECKPOINTING": advice.gradient_checkpointing,
         "ACTIVATION_OFFLOAD": advice.activation_offload,
+        "UPDATE": repr(_update(advice)),
     }
     package = Path(__file__).parents[1]
     places = (package / _SCRIPT, package.parents[1] / _SCRIPT)
@@ -251,10 +254,15 @@ def _run_file(
         "steps": arguments.steps,
         "gradient_checkpointing": advice.gradient_checkpointing,
         "activation_offload": advice.activation_offload,
+        **({} if advice.update is None else {"update": _update(advice)}),
         "validation": {"prompts": captions[:_MOST_PROMPTS] or ["a photo"]},
     }
     said = "# Train with: zerotune train run.yaml; zerotune train --schema lists every setting.\n"
     return said + yaml.safe_dump(run, sort_keys=False, allow_unicode=True)
+
+
+def _update(advice: Advice) -> str:
+    return "host" if advice.update is None else advice.update.name
 
 
 def _docstring(arguments: argparse.Namespace, advice: Advice) -> str:

@@ -16,7 +16,7 @@ from zerotune.cli import Below, Later, add_commands, print_json, print_page, pri
 from zerotune.decisions import SEVERITIES, Decision, Rejected, raise_all, worst_first
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, UnknownKeyError
 from zerotune.plan import read
-from zerotune.plan.context import Context
+from zerotune.plan.context import UPDATES, Context, DeviceUpdate
 from zerotune.plan.optimizer.choose import BY_CHOICE
 from zerotune.plan.rules import all_rules, inspect
 from zerotune.plan.settings import Settings
@@ -90,6 +90,16 @@ def add_file(parser: argparse.ArgumentParser) -> None:
     add_reading(parser)
 
 
+def add_update(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add ``--update``, the place where weights in host memory are updated."""
+    parser.add_argument(
+        "--update",
+        choices=UPDATES,
+        help="where the host engine updates weights: in host memory, or on the device with fp32 "
+        "or split master weights, or rounded at random",
+    )
+
+
 WORLD_SIZE_HELP: Final = "number of processes; default FILE's num_processes, or 1"
 
 
@@ -117,6 +127,7 @@ class _Check(Below):
         parser.add_argument(
             "--world-size", type=number_of_processes, metavar="N", help=WORLD_SIZE_HELP
         )
+        add_update(parser)
         parser.add_argument("--json", action="store_true", help="print the findings as JSON")
         parser.add_argument(
             "--strict", action="store_true", help="exit with an error if there are warnings"
@@ -185,12 +196,17 @@ class _Check(Below):
                 platform=Platform.synthetic(CUDA, device_count=world_size),
             ),
             mistakes=mistakes,
+            update=DeviceUpdate.of(self.arguments.update),
         )
         read_as = (attrs.evolve(one, rule="read") for one in plan.decisions)
         problems = [*refused, *read_as, *inspection.findings]
         keys = {problem.key for problem in problems}
         chosen = inspection.resolved.decisions if inspection.resolved else ()
-        warnings = (one for one in chosen if one.rule == BY_CHOICE and one.severity == "warning")
+        warnings = (
+            one
+            for one in chosen
+            if one.severity == "warning" and (one.rule == BY_CHOICE or one.key == "update")
+        )
         later = [*inspection.refusals, *warnings]
         return [*problems, *(each for each in later if each.key not in keys)], plan
 

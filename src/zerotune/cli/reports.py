@@ -15,6 +15,7 @@ from zerotune.cli.plan import (
     WORLD_SIZE_HELP,
     add_file,
     add_reading,
+    add_update,
     at_least_one,
     number_of_processes,
     option_of,
@@ -34,8 +35,7 @@ from zerotune.plan.families import ModelFamily, family_names, model_family
 from zerotune.plan.memory.estimate import EMAPlace, Place
 from zerotune.plan.memory.time import card_named, card_platform
 from zerotune.plan.optimizer.names import parse_optimizer_name
-from zerotune.plan.plan import Advice, DeepSpeedPlan, MemoryEstimate, ResolvedPlan, raised
-from zerotune.plan.resolve import with_engine
+from zerotune.plan.plan import Advice, DeepSpeedPlan, MemoryEstimate
 from zerotune.plan.sections import PRECISIONS
 from zerotune.plan.text import (
     FOREMOST,
@@ -298,6 +298,7 @@ _NEED_A_MODEL: Final = (
     "engine",
     "streamed",
     "keep",
+    "update",
 )
 
 
@@ -372,9 +373,9 @@ class Explain(Below):
             base_dtype=self.arguments.base_dtype,
             gradient_checkpointing=not self.arguments.no_gradient_checkpointing,
             activation_offload=self.arguments.activation_offload,
+            **_engine_of(self.arguments),
             **{name: value for name, value in given.items() if value is not None},
         )
-        estimate = _in_engine(estimate, self.arguments)
         budget = rank_budget(_by_place(sizes), estimate)
         _draw_chart(estimate, budget, self.arguments)
         self._show_cost(estimate, budget)
@@ -408,7 +409,7 @@ class Explain(Below):
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    """Add the options that ``_in_engine`` reads."""
+    """Add the options that ``_engine_of`` reads."""
     group = parser.add_argument_group("engine", "for an Adam in host memory, as in plan.resolve")
     group.add_argument(
         "--engine",
@@ -424,16 +425,14 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="memory of each device for streamed weights, such as 6GiB; weights that fit stay "
         "there; default: room for three units",
     )
+    add_update(group)
 
 
-def _in_engine(estimate: MemoryEstimate, arguments: argparse.Namespace) -> MemoryEstimate:
-    """Return the estimate of the plan in the engine that the arguments choose."""
-    import attrs
-
+def _engine_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the engine, as in ``DeepSpeedPlan.estimate``."""
     memory = arguments.keep and parse_memory(arguments.keep, key="--keep")
     streamed = Streaming(memory=memory) if memory else arguments.streamed or None
-    asked = attrs.evolve(estimate.resolved, engine=arguments.engine, streamed=streamed)
-    return raised(ResolvedPlan, with_engine(asked)).estimate(estimate.workload)
+    return {"engine": arguments.engine, "streamed": streamed, "update": arguments.update}
 
 
 def _by_place(sizes: Mapping[str, int | None]) -> dict[Place, int]:
@@ -526,6 +525,7 @@ class Advise(Below):
             default=True,
             help="whether a plan with streamed weights may be chosen; such plans are always listed",
         )
+        add_update(parser)
         _add_workload(parser)
         _add_output(parser)
         parser.add_argument(
@@ -556,6 +556,7 @@ class Advise(Below):
                 optimizer=optimizer,
                 prefer=self.arguments.prefer,
                 streamed=self.arguments.streamed,
+                update=self.arguments.update,
             )
         except NothingFitsError as error:
             self._report_nothing(error, machine)
@@ -587,6 +588,11 @@ class Advise(Below):
                 tell(
                     "the file cannot express streaming: enable it in your script "
                     "(docs/streaming.md)"
+                )
+            if advice.update is not None:
+                tell(
+                    "the file cannot express the update on the device: write update: "
+                    f"{advice.update.name} for zerotune train, or pass it to plan.resolve"
                 )
             if advice.activation_offload:
                 tell(

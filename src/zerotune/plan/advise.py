@@ -11,8 +11,13 @@ import attrs
 from zerotune._util.table import Readable
 from zerotune._util.text import format_size, is_number, parse_size
 from zerotune.decisions import Decision
-from zerotune.errors import InvalidValueError, NothingFitsError, OptimizerError
-from zerotune.plan.context import Context, Streaming
+from zerotune.errors import (
+    InvalidValueError,
+    NothingFitsError,
+    OptimizerError,
+    PlanConflictError,
+)
+from zerotune.plan.context import Context, DeviceUpdate, MastersName, Streaming, UpdateName
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import as_facts, frozen_beside
 from zerotune.plan.memory.estimate import (
@@ -91,6 +96,8 @@ class Candidate:
     """Predicted time of a step; ``None`` if the model's operation counts are unknown."""
     streamed: Streaming | None = None
     """Options for ``plan.resolve(streamed=...)``; ``None`` if weights are not streamed."""
+    update: DeviceUpdate | None = None
+    """Options for ``plan.resolve(update=...)``; ``None`` for an update on the host."""
     instead_of: str | None = None
     """The requested optimizer, if another one runs."""
 
@@ -148,16 +155,24 @@ class Advised(Readable):
         return self.chosen.streamed
 
     @property
+    def update(self) -> DeviceUpdate | None:
+        """Options for ``plan.resolve(update=...)``; ``None`` for an update on the host."""
+        return self.chosen.update
+
+    @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Decisions about streaming, checkpointing, activation offload and another optimizer."""
+        """Decisions about streaming, the update, checkpointing, offload and another optimizer."""
         chosen = self.chosen
         reason = f"{chosen.title}: {chosen.reason}"
         replaced = Decision(
             "optimizer.type", chosen.instead_of, chosen.optimizer, reason, "warning"
         )
+        place = "host" if self.update is None else self.update.name
+        updated = Decision("update", None, place, reason)
         return (
             *((replaced,) if chosen.instead_of else ()),
             Decision("streamed", None, self.streamed or False, reason),
+            *((updated,) if self.update else ()),
             Decision("gradient checkpointing", None, self.gradient_checkpointing, reason),
             Decision("activation offload", None, self.activation_offload, reason),
         )
@@ -208,16 +223,19 @@ class Layout:
     """Whether as many optimizer states as fit stay on the device."""
     streams: bool = False
     """Whether weights are streamed; the device keeps as many units as fit."""
-    splits: bool = False
-    """Whether each fp32 master weight is stored as its bf16 weight and the low 16 bits."""
+    masters: MastersName = "fp32"
+    """How master weights are stored."""
+    on_device: bool = False
+    """Whether weights are updated on the device."""
 
     @property
     def title(self) -> str:
         """The layout in words."""
         places = {"cpu": "in host memory", "nvme": "on NVMe"}
-        if self.streams:
-            split = ", split master weights" if self.splits else ""
-            return f"weights streamed{split}, optimizer in host memory"
+        if self.streams or self.on_device:
+            weights = "weights streamed" if self.streams else "weights on the device"
+            updated = ", updated on the device" if self.on_device else ""
+            return f"{weights}{_MASTERS[self.masters]}, optimizer in host memory{updated}"
         words = [f"ZeRO-{self.stage}" if self.stage else "no partitioning"]
         if self.optimizer == self.parameters != "none":
             words.append(f"optimizer and parameters {places[self.optimizer]}")
@@ -231,9 +249,16 @@ class Layout:
         return ", ".join(words)
 
 
-STREAMING: Final = (
-    Layout(stage=2, optimizer="cpu", streams=True),
-    Layout(stage=2, optimizer="cpu", streams=True, splits=True),
+_MASTERS: Final[Mapping[MastersName, str]] = {
+    "fp32": "",
+    "split": ", split master weights",
+    "stochastic": ", weights rounded at random",
+}
+_EXACT: Final[tuple[MastersName, ...]] = ("fp32", "split")
+STREAMING: Final = tuple(
+    Layout(stage=2, optimizer="cpu", streams=True, masters=masters, on_device=on_device)
+    for on_device in (False, True)
+    for masters in _EXACT
 )
 LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
     tuple(Layout(stage=stage) for stage in range(4)),
@@ -293,6 +318,17 @@ class Request:
     """Whether a plan with streamed weights may be chosen."""
     asked: str
     """Name of the requested optimizer."""
+    update: UpdateName | DeviceUpdate | None
+    """Where weights are updated; ``None``: wherever a step is faster, but never rounded at
+    random."""
+
+    @property
+    def levels(self) -> tuple[tuple[Layout, ...], ...]:
+        """Layouts that may run, as in ``LEVELS``."""
+        if not isinstance(self.update, DeviceUpdate):
+            return LEVELS
+        resident = Layout(stage=2, optimizer="cpu", masters=self.update.masters, on_device=True)
+        return ((resident, attrs.evolve(resident, streams=True)),)
 
     @property
     def context(self) -> Context:
@@ -320,6 +356,7 @@ def advise(
     rates: Rates | None,
     prefer: Preference,
     streamed: bool,
+    update: UpdateName | DeviceUpdate | None,
 ) -> Advised:
     """Choose a plan as ``DeepSpeedPlan.advise`` does."""
     if prefer not in PREFERENCES:
@@ -351,6 +388,7 @@ def advise(
         # Such an optimizer is a request for streamed weights.
         streamed=streamed or "streamed weights" in entry_of(plan.optimizer_name).requires,
         asked=plan.optimizer_name or DEFAULT_OPTIMIZER,
+        update=update if update in (None, "host") else DeviceUpdate.of(update),
     )
     return _choose(request)
 
@@ -387,6 +425,8 @@ cases of `bench prediction`, the error of the prediction was larger."""
 
 def _choose(request: Request) -> Advised:
     candidates, fitting = _search(request)
+    if not candidates:
+        raise _not_on_device(request)
     if not fitting:
         raise _nothing_fits(request, candidates)
     timed = [one.time.expected for one in fitting if one.time is not None]
@@ -405,15 +445,15 @@ def _choose(request: Request) -> Advised:
 
 
 def _search(
-    request: Request, levels: Iterable[tuple[Layout, ...]] = LEVELS
+    request: Request, *, only_streamed: bool = False
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Return all candidates, and those that may be chosen; leaner ones only if no other fits."""
-    candidates = list(_candidates(request, levels))
+    candidates = list(_candidates(request, only_streamed=only_streamed))
     fitting = _eligible(request, candidates)
     for name in _lean_optimizers(request) if request.streamed else ():
         if fitting:
             break
-        candidates += _candidates(_with_optimizer(request, name), (STREAMING,))
+        candidates += _candidates(_with_optimizer(request, name), only_streamed=True)
         fitting = _eligible(request, candidates)
     return candidates, fitting
 
@@ -425,7 +465,7 @@ def _eligible(request: Request, candidates: Iterable[Candidate]) -> list[Candida
     """
     fitting = [one for one in candidates if one.fits and (request.streamed or one.streamed is None)]
     fitting = [one for one in fitting if one.instead_of is None] or fitting
-    exact = [one for one in fitting if one.streamed is None or not one.streamed.split_masters]
+    exact = [one for one in fitting if one.estimate.resolved.masters == "fp32"]
     return exact or fitting
 
 
@@ -442,26 +482,25 @@ def _another_optimizer(candidate: Candidate) -> tuple[str, ...]:
 def _without_clipping(candidate: Candidate) -> tuple[str, ...]:
     """Return the step time without clipping in words, for streamed weights."""
     time = candidate.time
-    if candidate.streamed is None or time is None or time.schedule == "eager":
+    if candidate.streamed is None or time is None or time.schedule not in ("hidden", "in turn"):
         return ()
     return (f"{time.eager_seconds:.2f} s with gradient_clipping 0",)
 
 
-def _candidates(
-    request: Request, levels: Iterable[tuple[Layout, ...]] = LEVELS
-) -> Iterator[Candidate]:
+def _candidates(request: Request, *, only_streamed: bool = False) -> Iterator[Candidate]:
     choices = [
         attrs.evolve(request.workload, gradient_checkpointing=recomputed, activation_offload=away)
         for recomputed, away in _activations(request)
     ]
-    for level in levels:
-        plans = {each: _laid_out(request, each) for each in level if _sensible(request, each)}
+    for level in request.levels:
+        layouts = (each for each in level if each.streams or not only_streamed)
+        plans = {each: _laid_out(request, each) for each in layouts if _sensible(request, each)}
         resolved = dict(_resolved_layouts(request, plans))
         plans = {each: plan for each, plan in plans.items() if _as_laid_out(each, resolved)}
         for work in choices:
             lacks_host = True
             for layout, plan in plans.items():
-                if layout.splits and not lacks_host:
+                if layout.masters == "split" and not lacks_host:
                     continue
                 found = plan, estimate_resolved(resolved[layout], work)
                 if layout.fills_device:
@@ -486,10 +525,11 @@ def _as_laid_out(layout: Layout, resolved: Mapping[Layout, Resolved]) -> bool:
     """Whether the optimizer runs in ``layout`` and resolution has kept its streaming options."""
     if layout not in resolved:
         return False
-    streaming = resolved[layout].streaming
-    if streaming is None:
-        return not layout.streams
-    return streaming.split_masters == layout.splits
+    found = resolved[layout]
+    if layout.on_device and found.optimizer.name != found.plan.optimizer_name:
+        return False
+    streams, on_device = found.streaming is not None, found.update is not None
+    return (streams, on_device, found.masters) == (layout.streams, layout.on_device, layout.masters)
 
 
 def _resolved_layouts(
@@ -497,12 +537,16 @@ def _resolved_layouts(
 ) -> Iterator[tuple[Layout, Resolved]]:
     """Yield the plans in whose layouts the optimizer, or AdamW in its place, can run."""
     for layout, plan in plans.items():
-        streaming = Streaming(split_masters=layout.splits) if layout.streams else None
+        split = layout.masters == "split"
+        streaming = Streaming(split_masters=split) if layout.streams else None
+        update = DeviceUpdate(masters=layout.masters) if layout.on_device else None
+        # A resident layout would otherwise be streamed where its weights do not fit.
+        streamed = False if layout.on_device and streaming is None else streaming
         try:
-            yield layout, resolve(plan, request.context, streamed=streaming)
+            yield layout, resolve(plan, request.context, streamed=streamed, update=update)
         except OptimizerError:
             # At stage 0, every optimizer runs that runs at all.
-            if layout.stage == 0:
+            if layout.stage == 0 or isinstance(request.update, DeviceUpdate):
                 raise
 
 
@@ -556,13 +600,14 @@ def _sensible(request: Request, layout: Layout) -> bool:
     if layout.fills_device and request.plan.optimizer_name != "AdamW":
         return False
     asked = entry_of(request.plan.optimizer_name)
-    streams = asked.streams and request.model.units and not request.model.storages
-    if layout.streams and not streams:
+    runs = asked.streams or layout.on_device
+    streams = runs and request.model.units and not request.model.storages
+    if (layout.streams and not streams) or (layout.on_device and request.update == "host"):
         return False
     if not layout.streams and "streamed weights" in asked.requires:
         return False
     # On the CPU accelerator, offload to host memory saves nothing, and nothing is page-locked.
-    if request.platform.accelerator == "cpu":
+    if request.platform.accelerator == "cpu" and not isinstance(request.update, DeviceUpdate):
         return layout.pinned and "cpu" not in (layout.parameters, layout.optimizer)
     return True
 
@@ -613,6 +658,7 @@ def _judged(
         reasons=tuple(reasons),
         time=step_time(estimate, request.rates),
         streamed=estimate.resolved.streaming,
+        update=estimate.resolved.update,
         instead_of=None if estimate.resolved.optimizer.name == request.asked else request.asked,
     )
     if candidate.instead_of is not None:
@@ -621,6 +667,17 @@ def _judged(
     if shortfalls or candidate.streamed is None or request.streamed:
         return candidate
     return attrs.evolve(candidate, reasons=(_OPT_IN, *_without_clipping(candidate)))
+
+
+def _not_on_device(request: Request) -> PlanConflictError:
+    """Return the error for a requested update on the device that no layout can run."""
+    plan = _laid_out(request, request.levels[0][0])
+    update: Any = request.update
+    resolved = resolve(plan, request.context, streamed=False, update=update)
+    why = next(one.reason for one in reversed(resolved.decisions) if one.key == "update")
+    return PlanConflictError(
+        f"is not possible: {why}", 'remove it, or write "host"', "update", update.name
+    )
 
 
 def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsError:
@@ -708,21 +765,43 @@ def _with_optimizer(request: Request, name: str) -> Request:
     return attrs.evolve(request, plan=attrs.evolve(request.plan, optimizer=optimizer))
 
 
+_UNCLIPPED: Final = {"gradient_clipping": 0}
+_FACTORED: Final = {"optimizer": "Adafactor"}
+_LEANER: Final[tuple[Mapping[str, Any], ...]] = (
+    {}, _UNCLIPPED, _FACTORED, _UNCLIPPED | _FACTORED,
+    _UNCLIPPED | _FACTORED | {"update": "device:stochastic"},
+)  # fmt: skip
+"""Arguments of ``advise`` with which streamed weights need less memory, the exacter first."""
+
+
 def _streamed_weights(request: Request) -> Remedy | None:
-    """Return a remedy with streamed weights, and if needed without clipping, if one fits."""
-    clipping = request.plan.gradient_clipping
-    for clipped in dict.fromkeys((clipping, 0)):
-        plan = attrs.evolve(request.plan, gradient_clipping=clipped)
-        _, fitting = _search(attrs.evolve(request, plan=plan, streamed=True), (STREAMING,))
+    """Return a remedy with streamed weights, and with what they need beside, if one fits."""
+    for leaner in _LEANER:
+        if "update" in leaner and request.update is not None:
+            continue
+        found = _with_settings(attrs.evolve(request, streamed=True), leaner)
+        _, fitting = _search(found, only_streamed=True)
         if not fitting:
             continue
+        own = {"gradient_clipping": request.plan.gradient_clipping, "optimizer": request.asked}
         settings: dict[str, Any] = {} if request.streamed else {"streamed": True}
-        settings |= {} if clipped == clipping else {"gradient_clipping": clipped}
+        settings |= {name: value for name, value in leaner.items() if value != own.get(name)}
         settings |= {} if fitting[0].instead_of is None else {"optimizer": fitting[0].optimizer}
         seconds = min((one.time.expected for one in fitting if one.time), default=None)
         gain = "" if seconds is None else f"{seconds:.2f} s per step"
         return Remedy(what="streamed weights fit", settings=settings, gain=gain)
     return None
+
+
+def _with_settings(request: Request, settings: Mapping[str, Any]) -> Request:
+    plan, name = request.plan, settings.get("optimizer", request.asked)
+    if name != request.asked:
+        plan = attrs.evolve(plan, optimizer=OptimizerSection(type=name))
+    plan = attrs.evolve(
+        plan, gradient_clipping=settings.get("gradient_clipping", plan.gradient_clipping)
+    )
+    update = DeviceUpdate.of(settings["update"]) if "update" in settings else request.update
+    return attrs.evolve(request, plan=plan, asked=name, update=update)
 
 
 def _smaller_states(request: Request, nearest: Candidate) -> Remedy | None:

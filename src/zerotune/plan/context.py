@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 import attrs
 
@@ -18,6 +18,9 @@ EngineName = Literal["host", "deepspeed"]
 """Engine of an Adam in host memory: zerotune's host engine, or DeepSpeed's."""
 MastersName = Literal["fp32", "split", "stochastic"]
 """How the host engine stores fp32 master weights; see ``DeviceUpdate.masters``."""
+UpdateName = Literal["host", "device", "device:split", "device:stochastic"]
+"""Where the host engine updates weights; on the device, with the masters after the colon."""
+UPDATES: Final[tuple[UpdateName, ...]] = get_args(UpdateName)
 
 
 @attrs.frozen(kw_only=True)
@@ -212,7 +215,7 @@ class DeviceUpdate:
             )
 
     @classmethod
-    def of(cls, wanted: Literal["host", "device"] | DeviceUpdate | None) -> DeviceUpdate | None:
+    def of(cls, wanted: UpdateName | DeviceUpdate | None) -> DeviceUpdate | None:
         """Return the options of an update on the device; ``None`` for an update on the host.
 
         Args:
@@ -221,15 +224,19 @@ class DeviceUpdate:
         Raises:
             InvalidValueError: The value names no place.
         """
+        if isinstance(wanted, cls):
+            return wanted
         if wanted in (None, "host"):
             return None
-        if wanted == "device":
-            return cls()
-        if not isinstance(wanted, cls):
-            raise InvalidValueError(
-                "is no place for the update",
-                'write "host", "device" or DeviceUpdate(...)',
-                "update",
-                wanted,
-            )
-        return wanted
+        if wanted in UPDATES:
+            masters: Any = str(wanted).partition(":")[2] or "fp32"
+            return cls(masters=masters)
+        raise InvalidValueError(
+            "is no place for the update", f"write one of {', '.join(UPDATES)}", "update", wanted
+        )
+
+    @property
+    def name(self) -> UpdateName:
+        """Name from which ``of`` returns these options."""
+        name: Any = "device" if self.masters == "fp32" else f"device:{self.masters}"
+        return cast(UpdateName, name)

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
@@ -18,7 +18,14 @@ from zerotune.decisions import Decision, Log, announce
 from zerotune.errors import InvalidValueError, UnknownKeyError, ZeroTuneError
 from zerotune.plan import advise, diff, read, render, rules, text, write
 from zerotune.plan.advise import Advised, Preference
-from zerotune.plan.context import Context, DeviceUpdate, EngineName, RunFacts, Streaming
+from zerotune.plan.context import (
+    Context,
+    DeviceUpdate,
+    EngineName,
+    RunFacts,
+    Streaming,
+    UpdateName,
+)
 from zerotune.plan.diff import PlanDifference
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.memory import estimate
@@ -490,7 +497,7 @@ class DeepSpeedPlan(Settings):
         deepspeed: bool = True,
         streamed: bool | Streaming | None = None,
         engine: EngineName | None = None,
-        update: Literal["host", "device"] | DeviceUpdate | None = None,
+        update: UpdateName | DeviceUpdate | None = None,
         resolver: OptimizerResolver | None = None,
     ) -> ResolvedPlan:
         """Resolve all automatic values for one machine, model and world size.
@@ -512,8 +519,9 @@ class DeepSpeedPlan(Settings):
                 ZeRO-2. If the host engine cannot run the plan, DeepSpeed trains, and a decision
                 gives the reason.
             update: Where the host engine updates weights: ``"host"`` (the default), or
-                ``"device"``, by any optimizer whose states are per weight; or ``DeviceUpdate``
-                options. If the host engine cannot run the plan, a decision gives the reason.
+                ``"device"``, by any optimizer whose states are per weight. ``"device:split"`` and
+                ``"device:stochastic"`` name the ``masters`` of ``DeviceUpdate``, which is accepted
+                too. If the host engine cannot run the plan, a decision gives the reason.
             resolver: How to choose the optimizer and the schedule.
 
         Raises:
@@ -543,6 +551,7 @@ class DeepSpeedPlan(Settings):
         *,
         resolve_in: Context | None = None,
         mistakes: Collection[ZeroTuneError] = (),
+        update: UpdateName | DeviceUpdate | None = None,
     ) -> Inspection:
         """Return all findings about this plan, and the resolved plan.
 
@@ -554,8 +563,15 @@ class DeepSpeedPlan(Settings):
             resolve_in: Context for resolving the plan, if it contains a machine or run that the
                 rules must ignore; by default ``context``.
             mistakes: Errors from reading the plan, which are not reported again.
+            update: Where the host engine updates weights, as in ``resolve``.
         """
-        return rules.inspect(self, context, resolve_in=resolve_in, mistakes=mistakes)
+        return rules.inspect(
+            self,
+            context,
+            resolve_in=resolve_in,
+            mistakes=mistakes,
+            update=DeviceUpdate.of(update),
+        )
 
     def explain(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
         """Describe this plan and the findings of the rules as text.
@@ -618,6 +634,7 @@ class DeepSpeedPlan(Settings):
         rates: Rates | None = None,
         prefer: Preference = "fastest",
         streamed: bool = True,
+        update: UpdateName | DeviceUpdate | None = None,
     ) -> Advice:
         """Return the plan with the shortest predicted step time among those that fit the machine.
 
@@ -652,8 +669,12 @@ class DeepSpeedPlan(Settings):
                 regardless of time. If the model's operation counts are unknown, the least offload
                 is chosen.
             streamed: Whether a plan with streamed weights may be chosen; such plans are always
-                listed. ``plan.resolve(streamed=advice.streamed)`` streams as advised. If nothing
-                fits with the requested optimizer, one with smaller states is chosen and named.
+                listed. ``plan.resolve(streamed=advice.streamed, update=advice.update)`` runs as
+                advised. If nothing fits with the requested optimizer, one with smaller states is
+                chosen and named.
+            update: Where weights in host memory are updated, as in ``resolve``. By default,
+                whichever is faster; weights that are rounded at random
+                (``"device:stochastic"``) are only advised on request.
 
         Raises:
             NothingFitsError: No plan fits; the error contains the closest plan.
@@ -684,6 +705,7 @@ class DeepSpeedPlan(Settings):
             rates=rates,
             prefer=prefer,
             streamed=streamed,
+            update=update,
         )
         return raised(Advice, advised)
 
@@ -704,6 +726,9 @@ class DeepSpeedPlan(Settings):
         model_in_memory: bool = False,
         lora: int | None = None,
         base_dtype: str | None = None,
+        streamed: bool | Streaming | None = None,
+        engine: EngineName | None = None,
+        update: UpdateName | DeviceUpdate | None = None,
     ) -> MemoryEstimate:
         """Estimate device memory, host RAM and NVMe by component.
 
@@ -724,6 +749,9 @@ class DeepSpeedPlan(Settings):
                 of loading it from files with ``load_pretrained(folder, plan=plan)``.
             lora: Rank of LoRA adapters, as in ``advise``.
             base_dtype: Quantization of the base model, as in ``advise``.
+            streamed: Whether to stream weights, as in ``resolve``.
+            engine: Engine of an Adam in host memory, as in ``resolve``.
+            update: Where the host engine updates weights, as in ``resolve``.
 
         Raises:
             PlanError: As in ``resolve``, or a family is unknown, or a size is invalid.
@@ -742,6 +770,9 @@ class DeepSpeedPlan(Settings):
             model_in_memory=model_in_memory,
             lora=lora,
             base_dtype=base_dtype,
+            streamed=streamed,
+            engine=engine,
+            update=DeviceUpdate.of(update),
         )
         return raised(MemoryEstimate, estimated)
 

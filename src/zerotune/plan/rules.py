@@ -1798,6 +1798,7 @@ def inspect(
     *,
     resolve_in: Context | None,
     mistakes: Collection[ZeroTuneError] = (),
+    update: DeviceUpdate | None = None,
 ) -> Inspection:
     """Return all findings about a plan, as ``DeepSpeedPlan.inspect`` does."""
     findings = check_plan(plan, context)
@@ -1806,7 +1807,7 @@ def inspect(
     refusals: dict[str, Decision] = {}
     if not mistakes and not told:
         try:
-            return Inspection(findings=findings, resolved=resolve(plan, where))
+            return Inspection(findings=findings, resolved=resolve(plan, where, update=update))
         except ZeroTuneError as error:
             for each in error.each():
                 step = BY_CHOICE if (each.key or "").startswith(_CHOSEN) else "resolve"

@@ -13,7 +13,7 @@ from zerotune._util.text import common_unit, counted, format_size
 from zerotune.decisions import Decision, worst_first
 from zerotune.errors import UNSET
 from zerotune.plan.advise import Advised, Budget, Candidate, machine_needs
-from zerotune.plan.context import Context
+from zerotune.plan.context import Context, MastersName
 from zerotune.plan.memory.estimate import (
     PHASES,
     PLACES,
@@ -221,7 +221,7 @@ def _resolved_rows(resolved: Resolved) -> list[Setting]:
         f"{resolved.train_batch_size} = micro {resolved.micro_batch_size} x accumulation"
         f" {resolved.gradient_accumulation_steps} x world size {resolved.world_size}"
     )
-    choice, schedule = resolved.optimizer, resolved.scheduler
+    choice, schedule, update = resolved.optimizer, resolved.scheduler, resolved.update
     scheduler = "none; the learning rate is constant"
     if schedule is not None:
         scheduler = _call(schedule.name, schedule.params)
@@ -233,6 +233,7 @@ def _resolved_rows(resolved: Resolved) -> list[Setting]:
             _WHERE[resolved.offload_optimizer] + _swap_folder(resolved, "optimizer"),
         ),
         ("parameters", _weights_at(resolved)),
+        *((("update", f"on the device, {_MASTERS[update.masters]}"),) if update else ()),
         ("precision", resolved.precision),
         ("batch", batch),
         ("clipping", str(resolved.gradient_clipping or "off")),
@@ -256,6 +257,13 @@ def _engine(resolved: Resolved) -> str:
     if resolved.waits_for_proof:
         return "host engine, once zerotune doctor --prove has passed on the device"
     return "host engine" if resolved.is_hosted else "DeepSpeed"
+
+
+_MASTERS: Final[Mapping[MastersName, str]] = {
+    "fp32": "with fp32 master weights",
+    "split": "with split master weights",
+    "stochastic": "with bf16 weights that are rounded at random",
+}
 
 
 def _weights_at(resolved: Resolved) -> str:
@@ -288,6 +296,8 @@ def describe(resolved: Resolved) -> str:
         parts.append(f"optimizer {_WHERE[resolved.offload_optimizer]}")
     if resolved.offload_param != "none" and resolved.streaming is None:
         parts.append(f"parameters {_WHERE[resolved.offload_param]}")
+    if resolved.update is not None:
+        parts.append("updated on the device")
     return ", ".join([*parts, resolved.precision, _ranks(resolved.world_size)])
 
 
@@ -646,6 +656,7 @@ def advice_data(advice: Advised) -> dict[str, Any]:
         "plan": advice.plan.to_dict(),
         "title": describe(advice.resolved),
         "streamed": advice.streamed and attrs.asdict(advice.streamed),
+        "update": "host" if advice.update is None else advice.update.name,
         "budget": {**places_of(advice.budget), "reserve": advice.budget.reserve},
         "headroom": advice.headroom,
         "estimate": estimate_data(advice.estimate),
@@ -663,6 +674,7 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
         "gradient_checkpointing": candidate.gradient_checkpointing,
         "activation_offload": candidate.activation_offload,
         "streamed": candidate.streamed and attrs.asdict(candidate.streamed),
+        "update": "host" if candidate.update is None else candidate.update.name,
         "needs": places_of(candidate.estimate),
         "shortfalls": dict(_shortfalls(candidate)),
         "reason": candidate.reason,

@@ -89,7 +89,7 @@ def check_training(platform: Platform, _device: torch.device) -> None:
     """Check that zerotune's steps give exactly the results of DeepSpeed's own ZeRO-2.
 
     Master weights and moments are in host memory: once in the host engine with weights on the
-    device, and once with streamed weights.
+    device, and once with streamed weights. With updates on the device, both must agree too.
     """
     if not platform.deepspeed.available:
         raise NotRunError("DeepSpeed, whose results zerotune's are compared with, is unavailable")
@@ -100,12 +100,20 @@ def check_training(platform: Platform, _device: torch.device) -> None:
     }
     wanted = train(platform, engine="deepspeed")
     for way, settings in ways.items():
-        found = train(platform, **settings)
-        names = [n for n in wanted | found if not _equal(wanted.get(n), found.get(n))]
-        if names:
-            raise DifferenceError(
-                f"{way}: {names[0]} and {len(names) - 1} others differ\n{', '.join(names)}"
-            )
+        _compare(way, wanted, train(platform, **settings))
+    if platform.bf16:
+        there, streamed = (train(platform, update="device", **each) for each in ways.values())
+        _compare("streamed weights updated on the device", there, streamed)
+
+
+def _compare(
+    way: str, wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
+) -> None:
+    names = [n for n in {**wanted, **found} if not _equal(wanted.get(n), found.get(n))]
+    if names:
+        raise DifferenceError(
+            f"{way}: {names[0]} and {len(names) - 1} others differ\n{', '.join(names)}"
+        )
 
 
 def _equal(wanted: torch.Tensor | None, found: torch.Tensor | None) -> bool:

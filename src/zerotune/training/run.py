@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from zerotune.checkpoint import check_replaceable, latest_checkpoint
 from zerotune.diffusion import LoRA, add_lora, encode_dataset
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
 from zerotune.diffusion.pretrained import Pretrained, load_pretrained
+from zerotune.plan.context import UpdateName
 from zerotune.plan.plan import Advice
 from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Report
@@ -47,6 +48,7 @@ def train(run: RunFile) -> Report:
         seed=run.seed or 0,
         activations=ActivationOffload() if run.activation_offload else None,
         gradient_checkpointing=recompute,  # type: ignore[arg-type]
+        update=cast(UpdateName | None, run.update),
         callbacks=_callbacks(run),
     ) as trainer:
         if checkpoint := latest_checkpoint(run.place / "checkpoints"):

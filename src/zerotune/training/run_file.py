@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import attrs
 
 from zerotune.decisions import Decision, Log, raise_all
 from zerotune.errors import UNSET, InvalidValueError, PlanFileError, ZeroTuneError
+from zerotune.plan.context import UPDATES, UpdateName
 from zerotune.plan.families import family_names
 from zerotune.plan.plan import Advice, DeepSpeedPlan
 from zerotune.plan.section import (
@@ -149,6 +150,10 @@ class RunFile(Section):
     """Whether blocks are recomputed in the backward pass. Default: as advised, or if needed."""
     activation_offload: bool | None = setting(_FLAG)
     """Whether host memory stores the inputs of recomputed blocks. Default: as advised."""
+    update: str | None = setting(Choice(choices=UPDATES))
+    """Where weights in host memory are updated: host, or device with fp32 master weights, with
+    split ones (device:split) or with weights rounded at random (device:stochastic). Default: as
+    advised, else host."""
     checkpoints: Checkpoints | None = setting(Nested(Checkpoints))
     validation: Validation | None = setting(Nested(Validation))
     export: Export | None = setting(Nested(Export))
@@ -236,6 +241,7 @@ class RunFile(Section):
             base_dtype=None if adapters is None else adapters.base_dtype,
             optimizer={"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
             ema="none" if self.ema is None else "host",
+            update=cast(UpdateName | None, self.update),
         )
 
     def _facts(self) -> Any:

@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import attrs
 import torch
@@ -35,7 +35,7 @@ from zerotune.offload import OffloadManager
 from zerotune.offload.manager import local_ranks
 from zerotune.offload.space import fit_host_memory
 from zerotune.optim import OptimizerResolver
-from zerotune.plan.context import DeviceUpdate, EngineName, RunFacts
+from zerotune.plan.context import DeviceUpdate, EngineName, RunFacts, UpdateName
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.plan import Advice, DeepSpeedPlan, ResolvedPlan
 from zerotune.plan.resolved import host_obstacle
@@ -62,7 +62,7 @@ def prepare(
     platform: Platform | None = None,
     deepspeed: bool = True,
     engine: EngineName | None = None,
-    update: Literal["host", "device"] | DeviceUpdate | None = None,
+    update: UpdateName | DeviceUpdate | None = None,
     compile: bool | Mapping[str, Any] | Compilation = False,  # noqa: A002
     timeout_s: float = 600.0,
     **unknown: Never,
@@ -92,8 +92,8 @@ def prepare(
         deepspeed: ``False`` trains without DeepSpeed, with a ``PlainEngine``.
         engine: ``"host"`` or ``"deepspeed"``, as in ``DeepSpeedPlan.resolve``; ignored if ``plan``
             is resolved.
-        update: ``"host"``, ``"device"`` or ``DeviceUpdate`` options, as in
-            ``DeepSpeedPlan.resolve``; ignored if ``plan`` is resolved.
+        update: Where the host engine updates weights, as in ``DeepSpeedPlan.resolve``; by default
+            as advised, and ignored if ``plan`` is resolved.
         compile: Whether to compile the forward pass, or ``Compilation`` options for it.
         timeout_s: Timeout of collectives in seconds.
         **unknown: Rejected with an error; the optimizer belongs in the plan, not in ``optimizer=``.
@@ -170,7 +170,7 @@ def settled(
     platform: Platform | None = None,
     deepspeed: bool = True,
     engine: EngineName | None = None,
-    update: Literal["host", "device"] | DeviceUpdate | None = None,
+    update: UpdateName | DeviceUpdate | None = None,
 ) -> ResolvedPlan:
     """Resolve a plan for a model, a machine and the number of processes.
 
@@ -190,7 +190,7 @@ def settled(
             deepspeed=deepspeed,
             streamed=plan.streamed if isinstance(plan, Advice) else None,
             engine=engine,
-            update=update,
+            update=plan.update if update is None and isinstance(plan, Advice) else update,
             resolver=resolver,
         )
     return plan if model is None else plan.for_run(run)

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from zerotune.ema import EMAShadow
     from zerotune.offload import OffloadManager
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.context import RunFacts
+    from zerotune.plan.context import DeviceUpdate, RunFacts, UpdateName
     from zerotune.plan.memory.estimate import EMAPlace
     from zerotune.plan.optimizer.choices import GroupChoice
     from zerotune.plan.plan import MemoryEstimate
@@ -115,8 +115,8 @@ class Trainer(Closing, Readable):
         deepspeed: ``False`` trains without DeepSpeed, with a ``PlainEngine``.
         seed: Seed for data order, noise, time steps and the global generators.
         timeout_s: Timeout of collectives in seconds.
-        options: ``compile``, ``gradient_checkpointing``, ``threads``, ``workers``, ``pin``,
-            ``watchdog``; see ``RunOptions``.
+        options: ``compile``, ``gradient_checkpointing``, ``update``, ``threads``, ``workers``,
+            ``pin``, ``watchdog``; see ``RunOptions``.
 
     Raises:
         ZeroTuneError: The same errors as ``zerotune.prepare``.
@@ -168,6 +168,7 @@ class Trainer(Closing, Readable):
             platform=platform,
             deepspeed=deepspeed,
             compile=options.get("compile", False),
+            update=options.get("update"),
             timeout_s=timeout_s,
         )
         """Engine of the run."""
@@ -563,6 +564,9 @@ class RunOptions(TypedDict, total=False):
     gradient_checkpointing: bool | Literal["auto"]
     """Whether blocks are recomputed in the backward pass; ``"auto"``, the default, recomputes if
     memory requires it."""
+    update: UpdateName | DeviceUpdate | None
+    """Where the host engine updates weights, as in ``DeepSpeedPlan.resolve``; as advised by
+    default, or else in host memory."""
     threads: int | None
     """Number of OpenMP threads of this rank. ``None``, the default, keeps a number set by
     ``OMP_NUM_THREADS`` or ``torch.set_num_threads``. If no number is set and the model or the

@@ -6,15 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerotune.errors import InvalidValueError, NothingFitsError
+from zerotune.errors import (
+    InvalidValueError,
+    NothingFitsError,
+    OptimizerError,
+    PlanConflictError,
+)
 from zerotune.plan.advise import LEVELS, STREAMING, machine_needs
+from zerotune.plan.context import DeviceUpdate
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.memory.time import RATE_NAMES, Rates
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
 GIB = 2**30
-STREAMED, SPLIT = (layout.title for layout in STREAMING)
+STREAMED, SPLIT, DEVICE, DEVICE_SPLIT = (layout.title for layout in STREAMING)
 
 
 def advise(vram, ram="128GiB", nvme=0, **options):
@@ -98,7 +104,7 @@ def test_every_candidate_before_the_chosen_one_has_a_reason_for_rejection():
     assert all(one.fits for one in advice.runners_up)
     listed = [*map(id, advice.rejected), *map(id, advice.runners_up), id(advice.chosen)]
     assert sorted(listed) == sorted(map(id, advice.candidates))
-    exact = [one for level in LEVELS for one in level if not one.splits]
+    exact = [one for level in LEVELS for one in level if one.masters == "fp32"]
     assert len(advice.candidates) == 3 * len(exact)
 
 
@@ -188,8 +194,9 @@ def test_more_device_memory_never_leads_to_more_offload(first, second, ram):
     assert level(more) <= level(less)
 
 
-def flux_on(ram, **options):
-    return DeepSpeedPlan.advise("flux", vram="24GiB", ram=ram, precision="bf16", **options)
+def flux_on(ram, *, update="host", **options):
+    options = {"precision": "bf16", "update": update, **options}
+    return DeepSpeedPlan.advise("flux", vram="24GiB", ram=ram, **options)
 
 
 def streamed_of(advice):
@@ -262,7 +269,8 @@ def test_a_leaner_optimizer_is_chosen_and_named_only_where_nothing_else_fits(ram
 
 
 def test_each_layout_is_priced_with_the_optimizer_that_runs_in_it():
-    advice = DeepSpeedPlan.advise("sdxl", vram="24GiB", ram="128GiB", optimizer="Adafactor")
+    asked = {"optimizer": "Adafactor", "update": "host"}
+    advice = DeepSpeedPlan.advise("sdxl", vram="24GiB", ram="128GiB", **asked)
     ran = {one.estimate.resolved.stage: one.optimizer for one in advice.candidates}
     assert ran == {0: "Adafactor", 1: "AdamW", 2: "AdamW", 3: "AdamW"}
     assert advice.chosen.instead_of == "Adafactor"
@@ -277,6 +285,55 @@ def test_each_layout_is_priced_with_the_optimizer_that_runs_in_it():
 def test_layouts_in_which_an_optimizer_of_a_package_cannot_run_are_left_out():
     advice = DeepSpeedPlan.advise("sdxl", vram="80GiB", ram="128GiB", optimizer="Prodigy")
     assert {one.estimate.resolved.stage for one in advice.candidates} == {0, 1, 2}
+
+
+def test_an_update_on_the_device_is_chosen_where_it_fits_or_is_faster():
+    advice = flux_on("96GiB", update=None, optimizer="Adafactor")
+    assert (advice.chosen.title, advice.update) == (DEVICE, DeviceUpdate())
+    (decision,) = [one for one in advice.decisions if one.key == "update"]
+    assert (decision.after, DEVICE in decision.reason) == ("device", True)
+    again = advice.plan.resolve(
+        platform=advice.resolved.platform, model=advice.resolved.model,
+        streamed=advice.streamed, update=advice.update,
+    )  # fmt: skip
+    assert again.optimizer.name == "Adafactor"
+    assert again.estimate(advice.estimate.workload).items == advice.estimate.items
+    assert flux_on("72GiB", update=None, optimizer="Adafactor").chosen.title == DEVICE_SPLIT
+    host = flux_on("300GiB", update="host")
+    assert {DEVICE, DEVICE_SPLIT}.isdisjoint(one.title for one in host.candidates)
+    assert flux_on("300GiB", update=None).chosen.time.expected < host.chosen.time.expected
+
+
+def test_weights_are_rounded_at_random_only_on_request():
+    lean = {"optimizer": "Adafactor", "gradient_clipping": 0}
+    with pytest.raises(NothingFitsError) as caught:
+        flux_on("32GiB", update=None)
+    assert "gradient_clipping=0, optimizer='Adafactor', update='device:stochastic'" in str(
+        caught.value.fix
+    )
+    assert "--optimizer Adafactor --update device:stochastic" in str(caught.value.in_shell())
+    exact = flux_on("96GiB", update=None, **lean)
+    assert not any("random" in one.title for one in exact.candidates)
+    advice = flux_on("32GiB", update="device:stochastic", **lean)
+    assert "rounded at random" in advice.chosen.title
+    assert advice.update.name == advice.to_dict()["update"] == "device:stochastic"
+
+
+def test_a_requested_update_on_the_device_that_is_impossible_is_refused():
+    with pytest.raises(PlanConflictError, match=r"update = 'device'.*trains in fp32"):
+        DeepSpeedPlan.advise("sdxl", vram="24GiB", ram="96GiB", update="device", precision="fp32")
+    with pytest.raises(OptimizerError, match="passes one weight at a time"):
+        flux_on("200GiB", update="device", optimizer="Prodigy")
+    with pytest.raises(InvalidValueError, match="device:split"):
+        flux_on("200GiB", update="card")
+
+
+def test_weights_on_the_device_are_updated_there_where_streaming_is_refused():
+    advice = DeepSpeedPlan.advise(
+        "sdxl", vram="24GiB", ram="64GiB", streamed=False, update="device:split"
+    )
+    assert (advice.streamed, advice.update.masters) == (None, "split")
+    assert advice.chosen.title.startswith("weights on the device, split master weights")
 
 
 def test_master_weights_are_split_only_where_no_exact_layout_fits():

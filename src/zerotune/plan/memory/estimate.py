@@ -17,7 +17,7 @@ from zerotune._util.table import Readable
 from zerotune._util.text import format_size, is_integer
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.plan.context import Context, Streaming
+from zerotune.plan.context import Context, DeviceUpdate, EngineName, Streaming
 from zerotune.plan.facts import ModelFacts, StreamedFacts, resident_units
 from zerotune.plan.families import ModelFamily, as_facts, frozen_beside, model_family
 from zerotune.plan.memory.swap_files import SwapCounter
@@ -1019,6 +1019,9 @@ def estimate_plan(
     model_in_memory: bool,
     lora: int | None,
     base_dtype: str | None,
+    streamed: bool | Streaming | None,
+    engine: EngineName | None,
+    update: DeviceUpdate | None,
 ) -> Estimate:
     """Estimate the memory of a plan, as ``DeepSpeedPlan.estimate`` does."""
     facts = as_facts(model, lora=lora, base_dtype=base_dtype)
@@ -1026,7 +1029,7 @@ def estimate_plan(
         micro = count(batch, "batch")
         plan = attrs.evolve(plan, train_micro_batch_size_per_gpu=micro, train_batch_size=None)
     context = attrs.evolve(context, model=facts)
-    resolved = resolve(plan, context)
+    resolved = resolve(plan, context, streamed=streamed, engine=engine, update=update)
     return estimate_resolved(
         resolved,
         Workload(
