@@ -70,11 +70,6 @@ def test_weights_written_by_the_user_end_the_run(stage):
     assert "master weight" in error
 
 
-@pytest.mark.parametrize("stage", [PLAIN, 1, 2, 3])
-def test_an_undisturbed_run_continues(stage):
-    assert run_ranks(trained_on, stage, "nothing") == [None]
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks(1)
 def test_an_edit_that_stops_early_leaves_model_and_masters_equal(stage):

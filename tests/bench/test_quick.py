@@ -67,12 +67,14 @@ def test_the_data_benchmark_completes(tmp_path):
     assert cases["pixels"]["facts"]["buckets"] > 1
 
 
+@pytest.mark.nightly
 @pytest.mark.deepspeed
 def test_the_memory_benchmark_completes(tmp_path):
     (case,) = measured("memory", tmp_path).values()
     assert case["contestants"]["measured"]["host_bytes"]["median"] > 2**16
 
 
+@pytest.mark.nightly
 @pytest.mark.deepspeed
 def test_the_overhead_benchmark_completes(tmp_path):
     (case,) = measured("overhead", tmp_path).values()
@@ -80,6 +82,7 @@ def test_the_overhead_benchmark_completes(tmp_path):
     assert len(case["contestants"]) == 3
 
 
+@pytest.mark.nightly
 @pytest.mark.deepspeed
 def test_the_checkpoint_benchmark_completes(tmp_path):
     (case,) = measured("checkpoint", tmp_path).values()

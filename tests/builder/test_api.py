@@ -229,10 +229,6 @@ class TestOpen:
         shown = client.post("/api/preview", json={"state": state}).json()["outputs"]["yaml"]["text"]
         assert "num_processes: 2\n" in shown
 
-    def test_comments_in_an_opened_file_give_a_warning(self, client):
-        opened = self.open(client, text='{"train_batch_size": 1, // one\n}').json()
-        assert opened["messages"][0]["severity"] == "warning"
-
     def test_opening_a_missing_file_returns_404(self, client):
         assert self.open(client, path="none.json").status_code == 404
 

@@ -47,14 +47,6 @@ def asked(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_the_50_questions_are_all_different():
-    every = [
-        json.dumps(question)
-        for question in (*ADVISED, *({**one, "plan": True} for one in EXPLAINED))
-    ]
-    assert len(set(every)) == len(every) == 50
-
-
 def brief(candidate):
     """Reduce a candidate to the values that must agree."""
     return {

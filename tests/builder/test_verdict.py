@@ -7,7 +7,6 @@ import json
 import pytest
 
 from tests.builder.states import state
-from zerotune.plan import DeepSpeedPlan
 
 
 def preview(client, **parts):
@@ -82,7 +81,3 @@ class TestOrder:
     def test_advice_keeps_the_order_of_the_forms_keys(self, client):
         found = client.post("/api/advise", json={"state": state(self.CONFIG)}).json()
         assert list(found["chosen"]["state"]["config"])[:5] == list(self.CONFIG)
-
-    def test_a_saved_plan_has_the_same_contents(self, root):
-        DeepSpeedPlan.from_dict(self.CONFIG).save(root / "a.json")
-        assert json.loads((root / "a.json").read_text()) == self.CONFIG

@@ -119,6 +119,7 @@ FAULTS: tuple[tuple[Plant, Case], ...] = (
     (activations_are_copied_before_they_are_computed, OFFLOADED),
     (activations_return_to_memory_in_use, OFFLOADED),
 )
+SAMPLE = (copies_do_not_wait_for_computation, activations_are_freed_while_they_are_copied)
 
 
 def orders_until_found(reference: dict[str, Any], case: Case, folder: Path) -> int | None:
@@ -133,7 +134,16 @@ def orders_until_found(reference: dict[str, Any], case: Case, folder: Path) -> i
 
 
 @pytest.mark.parametrize(
-    ("plant", "case"), FAULTS, ids=[f"{plant.__name__}-{case.name}" for plant, case in FAULTS]
+    ("plant", "case"),
+    [
+        pytest.param(
+            plant,
+            case,
+            marks=() if plant in SAMPLE else pytest.mark.nightly,
+            id=f"{plant.__name__}-{case.name}",
+        )
+        for plant, case in FAULTS
+    ],
 )
 @on_device()
 def test_a_fault_in_the_order_of_work_is_found(plant, case, tmp_path, monkeypatch):

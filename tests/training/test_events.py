@@ -25,13 +25,6 @@ def test_written_metrics_are_read_back(tmp_path):
     assert [metrics.step for metrics in read] == [1, 2, 3]
 
 
-def test_a_second_fit_appends(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    drive(file, steps=range(1, 3))
-    drive(file, steps=range(3, 5))
-    assert [metrics.step for metrics in read_metrics(file.path)] == [1, 2, 3, 4]
-
-
 def test_steps_repeated_after_a_resume_are_in_the_file_once(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     drive(file, steps=range(1, 6), loss=1.0)

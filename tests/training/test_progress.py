@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from rich.console import Console
 
 from tests.training.fakes import drive
-from zerotune._util.text import format_seconds, format_size
 from zerotune.training import ProgressBar
 
 
@@ -49,16 +47,3 @@ def test_other_ranks_print_nothing():
 
 def test_a_run_without_steps_left_prints_nothing():
     assert shown(terminal=True, steps=range(5, 5)) == ""
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1000, "1000 B"), (1536, "1.50 KiB"), (2**21, "2.00 MiB"), (2**41, "2048.00 GiB")],
-)
-def test_memory_sizes_are_shown_in_binary_units(count, text):
-    assert format_size(count) == text
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (61, "1:01"), (3723, "1:02:03")])
-def test_seconds_are_shown_as_a_clock(seconds, text):
-    assert format_seconds(seconds) == text

@@ -90,7 +90,3 @@ def test_the_totals_add_up_and_restart_after_a_resume(tmp_path):
     record.on_resume(At(), tmp_path)
     assert record.totals["first_step"] == 7
     assert record.totals["steps"] == 0
-
-
-def test_one_step_is_written_in_the_singular():
-    assert "1 step in 0.5 s on 1 process:" in report(steps=1, seconds=0.5, world_size=1).render()

@@ -62,7 +62,7 @@ def test_a_malformed_state_is_refused_and_changes_nothing(found, name):
     assert unchanged
 
 
-@pytest.mark.parametrize("seeds", [(None, None), (1, 1), (1, 2)])
+@pytest.mark.parametrize("seeds", [(None, None), (1, 2)])
 @ranks(1)
 def test_a_loader_that_draws_another_order_is_refused_on_resume(seeds, tmp_path) -> None:
     plan = DeepSpeedPlan.build(precision="fp32", micro_batch_size=2, optimizer="AdamW", lr=1e-3)

@@ -39,6 +39,11 @@ pytestmark = pytest.mark.deepspeed
 CLIPPED = Run(family="web", accumulation=3, steps=4, evaluate=True)
 EAGER = Run(family="web", checkpointing="on", clipping=0.0, steps=4)
 ADAPTERS = Run(family="flux", lora=True, checkpointing="on", steps=4)
+FURTHER = (
+    Run(family="unet", clipping=0.0, accumulation=3, groups=True, steps=3),
+    Run(family="qwen", precision="fp32", clipping=0.0, steps=4),
+)
+"""``test_parity`` runs them on one rank."""
 STREAMED = Streaming(window=2, gradient_buffers=2)
 
 
@@ -63,10 +68,9 @@ def lean_weights(optimizer: str, steps: int = 4) -> tuple[list[float], dict[str,
     return losses, weights
 
 
-@pytest.mark.parametrize("optimizer", ["AdamWBF16States", "AdamW8BitStates"])
-def test_lean_states_do_not_depend_on_the_number_of_ranks(optimizer):
-    ((losses, weights),) = run_ranks(lean_weights, optimizer)
-    for other, found in run_ranks(lean_weights, optimizer, world_size=2):
+def test_lean_states_do_not_depend_on_the_number_of_ranks():
+    ((losses, weights),) = run_ranks(lean_weights, "AdamW8BitStates")
+    for other, found in run_ranks(lean_weights, "AdamW8BitStates", world_size=2):
         assert other == losses
         assert found == weights
 
@@ -77,8 +81,7 @@ def test_lean_states_do_not_depend_on_the_number_of_ranks(optimizer):
         CLIPPED,
         EAGER,
         ADAPTERS,
-        Run(family="unet", clipping=0.0, accumulation=3, groups=True, steps=3),
-        Run(family="qwen", precision="fp32", clipping=0.0, steps=4),
+        *(pytest.param(run, marks=pytest.mark.nightly) for run in FURTHER),
     ],
     ids=str,
 )
@@ -99,7 +102,7 @@ def test_streaming_on_two_ranks_equals_zero_2_bit_for_bit(monkeypatch, run):
     assert mine["counts"].evicted
 
 
-@pytest.mark.parametrize("run", [CLIPPED, EAGER, ADAPTERS], ids=str)
+@pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
 @ranks(2)
 def test_weights_on_the_devices_of_two_ranks_equal_zero_2_bit_for_bit(run):
     mine, theirs = train(run, engine="host", seed=3), train(run)
@@ -123,15 +126,10 @@ def test_stage_3_streams_weights_on_two_ranks_and_equals_zero_2_bit_for_bit(run)
     assert any("no rank keeps all weights" in reason for reason in said)
 
 
-@pytest.mark.parametrize(
-    "streamed",
-    [Streaming(memory="700KiB"), Streaming(units=("FluxTransformerBlock",), window=2)],
-    ids=str,
-)
 @ranks(2)
-def test_a_mixture_on_two_ranks_equals_zero_2_bit_for_bit(streamed):
+def test_a_mixture_on_two_ranks_equals_zero_2_bit_for_bit():
     run = Run(family="flux", accumulation=2, steps=3)
-    mine, theirs = train(run, streamed=streamed, seed=3), train(run)
+    mine, theirs = train(run, streamed=Streaming(memory="700KiB"), seed=3), train(run)
     assert mine["engine"] == "SharedHostEngine"
     assert not differences(theirs, mine)
 
@@ -439,7 +437,11 @@ def go_on(
         return {**kept, "contents": gathered(engine, ema)}
 
 
-@pytest.mark.parametrize("run", [CLIPPED, attrs.evolve(ADAPTERS, family="web")], ids=str)
+@pytest.mark.parametrize(
+    "run",
+    [CLIPPED, pytest.param(attrs.evolve(ADAPTERS, family="web"), marks=pytest.mark.nightly)],
+    ids=str,
+)
 @ranks(2)
 def test_checkpoints_equal_those_of_stage_2_and_resume_under_any_engine(tmp_path, run):
     names = OTHERS if run is CLIPPED else ("streamed", "stage 3")
