@@ -21,7 +21,7 @@ from tools.families import FLUX, SDXL
 from zerotune import DeepSpeedPlan, Platform, detect_platform
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import family, family_names
-from zerotune.plan.memory.estimate import Workload
+from zerotune.plan.memory.items import Workload
 
 SEED: Final = 0
 RATES: Final = "rates.json"
@@ -215,7 +215,7 @@ class Ours(Contestant):
     def _prepare(self, plan: Any, *, recomputed: bool, offloaded: bool) -> dict[str, Any]:
         from zerotune import EMAShadow, prepare
         from zerotune.diffusion import ActivationOffload
-        from zerotune.plan.text import describe
+        from zerotune.plan.text.plan import describe
 
         self._engine = prepare(model=self._model, plan=plan)
         self._offload = ActivationOffload()
@@ -232,7 +232,7 @@ class Ours(Contestant):
         }
 
     def _estimate(self, *, recomputed: bool, offloaded: bool) -> dict[str, float | None]:
-        from zerotune.plan.memory.time import known_rates
+        from zerotune.plan.memory.rates import known_rates
 
         resolved, side = self._engine.plan, self._settings["side"]
         resolved = attrs.evolve(resolved, model=self._with_passes(resolved.model))

@@ -20,7 +20,7 @@ import torch
 
 from bench.runner import Benchmark, Case, Goal, Measured, alternate, timed
 from zerotune.ema import EMAShadow, EMAShadows, FileStore
-from zerotune.plan.memory.estimate import EMA_CHUNK
+from zerotune.plan.memory.costing import EMA_CHUNK
 
 DECAY = 0.999
 WIDTH = 1410

@@ -93,7 +93,7 @@ class Preparation:
 
     def needs(self) -> Needs:
         from zerotune import detect_platform
-        from zerotune.plan.memory.estimate import Workload
+        from zerotune.plan.memory.items import Workload
         from zerotune.plan.optimizer.names import entry_of
 
         training, whole = self._training, self._facts()

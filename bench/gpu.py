@@ -520,7 +520,7 @@ def rates(settings: Mapping[str, Any]) -> dict[str, Any]:
     from bench.contestants import RATES
     from zerotune import detect_platform
     from zerotune.backend.rates import measure_rates
-    from zerotune.plan.memory.time import store_rates
+    from zerotune.plan.memory.rates import store_rates
 
     nbytes = 2**24 if settings["quick"] else 2**30
     there, here = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))

@@ -109,7 +109,8 @@ class Run:
 
     def train(self) -> dict[str, Any]:
         """Build the engine and train; return the plan's estimate and facts."""
-        from zerotune.plan.memory.estimate import RUNTIME, Workload
+        from zerotune.plan.memory.estimate import RUNTIME
+        from zerotune.plan.memory.items import Workload
 
         settings = self._settings
         size = {key: settings[key] for key in ("batch", "side")}

@@ -21,15 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from bench.virtual import HostThreads, in_virtual_time
 from tools.families import CONFIGURATIONS
 from zerotune.plan.context import Streaming
-from zerotune.plan.memory.estimate import Workload
-from zerotune.plan.memory.time import (
-    CARDS,
-    ON_CARD,
-    Rates,
-    StepTime,
-    catalogued_rates,
-    step_traffic,
-)
+from zerotune.plan.memory.items import Workload
+from zerotune.plan.memory.rates import CARDS, Rates, catalogued_rates
+from zerotune.plan.memory.time import ON_CARD, StepTime
+from zerotune.plan.memory.traffic import step_traffic
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 

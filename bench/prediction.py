@@ -163,7 +163,7 @@ class Run:
 
     def predict(self, found: Mapping[str, float]) -> dict[str, float]:
         """Predict the step's time from these rates."""
-        from zerotune.plan.memory.time import catalogued_rates
+        from zerotune.plan.memory.rates import catalogued_rates
 
         plan = self._trainer.engine.plan
         rates = catalogued_rates(plan.platform).with_measured(found, origin="measured")

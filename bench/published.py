@@ -18,8 +18,9 @@ import attrs
 
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.families import as_facts
-from zerotune.plan.memory.estimate import Workload, sample_size
-from zerotune.plan.memory.time import card_named, card_platform
+from zerotune.plan.memory.estimate import sample_size
+from zerotune.plan.memory.items import Workload
+from zerotune.plan.memory.rates import card_named, card_platform
 
 LEDGER: Final = Path(__file__).with_name("published.json")
 

@@ -18,7 +18,7 @@ from bench.ema import Stack
 from bench.on_card import COMPUTE, HOST, IN, OUT, PLANS, OnCard, Rehearsed
 from bench.runner import Benchmark, Case, Goal, Measured, alternate, timed
 from bench.workers import Worker, alone, resolved, together
-from zerotune.plan.memory.time import CARDS
+from zerotune.plan.memory.rates import CARDS
 
 CLIPPED, EAGER, *_ = PLANS
 PLAIN, ALL_HERE, DEEPSPEED = "plain engine with offload", "streamed, all units stay", "ZeRO-2"

@@ -50,9 +50,10 @@ RELATED = {
         f"{_PLAN}.plan": "ResolvedPlan Advice",
         f"{_PLAN}.sections": "ZeroSection OffloadSection AioSection Bf16Section Fp16Section "
         "OptimizerSection SchedulerSection LaunchSection",
-        f"{_PLAN}.advise": "Budget Candidate",
+        f"{_PLAN}.candidates": "Budget Candidate",
         f"{_PLAN}.diff": "PlanDifference Change",
-        f"{_PLAN}.rules": "Finding Rule RuleContext all_rules",
+        f"{_PLAN}.rules.rule": "Finding Rule RuleContext",
+        f"{_PLAN}.rules.table": "all_rules",
         f"{_PLAN}.optimizer.choices": "OptimizerChoice SchedulerChoice",
     },
     "zerotune.plan.ModelFacts": {
@@ -62,7 +63,7 @@ RELATED = {
     },
     "zerotune.plan.Workload": {
         f"{_PLAN}.plan": "MemoryEstimate",
-        f"{_PLAN}.memory.estimate": "MemoryItem MemoryPeak",
+        f"{_PLAN}.memory.items": "MemoryItem MemoryPeak",
     },
     "zerotune.plan.plan_document": {f"{_PLAN}.write": "PlanDocument SavedPlan"},
     "zerotune.optim.OptimizerResolver": {
@@ -181,11 +182,14 @@ FOR_FRONT_ENDS = {
     f"{_PLAN}.plan": "raised",
     f"{_PLAN}.schema": "attribute_docs",
     f"{_PLAN}.families": "as_facts model_family",
-    f"{_PLAN}.advise": "Remedy",
-    f"{_PLAN}.memory.estimate": "EMAPlace sample_size",
-    f"{_PLAN}.memory.time": "CARDS StepTime card_platform known_rates step_time",
-    f"{_PLAN}.text": "DURING FOREMOST Fit fits candidate_data describe estimate_data foremost "
-    "rank_budget seconds_words shown_and_defaults subject",
+    f"{_PLAN}.remedies": "Remedy",
+    f"{_PLAN}.memory.items": "EMAPlace",
+    f"{_PLAN}.memory.estimate": "sample_size",
+    f"{_PLAN}.memory.rates": "CARDS card_platform known_rates",
+    f"{_PLAN}.memory.time": "StepTime step_time",
+    f"{_PLAN}.text.plan": "describe shown_and_defaults",
+    f"{_PLAN}.text.memory": "DURING Fit fits estimate_data subject",
+    f"{_PLAN}.text.advice": "FOREMOST candidate_data foremost rank_budget seconds_words",
     f"{_PLAN}.optimizer.capability": "Situation installed_packages missing_package",
     f"{_PLAN}.optimizer.names": "BY_WORD",
 }

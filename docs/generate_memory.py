@@ -24,7 +24,7 @@ from zerotune.builder.models import model_name
 from zerotune.errors import NothingFitsError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.families import family_names, model_family
-from zerotune.plan.memory.time import listed_card
+from zerotune.plan.memory.rates import listed_card
 from zerotune.plan.plan import Advice
 from zerotune.platform import Platform
 

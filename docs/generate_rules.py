@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from zerotune.plan.rules import Rule, all_rules
+from zerotune.plan.rules.rule import Rule
+from zerotune.plan.rules.table import all_rules
 
 TARGET = Path(__file__).with_name("rules.md")
 

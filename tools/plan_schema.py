@@ -25,7 +25,7 @@ from zerotune.backend.upstream import require_deepspeed
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan import schema as stored
 from zerotune.plan import values as kinds
-from zerotune.plan.resolve import stages_of
+from zerotune.plan.resolve.fill import stages_of
 from zerotune.plan.schema import HANDLING, attribute_docs
 from zerotune.plan.section import Nested, Section, modelled
 from zerotune.platform import detect_platform

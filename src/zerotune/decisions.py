@@ -42,8 +42,8 @@ class Rejected(str):
 class Decision:
     """A record about one setting: its old and new values, the reason, and the fix.
 
-    A decision is an automatic choice, a finding of a rule (``zerotune.plan.rules.Finding`` is an
-    alias of this class), or an error from a later step.
+    A decision is an automatic choice, a finding of a rule (``zerotune.plan.rules.rule.Finding`` is
+    an alias of this class), or an error from a later step.
     """
 
     key: str

@@ -319,9 +319,9 @@ class NothingFitsError(PlanError):
 
     Attributes:
         nearest: The candidate that exceeds the limits least (a ``Candidate`` of
-            ``zerotune.plan.advise``).
+            ``zerotune.plan.candidates``).
         remedies: Settings to change so that the model fits or needs less memory
-            (``zerotune.plan.advise.Remedy``).
+            (``zerotune.plan.remedies.Remedy``).
         more: Description of the additional memory that would suffice.
     """
 

@@ -46,7 +46,8 @@ def train(engine: Any, width: int, steps: int) -> None:
 def measure(case: Case) -> dict[str, float]:
     import torch
 
-    from zerotune.plan.memory.estimate import RUNTIME, Workload
+    from zerotune.plan.memory.estimate import RUNTIME
+    from zerotune.plan.memory.items import Workload
 
     small = start(case, torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(LAYERS))))
     train(small, 8, 1)
@@ -177,7 +178,8 @@ def test_memory_of_loading_matches_the_estimate(tmp_path):
     import torch
 
     from zerotune import load_pretrained
-    from zerotune.plan.memory.estimate import RUNTIME, Workload
+    from zerotune.plan.memory.estimate import RUNTIME
+    from zerotune.plan.memory.items import Workload
 
     case = Case(stage=2, precision="bf16")
     start(case, torch.nn.Linear(8, 8)).close()
@@ -323,7 +325,8 @@ def test_activation_memory_of_few_layers_matches_the_estimate(name):
     import diffusers
 
     from zerotune.diffusion.facts import example_inputs, model_facts
-    from zerotune.plan.memory.estimate import RUNTIME, Workload
+    from zerotune.plan.memory.estimate import RUNTIME
+    from zerotune.plan.memory.items import Workload
 
     case = Case(stage=2, offload="cpu", precision="bf16", micro_batch=2)
     one = SHALLOW[name]

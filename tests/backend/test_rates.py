@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zerotune.backend.rates import copy_rate, measure_rates
-from zerotune.plan.memory.time import RATE_NAMES
+from zerotune.plan.memory.rates import RATE_NAMES
 
 
 def test_every_rate_of_a_processor_is_measured():

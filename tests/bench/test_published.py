@@ -5,7 +5,7 @@ import pytest
 
 from bench.published import left_out, published, residuals, spread
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.memory.time import PUBLISHED_SPREAD, catalogued_rates
+from zerotune.plan.memory.rates import PUBLISHED_SPREAD, catalogued_rates
 from zerotune.platform import Platform
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -13,7 +13,7 @@ from zerotune.builder.preview import Machines, understand
 from zerotune.builder.repairs import repairs
 from zerotune.decisions import Decision
 from zerotune.errors import ZeroTuneError
-from zerotune.plan.rules import all_rules
+from zerotune.plan.rules.table import all_rules
 from zerotune.platform import Platform
 
 NVME = {"device": "nvme", "nvme_path": "/s"}

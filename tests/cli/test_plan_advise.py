@@ -9,7 +9,7 @@ import pytest
 
 from zerotune import cli
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.text import WIDTH
+from zerotune.plan.text.memory import WIDTH
 from zerotune.platform.facts import GIB
 
 ROOMY = ("--vram", "24GiB", "--ram", "128GiB")

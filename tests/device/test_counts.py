@@ -11,8 +11,8 @@ from tests.device.cases import Case, loss_of, started
 from zerotune.ema import DeviceStore, EMAShadow
 from zerotune.ema.shadow import HostStore
 from zerotune.plan.context import Streaming
-from zerotune.plan.memory.estimate import Workload
-from zerotune.plan.memory.time import step_traffic
+from zerotune.plan.memory.items import Workload
+from zerotune.plan.memory.traffic import step_traffic
 
 pytestmark = pytest.mark.deepspeed
 

@@ -12,7 +12,8 @@ from bench.on_card import inputs_of, loss_of
 from tests.device import on_device
 from tools.families import CONFIGURATIONS
 from zerotune.plan.context import Streaming
-from zerotune.plan.memory.estimate import CONTEXT, Workload
+from zerotune.plan.memory.estimate import CONTEXT
+from zerotune.plan.memory.items import Workload
 from zerotune.plan.optimizer.resolver import OptimizerResolver
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform

@@ -26,8 +26,8 @@ from tests.docs.pages import (
 from tests.support.ranks import ranks
 from zerotune import cli
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.memory.time import CARDS
-from zerotune.plan.rules import all_rules
+from zerotune.plan.memory.rates import CARDS
+from zerotune.plan.rules.table import all_rules
 
 OUTCOMES = ("passed", "failed", "skipped")
 EMBEDDED = (DOCS / "embedding.md").read_text()

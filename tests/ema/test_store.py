@@ -13,7 +13,7 @@ from tests.support.models import HostileNet
 from zerotune.ema import DeviceStore, EMAModel, EMAShadow, FileStore
 from zerotune.ema.shadow import HostStore
 from zerotune.errors import EMAError, InvalidValueError
-from zerotune.plan.memory.estimate import EMA_CHUNK, EMA_CHUNKS
+from zerotune.plan.memory.costing import EMA_CHUNK, EMA_CHUNKS
 
 
 def stores(folder: Path) -> list[object]:

@@ -10,7 +10,8 @@ from zerotune.plan import Workload
 from zerotune.plan.families import family
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.optimizer.names import BY_WORD, TORCH_NAMES
-from zerotune.plan.rules import RuleContext, check_plan
+from zerotune.plan.rules.rule import RuleContext
+from zerotune.plan.rules.table import check_plan
 
 CUDA = Platform.synthetic("cuda", vram=24 << 30, ram=256 << 30)
 PARAMS = {"lr": 1e-4, "weight_decay": 0.0}

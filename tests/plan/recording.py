@@ -13,7 +13,7 @@ from typing import Any
 
 from zerotune.errors import ZeroTuneError
 from zerotune.plan import plan as facades
-from zerotune.plan import rules as resolving
+from zerotune.plan import resolution as resolving
 
 _recorded: set[str] = set()
 _resolve = resolving.resolve

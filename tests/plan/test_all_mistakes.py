@@ -11,7 +11,7 @@ from zerotune.errors import PlanError, PlanFileError
 from zerotune.plan.accelerate import OF_THE_SCRIPT
 from zerotune.plan.plan import raised
 from zerotune.plan.read import plan_from_mapping, read_partly
-from zerotune.plan.rules import RuleContext
+from zerotune.plan.rules.rule import RuleContext
 
 FOUR = {
     "train_batch_siz": 8,

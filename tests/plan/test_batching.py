@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from zerotune.errors import PlanConflictError
 from zerotune.plan import DeepSpeedPlan, RunFacts
-from zerotune.plan.resolve import Batch, solve_batch
+from zerotune.plan.resolve.batch import Batch, solve_batch
 from zerotune.plan.sections import LaunchSection
 
 AUTO = "auto"

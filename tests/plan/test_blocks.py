@@ -11,7 +11,7 @@ from tests.support.needs import needs
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.facts import BlockFacts
 from zerotune.plan.families import family
-from zerotune.plan.resolve import leaf_blocks, max_live, prefetch_bucket
+from zerotune.plan.resolve.sizes import leaf_blocks, max_live, prefetch_bucket
 from zerotune.platform import Platform
 
 CUDA = Platform.synthetic("cuda")

@@ -14,7 +14,7 @@ from tests.plan.accelerate_runs import ALONE
 from tests.support.ranks import free_port, run_ranks
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan import keys as known_keys
-from zerotune.plan.resolve import PERSISTENCE_LIMIT, SMALLEST_SWAP_BYTES, sub_groups
+from zerotune.plan.resolve.sizes import PERSISTENCE_LIMIT, SMALLEST_SWAP_BYTES, sub_groups
 from zerotune.plan.section import modelled
 from zerotune.plan.sections import AioSection, Bf16Section, Fp16Section, OffloadSection, ZeroSection
 

@@ -8,7 +8,7 @@ import pytest
 
 from zerotune.plan import DeepSpeedPlan, Workload
 from zerotune.plan.optimizer.choices import OptimizerChoice, SchedulerChoice
-from zerotune.plan.text import describe
+from zerotune.plan.text.plan import describe
 
 ADAMW = OptimizerChoice(name="AdamW", params={"lr": 1e-4}, implementation="DeepSpeedCPUAdam")
 

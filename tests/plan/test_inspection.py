@@ -8,7 +8,7 @@ import pytest
 
 from zerotune import cli
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.rules import RuleContext
+from zerotune.plan.rules.rule import RuleContext
 from zerotune.platform import Platform
 
 NVME = "zero_optimization.offload_optimizer.device"

@@ -4,7 +4,7 @@ import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError
 from zerotune.plan import DeepSpeedPlan, RunFacts
-from zerotune.plan.resolve import decide_precision
+from zerotune.plan.resolve.precision import decide_precision
 from zerotune.plan.sections import LaunchSection
 from zerotune.platform import Platform
 

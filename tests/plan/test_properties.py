@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from zerotune.errors import PlanError
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
 from zerotune.plan import keys as known_keys
-from zerotune.plan.rules import RuleContext, check_plan
+from zerotune.plan.rules.rule import RuleContext
+from zerotune.plan.rules.table import check_plan
 from zerotune.plan.section import modelled
 from zerotune.plan.sections import (
     AioSection,

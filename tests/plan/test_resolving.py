@@ -4,10 +4,11 @@ import attrs
 import pytest
 
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, rules
-from zerotune.plan import resolve as filling
+from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
 from zerotune.plan.context import Streaming
 from zerotune.plan.families import model_family
+from zerotune.plan.resolve import case as filling
+from zerotune.plan.rules.rule import Rule
 from zerotune.plan.sections import ZeroSection
 from zerotune.plan.values import AUTO
 from zerotune.platform import Platform
@@ -38,10 +39,8 @@ def test_resolving_determines_batch_and_precision_once(monkeypatch, cuda, solved
 
 
 def test_resolving_evaluates_each_rule_once(monkeypatch, cuda):
-    asked, find = [], rules.Rule.find
-    monkeypatch.setattr(
-        rules.Rule, "find", lambda rule, case: asked.append(rule.id) or find(rule, case)
-    )
+    asked, find = [], Rule.find
+    monkeypatch.setattr(Rule, "find", lambda rule, case: asked.append(rule.id) or find(rule, case))
     resolve(zero(stage="auto", offload_optimizer={"device": None}), cuda)
     assert len(asked) > 20
     assert len(asked) == len(set(asked))

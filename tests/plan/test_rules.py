@@ -6,7 +6,8 @@ import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanError
 from zerotune.plan import DeepSpeedPlan, RunFacts
-from zerotune.plan.rules import Finding, RuleContext, all_rules
+from zerotune.plan.rules.rule import Finding, RuleContext
+from zerotune.plan.rules.table import all_rules
 from zerotune.plan.sections import LaunchSection
 from zerotune.platform import Platform
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotune.plan.rules import all_rules
+from zerotune.plan.rules.table import all_rules
 
 DOCS = Path(__file__).parents[2] / "docs"
 

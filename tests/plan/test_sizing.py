@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.plan import ModelFacts
-from zerotune.plan import resolve as sizing
 from zerotune.plan.facts import ParameterFacts
+from zerotune.plan.resolve import sizes as sizing
 
 SHAPES = st.lists(st.lists(st.integers(0, 400), max_size=3).map(tuple), min_size=1, max_size=30)
 

@@ -57,8 +57,7 @@ if on_cpu:
         for name in zerotune.__all__:
             getattr(zerotune, name)
         import zerotune.plan.read
-        import zerotune.plan.resolve
-        import zerotune.plan.rules
+        import zerotune.plan.resolution
     with contextlib.suppress(ImportError):
         import matplotlib.backends.backend_agg
         import matplotlib.figure  # noqa: F401

@@ -16,7 +16,7 @@ from zerotune._util.modules import every_parameter
 from zerotune._util.proc import return_freed_memory
 from zerotune.backend.step_state import Stage, StepState, fault_of, surely, uninterrupted
 from zerotune.errors import EngineError, StepOrderError, ZeroTuneError
-from zerotune.plan.text import resolved_page
+from zerotune.plan.text.plan import resolved_page
 
 if TYPE_CHECKING:
     import torch

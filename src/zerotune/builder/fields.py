@@ -19,7 +19,7 @@ from zerotune.builder.models import MODEL_NAMES, model_name
 from zerotune.errors import UNSET
 from zerotune.plan.facts import STORAGES
 from zerotune.plan.families import family_names, model_family
-from zerotune.plan.memory.time import CARDS
+from zerotune.plan.memory.rates import CARDS
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.optimizer.entries import Parameter
 from zerotune.plan.optimizer.names import BY_WORD

@@ -27,31 +27,23 @@ from zerotune.decisions import Decision, worst_first
 from zerotune.errors import REMOVAL, UNSET, InvalidValueError, NothingFitsError, ZeroTuneError
 from zerotune.optim import OptimizerResolver
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, Workload, plan_document
-from zerotune.plan.advise import Candidate, Remedy
+from zerotune.plan.candidates import Candidate
 from zerotune.plan.context import Context
 from zerotune.plan.facts import STORAGES
 from zerotune.plan.families import as_facts, family_names, model_family
-from zerotune.plan.memory.estimate import EMAPlace, sample_size
-from zerotune.plan.memory.time import CARDS, StepTime, card_platform, known_rates, step_time
+from zerotune.plan.memory.estimate import sample_size
+from zerotune.plan.memory.items import EMAPlace
+from zerotune.plan.memory.rates import CARDS, card_platform, known_rates
+from zerotune.plan.memory.time import StepTime, step_time
 from zerotune.plan.optimizer.capability import Situation, installed_packages, missing_package
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 from zerotune.plan.plan import Advice, MemoryEstimate, ResolvedPlan, raised
+from zerotune.plan.remedies import Remedy
 from zerotune.plan.section import value_at
 from zerotune.plan.sections import OFFLOAD_DEVICES, PRECISIONS
-from zerotune.plan.text import (
-    DURING,
-    FOREMOST,
-    Fit,
-    candidate_data,
-    describe,
-    estimate_data,
-    fits,
-    foremost,
-    rank_budget,
-    seconds_words,
-    shown_and_defaults,
-    subject,
-)
+from zerotune.plan.text.advice import FOREMOST, candidate_data, foremost, rank_budget, seconds_words
+from zerotune.plan.text.memory import DURING, Fit, estimate_data, fits, subject
+from zerotune.plan.text.plan import describe, shown_and_defaults
 from zerotune.plan.values import AUTO, Integer
 from zerotune.plan.write import in_order, launchable
 from zerotune.platform import CUDA, Platform, detect_platform

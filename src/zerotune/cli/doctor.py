@@ -16,7 +16,7 @@ from zerotune._util.text import format_size
 from zerotune.backend.ops import OpStatus, build_op, check_op_name, extensions_folder, op_report
 from zerotune.cli import print_json, print_page
 from zerotune.errors import PlatformError, ZeroTuneError
-from zerotune.plan.memory.time import RATE_NAMES, Rates, known_rates, store_rates
+from zerotune.plan.memory.rates import RATE_NAMES, Rates, known_rates, store_rates
 from zerotune.platform import Platform, detect_platform
 from zerotune.platform.toolchain import Toolchain, detect_toolchain
 

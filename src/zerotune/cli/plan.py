@@ -18,7 +18,8 @@ from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, U
 from zerotune.plan import read
 from zerotune.plan.context import UPDATES, Context, DeviceUpdate
 from zerotune.plan.optimizer.choose import BY_CHOICE
-from zerotune.plan.rules import all_rules, inspect
+from zerotune.plan.resolution import inspect
+from zerotune.plan.rules.table import all_rules
 from zerotune.plan.settings import Settings
 from zerotune.plan.source import key_lines, read_text
 from zerotune.plan.values import Integer, Kind

@@ -27,34 +27,30 @@ from zerotune.errors import (
     NothingFitsError,
     ZeroTuneError,
 )
-from zerotune.plan.advise import PREFERENCES
+from zerotune.plan.candidates import PREFERENCES
 from zerotune.plan.charts import plot_memory
 from zerotune.plan.context import EngineName, Streaming
 from zerotune.plan.facts import STORAGES
 from zerotune.plan.families import ModelFamily, family_names, model_family
-from zerotune.plan.memory.estimate import EMAPlace, Place
-from zerotune.plan.memory.time import card_named, card_platform
+from zerotune.plan.memory.items import EMAPlace, Place
+from zerotune.plan.memory.rates import card_named, card_platform
 from zerotune.plan.optimizer.names import parse_optimizer_name
 from zerotune.plan.plan import Advice, DeepSpeedPlan, MemoryEstimate
 from zerotune.plan.sections import PRECISIONS
-from zerotune.plan.text import (
+from zerotune.plan.text.advice import (
     FOREMOST,
-    WIDTH,
-    RankBudget,
     advice_page,
     candidate_data,
-    estimate_page,
-    fits,
     foremost,
     nearest_budget,
     nearest_page,
     places_of,
-    plan_page,
     rank_budget,
-    resolved_page,
     time_data,
     time_words,
 )
+from zerotune.plan.text.memory import WIDTH, RankBudget, estimate_page, fits
+from zerotune.plan.text.plan import plan_page, resolved_page
 from zerotune.plan.values import AUTO, Number
 from zerotune.plan.write import FORMATS, launchable, plan_document
 from zerotune.platform import CUDA, Platform, detect_platform

@@ -33,7 +33,7 @@ from zerotune._util.files import of_system
 from zerotune._util.text import format_size
 from zerotune.backend.master_weights import EMATensors
 from zerotune.errors import EMAError
-from zerotune.plan.memory.estimate import EMA_CHUNK, EMA_CHUNKS
+from zerotune.plan.memory.costing import EMA_CHUNK, EMA_CHUNKS
 
 _BYTES: Final = 4
 _SECTOR: Final = 4096

@@ -14,9 +14,9 @@ from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.lease import FoundLease, find_lease, find_leases
 from zerotune.offload.root import SwapRoot, Target
-from zerotune.plan.memory.estimate import PHASES, Workload
+from zerotune.plan.memory.items import PHASES, Workload
 from zerotune.plan.memory.swap_files import SwapCounter, SwapFiles
-from zerotune.plan.resolve import SMALLEST_SWAP_BYTES
+from zerotune.plan.resolve.sizes import SMALLEST_SWAP_BYTES
 from zerotune.plan.section import evolved
 from zerotune.plan.values import AUTO
 

@@ -13,17 +13,17 @@ import attrs
 
 from zerotune._util.palette import ALARM, FAINT, INK, PAPER, ROOM, component_colours, empty_figure
 from zerotune.errors import InvalidValueError
-from zerotune.plan.memory.estimate import Estimate
-from zerotune.plan.text import (
+from zerotune.plan.memory.items import Estimate
+from zerotune.plan.text.memory import (
     PLACE_NAMES,
     RankBudget,
-    describe,
     estimate_unit,
     fits,
     merged,
     peak_words,
     subject,
 )
+from zerotune.plan.text.plan import describe
 from zerotune.plan.write import write_whole
 
 _FORMATS: Final = ("png", "pdf", "svg")

@@ -16,8 +16,9 @@ import attrs
 
 from zerotune.decisions import Decision, Log, announce
 from zerotune.errors import InvalidValueError, UnknownKeyError, ZeroTuneError
-from zerotune.plan import advise, diff, read, render, rules, text, write
-from zerotune.plan.advise import Advised, Preference
+from zerotune.plan import advise, diff, read, render, resolution, write
+from zerotune.plan.advise import Advised
+from zerotune.plan.candidates import Preference
 from zerotune.plan.context import (
     Context,
     DeviceUpdate,
@@ -29,22 +30,22 @@ from zerotune.plan.context import (
 from zerotune.plan.diff import PlanDifference
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.memory import estimate
-from zerotune.plan.memory.estimate import EMAPlace, Estimate, Workload
-from zerotune.plan.memory.time import (
-    Rates,
-    StepTime,
-    SwapTraffic,
-    known_rates,
-    step_time,
-    swap_traffic,
-)
+from zerotune.plan.memory.hosted import with_units_kept
+from zerotune.plan.memory.items import EMAPlace, Estimate, Workload
+from zerotune.plan.memory.rates import Rates, known_rates
+from zerotune.plan.memory.time import StepTime, step_time
+from zerotune.plan.memory.traffic import SwapTraffic, swap_traffic
 from zerotune.plan.optimizer.choose import DEFAULTS
 from zerotune.plan.optimizer.names import parse_optimizer_name
+from zerotune.plan.resolution import Inspection
 from zerotune.plan.resolved import Resolved
-from zerotune.plan.rules import Inspection
+from zerotune.plan.rules.table import check_plan
 from zerotune.plan.section import read_section
 from zerotune.plan.sections import OFFLOAD_DEVICES, PRECISIONS
 from zerotune.plan.settings import Settings
+from zerotune.plan.text import advice as advice_text
+from zerotune.plan.text import memory as memory_text
+from zerotune.plan.text import plan as plan_text
 from zerotune.plan.values import AUTO, Auto, Choice
 from zerotune.plan.write import SavedPlan
 
@@ -77,11 +78,11 @@ class MemoryEstimate(Estimate):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate as a JSON-serialisable dict, in bytes per rank."""
-        return text.estimate_data(self)
+        return memory_text.estimate_data(self)
 
     def explain(self) -> str:
         """Describe peak device, host and NVMe memory and their components as text."""
-        return text.estimate_page(self).text(text.WIDTH)
+        return memory_text.estimate_page(self).text(memory_text.WIDTH)
 
     def step_time(self, rates: Rates | None = None) -> StepTime | None:
         """Predict the time of an optimizer step.
@@ -119,7 +120,7 @@ class ResolvedPlan(Resolved):
         """
         vram = min((device.total_memory for device in self.platform.devices), default=0)
         usable = int(vram * (1 - reserve))
-        return raised(ResolvedPlan, estimate.with_units_kept(self.estimate(workload), usable))
+        return raised(ResolvedPlan, with_units_kept(self.estimate(workload), usable))
 
     def estimate(self, workload: Workload) -> MemoryEstimate:
         """Estimate device memory, host RAM and NVMe by component.
@@ -171,15 +172,15 @@ class ResolvedPlan(Resolved):
 
     def explain(self) -> str:
         """Describe what will run and why, as text."""
-        return text.resolved_page(self).text()
+        return plan_text.resolved_page(self).text()
 
     def explain_markdown(self) -> str:
         """Return Markdown tables of what will run, the reasons, and the findings of the rules."""
-        return text.resolved_markdown(self)
+        return plan_text.resolved_markdown(self)
 
     def summary(self) -> dict[str, Any]:
         """Return what will run as a JSON-serialisable dict."""
-        return text.resolved_data(self)
+        return plan_text.resolved_data(self)
 
     def diff(self, other: ResolvedPlan) -> PlanDifference:
         """Return the differences from ``other``; the result is falsy if both train in the same way.
@@ -485,7 +486,7 @@ class DeepSpeedPlan(Settings):
                 which ``zerotune schema`` prints.
         """
         context = Context(world_size=world_size, platform=platform, schema=schema)
-        return rules.check_plan(self, context)
+        return check_plan(self, context)
 
     def resolve(
         self,
@@ -535,7 +536,7 @@ class DeepSpeedPlan(Settings):
             run=run or RunFacts(),
             uses_deepspeed=deepspeed,
         )
-        resolved = rules.resolve(
+        resolved = resolution.resolve(
             self,
             context,
             streamed=streamed,
@@ -565,7 +566,7 @@ class DeepSpeedPlan(Settings):
             mistakes: Errors from reading the plan, which are not reported again.
             update: Where the host engine updates weights, as in ``resolve``.
         """
-        return rules.inspect(
+        return resolution.inspect(
             self,
             context,
             resolve_in=resolve_in,
@@ -580,7 +581,7 @@ class DeepSpeedPlan(Settings):
             world_size: Number of ranks for the rules.
             platform: The machine; without it, rules that depend on the machine are skipped.
         """
-        return text.plan_page(self, world_size=world_size, platform=platform).text()
+        return plan_text.plan_page(self, world_size=world_size, platform=platform).text()
 
     def explain_markdown(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
         """Return the content of ``explain`` as Markdown tables.
@@ -589,7 +590,7 @@ class DeepSpeedPlan(Settings):
             world_size: Number of ranks for the rules.
             platform: The machine, as in ``explain``.
         """
-        return text.plan_page(self, world_size=world_size, platform=platform).markdown()
+        return plan_text.plan_page(self, world_size=world_size, platform=platform).markdown()
 
     def summary(self, *, world_size: int = 1, platform: Platform | None = None) -> dict[str, Any]:
         """Return the content of ``explain`` as a JSON-serialisable dict.
@@ -598,7 +599,7 @@ class DeepSpeedPlan(Settings):
             world_size: Number of ranks for the rules.
             platform: The machine, as in ``explain``.
         """
-        return text.plan_data(self, world_size=world_size, platform=platform)
+        return plan_text.plan_data(self, world_size=world_size, platform=platform)
 
     def diff(self, other: DeepSpeedPlan) -> PlanDifference:
         """Return the differences from ``other``; the result is falsy if the plans are equal.
@@ -801,15 +802,15 @@ class Advice(Advised):
 
     def explain(self) -> str:
         """Return the choice, its reason, the free memory and all candidates as text."""
-        return text.advice_page(self).text(text.WIDTH)
+        return advice_text.advice_page(self).text(memory_text.WIDTH)
 
     def explain_markdown(self) -> str:
         """Return ``explain`` as Markdown."""
-        return text.advice_page(self).markdown()
+        return advice_text.advice_page(self).markdown()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the advice as a JSON-serialisable dict; sizes are in bytes."""
-        return text.advice_data(self)
+        return advice_text.advice_data(self)
 
 
 def _optimizer_config(optimizer: Any, lr: float | Auto | None) -> Any:

@@ -21,15 +21,16 @@ from zerotune._util.proc import status_field
 from zerotune._util.text import format_size
 from zerotune.backend.accelerator import accelerator_for, accelerator_of, current_accelerator
 from zerotune.errors import NothingFitsError, OutOfMemoryError, PlanError
-from zerotune.plan.memory.estimate import CONTEXT, EMAPlace, Workload
+from zerotune.plan.memory.estimate import CONTEXT
+from zerotune.plan.memory.items import EMAPlace, Workload
 from zerotune.plan.plan import DeepSpeedPlan
-from zerotune.plan.text import DURING
+from zerotune.plan.text.memory import DURING
 from zerotune.plan.values import AUTO
 from zerotune.plan.write import python_expression
 from zerotune.platform import detect_platform
 
 if TYPE_CHECKING:
-    from zerotune.plan.memory.estimate import Place
+    from zerotune.plan.memory.items import Place
     from zerotune.plan.plan import Advice, MemoryEstimate, ResolvedPlan
     from zerotune.plan.work import ActivationFacts, ArithmeticFacts
 

@@ -15,13 +15,14 @@ from zerotune._util.files import system_errors, write_atomically
 from zerotune._util.table import Block, Line, Page, Readable, Table
 from zerotune._util.text import counted, format_size
 from zerotune.errors import TrainingError
-from zerotune.plan.memory.estimate import PHASES as MOMENTS
-from zerotune.plan.memory.estimate import PLACES
-from zerotune.plan.text import DURING, PLACE_NAMES, time_data
+from zerotune.plan.memory.items import PHASES as MOMENTS
+from zerotune.plan.memory.items import PLACES
+from zerotune.plan.text.advice import time_data
+from zerotune.plan.text.memory import DURING, PLACE_NAMES
 from zerotune.training.events import PHASES, Callback
 
 if TYPE_CHECKING:
-    from zerotune.plan.memory.estimate import MemoryItem
+    from zerotune.plan.memory.items import MemoryItem
     from zerotune.plan.memory.time import StepTime
     from zerotune.plan.plan import MemoryEstimate
     from zerotune.training.events import RunView, StepMetrics

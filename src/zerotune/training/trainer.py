@@ -31,7 +31,7 @@ from zerotune.diffusion.pretrained import Pretrained
 from zerotune.ema import FileStore
 from zerotune.errors import CheckpointNotFiniteError, DataError, TrainingError
 from zerotune.plan.plan import Advice
-from zerotune.plan.text import describe, running_page
+from zerotune.plan.text.plan import describe, running_page
 from zerotune.training.activations import (
     Activations,
     keep_activations,
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from zerotune.offload import OffloadManager
     from zerotune.optim import OptimizerResolver
     from zerotune.plan.context import DeviceUpdate, RunFacts, UpdateName
-    from zerotune.plan.memory.estimate import EMAPlace
+    from zerotune.plan.memory.items import EMAPlace
     from zerotune.plan.optimizer.choices import GroupChoice
     from zerotune.plan.plan import MemoryEstimate
     from zerotune.platform import Platform

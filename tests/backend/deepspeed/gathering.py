@@ -15,7 +15,7 @@ from tests.support.ranks import free_port
 from zerotune.backend.deepspeed.releasing import WeightReleases
 from zerotune.diffusion.passes import sizes_only
 from zerotune.plan.facts import ModelFacts
-from zerotune.plan.resolve import AIO_BLOCK, Swapping, gathered_together
+from zerotune.plan.resolve.sizes import AIO_BLOCK, Swapping, gathered_together
 
 PASSES = 2
 """In the second pass, DeepSpeed follows the order of modules that it has recorded in the first."""

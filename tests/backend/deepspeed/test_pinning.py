@@ -11,8 +11,8 @@ import torch
 from tests.support.ranks import ranks
 from zerotune.backend.deepspeed import start
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.memory.estimate import Workload
-from zerotune.plan.resolve import SETTING, pins_exactly
+from zerotune.plan.memory.items import Workload
+from zerotune.plan.resolve.sizes import SETTING, pins_exactly
 from zerotune.platform import Platform, detect_platform
 from zerotune.platform.facts import GIB
 

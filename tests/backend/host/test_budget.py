@@ -15,8 +15,10 @@ from zerotune.backend.host.lanes import Lane
 from zerotune.backend.host.residency import Residency
 from zerotune.plan.context import Streaming
 from zerotune.plan.families import as_facts
-from zerotune.plan.memory.estimate import Costing, Workload, estimate_resolved
-from zerotune.plan.memory.time import step_traffic
+from zerotune.plan.memory.costing import Costing
+from zerotune.plan.memory.estimate import estimate_resolved
+from zerotune.plan.memory.items import Workload
+from zerotune.plan.memory.traffic import step_traffic
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 

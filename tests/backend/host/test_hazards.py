@@ -14,7 +14,7 @@ from tests.support.ranks import ranks
 from zerotune.backend.host import engine, lanes, passes, residency, steps, units
 from zerotune.errors import EngineError
 from zerotune.plan.context import Streaming
-from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
+from zerotune.plan.memory.hosted import GRADIENTS_UNDER_WAY
 
 pytestmark = [pytest.mark.deepspeed, ranks(1)]
 

@@ -12,10 +12,10 @@ from zerotune.errors import (
     OptimizerError,
     PlanConflictError,
 )
-from zerotune.plan.advise import LEVELS, STREAMING, machine_needs
+from zerotune.plan.candidates import LEVELS, STREAMING, machine_needs
 from zerotune.plan.context import DeviceUpdate
 from zerotune.plan.facts import ModelFacts
-from zerotune.plan.memory.time import RATE_NAMES, Rates
+from zerotune.plan.memory.rates import RATE_NAMES, Rates
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 

@@ -6,16 +6,11 @@ import attrs
 import pytest
 
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.advise import Budget, Candidate
-from zerotune.plan.memory.estimate import MemoryItem, Workload
+from zerotune.plan.candidates import Budget, Candidate
+from zerotune.plan.memory.items import MemoryItem, Workload
 from zerotune.plan.plan import Advice, MemoryEstimate
-from zerotune.plan.text import (
-    advice_data,
-    advice_page,
-    nearest_page,
-    rank_budget,
-    subject,
-)
+from zerotune.plan.text.advice import advice_data, advice_page, nearest_page, rank_budget
+from zerotune.plan.text.memory import subject
 from zerotune.platform import Platform
 from zerotune.platform.facts import GIB
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.memory.estimate import ALWAYS, MemoryItem, Workload
+from zerotune.plan.memory.items import ALWAYS, MemoryItem, Workload
 from zerotune.plan.plan import MemoryEstimate
 from zerotune.platform import Platform
 from zerotune.platform.facts import GIB

@@ -13,14 +13,11 @@ from zerotune.plan.context import DeviceUpdate, Streaming
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import family
 from zerotune.plan.families.__init__ import as_facts
-from zerotune.plan.memory.estimate import (
-    Workload,
-    estimate_resolved,
-    power_of_two,
-    sides,
-    with_gradients_kept,
-)
-from zerotune.plan.memory.time import step_traffic
+from zerotune.plan.memory.costing import power_of_two
+from zerotune.plan.memory.estimate import estimate_resolved, sides
+from zerotune.plan.memory.hosted import with_gradients_kept
+from zerotune.plan.memory.items import Workload
+from zerotune.plan.memory.traffic import step_traffic
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.plan.work import ActivationCost, ActivationFacts
 from zerotune.platform import Platform

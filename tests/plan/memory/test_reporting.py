@@ -4,7 +4,7 @@ import json
 
 import attrs
 
-from zerotune.plan.text import estimate_page, fits
+from zerotune.plan.text.memory import estimate_page, fits
 from zerotune.platform.facts import GIB
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
-from zerotune.plan.memory.estimate import Workload
-from zerotune.plan.memory.time import step_traffic
+from zerotune.plan.memory.items import Workload
+from zerotune.plan.memory.traffic import step_traffic
 from zerotune.platform import Platform
 
 MODEL = ModelFacts.from_shapes([("a", (3, 4)), ("b", (4,))])

@@ -10,18 +10,11 @@ import pytest
 from zerotune.errors import InvalidValueError
 from zerotune.plan.context import Streaming
 from zerotune.plan.families import as_facts, family, family_names
-from zerotune.plan.memory.estimate import Workload, estimate_resolved
-from zerotune.plan.memory.time import (
-    RATE_NAMES,
-    Rates,
-    StepTime,
-    TimePart,
-    catalogued_rates,
-    known_rates,
-    step_time,
-    step_traffic,
-    store_rates,
-)
+from zerotune.plan.memory.estimate import estimate_resolved
+from zerotune.plan.memory.items import Workload
+from zerotune.plan.memory.rates import RATE_NAMES, Rates, catalogued_rates, known_rates, store_rates
+from zerotune.plan.memory.time import StepTime, TimePart, step_time
+from zerotune.plan.memory.traffic import step_traffic
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 

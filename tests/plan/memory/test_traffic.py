@@ -6,7 +6,7 @@ import pytest
 
 from zerotune.errors import InvalidValueError
 from zerotune.plan.facts import ModelFacts
-from zerotune.plan.memory.time import SwapTraffic
+from zerotune.plan.memory.traffic import SwapTraffic
 from zerotune.plan.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.rules import Finding, RuleContext, all_rules
+from zerotune.plan.rules.rule import Finding, RuleContext
+from zerotune.plan.rules.table import all_rules
 from zerotune.plan.sections import LaunchSection
 
 RULES = {rule.id: rule for rule in all_rules()}

@@ -45,7 +45,7 @@ from zerotune.backend.stored import make_room, stored_weight, waiting
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
 from zerotune.plan.plan import ResolvedPlan
-from zerotune.plan.resolve import LEAF_CLASSES
+from zerotune.plan.resolve.sizes import LEAF_CLASSES
 from zerotune.plan.resolved import LEAF_MODULE
 from zerotune.platform import detect_platform
 

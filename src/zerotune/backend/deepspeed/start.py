@@ -48,7 +48,7 @@ from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError, PlatformError, UnsupportedEngineError
 from zerotune.plan.plan import ResolvedPlan
-from zerotune.plan.resolve import SETTING, THRESHOLD
+from zerotune.plan.resolve.sizes import SETTING, THRESHOLD
 from zerotune.plan.sections import pins
 from zerotune.platform import Platform
 from zerotune.platform.facts import CUDA_ALLOCATORS

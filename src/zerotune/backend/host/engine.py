@@ -93,11 +93,7 @@ from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, OptimizerError, PlatformError
 from zerotune.plan.context import Streaming
 from zerotune.plan.facts import ModelFacts, resident_units
-from zerotune.plan.memory.estimate import (
-    GRADIENTS_UNDER_WAY,
-    gradient_buffers,
-    gradients_stay,
-)
+from zerotune.plan.memory.hosted import GRADIENTS_UNDER_WAY, gradient_buffers, gradients_stay
 from zerotune.plan.plan import ResolvedPlan
 from zerotune.plan.resolved import host_obstacle
 from zerotune.plan.sections import pins

@@ -34,7 +34,7 @@ from zerotune.backend.step.kernel import HostStepOp
 from zerotune.backend.step.uses import CALL_COMPILED, COMPILED, VIEWED, ForeignUses
 from zerotune.backend.step_state import Stage
 from zerotune.errors import EngineError, StepOrderError
-from zerotune.plan.memory.estimate import GRADIENTS_UNDER_WAY
+from zerotune.plan.memory.hosted import GRADIENTS_UNDER_WAY
 
 
 @attrs.define(eq=False, kw_only=True)

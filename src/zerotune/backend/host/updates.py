@@ -26,7 +26,7 @@ from zerotune.backend.optimizers.client import STOPPED
 from zerotune.backend.step.adams import SlabStep, move_into, moved, stepper_of
 from zerotune.backend.step.kernel import HostStepOp, Piece, ema_parts
 from zerotune.errors import OptimizerError
-from zerotune.plan.memory.estimate import WEIGHTS_AT_A_TIME
+from zerotune.plan.memory.hosted import WEIGHTS_AT_A_TIME
 
 Run = Callable[[Sequence[EMAUpdate], Collection[UnitPart]], None]
 """Function that updates a unit and EMAs of its weights, except for parts without a gradient."""

@@ -11,7 +11,7 @@ import attrs
 from zerotune._util.text import is_integer
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.optimizer.names import entry_of
-from zerotune.plan.resolve import AIO_BLOCK, SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
+from zerotune.plan.resolve.sizes import AIO_BLOCK, SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
 from zerotune.plan.resolved import Resolved
 
 _ALIGNMENT: Final = 1024

@@ -1,0 +1,226 @@
+"""The steps of resolution: remove unused sections, fill in every key, and record the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from zerotune import platform as machines
+from zerotune.decisions import Decision, Log
+from zerotune.plan.context import Context, Streaming
+from zerotune.plan.optimizer.capability import Situation
+from zerotune.plan.optimizer.choose import ChoiceOptions, choose
+from zerotune.plan.optimizer.names import entry_of
+from zerotune.plan.resolve.case import Case
+from zerotune.plan.resolve.fill import Filler
+from zerotune.plan.resolved import (
+    NO_DEEPSPEED,
+    PLAIN_NEEDS,
+    STEPPED_PLAINLY,
+    Resolved,
+    host_obstacle,
+)
+from zerotune.plan.section import evolved
+from zerotune.plan.sections import (
+    OffloadSection,
+    ZeroSection,
+)
+from zerotune.plan.settings import Settings
+from zerotune.platform.facts import Platform
+
+
+def prepared(requested: Settings, context: Context, log: Log) -> Case:
+    """Return the context, and the plan without the sections that the engine does not use.
+
+    Args:
+        requested: The plan.
+        context: Context of the run; a missing platform is detected.
+        log: Log that receives decisions.
+    """
+    platform = context.platform
+    if platform is None:
+        platform = machines.detect_platform()
+    uses_deepspeed = platform.deepspeed.available and context.uses_deepspeed
+    if not uses_deepspeed:
+        asked = not context.uses_deepspeed
+        requested = _for_plain_engine(requested, platform, asked=asked, log=log)
+    context = attrs.evolve(context, platform=platform, uses_deepspeed=uses_deepspeed)
+    return Case(plan=requested, context=context)
+
+
+def filled(
+    requested: Settings,
+    plan: Settings,
+    case: Case,
+    log: Log,
+    options: ChoiceOptions,
+    *,
+    by_weight: bool,
+) -> Resolved:
+    """Return the resolved plan with every key set, and its optimizer and schedule.
+
+    Args:
+        requested: The plan as the user wrote it.
+        plan: The plan after ``prepared`` and corrections.
+        case: The plan and context before the rules' corrections; no correction changes batch sizes
+            or precision.
+        log: Earlier decisions.
+        options: How to choose the optimizer.
+        by_weight: Whether the optimizer updates one weight at a time, on the device.
+    """
+    context = case.context
+    precision, why = case.precision
+    if not context.uses_deepspeed:
+        plan = _without_unknown_host_optimizer(plan, log)
+    filler = Filler(
+        case=case, stage=int(plan.stage), aio=plan.aio, decisions=[*log.decisions, *why]
+    )
+    plan = filler.filled_in(plan)
+    situation = Situation.of(plan, context, precision, by_weight=by_weight)
+    chosen = choose(plan, situation, run=context.run, model=context.model, options=options)
+    return (requested.resolved_as or Resolved)(
+        requested=requested,
+        plan=plan,
+        platform=context.machine,
+        world_size=context.world_size,
+        model=context.model,
+        run=context.run,
+        uses_deepspeed=context.uses_deepspeed,
+        precision=precision,
+        optimizer=chosen.optimizer,
+        scheduler=chosen.scheduler,
+        decisions=[*filler.decisions, *chosen.decisions],
+    )
+
+
+def with_engine(resolved: Resolved) -> Resolved:
+    """Record the requested engine; if it cannot run the plan, choose another with the reason."""
+    if resolved.update is not None:
+        resolved = _with_update(resolved)
+    obstacle, asked = host_obstacle(resolved), resolved.streamed
+    if not asked:
+        if resolved.engine is None:
+            return resolved
+        if not resolved.uses_deepspeed:
+            reason = "requested" if resolved.engine == "host" else NO_DEEPSPEED
+            return resolved.with_engine(None if obstacle else "host", obstacle or reason)
+        if resolved.engine == "host" and obstacle is not None:
+            return resolved.with_engine("deepspeed", obstacle)
+        return resolved.with_engine(resolved.engine, "requested")
+    if obstacle is not None:
+        return attrs.evolve(resolved.without_streaming(obstacle), engine=None)
+    resolved = attrs.evolve(resolved, engine="host")
+    if not isinstance(asked, Streaming) or not asked.split_masters or resolved.precision == "bf16":
+        return resolved
+    decision = Decision(
+        "streamed.split_masters",
+        True,
+        False,
+        f"master weights can be split only with bf16 weights, not with {resolved.precision}",
+    )
+    return attrs.evolve(
+        resolved,
+        streamed=attrs.evolve(asked, split_masters=False),
+        decisions=(*resolved.decisions, decision),
+    )
+
+
+def _with_update(resolved: Resolved) -> Resolved:
+    """Record the update on the device; if the host engine cannot run it, the update on the host."""
+    hosted = attrs.evolve(resolved, engine=resolved.engine or "host")
+    obstacle = host_obstacle(hosted)
+    if not resolved.uses_deepspeed:
+        obstacle = NO_DEEPSPEED
+    elif obstacle is None and resolved.precision != "bf16":
+        obstacle = f"the plan trains in {resolved.precision}, and not in bf16"
+    if obstacle is not None:
+        return resolved.with_update_on_host(obstacle)
+    decision = Decision(
+        "update",
+        "host",
+        "device",
+        f"requested, with {hosted.masters} master weights; the optimizer's own code updates "
+        "one weight at a time, and its states stay in host memory",
+    )
+    return attrs.evolve(hosted, decisions=(*hosted.decisions, decision))
+
+
+def _for_plain_engine(plan: Settings, platform: Platform, *, asked: bool, log: Log) -> Settings:
+    support = platform.deepspeed
+    reasons = ("DeepSpeed is disabled",) if asked else (support.reason, support.fix)
+    why = "; ".join(filter(None, reasons))
+    zero = plan.zero_optimization
+    host = _host_optimizer(zero, platform)
+    dropped: dict[str, Any] = {}
+    if zero is not None:
+        for name in ("offload_optimizer", "offload_param"):
+            section: OffloadSection | None = getattr(zero, name)
+            if host is not None and name == "offload_optimizer":
+                continue
+            if section is not None and section.device not in (None, "none"):
+                dropped[f"zero_optimization.{name}"] = section.to_dict()
+        left = zero if host is None else attrs.evolve(zero, offload_optimizer=None)
+        if host is None or left.to_dict() not in ({}, {"stage": 0}):
+            dropped["zero_optimization"] = left.to_dict()
+    if plan.aio is not None:
+        dropped["aio"] = plan.aio.to_dict()
+    if not dropped and not asked:
+        dropped["engine"] = "deepspeed"
+    for key, value in dropped.items():
+        log.decide(key, value, "plain" if key == "engine" else None, why, "warning")
+    if host is not None:
+        log.decide(
+            _HOST_OPTIMIZER,
+            host.device,
+            host.device,
+            "the host engine needs no DeepSpeed; the ranks of a machine share one copy of "
+            "the master weights and moments",
+        )
+    return attrs.evolve(
+        plan,
+        zero_optimization=None if host is None else ZeroSection(offload_optimizer=host),
+        aio=None,
+        zero_allow_untested_optimizer=None,
+        zero_force_ds_cpu_optimizer=None,
+    )
+
+
+_HOST_OPTIMIZER = "zero_optimization.offload_optimizer"
+
+
+def _host_optimizer(zero: ZeroSection | None, platform: Platform) -> OffloadSection | None:
+    """Return the offload section for the plain engine, if the optimizer is in host memory."""
+    section = None if zero is None else zero.offload_optimizer
+    # On macOS host and device share one memory.
+    if section is None or section.device != "cpu" or platform.accelerator == "mps":
+        return None
+    on_device = platform.accelerator != "cpu"
+    pin = section.pin_memory if isinstance(section.pin_memory, bool) else on_device
+    return OffloadSection(device="cpu", pin_memory=pin and on_device)
+
+
+def _without_unknown_host_optimizer(plan: Settings, log: Log) -> Settings:
+    zero, name = plan.zero_optimization, entry_of(plan.optimizer_name).name
+    if zero is None or zero.offload_optimizer is None or name in STEPPED_PLAINLY:
+        return plan
+    log.decide(
+        _HOST_OPTIMIZER,
+        zero.offload_optimizer.device,
+        None,
+        f"{PLAIN_NEEDS}, so the states of {name} stay on the device",
+        "warning",
+    )
+    return attrs.evolve(plan, zero_optimization=None)
+
+
+def without_inactive_offload(plan: Settings) -> Settings:
+    """Return ``plan`` without the sections that offload nothing."""
+    zero = plan.zero_optimization
+    if zero is None:
+        return plan
+    for name in ("offload_optimizer", "offload_param"):
+        section: OffloadSection | None = getattr(zero, name)
+        if section is not None and section.device == "none":
+            zero = evolved(zero, **{name: None})
+    return attrs.evolve(plan, zero_optimization=zero)

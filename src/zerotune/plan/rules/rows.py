@@ -1,0 +1,357 @@
+"""Rules on one setting: forbidden values, at certain stages or beside other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from zerotune._util.text import is_number
+from zerotune.decisions import Severity
+from zerotune.errors import (
+    REMOVAL,
+    UNSET,
+    Edits,
+    fix_of,
+    writes,
+)
+from zerotune.plan.optimizer.catalogue import ONE_BIT
+from zerotune.plan.optimizer.schedules import canonical_schedule
+from zerotune.plan.resolve.case import Case
+from zerotune.plan.rules.rule import (
+    ON_CPU,
+    OPTIMIZER,
+    PARAM,
+    RATIO,
+    STAGE,
+    ZERO_PATH,
+    Findings,
+    Rule,
+    active,
+    offload_section,
+    written_at,
+)
+from zerotune.plan.section import (
+    Section,
+)
+from zerotune.plan.sections import only_precision
+from zerotune.plan.settings import Settings
+from zerotune.plan.values import AUTO
+
+
+def setting_rule(
+    rule_id: str,
+    severity: Severity,
+    settings: Mapping[str, Callable[[Any], bool]],
+    *,
+    summary: str,
+    reason: str,
+    edits: tuple[Edits, ...],
+    fix: str = "",
+    stages: tuple[int, ...] = (),
+    when: Callable[[Settings], Any] | None = None,
+    remark: str = "",
+    after: Any = UNSET,
+    only_deepspeed: bool = True,
+    resolved_elsewhere: bool = False,
+    refused_elsewhere: bool = False,
+) -> Rule:
+    """Return a rule that checks the values of single settings.
+
+    Args:
+        rule_id: The rule's name.
+        severity: Severity of the findings.
+        settings: Mapping from the path of each setting to a function that returns true for values
+            to report.
+        summary: The mistake, in one sentence.
+        reason: Reason for a finding; ``{stage}`` stands for the plan's stage.
+        edits: Alternative changes that mend the plan.
+        fix: What to write instead; by default what ``edits`` do.
+        stages: ZeRO stages to which the rule applies; empty for all stages.
+        when: Additional condition on the plan.
+        remark: Additional sentences for the documentation.
+        after: Value of the setting after resolution.
+        only_deepspeed: Whether the rule applies only to runs with DeepSpeed.
+        resolved_elsewhere: As for ``rule``.
+        refused_elsewhere: Whether DeepSpeed or accelerate refuses what zerotune accepts.
+    """
+
+    def check(case: Case, this: Rule) -> Findings:
+        plan = case.plan
+        for path, refused in settings.items():
+            value = written_at(plan, path)
+            if refused(value):
+                shown = value.to_dict() if isinstance(value, Section) else value
+                yield this.finding(path, shown, after=after, stage=plan.stage)
+
+    return Rule(
+        id=rule_id,
+        severity=severity,
+        summary=summary,
+        reason=reason,
+        fix=fix or fix_of(edits),
+        edits=edits,
+        remark=remark,
+        check=check,
+        only_deepspeed=only_deepspeed,
+        resolved_elsewhere=resolved_elsewhere,
+        stages=stages,
+        when=when,
+        refused_elsewhere=refused_elsewhere,
+    )
+
+
+def is_one(*refused: Any) -> Callable[[Any], bool]:
+    """Return a function that returns true for ``refused`` values; ``True`` is not treated as 1."""
+    kinds = [(isinstance(each, bool), each) for each in refused]
+    return lambda value: (isinstance(value, bool), value) in kinds
+
+
+def is_other(*allowed: Any) -> Callable[[Any], bool]:
+    """Return a function that returns true for values that are set and not in ``allowed``."""
+    return lambda value: value not in (None, *allowed)
+
+
+def is_below(limit: float) -> Callable[[Any], bool]:
+    """Return a function that returns true for numbers below ``limit``."""
+    return lambda value: is_number(value) and value < limit
+
+
+def _scales(plan: Settings) -> bool:
+    return plan.fp16 is not None and plan.fp16.enabled is True
+
+
+SETTING_RULES: Final = (
+    setting_rule(
+        "offload-at-stage-0",
+        "warning",
+        {OPTIMIZER: active, PARAM: active},
+        stages=(0,),
+        summary="Nothing is offloaded at stage 0.",
+        reason="at stage 0 DeepSpeed leaves the weights on the device and builds an optimizer for "
+        "the CPU, which rejects them, so the section is removed",
+        edits=({STAGE: 2},),
+        after=None,
+    ),
+    setting_rule(
+        "offload-param-below-stage-3",
+        "warning",
+        {PARAM: active},
+        stages=(1, 2),
+        summary="Parameters can be offloaded only at stage 3, which partitions them.",
+        reason="DeepSpeed ignores offload_param at stage {stage}, so the section is removed",
+        edits=({STAGE: 3},),
+        after=None,
+    ),
+    setting_rule(
+        "param-offload-alone",
+        "note",
+        {f"{PARAM}.device": is_one("cpu", "nvme")},
+        stages=(3,),
+        when=lambda plan: plan.offload_optimizer_device == "none",
+        summary="Parameters are offloaded while the larger optimizer states stay on the device.",
+        reason="the optimizer states stay on the device; in mixed precision they are six times "
+        "as large as the parameters",
+        edits=(ON_CPU,),
+    ),
+    setting_rule(
+        "partial-offload-below-stage-3",
+        "error",
+        {RATIO: is_below(1)},
+        stages=(1, 2),
+        summary="DeepSpeed supports an offload ratio below 1 only at stage 3.",
+        reason="DeepSpeed can offload a part of the optimizer only at stage 3; the plan uses "
+        "stage {stage}",
+        edits=({RATIO: 1.0}, {STAGE: 3}),
+    ),
+    setting_rule(
+        "partial-offload",
+        "note",
+        {RATIO: is_below(1)},
+        stages=(3,),
+        summary="With an offload ratio below 1, torch's AdamW updates the weights on the device.",
+        reason="torch's AdamW updates the part on the device, and DeepSpeed's AdamW updates the "
+        "rest",
+        edits=({RATIO: 1.0},),
+        remark="The two implementations round differently. Without zerotune, torch's AdamW keeps "
+        "its initial learning rate, and no checkpoint contains its states (``backup_optimizer``). "
+        "zerotune gives both implementations the same groups and states.",
+    ),
+    setting_rule(
+        "nvme-optimizer-below-stage-3",
+        "error",
+        {f"{OPTIMIZER}.device": is_one("nvme")},
+        stages=(1, 2),
+        summary="Below stage 3, DeepSpeed silently keeps the optimizer in host memory instead of "
+        "on NVMe.",
+        reason="offload of the optimizer to NVMe needs stage 3; at stage {stage} DeepSpeed "
+        "silently uses host memory",
+        edits=({STAGE: 3}, ON_CPU),
+    ),
+    setting_rule(
+        "zero-plus-plus-below-stage-3",
+        "warning",
+        {
+            f"{ZERO_PATH}.zero_hpz_partition_size": is_other(AUTO, 1),
+            f"{ZERO_PATH}.zero_quantized_weights": is_other(AUTO, False),
+            f"{ZERO_PATH}.zero_quantized_nontrainable_weights": is_other(AUTO, False),
+            f"{ZERO_PATH}.zero_quantized_gradients": is_other(AUTO, False),
+        },
+        stages=(0, 1, 2),
+        summary="ZeRO++ settings have no effect below stage 3.",
+        reason="DeepSpeed ignores ZeRO++ at stage {stage}, so the key is removed",
+        edits=({STAGE: 3}, REMOVAL),
+        after=None,
+    ),
+    setting_rule(
+        "stage-3-launch-flag",
+        "note",
+        {"launch.zero3_init_flag": is_one(True)},
+        stages=(0, 1, 2),
+        summary="The launcher's ``zero3_init_flag`` has no effect below stage 3.",
+        reason="the flag requests partitioned parameters, which stage {stage} does not support",
+        edits=(REMOVAL, {STAGE: 3}),
+        remark="accelerate sets the flag to false with a warning.",
+    ),
+    setting_rule(
+        "legacy-stage-1",
+        "error",
+        {f"{ZERO_PATH}.legacy_stage1": is_one(True)},
+        stages=(1, 2, 3),
+        summary="DeepSpeed 0.5.9 removed the original implementation of stage 1.",
+        reason="DeepSpeed removed this implementation of stage 1, and raises an error if the key "
+        "is set",
+        edits=(REMOVAL,),
+    ),
+    setting_rule(
+        "round-robin-gradients",
+        "warning",
+        {f"{ZERO_PATH}.round_robin_gradients": is_one(True)},
+        stages=(1, 2),
+        summary="With ``round_robin_gradients`` and several ranks, DeepSpeed confuses the master "
+        "weights of parameters.",
+        reason="with several ranks DeepSpeed stores the master weights in another order than its "
+        "own record of their places says, so EMAs, checkpoints and exports would read wrong values",
+        fix="remove this key; training results are the same",
+        edits=(REMOVAL,),
+        after=False,
+    ),
+    setting_rule(
+        "gradient-scaling",
+        "error",
+        {"prescale_gradients": is_other(False), "gradient_predivide_factor": is_other(1)},
+        stages=(2, 3),
+        when=lambda plan: written_at(plan, f"{ZERO_PATH}.reduce_scatter") is not False,
+        summary="At stages 2 and 3, DeepSpeed rejects scaling gradients before the reduction.",
+        reason="at stage {stage} with reduce_scatter (the default), DeepSpeed rejects scaled "
+        "gradients",
+        edits=(REMOVAL, {f"{ZERO_PATH}.reduce_scatter": False}),
+    ),
+    setting_rule(
+        "muon-reduce-scatter",
+        "warning",
+        {f"{ZERO_PATH}.reduce_scatter": lambda value: value is not False},
+        stages=(3,),
+        when=lambda plan: plan.optimizer_name == "Muon",
+        summary="DeepSpeed's own Muon cannot use ``reduce_scatter``, the default, at stage 3.",
+        reason="without zerotune, DeepSpeed fails at stage 3 with "
+        '"Muon and reduce scatter cannot be used together"',
+        edits=({f"{ZERO_PATH}.reduce_scatter": False}, {STAGE: 2}),
+    ),
+    setting_rule(
+        "one-bit-optimizer",
+        "warning",
+        {"optimizer.type": is_other()},
+        when=lambda plan: plan.optimizer_name in ONE_BIT,
+        summary="DeepSpeed 0.19 removed the 1-bit optimizers, which never ran with ZeRO.",
+        reason="DeepSpeed 0.19 removed the 1-bit optimizers, and older releases reject them with "
+        "ZeRO",
+        edits=writes("AdamW"),
+        remark="``OptimizerResolver`` replaces a 1-bit optimizer or raises an error, depending on "
+        "its policy.",
+    ),
+    setting_rule(
+        "fp16-fixed-loss-scale",
+        "warning",
+        {"fp16.loss_scale": lambda value: is_number(value) and value > 0},
+        when=_scales,
+        summary="A fixed loss scale never adapts, so gradients may overflow in every step.",
+        reason="DeepSpeed skips a step whose gradients overflow, and never lowers a fixed scale "
+        "afterwards",
+        fix="write 0 for dynamic loss scaling, or use bf16",
+        edits=(*writes(0), only_precision("bf16")),
+    ),
+    setting_rule(
+        "dynamic-loss-scale",
+        "error",
+        {"fp16.loss_scale_window": is_one(0), "fp16.min_loss_scale": is_one(0)},
+        when=lambda plan: _scales(plan) and written_at(plan, "fp16.loss_scale") in (None, 0, AUTO),
+        summary="A dynamic loss scale needs ``loss_scale_window`` and ``min_loss_scale`` above 0.",
+        reason="DeepSpeed rejects the value 0 with a dynamic loss scale",
+        edits=writes(1),
+        remark="It ignores both keys if fp16 is off or ``loss_scale`` is fixed.",
+    ),
+    setting_rule(
+        "bf16-master-weights",
+        "error",
+        {
+            "bf16.bf16_master_weights_and_grads": is_one(True),
+            "bf16.bf16_optimizer_states": is_one(True),
+            "fp16.fp16_master_weights_and_grads": is_one(True),
+        },
+        summary="Master weights must be fp32.",
+        reason="EMA, checkpoints and exports need fp32 master weights",
+        fix="remove this key; to save host memory, use NVMe offload or the optimizer "
+        "AdamWBF16States, whose moments are bf16",
+        edits=(REMOVAL,),
+        remark="DeepSpeed rounds without stochastic rounding, so it loses every update that is "
+        "smaller than a weight's last bit. Its bf16 states need bf16 master weights.",
+    ),
+    setting_rule(
+        "scheduler-no-warmup",
+        "warning",
+        {"scheduler.params.warmup_num_steps": is_below(1)},
+        only_deepspeed=False,
+        resolved_elsewhere=True,
+        refused_elsewhere=True,
+        summary='DeepSpeed rejects a warm-up of 0 steps ("must be a positive integer").',
+        reason="DeepSpeed's warm-up must be a positive number of steps",
+        fix="write 1, the shortest warm-up",
+        edits=writes(1),
+        remark="``OptimizerResolver`` writes 1, and the learning rate starts at its peak.",
+    ),
+    setting_rule(
+        "zenflow-without-offload",
+        "error",
+        {f"{ZERO_PATH}.zenflow": is_other()},
+        stages=(1, 2),
+        when=lambda plan: not active(offload_section(plan, "optimizer")),
+        summary="ZenFlow needs the optimizer in host memory.",
+        reason="DeepSpeed rejects ZenFlow without offload of the optimizer",
+        edits=(ON_CPU, REMOVAL),
+    ),
+    setting_rule(
+        "scheduler-range-test",
+        "note",
+        {
+            "scheduler.type": lambda name: (
+                name is not None and canonical_schedule(name) == "LRRangeTest"
+            )
+        },
+        only_deepspeed=False,
+        summary="``LRRangeTest`` searches for a learning rate and does not train a usable model.",
+        reason="LRRangeTest raises the learning rate until training diverges, to find the largest "
+        "usable one",
+        edits=writes("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
+    ),
+    setting_rule(
+        "activation-checkpointing",
+        "note",
+        {"activation_checkpointing": bool},
+        summary="``activation_checkpointing`` configures only DeepSpeed's own checkpoint function.",
+        reason="the section affects only models that call deepspeed.checkpointing; "
+        "diffusers models call torch's checkpoint function",
+        fix="remove activation_checkpointing, and call the model's enable_gradient_checkpointing()",
+        edits=(REMOVAL,),
+    ),
+)
+"""Rules without a function, in the order they are checked."""

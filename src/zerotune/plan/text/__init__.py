@@ -1,0 +1,1 @@
+"""Plans, estimates and advice as reports and as data."""

@@ -1,0 +1,293 @@
+"""Memory estimates as reports and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+
+from zerotune._util.table import Block, Line, Page, Table, brief_of, page_of
+from zerotune._util.text import common_unit, counted, format_size
+from zerotune.plan.memory.items import PHASES, PLACES, Estimate, MemoryItem, Phase, Place, Workload
+from zerotune.plan.memory.traffic import swap_traffic
+from zerotune.plan.text.plan import describe
+
+RankBudget = Mapping[Place, int]
+"""Bytes available to each rank, as a mapping with the keys ``"device"``, ``"host"`` and ``"nvme"``;
+a missing key means no limit."""
+
+
+@attrs.frozen(kw_only=True)
+class Fit:
+    """Peak use and available amount of device memory, host memory or NVMe."""
+
+    place: Place
+    needed: int
+    """Bytes per rank."""
+    available: int | None
+    """Available bytes per rank; ``None`` if there is no limit."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak fits in the available memory."""
+        return self.available is None or self.needed <= self.available
+
+    def words(self, unit: tuple[str, int]) -> str:
+        """Return peak, budget, and free or missing memory in ``unit``.
+
+        Args:
+            unit: Name of the unit, and its size in bytes.
+        """
+        name, size = unit
+        if self.available is None:
+            return f"{self.needed / size:.2f} {name}"
+        left = self.available - self.needed
+        rest = f"{left / size:.2f} free" if left >= 0 else f"over by {-left / size:.2f}"
+        return f"{self.needed / size:.2f} of {self.available / size:.2f} {name}, {rest}"
+
+
+def fits(estimate: Estimate, budget: RankBudget | None = None) -> tuple[Fit, ...]:
+    """Compare peak device, host and NVMe memory of ``estimate`` with ``budget``.
+
+    Memory that is neither used nor limited is left out. ``budget`` has bytes per rank; a missing
+    key means no limit.
+    """
+    limits: RankBudget = budget or {}
+    every = (
+        Fit(place=place, needed=estimate.peak(place).nbytes, available=limits.get(place))
+        for place in PLACES
+    )
+    return tuple(fit for fit in every if fit.needed or fit.available)
+
+
+def estimate_unit(estimate: Estimate, budget: RankBudget | None = None) -> tuple[str, int]:
+    """Return the unit for all sizes of an estimate: its name, and its size in bytes."""
+    return common_unit(fit.needed for fit in fits(estimate, budget))
+
+
+def memory_table(estimate: Estimate, budget: RankBudget | None = None) -> Table:
+    """Return a table of peak device, host and NVMe memory.
+
+    Args:
+        estimate: The memory estimate.
+        budget: Bytes available to each rank, as a mapping with the keys ``"device"``, ``"host"``
+            and ``"nvme"``.
+    """
+    unit = estimate_unit(estimate, budget)
+    every = fits(estimate, budget)
+    over = {PLACE_NAMES[fit.place] for fit in every if not fit.fits}
+    return Table(
+        rows=tuple(
+            (PLACE_NAMES[fit.place], fit.words(unit), peak_words(estimate, fit.place))
+            for fit in every
+        ),
+        head=("place", "memory per rank", "when"),
+        style=lambda row: "error" if row[0] in over else "",
+    )
+
+
+def merged(items: Sequence[MemoryItem]) -> list[tuple[str, int]]:
+    """Return the bytes of each component, summed by name, largest first."""
+    sizes: dict[str, int] = {}
+    for item in items:
+        sizes[item.component] = sizes.get(item.component, 0) + item.nbytes
+    return sorted(sizes.items(), key=lambda pair: -pair[1])
+
+
+# -- Memory estimates in words, as Markdown and as data.
+
+WIDTH: Final = 100
+"""Width of estimates and advice in characters if the terminal width is unknown."""
+
+
+_EMA: Final = {"host": "in host memory", "device": "on the device", "nvme": "in files (NVMe)"}
+
+
+DURING: Final[Mapping[Phase, str]] = {
+    "initialization": "during set-up",
+    "forward and backward": "in the forward and backward pass",
+    "optimizer step": "in the optimizer step",
+    "checkpoint": "while a checkpoint is written",
+}
+"""For each phase, a phrase that can end a sentence."""
+
+
+PLACE_NAMES: Final[Mapping[Place, str]] = {"device": "device", "host": "host", "nvme": "NVMe"}
+"""Names that reports use for device, host and NVMe memory."""
+
+
+_PLANNED: Final = (
+    *("stage", "uses_deepspeed", "offload_optimizer", "offload_param"),
+    *("precision", "world_size"),
+)
+
+
+def estimate_data(estimate: Estimate) -> dict[str, Any]:
+    """Return ``estimate`` as a JSON-serialisable dict; sizes are in bytes per rank."""
+    resolved, model = estimate.resolved, estimate.resolved.model
+    return {
+        "plan": {
+            "title": describe(resolved),
+            **{name: getattr(resolved, name) for name in _PLANNED},
+        },
+        "model": model
+        and {
+            "name": model.name,
+            "elements": model.numel,
+            "trainable_elements": model.trainable_numel,
+        },
+        "workload": attrs.asdict(estimate.workload),
+        "places": {place: _held_at(estimate, place) for place in PLACES},
+        "pinned": estimate.pinned,
+        "swap_traffic": attrs.asdict(swap_traffic(estimate)),
+        "notes": list(estimate.notes),
+    }
+
+
+def estimate_page(estimate: Estimate, *, budget: RankBudget | None = None) -> Page:
+    """Return a report of peak device, host and NVMe memory, and of their components.
+
+    Args:
+        estimate: The estimate.
+        budget: Bytes available to each rank, as a mapping with the keys ``"device"``, ``"host"``
+            and ``"nvme"``.
+    """
+    blocks: list[Block] = [
+        Line(f"Memory per rank: {describe(estimate.resolved)}", style="title"),
+        Line(subject(estimate), indent=2),
+        Line(""),
+        memory_table(estimate, budget),
+    ]
+    for place in PLACES:
+        if any(item.place == place for item in estimate.items):
+            blocks += [Line(""), *_place_blocks(estimate, place)]
+    traffic = swap_traffic(estimate)
+    if traffic.written:
+        read, written = format_size(traffic.read), format_size(traffic.written)
+        text = f"each optimizer step reads {read} from swap files and writes {written}"
+        blocks.append(Line(text, indent=2))
+    return Page(blocks=(*blocks, *(Line(note, mark="note:") for note in estimate.notes)))
+
+
+def describe_estimate(estimate: Estimate) -> str:
+    """Summarise peak device, host and NVMe memory in one line."""
+    needs = [(place, estimate.peak(place).nbytes) for place in PLACES]
+    return f"{describe(estimate.resolved)}: {sizes(pair for pair in needs if pair[1])} per rank"
+
+
+def subject(estimate: Estimate) -> str:
+    """Name the model and the workload of ``estimate`` in one line."""
+    model = estimate.resolved.model
+    workload = describe_workload(estimate.workload)
+    if model is None:
+        return workload
+    count = f"{model.numel / 1e6:.1f} million"
+    if model.numel >= 10**9:
+        count = f"{model.numel / 1e9:.2f} billion"
+    return f"{model.name} ({count} parameters), {workload}"
+
+
+def peak_words(estimate: Estimate, place: Place) -> str:
+    """Return a phrase, for the end of a sentence, that says when memory use peaks."""
+    if len(set(_totals(estimate, place).values())) == 1:
+        return "at any time"
+    return f"at the peak, {DURING[estimate.peak(place).phase]}"
+
+
+def describe_workload(workload: Workload) -> str:
+    """Summarise the workload in one line."""
+    parts = [f"batch {workload.batch}"]
+    if workload.width is None or workload.height is None:
+        parts.append("activations not estimated")
+    else:
+        frames = "" if workload.frames is None else f"{counted(workload.frames, 'frame')} of "
+        parts.append(f"{frames}{workload.width} x {workload.height} pixels")
+        checkpointing = "with" if workload.gradient_checkpointing else "without"
+        parts.append(f"{checkpointing} gradient checkpointing")
+        if workload.gradient_checkpointing and workload.activation_offload:
+            parts.append("block inputs on the host")
+    if workload.ema != "none":
+        parts.append(f"EMA {_EMA[workload.ema]}")
+    return ", ".join(parts)
+
+
+def _held_at(estimate: Estimate, place: Place) -> dict[str, Any]:
+    peak = estimate.peak(place)
+    return {
+        "peak": peak.nbytes,
+        "phase": peak.phase,
+        "phases": _totals(estimate, place),
+        "components": [
+            {
+                **{name: getattr(item, name) for name in ("component", "nbytes", "pinned", "note")},
+                "at_peak": peak.phase in item.phases,
+                "phases": [phase for phase in PHASES if phase in item.phases],
+            }
+            for item in _all_at(estimate, place)
+        ],
+    }
+
+
+def _totals(estimate: Estimate, place: Place) -> dict[Phase, int]:
+    return {phase: sum(item.nbytes for item in estimate.at(place, phase)) for phase in PHASES}
+
+
+def _all_at(estimate: Estimate, place: Place) -> list[MemoryItem]:
+    items = [item for item in estimate.items if item.place == place]
+    return sorted(items, key=lambda item: -item.nbytes)
+
+
+def _place_blocks(estimate: Estimate, place: Place) -> Iterator[Block]:
+    unit, size = estimate_unit(estimate)
+    peak = estimate.peak(place)
+    yield Line(
+        f"{PLACE_NAMES[place]}: {peak.nbytes / size:.2f} {unit} {peak_words(estimate, place)}",
+        style="title",
+    )
+    yield _items_table(estimate, place)
+    totals = _totals(estimate, place)
+    if len(set(totals.values())) > 1:
+        by_phase = ", ".join(f"{phase} {nbytes / size:.2f}" for phase, nbytes in totals.items())
+        yield Line(f"by phase, {unit}: {by_phase}", indent=2)
+
+
+def _items_table(estimate: Estimate, place: Place) -> Table:
+    """Return the components of a place at its peak, largest first, then those of other phases."""
+    _, size = estimate_unit(estimate)
+    peak = estimate.peak(place)
+    later = [item for item in _all_at(estimate, place) if peak.phase not in item.phases]
+
+    def remarks(item: MemoryItem) -> str:
+        parts = [item.note, "pinned" if item.pinned else ""]
+        text = ", ".join(part for part in parts if part)
+        if item not in later:
+            return text
+        held = " and ".join(DURING[phase] for phase in PHASES if phase in item.phases)
+        return f"only {held or 'never'}; {text}".rstrip("; ")
+
+    return Table(
+        rows=tuple(
+            (f"{item.nbytes / size:.2f}", item.component, remarks(item))
+            for item in (*peak.items, *later)
+        ),
+        align="r",
+        widths=(8, 18),
+    )
+
+
+# -- Advice in words, as Markdown and as data.
+
+Sizes = Mapping[Place, int]
+"""Bytes by place."""
+
+
+def sizes(sizes: Iterable[tuple[Place, int]]) -> str:
+    """Format bytes by place."""
+    return ", ".join(f"{PLACE_NAMES[place]} {format_size(size)}" for place, size in sizes)
+
+
+brief_of.register(Estimate, describe_estimate)
+
+
+page_of.register(Estimate, estimate_page)
