@@ -148,7 +148,10 @@ PAGES: dict[str, tuple[tuple[str, ...], str]] = {
     "embedding.md": (MODEL, EMBEDDING),
     "builder.md": (MODEL, ""),
 }
-ELSEWHERE = {"families.md": "tests/diffusion/families/test_own_family.py"}
+ELSEWHERE = {
+    "families.md": "tests/diffusion/families/test_own_family.py",
+    "blocks.md": "tests/diffusion/families/test_modular.py",
+}
 
 
 @pytest.mark.deepspeed

@@ -462,8 +462,14 @@ class PipelineModel(torch.nn.Module):
         """Do nothing, because nothing is cached between training steps."""
         yield
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the engine with the pipeline's arguments."""
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
+        """The call of the engine; it has the signature of the model, which modular blocks read."""
+        if self._model is None:
+            return self._called
+        return functools.wraps(primary_of(self._model).forward)(functools.partial(self._called))
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
         output = call_cast(self._model, args, kwargs)
         prediction, *others = output if isinstance(output, tuple) else (output.sample,)
         if isinstance(prediction, list):

@@ -844,10 +844,12 @@ class PipelineFamily:
         encode = pipeline.encode_prompt
         known = {**self._prompt_arguments(pipeline), "device": device, **prompts}
         results = encode(**{n: v for n, v in known.items() if n in parameters_of(encode)})
-        results = results if isinstance(results, tuple) else (results,)
-        usual = (*self.text_tensors, *(f"{NEGATIVE}{name}" for name in self.text_tensors))
-        names = self.encoded or usual
-        named = dict(zip(names, results, strict=False))
+        if isinstance(results, Mapping):
+            named = dict(results)
+        else:
+            results = results if isinstance(results, tuple) else (results,)
+            usual = (*self.text_tensors, *(f"{NEGATIVE}{name}" for name in self.text_tensors))
+            named = dict(zip(self.encoded or usual, results, strict=False))
         if self.listed:
             return _pad_with_mask(named[f"{prefix}prompt_embeds"])
         return {name: _text_tensor(named, name, prefix) for name in self.text_tensors}
