@@ -16,8 +16,8 @@ STEPS, FEWER = 20, 8
 # Relative difference of single losses over 20 steps in fp32. Partitioned sums run in another order;
 # Adam's division by small second moments amplifies that to 2e-5. Muon's iteration multiplies
 # rounding by its coefficients (3.4 per round, five rounds), and Lion turns a difference in the last
-# bit into one of 2 lr where a momentum is nearly 0. A bf16 moment's rounding depends on its place in
-# the shard, so ZeRO's is another sample.
+# bit into one of 2 lr where a momentum is nearly 0. A bf16 moment's rounding depends on its place
+# in the shard, so ZeRO's is another sample.
 TOLERANCES = {"Lion": 3e-4, "Muon": 3e-4, "AdamWBF16States": 2e-2}
 TOLERANCE = 5e-5
 
