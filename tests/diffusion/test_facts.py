@@ -15,7 +15,7 @@ from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DCondi
 from tests.support.declared_pipelines import MAKERS
 from tests.support.models import tiny_unet
 from tests.support.needs import needs
-from zerotune.diffusion import LoRA, add_lora, passes
+from zerotune.diffusion import LoRA, add_lora
 from zerotune.diffusion import facts as counting
 from zerotune.diffusion.facts import (
     example_inputs,
@@ -26,7 +26,6 @@ from zerotune.diffusion.facts import (
 )
 from zerotune.diffusion.models.declared import Flux
 from zerotune.diffusion.passes import activation_peak
-from zerotune.diffusion.passes import counting as counting_passes
 from zerotune.errors import InvalidValueError
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import family, family_names, family_of, model_family
@@ -313,109 +312,6 @@ def test_planned_adapters_equal_those_that_peft_creates():
         shapes = [Counter(each.shape for each in facts.trainable) for facts in (planned, made)]
         assert shapes[0] == shapes[1], config["_class_name"]
         assert planned.numel == made.numel
-
-
-# -- Lists of equal blocks, of which only a few run.
-
-
-class Steps(torch.nn.Module):
-    """Equal blocks, each called as often as its entry in ``calls``."""
-
-    def __init__(self, calls):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in calls)
-        self.calls = calls
-
-    def forward(self, sample):
-        for number, block in enumerate(self.blocks):
-            for _ in range(self.calls[number]):
-                sample = torch.relu(block(sample))
-        return (sample,)
-
-
-def whole_and_few(model, count, monkeypatch):
-    """Return ``count()`` with all and with few blocks run, and the latter's block calls."""
-    with monkeypatch.context() as patched:
-        patched.setattr(passes, "_find_repeats", lambda _model: ())
-        count()  # Call once before measuring: models cache tables in their first call.
-        whole = count()
-    blocks = [block for repeat in passes._find_repeats(model) for block in repeat.every]
-    ran = []
-    hooks = [block.register_forward_pre_hook(lambda *_: ran.append(1)) for block in blocks]
-    few = count()
-    for hook in hooks:
-        hook.remove()
-    return whole, few, len(ran)
-
-
-def test_skipped_blocks_are_counted_nevertheless(monkeypatch):
-    with torch.device("meta"):
-        sample = torch.empty(16, 8)
-        ran = []
-        for length in (7, 20):
-            model = Steps([1] * length)
-
-            def count(model=model):
-                with counting_passes(model) as counted:
-                    return counted({"sample": sample})
-
-            whole, few, calls = whole_and_few(model, count, monkeypatch)
-            assert few == whole
-            ran.append(calls)
-    assert ran == [2 * 7 + 6, 2 * 20 + 6]  # All blocks run forward twice.
-
-
-@pytest.mark.parametrize("odd", [0, 3, 6, 9])
-def test_blocks_with_different_calls_are_all_run(odd, monkeypatch):
-    calls = [1] * 10
-    calls[odd] = 2
-    with torch.device("meta"):
-        model, sample = Steps(calls), torch.empty(16, 8)
-
-        def count():
-            with counting_passes(model) as counted:
-                return counted({"sample": sample})
-
-        whole, few, _ = whole_and_few(model, count, monkeypatch)
-    assert few == whole
-
-
-# The suite counts skipped blocks of small models, above.
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["chroma", "hunyuan-video", "lumina2"])
-def test_measuring_few_blocks_equals_measuring_all(name, monkeypatch, tmp_path):
-    config, _ = declared(name, tmp_path / name)
-    longer = {key: 9 for key in ("num_layers", "num_single_layers") if key in config}
-    with torch.device("meta"):
-        model = getattr(diffusers, config["_class_name"]).from_config(config | longer)
-    whole, few, calls = whole_and_few(model, lambda: measure_step(model), monkeypatch)
-    assert few == whole
-    # Four sizes, each with activations kept, recomputed (forward and backward) and offloaded
-    # (likewise).
-    assert calls == (4 * 5 * 6 + 2 * 9) * len(longer)  # All blocks run forward twice.
-
-
-def test_the_counting_effort_does_not_grow_with_the_depth(monkeypatch, tmp_path):
-    config, _ = declared("wan", tmp_path / "wan")
-    kind, operators = getattr(diffusers, config["_class_name"]), []
-    for layers in (8, 24):
-        with torch.device("meta"):
-            model = kind.from_config(config | {"num_layers": layers})
-        seen, count = Counter(), passes._Counts._count
-        with monkeypatch.context() as patched:
-            patched.setattr(passes._Counts, "_count", counted_calls(count, seen))
-            measure_step(model)
-        operators.append(seen["calls"])
-    # Only two of the passes, both forward, run all blocks.
-    assert operators[1] < 1.7 * operators[0]
-
-
-def counted_calls(function, seen):
-    def call(*arguments):
-        seen["calls"] += 1
-        return function(*arguments)
-
-    return call
 
 
 def test_pixart_alpha_gets_size_conditions_and_pixart_sigma_does_not(tmp_path):

@@ -232,9 +232,9 @@ _MAKERS: Final[dict[str, Callable[[_ForwardInputs], dict[str, Any]]]] = {
 MakeInputs = Callable[[int, int, int], Mapping[str, Any]]
 """Function that maps batch size, height and width in pixels to keyword arguments of ``forward``."""
 
-_POINTS: Final = ((2, 256), (2, 1024), (8, 256), (4, 512))
-"""Batch and side in pixels of the measured passes. A batch of one would use different reduction
-operators."""
+_POINTS: Final = ((2, 256), (2, 1024), (8, 512))
+"""Batch and side in pixels of the measured passes, as many as a fit has unknowns. A batch of one
+would use different reduction operators."""
 
 
 def model_facts(

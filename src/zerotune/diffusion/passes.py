@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 from unittest import mock
 
 import attrs
-import numpy as np
 import torch
 from torch.fx.experimental import _config as symbolic
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -72,44 +70,33 @@ def activation_peak(module: torch.nn.Module, arguments: Mapping[str, Any]) -> in
 def counting(module: torch.nn.Module) -> Iterator[Callable[..., Pass]]:
     """Yield a function that measures one forward and backward pass of a ``meta`` module.
 
-    Gradients of parameters are freed immediately, because estimates count gradients separately. If
-    the module has a long list of identical blocks, only a few at the start and the end run. Each
-    skipped block is counted as if it were one of the inner blocks that run. If an initial forward
-    pass shows that the blocks differ, all blocks run.
+    Gradients of parameters are freed immediately, because estimates count gradients separately.
     """
 
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
-    repeats = list(_find_repeats(module))
-    checked = False
+    called = False
 
     def count(arguments: Mapping[str, Any], transfers: CountedTransfers | None = None) -> Pass:
-        nonlocal checked
-        if repeats and not checked:
-            # Twice, because models cache tables in their first call.
-            for counts in (_Counts(module), _Counts(module)):
-                with _counted_forward(module, arguments, counts):
-                    pass
-        for shown in (repeats, []):
-            with contextlib.ExitStack() as stack:
-                for repeat in shown:
-                    stack.enter_context(repeat.shortened())
-                try:
-                    counted = _trace(module, arguments, shown, transfers)
-                except IndexError:
-                    if not shown:
-                        raise
-                    repeats.clear()  # The model indexes its layers, so none can be omitted.
-                    continue
-            if counted is not None and shown and not checked:
-                checked = True
-                if list(counted.operators[: counted.first]) != counts.operators:
-                    repeats.clear()
-                    continue
-            if counted is not None:
-                break
-        return cast("Pass", counted)
+        nonlocal called
+        if not called:
+            # Models cache tables in their first call.
+            with _counted_forward(module, arguments, _Counts(module)):
+                called = True
+        counts = _Counts(module)
+        if transfers is not None:
+            transfers.begin(lambda: len(counts.live))
+        with _counted_forward(module, arguments, counts) as loss:
+            forward, first = dict(counts.work), len(counts.live)
+            loss.backward()
+        return Pass(
+            live=tuple(counts.live),
+            operators=tuple(counts.operators),
+            forward=forward,
+            backward={kind: amount - forward[kind] for kind, amount in counts.work.items()},
+            first=first,
+        )
 
     hooks = [
         parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
@@ -147,44 +134,6 @@ def both_passes(
     return full, recomputed
 
 
-def _trace(
-    module: torch.nn.Module,
-    arguments: Mapping[str, Any],
-    repeats: Sequence[_Repeat],
-    transfers: CountedTransfers | None,
-) -> Pass | None:
-    """Count one pass, including omitted blocks; ``None`` if their cost cannot be determined."""
-    counts = _Counts(module)
-    if transfers is not None:
-        transfers.begin(lambda: len(counts.live))
-    with contextlib.ExitStack() as stack:
-        for repeat in repeats:
-            stack.enter_context(repeat.watched(counts))
-        loss = stack.enter_context(_counted_forward(module, arguments, counts))
-        forward, first = Counter(counts.work), len(counts.live)
-        loss.backward()
-    trace = _Trace(
-        live=np.asarray(counts.live),
-        operators=counts.operators,
-        forward=forward,
-        backward=Counter({kind: n - forward[kind] for kind, n in counts.work.items()}),
-        first=first,
-        away=[] if transfers is None else transfers.away,
-    )
-    for number, repeat in enumerate(repeats):
-        if not repeat.fill(trace, others=repeats[number + 1 :]):
-            return None
-    if transfers is not None:
-        transfers.away = trace.away
-    return Pass(
-        live=tuple(trace.live.tolist()),
-        operators=tuple(trace.operators),
-        forward=dict(trace.forward),
-        backward=dict(trace.backward),
-        first=trace.first,
-    )
-
-
 @contextlib.contextmanager
 def _counted_forward(
     module: torch.nn.Module, arguments: Mapping[str, Any], counts: _Counts
@@ -211,15 +160,6 @@ class Away:
     stored: int
     begins: int | None = None
     ends: int | None = None
-
-    def moved(self, stored: int, begins: int, ends: int) -> Away:
-        """Return a copy; each position is increased by the given number of operators."""
-        return Away(
-            nbytes=self.nbytes,
-            stored=self.stored + stored,
-            begins=None if self.begins is None else self.begins + begins,
-            ends=None if self.ends is None else self.ends + ends,
-        )
 
 
 class CountedTransfers:
@@ -263,227 +203,6 @@ class CountedTransfers:
     def release(self, stored: Stored) -> None:
         """Remove a tensor that will not be loaded again."""
         self._at.pop(id(stored.tensor), None)
-
-
-@attrs.define(kw_only=True)
-class _Trace:
-    """Counts of a pass, to which omitted blocks are added."""
-
-    live: np.ndarray
-    operators: list[str]
-    forward: Counter[str]
-    backward: Counter[str]
-    first: int
-    away: list[Away]
-
-
-# -- Lists of equal blocks, of which only a few run.
-
-_FIRST: Final = 3
-_LAST: Final = 3
-"""Number of blocks that run at each end of a list. Blocks at the ends differ from inner blocks: for
-example, with activation offload the inputs of the last two stay on the device."""
-_RUN: Final = _FIRST + _LAST
-
-
-@attrs.define(kw_only=True)
-class _Repeat:
-    """A list of equal blocks, of which only a few run, and the start of each block that runs."""
-
-    parent: torch.nn.Module
-    name: str
-    every: torch.nn.ModuleList
-    forward: list[_Mark] = attrs.field(factory=list)
-    backward: dict[torch.nn.Module, _Mark] = attrs.field(factory=dict)
-
-    @property
-    def missing(self) -> int:
-        """Return the number of blocks that do not run."""
-        return len(self.every) - _RUN
-
-    @contextlib.contextmanager
-    def shortened(self) -> Iterator[None]:
-        """Reduce the list to its first and last blocks inside the ``with`` block."""
-        few = torch.nn.ModuleList([*self.every[:_FIRST], *self.every[-_LAST:]])
-        setattr(self.parent, self.name, few)
-        try:
-            yield
-        finally:
-            setattr(self.parent, self.name, self.every)
-
-    @contextlib.contextmanager
-    def watched(self, counts: _Counts) -> Iterator[None]:
-        """Record the start of each block's forward and backward pass inside the ``with`` block."""
-        self.forward, self.backward = [], {}
-
-        def mark() -> _Mark:
-            return _Mark(at=len(counts.live), work=Counter(counts.work))
-
-        def enter(_block: Any, _arguments: Any) -> None:
-            if not self.backward:
-                self.forward.append(mark())
-
-        def leave(block: Any, _arguments: Any, output: Any) -> None:
-            def begin(_gradient: Any) -> None:
-                # At the first gradient of an output, before the block is recomputed.
-                self.backward.setdefault(block, mark())
-
-            for leaf in () if self.backward else tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(begin)  # type: ignore[no-untyped-call]
-
-        hooks = [block.register_forward_pre_hook(enter) for block in self.every]
-        hooks += [block.register_forward_hook(leave) for block in self.every]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def fill(self, trace: _Trace, *, others: Sequence[_Repeat]) -> bool:
-        """Insert the skipped blocks into a trace, and shift the marks of other lists of blocks.
-
-        Returns:
-            Whether the cost of the missing blocks is known: two inner blocks must have equal costs.
-        """
-        if len(self.forward) != _RUN or len(self.backward) != _RUN:
-            return False
-        middle = slice(_FIRST - 1, _FIRST + 2)
-        there = _Period.between(trace, *self.forward[middle])
-        back = _Period.between(trace, *list(self.backward.values())[middle])
-        if there is None or back is None or not self._copy_away(trace, there, back):
-            return False
-        many = self.missing
-        copies = range(1, many + 1)
-        live, at, turn = trace.live, there.end, back.end
-        trace.live = np.concatenate(
-            [
-                live[:at],
-                *(live[there.begin : at] + n * there.growth for n in copies),
-                live[at:turn] + many * there.growth,
-                *(live[back.begin : turn] + many * there.growth + n * back.growth for n in copies),
-                live[turn:] + many * (there.growth + back.growth),
-            ]
-        )
-        names = trace.operators
-        trace.operators = [
-            *names[:at],
-            *names[there.begin : at] * many,
-            *names[at:turn],
-            *names[back.begin : turn] * many,
-            *names[turn:],
-        ]
-        for total, work in ((trace.forward, there.work), (trace.backward, back.work)):
-            total.update({kind: many * amount for kind, amount in work.items()})
-        trace.first += many * there.length
-        for mark in (
-            mark for other in others for mark in (*other.forward, *other.backward.values())
-        ):
-            mark.at += self._shift(mark.at, there, back)
-        return True
-
-    def _shift(self, at: int, there: _Period, back: _Period) -> int:
-        periods = (there.length if at >= there.end else 0) + (back.length if at >= back.end else 0)
-        return self.missing * periods
-
-    def _copy_away(self, trace: _Trace, there: _Period, back: _Period) -> bool:
-        """Add the tensors that the missing blocks offload to host memory."""
-        block = [one for one in trace.away if there.begin <= one.stored < there.end]
-        after = [one for one in trace.away if there.end <= one.stored < there.end + there.length]
-        later, earlier = there.length, -back.length
-        if after != [one.moved(later, later, earlier) for one in block]:
-            return False
-        whole = self.missing * (there.length + back.length)
-        away = []
-        for one in trace.away:
-            stored, begins, ends = (
-                0 if at is None else self._shift(at, there, back)
-                for at in (one.stored, one.begins, one.ends)
-            )
-            if one not in block:
-                away.append(one.moved(stored, begins, ends))
-                continue
-            away += [
-                one.moved(n * later, n * later, whole + n * earlier)
-                for n in range(self.missing + 1)
-            ]
-        trace.away = away
-        return True
-
-
-@attrs.define
-class _Mark:
-    """A position between operators, and the work done before this position."""
-
-    at: int
-    work: Counter[str]
-
-
-@attrs.frozen(kw_only=True)
-class _Period:
-    """The operators and work of one block, which the next block repeats."""
-
-    begin: int
-    end: int
-    growth: int
-    """Bytes that remain allocated after each block."""
-    work: Mapping[str, int]
-
-    @property
-    def length(self) -> int:
-        """Return the number of operators."""
-        return self.end - self.begin
-
-    @classmethod
-    def between(cls, trace: _Trace, one: _Mark, two: _Mark, three: _Mark) -> _Period | None:
-        """Return the period from ``one`` to ``two``; ``None`` if the next period differs."""
-        begin, end = one.at, two.at
-        growth = (
-            trace.live[end : three.at] - trace.live[begin:end]
-            if (trace.operators[begin:end] == trace.operators[end : three.at])
-            else np.empty(0)
-        )
-        works = [
-            {kind: after.work[kind] - before.work[kind] for kind in after.work}
-            for before, after in ((one, two), (two, three))
-        ]
-        if not growth.size or (growth != growth[0]).any() or works[0] != works[1]:
-            return None
-        return cls(begin=begin, end=end, growth=int(growth[0]), work=works[0])
-
-
-def _find_repeats(parent: torch.nn.Module) -> Iterator[_Repeat]:
-    """Yield the lists of equal blocks of a model, without lists inside other lists."""
-    for name, child in parent.named_children():
-        if isinstance(child, torch.nn.ModuleList) and _are_alike(child):
-            yield _Repeat(parent=parent, name=name, every=child)
-        else:
-            yield from _find_repeats(child)
-
-
-def _are_alike(blocks: torch.nn.ModuleList) -> bool:
-    """Return whether a list is long, and its blocks differ only in weights and indices."""
-    if len(blocks) <= _RUN:
-        return False
-
-    def description(index: int, block: torch.nn.Module) -> Any:
-        return [
-            (
-                name,
-                type(part),
-                [(key, tensor.shape, tensor.dtype) for key, tensor in part.named_parameters()],
-                # A block may store its index in the list.
-                sorted(
-                    (key, value - index if type(value) is int and "layer" in key else value)
-                    for key, value in vars(part).items()
-                    if isinstance(value, (bool, int, float, str, tuple, type(None)))
-                ),
-            )
-            for name, part in block.named_modules()
-        ]
-
-    first = description(0, blocks[0])
-    return all(description(index, block) == first for index, block in enumerate(blocks))
 
 
 class _UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
