@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
@@ -59,12 +58,6 @@ def test_a_case_beyond_free_memory_is_left_out_before_its_weights_are_written(me
     assert "write weights" not in capfd.readouterr().err
 
 
-def test_a_case_beyond_free_disk_is_left_out(measure, monkeypatch):
-    monkeypatch.setattr(large.shutil, "disk_usage", lambda _path: SimpleNamespace(free=-1))
-    with pytest.raises(LeftOutError, match="of disk is needed"):
-        measure()
-
-
 def test_a_case_without_room_for_a_checkpoint_trains_and_exports(measure, monkeypatch, capfd):
     monkeypatch.setattr(large.shutil, "disk_usage", lambda _path: SimpleNamespace(free=1))
     found = measure()
@@ -87,29 +80,6 @@ def test_a_training_that_dies_is_recorded_with_its_phase(measure, training, reas
     assert found.facts["failed"] == reason
     assert found.samples["measured"]["host_bytes"] > [0]
     assert found.samples["measured"]["start_seconds"]
-
-
-def test_later_cases_run_after_one_that_was_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(large, "Preparation", Small)
-    monkeypatch.setattr(large, "Run", Killed)
-    result = run(load("large"), output=tmp_path, quick=True, only=["EMA on disk", "EMA in RAM"])
-    assert [case["facts"]["failed"][:13] for case in result["cases"]] == ["train: step 1"] * 2
-
-
-def test_weights_without_a_name_count_as_disk_space(tmp_path, monkeypatch):
-    import os
-
-    import torch
-
-    from zerotune.ema.shadow import FileStore
-
-    store = FileStore(folder=tmp_path)
-    kept = store.allocate({"weight": 2**20}, device=torch.device("cpu"))
-    assert large.unlinked_bytes(os.getpid(), tmp_path) >= 4 * 2**20
-    monkeypatch.chdir(tmp_path)
-    assert large.unlinked_bytes(os.getpid(), Path()) >= 4 * 2**20
-    del kept
-    assert large.folder_bytes(tmp_path) == 0
 
 
 @pytest.mark.parametrize("model", ["sd15", "sdxl"])

@@ -29,30 +29,6 @@ def test_the_entry_pages_contain_the_current_result(generator, page):
     assert generator["result"]() in text
 
 
-def test_the_performance_page_has_at_most_70_lines(generator):
-    assert len(generator["page"]().splitlines()) <= 70
-
-
-def test_no_quick_measurement_is_committed(generator):
-    for name, result in generator["stored"]().items():
-        assert not result["quick"], f"{name} was measured with --quick"
-
-
-def test_every_reason_belongs_to_a_goal(generator):
-    from bench.runner import load
-
-    for benchmark, beginning in generator["REASONS"]:
-        texts = [goal.text for goal in load(benchmark).goals]
-        assert any(text.startswith(beginning) for text in texts), (benchmark, beginning)
-
-
-def test_every_goal_with_a_limit_is_in_the_table(generator):
-    page = generator["measurements"]()
-    for result in generator["stored"]().values():
-        for goal in result["goals"]:
-            assert (f"| {goal['text']}" in page) == (goal["limit"] is not None)
-
-
 @pytest.mark.parametrize(
     ("interval", "reached", "said"),
     [

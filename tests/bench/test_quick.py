@@ -95,7 +95,6 @@ def test_the_step_benchmark_completes(tmp_path):
     assert len(cases["step alone"]["contestants"]) == 7
 
 
-# test_virtual.py rehearses one plan in each run of the suite.
 @pytest.mark.nightly
 @pytest.mark.simdev
 @pytest.mark.deepspeed

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from types import SimpleNamespace
 
 import attrs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bench.__main__ import NAMES, main
 from bench.runner import (
@@ -24,13 +21,10 @@ from bench.runner import (
     judged,
     load,
     median_interval,
-    quartiles,
-    refreshed,
     run,
     summarised,
-    timed,
 )
-from bench.show import amount, markdown, span, title
+from bench.show import markdown
 from bench.workers import AnonPeak, Worker, WorkerError
 
 COUNTS = {"calls": 0}
@@ -92,14 +86,6 @@ def test_a_stored_measurement_is_not_repeated(tmp_path):
     assert COUNTS["calls"] == 5
 
 
-def test_results_of_another_machine_are_not_reused(tmp_path):
-    first = run(benchmark(), output=tmp_path)
-    elsewhere = first | {"hardware": first["hardware"] | {"usable_cores": 1000}}
-    (tmp_path / "example.json").write_text(compact(elsewhere))
-    assert run(benchmark(), output=tmp_path)["hardware"] == first["hardware"]
-    assert COUNTS["calls"] == 4
-
-
 def test_an_interrupted_run_resumes(tmp_path):
     def broken(_settings, _scratch):
         raise KeyboardInterrupt
@@ -115,32 +101,6 @@ def test_an_interrupted_run_resumes(tmp_path):
     assert len(run(whole, output=tmp_path)["goals"]) == 3
     assert COUNTS["calls"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["example.json"]
-
-
-def test_only_cases_chosen_by_name_are_measured_and_others_stay_stored(tmp_path):
-    first = run(benchmark(), output=tmp_path, only=["fir"])
-    assert [case["name"] for case in first["cases"]] == ["first"]
-    run(benchmark(), output=tmp_path)
-    assert COUNTS["calls"] == 2
-    again = run(benchmark(), output=tmp_path, only=["sec"])
-    assert COUNTS["calls"] == 3
-    assert [case["name"] for case in again["cases"]] == ["first", "second"]
-    assert len(again["goals"]) == 3
-
-
-def test_stored_cases_survive_an_interrupted_repetition(tmp_path):
-    run(benchmark(), output=tmp_path)
-
-    def broken(_settings, _scratch):
-        raise KeyboardInterrupt
-
-    first, second = benchmark().cases(False)
-    cut = attrs.evolve(first, measure=broken)
-    with pytest.raises(KeyboardInterrupt):
-        run(attrs.evolve(benchmark(), cases=lambda _quick: (cut, second)), output=tmp_path,
-            only=["first"])  # fmt: skip
-    stored = json.loads((tmp_path / "example.json").read_text())
-    assert [case["name"] for case in stored["cases"]] == ["first", "second"]
 
 
 def test_a_case_that_is_left_out_is_not_stored(tmp_path, capsys):
@@ -160,16 +120,6 @@ def test_a_quick_run_does_not_replace_a_full_one(tmp_path):
         run(benchmark(), output=tmp_path, quick=True)
 
 
-def test_a_stored_result_takes_the_current_texts_and_limits(tmp_path):
-    stored = run(benchmark(), output=tmp_path)
-    half, *others = benchmark().goals
-    changed = attrs.evolve(half, text="a third", limit=0.3)
-    today = refreshed(stored, attrs.evolve(benchmark(), title="new", goals=(changed, *others)))
-    assert today["title"] == "new"
-    assert today["goals"][0] == stored["goals"][0] | {"text": "a third", "limit": 0.3}
-    assert today["goals"][1:] == stored["goals"][1:]
-
-
 def test_contestants_take_turns():
     order = []
     contestants = {name: (lambda name=name: order.append(name) or {"n": 1}) for name in "abc"}
@@ -178,25 +128,10 @@ def test_contestants_take_turns():
     assert samples == {name: {"n": [1.0, 1.0]} for name in "abc"}
 
 
-def test_a_call_is_timed(monkeypatch):
-    clock = iter([5.0, 5.75])
-    now = SimpleNamespace(perf_counter=lambda: next(clock))
-    monkeypatch.setattr("bench.runner.time", now)
-    calls = []
-    assert timed(lambda: calls.append(1))() == {"seconds": 0.75}
-    assert len(calls) == 1
-
-
 def test_the_interval_of_a_median_comes_from_order_statistics():
     expected = {1: (1, 1), 2: (1, 2), 5: (1, 5), 6: (1, 6), 9: (2, 8), 15: (4, 12), 40: (14, 27)}
     for count, interval in expected.items():
         assert median_interval(range(1, count + 1)) == interval
-
-
-@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=30))
-def test_quartiles_lie_within_the_range(samples):
-    low, middle, high = quartiles(samples)
-    assert min(samples) * (1 - 1e-5) <= low <= middle <= high <= max(samples) * (1 + 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -209,31 +144,6 @@ def test_a_ratio_without_a_divisor_is_omitted(ours, theirs, reached):
     assert judged(goal, samples)["reached"] == reached
     found = summarised(Measured(samples={"ours": samples["ours"], "theirs": {}}, baseline="theirs"))
     assert "ratio" not in found["contestants"]["ours"]["seconds"]
-
-
-@pytest.mark.parametrize(
-    ("value", "quantity", "text"),
-    [
-        (0.0123, "seconds", "12.3 ms"),
-        (2.5e-5, "save_seconds", "25 µs"),
-        (12.0, "seconds", "12 s"),
-        (3 * 2**30, "host_bytes", "3 GiB"),
-        (1.5 * 2**20, "read_bytes_per_second", "1.5 MiB/s"),
-        (81.25, "images_per_second", "81.25/s"),
-        (512, "bytes", "512 B"),
-        (0.5, "share", "0.5"),
-    ],
-)
-def test_values_are_shown_in_the_unit_of_their_quantity(value, quantity, text):
-    assert amount(value, quantity) == text
-
-
-def test_names_and_ranges_are_shown_in_words_and_units():
-    assert title("save_to_disk_seconds") == "save to disk"
-    assert title("write_bytes_per_second") == "write"
-    assert title("seconds") == "time"
-    assert span(0.001, 0.002, "seconds") == "1 to 2 ms"
-    assert span(0.5, 2.0, "seconds") == "500 ms to 2 s"
 
 
 def test_the_table_has_every_contestant(tmp_path):

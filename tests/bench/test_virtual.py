@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.on_card import NARROW, build, joined
+from bench.on_card import NARROW, build
 from bench.stream import CLIPPED, LANES, rehearse
-from bench.virtual import HostThreads, _Executor, _Future, _Lock, _Queue, _Virtual
+from bench.virtual import HostThreads, _Executor, _Future, _Virtual
 
 
 class Clock:
@@ -44,50 +44,6 @@ def test_a_result_is_there_when_its_thread_has_got_so_far(hosts):
     executor.shutdown()
 
 
-def test_an_idle_thread_begins_when_it_is_asked(hosts):
-    executor = _Executor()
-    hosts.advance(5.0, "own work")
-    began = executor.submit(hosts.now)
-    assert began.result() == 5.0
-    executor.shutdown()
-
-
-def test_a_queue_gives_the_time_at_which_something_was_put(hosts):
-    queue, executor = _Queue(), _Executor()
-
-    def produce():
-        for seconds in (1.0, 2.0):
-            hosts.advance(seconds, "work")
-            queue.put(seconds)
-
-    executor.submit(produce)
-    assert [(queue.get(), hosts.now()) for _ in range(2)] == [(1.0, 1.0), (2.0, 3.0)]
-    executor.shutdown()
-
-
-def test_a_lock_is_waited_for_in_virtual_time(hosts):
-    lock, executor = _Lock(), _Executor()
-
-    def hold():
-        with lock, lock:
-            hosts.advance(3.0, "work")
-
-    executor.submit(hold)
-    hosts.advance(1.0, "own work")
-    with lock:
-        assert hosts.now() == 3.0
-    executor.shutdown()
-
-
-def test_a_callback_acts_at_the_time_of_the_result(hosts):
-    executor, seen = _Executor(), []
-    found = executor.submit(lambda: hosts.advance(2.0, "work"))
-    found.add_done_callback(lambda _: seen.append(hosts.now()))
-    found.result()
-    assert seen == [2.0]
-    executor.shutdown()
-
-
 def test_threads_that_wait_for_each_other_are_an_error(hosts):
     with pytest.raises(RuntimeError, match="all threads of the host wait for each other"):
         _Future().result()
@@ -104,13 +60,7 @@ def test_a_narrow_model_has_the_weights_of_the_large_one_with_other_sizes(name):
     assert sum(p.numel() for p in narrow.values()) < 3e7
 
 
-def test_spans_of_a_block_are_joined():
-    spans = [("a", "x", 0.0, 1.0), ("b", "x", 0.5, 2.0), ("a", "x", 1.0, 1.5), ("a", "y", 1.5, 2.0)]
-    assert joined(spans) == [
-        ("a", "x", 0.0, 1.5), ("b", "x", 0.5, 2.0), ("a", "y", 1.5, 2.0),
-    ]  # fmt: skip
-
-
+@pytest.mark.nightly
 @pytest.mark.simdev
 @pytest.mark.deepspeed
 def test_virtual_time_is_close_to_the_predicted_time_on_every_machine():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.memory import TINY
 from tools.fake_device import (
     KINDS,
-    CachingAllocator,
     Event,
     FakeDevice,
     FakePass,
@@ -138,35 +136,3 @@ def test_freed_memory_is_reused_split_and_merged():
     assert joined.reserved() == 20 * MIB
     gap = passed((1, 20 * MIB), (2, 20 * MIB), (1, -20 * MIB), (2, -20 * MIB), (3, 40 * MIB))
     assert gap.reserved() == 80 * MIB
-
-
-def test_persistent_blocks_exist_from_the_beginning():
-    assert passed((1, 20 * MIB)).reserved(before=(100 * MIB, 3 * MIB)) == 140 * MIB
-
-
-def test_a_small_device_frees_cached_segments():
-    gap = passed((1, 20 * MIB), (2, 20 * MIB), (1, -20 * MIB), (2, -20 * MIB), (3, 40 * MIB))
-    assert gap.least() == 40 * MIB < gap.reserved()
-    assert gap.least(before=(100 * MIB,)) == 140 * MIB
-    half = passed((1, 30 * MIB), (2, 10 * MIB), (1, -30 * MIB), (3, 40 * MIB), (2, -10 * MIB))
-    assert half.least() == 50 * MIB, "what is there stays"
-    split = passed((1, 40 * MIB), (1, -40 * MIB), (2, 10 * MIB), (3, 40 * MIB))
-    assert split.least() == 80 * MIB, "a segment of which a part is in use is not given back"
-
-
-def test_the_allocator_never_returns_overlapping_blocks():
-    generator = torch.Generator().manual_seed(3)
-    allocator, held = CachingAllocator(), {}
-    for key in range(600):
-        size = 512 * int(torch.randint(1, 30_000, (), generator=generator))
-        allocator.take(key, size)
-        held[key] = size
-        block, _ = allocator._taken[key]
-        assert block.size >= size
-        for other in list(held)[::40] if len(held) > 40 else ():
-            allocator.give(other)
-            del held[other]
-        spans = sorted((b.segment, b.start, b.start + b.size) for b, _ in allocator._taken.values())
-        for (segment, _, end), (next_segment, start, _) in pairwise(spans):
-            assert segment != next_segment or end <= start
-    assert allocator.reserved >= sum(held.values())
