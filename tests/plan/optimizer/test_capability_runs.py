@@ -13,7 +13,7 @@ from tools.capability_table import CapabilityTable
 from zerotune.plan.optimizer.capability import Situation, capability_of
 from zerotune.plan.optimizer.catalogue import OPTIMIZERS
 
-PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
+PAGE = Path(__file__).parents[3] / "docs" / "optimizers.md"
 CELLS = [
     ("AdamW", 3, "none", "bf16"), ("Adagrad", 1, "cpu", "fp32"), ("Lion", 3, "cpu", "bf16"),
     ("Lamb", 0, "none", "bf16"), ("Muon", 2, "none", "bf16"), ("Adafactor", 2, "none", "fp32"),

@@ -115,7 +115,7 @@ def test_the_first_matching_rule_wins(resolve):
 
 @given(st.lists(st.sampled_from(["unet", "text", "*.bias", "*norm*", "re:q"]), unique=True))
 def test_every_trainable_parameter_is_in_exactly_one_group(patterns):
-    from tests.optim.conftest import resolved_plan
+    from tests.plan.optimizer.conftest import resolved_plan
 
     plan = attrs.evolve(
         resolved_plan("AdamW", {"lr": 1e-3}),

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tests.optim.engine_probe import run_all
+from tests.plan.optimizer.engine_probe import run_all
 from tests.support.ranks import run_ranks
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.optimizer.curves import betas_at, lr_at
