@@ -68,22 +68,6 @@ def test_no_other_module_names_a_kind_of_device() -> None:
     assert places == [], "ask zerotune.backend.accelerator or zerotune.platform.facts instead"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torch.cuda.synchronize()",
-        "torch.xpu.Stream",
-        "from torch import cuda",
-        "import torch.cuda",
-        "from torch.cuda import Event",
-        'x.type == "cuda"',
-        'f"cuda:{rank}"',
-    ],
-)
-def test_a_named_kind_of_device_is_found(line: str) -> None:
-    assert list(named_kinds(ast.parse(line))) == [1]
-
-
 def test_the_cpu_answers_without_branches_in_callers() -> None:
     CPU.synchronize()
     CPU.empty_cache()

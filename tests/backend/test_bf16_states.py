@@ -164,8 +164,6 @@ def states_of(engine: Any) -> dict[str, tuple[str, list[float]]]:
     ("saved", "resumed"),
     [
         (("AdamW", 2), ("AdamWBF16States", 3)),
-        (("AdamWBF16States", 3), ("AdamW", 2)),
-        (("AdamWBF16States", 2), ("AdamWBF16States", 3)),
     ],
 )
 @ranks(1)

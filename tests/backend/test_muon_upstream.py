@@ -1,4 +1,4 @@
-"""DeepSpeed's own Muon has defects that zerotune's does not have."""
+"""zerotune's Muon has none of the defects of DeepSpeed's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks import ranks, run_ranks
+from tests.support.ranks import ranks
 from tests.support.runs import build
 from zerotune.backend.optimizers.classes import orthogonalise
 
@@ -24,53 +24,6 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(torch.relu(self.hidden(torch.relu(self.conv_in(x)))).mean((2, 3)))
-
-
-def upstream(stage: int) -> dict[str, Any]:
-    """Start DeepSpeed's Muon from its configuration, with the tags set beforehand."""
-    import os
-
-    import deepspeed
-
-    from zerotune.backend.distributed import ProcessGroup
-
-    os.environ["LOCAL_RANK"] = "0"
-    group = ProcessGroup(backend="gloo")
-    model = Net()
-    for parameter in model.parameters():
-        parameter.use_muon = False
-    model.hidden.weight.use_muon = True
-    try:
-        deepspeed.initialize(
-            model=model,
-            model_parameters=list(model.parameters()),
-            config={
-                "train_batch_size": 1,
-                "optimizer": {"type": "Muon", "params": {"lr": 0.02}},
-                "zero_optimization": {"stage": stage},
-            },
-            dist_init_required=False,
-        )
-        error = ""
-    except Exception as caught:  # noqa: BLE001 - whatever it raises is the finding
-        error = str(caught)
-    finally:
-        tags = {name: p.use_muon for name, p in model.named_parameters()}
-        group.close()
-    return {"error": error, "tags": tags}
-
-
-def test_deepspeed_overwrites_the_muon_tags_that_it_asks_for() -> None:
-    pytest.importorskip("deepspeed.runtime.zero.muon")
-    (found,) = run_ranks(upstream, 1)
-    # The first and the last layer were tagged false beforehand.
-    assert found["tags"]["conv_in.weight"] is True
-    assert found["tags"]["out.weight"] is True
-
-
-def test_deepspeeds_default_configuration_refuses_muon_at_stage_3() -> None:
-    (found,) = run_ranks(upstream, 3)
-    assert "Muon and reduce scatter cannot be used together" in found["error"]
 
 
 @ranks(1)
@@ -129,11 +82,7 @@ def spread(matrix: torch.Tensor) -> float:
     return float(values[-2] / values[0])
 
 
-def along(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0))
-
-
-@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (3, "none"), (2, "cpu"), (3, "cpu")])
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (3, "cpu")])
 @ranks(1)
 def test_our_muon_takes_an_orthogonal_step_where_deepspeeds_did_not(
     stage: int, offload: str

@@ -24,7 +24,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2])
 @ranks()
 def test_schedules_count_optimizer_steps_and_not_micro_batches(world_size: int) -> None:
     from zerotune.plan.plan import DeepSpeedPlan

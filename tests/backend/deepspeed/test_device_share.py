@@ -6,7 +6,6 @@ everything else is DeepSpeed's own code path.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,12 @@ def case(ratio: float) -> Case:
     )
 
 
-def train(ratio: float, folder: str | None = None, *, mended: bool = True) -> dict[str, Any]:
+def train(ratio: float, folder: str | None = None) -> dict[str, Any]:
     """Train with part of the optimizer on the device and return the results."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     from tests.support.models import tiny_unet
-    from zerotune.backend.deepspeed.sharded import ShardedWrapper
 
     original = DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions
 
@@ -52,8 +50,6 @@ def train(ratio: float, folder: str | None = None, *, mended: bool = True) -> di
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeepSpeedZeroOptimizer_Stage3, "_create_fp32_partitions", share_out)
-        if not mended:
-            patch.setattr(ShardedWrapper, "improve", lambda _: ())
         engine = start(case(ratio), tiny_unet())
     losses = []
     for step in range(STEPS):
@@ -108,15 +104,13 @@ def test_the_optimizers_share_on_the_device_follows_the_schedule_and_is_saved(
 ) -> None:
     (whole,) = run_ranks(train, 1.0)
     (shared,) = run_ranks(train, 0.6, str(tmp_path / "checkpoint"))
-    (raw,) = run_ranks(functools.partial(train, mended=False), 0.6)
     assert not any(whole["beside"])
     count = len(shared["beside"])
     assert count >= 5
     assert shared["beside"] == [index < int(0.4 * count) for index in range(count)]
     # Not bit-identical, since two implementations of AdamW are compared.
     assert shared["losses"] == pytest.approx(whole["losses"], rel=2e-4)
-    assert raw["bytes"]["optimizer states"] == 0 < shared["bytes"]["optimizer states"]
-    assert raw["losses"] != pytest.approx(whole["losses"], rel=2e-4), "the rate stays where it was"
+    assert shared["bytes"]["optimizer states"] > 0
     assert shared["steps"] == whole["steps"] == {STEPS}
     assert "zero_optimization.offload_optimizer.ratio" in shared["decisions"]
     assert shared["bytes"] == counted(shared)

@@ -52,6 +52,7 @@ def test_a_unet_trains_the_same_with_leaf_modules() -> None:
     assert ours["warned"] == ["note"]
 
 
+@pytest.mark.nightly
 @pytest.mark.deepspeed
 @ranks(1)
 def test_leaf_modules_called_with_keyword_arguments_fail() -> None:

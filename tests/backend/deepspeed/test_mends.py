@@ -56,14 +56,11 @@ class Two(torch.nn.Module):
         return self.left(x_b8) + self.right(x_b8) if both else self.left(x_b8)
 
 
-@pytest.mark.parametrize(
-    ("stage", "engine"), [(1, "deepspeed"), (2, "deepspeed"), (3, "deepspeed"), (2, "host")]
-)
 @ranks(1)
-def test_a_parameter_without_a_gradient_is_not_stepped_with_an_earlier_one(stage, engine):
+def test_a_parameter_without_a_gradient_is_not_stepped_with_an_earlier_one():
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
-    case = Case(stage=stage, offload="cpu", micro_batch=2, clipping=0.0, optimizer=optimizer)
-    engine, seen = start(attrs.evolve(case, engine=engine), Two()), []
+    case = Case(stage=2, offload="cpu", micro_batch=2, clipping=0.0, optimizer=optimizer)
+    engine, seen = start(attrs.evolve(case, engine="deepspeed"), Two()), []
     for both in (True, False):
         engine.backward(engine(torch.ones(2, 8), both).square().sum())
         engine.step()
@@ -74,9 +71,8 @@ def test_a_parameter_without_a_gradient_is_not_stepped_with_an_earlier_one(stage
         )
         seen.append(right)
     engine.close()
-    # DeepSpeed takes zeros; the host engine leaves the weight as it is, as torch does.
-    after = seen[0] if engine.plan.engine == "host" else 0.9 * seen[0]
-    assert torch.allclose(seen[1], after, rtol=1e-6)
+    # DeepSpeed takes zeros.
+    assert torch.allclose(seen[1], 0.9 * seen[0], rtol=1e-6)
 
 
 def swapping(folder: str | None, pipelined: bool) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def test_the_pass_equals_adam_cast_and_ema_bit_for_bit_with_one_thread():
 
 def test_a_resumed_run_has_the_beta_powers_of_an_uninterrupted_one():
     (whole,) = run_ranks(powers, 1)
-    for first in (2, 3, 17):
+    for first in (2, 17):
         (resumed,) = run_ranks(powers, first)
         assert resumed == whole[first - 1 :]
 
@@ -209,9 +209,15 @@ def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> li
     return wrong
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.01])
-@pytest.mark.parametrize("sizes", [(33, 1000, 3 * 7), (2**19 + 37, 2**20, 48)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "decay"),
+    [
+        ((33, 1000, 3 * 7), torch.bfloat16, 0.0),
+        ((2**19 + 37, 2**20, 48), torch.bfloat16, 0.01),
+        ((2**19 + 37, 2**20, 48), torch.float32, 0.01),
+    ],
+    ids=str,
+)
 def test_the_pass_with_bf16_states_equals_the_optimizer_bit_for_bit(sizes, dtype, decay):
     assert run_ranks(bf16_stepped, sizes, dtype, decay) == [[]]
 
